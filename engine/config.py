@@ -1,0 +1,65 @@
+"""What the engine is told: plain frozen values, checked where they are made.
+
+The vocabulary is ZeRO's (Rajbhandari et al., 2020, arXiv:1910.02054): stage 0 replicates, 1 shards
+optimizer states, 2 gradients as well, 3 parameters as well.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Precision = Literal["bf16", "fp16", "fp32"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling of fp16: start at 2**initial_power, halve on overflow, double after `window` good steps."""
+
+    initial_power: int = 16
+    window: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with decoupled decay (Loshchilov & Hutter, 2019) and a schedule over optimizer steps.
+
+    `lr` is the peak rate; `warmup_steps` rise linearly to it, then `schedule` falls to
+    `lr * final_lr_ratio` at `total_steps`. `max_grad_norm` is the global L2 norm; 0 turns clipping off.
+    """
+
+    lr: float
+    total_steps: int
+    warmup_steps: int = 0
+    schedule: Schedule = "cosine"
+    final_lr_ratio: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.lr < 0:
+            raise ValueError(f"lr must be at least 0, not {self.lr}")
+        if self.total_steps < 1:
+            raise ValueError(f"total_steps must be at least 1, not {self.total_steps}")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a module is laid out over the ranks, and in which precision it computes.
+
+    `offload` keeps the shards in host memory and brings a unit to the device when it is needed.
+    """
+
+    zero_stage: int = 0
+    dtype: Precision = "bf16"
+    offload: Literal["none", "cpu"] = "none"
+    activation_checkpointing: bool = False
+    compile_blocks: bool = False
+    loss_scale: LossScale = field(default_factory=LossScale)
+
+    def __post_init__(self) -> None:
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {self.zero_stage}")

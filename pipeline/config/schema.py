@@ -1,0 +1,176 @@
+"""The configuration, key by key: types, bounds, defaults, and what each key means.
+
+This is the one place where a default stands. Hydra composes `conf/` into a dictionary, `validate`
+(in `check.py`) turns the dictionary into a `RunConfig`, and stages read it at their edge only.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class LoraConfig(Section):
+    rank: int = Field(0, ge=0, description="rank of the adapters (peft); 0 trains all parameters")
+    alpha: float = Field(16.0, gt=0, description="adapters are scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapters' input; ppo needs 0")
+    targets: list[str] | str = Field("all-linear", description="module names that get adapters, or all-linear")
+
+
+class ModelConfig(Section):
+    name: str = Field(description="short name, used in run names and tables")
+    hub: str | None = Field(None, description="hub id, used when `path` is not given")
+    path: str | None = Field(None, description="local folder in Hugging Face format (safetensors)")
+    weights: Literal["pretrained", "random"] = Field(
+        "pretrained", description="random builds `architecture` with random weights and never asks a hub"
+    )
+    architecture: dict[str, Any] | None = Field(
+        None, description="model_type and the fields of its transformers configuration, for weights=random"
+    )
+    tokenizer: str | None = Field(None, description="tokenizer folder or hub id; `train` trains one on the run's data")
+    chat_template: str | None = Field(None, description="file with a Jinja chat template, instead of the tokenizer's own")
+    attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of transformers")
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+
+
+class SourceConfig(Section):
+    path: str | None = Field(None, description="local file or folder: jsonl, json, parquet, csv")
+    eval_path: str | None = Field(None, description="local file or folder held out; otherwise a share of `path` is")
+    hub: str | None = Field(None, description="data set id on the hub")
+    subset: str | None = Field(None, description="configuration name of the hub set")
+    split: str = Field("train", description="split of the hub set to train on")
+    eval_split: str | None = Field(None, description="split of the hub set held out; otherwise a share of `split` is")
+    builtin: Literal["demo"] | None = Field(None, description="data that zerochat makes itself")
+    weight: float = Field(1.0, gt=0, description="share of this source in the mix, relative to the others")
+    stages: list[Literal["sft", "reward", "ppo"]] = Field(
+        ["sft", "reward", "ppo"], description="stages this source serves"
+    )
+    columns: dict[str, str] = Field({}, description="column names to read as other ones: {their name: our name}")
+
+
+class DataConfig(Section):
+    name: str = Field(description="short name, used in run names and tables")
+    path: str | None = Field(None, description="one local file or folder, instead of `sources`")
+    sources: list[SourceConfig] = Field([], description="where the data comes from")
+    eval_fraction: float = Field(0.05, gt=0, lt=1, description="share of prompts held out where a source has no held-out split")
+    stage_shares: dict[Literal["sft", "reward", "ppo"], float] = Field(
+        {"sft": 0.2, "reward": 0.4, "ppo": 0.4},
+        description="disjoint shares of the prompts, for a source that serves several stages with one kind of record",
+    )
+    bad_row_limit: float = Field(0.05, ge=0, le=1, description="share of unusable rows above which a file is refused")
+    demo_examples: int = Field(12000, ge=200, description="size of the made data (data=demo)")
+
+
+class EngineSettings(Section):
+    zero_stage: Literal[0, 1, 2, 3] = Field(0, description="what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too")
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="compute precision, fp32 masters; auto is bf16 on a GPU and fp32 on a CPU")
+    offload: Literal["none", "cpu"] = Field("none", description="cpu keeps shards in host memory between uses")
+    activation_checkpointing: bool = Field(False, description="recompute activations in backward: a third more compute, far less memory")
+    compile_blocks: bool = Field(False, description="torch.compile each transformer block")
+    loss_scale_power: int = Field(16, ge=0, le=32, description="fp16: initial loss scale is 2**this")
+    loss_scale_window: int = Field(1000, ge=1, description="fp16: good steps before the scale doubles")
+
+
+class StageSection(Section):
+    epochs: float = Field(1.0, gt=0, description="passes over the stage's data")
+    steps: int | None = Field(None, ge=1, description="cap on optimizer steps (ppo: on rollouts); epochs decide otherwise")
+    batch_size: int = Field(64, ge=1, description="global batch over all ranks: conversations, pairs or prompts a step")
+    max_length: int = Field(1024, ge=8, description="tokens a sequence; longer ones are cut, or dropped where a cut makes no sense")
+    micro_batch_tokens: int = Field(8192, ge=8, description="tokens a forward and backward pass a rank, padding included")
+    lr: float = Field(1e-5, ge=0, description="peak learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="learning rate after the warm-up")
+    warmup: float = Field(0.03, ge=0, le=1, description="share of the steps in which the rate rises")
+    final_lr_ratio: float = Field(0.0, ge=0, le=1, description="rate at the end, as a share of lr")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled decay; biases and norms have none")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first decay")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Adam's second decay")
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon")
+    max_grad_norm: float = Field(1.0, ge=0, description="clip to this global norm; 0 does not clip")
+    lora: LoraConfig = LoraConfig()
+    log_every: int = Field(1, ge=1, description="steps between lines of metrics.jsonl")
+    eval_every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
+    save_every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves about every tenth of the stage")
+    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept while training")
+    eval_examples: int = Field(256, ge=1, description="held-out examples an evaluation")
+
+
+class SftSection(StageSection):
+    packing: bool = Field(True, description="pack conversations into full rows that can't see each other")
+    loss_on: Literal["assistant", "all"] = Field("assistant", description="tokens that count in the loss")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout while training, where the model has it")
+
+
+class RewardSection(StageSection):
+    init: Literal["auto", "sft", "base"] = Field("auto", description="starting weights: this run's SFT model or the base model; auto prefers SFT unless reward_model is set")
+    centering: float = Field(0.01, ge=0, description="coefficient of (chosen + rejected)^2, keeps scores around 0")
+    use_margin: bool = Field(False, description="subtract the data's margin from the score difference")
+
+
+class PpoSection(StageSection):
+    kl_coef: float = Field(0.05, ge=0, description="weight of the per-token KL penalty to the reference")
+    kl_target: float | None = Field(None, gt=0, description="nats a sequence; adapts kl_coef (Ziegler et al., 2019)")
+    kl_horizon: int = Field(10000, ge=1, description="sequences over which kl_coef adapts")
+    update_epochs: int = Field(4, ge=1, description="passes over each rollout")
+    minibatches: int = Field(1, ge=1, description="optimizer steps a pass over a rollout")
+    clip: float = Field(0.2, gt=0, description="policy ratio is clipped to 1 - clip .. 1 + clip")
+    dual_clip: float | None = Field(3.0, gt=1, description="bound on the ratio where the advantage is negative (Ye et al., 2020); null for none")
+    value_clip: float | None = Field(0.2, gt=0, description="values are clipped to within this of the old ones; null for none")
+    critic_lr: float = Field(1e-5, ge=0, description="peak learning rate of the critic")
+    critic_warmup: int = Field(0, ge=0, description="rollouts in which only the critic learns")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount a token")
+    lam: float = Field(0.95, ge=0, le=1, description="lambda of GAE")
+    whiten_advantages: bool = Field(True, description="advantages to mean 0, variance 1 over the global batch")
+    missing_end_penalty: float = Field(1.0, ge=0, description="subtracted from the score of an answer without an end token")
+    score_clip: float | None = Field(None, gt=0, description="scores are clipped to +- this")
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    ptx_coef: float = Field(0.0, ge=0, description="weight of the SFT loss mixed into the policy's (PTX)")
+    ema: float | None = Field(None, gt=0, lt=1, description="decay of averaged actor weights; the exported model is the average; null for none")
+    ratio_tolerance: float | None = Field(None, gt=0, description="largest mean deviation of the first minibatch's ratio from 1; null chooses by precision")
+    actor_engine: dict[str, Any] = Field({}, description="engine keys for the actor alone")
+    critic_engine: dict[str, Any] = Field({}, description="engine keys for the critic alone")
+    reference_engine: dict[str, Any] = Field({}, description="engine keys for the reference alone")
+    reward_engine: dict[str, Any] = Field({}, description="engine keys for the reward model alone")
+
+
+class RolloutSection(Section):
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; logits are divided by it in training too")
+    top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0 keeps all, and PPO wants all")
+    top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set with this mass; PPO wants 1")
+    max_new_tokens: int = Field(256, ge=1, description="tokens an answer may have, its end token included")
+    max_prompt_tokens: int = Field(512, ge=1, description="longer prompts are dropped, and counted")
+    batch_size: int = Field(64, ge=1, description="sequences decoded together on a rank")
+
+
+class EvaluationSection(Section):
+    prompts: int = Field(128, ge=1, description="held-out prompts answered by base, SFT and PPO model")
+    table_rows: int = Field(16, ge=1, description="of these, rows shown in the report")
+
+
+class TrackingSection(Section):
+    kind: Literal["wandb", "none"] = Field("wandb", description="where metrics go beside metrics.jsonl")
+    project: str = Field("zerochat", description="wandb project")
+    entity: str | None = Field(None, description="wandb entity")
+
+
+class RunConfig(Section):
+    name: str | None = Field(None, description="run name; default from model, data and time")
+    run_dir: str | None = Field(None, description="run folder, instead of runs/<name>")
+    stage: Literal["all", "sft", "reward", "ppo"] = Field("all", description="what to run")
+    seed: int = Field(1, ge=0, description="seed of everything random")
+    ranks: int | None = Field(None, ge=1, description="processes on this machine; default one a GPU, one on a CPU")
+    actor: str | None = Field(None, description="model folder (or stage folder) PPO starts from; default this run's sft")
+    reward_path: str | None = Field(None, description="model folder (or stage folder) of the reward model; default this run's reward (reward=PATH for short)")
+    debug: bool = Field(False, description="show tracebacks")
+    model: ModelConfig
+    reward_model: ModelConfig | None = Field(None, description="base of the reward model and critic; default the same as the policy's")
+    data: DataConfig
+    engine: EngineSettings = EngineSettings()
+    sft: SftSection = SftSection()
+    reward: RewardSection = RewardSection()
+    ppo: PpoSection = PpoSection()
+    rollout: RolloutSection = RolloutSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    tracking: TrackingSection = TrackingSection()

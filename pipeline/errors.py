@@ -1,0 +1,5 @@
+"""The one exception for what a user did: the commands print its message without a traceback and exit with 2."""
+
+
+class UserError(ValueError):
+    """Its message is one clear paragraph that says what is wrong and what to write or do instead."""
