@@ -1,0 +1,21 @@
+"""A ZeRO engine for any `nn.Module`, on PyTorch's FSDP2, with a hybrid flip between training and generation."""
+
+from engine.checkpoint import Checkpointer
+from engine.config import EngineConfig, LossScale, OptimizerConfig
+from engine.engine import Engine, Update
+from engine.kernels import token_logprobs
+from engine.rollout.decoder import Generation, Rollouts
+from engine.rollout.sampling import Sampling
+
+__all__ = [
+    "Checkpointer",
+    "Engine",
+    "EngineConfig",
+    "Generation",
+    "LossScale",
+    "OptimizerConfig",
+    "Rollouts",
+    "Sampling",
+    "Update",
+    "token_logprobs",
+]

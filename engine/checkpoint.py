@@ -1,0 +1,128 @@
+"""Sharded training state on disk, through `torch.distributed.checkpoint`: complete or absent, loadable at another world size.
+
+A checkpoint is written into `NAME.tmp` and renamed when every rank is done, so a folder without `.tmp` is whole. The
+tensors are copied before `save` returns; the writing itself goes on in the background.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.parallel import dist
+
+
+class Checkpointer:
+    """Saves and loads several engines as one checkpoint, with plain values of each rank beside them (JSON)."""
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self.engines = engines
+        self._pending: Future[Any] | None = None
+
+    def save(self, folder: Path, shared: Mapping[str, Any], mine: Mapping[str, Any] | None = None) -> None:
+        """Begin to write `folder`. `shared` is the same on all ranks, `mine` differs; both must be JSON.
+
+        Raises OSError where the previous write failed (a full disk), before anything of this one is written.
+        """
+        self.wait()
+        rank, leads = dist.world().rank, dist.world().leads
+        staging = folder.with_name(folder.name + ".tmp")
+        if leads:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+            scalars = {name: _scalars(engine) for name, engine in self.engines.items()}
+            _write_json(staging / "state.json", {"shared": shared, "engines": scalars, "ranks": dist.world().size})
+        dist.barrier()
+        _write_json(staging / f"rank-{rank}.json", mine or {})
+        dist.barrier()
+        tensors = {name: _tensors(engine) for name, engine in self.engines.items()}
+        writer = dcp.FileSystemWriter(staging, single_file_per_rank=True)
+        self._pending = dcp.async_save(tensors, storage_writer=writer, process_group=dist.host_group())
+        if leads:
+            # The coordinator finishes after every rank has written: its metadata file is the last one.
+            self._pending.add_done_callback(lambda done: _commit(done, staging, folder))
+
+    def wait(self) -> None:
+        """Until the last save is on disk. Raises what went wrong in it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                pending.result()
+            except Exception as error:
+                raise OSError(f"a checkpoint could not be written: {error}") from error
+            dist.barrier()
+
+    def load(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Fill the engines from a checkpoint. Returns (shared, mine); mine is None where the world size changed."""
+        state = json.loads((folder / "state.json").read_text())
+        tensors = {name: _tensors(engine) for name, engine in self.engines.items()}
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), process_group=dist.host_group())
+        for name, engine in self.engines.items():
+            _restore_scalars(engine, state["engines"][name])
+        same = state["ranks"] == dist.world().size
+        mine = json.loads((folder / f"rank-{dist.world().rank}.json").read_text()) if same else None
+        return state["shared"], mine
+
+
+def complete(parent: Path) -> list[Path]:
+    """The whole checkpoints `step-N` of a folder, oldest first."""
+    found = [p for p in parent.glob("step-*") if p.suffix != ".tmp" and (p / ".metadata").exists()]
+    return sorted(found, key=lambda p: int(p.name.split("-")[1]))
+
+
+def _tensors(engine: Engine) -> dict[str, Tensor]:
+    """Parameters that are trained and their moments, by name, as DTensors; loading writes into these very tensors."""
+    assert engine.optimizer is not None
+    state: dict[str, Tensor] = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            state[f"parameter.{name}"] = parameter.detach()
+            state[f"exp_avg.{name}"] = engine.optimizer.state[parameter]["exp_avg"]
+            state[f"exp_avg_sq.{name}"] = engine.optimizer.state[parameter]["exp_avg_sq"]
+    return state
+
+
+def _scalars(engine: Engine) -> dict[str, Any]:
+    assert engine.optimizer is not None
+    taken = next((int(s["step"]) for s in engine.optimizer.state.values()), 0)
+    return {"step_count": engine.step_count, "adam_steps": taken, "scaler": engine.scaler.state()}
+
+
+def _restore_scalars(engine: Engine, saved: Mapping[str, Any]) -> None:
+    assert engine.optimizer is not None
+    engine.step_count = saved["step_count"]
+    engine.scaler.restore(saved["scaler"])
+    for state in engine.optimizer.state.values():
+        state["step"].fill_(float(saved["adam_steps"]))
+
+
+def _commit(done: Future[Any], staging: Path, folder: Path) -> None:
+    if done.exception() is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        staging.rename(folder)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value))
+
+
+def random_state() -> dict[str, Any]:
+    """This rank's random generators, as JSON."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state().numpy().tobytes().hex()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Put the generators back where `random_state` found them."""
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8))

@@ -1,0 +1,199 @@
+"""The engine: one module laid out over the ranks, its optimizer, and the update.
+
+A loss is a sum. The caller says over how many items of the global batch it runs, and `update` divides once, so that the
+number of ranks and micro-batches does not change an update.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from engine import optim, precision
+from engine.config import EngineConfig, OptimizerConfig
+from engine.parallel import dist, zero
+from engine.rollout.decoder import Rollouts
+from engine.rollout.hybrid import Twin
+
+Batch = TypeVar("Batch")
+LossFn = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, float | Tensor]]]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did. `sums` are the metrics summed over micro-batches and ranks, `loss` is the mean."""
+
+    loss: float
+    sums: dict[str, float]
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class Engine:
+    """A module, sharded, with its optimizer. Made by `engine.initialize`.
+
+    `module` is called like the module that went in. `rollout_path` names the submodule that generates text, for `generating`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: EngineConfig,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        fill: Callable[[nn.Module], None] | None = None,
+        rollout_path: str | None = None,
+    ) -> None:
+        self.config, self.optimizer_config = config, optimizer
+        self.step_count = 0
+        self._accumulated = False
+        self._rollout_path = rollout_path
+        self._blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
+        self._twin: Twin | None = None
+        self.module = self._lay_out(module, fill)
+        self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
+        self.optimizer = optim.build(self.module, optimizer) if optimizer is not None else None
+        if self.optimizer is None:
+            self.module.eval().requires_grad_(False)
+
+    def _lay_out(self, module: nn.Module, fill: Callable[[nn.Module], None] | None) -> nn.Module:
+        """Shard, allocate, fill. Parameters are fp32 masters where they are trained, else in compute precision."""
+        config = self.config
+        if self.optimizer_config is None:
+            module.to(precision.TORCH_DTYPE[config.dtype])
+        if config.activation_checkpointing and self.optimizer_config is not None:
+            for block in zero.units(module):
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        if config.compile_blocks:
+            for block in zero.units(module):
+                block.compile()
+        policy = precision.policy(config.dtype) if self.optimizer_config is not None else precision.policy("fp32")
+        device = torch.device("cpu") if config.offload == "cpu" else dist.world().device
+        on_meta = any(p.is_meta for p in module.parameters())
+        if not on_meta:
+            module.to(device)
+        zero.shard(module, stage=config.zero_stage, policy=policy, offload=config.offload == "cpu")
+        if on_meta:
+            _materialize(module, device)
+        if fill is not None:
+            fill(module)
+        return module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss_sum: Tensor, *, count: float = 1.0, last: bool = True) -> None:
+        """Add the gradient of `loss_sum / count` summed over ranks. `last` is False while more micro-batches follow.
+
+        FSDP2 averages gradients over ranks; the factor `size` makes that a sum.
+        """
+        if not self._accumulated:
+            self.begin(last=last)
+        (loss_sum * (dist.world().size * self.scaler.scale / count)).backward()
+        self._accumulated = True
+
+    def begin(self, *, last: bool) -> None:
+        """Prepare the coming forward and backward; `backward` does so itself for a lone micro-batch."""
+        zero.before_micro_batch(self.module, stage=self.config.zero_stage, last=last)
+
+    def step(self) -> tuple[float, float, bool]:
+        """Clip, update and clear. Returns the gradient norm, the learning rate, and whether the step was skipped.
+
+        A step with a non-finite gradient is skipped on every rank alike.
+        """
+        assert self.optimizer is not None and self.optimizer_config is not None, "a frozen engine has no step"
+        config, gradients = self.optimizer_config, [p.grad for p in self.module.parameters() if p.grad is not None]
+        norm = dist.squared_norm(gradients).sqrt().item() / self.scaler.scale
+        lr = optim.learning_rate(config, self.step_count)
+        skipped = not _finite(norm)
+        if not skipped:
+            factor = 1.0 / self.scaler.scale
+            if config.max_grad_norm > 0:
+                factor *= min(1.0, config.max_grad_norm / (norm + 1e-6))
+            if factor != 1.0:
+                torch._foreach_mul_([dist.local(g) for g in gradients], factor)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.update(skipped)
+        self.step_count += 1
+        self._accumulated = False
+        return norm, lr, skipped
+
+    def update(self, micro_batches: Sequence[Batch], loss_fn: "LossFn[Batch]", count: float) -> Update:
+        """One optimizer step over this rank's micro-batches; every rank passes as many.
+
+        `loss_fn(module, micro_batch)` returns the loss summed over its items and a dictionary of metrics, summed likewise.
+        `count` is the number of items in the global batch.
+        """
+        sums: dict[str, float | Tensor] = {}
+        total: float | Tensor = 0.0
+        for index, micro_batch in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            self.begin(last=last)
+            self._accumulated = True
+            loss_sum, metrics = loss_fn(self.module, micro_batch)
+            self.backward(loss_sum, count=count, last=last)
+            total = total + loss_sum.detach()
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + (value.detach() if isinstance(value, Tensor) else value)
+        local = {name: float(value) for name, value in sums.items()} | {"loss": float(total)}
+        everywhere = dist.sum_over_ranks(local)
+        loss = everywhere.pop("loss") / count
+        norm, lr, skipped = self.step()
+        return Update(loss, everywhere, norm, lr, skipped)
+
+    @contextmanager
+    def scoring(self) -> Iterator[nn.Module]:
+        """No gradients, dropout off; gathered parameters are released at the end."""
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield self.module
+        finally:
+            zero.release(self.module)
+            self.module.train(training)
+
+    @contextmanager
+    def generating(self, *, keep: bool = True) -> Iterator[Rollouts]:
+        """The hybrid flip: whole weights in a module without hooks, to generate with. `keep` holds the buffers for next time."""
+        assert self._blueprint is not None and self._rollout_path is not None, "initialize(..., rollout_path=...) to generate"
+        zero.release(self.module)
+        if self._twin is None:
+            dtype = precision.TORCH_DTYPE[self.config.dtype]
+            self._twin = Twin(self._blueprint, self.module.get_submodule(self._rollout_path), dtype)
+        self._twin.refresh()
+        try:
+            yield Rollouts(self._twin.module, dist.world().device)
+        finally:
+            if not keep:
+                self._twin.release()
+
+    @property
+    def flip_seconds(self) -> float:
+        """How long the last flip took."""
+        return self._twin.seconds if self._twin is not None else 0.0
+
+
+def _materialize(module: nn.Module, device: torch.device) -> None:
+    """Give meta parameters memory on `device`, and bring real buffers to where the module computes.
+
+    `_apply` rather than `to_empty`: that one would empty the buffers too, and nothing could fill them again.
+    """
+    for name, buffer in module.named_buffers():
+        assert not buffer.is_meta, f"buffer {name} has no values"
+    computes = dist.world().device
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(computes))
+
+
+def _finite(value: float) -> bool:
+    return value == value and value not in (float("inf"), float("-inf"))
