@@ -1,0 +1,125 @@
+"""Hugging Face folders out of a sharded engine: safetensors, config, generation config, tokenizer. No merging tool needed.
+
+Parameters are gathered one at a time and written in files of a few GB by rank 0, so no rank holds the whole model. A
+folder appears under its name only when it is complete.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import GenerationConfig, PretrainedConfig
+
+from engine import Engine
+from engine.merging import whole_parameters
+from engine.parallel import dist
+from engine.precision import TORCH_DTYPE
+from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.models.modules import Policy, Scorer
+from pipeline.models.source import ModelSource
+
+FILE_BYTES = 4 * 2**30
+
+
+def export_policy(engine: Engine, source: ModelSource, tokenizer: ChatTokenizer, folder: Path) -> None:
+    """Write a language model. Collective: every rank calls it."""
+    policy = engine.module
+    assert isinstance(policy, Policy)
+    config = type(source.config).from_dict(source.config.to_dict())
+    generation = GenerationConfig(
+        bos_token_id=tokenizer.hf.bos_token_id,
+        eos_token_id=list(tokenizer.end_ids),
+        pad_token_id=tokenizer.pad_id,
+        do_sample=True,
+    )
+    _export(engine, "lm.", type(policy.lm).__name__, config, tokenizer, folder, generation, extra={})
+
+
+def export_scorer(
+    engine: Engine, source: ModelSource, tokenizer: ChatTokenizer, folder: Path, *, extra: dict[str, Any]
+) -> None:
+    """Write a reward model as a sequence classifier with one label; `extra` goes into its config.json."""
+    scorer = engine.module
+    assert isinstance(scorer, Scorer)
+    config = type(source.config).from_dict(source.config.to_dict())
+    config.num_labels = 1
+    _export(engine, "model.", type(scorer.model).__name__, config, tokenizer, folder, None, extra=extra)
+
+
+def _export(
+    engine: Engine,
+    prefix: str,
+    architecture: str,
+    config: PretrainedConfig,
+    tokenizer: ChatTokenizer,
+    folder: Path,
+    generation: GenerationConfig | None,
+    *,
+    extra: dict[str, Any],
+) -> None:
+    staging = folder.with_name(folder.name + ".tmp")
+    dtype = TORCH_DTYPE[engine.config.dtype]
+    leads = dist.world().leads
+    if leads:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    _write_weights(_named(engine, prefix, dtype), staging, leads=leads)
+    if leads:
+        config.architectures = [architecture.removeprefix("FSDP")]
+        config.dtype = dtype
+        for key, value in extra.items():
+            setattr(config, key, value)
+        config.save_pretrained(staging)
+        if generation is not None:
+            generation.save_pretrained(staging)
+        tokenizer.save(staging)
+        if folder.exists():
+            shutil.rmtree(folder)
+        staging.rename(folder)
+    dist.barrier()
+
+
+def _named(engine: Engine, prefix: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for name, whole in whole_parameters(engine.module):
+        yield name.removeprefix(prefix), whole.to(device="cpu", dtype=dtype).contiguous()
+    persistent = engine.module.state_dict().keys() - dict(engine.module.named_parameters(remove_duplicate=False)).keys()
+    for name in sorted(persistent):
+        yield name.removeprefix(prefix), engine.module.get_buffer(name).detach().cpu().contiguous()
+
+
+def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, *, leads: bool) -> None:
+    """Fill one file after another. Ranks other than 0 only take part in the gathers."""
+    placed: dict[str, int] = {}
+    batch: dict[str, Tensor] = {}
+    size = total = number = 0
+    for name, tensor in tensors:
+        if not leads:
+            continue
+        bytes_here = tensor.numel() * tensor.element_size()
+        if batch and size + bytes_here > FILE_BYTES:
+            save_file(batch, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
+            batch, size, number = {}, 0, number + 1
+        batch[name] = tensor
+        placed[name] = number
+        size, total = size + bytes_here, total + bytes_here
+    if not leads:
+        return
+    save_file(batch, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
+    _name_files(folder, placed, number + 1, total)
+
+
+def _name_files(folder: Path, placed: dict[str, int], files: int, total: int) -> None:
+    if files == 1:
+        (folder / "part-0.safetensors").rename(folder / "model.safetensors")
+        return
+    names = [f"model-{i + 1:05d}-of-{files:05d}.safetensors" for i in range(files)]
+    for index, name in enumerate(names):
+        (folder / f"part-{index}.safetensors").rename(folder / name)
+    weight_map = {name: names[index] for name, index in placed.items()}
+    index_file = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=1))

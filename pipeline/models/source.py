@@ -1,0 +1,104 @@
+"""Where a model comes from: a local folder, a hub, or an architecture and a seed.
+
+Weights are read from safetensors only. A pickle can run code when it is opened, so it is refused.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from pipeline.config.schema import ModelConfig
+from pipeline.errors import UserError
+
+TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be built. `folder` holds its weights; None draws them from `seed`."""
+
+    name: str
+    config: PretrainedConfig
+    folder: Path | None
+    seed: int
+    attention: str
+    trust_remote_code: bool
+
+
+def resolve(model: ModelConfig, seed: int, *, folder: Path | None = None) -> ModelSource:
+    """Find a model. `folder` overrides where the weights are (a stage's output).
+
+    Raises UserError where there is nothing, or something of the wrong kind.
+    """
+    if folder is not None:
+        return _from_folder(model, seed, model_folder(folder))
+    if model.weights == "random":
+        if not model.architecture:
+            raise UserError(f"model.weights=random needs model.architecture, which conf/model/{model.name}.yaml lacks")
+        fields: dict[str, Any] = dict(model.architecture)
+        return ModelSource(
+            model.name, AutoConfig.for_model(**fields), None, seed, model.attention, model.trust_remote_code
+        )
+    if model.path is not None:
+        return _from_folder(model, seed, model_folder(Path(model.path)))
+    if model.hub is not None:
+        return _from_folder(model, seed, download(model.hub))
+    raise UserError(f"model {model.name} has neither model.path nor model.hub; give model.path=FOLDER")
+
+
+def model_folder(path: Path) -> Path:
+    """A folder with a config.json: the one given, or the `model/` of a stage's folder."""
+    path = path.expanduser()
+    for candidate in (path, path / "model"):
+        if (candidate / "config.json").is_file():
+            return candidate
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a folder in Hugging Face format or a finished stage's folder")
+    raise UserError(f"{path} holds no config.json; give a folder in Hugging Face format or a finished stage's folder")
+
+
+def download(hub: str, *, weights: bool = True) -> Path:
+    """The local copy of a hub model, fetched where it is missing."""
+    from huggingface_hub import snapshot_download
+
+    patterns = [*TEXT_FILES, "*.safetensors"] if weights else TEXT_FILES
+    try:
+        return Path(snapshot_download(hub, allow_patterns=patterns))
+    except Exception as error:
+        raise UserError(
+            f"{hub} could not be fetched from the hub ({type(error).__name__}). Download it where there is a network "
+            "and give model.path=FOLDER, or try the shape alone with model.weights=random"
+        ) from error
+
+
+def _from_folder(model: ModelConfig, seed: int, folder: Path) -> ModelSource:
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{folder}/config.json is not one that transformers knows: {error}") from error
+    _check_weights(folder)
+    return ModelSource(model.name, config, folder, seed, model.attention, model.trust_remote_code)
+
+
+def _check_weights(folder: Path) -> None:
+    if (folder / "model.safetensors").exists() or (folder / "model.safetensors.index.json").exists():
+        return
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickles:
+        raise UserError(
+            f"{folder} has its weights as {pickles[0]}, a pickle, which can run code when it is opened. Convert it once "
+            "where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), then "
+            "model.path=NEW_FOLDER"
+        )
+    raise UserError(f"{folder} has no model.safetensors; is the download complete?")
+
+
+def check_kind(source: ModelSource, *, wanted: str) -> None:
+    """Refuse a reward model where a language model belongs, and the other way round. `wanted` is a class-name ending."""
+    architectures = source.config.architectures or []
+    if source.folder is not None and architectures and not any(name.endswith(wanted) for name in architectures):
+        raise UserError(
+            f"{source.folder} holds a {architectures[0]}; a model ending in {wanted} is needed here"
+        )
