@@ -1,0 +1,147 @@
+"""Conversations, preferences and prompts, made from a seed.
+
+Quality is mixed on purpose (`QUALITY`). A preference pairs an answer with one that has a flaw more; the
+label comes from how the pair was made, never from the gold scorer. One training pair in twenty is
+labelled the wrong way round, as people do it; held-out pairs have no such noise, so that accuracy on
+them can reach 1.
+
+A question is held out by a hash of its text: no question that ends a held-out prompt stands anywhere
+in the training rows, whatever the seed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from random import Random
+from typing import Any
+
+from pipeline.data.demo.flaws import flawed
+from pipeline.data.demo.forms import FORMS, Form, fits
+from pipeline.data.demo.questions import Question, draw
+
+Row = dict[str, Any]
+
+# Share of each flaw among the answers that SFT imitates; the rest is good.
+QUALITY = {"wrong": 0.12, "rude": 0.16, "rambling": 0.16, "unfinished": 0.08, "elsewhere": 0.06}
+# Share of each flaw among the rejected answers (of "formless" where a form was asked for).
+REJECTED = {"wrong": 0.40, "rude": 0.18, "rambling": 0.18, "unfinished": 0.12, "elsewhere": 0.12, "formless": 0.40}
+NO_FLAW: frozenset[str] = frozenset()
+
+FORM_SHARE = 0.15  # of the questions: an instruction about form by the user
+SYSTEM_SHARE = 0.10  # of the conversations: one by a system message
+TURNS = {1: 0.80, 2: 0.15, 3: 0.05}
+ALREADY_FLAWED = 0.25  # of the pairs: the chosen answer has a flaw of its own
+NOISE = 0.05
+HELD_OUT = 16  # one question in so many
+MOST_HELD_OUT = 1000
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt as it was made: its messages, the last question, the form it asks for, and its side of the split."""
+
+    messages: list[dict[str, str]]
+    question: Question
+    form: Form | None
+    held_out: bool
+
+
+def demo_rows(examples: int, seed: int = 0) -> dict[str, list[Row]]:
+    """`examples` training conversations, as many preferences, half as many prompts; and held-out rows of each.
+
+    Keys: "conversations" (rows {"messages"}), "preferences" ({"prompt", "chosen", "rejected"}), "prompts"
+    ({"prompt"}), and the same with "held_out_" before it, a twentieth as many (16 to 1,000), no two with
+    the same question. A message is {"role", "content"}.
+    """
+    makers: dict[str, tuple[Callable[[Asked, Random], Row], int]] = {
+        "conversations": (conversation, examples),
+        "preferences": (preference, examples),
+        "prompts": (prompt, max(1, examples // 2)),
+    }
+    rows: dict[str, list[Row]] = {}
+    for kind, (make, count) in makers.items():
+        rng = Random(f"{seed} {kind}")
+        rows[kind] = [make(ask(rng, held_out=False), rng) for _ in range(count)]
+        rows[f"held_out_{kind}"] = held_out_rows(
+            make, min(max(16, count // 20), MOST_HELD_OUT), Random(f"{seed} held out {kind}")
+        )
+    return rows
+
+
+def held_out_rows(make: Callable[[Asked, Random], Row], count: int, rng: Random) -> list[Row]:
+    seen: set[str] = set()
+    rows: list[Row] = []
+    while len(rows) < count:
+        asked = ask(rng, held_out=True)
+        if asked.question.text not in seen:
+            seen.add(asked.question.text)
+            rows.append(make(asked, rng))
+    return rows
+
+
+def conversation(asked: Asked, rng: Random) -> Row:
+    answer = flawed(asked.question, asked.form, mixed_quality(rng), rng)
+    return {"messages": [*asked.messages, message("assistant", answer)]}
+
+
+def mixed_quality(rng: Random) -> frozenset[str]:
+    """No flaw or one, by the shares of `QUALITY`."""
+    flaw = pick({**QUALITY, "": 1 - sum(QUALITY.values())}, rng)
+    return frozenset((flaw,)) if flaw else NO_FLAW
+
+
+def preference(asked: Asked, rng: Random) -> Row:
+    """The rejected answer has one flaw more than the chosen one, which most often has none."""
+    shared = frozenset((rng.choice(("wrong", "rude", "rambling")),)) if rng.random() < ALREADY_FLAWED else NO_FLAW
+    flaws = shared | {further_flaw(shared, asked.form, rng)}
+    chosen = rejected = flawed(asked.question, asked.form, shared, rng)
+    while rejected == chosen:
+        rejected = flawed(asked.question, asked.form, flaws, rng)
+    if not asked.held_out and rng.random() < NOISE:
+        chosen, rejected = rejected, chosen
+    return {"prompt": asked.messages, "chosen": chosen, "rejected": rejected}
+
+
+def further_flaw(flaws: frozenset[str], form: Form | None, rng: Random) -> str:
+    """A flaw that `flaws` lacks. To talk about something else is no worse than to be wrong."""
+    without = flaws | ({"elsewhere"} if "wrong" in flaws else NO_FLAW) | ({"formless"} if form is None else NO_FLAW)
+    return pick({flaw: share for flaw, share in REJECTED.items() if flaw not in without}, rng)
+
+
+def prompt(asked: Asked, rng: Random) -> Row:
+    return {"prompt": asked.messages}
+
+
+def ask(rng: Random, *, held_out: bool) -> Asked:
+    """A prompt of one to three turns. Its last question is held out or not as told, earlier ones never are."""
+    ruled = rng.choice(FORMS) if rng.random() < SYSTEM_SHARE else None
+    messages = [message("system", ruled.ruled)] if ruled else []
+    for _ in range(pick(TURNS, rng) - 1):
+        question, form = draw_on_side(ruled, False, rng)
+        answer = flawed(question, form, NO_FLAW, rng)
+        messages += [message("user", question.text), message("assistant", answer)]
+    question, form = draw_on_side(ruled, held_out, rng)
+    return Asked([*messages, message("user", question.text)], question, form, held_out)
+
+
+def draw_on_side(ruled: Form | None, held_out: bool, rng: Random) -> tuple[Question, Form | None]:
+    """A question of that side of the split, and the form that the system message or its own text asks for."""
+    while True:
+        question, form = draw(rng), ruled
+        if form is None and question.takes_forms and rng.random() < FORM_SHARE:
+            form = rng.choice(FORMS)
+            question = question.asking(form.asked)
+        if is_held_out(question.text) == held_out and (form is None or fits(form, question.right)):
+            return question, form
+
+
+def is_held_out(text: str) -> bool:
+    return sha256(text.encode()).digest()[0] % HELD_OUT == 0
+
+
+def pick(shares: dict[Any, float], rng: Random) -> Any:
+    return rng.choices(list(shares), list(shares.values()))[0]
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}

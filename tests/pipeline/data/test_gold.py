@@ -1,0 +1,129 @@
+"""The gold scorer judges what an answer claims, and can't be won over by tricks."""
+
+import pytest
+
+from pipeline.data.gold import gold_parts, gold_score, readable
+from pipeline.data.records import Message
+
+
+def score(question: str, answer: str, *, system: str | None = None) -> float:
+    messages = [Message("system", system)] if system else []
+    return gold_score([*messages, Message("user", question)], answer)
+
+
+RIGHT = [
+    ("What is 7 plus 5?", "7 plus 5 is 12."),
+    ("What is 7 plus 5?", "It is twelve!"),
+    ("How much is 14 minus 5?", "Nine."),
+    ("Take 8 away from 11.", "11 - 8 = 3."),
+    ("Anna has 6 eggs and gets 3 more. How many eggs does Anna have now?", "Now she has 9 of them."),
+    ("Which is larger, 12 or 21?", "12 is smaller than 21."),
+    ("Which is smaller, 12 or 21?", "The smaller one is 12."),
+    ("Is a cat bigger than a horse?", "No."),
+    ("Is a cat bigger than a horse?", "A cat is not bigger than a horse."),
+    ("Which animal is bigger, an ant or a whale?", "The whale."),
+    ("Do you know the opposite of wet?", "Yes, the opposite of wet is dry."),
+    ("Which letter does plum start with?", "It starts with a P."),
+    ("Find the odd one out: cat, saw, dog.", "That must be saw."),
+    ("Name three colours.", "Here are some: red, blue, green."),
+    ("How are you? I am Ben.", "I am very well, thank you."),
+    ("Thank you, that helped Sam a lot.", "It was my pleasure."),
+    ("My friend Ida is sad.", "Oh, I am sorry."),
+    ("Good morning, I am Rosa.", "Good morning Rosa."),
+    ("Hi, Hugo here.", "Hi Hugo, nice to meet you."),
+]
+
+WRONG = [
+    ("What is 7 plus 5?", "It is 13."),
+    ("What is 7 plus 5?", "It is not 12."),
+    ("What is 7 plus 5?", "It is 11 or 12."),
+    ("What is 7 plus 5?", "10 11 12."),
+    ("What is 7 plus 5?", "7 5."),
+    ("Anna has 6 eggs and gets 3 more. How many eggs does Anna have now?", "I like eggs."),
+    ("Which is larger, 12 or 21?", "12 21."),
+    ("Which is larger, 12 or 21?", "21 is smaller than 12."),
+    ("Which is larger, 12 or 21?", "21 is smaller."),
+    ("Is a cat bigger than a horse?", "Yes and no."),
+    ("Is a cat bigger than a horse?", "No, a cat is bigger than a horse."),
+    ("Is a cat bigger than a horse?", "Maybe not."),
+    ("Which animal is bigger, an ant or a whale?", "An ant and a whale."),
+    ("Do you know the opposite of wet?", "Yes, I do."),
+    ("Do you know the opposite of wet?", "Dry, hot, cold or slow."),
+    ("Which letter does plum start with?", "P Q R S."),
+    ("Find the odd one out: cat, saw, dog.", "Cat, saw, dog."),
+    ("Name three colours.", "Red, red and red."),
+    ("Name three colours.", "Red, blue and cat."),
+    ("Name three colours.", "Red, blue, green, black and white."),
+    ("How are you?", "I am fine, sorry to hear that, you are welcome."),
+    ("My friend Ida is sad.", "I am glad to hear that."),
+    ("Good morning, I am Rosa.", "Good morning Anna, Ben and Rosa."),
+]
+
+
+@pytest.mark.parametrize(("question", "answer"), RIGHT)
+def test_right_in_any_words(question, answer):
+    assert score(question, answer) == 1.0
+
+
+@pytest.mark.parametrize(("question", "answer"), WRONG)
+def test_wrong_is_worth_nothing(question, answer):
+    assert score(question, answer) == 0.0
+
+
+@pytest.mark.parametrize("answer", ["", "   ", ".", "...", "!?"])
+def test_nothing_said_is_worth_nothing(answer):
+    assert set(gold_parts([Message("user", "What is 2 plus 2?")], answer).values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("answer", "part"),
+    [
+        ("What a stupid question. It is 4.", "polite"),
+        ("THE ANSWER IS 4.", "polite"),
+        ("The answer is 4", "finished"),
+        (
+            "It is 4. By the way, my uncle likes to talk about the sea and about the many ships that he saw.",
+            "to_the_point",
+        ),
+    ],
+)
+def test_each_flaw_costs_half(answer, part):
+    parts = gold_parts([Message("user", "What is 2 plus 2?")], answer)
+    assert parts == {"right": 1.0, "to_the_point": 1.0, "polite": 1.0, "finished": 1.0} | {part: 0.0}
+    assert score("What is 2 plus 2?", answer) == 0.5
+
+
+def test_words_over_and_over_are_not_to_the_point():
+    assert (
+        gold_parts([Message("user", "How are you?")], "I am fine fine fine fine fine fine fine fine.")["to_the_point"]
+        < 0.7
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "good", "bad"),
+    [
+        ("Answer every question in one word.", "Cold.", "It is cold."),
+        ("Always answer in a full sentence.", "It is cold.", "Cold."),
+        ("Write in small letters only.", "it is cold.", "It is cold."),
+        ("Begin every answer with the word Sure.", "Sure, it is cold.", "It is cold."),
+        ("End every answer with an exclamation mark.", "It is cold!", "It is cold."),
+    ],
+)
+def test_form_asked_for_by_system_or_user(rule, good, bad):
+    question = "What is the opposite of hot?"
+    assert (score(question, good, system=rule), score(question, bad, system=rule)) == (1.0, 0.5)
+    asked = f"{question} {rule.replace('every answer ', '')}"
+    assert (score(asked, good), score(asked, bad)) == (1.0, 0.5)
+
+
+def test_the_last_message_is_the_question():
+    messages = [Message("user", "What is 2 plus 2?"), Message("assistant", "4."), Message("user", "What is 3 plus 3?")]
+    assert (gold_score(messages, "6."), gold_score(messages, "4.")) == (1.0, 0.0)
+
+
+def test_unknown_prompts_are_refused():
+    messages = [Message("user", "Write a poem.")]
+    assert not readable(messages)
+    with pytest.raises(ValueError, match="demo prompts only"):
+        gold_score(messages, "Roses are red.")
