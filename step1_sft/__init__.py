@@ -1,0 +1,1 @@
+"""Stage 1, supervised fine-tuning: imitate the assistant's turns of conversations."""

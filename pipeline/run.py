@@ -1,0 +1,252 @@
+"""The folder of one stage while it runs: metrics, checkpoints, the summary, and where a killed run goes on.
+
+    folder/metrics.jsonl, checkpoints/step-N/, summary.json, model/
+
+Step numbers count finished steps, from 1. `seconds` and `tokens` count from the stage's first step, over all starts.
+"""
+
+import errno
+import json
+import math
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from engine import Checkpointer, Engine
+from engine.checkpoint import complete, random_state, restore_random_state
+from engine.parallel import dist
+from pipeline.config.schema import StageSection
+from pipeline.errors import UserError
+
+Metrics = dict[str, float]
+
+
+class Watcher(Protocol):
+    """Whoever follows a stage: wandb, a progress bar."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+class StageRun:
+    """One stage's progress. Every rank makes one; rank 0 writes.
+
+    `extra` gives the stage's own state for a checkpoint (JSON), `take` puts it back.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        section: StageSection,
+        steps: int,
+        engines: Mapping[str, Engine],
+        *,
+        watchers: list[Watcher] | None = None,
+        extra: Callable[[], dict[str, Any]] = dict,
+        take: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> None:
+        self.folder, self.steps = folder, steps
+        self.phases: dict[str, float] = {}
+        self.tokens = 0
+        self.best: Metrics = {}
+        self.last: Metrics = {}
+        self._section, self._watchers = section, watchers or []
+        self._extra, self._take = extra, take
+        self._checkpointer = Checkpointer(engines)
+        self._save_every = section.save_every or max(1, math.ceil(steps / 10))
+        self._seconds_before = 0.0
+        self._began = time.monotonic()
+        self._saved = 0
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self._began
+
+    def restore(self) -> int:
+        """Go back to the newest whole checkpoint. Returns the number of steps already done."""
+        found = dist.broadcast_object([str(p) for p in complete(self.folder / "checkpoints")])
+        step = 0
+        if found:
+            shared, mine = self._checkpointer.load(Path(found[-1]))
+            step = self._saved = shared["step"]
+            self.tokens, self._seconds_before = shared["tokens"], shared["seconds"]
+            self.phases, self.best, self.last = shared["phases"], shared["best"], shared["last"]
+            if mine is not None:
+                restore_random_state(mine["random"])
+            self._take(shared["extra"])
+        if dist.world().leads:
+            if step:
+                print(f"{self.folder.name}: continuing after step {step} of {self.steps}", flush=True)
+            _cut_metrics(self.folder / "metrics.jsonl", step)
+            _drop_halves(self.folder / "checkpoints")
+        dist.barrier()
+        self._began = time.monotonic()
+        return step
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the wall time of a block under a name of `seconds_by_phase`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - began
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's figures. The caller passes the same on every rank; rank 0 writes."""
+        line: Metrics = {"step": step, "seconds": round(self.seconds, 3), "tokens": self.tokens, **metrics}
+        self.last.update(line)
+        if not dist.world().leads:
+            return
+        if step % self._section.log_every == 0 or step == self.steps or step == 1:
+            with explained_disk(self.folder), (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({k: _plain(v) for k, v in line.items()}) + "\n")
+            for watcher in self._watchers:
+                watcher.log(step, line)
+
+    def note_best(self, name: str, value: float, *, higher: bool) -> None:
+        """Keep the best value of a figure."""
+        before = self.best.get(name)
+        if before is None or (value > before if higher else value < before):
+            self.best[name] = value
+
+    def evaluates(self, step: int) -> bool:
+        """Whether held-out figures are due after this step."""
+        every = self._section.eval_every
+        return step == self.steps or (every > 0 and step % every == 0)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint where one is due: every `save_every` steps and after the last."""
+        if step == self._saved or (step % self._save_every and step != self.steps):
+            return
+        shared = {
+            "step": step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "phases": self.phases,
+            "best": self.best,
+            "last": self.last,
+            "extra": self._extra(),
+        }
+        with self.phase("save"), explained_disk(self.folder):
+            self._checkpointer.save(
+                self.folder / "checkpoints" / f"step-{step}", shared, {"random": random_state()}
+            )
+        self._saved = step
+        if dist.world().leads:
+            # The one being written is not whole yet, so the newest whole one always stays.
+            for old in complete(self.folder / "checkpoints")[: -self._section.keep_checkpoints]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def settle(self) -> None:
+        """Wait until the last checkpoint is on disk."""
+        with explained_disk(self.folder):
+            self._checkpointer.wait()
+
+    def __enter__(self) -> "StageRun":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.settle()
+
+    def require_finite(self, step: int, loss: float, batch: Any) -> None:
+        """Stop on a loss that is not a number, with this rank's batch saved as JSON for inspection."""
+        if math.isfinite(loss):
+            return
+        path = self.folder / f"nan-step-{step}-rank-{dist.world().rank}.json"
+        path.write_text(json.dumps(batch))
+        self.settle()
+        raise UserError(
+            f"the loss is {loss} at step {step}; the batch is in {path}. Lower the learning rate, or use "
+            "engine.dtype=bf16 or fp32; the last checkpoint is whole, the same command continues from it"
+        )
+
+    def finish(self, figures: Mapping[str, Any]) -> None:
+        """Write summary.json: final and best figures, peak memory by rank, seconds by phase, tokens a second."""
+        memory = dist.gather_objects(peak_memory())
+        if dist.world().leads:
+            seconds = self.seconds
+            working = sum(v for k, v in self.phases.items() if k in ("train", "generate", "score", "flip"))
+            summary = {
+                "stage": self.folder.name,
+                "steps": self.steps,
+                "seconds": round(seconds, 3),
+                "seconds_by_phase": {k: round(v, 3) for k, v in self.phases.items()},
+                "tokens": self.tokens,
+                "tokens_per_second": round(self.tokens / max(working, 1e-9), 1),
+                "peak_memory_by_rank": memory,
+                "final": {k: _plain(v) for k, v in self.last.items()},
+                "best": self.best,
+                **figures,
+            }
+            with explained_disk(self.folder):
+                write_json(self.folder / "summary.json", summary)
+        dist.barrier()
+
+
+def peak_memory() -> dict[str, int]:
+    """This rank's peak: bytes on the device (allocated by torch) and resident on the host."""
+    world = dist.world()
+    device = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes, Linux kilobytes.
+    return {"rank": world.rank, "device_bytes": device, "host_bytes": peak * (1 if sys.platform == "darwin" else 1024)}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file so that it is there whole or not at all."""
+    staging = path.with_name(path.name + ".tmp")
+    staging.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(staging, path)
+
+
+@contextmanager
+def explained_disk(folder: Path) -> Iterator[None]:
+    """Turn a full or broken disk into one clear message."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno == errno.ENOSPC or "No space left" in str(error)
+        what = "the disk is full" if full else f"writing failed ({error})"
+        raise UserError(
+            f"{folder}: {what}. The last whole checkpoint is kept; make room (or choose run_dir= on another disk, "
+            "moving the run folder there), then the same command continues"
+        ) from error
+
+
+def _cut_metrics(path: Path, step: int) -> None:
+    """Drop lines after `step`: steps that a killed run had logged and will do again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (json.JSONDecodeError, KeyError):
+            continue
+    staging = path.with_name(path.name + ".tmp")
+    staging.write_text("".join(line + "\n" for line in kept))
+    os.replace(staging, path)
+
+
+def _drop_halves(folder: Path) -> None:
+    for half in folder.glob("step-*.tmp"):
+        shutil.rmtree(half, ignore_errors=True)
+
+
+def _plain(value: float) -> float | int | None:
+    """JSON has no NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value

@@ -1,0 +1,153 @@
+"""What every stage does at its edge: turn the configuration into plain values for the engine, find its inputs, answer held-out prompts."""
+
+from pathlib import Path
+
+from engine import Engine, OptimizerConfig, Sampling
+from engine.parallel import dist
+from pipeline.config.schema import RolloutSection, RunConfig, StageSection
+from pipeline.data.load import StageRecords, load_stage
+from pipeline.data.records import Conversation, Preference, Prompt
+from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
+from pipeline.errors import UserError
+from pipeline.models.source import ModelSource, download, model_folder, resolve
+
+
+def optimizer_config(section: StageSection, *, steps: int, lr: float | None = None) -> OptimizerConfig:
+    """AdamW and its schedule over `steps` optimizer steps."""
+    return OptimizerConfig(
+        lr=section.lr if lr is None else lr,
+        total_steps=steps,
+        warmup_steps=int(round(section.warmup * steps)),
+        schedule=section.schedule,
+        final_lr_ratio=section.final_lr_ratio,
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        max_grad_norm=section.max_grad_norm,
+    )
+
+
+def stage_steps(section: StageSection, examples: int) -> int:
+    """Batches in the stage's epochs, at most `steps`."""
+    by_epochs = max(1, round(section.epochs * examples / section.batch_size))
+    return by_epochs if section.steps is None else min(by_epochs, section.steps) if section.epochs else section.steps
+
+
+def sampling(rollout: RolloutSection, tokenizer: ChatTokenizer, *, seed: int) -> Sampling:
+    """How answers are drawn, in rollouts and in evaluation alike."""
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        end_ids=tokenizer.end_ids,
+        pad_id=tokenizer.pad_id,
+        seed=seed,
+    )
+
+
+def run_tokenizer(config: RunConfig, run_dir: Path, given: Path | None = None) -> ChatTokenizer:
+    """The run's one tokenizer: that of a given model, the model's own, or one trained on the run's data. Kept in RUN/tokenizer."""
+    kept = run_dir / "tokenizer"
+    if given is not None:
+        return load_tokenizer(str(model_folder(given)), chat_template=None)
+    if not (kept / "tokenizer_config.json").exists():
+        if dist.world().leads:
+            made = _make_tokenizer(config)
+            staging = run_dir / "tokenizer.tmp"
+            made.save(staging)
+            staging.rename(kept)
+        dist.barrier()
+    return load_tokenizer(str(kept), chat_template=None)
+
+
+def _make_tokenizer(config: RunConfig) -> ChatTokenizer:
+    model = config.model
+    if model.tokenizer not in (None, "train"):
+        return load_tokenizer(str(model.tokenizer), chat_template=model.chat_template)
+    if model.weights == "pretrained" and model.tokenizer is None:
+        folder = model_folder(Path(model.path)) if model.path else download(str(model.hub), weights=False)
+        return load_tokenizer(str(folder), chat_template=model.chat_template)
+    size = int((model.architecture or {}).get("vocab_size", 1024))
+    texts: list[str] = []
+    for stage in ("sft", "reward", "ppo"):
+        texts += [text for record in _records_or_none(config, stage) for text in _texts(record)]
+        if texts:
+            break
+    return train_tokenizer(texts, size)
+
+
+def _records_or_none(config: RunConfig, stage: str) -> list[Conversation | Preference | Prompt]:
+    try:
+        return load_stage(config.data, stage, config.seed).train
+    except UserError:
+        return []
+
+
+def _texts(record: Conversation | Preference | Prompt) -> list[str]:
+    if isinstance(record, Preference):
+        return [*(m.content for m in record.prompt), record.chosen]
+    return [m.content for m in record.messages]
+
+
+def base_source(config: RunConfig) -> ModelSource:
+    """The base model of the policy."""
+    return resolve(config.model, config.seed)
+
+
+def stage_source(config: RunConfig, folder: Path) -> ModelSource:
+    """What a stage left in its folder (or a model folder)."""
+    return resolve(config.model, config.seed, folder=folder)
+
+
+def check_vocabulary(source: ModelSource, tokenizer: ChatTokenizer) -> None:
+    """Refuse a model whose embedding has no row for some of the tokenizer's ids."""
+    rows = source.config.get_text_config().vocab_size
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, model {source.name} only {rows} embedding rows; "
+            "give the tokenizer that belongs to the model (model.tokenizer=FOLDER)"
+        )
+
+
+def context_length(source: ModelSource) -> int | None:
+    """How many positions the model has, where its configuration says."""
+    return getattr(source.config.get_text_config(), "max_position_embeddings", None)
+
+
+def require_context(source: ModelSource, needed: int, keys: str) -> None:
+    """Refuse lengths that the model has no positions for."""
+    has = context_length(source)
+    if has is not None and needed > has:
+        raise UserError(f"{keys} asks for {needed} tokens a sequence, model {source.name} has {has} positions; lower it")
+
+
+def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prompt]:
+    """The held-out prompts that base, SFT and PPO model all answer."""
+    try:
+        held_out = load_stage(config.data, "ppo", config.seed).held_out
+    except UserError:
+        held_out = [c.prompt() for c in load_stage(config.data, "sft", config.seed).held_out]
+    limit = config.rollout.max_prompt_tokens
+    fitting = (p for p in held_out if len(tokenizer.encode_prompt(p.messages)) <= limit)
+    return [prompt for prompt, _ in zip(fitting, range(config.evaluation.prompts), strict=False)]
+
+
+def answers_of(engine: Engine, tokenizer: ChatTokenizer, prompts: list[Prompt], how: Sampling) -> list[str]:
+    """Answers to prompts, the work spread over ranks; all answers on every rank. The noise belongs to the prompt's place."""
+    world = dist.world()
+    places = list(range(world.rank, len(prompts), world.size))
+    ids = [tokenizer.encode_prompt(prompts[place].messages) for place in places]
+    with engine.generating() as rollouts:
+        mine = [tokenizer.decode(g.token_ids) for g in rollouts.generate(ids, how, streams=places)]
+    found = {place: text for part in dist.gather_objects(list(zip(places, mine, strict=True))) for place, text in part}
+    return [found[i] for i in range(len(prompts))]
+
+
+def stage_records(config: RunConfig, stage: str) -> StageRecords:
+    """The stage's records; says what was skipped."""
+    records = load_stage(config.data, stage, config.seed)
+    if dist.world().leads and records.skipped:
+        skipped = ", ".join(f"{count} {why}" for why, count in sorted(records.skipped.items()))
+        print(f"{stage}: skipped rows: {skipped}", flush=True)
+    return records

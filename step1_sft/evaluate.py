@@ -1,0 +1,46 @@
+"""Held-out loss, and answers of the base and the tuned model to held-out prompts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from engine import Engine
+from engine.parallel import dist
+from pipeline.config.schema import RunConfig, SftSection
+from pipeline.data.records import Prompt
+from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.insight.evaluate import Sample, gold_scores, read_samples, write_samples
+from pipeline.stage import answers_of, sampling
+from step1_sft.batches import Item, micro_batches
+
+EVALUATION_SEED = 20011
+
+
+def held_out_loss(engine: Engine, items: Sequence[Item], section: SftSection, pad_id: int) -> float:
+    """Mean cross-entropy a token, in nats, over held-out conversations; nan where there are none."""
+    total = torch.zeros((), dtype=torch.float64)
+    batches, count = micro_batches(items, range(len(items)), section, False, pad_id)
+    with engine.scoring() as module:
+        for batch in batches:
+            total -= module(batch.input_ids, batch.score_mask)[0].double().sum().cpu()
+    return dist.sum_over_ranks({"loss": total.item()})["loss"] / count if count else float("nan")
+
+
+def answer(
+    name: str, config: RunConfig, engine: Engine, tokenizer: ChatTokenizer, prompts: Sequence[Prompt], folder: Path
+) -> float | None:
+    """Answer the held-out prompts and add the answers to samples.jsonl under `name`. Returns the mean gold score."""
+    how = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
+    answers = answers_of(engine, tokenizer, list(prompts), how)
+    gold = gold_scores(prompts, answers)
+    if dist.world().leads:
+        known = {sample.prompt: sample for sample in read_samples(folder / "samples.jsonl")}
+        rows = []
+        for index, prompt in enumerate(prompts):
+            before = known.get(prompt.messages, Sample(prompt.messages, {}))
+            judged = before.gold if gold is None else {**before.gold, name: gold[index]}
+            rows.append(Sample(prompt.messages, {**before.answers, name: answers[index]}, gold=judged))
+        write_samples(folder / "samples.jsonl", rows)
+    dist.barrier()
+    return None if not gold else sum(gold) / len(gold)

@@ -1,0 +1,89 @@
+"""Stage 1: what is loaded, the loop, what is left behind."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engine import Engine
+from engine.parallel import dist
+from pipeline.config.schema import RunConfig
+from pipeline.data.batch import TokenBatch, batch_indices
+from pipeline.models import EngineChoice, build_policy, export_policy
+from pipeline.models.checks import verify
+from pipeline.run import StageRun
+from pipeline.stage import (
+    base_source,
+    check_vocabulary,
+    evaluation_prompts,
+    optimizer_config,
+    require_context,
+    run_tokenizer,
+    stage_records,
+    stage_steps,
+)
+from pipeline.tracking import open_watchers
+from step1_sft.batches import encode, micro_batches
+from step1_sft.evaluate import answer, held_out_loss
+from step1_sft.loss import sft_loss
+
+
+def run(config: RunConfig, folder: Path) -> None:
+    """Train, evaluate, export. `folder` is RUN/sft."""
+    section = config.sft
+    tokenizer = run_tokenizer(config, folder.parent)
+    source = base_source(config)
+    check_vocabulary(source, tokenizer)
+    require_context(source, section.max_length, "sft.max_length")
+    records = stage_records(config, "sft")
+    train = encode(records.train, tokenizer, section)
+    held_out = encode(records.held_out[: section.eval_examples], tokenizer, section)
+    prompts = evaluation_prompts(config, tokenizer)
+    steps = stage_steps(section, len(train))
+    torch.manual_seed(config.seed * 1_000_003 + dist.world().rank)
+    choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora, section.dropout)
+    engine = build_policy(source, choice, generates=True)
+    packing = _packing(engine, section.packing, section.max_length)
+    with open_watchers(config, "sft", folder, steps) as watchers, StageRun(
+        folder, section, steps, {"policy": engine}, watchers=watchers
+    ) as stage:
+        done = stage.restore()
+        if done == 0:
+            with stage.phase("evaluate"):
+                answer("base", config, engine, tokenizer, prompts, folder)
+        for step in range(done + 1, steps + 1):
+            indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
+            batches, count = micro_batches(train, indices, section, packing, tokenizer.pad_id)
+            with stage.phase("train"):
+                update = engine.update(batches, loss_of, count)
+            stage.tokens += sum(len(train[i].ids) for i in indices)
+            stage.require_finite(step, update.loss, [batch.input_ids.tolist() for batch in batches])
+            figures = {"loss": update.loss, "lr": update.lr, "grad_norm": update.grad_norm}
+            if stage.evaluates(step) and held_out:
+                with stage.phase("evaluate"):
+                    figures["eval_loss"] = held_out_loss(engine, held_out, section, tokenizer.pad_id)
+                stage.note_best("eval_loss", figures["eval_loss"], higher=False)
+            stage.log(step, figures)
+            stage.save(step)
+        with stage.phase("export"):
+            export_policy(engine, source, tokenizer, folder / "model")
+        with stage.phase("evaluate"):
+            gold = answer("sft", config, engine, tokenizer, prompts, folder)
+        stage.finish({"gold_score": gold, "skipped": records.skipped, "packing": packing})
+
+
+def _packing(engine: Engine, wanted: bool, max_length: int) -> bool:
+    """Whether rows are packed: where it is wanted and the model takes it."""
+    abilities = verify(engine, max_length=max_length)
+    if dist.world().leads:
+        for note in abilities.notes:
+            print(f"sft: {note}", flush=True)
+    return wanted and abilities.packing
+
+
+def loss_of(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
+    """The summed loss of a micro-batch."""
+    logprobs, _ = module(
+        batch.input_ids, batch.score_mask, position_ids=batch.position_ids, document_ids=batch.document_ids
+    )
+    return sft_loss(logprobs), {}

@@ -1,0 +1,53 @@
+"""Held-out accuracy: overall, by source, and by which answer is longer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine import Engine
+from engine.parallel import dist
+from pipeline.config.schema import RewardSection
+from step2_reward.batches import Pair, micro_batches
+from step2_reward.loss import last_scores
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One pair's scores."""
+
+    pair: Pair
+    chosen: float
+    rejected: float
+
+    @property
+    def right(self) -> bool:
+        return self.chosen > self.rejected
+
+
+def score_pairs(engine: Engine, pairs: Sequence[Pair], section: RewardSection, pad_id: int) -> list[Scored]:
+    """Score pairs, the work spread over ranks; all of them, in order, on every rank."""
+    batches, places = micro_batches(pairs, range(len(pairs)), section, pad_id)
+    mine: dict[int, tuple[float, float]] = {}
+    with engine.scoring() as module:
+        for batch, where in zip(batches, places, strict=True):
+            chosen, rejected = last_scores(module(batch.input_ids), batch.lengths).chunk(2)
+            mine |= dict(zip(where, zip(chosen.tolist(), rejected.tolist(), strict=False), strict=False))
+    found = {place: scores for part in dist.gather_objects(mine) for place, scores in part.items()}
+    return [Scored(pair, *found[index]) for index, pair in enumerate(pairs)]
+
+
+def accuracies(scored: Sequence[Scored]) -> dict[str, float | dict[str, float] | None]:
+    """Shares of pairs in which the chosen answer scores higher; None where there are no such pairs."""
+    longer = [s for s in scored if len(s.pair.chosen) > len(s.pair.rejected)]
+    shorter = [s for s in scored if len(s.pair.chosen) < len(s.pair.rejected)]
+    sources = sorted({s.pair.source for s in scored})
+    return {
+        "eval_accuracy": _share(scored),
+        "eval_accuracy_by_source": {name: _share([s for s in scored if s.pair.source == name]) or 0.0 for name in sources},
+        "eval_accuracy_chosen_longer": _share(longer),
+        "eval_accuracy_rejected_longer": _share(shorter),
+        "eval_pairs": float(len(scored)),
+    }
+
+
+def _share(scored: Sequence[Scored]) -> float | None:
+    return sum(s.right for s in scored) / len(scored) if scored else None

@@ -1,0 +1,108 @@
+"""Stage 2: what is loaded, the loop, what is left behind."""
+
+import statistics
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engine import Engine
+from engine.parallel import dist
+from pipeline.config.schema import RewardSection, RunConfig
+from pipeline.data.batch import PairBatch, batch_indices
+from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.models import EngineChoice, ModelSource, build_scorer, export_scorer, resolve
+from pipeline.run import StageRun
+from pipeline.stage import (
+    base_source,
+    check_vocabulary,
+    optimizer_config,
+    require_context,
+    run_tokenizer,
+    stage_records,
+    stage_source,
+    stage_steps,
+)
+from pipeline.tracking import open_watchers
+from step2_reward.batches import Pair, encode, micro_batches
+from step2_reward.evaluate import accuracies, score_pairs
+from step2_reward.loss import bradley_terry_loss, last_scores
+
+REFERENCE_ANSWERS = 512
+
+
+def run(config: RunConfig, folder: Path) -> None:
+    """Train, evaluate, export. `folder` is RUN/reward."""
+    section = config.reward
+    tokenizer = run_tokenizer(config, folder.parent)
+    source = starting_point(config, folder.parent)
+    check_vocabulary(source, tokenizer)
+    require_context(source, section.max_length, "reward.max_length")
+    records = stage_records(config, "reward")
+    train, dropped = encode(records.train, tokenizer, section)
+    held_out, _ = encode(records.held_out[: section.eval_examples], tokenizer, section)
+    steps = stage_steps(section, len(train))
+    torch.manual_seed(config.seed * 1_000_003 + dist.world().rank)
+    choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora)
+    engine = build_scorer(source, choice, pad_id=own_pad(tokenizer))
+    loss = loss_of(section.centering)
+    with open_watchers(config, "reward", folder, steps) as watchers, StageRun(
+        folder, section, steps, {"reward": engine}, watchers=watchers
+    ) as stage:
+        for step in range(stage.restore() + 1, steps + 1):
+            indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
+            batches, _ = micro_batches(train, indices, section, tokenizer.pad_id)
+            with stage.phase("train"):
+                update = engine.update(batches, loss, len(indices))
+            stage.tokens += sum(len(train[i].chosen) + len(train[i].rejected) for i in indices)
+            stage.require_finite(step, update.loss, [batch.input_ids.tolist() for batch in batches])
+            means = {name: total / len(indices) for name, total in update.sums.items()}
+            figures = {"loss": update.loss, **means, "lr": update.lr, "grad_norm": update.grad_norm}
+            if stage.evaluates(step) and held_out:
+                with stage.phase("evaluate"):
+                    found = accuracies(score_pairs(engine, held_out, section, tokenizer.pad_id))
+                figures["eval_accuracy"] = float(found["eval_accuracy"])  # type: ignore[arg-type]
+                stage.note_best("eval_accuracy", figures["eval_accuracy"], higher=True)
+            stage.log(step, figures)
+            stage.save(step)
+        with stage.phase("evaluate"):
+            shares = accuracies(score_pairs(engine, held_out, section, tokenizer.pad_id))
+            level = reference_level(engine, train, section, tokenizer.pad_id)
+        with stage.phase("export"):
+            export_scorer(engine, source, tokenizer, folder / "model", extra=level)
+        stage.finish({**shares, **level, "skipped": {**records.skipped, "prompt too long": dropped}})
+
+
+def starting_point(config: RunConfig, run_dir: Path) -> ModelSource:
+    """The weights the reward model starts from: this run's SFT model, or a base model."""
+    section, sft = config.reward, run_dir / "sft"
+    finished = (sft / "model" / "config.json").exists()
+    if section.init == "sft" or (section.init == "auto" and config.reward_model is None and finished):
+        return stage_source(config, sft)
+    return base_source(config) if config.reward_model is None else resolve(config.reward_model, config.seed)
+
+
+def own_pad(tokenizer: ChatTokenizer) -> int | None:
+    """The padding id where it is not an end token as well."""
+    return None if tokenizer.pad_id in tokenizer.end_ids else tokenizer.pad_id
+
+
+def loss_of(centering: float):  # type: ignore[no-untyped-def]
+    """The summed loss of a micro-batch, and how many pairs it ranks right, by what margin."""
+
+    def loss(module: nn.Module, batch: PairBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
+        scores = last_scores(module(batch.input_ids), batch.lengths)
+        chosen, rejected = scores[: len(batch.margins)], scores[len(batch.margins) : 2 * len(batch.margins)]
+        if not len(batch.margins):  # a rank with nothing to do still takes part in the collectives
+            return scores.sum() * 0.0, {"accuracy": 0.0, "margin": 0.0}
+        total = bradley_terry_loss(chosen, rejected, batch.margins, centering=centering)
+        difference = (chosen - rejected).detach()
+        return total, {"accuracy": (difference > 0).sum(), "margin": difference.sum()}
+
+    return loss
+
+
+def reference_level(engine: Engine, pairs: list[Pair], section: RewardSection, pad_id: int) -> dict[str, float]:
+    """Mean and deviation of the scores of good answers; PPO subtracts the mean (Huang et al., 2024, arXiv:2403.17031)."""
+    scores = [s.chosen for s in score_pairs(engine, pairs[:REFERENCE_ANSWERS], section, pad_id)]
+    return {"reward_mean": statistics.fmean(scores), "reward_std": statistics.pstdev(scores)}
