@@ -1,0 +1,131 @@
+"""The parts of the report about what the run took: time, speed, memory, and the configuration that it ran with."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.insight.canvas import Series
+from pipeline.insight.charts import Bar, bar_chart
+from pipeline.insight.curves import line_chart
+from pipeline.insight.page import Markup, element, grid, section, table
+from pipeline.insight.readings import MANIFEST, RunReading, StageReading, is_number, mapping
+from pipeline.insight.scales import format_bytes, format_number, format_seconds
+
+STAGE_TITLES = {"sft": "SFT", "reward": "Reward", "ppo": "PPO"}
+PPO_PHASES = (
+    ("generate_seconds", "generate", "ppo"),
+    ("score_seconds", "score", "second"),
+    ("train_seconds", "train", "strong"),
+    ("flip_seconds", "flip", "plain"),
+)
+
+
+def speed_section(run: RunReading) -> Markup | None:
+    """Time and tokens of each stage, and where the seconds went."""
+    rows = [_speed_row(stage) for stage in run.stages.values() if stage.finished]
+    ppo = run.stage("ppo")
+    phases = [Series(label, ppo.series(key), tone) for key, label, tone in PPO_PHASES if ppo.series(key)]
+    rate = ppo.series("tokens_per_second")
+    figures = [_phase_chart(stage) for stage in run.stages.values()]
+    figures.append(line_chart("PPO: seconds a rollout", phases, x_name="rollout", bounds=(0, None)))
+    figures.append(
+        line_chart("PPO: tokens per second", [Series("", rate, "plain")], x_name="rollout", bounds=(0, None))
+    )
+    found = [chart for chart in figures if chart]
+    if not rows and not found:
+        return None
+    head = ("Stage", "Steps", "Time", "Tokens", "Tokens per second")
+    return section(
+        "speed", "Speed", "Wall time, over all ranks together.",
+        table(head, rows, numbers=range(1, 5)) if rows else None, grid(found),
+    )  # fmt: skip
+
+
+def _speed_row(stage: StageReading) -> tuple[str, ...]:
+    seconds = stage.number("seconds")
+    return (
+        STAGE_TITLES[stage.name],
+        _number(stage, "steps"),
+        "" if seconds is None else format_seconds(seconds),
+        _number(stage, "tokens"),
+        _number(stage, "tokens_per_second"),
+    )
+
+
+def _number(stage: StageReading, key: str) -> str:
+    value = stage.number(key)
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) < 1e4 else format_number(value)
+
+
+def _phase_chart(stage: StageReading) -> Markup | None:
+    phases = stage.numbers("seconds_by_phase")
+    total = sum(phases.values())
+    if total <= 0:
+        return None
+    rows = [
+        Bar(name.replace("_", " "), seconds, f"{format_seconds(seconds)}, {seconds / total:.0%}")
+        for name, seconds in sorted(phases.items(), key=lambda item: -item[1])
+    ]
+    return bar_chart(f"{STAGE_TITLES[stage.name]}: where the time goes", rows)
+
+
+def memory_section(run: RunReading) -> Markup | None:
+    """Peak memory of each rank in each stage."""
+    rows = [
+        (STAGE_TITLES[stage.name], entry.get("rank"), _bytes(entry, "device_bytes"), _bytes(entry, "host_bytes"))
+        for stage in run.stages.values()
+        for entry in map(mapping, _entries(stage))
+    ]
+    if not rows:
+        return None
+    head = ("Stage", "Rank", "Device", "Host")
+    lead = "Peak by rank: what the device's allocator held, and what the process held of the host's memory."
+    return section("memory", "Memory", lead, table(head, [[_text(cell) for cell in row] for row in rows], numbers=(1, 2, 3)))
+
+
+def _entries(stage: StageReading) -> list[Any]:
+    entries = stage.summary.get("peak_memory_by_rank")
+    return entries if isinstance(entries, list) else []
+
+
+def _bytes(entry: Mapping[str, Any], key: str) -> str:
+    value = entry.get(key)
+    return format_bytes(value) if is_number(value) and value > 0 else "none"
+
+
+def _text(cell: Any) -> str:
+    return "" if cell is None else str(cell)
+
+
+def configuration_section(run: RunReading) -> Markup | None:
+    """The resolved configuration of each stage, and the manifest."""
+    texts = [(f"{name}/config.yaml", stage.config) for name, stage in run.stages.items() if stage.config]
+    if run.manifest:
+        texts.append((MANIFEST, run.manifest))
+    if not texts:
+        return None
+    folded = [element("details", element("summary", title), element("pre", text)) for title, text in texts]
+    lead = "The resolved configuration, as each stage read it. The manifest names what went in and came out by content hash."
+    return section("configuration", "Configuration", lead, folded)
+
+
+def facts(run: RunReading) -> Markup:
+    """The line under the headline: what was run."""
+    total = sum(stage.number("seconds") or 0.0 for stage in run.stages.values())
+    ranks = next((len(_entries(stage)) for stage in run.stages.values() if _entries(stage)), None)
+    values = {
+        "Run": run.name,
+        "Model": run.setting("model", "name"),
+        "Data": run.setting("data", "name"),
+        "Seed": run.setting("seed"),
+        "Ranks": ranks,
+        "ZeRO stage": run.setting("engine", "zero_stage"),
+        "Time": format_seconds(total) if total else None,
+    }
+    pairs = [
+        element("div", element("dt", name), element("dd", str(value)))
+        for name, value in values.items()
+        if value is not None
+    ]
+    return element("dl", pairs, class_="facts")

@@ -1,0 +1,117 @@
+"""HTML and SVG that is safe by construction, and the frame of the report.
+
+`element` escapes every child that is not already `Markup`, and only `element` and `document` make
+`Markup`, so that no text of a model or a data file can become a tag. The content security policy
+stands behind that: it allows no script, no request, and no style but the report's own sheet.
+"""
+
+import base64
+import hashlib
+import html
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+
+STYLE_SHEET = Path(__file__).with_name("report.css")
+
+# Elements without content and end tag.
+_VOID = frozenset({"meta", "br", "hr", "wbr", "rect", "line", "circle", "path", "polyline"})
+# Text of these characters would reorder, hide or break what stands beside it.
+_KEPT_CONTROLS = frozenset("\n\t")
+_DIRECTION_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+class Markup(str):
+    """Text that is HTML already. Only this module makes it from plain text."""
+
+    __slots__ = ()
+
+
+Child = str | Markup | int | float | None | Iterable["Child"]
+
+
+def clean(text: str) -> str:
+    """`text` with control characters, lone surrogates and direction overrides made visible as U+FFFD."""
+    return "".join("\ufffd" if _is_harmful(character) else character for character in text)
+
+
+def _is_harmful(character: str) -> bool:
+    if character in _DIRECTION_CONTROLS:
+        return True
+    return unicodedata.category(character) in ("Cc", "Cs") and character not in _KEPT_CONTROLS
+
+
+def render(child: Child) -> Markup:
+    """`child` as HTML: markup as it is, anything else escaped, iterables one after the other, None as nothing."""
+    if child is None:
+        return Markup("")
+    if isinstance(child, Markup):
+        return child
+    if isinstance(child, str | int | float):
+        return Markup(html.escape(clean(str(child)), quote=True))
+    return Markup("".join(render(item) for item in child))
+
+
+def element(name: str, /, *children: Child, **attributes: str | int | float | None) -> Markup:
+    """`<name attributes>children</name>`.
+
+    Attribute names lose a trailing underscore (`class_`), and other underscores become hyphens; None leaves one out.
+    """
+    written = "".join(
+        f' {_attribute_name(key)}="{render(value)}"' for key, value in attributes.items() if value is not None
+    )
+    if name in _VOID and not children:
+        return Markup(f"<{name}{written}>" if name in ("meta", "br", "hr", "wbr") else f"<{name}{written}/>")
+    return Markup(f"<{name}{written}>{render(children)}</{name}>")
+
+
+def _attribute_name(key: str) -> str:
+    return key.rstrip("_").replace("_", "-") if key != "viewBox" else key
+
+
+def document(title: str, *body: Child) -> Markup:
+    """The whole page, with its style sheet inside."""
+    sheet = Markup(STYLE_SHEET.read_text(encoding="utf-8"))
+    digest = base64.b64encode(hashlib.sha256(sheet.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", title),
+        element("style", sheet),
+    )
+    return Markup(f"<!doctype html>\n{element('html', head, element('body', body), lang='en')}\n")
+
+
+def table(head: Iterable[Child], rows: Iterable[Iterable[Child]], *, numbers: Iterable[int] = ()) -> Markup:
+    """A table; `numbers` are the columns set flush right with figures of equal width. Wide ones scroll sideways."""
+    numeric = set(numbers)
+
+    def line(cells: Iterable[Child], cell_name: str) -> Markup:
+        return element(
+            "tr",
+            (element(cell_name, cell, class_="number" if at in numeric else None) for at, cell in enumerate(cells)),
+        )
+
+    return element(
+        "div",
+        element(
+            "table", element("thead", line(head, "th")), element("tbody", (line(cells, "td") for cells in rows))
+        ),
+        class_="wide",
+    )
+
+
+def section(anchor: str, title: str, lead: Child, *children: Child) -> Markup:
+    """One part of the page with its heading and an opening paragraph."""
+    paragraph = element("p", lead, class_="lead") if lead else None
+    return element("section", element("h2", title), paragraph, children, id=anchor)
+
+
+def grid(figures: Iterable[Markup]) -> Markup | None:
+    """Figures side by side, as many as fit; None when there are none."""
+    found = [figure for figure in figures if figure]
+    return element("div", found, class_="grid") if found else None

@@ -1,0 +1,158 @@
+"""A run folder as the report reads it: any stage may be missing, unfinished or cut off in the middle of a line."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.insight.canvas import Point
+from pipeline.insight.evaluate import Sample, read_samples
+
+STAGES = ("sft", "reward", "ppo")
+METRICS, SUMMARY, SAMPLES, CONFIG, MANIFEST = (
+    "metrics.jsonl", "summary.json", "samples.jsonl", "config.yaml", "manifest.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StageReading:
+    """What one stage has written so far. `rows` are its metrics by step, numbers only."""
+
+    name: str
+    rows: Sequence[Mapping[str, float]] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    samples: Sequence[Sample] = ()
+    config: str = ""
+    bad_lines: int = 0
+
+    @property
+    def started(self) -> bool:
+        return bool(self.rows or self.summary)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.summary)
+
+    @property
+    def last_step(self) -> int:
+        return int(self.rows[-1]["step"]) if self.rows else int(self.number("steps") or 0)
+
+    def series(self, key: str) -> list[Point]:
+        """(step, value) wherever `key` was logged; values may be nan or infinite."""
+        return [(row["step"], row[key]) for row in self.rows if key in row]
+
+    def number(self, key: str) -> float | None:
+        """A finite figure of the summary, at its top or under `final`."""
+        for place in (self.summary, mapping(self.summary.get("final"))):
+            value = place.get(key)
+            if is_number(value) and math.isfinite(value):
+                return float(value)
+        return None
+
+    def numbers(self, key: str) -> dict[str, float]:
+        """A table of finite figures in the summary."""
+        table = mapping(self.summary.get(key))
+        return {str(name): float(value) for name, value in table.items() if is_number(value) and math.isfinite(value)}
+
+
+@dataclass(frozen=True)
+class RunReading:
+    """A run folder: its name, its stages, the settings they share and the manifest as text."""
+
+    name: str
+    stages: Mapping[str, StageReading]
+    settings: Mapping[str, Any]
+    manifest: str = ""
+
+    def stage(self, name: str) -> StageReading:
+        return self.stages.get(name) or StageReading(name)
+
+    def setting(self, *path: str) -> Any:
+        """One value of the newest stage's configuration, None where there is none."""
+        value: Any = self.settings
+        for key in path:
+            value = mapping(value).get(key)
+        return value
+
+    def samples(self) -> Sequence[Sample]:
+        """Answers to held-out prompts of the furthest stage that has some."""
+        return next((self.stage(name).samples for name in reversed(STAGES) if self.stage(name).samples), ())
+
+
+def read_run(run_dir: Path) -> RunReading:
+    """Read what `run_dir` has. Nothing in it is trusted to be there, whole or of the expected form."""
+    stages = {name: _read_stage(run_dir / name, name) for name in STAGES if (run_dir / name).is_dir()}
+    newest = next((stages[name].config for name in reversed(STAGES) if name in stages and stages[name].config), "")
+    return RunReading(
+        name=run_dir.resolve().name,
+        stages=stages,
+        settings=_parse_yaml(newest),
+        manifest=_read_text(run_dir / MANIFEST),
+    )
+
+
+def _read_stage(folder: Path, name: str) -> StageReading:
+    rows, bad_lines = _read_metrics(folder / METRICS)
+    return StageReading(
+        name=name,
+        rows=rows,
+        summary=_read_object(folder / SUMMARY),
+        samples=read_samples(folder / SAMPLES),
+        config=_read_text(folder / CONFIG),
+        bad_lines=bad_lines,
+    )
+
+
+def _read_metrics(path: Path) -> tuple[list[dict[str, float]], int]:
+    """The numbers of each step in order, lines of one step merged, and how many lines were no metrics."""
+    steps: dict[float, dict[str, float]] = {}
+    bad_lines = 0
+    for line in _read_text(path).splitlines():
+        row = _parse_object(line)
+        if not is_number(row.get("step")):
+            bad_lines += 1
+            continue
+        numbers = {key: float(value) for key, value in row.items() if is_number(value)}
+        steps.setdefault(numbers["step"], {}).update(numbers)
+    return [steps[step] for step in sorted(steps)], bad_lines
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    return _parse_object(_read_text(path))
+
+
+def _parse_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _parse_yaml(text: str) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """`value` where it is a mapping, an empty one otherwise."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def is_number(value: Any) -> bool:
+    """A JSON number: bool is an int in Python, but no figure."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

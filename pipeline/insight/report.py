@@ -1,0 +1,89 @@
+"""report.html: one self-contained page about a run folder.
+
+It needs no script and no request, reads only what the folder has, and can be written at any time:
+of a stage that has not run it says nothing, of one that is running what there is so far.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.insight import costs, outcome
+from pipeline.insight.page import Markup, document, element
+from pipeline.insight.readings import RunReading, read_run
+from pipeline.insight.stage_curves import PPO_PLOTS, REWARD_PLOTS, SFT_PLOTS, accuracy_chart, stage_section
+
+REPORT = "report.html"
+NAMES = {
+    "changes": "Changes",
+    "gaming": "Gaming",
+    "answers": "Answers",
+    "ppo": "PPO",
+    "reward": "Reward model",
+    "sft": "SFT",
+    "speed": "Speed",
+    "memory": "Memory",
+    "configuration": "Configuration",
+}
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `run_dir/report.html` from what the folder has, whole or not at all, and return its path.
+
+    Raises UserError where there is no such folder.
+    """
+    if not run_dir.is_dir():
+        raise UserError(f"there is no run folder {run_dir}; give the folder that holds sft/, reward/ or ppo/")
+    path = run_dir / REPORT
+    unfinished = run_dir / f"{REPORT}.{os.getpid()}.tmp"
+    unfinished.write_text(render_report(read_run(run_dir)), encoding="utf-8")
+    os.replace(unfinished, path)
+    return path
+
+
+def render_report(run: RunReading) -> Markup:
+    """The page of `run`."""
+    parts = {name: part for name, part in _parts(run).items() if part}
+    links = [element("a", NAMES[name], href=f"#{name}") for name in parts]
+    contents = element("nav", links, aria_label="Contents") if links else None
+    return document(
+        f"{run.name} - zerochat report",
+        element("main", outcome.verdict_header(run, costs.facts(run)), contents, parts.values()),
+        element("footer", "Written by zerochat. Everything on this page stands in the run folder as JSON and YAML."),
+    )
+
+
+def _parts(run: RunReading) -> Mapping[str, Markup | None]:
+    reward = run.stage("reward")
+    return {
+        "changes": outcome.changes_section(run),
+        "gaming": outcome.gaming_section(run),
+        "answers": outcome.answers_section(run),
+        "sft": stage_section(
+            run.stage("sft"), "Stage 1: supervised fine-tuning", "Trained to imitate the answers of the data.",
+            SFT_PLOTS, "step",
+        ),
+        "reward": stage_section(
+            reward, "Stage 2: reward model", "Trained to score the preferred answer of a pair higher.",
+            REWARD_PLOTS, "step", accuracy_chart(reward),
+        ),
+        "ppo": stage_section(
+            run.stage("ppo"), "Stage 3: PPO",
+            "Thin lines are single rollouts, thick ones a centred mean; dots are evaluations on held-out prompts.",
+            PPO_PLOTS, "rollout",
+        ),
+        "speed": costs.speed_section(run),
+        "memory": costs.memory_section(run),
+        "configuration": costs.configuration_section(run),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m pipeline.insight.report RUN_DIR")
+    try:
+        print(write_report(Path(sys.argv[1])))
+    except UserError as error:
+        sys.exit(str(error))

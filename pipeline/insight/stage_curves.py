@@ -1,0 +1,168 @@
+"""The curves of the three stages: which figures are shown, under which name, and how to read them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.insight.canvas import Point, Series
+from pipeline.insight.charts import Bar, bar_chart
+from pipeline.insight.curves import line_chart
+from pipeline.insight.page import Markup, grid, section
+from pipeline.insight.readings import StageReading
+
+Bounds = tuple[float | None, float | None]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a chart: the key in metrics.jsonl, its label, its colour; `sparse` for evaluations."""
+
+    key: str
+    label: str = ""
+    tone: str = "plain"
+    sparse: bool = False
+    minus: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One chart: its curves, the unit in the title, and the sentence that says what is good."""
+
+    title: str
+    note: str
+    curves: Sequence[Curve]
+    bounds: Bounds = (None, None)
+    reference: float | None = None
+
+
+def _pair(train: str, held_out: str, tone: str = "plain") -> tuple[Curve, Curve]:
+    return Curve(train, "training", tone), Curve(held_out, "held-out", "strong", sparse=True)
+
+
+GRADIENT = Plot("Gradient norm", "Before clipping.", [Curve("grad_norm")], (0, None))
+RATE = Plot("Learning rate", "As scheduled.", [Curve("lr")], (0, None))
+
+SFT_PLOTS = (
+    Plot("Loss, nats a token", "Lower is better; held-out far above training means overfitting.", _pair("loss", "eval_loss")),
+    GRADIENT,
+    RATE,
+)
+
+REWARD_PLOTS = (
+    Plot(
+        "Loss, nats a pair",
+        "0.69 is a coin toss.",
+        _pair("loss", "eval_loss"),
+        (0, None),
+        0.6931,
+    ),
+    Plot(
+        "Accuracy",
+        "Share of pairs in which the chosen answer scores higher; 0.5 is a coin toss.",
+        _pair("accuracy", "eval_accuracy"),
+        (None, 1),
+        0.5,
+    ),
+    Plot("Margin", "Mean score of the chosen answers above the rejected ones.", [Curve("margin")], (None, None), 0.0),
+    GRADIENT,
+    RATE,
+)
+
+PPO_PLOTS = (
+    Plot(
+        "Reward score",
+        "Mean over the answers of a rollout, and over held-out prompts.",
+        (Curve("score", "rollouts"), Curve("eval_score", "held-out", "strong", sparse=True)),
+    ),
+    Plot("Spread of the score", "Standard deviation within a rollout.", [Curve("score_std")], (0, None)),
+    Plot("KL to the reference, nats a sequence", "How far the policy has moved from SFT.", [Curve("kl")]),
+    Plot("Entropy, nats a token", "A fall to zero means one answer only.", [Curve("entropy")], (0, None)),
+    Plot("Answer length, tokens", "The end token included.", [Curve("response_length")], (0, None)),
+    Plot("Finished answers", "Share that ends with an end token.", [Curve("eos_rate")], (0, 1)),
+    Plot(
+        "First ratio, distance from 1",
+        "On the first minibatch of a rollout nothing has been learned yet, so this has to be rounding error.",
+        (
+            Curve("first_ratio", "mean", minus=1.0),
+            Curve("first_ratio_deviation", "largest", "strong"),
+            Curve("first_ratio_max", "largest", "strong"),
+        ),
+        (None, None),
+        0.0,
+    ),
+    Plot(
+        "Clipped tokens",
+        "Share whose gradient the clipping stops. Policy above about 0.3: steps are too large.",
+        (Curve("clip_fraction", "policy"), Curve("value_clip_fraction", "value", "second")),
+        (0, None),
+    ),
+    Plot("KL of an update, nats a token", "Between the policy before and after.", [Curve("approx_kl")]),
+    Plot("Policy loss", "Clipped surrogate; its level means little.", [Curve("policy_loss")]),
+    Plot("Value loss", "Squared error of the critic.", [Curve("value_loss")], (0, None)),
+    Plot(
+        "Explained variance",
+        "Share of the returns' variance the critic foresees; 0 is as good as their mean.",
+        [Curve("explained_variance")],
+        (None, 1),
+        0.0,
+    ),
+    Plot("KL coefficient", "Weight of the penalty, adapted.", [Curve("kl_coef")], (0, None)),
+    Plot("Gradient norm", "Before clipping.", (Curve("grad_norm", "policy"), Curve("critic_grad_norm", "critic", "second")), (0, None)),
+    RATE,
+)
+
+
+def plots(stage: StageReading, wanted: Sequence[Plot], x_name: str) -> list[Markup]:
+    """The charts of `wanted` that `stage` has figures for."""
+    return [chart for plot in wanted if (chart := _plot(stage, plot, x_name))]
+
+
+def _plot(stage: StageReading, plot: Plot, x_name: str) -> Markup | None:
+    series = [Series(curve.label, _points(stage, curve), curve.tone, curve.sparse) for curve in plot.curves]
+    return line_chart(
+        plot.title,
+        [one for one in series if one.points],
+        x_name=x_name,
+        note=plot.note,
+        bounds=plot.bounds,
+        reference=plot.reference,
+    )
+
+
+def _points(stage: StageReading, curve: Curve) -> list[Point]:
+    return [(step, value - curve.minus) for step, value in stage.series(curve.key)]
+
+
+def stage_section(
+    stage: StageReading, title: str, lead: str, wanted: Sequence[Plot], x_name: str, *more: Markup | None
+) -> Markup | None:
+    """A stage's part of the page; None for a stage that has not started."""
+    if not stage.started:
+        return None
+    notes = []
+    if not stage.finished:
+        notes.append(f"Unfinished: the last logged step is {stage.last_step}.")
+    if stage.bad_lines:
+        notes.append(f"{stage.bad_lines} unreadable line(s) of metrics.jsonl left out.")
+    text = " ".join([lead, *notes])
+    return section(stage.name, title, text, grid([*plots(stage, wanted, x_name), *(chart for chart in more if chart)]))
+
+
+def accuracy_chart(reward: StageReading) -> Markup | None:
+    """Held-out accuracy: overall, by source, and by which answer is the longer one."""
+    named = [
+        ("All pairs", reward.number("eval_accuracy")),
+        ("Chosen answer is longer", reward.number("eval_accuracy_chosen_longer")),
+        ("Rejected answer is longer", reward.number("eval_accuracy_rejected_longer")),
+    ]
+    tones = {"All pairs": "strong"}
+    by_source = [(f"Source: {name}", value) for name, value in reward.numbers("eval_accuracy_by_source").items()]
+    rows = [
+        Bar(label, value, f"{value:.1%}", tones.get(label, "plain"))
+        for label, value in named[:1] + by_source + named[1:]
+        if value is not None
+    ]
+    note = (
+        "The mark is a coin toss. Much lower where the rejected answer is longer means that the model has learned "
+        "to like length."
+    )
+    return bar_chart("Held-out accuracy", rows, note=note, full=1.0, reference=0.5)

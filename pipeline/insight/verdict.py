@@ -1,0 +1,173 @@
+"""Did RLHF help? The judgement that heads the report, with what it rests on and how sure it is.
+
+The gold score decides where there is one: it never trained anything. The reward score alone decides
+nothing, since PPO was trained on it. Intervals are over held-out prompts within one run; what another
+seed would give they don't say, and the text says so.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.insight.charts import Interval
+from pipeline.insight.evaluate import Sample, bootstrap_mean, paired_difference
+from pipeline.insight.readings import RunReading, StageReading
+from pipeline.insight.scales import format_signed
+
+MODELS = ("base", "sft", "ppo")
+LABELS = {"base": "Base", "sft": "SFT", "ppo": "PPO"}
+Measure = Literal["gold", "scores"]
+Outcome = Literal["good", "bad", "open"]
+
+ONE_RUN = (
+    "The interval is a paired bootstrap over prompts of this one run. Another training seed would move the figures "
+    "too: compare several runs before relying on a small difference."
+)
+FEWEST_PROMPTS = 8
+
+
+@dataclass(frozen=True)
+class Change:
+    """What moved between two models on the same prompts, `low` to `high` its 95% interval."""
+
+    before: str
+    after: str
+    old_mean: float
+    new_mean: float
+    mean: float
+    low: float
+    high: float
+    better: int
+    same: int
+    worse: int
+
+    @property
+    def prompts(self) -> int:
+        return self.better + self.same + self.worse
+
+    @property
+    def outcome(self) -> Outcome:
+        """Good or bad where the interval lies on one side of zero and rests on enough prompts."""
+        if self.prompts < FEWEST_PROMPTS or not (self.low > 0 or self.high < 0):
+            return "open"
+        return "good" if self.low > 0 else "bad"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The headline, its outcome, the evidence for it, and what the evidence does not show."""
+
+    outcome: Outcome
+    headline: str
+    evidence: str
+    caveat: str = ""
+
+
+def standings(samples: Sequence[Sample], measure: Measure) -> list[Interval]:
+    """Each model's mean over the prompts that it has a value for, with its bootstrap interval."""
+    rows = []
+    for model in MODELS:
+        values = [value for sample in samples if (value := _values(sample, measure).get(model)) is not None]
+        if values:
+            rows.append(Interval(LABELS[model], *bootstrap_mean(values), tone=model))
+    return rows
+
+
+def change(samples: Sequence[Sample], measure: Measure, before: str, after: str) -> Change | None:
+    """The paired difference between two models; None where no prompt has a value for both."""
+    pairs = [
+        (values[before], values[after])
+        for sample in samples
+        if before in (values := _values(sample, measure)) and after in values
+    ]
+    if not pairs:
+        return None
+    old, new = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    mean, low, high = paired_difference(old, new)
+    better = sum(b > a for a, b in pairs)
+    worse = sum(b < a for a, b in pairs)
+    means = sum(old) / len(old), sum(new) / len(new)
+    return Change(before, after, *means, mean, low, high, better, len(pairs) - better - worse, worse)
+
+
+def _values(sample: Sample, measure: Measure) -> Mapping[str, float]:
+    return sample.gold if measure == "gold" else sample.scores
+
+
+def judge(run: RunReading) -> Verdict:
+    """The verdict on `run` as far as it has come."""
+    ppo = run.stage("ppo")
+    if not ppo.finished:
+        return _unfinished(run)
+    samples = run.samples()
+    reward = change(samples, "scores", "sft", "ppo")
+    gold = change(samples, "gold", "sft", "ppo")
+    if gold is not None:
+        return _by_gold(gold, reward)
+    summarized = (run.stage("sft").number("gold_score"), ppo.number("gold_score"))
+    if summarized[0] is not None and summarized[1] is not None:
+        return _by_summary(*summarized)
+    return _by_reward(reward)
+
+
+def _by_gold(gold: Change, reward: Change | None) -> Verdict:
+    evidence = (
+        f"On the same {gold.prompts} held-out prompts the mean gold score went from {gold.old_mean:.2f} after SFT to "
+        f"{gold.new_mean:.2f} after PPO: {_interval(gold)}."
+    )
+    if reward:
+        evidence += f" The reward score, which PPO was trained on, changed by {_interval(reward)}."
+    if gold.outcome == "good":
+        return Verdict("good", "RLHF helped.", evidence, ONE_RUN)
+    if gold.outcome == "bad":
+        gamed = reward is not None and reward.outcome == "good"
+        headline = "RLHF hurt: the reward model was gamed." if gamed else "RLHF hurt."
+        return Verdict("bad", headline, evidence, ONE_RUN)
+    reason = "These are too few prompts to tell." if gold.prompts < FEWEST_PROMPTS else "The interval of gold contains zero."
+    return Verdict("open", "No clear difference between SFT and PPO.", f"{evidence} {reason}", ONE_RUN)
+
+
+def _by_summary(sft: float, ppo: float) -> Verdict:
+    rose = "rose" if ppo > sft else "fell" if ppo < sft else "stayed"
+    evidence = (
+        f"From {sft:.2f} after SFT to {ppo:.2f} after PPO, by the stages' summaries. The answers themselves are not in "
+        "this folder, so how sure the difference is can't be told."
+    )
+    return Verdict("open", f"The gold score {rose} with PPO, without an interval.", evidence)
+
+
+def _by_reward(reward: Change | None) -> Verdict:
+    if reward is None:
+        return Verdict("open", "All three stages ran.", "No scored held-out answers are in this folder.")
+    moved = {"good": "rose", "bad": "fell", "open": "did not clearly change"}[reward.outcome]
+    evidence = (
+        f"From SFT to PPO it changed by {_interval(reward)} on the same {reward.prompts} held-out prompts. PPO was "
+        "trained on this score, and this data has no gold score to judge by: read the answers below to see "
+        "whether they are better."
+    )
+    outcome: Outcome = "bad" if reward.outcome == "bad" else "open"
+    return Verdict(outcome, f"The reward score {moved} with PPO.", evidence, ONE_RUN)
+
+
+def _unfinished(run: RunReading) -> Verdict:
+    finished = [LABELS.get(name, name.capitalize()) for name, stage in run.stages.items() if stage.finished]
+    running = [stage for stage in run.stages.values() if stage.started and not stage.finished]
+    parts = []
+    if finished:
+        parts.append(f"Finished: {', '.join(finished)}.")
+    parts += [f"{_stage_label(stage)} is unfinished, at step {stage.last_step}." for stage in running]
+    if not parts:
+        parts.append("No stage of this run has logged a step yet.")
+    parts.append("The same command continues it, and writes this page again.")
+    return Verdict("open", "Too early to say: PPO has not finished.", " ".join(parts))
+
+
+def _stage_label(stage: StageReading) -> str:
+    return LABELS.get(stage.name, stage.name.capitalize())
+
+
+def _interval(one: Change) -> str:
+    if math.isnan(one.low):
+        return format_signed(one.mean)
+    return f"{format_signed(one.mean)}, 95% interval {format_signed(one.low)} to {format_signed(one.high)}"
