@@ -86,7 +86,7 @@ def _tensors(engine: Engine) -> dict[str, Tensor]:
             state[f"parameter.{name}"] = parameter.detach()
             state[f"exp_avg.{name}"] = engine.optimizer.state[parameter]["exp_avg"]
             state[f"exp_avg_sq.{name}"] = engine.optimizer.state[parameter]["exp_avg_sq"]
-    return state
+    return state | {f"average.{name}": mean for name, mean in engine.average.items()}
 
 
 def _scalars(engine: Engine) -> dict[str, Any]:

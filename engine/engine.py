@@ -54,6 +54,8 @@ class Engine:
         self.config, self.optimizer_config = config, optimizer
         self.step_count = 0
         self._accumulated = False
+        self._decay = 0.0
+        self.average: dict[str, Tensor] = {}
         self._rollout_path = rollout_path
         self._blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
         self._twin: Twin | None = None
@@ -122,6 +124,7 @@ class Engine:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
+            self._update_average()
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.update(skipped)
         self.step_count += 1
@@ -177,6 +180,36 @@ class Engine:
         finally:
             if not keep:
                 self._twin.release()
+
+    def start_averaging(self, decay: float) -> None:
+        """Keep an exponential moving average of the trained parameters, fp32, sharded as they are."""
+        self._decay = decay
+        self.average = {name: p.detach().clone() for name, p in self.module.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def _update_average(self) -> None:
+        trained = dict(self.module.named_parameters())
+        for name, mean in self.average.items():
+            dist.local(mean).lerp_(dist.local(trained[name].detach()), 1.0 - self._decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within the block the module holds the average instead of the last weights; without averaging nothing changes."""
+        self._swap_average()
+        try:
+            yield
+        finally:
+            self._swap_average()
+
+    @torch.no_grad()
+    def _swap_average(self) -> None:
+        zero.release(self.module)
+        trained = dict(self.module.named_parameters())
+        for name, mean in self.average.items():
+            ours, live = dist.local(mean), dist.local(trained[name].detach())
+            kept = live.clone()
+            live.copy_(ours)
+            ours.copy_(kept)
 
     @property
     def flip_seconds(self) -> float:

@@ -27,6 +27,7 @@ from pipeline.config.schema import StageSection
 from pipeline.errors import UserError
 
 Metrics = dict[str, float]
+WORK = ("flip", "generate", "score", "train")  # the phases that are the stage's work; evaluating and saving are not
 
 
 class Watcher(Protocol):
@@ -64,6 +65,8 @@ class StageRun:
         self._seconds_before = 0.0
         self._began = time.monotonic()
         self._saved = 0
+        self._lap: Metrics = {}
+        self._lap_tokens = 0
 
     @property
     def seconds(self) -> float:
@@ -81,6 +84,7 @@ class StageRun:
             if mine is not None:
                 restore_random_state(mine["random"])
             self._take(shared["extra"])
+        self._lap, self._lap_tokens = dict(self.phases), self.tokens
         if dist.world().leads:
             if step:
                 print(f"{self.folder.name}: continuing after step {step} of {self.steps}", flush=True)
@@ -100,6 +104,21 @@ class StageRun:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - began
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Count some seconds of one phase under another name."""
+        self.phases[source] = self.phases.get(source, 0.0) - seconds
+        self.phases[target] = self.phases.get(target, 0.0) + seconds
+
+    def lap(self) -> Metrics:
+        """Seconds by phase since the last lap, as `NAME_seconds`, and tokens a second over them."""
+        spent = {name: total - self._lap.get(name, 0.0) for name, total in self.phases.items()}
+        tokens, self._lap_tokens = self.tokens - self._lap_tokens, self.tokens
+        self._lap = dict(self.phases)
+        working = sum(seconds for name, seconds in spent.items() if name in WORK)
+        return {f"{name}_seconds": round(s, 4) for name, s in spent.items() if name in WORK} | {
+            "tokens_per_second": round(tokens / max(working, 1e-9), 1)
+        }
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's figures. The caller passes the same on every rank; rank 0 writes."""
@@ -176,7 +195,7 @@ class StageRun:
         memory = dist.gather_objects(peak_memory())
         if dist.world().leads:
             seconds = self.seconds
-            working = sum(v for k, v in self.phases.items() if k in ("train", "generate", "score", "flip"))
+            working = sum(v for k, v in self.phases.items() if k in WORK)
             summary = {
                 "stage": self.folder.name,
                 "steps": self.steps,

@@ -1,0 +1,79 @@
+"""From scores to advantages: KL-shaped rewards, generalized advantage estimation, whitening.
+
+All tensors are (B, R) fp32 over response tokens, `mask` (B, R) bool is True where a token counts. Values and rewards
+outside the mask are taken as zero, and results are zero there.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """log p - log q of tokens drawn from p: unbiased for KL(p, q), negative for some tokens (Schulman, 2020)."""
+    return logprobs - reference
+
+
+def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """q/p - 1 - log(q/p): unbiased as well, never negative, of lower variance (Schulman, 2020)."""
+    difference = (reference - logprobs).clamp(-20.0, 20.0)
+    return difference.exp() - 1.0 - difference
+
+
+def shaped_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
+    """-kl_coef * kl at every token, plus the answer's score (B,) at its last token (Ziegler et al., 2019, equation 2)."""
+    rewards = torch.where(mask, -kl_coef * kl, torch.zeros_like(kl))
+    last = (mask.sum(1) - 1).clamp(min=0)
+    rewards[torch.arange(len(scores), device=scores.device), last] += scores
+    return torch.where(mask, rewards, torch.zeros_like(rewards))
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Advantages and returns (Schulman et al., 2016, arXiv:1506.02438, equation 16).
+
+    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  return_t = A_t + V_t; the value after the
+    last token is zero.
+    """
+    rewards = torch.where(mask, rewards, torch.zeros_like(rewards))
+    values = torch.where(mask, values, torch.zeros_like(values))
+    advantages = torch.zeros_like(rewards)
+    following = torch.zeros_like(rewards[:, 0])
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        next_value = values[:, t + 1] if t + 1 < rewards.shape[1] else torch.zeros_like(following)
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        following = torch.where(mask[:, t], delta + gamma * lam * following, torch.zeros_like(following))
+        advantages[:, t] = following
+    return advantages, advantages + values
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """The mean over the mask; 0 where it is empty."""
+    return torch.where(mask, x, torch.zeros_like(x)).sum() / mask.sum().clamp(min=1)
+
+
+def masked_variance(x: Tensor, mask: Tensor) -> Tensor:
+    """The population variance over the mask."""
+    return masked_mean((x - masked_mean(x, mask)).square(), mask)
+
+
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """To mean 0 and variance 1 over the mask, which spans the whole batch of all ranks."""
+    white = (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + 1e-8)
+    return torch.where(mask, white, torch.zeros_like(x))
+
+
+@dataclass(frozen=True)
+class KlController:
+    """The weight of the KL penalty: fixed, or steered towards `target` nats a sequence (Ziegler et al., 2019, section 2.2)."""
+
+    coef: float
+    target: float | None
+    horizon: int
+
+    def after(self, kl: float, sequences: int) -> "KlController":
+        """The controller after a rollout of `sequences` with mean KL `kl`."""
+        if self.target is None:
+            return self
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        return KlController(self.coef * (1.0 + error * sequences / self.horizon), self.target, self.horizon)

@@ -1,0 +1,78 @@
+"""Held-out prompts: what the policy answers, what the reward model and the gold scorer say, beside base and SFT model."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine import Sampling
+from engine.parallel import dist
+from pipeline.data.records import Prompt
+from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.insight.evaluate import Sample, gold_scores, read_samples, write_samples
+from pipeline.stage import answers_of
+from step3_ppo.models import Models
+from step3_ppo.rollout import my_rows, score_rows
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One policy's answers to the held-out prompts; gold is None where nobody can judge."""
+
+    answers: list[str]
+    scores: list[float]
+    gold: list[float] | None
+
+    @property
+    def figures(self) -> dict[str, float]:
+        found = {"eval_score": statistics.fmean(self.scores)}
+        if self.gold is not None:
+            found["gold_score"] = statistics.fmean(self.gold)
+        return found
+
+
+@dataclass(frozen=True)
+class Examiner:
+    """Puts the same prompts, with the same noise, to any policy."""
+
+    prompts: list[Prompt]
+    tokenizer: ChatTokenizer
+    sampling: Sampling
+    budget: int
+
+    def examine(self, models: Models) -> HeldOut:
+        """Answers of the actor as it is now."""
+        return self.judge(models, answers_of(models.actor, self.tokenizer, self.prompts, self.sampling))
+
+    def judge(self, models: Models, answers: Sequence[str]) -> HeldOut:
+        """Score given answers, as text: whoever wrote them, an end token is taken as given."""
+        prompts = [self.tokenizer.encode_prompt(p.messages) for p in self.prompts]
+        responses = [self.tokenizer.encode_answer(answer) for answer in answers]
+        batches = my_rows(prompts, responses, range(len(prompts)), self.tokenizer.pad_id, self.budget)
+        scores = score_rows(models, batches)
+        return HeldOut(list(answers), [scores[i] for i in range(len(answers))], gold_scores(self.prompts, answers))
+
+
+def earlier_answers(prompts: Sequence[Prompt], folder: Path, name: str) -> list[str] | None:
+    """What a model answered to these very prompts in an earlier stage; None unless all are there."""
+    known = {sample.prompt: sample.answers.get(name) for sample in read_samples(folder / "samples.jsonl")}
+    answers = [known.get(prompt.messages) for prompt in prompts]
+    return [a for a in answers if a is not None] if all(a is not None for a in answers) else None
+
+
+def write_table(prompts: Sequence[Prompt], results: Mapping[str, HeldOut], folder: Path) -> None:
+    """samples.jsonl: each prompt with every model's answer, score and gold score."""
+    if dist.world().leads:
+        write_samples(
+            folder / "samples.jsonl",
+            [
+                Sample(
+                    prompt.messages,
+                    {name: result.answers[i] for name, result in results.items()},
+                    {name: result.scores[i] for name, result in results.items()},
+                    {name: result.gold[i] for name, result in results.items() if result.gold is not None},
+                )
+                for i, prompt in enumerate(prompts)
+            ],
+        )
+    dist.barrier()

@@ -1,0 +1,42 @@
+"""The clipped losses of PPO (Schulman et al., 2017, arXiv:1707.06347, equation 7) over flat tokens, (N,) fp32 each.
+
+Each returns a sum over tokens; the engine divides once by the global count.
+"""
+
+import torch
+from torch import Tensor
+
+Sums = dict[str, float | Tensor]
+
+
+def log_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
+    """log(pi / pi_old), clamped to +-20 so that its exponential stays finite."""
+    return (logprobs - old).clamp(-20.0, 20.0)
+
+
+def policy_loss(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, *, clip: float, dual_clip: float | None
+) -> tuple[Tensor, Sums]:
+    """sum of max(-A r, -A clip(r, 1 - clip, 1 + clip)); for A < 0 at most -A * dual_clip (Ye et al., 2020, equation 5)."""
+    logs = log_ratio(logprobs, old)
+    ratio = logs.exp()
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip, 1.0 + clip)
+    loss = torch.maximum(plain, clipped)
+    if dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
+    with torch.no_grad():
+        sums: Sums = {
+            "clip_fraction": (clipped > plain).sum(),
+            "approx_kl": (ratio - 1.0 - logs).sum(),
+            "ratio": ratio.sum(),
+        }
+    return loss.sum(), sums
+
+
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | None) -> tuple[Tensor, Sums]:
+    """sum of 1/2 max((V - R)^2, (clip(V, V_old +- clip) - R)^2)."""
+    plain = (values - returns).square()
+    if clip is None:
+        return 0.5 * plain.sum(), {"value_clip_fraction": 0.0}
+    clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
+    return 0.5 * torch.maximum(plain, clipped).sum(), {"value_clip_fraction": (clipped > plain).detach().sum()}

@@ -1,0 +1,90 @@
+"""The four models of PPO: actor and critic learn, reference and reward model stand still."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from engine import Engine
+from pipeline.config.check import engine_settings
+from pipeline.config.schema import RunConfig
+from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
+from pipeline.errors import UserError
+from pipeline.models import EngineChoice, ModelSource, build_policy, build_scorer, resolve
+from pipeline.models.build import adapters_off
+from pipeline.models.source import check_kind, model_folder
+from pipeline.stage import optimizer_config, stage_source
+
+
+@dataclass(frozen=True)
+class Models:
+    """`reference` is None for a LoRA actor: the reference is the actor without its adapters."""
+
+    actor: Engine
+    critic: Engine
+    reference: Engine | None
+    reward: Engine
+    reward_mean: float
+
+    @contextmanager
+    def referring(self) -> Iterator[nn.Module]:
+        """The reference policy, to score with."""
+        if self.reference is not None:
+            with self.reference.scoring() as module:
+                yield module
+        else:
+            with adapters_off(self.actor), self.actor.scoring() as module:
+                yield module
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where PPO starts: the SFT model and the reward model, with one tokenizer between them."""
+
+    actor: ModelSource
+    reward: ModelSource
+    tokenizer: ChatTokenizer
+
+
+def find(config: RunConfig, run_dir: Path) -> Sources:
+    """The models that `actor=` and `reward=` name, or this run's. Raises UserError where one is missing or of another kind."""
+    actor_folder = Path(config.actor) if config.actor else run_dir / "sft"
+    reward_folder = Path(config.reward_path) if config.reward_path else run_dir / "reward"
+    for folder, stage, key in ((actor_folder, "sft", "actor"), (reward_folder, "reward", "reward")):
+        if not folder.exists():
+            raise UserError(f"ppo needs a model in {folder}: run stage={stage} first, or give {key}=FOLDER")
+    actor, reward = stage_source(config, actor_folder), resolve(config.reward_model or config.model, config.seed, folder=reward_folder)
+    check_kind(actor, wanted="ForCausalLM")
+    check_kind(reward, wanted="ForSequenceClassification")
+    tokenizer = load_tokenizer(str(model_folder(actor_folder)), chat_template=None)
+    theirs = load_tokenizer(str(model_folder(reward_folder)), chat_template=None)
+    if theirs.fingerprint() != tokenizer.fingerprint():
+        raise UserError(
+            f"the reward model in {reward_folder} has another tokenizer than the actor in {actor_folder}, so it would "
+            "read other text than the actor writes; train it with the actor's tokenizer (stage=reward in the same run)"
+        )
+    return Sources(actor, reward, tokenizer)
+
+
+def build(config: RunConfig, sources: Sources, *, actor_steps: int, critic_steps: int) -> Models:
+    """The engines, each with its own settings."""
+    section = config.ppo
+    pad_id = None if sources.tokenizer.pad_id in sources.tokenizer.end_ids else sources.tokenizer.pad_id
+
+    def choice(own: dict[str, Any], **rest: Any) -> EngineChoice:
+        return EngineChoice(engine_settings(config.engine, own), **rest)
+
+    adapters = section.lora if section.lora.rank else None
+    actor = build_policy(
+        sources.actor,
+        choice(section.actor_engine, optimizer=optimizer_config(section, steps=actor_steps), lora=adapters),
+        generates=True,
+    )
+    reference = None if adapters else build_policy(sources.actor, choice(section.reference_engine))
+    critic_optimizer = optimizer_config(section, steps=critic_steps, lr=section.critic_lr)
+    critic = build_scorer(sources.reward, choice(section.critic_engine, optimizer=critic_optimizer), pad_id=pad_id)
+    reward = build_scorer(sources.reward, choice(section.reward_engine), pad_id=pad_id)
+    return Models(actor, critic, reference, reward, float(getattr(sources.reward.config, "reward_mean", 0.0)))

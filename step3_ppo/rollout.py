@@ -1,0 +1,179 @@
+"""Rollouts: answers drawn from the policy, and what the four models say of them.
+
+B sequences of a global batch, R the longest response, T the longest sequence. Every rank holds the whole rollout (some
+MB), so that any rank can train on any row and whitening needs no collective; generating and scoring are spread over ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine import Generation, Sampling
+from engine.parallel import dist
+from pipeline.data.batch import plan
+from step3_ppo.models import Models
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some sequences as a forward takes them.
+
+    places: which sequences; input_ids (b, T), padded on the right; score_mask (b, T), True on response tokens;
+    lengths (b,), padding not counted.
+    """
+
+    places: list[int]
+    input_ids: Tensor
+    score_mask: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """prompts, responses: token ids of B sequences, an end token included where there is one; finished (B,) says where.
+
+    scores (B,) fp32: the reward model's, its mean over reference answers subtracted. logprobs, reference, values,
+    generator (B, R) fp32, zero outside response_mask (B, R): log-probabilities under the policy that drew them (by the
+    trainer's own forward), under the reference, the critic's values before each token, and the generator's own log-probabilities.
+    """
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    finished: Tensor
+    response_mask: Tensor
+    scores: Tensor
+    logprobs: Tensor
+    reference: Tensor
+    values: Tensor
+    generator: Tensor
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens a sequence, prompt included."""
+        return [len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)]
+
+    def tokens(self, places: Sequence[int] | None = None) -> int:
+        """Response tokens, of all sequences or of some."""
+        chosen = range(len(self)) if places is None else places
+        return sum(len(self.responses[i]) for i in chosen)
+
+
+def generate(models: Models, prompts: list[list[int]], sampling: Sampling, *, first_stream: int, batch_size: int) -> list[Generation]:
+    """One answer a prompt, the work spread over ranks; all answers on every rank. The noise belongs to the prompt's place."""
+    world = dist.world()
+    places = list(range(world.rank, len(prompts), world.size))
+    with models.actor.generating() as rollouts:
+        mine = rollouts.generate(
+            [prompts[i] for i in places],
+            sampling,
+            streams=[first_stream + i for i in places],
+            batch_size=batch_size,
+        )
+    found = {i: g for part in dist.gather_objects(list(zip(places, mine, strict=True))) for i, g in part}
+    return [found[i] for i in range(len(prompts))]
+
+
+def rows(prompts: list[list[int]], responses: list[list[int]], places: list[int], pad_id: int) -> Rows:
+    """Put sequences side by side. No sequences give one padding token, so that a rank without work can take part."""
+    device = dist.world().device
+    lengths = [len(prompts[i]) + len(responses[i]) for i in places] or [1]
+    ids = torch.full((len(lengths), max(lengths)), pad_id, dtype=torch.long)
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    for row, i in enumerate(places):
+        ids[row, : lengths[row]] = torch.tensor(prompts[i] + responses[i])
+        mask[row, len(prompts[i]) : lengths[row]] = True
+    return Rows(places, ids.to(device), mask.to(device), torch.tensor(lengths, device=device))
+
+
+def my_rows(
+    prompts: list[list[int]], responses: list[list[int]], places: Sequence[int], pad_id: int, budget: int
+) -> list[Rows]:
+    """This rank's micro-batches of some sequences; every rank gets equally many."""
+    world = dist.world()
+    lengths = [len(prompts[i]) + len(responses[i]) for i in places]
+    planned = plan(lengths, ranks=world.size, budget=budget, packing=False, max_length=max(lengths))[world.rank]
+    return [rows(prompts, responses, [places[j] for j in micro], pad_id) for micro in planned]
+
+
+def policy_logprobs(module: nn.Module, batch: Rows, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies (N,) of the response tokens of a micro-batch."""
+    logprobs, entropies = module(batch.input_ids, batch.score_mask, temperature=temperature)
+    return logprobs, entropies
+
+
+def critic_values(module: nn.Module, batch: Rows) -> Tensor:
+    """Values (N,) before each response token: what the critic expects when it has seen all tokens before."""
+    return module(batch.input_ids)[:, :-1][batch.score_mask[:, 1:]]
+
+
+def end_scores(module: nn.Module, batch: Rows) -> Tensor:
+    """(b,) the reward model's score at the last token of each row."""
+    return module(batch.input_ids).gather(1, (batch.lengths - 1)[:, None]).squeeze(1)
+
+
+def score_rows(models: Models, batches: Sequence[Rows]) -> dict[int, float]:
+    """Reward scores, centred, of all sequences by place, on every rank."""
+    mine: dict[int, float] = {}
+    with models.reward.scoring() as module:
+        for batch in batches:
+            scores = end_scores(module, batch) - models.reward_mean
+            mine.update(zip(batch.places, scores.tolist(), strict=False))
+    return {place: score for part in dist.gather_objects(mine) for place, score in part.items()}
+
+
+def collect(
+    models: Models,
+    prompts: list[list[int]],
+    generations: Sequence[Generation],
+    *,
+    temperature: float,
+    pad_id: int,
+    budget: int,
+) -> Rollout:
+    """Score answers with all four models, by the trainer's own forward, with dropout off."""
+    responses = [g.token_ids for g in generations]
+    batches = my_rows(prompts, responses, range(len(prompts)), pad_id, budget)
+    mine: dict[str, dict[int, Tensor]] = {"logprobs": {}, "reference": {}, "values": {}}
+    with models.actor.scoring() as module:
+        for batch in batches:
+            _keep(mine["logprobs"], batch, policy_logprobs(module, batch, temperature)[0])
+    with models.referring() as module:
+        for batch in batches:
+            _keep(mine["reference"], batch, policy_logprobs(module, batch, temperature)[0])
+    with models.critic.scoring() as module:
+        for batch in batches:
+            _keep(mine["values"], batch, critic_values(module, batch))
+    scores = score_rows(models, batches)
+    everyone = dist.gather_objects(mine)
+    parts = {name: {i: t for part in everyone for i, t in part[name].items()} for name in mine}
+    device, size = dist.world().device, len(prompts)
+    generator = {i: torch.tensor(g.logprobs) for i, g in enumerate(generations)}
+    lengths = torch.tensor([len(r) for r in responses])
+    return Rollout(
+        prompts=prompts,
+        responses=responses,
+        finished=torch.tensor([g.finished for g in generations], device=device),
+        response_mask=(torch.arange(int(lengths.max()))[None] < lengths[:, None]).to(device),
+        scores=torch.tensor([scores[i] for i in range(size)], device=device),
+        logprobs=_table(parts["logprobs"], size).to(device),
+        reference=_table(parts["reference"], size).to(device),
+        values=_table(parts["values"], size).to(device),
+        generator=_table(generator, size).to(device),
+    )
+
+
+def _keep(kept: dict[int, Tensor], batch: Rows, flat: Tensor) -> None:
+    """Cut (N,) back into one tensor a sequence, on the host."""
+    if batch.places:
+        counts = batch.score_mask.sum(1).tolist()
+        kept.update(zip(batch.places, flat.float().cpu().split(counts), strict=True))
+
+
+def _table(parts: dict[int, Tensor], size: int) -> Tensor:
+    """One tensor a sequence -> (B, R), zero behind the end."""
+    return nn.utils.rnn.pad_sequence([parts[i] for i in range(size)], batch_first=True)

@@ -1,0 +1,206 @@
+"""Stage 3: the PPO loop, what is loaded before it, what is left behind."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine.parallel import dist
+from pipeline.config.schema import RunConfig
+from pipeline.data.batch import batch_indices
+from pipeline.errors import UserError
+from pipeline.models import export_policy
+from pipeline.run import StageRun
+from pipeline.stage import evaluation_prompts, require_context, sampling, stage_records, stage_steps
+from pipeline.tracking import open_watchers
+from step3_ppo.advantages import KlController
+from step3_ppo.diagnose import check_first_ratio
+from step3_ppo.evaluate import Examiner, HeldOut, earlier_answers, write_table
+from step3_ppo.figures import mean_figures, rollout_figures, sequence_kl
+from step3_ppo.models import Models, Sources, build, find
+from step3_ppo.rollout import Rollout, collect, generate
+from step3_ppo.update import Targets, means, minibatches, targets_of, update_critic, update_policy
+
+EVALUATION_SEED = 20011
+GENERATOR_GAP = 0.01  # mean difference of probabilities above which generator and trainer are not the same model
+
+
+class Ppo:
+    """What stays the same over the loop: configuration, models, prompts, the folder."""
+
+    def __init__(self, config: RunConfig, folder: Path, sources: Sources, prompts: list[list[int]]) -> None:
+        self.config, self.section, self.tokenizer = config, config.ppo, sources.tokenizer
+        self.prompts, self.folder = prompts, folder
+        self.steps = stage_steps(self.section, len(prompts))
+        inner = self.section.update_epochs * self.section.minibatches
+        actor_steps = max(1, self.steps - self.section.critic_warmup) * inner
+        self.models: Models = build(config, sources, actor_steps=actor_steps, critic_steps=self.steps * inner)
+        if self.section.ema is not None:
+            self.models.actor.start_averaging(self.section.ema)
+        self.kl = KlController(self.section.kl_coef, self.section.kl_target, self.section.kl_horizon)
+
+    def rollout(self, step: int, stage: StageRun) -> Rollout:
+        """Draw one answer a prompt of the step's batch, and score them."""
+        chosen = batch_indices(len(self.prompts), self.section.batch_size, self.config.seed, step - 1)
+        prompts = [self.prompts[i] for i in chosen]
+        with stage.phase("generate"):
+            generations = generate(
+                self.models,
+                prompts,
+                sampling(self.config.rollout, self.tokenizer, seed=self.config.seed),
+                first_stream=step * self.section.batch_size,
+                batch_size=self.config.rollout.batch_size,
+            )
+        stage.move("generate", "flip", self.models.actor.flip_seconds)
+        with stage.phase("score"):
+            return collect(
+                self.models,
+                prompts,
+                generations,
+                temperature=self.config.rollout.temperature,
+                pad_id=self.tokenizer.pad_id,
+                budget=self.section.micro_batch_tokens,
+            )
+
+    def learn(self, step: int, rollout: Rollout, targets: Targets) -> dict[str, float]:
+        """Several passes over the rollout; the first minibatch's ratio must be 1."""
+        ppo, temperature, trained = self.section, self.config.rollout.temperature, []
+        first: dict[str, float] = {}
+        for epoch in range(ppo.update_epochs):
+            shuffle = (self.config.seed * 1_000_003 + step) * 1_009 + epoch
+            for minibatch in minibatches(
+                rollout, parts=ppo.minibatches, seed=shuffle, pad_id=self.tokenizer.pad_id, budget=ppo.micro_batch_tokens
+            ):
+                figures: dict[str, float] = {}
+                if step > ppo.critic_warmup:
+                    actor, largest = update_policy(self.models, minibatch, rollout, targets, ppo, temperature)
+                    figures |= means(actor, minibatch.tokens)
+                    figures |= {"policy_loss": actor.loss, "grad_norm": actor.grad_norm, "lr": actor.lr}
+                    if not first:
+                        first = {"first_ratio": figures["ratio"], "first_ratio_max_deviation": largest}
+                        self._check_ratio(rollout, figures["deviation"])
+                critic = update_critic(self.models, minibatch, rollout, targets, ppo)
+                figures |= means(critic, minibatch.tokens)
+                figures |= {"value_loss": critic.loss, "critic_grad_norm": critic.grad_norm, "critic_lr": critic.lr}
+                figures.setdefault("lr", 0.0)
+                trained.append(figures)
+        last = trained[-1]
+        averaged = mean_figures(trained)
+        averaged.pop("ratio", None), averaged.pop("deviation", None)
+        return averaged | first | {"lr": last["lr"], "critic_lr": last["critic_lr"]}
+
+    def _check_ratio(self, rollout: Rollout, deviation: float) -> None:
+        check_first_ratio(
+            self.models,
+            rollout,
+            deviation,
+            temperature=self.config.rollout.temperature,
+            pad_id=self.tokenizer.pad_id,
+            tolerance=self.section.ratio_tolerance,
+        )
+
+
+def run(config: RunConfig, folder: Path) -> None:
+    """Train, evaluate, export. `folder` is RUN/ppo."""
+    sources = find(config, folder.parent)
+    needed = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    require_context(sources.actor, needed, "rollout.max_prompt_tokens + rollout.max_new_tokens")
+    prompts, too_long, skipped = load_prompts(config, sources)
+    torch.manual_seed(config.seed * 1_000_003 + dist.world().rank)
+    ppo = Ppo(config, folder, sources, prompts)
+    examiner = Examiner(
+        evaluation_prompts(config, sources.tokenizer),
+        sources.tokenizer,
+        sampling(config.rollout, sources.tokenizer, seed=EVALUATION_SEED),
+        ppo.section.micro_batch_tokens,
+    )
+
+    def take(extra: dict[str, float]) -> None:
+        ppo.kl = dataclasses.replace(ppo.kl, coef=extra["kl_coef"])
+
+    with open_watchers(config, "ppo", folder, ppo.steps) as watchers, StageRun(
+        folder,
+        ppo.section,
+        ppo.steps,
+        {"actor": ppo.models.actor, "critic": ppo.models.critic},
+        watchers=watchers,
+        extra=lambda: {"kl_coef": ppo.kl.coef},
+        take=take,
+    ) as stage:
+        done = stage.restore()
+        if done == 0:
+            start = evaluated(stage, lambda: examiner.examine(ppo.models))
+            write_table(examiner.prompts, {"sft": start}, folder)
+            stage.log(0, {"lr": 0.0, **start.figures})
+        for step in range(done + 1, ppo.steps + 1):
+            rollout = ppo.rollout(step, stage)
+            targets = targets_of(rollout, ppo.section, kl_coef=ppo.kl.coef)
+            with stage.phase("train"):
+                learned = ppo.learn(step, rollout, targets)
+            stage.require_finite(step, learned.get("policy_loss", 0.0) + learned["value_loss"], rollout.responses)
+            stage.tokens += rollout.tokens()
+            figures = rollout_figures(rollout, targets) | learned | {"kl_coef": ppo.kl.coef} | stage.lap()
+            ppo.kl = ppo.kl.after(sequence_kl(rollout), len(rollout))
+            warn_of_gap(figures["generator_gap"])
+            if stage.evaluates(step):
+                figures |= evaluated(stage, lambda: examiner.examine(ppo.models)).figures
+            stage.log(step, figures)
+            stage.save(step)
+        finish(ppo, sources, examiner, stage, {"prompts too long": too_long, **skipped})
+
+
+def evaluated(stage: StageRun, examine: Callable[[], HeldOut]) -> HeldOut:
+    """Held-out answers, their time counted, the best figures kept."""
+    with stage.phase("evaluate"):
+        found = examine()
+    for name, value in found.figures.items():
+        stage.note_best(name, value, higher=True)
+    return found
+
+
+def finish(ppo: Ppo, sources: Sources, examiner: Examiner, stage: StageRun, skipped: dict[str, int]) -> None:
+    """The exported model, the table of answers of base, SFT and PPO model, the summary."""
+    folder, actor = stage.folder, ppo.models.actor
+    with actor.averaged(), stage.phase("export"):
+        export_policy(actor, sources.actor, ppo.tokenizer, folder / "model")
+    with actor.averaged(), stage.phase("evaluate"):
+        results: dict[str, HeldOut] = {}
+        for name, where in (("base", folder.parent / "sft"), ("sft", folder)):
+            answers = earlier_answers(examiner.prompts, where, name)
+            if answers is not None:
+                results[name] = examiner.judge(ppo.models, answers)
+        results["ppo"] = examiner.examine(ppo.models)
+        write_table(examiner.prompts, results, folder)
+    means_by_model = {name: result.figures for name, result in results.items()}
+    stage.finish(
+        {
+            "gold_score": results["ppo"].figures.get("gold_score"),
+            "eval_score": results["ppo"].figures["eval_score"],
+            "held_out": means_by_model,
+            "skipped": skipped,
+        }
+    )
+
+
+def load_prompts(config: RunConfig, sources: Sources) -> tuple[list[list[int]], int, dict[str, int]]:
+    """The training prompts as tokens; those longer than `rollout.max_prompt_tokens` are left out and counted."""
+    records = stage_records(config, "ppo")
+    encoded = [sources.tokenizer.encode_prompt(prompt.messages) for prompt in records.train]
+    fitting = [ids for ids in encoded if len(ids) <= config.rollout.max_prompt_tokens]
+    if not fitting:
+        raise UserError(
+            f"all {len(encoded)} prompts are longer than rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}; raise it"
+        )
+    return fitting, len(encoded) - len(fitting), records.skipped
+
+
+def warn_of_gap(gap: float) -> None:
+    """Say so when the generator is not the model that is trained."""
+    if gap > GENERATOR_GAP and dist.world().leads:
+        logging.getLogger("zerochat").warning(
+            "generator and trainer disagree by %.3f in probability on average; above %.2f rollouts are off-policy",
+            gap,
+            GENERATOR_GAP,
+        )

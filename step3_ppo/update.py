@@ -1,0 +1,106 @@
+"""One minibatch: the clipped update of the policy and of the critic."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine import Update
+from engine.parallel import dist
+from pipeline.config.schema import PpoSection
+from step3_ppo.advantages import gae, kl_k1, shaped_rewards, whiten
+from step3_ppo.loss import Sums, log_ratio, policy_loss, value_loss
+from step3_ppo.models import Models
+from step3_ppo.rollout import Rollout, Rows, critic_values, my_rows, policy_logprobs
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a rollout is trained on: advantages and returns, (B, R) fp32 each, and the shaped rewards behind them."""
+
+    advantages: Tensor
+    returns: Tensor
+    rewards: Tensor
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """This rank's micro-batches of one optimizer step, and the response tokens of the global minibatch."""
+
+    batches: list[Rows]
+    tokens: int
+
+
+def answer_scores(rollout: Rollout, *, missing_end_penalty: float, score_clip: float | None) -> Tensor:
+    """(B,) what an answer earns: the clipped score, less the penalty where it has no end token."""
+    scores = rollout.scores if score_clip is None else rollout.scores.clamp(-score_clip, score_clip)
+    return scores - missing_end_penalty * (~rollout.finished)
+
+
+def targets_of(rollout: Rollout, ppo: PpoSection, *, kl_coef: float) -> Targets:
+    """Score minus kl_coef times KL, GAE, whitening over the global batch."""
+    mask = rollout.response_mask
+    earned = answer_scores(rollout, missing_end_penalty=ppo.missing_end_penalty, score_clip=ppo.score_clip)
+    rewards = shaped_rewards(earned, kl_k1(rollout.logprobs, rollout.reference), mask, kl_coef=kl_coef)
+    advantages, returns = gae(rewards, rollout.values, mask, gamma=ppo.gamma, lam=ppo.lam)
+    return Targets(whiten(advantages, mask) if ppo.whiten_advantages else advantages, returns, rewards)
+
+
+def minibatches(rollout: Rollout, *, parts: int, seed: int, pad_id: int, budget: int) -> list[Minibatch]:
+    """Cut the rollout into `parts` optimizer steps, shuffled by `seed`, the same on every rank."""
+    order = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(seed)).tolist()
+    if parts == 1:
+        order = list(range(len(rollout)))
+    chosen = [sorted(order[part::parts]) for part in range(parts)]
+    return [
+        Minibatch(my_rows(rollout.prompts, rollout.responses, places, pad_id, budget), rollout.tokens(places))
+        for places in chosen
+    ]
+
+
+def update_policy(
+    models: Models, minibatch: Minibatch, rollout: Rollout, targets: Targets, ppo: PpoSection, temperature: float
+) -> tuple[Update, float]:
+    """One step of the actor; metrics are sums over the minibatch's tokens. Also the largest |ratio - 1| of all of them."""
+    largest = torch.zeros((), device=rollout.logprobs.device)
+
+    def loss(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
+        logprobs, entropies = policy_logprobs(module, batch, temperature)
+        old = _flat(rollout.logprobs, rollout, batch.places)
+        total, sums = policy_loss(
+            logprobs, old, _flat(targets.advantages, rollout, batch.places), clip=ppo.clip, dual_clip=ppo.dual_clip
+        )
+        deviation = (log_ratio(logprobs.detach(), old).exp() - 1.0).abs()
+        if len(deviation):
+            largest.copy_(torch.maximum(largest, deviation.max()))
+        bonus = entropies.sum()
+        return total - ppo.entropy_coef * bonus, sums | {"entropy": bonus, "deviation": deviation.sum()}
+
+    update = models.actor.update(minibatch.batches, loss, minibatch.tokens)
+    return update, dist.max_over_ranks(largest.item())
+
+
+def update_critic(models: Models, minibatch: Minibatch, rollout: Rollout, targets: Targets, ppo: PpoSection) -> Update:
+    """One step of the critic."""
+
+    def loss(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
+        return value_loss(
+            critic_values(module, batch),
+            _flat(rollout.values, rollout, batch.places),
+            _flat(targets.returns, rollout, batch.places),
+            clip=ppo.value_clip,
+        )
+
+    return models.critic.update(minibatch.batches, loss, minibatch.tokens)
+
+
+def _flat(table: Tensor, rollout: Rollout, places: Sequence[int]) -> Tensor:
+    """(B, R) -> (N,) the response tokens of some sequences, in the order the models give them."""
+    where = list(places)
+    return table[where][rollout.response_mask[where]]
+
+
+def means(update: Update, tokens: int) -> dict[str, float]:
+    """Sums over tokens -> means."""
+    return {name: value / tokens for name, value in update.sums.items()}

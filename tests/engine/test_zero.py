@@ -1,0 +1,135 @@
+"""ZeRO stages, ranks and micro-batches are layouts: the losses and weights they lead to are those of a plain loop."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine import EngineConfig, OptimizerConfig
+from engine.engine import Engine
+from engine.parallel import dist
+from tests.ranks import run_ranks
+
+STEPS, ROWS, WIDTH = 4, 8, 12
+OPTIMIZER = OptimizerConfig(lr=0.02, total_steps=STEPS, warmup_steps=1, weight_decay=0.1, max_grad_norm=0.5)
+
+
+class Net(nn.Module):
+    """A stem, blocks in a ModuleList, a head tied to the stem."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.stem.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def seeded_net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(STEPS, ROWS, WIDTH, generator=generator), torch.randn(STEPS, ROWS, WIDTH, generator=generator)
+
+
+def squared_error(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, float | Tensor]]:
+    return (module(batch[0]) - batch[1]).square().sum(), {"rows": float(len(batch[0]))}
+
+
+def train(zero_stage: int, dtype: str, micro: int, checkpointing: bool = False) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses, gradient norms and final weights of STEPS updates, this rank taking every W-th row."""
+    torch.set_num_threads(1)
+    config = EngineConfig(zero_stage=zero_stage, dtype=dtype, activation_checkpointing=checkpointing)  # type: ignore[arg-type]
+    engine = Engine(seeded_net(), config, optimizer=OPTIMIZER)
+    inputs, targets = data()
+    world, losses, norms = dist.world(), [], []
+    for x, y in zip(inputs, targets, strict=True):
+        mine = (x[world.rank :: world.size], y[world.rank :: world.size])
+        batches = list(zip(mine[0].chunk(micro), mine[1].chunk(micro), strict=True))
+        update = engine.update(batches, squared_error, ROWS)
+        assert update.sums["rows"] == ROWS
+        losses.append(update.loss)
+        norms.append(update.grad_norm)
+    whole = {name: dist.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
+    return losses, norms, whole
+
+
+def train_all(sizes: list[tuple[int, int]]) -> list[tuple[list[float], list[float], dict[str, Tensor]]]:
+    return [train(stage, "fp32", micro, checkpointing=stage == 3) for stage, micro in sizes]
+
+
+def plain() -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The same by hand in float64: AdamW, warm-up, cosine, clipping."""
+    net = seeded_net().double()
+    state = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in net.named_parameters()}
+    inputs, targets = (t.double() for t in data())
+    losses, norms = [], []
+    for step, (x, y) in enumerate(zip(inputs, targets, strict=True)):
+        loss = (net(x) - y).square().sum() / ROWS
+        net.zero_grad()
+        loss.backward()
+        norm = sum(p.grad.square().sum() for p in net.parameters()).sqrt()
+        lr = 0.02 if step < 1 else 0.02 * 0.5 * (1 + torch.cos(torch.tensor((step - 1) / 3 * torch.pi))).item()
+        for name, p in net.named_parameters():
+            grad = p.grad * min(1.0, 0.5 / (norm.item() + 1e-6))
+            first, second = state[name]
+            first.mul_(0.9).add_(grad, alpha=0.1)
+            second.mul_(0.95).add_(grad**2, alpha=0.05)
+            corrected = first / (1 - 0.9 ** (step + 1)) / ((second / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
+            decay = 0.1 if p.ndim >= 2 else 0.0
+            p.data.mul_(1 - lr * decay).sub_(lr * corrected)
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return losses, norms, {name: p.detach().float() for name, p in net.named_parameters()}
+
+
+def check(found: tuple[list[float], list[float], dict[str, Tensor]]) -> None:
+    losses, norms, weights = plain()
+    assert found[0] == pytest.approx(losses, rel=1e-5)
+    assert found[1] == pytest.approx(norms, rel=1e-4)
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[2][name], weight, atol=2e-5, rtol=1e-4)
+
+
+LAYOUTS = [(0, 1), (1, 2), (2, 2), (3, 2), (0, 4)]
+
+
+def test_one_rank_equals_float64_by_hand() -> None:
+    for result in train_all(LAYOUTS):
+        check(result)
+
+
+def test_two_ranks_equal_float64_by_hand() -> None:
+    for results in run_ranks(train_all, 2, LAYOUTS):
+        for result in results:
+            check(result)
+
+
+def test_bf16_follows_fp32_with_fp32_masters() -> None:
+    losses, _, weights = train(0, "bf16", 1)
+    assert losses == pytest.approx(plain()[0], rel=0.03)
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+
+
+def test_fp16_overflow_skips_the_step_and_lowers_the_scale() -> None:
+    engine = Engine(seeded_net(), EngineConfig(dtype="fp16"), optimizer=OPTIMIZER)
+    before = copy.deepcopy({n: dist.full_tensor(p.detach()).clone() for n, p in engine.module.named_parameters()})
+    x = torch.full((ROWS, WIDTH), 60000.0)
+    for expected in (2.0**16, 2.0**15):  # hysteresis 2: the first overflow only spends the budget
+        update = engine.update([(x, x)], squared_error, 1)
+        assert update.skipped and engine.scaler.scale == expected
+    for name, parameter in engine.module.named_parameters():
+        assert torch.equal(dist.full_tensor(parameter.detach()), before[name])
+    inputs, targets = data()
+    skipped = [engine.update([(inputs[0], targets[0])], squared_error, ROWS).skipped for _ in range(10)]
+    assert not skipped[-1] and engine.scaler.scale < 2.0**15
