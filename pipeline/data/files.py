@@ -1,0 +1,161 @@
+"""Local data files become tables of rows: jsonl, json, csv (each also gzipped) and parquet.
+
+A folder is read file by file, in the order of names. Files of a folder whose name starts with test, eval,
+valid, dev or heldout are the folder's held-out part (hub sets are stored that way); others are training data.
+"""
+
+import csv
+import gzip
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+CHECKOUT = Path(__file__).resolve().parents[2]
+_HELD_OUT_NAME = re.compile(r"(test|eval|valid|dev|held[-_ ]?out)", re.IGNORECASE)
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows with one set of columns. `numbers[i]` is where row i stands in the file, counted from 1 in `unit`s."""
+
+    name: str
+    rows: Sequence[Row]
+    columns: frozenset[str]
+    numbers: Sequence[int]
+    unit: str = "row"
+
+    def place(self, index: int) -> str:
+        return f"{self.unit} {self.numbers[index]}"
+
+
+def find(path: str) -> Path | None:
+    """The existing file or folder meant by `path`: as it stands (from the current folder), or from the checkout."""
+    for candidate in (Path(path).expanduser(), CHECKOUT / path):
+        if candidate.exists():
+            return candidate
+    return None
+
+
+def data_files(path: str, key: str) -> tuple[list[Path], list[Path]]:
+    """(training files, held-out files) of a file or folder; `key` names the setting in messages."""
+    found = find(path)
+    if found is None:
+        raise UserError(f"{key}={path}: there is no such file or folder (looked in {Path.cwd()} and {CHECKOUT}).")
+    if found.is_file():
+        return [found], []
+    files = sorted(file for file in found.rglob("*") if file.is_file() and _suffix(file) in SUFFIXES)
+    if not files:
+        raise UserError(f"{key}={path}: the folder holds no {', '.join(SUFFIXES)} file. Give a file or another folder.")
+    held_out = [file for file in files if _HELD_OUT_NAME.match(file.name)]
+    train = [file for file in files if file not in held_out]
+    return (train, held_out) if train else (held_out, [])
+
+
+def read_table(path: Path) -> Table:
+    """One file as a table. Raises UserError for a file that is empty, broken or of another kind."""
+    suffix = _suffix(path)
+    if suffix not in SUFFIXES:
+        raise UserError(f"{path}: can't tell the format from the name; data files end with {', '.join(SUFFIXES)}.")
+    if suffix == ".parquet":
+        return _parquet(path)
+    reader = {".jsonl": _json_lines, ".json": _json, ".csv": _csv}[suffix]
+    return reader(path, _text(path))
+
+
+def table_of(name: str, rows: Sequence[Row], numbers: Sequence[int] | None = None, unit: str = "row") -> Table:
+    """A table whose columns are those that occur in any of its rows."""
+    if not rows:
+        raise UserError(f"{name}: the file is empty; it needs one example a row.")
+    columns = frozenset(column for row in rows for column in row)
+    return Table(name, rows, columns, numbers if numbers is not None else range(1, len(rows) + 1), unit)
+
+
+def _suffix(path: Path) -> str:
+    name = path.name.lower().removesuffix(".gz")
+    return Path(name).suffix
+
+
+def _text(path: Path) -> str:
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.name.lower().endswith(".gz") else path.read_bytes()
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text at byte {error.start}; save the file as UTF-8.") from error
+    except (OSError, EOFError) as error:
+        raise UserError(f"{path}: can't be read: {error}") from error
+
+
+def _json_lines(path: Path, text: str) -> Table:
+    rows, numbers = [], []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        rows.append(_object(path, line, number))
+        numbers.append(number)
+    return table_of(str(path), rows, numbers, unit="line")
+
+
+def _object(path: Path, line: str, number: int) -> Row:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: line {number} is not JSON: {error}. Mend or remove that line.") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{path}: line {number} is not a JSON object but {type(row).__name__}: write {{...}} a line.")
+    return row
+
+
+def _json(path: Path, text: str) -> Table:
+    """A list of objects, an object with one such list in it, or (many files are named so) one object a line."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise UserError(f"{path}: is nested too deeply to be read.") from error
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" or not text.strip():
+            return _json_lines(path, text)
+        raise UserError(f"{path}: line {error.lineno} is not JSON: {error.msg}. Mend that line.") from error
+    if isinstance(value, dict):
+        lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
+        value = lists[0] if len(lists) == 1 and not _is_example(value) else [value]
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise UserError(f"{path}: needs a list of objects, [{{...}}, {{...}}], or one object a line.")
+    return table_of(str(path), value)
+
+
+def _is_example(value: Mapping[str, Any]) -> bool:
+    return bool({"messages", "conversations", "prompt", "chosen"} & set(value))
+
+
+def _csv(path: Path, text: str) -> Table:
+    csv.field_size_limit(2**31 - 1)  # answers can be longer than the module's 128 KiB
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    rows, numbers = [], []
+    try:
+        for row in reader:
+            row.pop(None, None)  # cells beyond the header  # type: ignore[call-overload]
+            rows.append(row)
+            numbers.append(reader.line_num)
+    except csv.Error as error:
+        raise UserError(f"{path}: line {reader.line_num} is not CSV: {error}.") from error
+    return table_of(str(path), rows, numbers, unit="line")
+
+
+def _parquet(path: Path) -> Table:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: can't be read as parquet: {error}") from error
+    return table_of(str(path), rows)

@@ -1,0 +1,203 @@
+"""Rows become records. The columns of a table tell which form it has.
+
+| form | columns | serves |
+| --- | --- | --- |
+| preferences | prompt + chosen + rejected; chosen + rejected that begin with the same turns | sft, reward, ppo |
+| messages | messages (or conversations) | sft, ppo |
+| completions | prompt + completion, question + answer, instruction (+ input) + output | sft, ppo |
+| prompts | prompt (or question, instruction) alone | ppo |
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeline.data.files import Row, Table
+from pipeline.data.records import Conversation, Message, Preference, Prompt
+from pipeline.data.turns import BadRow, answer_of, messages_of, question_of, text_of, turns_of
+from pipeline.errors import UserError
+
+Form = Literal["preferences", "messages", "completions", "prompts"]
+Record = Conversation | Preference | Prompt
+
+PROMPT_COLUMNS = ("prompt", "question", "instruction")
+ANSWER_COLUMNS = ("completion", "answer", "output", "response")
+MESSAGE_COLUMNS = ("messages", "conversations")
+SERVES: dict[Form, tuple[str, ...]] = {
+    "preferences": ("sft", "reward", "ppo"),
+    "messages": ("sft", "ppo"),
+    "completions": ("sft", "ppo"),
+    "prompts": ("ppo",),
+}
+FORMS_TEXT = (
+    "prompt + completion (or question + answer, or instruction + input + output); messages; "
+    "prompt + chosen + rejected; chosen + rejected that begin with the same turns; prompt alone"
+)
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """Records of one table, and why the other rows were skipped (reason -> rows)."""
+
+    records: list[Record]
+    skipped: Counter[str]
+
+
+def detect(columns: Collection[str], name: str = "the data") -> Form:
+    """The form that the columns tell. Raises UserError naming the columns found and the forms understood."""
+    found = set(columns)
+    if {"chosen", "rejected"} <= found:
+        return "preferences"
+    if found & set(MESSAGE_COLUMNS):
+        return "messages"
+    if found & set(PROMPT_COLUMNS):
+        return "completions" if found & set(ANSWER_COLUMNS) else "prompts"
+    raise UserError(
+        f"{name}: the columns don't tell what the rows are. Columns found: {', '.join(sorted(found)) or 'none'}. "
+        f"Understood are: {FORMS_TEXT}. Rename columns with data.sources' `columns: {{their name: our name}}`."
+    )
+
+
+def to_records(table: Table, stage: str, source: str, bad_row_limit: float) -> Parsed:
+    """The table's rows as what `stage` needs: Conversation (sft), Preference (reward), Prompt (ppo).
+
+    Unusable rows are skipped and counted. Raises UserError where their share is above `bad_row_limit`, with the
+    counts and the place of the first row of each kind.
+    """
+    parse = _PARSERS[detect(table.columns, table.name)]
+    records: list[Record] = []
+    skipped: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for index, row in enumerate(table.rows):
+        try:
+            records.append(_for_stage(parse(row, source), stage))
+        except BadRow as reason:
+            skipped[str(reason)] += 1
+            first.setdefault(str(reason), table.place(index))
+    if sum(skipped.values()) > bad_row_limit * len(table.rows):
+        raise UserError(_refusal(table, stage, skipped, first, bad_row_limit))
+    return Parsed(records, skipped)
+
+
+def _refusal(table: Table, stage: str, skipped: Counter[str], first: dict[str, str], limit: float) -> str:
+    reasons = ", ".join(f"{count} x {reason} (first: {first[reason]})" for reason, count in skipped.most_common())
+    return (
+        f"{table.name}: {sum(skipped.values())} of {len(table.rows)} rows can't be used for {stage}: {reasons}. "
+        f"At most {limit:.0%} may be skipped: mend the file, or raise data.bad_row_limit."
+    )
+
+
+def _for_stage(record: Record, stage: str) -> Record:
+    """The record as the stage needs it; the form is known to serve the stage."""
+    if stage == "reward":
+        assert isinstance(record, Preference)
+        return record
+    if stage == "sft":
+        if isinstance(record, Preference):
+            return Conversation((*record.prompt, Message("assistant", record.chosen)), record.source)
+        if isinstance(record, Prompt):
+            raise BadRow("no assistant's turn")
+        return record
+    if isinstance(record, Preference):
+        return Prompt(record.prompt, record.source)
+    return record.prompt() if isinstance(record, Conversation) else record
+
+
+def _first(row: Row, names: tuple[str, ...]) -> Any:
+    """The value of the first of these columns that the row has."""
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    system = row.get("system")
+    if isinstance(system, str) and system.strip() and messages[0].role != "system":
+        return (Message("system", system.strip()), *messages)
+    return messages
+
+
+def _prompt_of(row: Row) -> tuple[Message, ...]:
+    """The prompt column; an instruction's `input`, if any, follows it after an empty line."""
+    messages = _with_system(row, question_of(_first(row, PROMPT_COLUMNS)))
+    extra = row.get("input")
+    if "instruction" in row and isinstance(extra, str) and extra.strip():
+        messages = (*messages[:-1], Message("user", f"{messages[-1].content}\n\n{extra.strip()}"))
+    return messages
+
+
+def _prompt_row(row: Row, source: str) -> Record:
+    return Prompt(_prompt_of(row), source)
+
+
+def _completion_row(row: Row, source: str) -> Record:
+    return Conversation(_prompt_of(row) + answer_of(_first(row, ANSWER_COLUMNS)), source)
+
+
+def _messages_row(row: Row, source: str) -> Record:
+    """Up to the assistant's last turn; a conversation without one is a prompt."""
+    messages = _with_system(row, messages_of(_first(row, MESSAGE_COLUMNS)))
+    last = max((place for place, message in enumerate(messages) if message.role == "assistant"), default=None)
+    if last is not None:
+        return Conversation(messages[: last + 1], source)
+    if messages[-1].role != "user":
+        raise BadRow("no user's turn")
+    return Prompt(messages, source)
+
+
+def _preference_row(row: Row, source: str) -> Record:
+    prompt, chosen, rejected = _sides(row)
+    if chosen == rejected:
+        raise BadRow("chosen equals rejected")
+    return Preference(prompt, chosen, rejected, source, _margin(row))
+
+
+def _sides(row: Row) -> tuple[tuple[Message, ...], str, str]:
+    """(prompt, chosen answer, rejected answer) of a row with or without a prompt of its own."""
+    given = _first(row, PROMPT_COLUMNS)
+    if given is None:
+        chosen, rejected = _dialogue(row.get("chosen"), "chosen"), _dialogue(row.get("rejected"), "rejected")
+        start: tuple[Message, ...] = ()
+    else:
+        chosen, rejected = answer_of(row.get("chosen")), answer_of(row.get("rejected"))
+        # message lists may repeat the prompt (they begin with the user) or go on after it
+        start = _prompt_of(row) if chosen[0].role == "assistant" else ()
+    if chosen[:-1] != rejected[:-1]:
+        raise BadRow("chosen and rejected answer different prompts")
+    prompt = _with_system(row, start + chosen[:-1])
+    if not prompt or prompt[-1].role != "user":
+        raise BadRow("prompt does not end with a user's turn")
+    return prompt, chosen[-1].content, rejected[-1].content
+
+
+def _dialogue(value: Any, what: str) -> tuple[Message, ...]:
+    """A conversation that ends with the answer: Human:/Assistant: text or a message list."""
+    messages = turns_of(text_of(value, what)) if value is None or isinstance(value, str) else messages_of(value)
+    if messages[-1].role != "assistant":
+        raise BadRow("empty answer" if isinstance(value, str) else "answer does not end with the assistant's turn")
+    return messages
+
+
+def _margin(row: Row) -> float:
+    """The margin column, or the difference of the two scores; 0 where there is neither."""
+    margin = _number(row.get("margin"))
+    if margin is not None:
+        return margin
+    chosen, rejected = _number(row.get("score_chosen")), _number(row.get("score_rejected"))
+    return chosen - rejected if chosen is not None and rejected is not None else 0.0
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+_PARSERS: dict[Form, Callable[[Row, str], Record]] = {
+    "preferences": _preference_row,
+    "messages": _messages_row,
+    "completions": _completion_row,
+    "prompts": _prompt_row,
+}

@@ -1,0 +1,229 @@
+"""The records of a stage: all its sources read, checked, split and mixed."""
+
+import hashlib
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.data.files import Table
+from pipeline.data.formats import FORMS_TEXT, SERVES, Record, detect, to_records
+from pipeline.data.sources import Source, configured_sources, open_source
+from pipeline.data.splits import digest, held_out_point, mixed_sizes, stage_of
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import DataConfig, SourceConfig
+
+log = logging.getLogger(__name__)
+
+_NEEDS = {"sft": "answers to imitate", "reward": "prompt + chosen + rejected", "ppo": "prompts"}
+
+
+@dataclass(frozen=True)
+class StageRecords:
+    """What a stage trains on and is measured on: Conversation (sft), Preference (reward) or Prompt (ppo).
+
+    No prompt of `held_out` stands in the training records of any stage. `held_out` is in the order of the prompts'
+    hashes, so its first N are a fair sample of all sources. `skipped` counts the rows left out, by reason.
+    `fingerprint` is the SHA-256 (hex) of the content of both lists.
+    """
+
+    train: list[Any]
+    held_out: list[Any]
+    skipped: dict[str, int]
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class _Configured:
+    """A source with the configuration it came from."""
+
+    source: Source
+    config: "SourceConfig"
+
+    def form_stages(self, table: Table) -> list[str]:
+        """The stages that this source's rows of this form are shared out to."""
+        return [stage for stage in self.config.stages if stage in SERVES[detect(table.columns, table.name)]]
+
+
+@dataclass(frozen=True)
+class _HeldOut:
+    """Prompts that no stage may train on: those with a digest in `prompts` or a hash below `share`."""
+
+    prompts: frozenset[bytes]
+    share: float
+
+    def __contains__(self, prompt: bytes) -> bool:
+        return held_out_point(prompt) < self.share or prompt in self.prompts
+
+
+def load_stage(data: "DataConfig", stage: str, seed: int) -> StageRecords:
+    """Reads the data of one stage ("sft", "reward" or "ppo").
+
+    `seed` chooses the rows that stay where sources of unequal supply are mixed; the splits don't depend on it.
+    Raises UserError for data that is missing, broken or of no use to the stage.
+    """
+    return _Loading(data, stage).records(seed)
+
+
+def check_stages(data: "DataConfig", stages: Iterable[str]) -> None:
+    """Raises UserError where a stage would find no data of the form it needs. Reads the files, but makes no records."""
+    sources = _open(data)
+    for stage in stages:
+        tables = [table for each in sources if stage in each.config.stages for table in each.source.train(stage)]
+        if not any(stage in SERVES[detect(table.columns, table.name)] for table in tables):
+            raise UserError(_no_data(data, stage, tables))
+
+
+class _Loading:
+    """The work of `load_stage`; gathers counts on the way."""
+
+    def __init__(self, data: "DataConfig", stage: str) -> None:
+        self.data, self.stage = data, stage
+        self.skipped: Counter[str] = Counter()
+        self.sources = _open(data)
+        self.aside = _held_out_prompts(self.sources, data)
+
+    def records(self, seed: int) -> StageRecords:
+        parts: list[tuple[_Configured, list[Record]]] = []
+        held_out: list[Record] = []
+        unfit: list[Table] = []
+        for each in self.sources:
+            if self.stage not in each.config.stages:
+                continue
+            tables = each.source.train(self.stage)
+            fit = [table for table in tables if self.stage in each.form_stages(table)]
+            unfit += [table for table in tables if table not in fit]
+            if fit:
+                train, rest = self._split(each, fit)
+                parts.append((each, train))
+                held_out += rest
+        if not parts:
+            raise UserError(_no_data(self.data, self.stage, unfit))
+        held_out = sorted(held_out, key=digest)
+        train = self._mixed(self._without(parts, held_out), seed)
+        return StageRecords(train, held_out, dict(self.skipped), _fingerprint(train, held_out))
+
+    def _split(self, each: _Configured, tables: list[Table]) -> tuple[list[Record], list[Record]]:
+        """(this stage's share of the training records, held-out records) of one source."""
+        rows = [(record, table) for table in tables for record in self._parse(each, table)]
+        aside = self.aside
+        if each.source.has_held_out:
+            own = [t for t in each.source.held_out(self.stage) if self.stage in each.form_stages(t)]
+            held_out = [record for table in own for record in self._parse(each, table)]
+        else:
+            aside = _at_least_one(aside, [record for record, _ in rows], each.source.name)
+            held_out = [record for record, _ in rows if digest(record) in aside]
+        train = [(record, table) for record, table in rows if digest(record) not in aside]
+        if each.source.has_held_out:
+            self._count("prompt is held out", len(rows) - len(train))
+        mine = [record for record, table in train if self._is_mine(each, table, record)]
+        self._count("kept for other stages", len(train) - len(mine))
+        if not mine:
+            raise UserError(
+                f"{each.source.name}: of {len(rows)} usable rows none is left for stage {self.stage} after "
+                f"{len(held_out)} were held out and the rest was shared between the stages: give more data, another "
+                "data.eval_fraction, or other data.stage_shares."
+            )
+        return mine, list(dict.fromkeys(held_out)) if self.stage == "ppo" else held_out
+
+    def _parse(self, each: _Configured, table: Table) -> list[Record]:
+        parsed = to_records(table, self.stage, each.source.name, self.data.bad_row_limit)
+        self.skipped.update(parsed.skipped)
+        if self.stage == "reward" or detect(table.columns) != "preferences":
+            return parsed.records
+        unique = list(dict.fromkeys(parsed.records))  # pairs often share their prompt, and their chosen answer
+        self._count("repeats another row", len(parsed.records) - len(unique))
+        return unique
+
+    def _is_mine(self, each: _Configured, table: Table, record: Record) -> bool:
+        stages = each.form_stages(table)
+        if each.source.dedicated or stages == [self.stage]:
+            return True
+        given: Mapping[str, float] = self.data.stage_shares
+        shares = {stage: given.get(stage, 0.0) for stage in stages}
+        if shares[self.stage] <= 0:
+            raise UserError(f"data.stage_shares gives {self.stage} nothing of {each.source.name}: give it a share.")
+        return stage_of(digest(record), shares) == self.stage
+
+    def _without(
+        self, parts: list[tuple[_Configured, list[Record]]], held_out: list[Record]
+    ) -> list[tuple[_Configured, list[Record]]]:
+        """The parts without prompts that another part holds out."""
+        prompts = {digest(record) for record in held_out}
+        kept = [(each, [record for record in train if digest(record) not in prompts]) for each, train in parts]
+        self._count("prompt is held out", sum(len(train) for _, train in parts) - sum(len(train) for _, train in kept))
+        return kept
+
+    def _mixed(self, parts: list[tuple[_Configured, list[Record]]], seed: int) -> list[Record]:
+        sizes = [len(train) for _, train in parts]
+        weights = [each.config.weight for each, _ in parts]
+        used = sizes if len(parts) == 1 or None in weights else mixed_sizes(sizes, weights)
+        self._count("more than the source's weight", sum(sizes) - sum(used))
+        mixed: list[Record] = []
+        for place, ((each, train), size) in enumerate(zip(parts, used, strict=True)):
+            chosen = random.Random(f"{seed} {place}").sample(range(len(train)), size)
+            mixed += [train[index] for index in sorted(chosen)]
+            log.info("%s: %d of %d rows of %s", self.stage, size, len(train), each.source.name)
+        return mixed
+
+    def _count(self, reason: str, rows: int) -> None:
+        if rows:
+            self.skipped[reason] += rows
+
+
+def _open(data: "DataConfig") -> list[_Configured]:
+    configs = configured_sources(data)
+    keys = ["data.path" if data.path is not None else f"data.sources[{i}].path" for i in range(len(configs))]
+    return [
+        _Configured(open_source(config, demo_examples=data.demo_examples, key=key), config)
+        for config, key in zip(configs, keys, strict=True)
+    ]
+
+
+def _held_out_prompts(sources: Sequence[_Configured], data: "DataConfig") -> _HeldOut:
+    """What is held out by any source for any stage: its own held-out rows, or a share by hash where it has none."""
+    own = [each for each in sources if each.source.has_held_out]
+    prompts = {digest(record) for each in own for record in _every_held_out(each)}
+    return _HeldOut(frozenset(prompts), data.eval_fraction if len(own) < len(sources) else 0.0)
+
+
+def _every_held_out(each: _Configured) -> Iterator[Record]:
+    for stage in each.config.stages if each.source.dedicated else each.config.stages[:1]:
+        for table in each.source.held_out(stage):
+            fitting = stage if stage in (serves := SERVES[detect(table.columns, table.name)]) else serves[0]
+            yield from to_records(table, fitting, each.source.name, bad_row_limit=1.0).records
+
+
+def _at_least_one(aside: _HeldOut, records: Sequence[Record], name: str) -> _HeldOut:
+    """`aside`, and in a source too small for the share to catch a prompt, the prompt with the smallest hash."""
+    prompts = {digest(record) for record in records}
+    if not prompts or any(prompt in aside for prompt in prompts):
+        return aside
+    if len(prompts) == 1:
+        raise UserError(f"{name}: needs at least two different prompts, as one is held out.")
+    return _HeldOut(aside.prompts | {min(prompts, key=held_out_point)}, aside.share)
+
+
+def _no_data(data: "DataConfig", stage: str, unfit: Sequence[Table]) -> str:
+    found = [
+        f"{table.name} holds {(form := detect(table.columns, table.name))}, which serve {', '.join(SERVES[form])}"
+        for table in unfit
+    ]
+    return (
+        f"Stage {stage} needs {_NEEDS[stage]}, and data={data.name} has none: "
+        f"{'; '.join(found) or 'no source lists the stage'}. Give data.path=FILE or another data=NAME, or run another "
+        f"stage. Understood are: {FORMS_TEXT}."
+    )
+
+
+def _fingerprint(train: Iterable[Record], held_out: Iterable[Record]) -> str:
+    sha = hashlib.sha256()
+    for part, records in (("train", train), ("held_out", held_out)):
+        sha.update(part.encode())
+        for record in records:
+            sha.update(repr(record).encode("utf-8", "surrogatepass"))
+    return sha.hexdigest()

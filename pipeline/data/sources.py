@@ -1,0 +1,183 @@
+"""Where rows come from: local files, sets of the Hugging Face hub, and the data that zerochat makes itself."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipeline.data.files import Table, data_files, find, read_table, table_of
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import DataConfig, SourceConfig
+
+_DEMO_ROWS = {"sft": "conversations", "reward": "preferences", "ppo": "prompts"}
+
+
+class Source(Protocol):
+    """One place of data. Reading is put off until `train` or `held_out` is called."""
+
+    name: str
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether held-out rows come with the source; otherwise a share of the training rows has to be held out."""
+
+    @property
+    def dedicated(self) -> bool:
+        """Whether each stage gets rows of its own, so that none have to be kept for other stages."""
+
+    def train(self, stage: str) -> list[Table]: ...
+
+    def held_out(self, stage: str) -> list[Table]: ...
+
+
+def configured_sources(data: "DataConfig") -> list["SourceConfig"]:
+    """The sources of a data configuration; `data.path` replaces the list."""
+    from pipeline.config.schema import SourceConfig
+
+    if data.path is not None:
+        return [SourceConfig(path=data.path)]
+    if not data.sources:
+        raise UserError("The data configuration has no source: choose data=NAME, or give data.path=FILE.")
+    return list(data.sources)
+
+
+def open_source(config: "SourceConfig", *, demo_examples: int, key: str = "data.path") -> Source:
+    """The source that a configuration means; `key` names its `path` in messages.
+
+    One with both `path` and `hub` is read from `path` where that exists and from the hub elsewhere.
+    """
+    if config.builtin is not None:
+        return DemoSource(demo_examples)
+    if config.path is not None and (config.hub is None or find(config.path) is not None):
+        return LocalSource(config, key)
+    if config.hub is not None:
+        return HubSource(config)
+    raise UserError(f"{key.removesuffix('.path')}: a source needs one of path, hub and builtin.")
+
+
+class DemoSource:
+    """The made data: rows of their own for each stage, held-out rows included."""
+
+    name = "demo"
+    has_held_out = True
+    dedicated = True
+
+    def __init__(self, examples: int) -> None:
+        self._examples = examples
+
+    def train(self, stage: str) -> list[Table]:
+        return [self._table(_DEMO_ROWS[stage])]
+
+    def held_out(self, stage: str) -> list[Table]:
+        return [self._table(f"held_out_{_DEMO_ROWS[stage]}")]
+
+    def _table(self, kind: str) -> Table:
+        return table_of(f"demo {kind}", _demo_rows(self._examples)[kind])
+
+
+@cache
+def _demo_rows(examples: int) -> Mapping[str, list[dict[str, Any]]]:
+    from pipeline.data.demo import demo_rows
+
+    return demo_rows(examples)
+
+
+class LocalSource:
+    """A file or a folder. `eval_path`, or the folder's own test files, are its held-out part."""
+
+    dedicated = False
+
+    def __init__(self, config: "SourceConfig", key: str) -> None:
+        assert config.path is not None
+        self._columns = config.columns
+        self._train, self._held_out = data_files(config.path, key)
+        if config.eval_path is not None:
+            train, held_out = data_files(config.eval_path, key.removesuffix("path") + "eval_path")
+            self._held_out = train + held_out
+        self.name = Path(config.path).name.split(".")[0] or config.path
+
+    @property
+    def has_held_out(self) -> bool:
+        return bool(self._held_out)
+
+    def train(self, stage: str) -> list[Table]:
+        return [_renamed(read_table(file), self._columns) for file in self._train]
+
+    def held_out(self, stage: str) -> list[Table]:
+        return [_renamed(read_table(file), self._columns) for file in self._held_out]
+
+
+class HubSource:
+    """A set of the hub, through `datasets`, which keeps what it downloads in its cache."""
+
+    dedicated = False
+
+    def __init__(self, config: "SourceConfig") -> None:
+        assert config.hub is not None
+        self._config = config
+        self.name = config.hub
+
+    @property
+    def has_held_out(self) -> bool:
+        return self._config.eval_split is not None
+
+    def train(self, stage: str) -> list[Table]:
+        return [self._table(self._config.split)]
+
+    def held_out(self, stage: str) -> list[Table]:
+        return [self._table(self._config.eval_split)] if self._config.eval_split is not None else []
+
+    def _table(self, split: str) -> Table:
+        config = self._config
+        assert config.hub is not None
+        rows = _download(config.hub, config.subset, split)
+        name = f"{config.hub} ({split})"
+        return _renamed(Table(name, rows, frozenset(rows.column_names), range(1, len(rows) + 1)), config.columns)
+
+
+def _download(hub: str, subset: str | None, split: str) -> Any:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(hub, subset, split=split)
+    except Exception as error:  # the hub's client raises dozens of types: no network, no such set, no access, full disk
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        raise UserError(
+            f"Can't get {hub} (split {split}) from the hub: {type(error).__name__}: {first_line} "
+            "Where this machine can't reach the hub, download the set elsewhere, copy its folder here, and give "
+            "data.path=FOLDER (or name it in data.sources)."
+        ) from error
+    if len(rows) == 0:
+        raise UserError(f"{hub}: the split {split} is empty; choose another one in data.sources.")
+    return rows
+
+
+def _renamed(table: Table, columns: Mapping[str, str]) -> Table:
+    """The table with columns read under other names: `columns` is {their name: our name}."""
+    if not columns:
+        return table
+    missing = sorted(set(columns) - table.columns)
+    if missing:
+        raise UserError(
+            f"{table.name}: has no column {', '.join(missing)}, which data.sources' `columns` renames. "
+            f"Columns found: {', '.join(sorted(table.columns))}."
+        )
+    renamed = frozenset(columns.get(column, column) for column in table.columns)
+    return Table(table.name, _RenamedRows(table.rows, columns), renamed, table.numbers, table.unit)
+
+
+class _RenamedRows(Sequence[Mapping[str, Any]]):
+    """Rows with renamed keys, made one by one, so that a hub set stays on disk."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+        self._rows, self._columns = rows, columns
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        row = self._rows[index]
+        kept = {key: value for key, value in row.items() if key not in self._columns.values()}
+        return kept | {self._columns[key]: value for key, value in row.items() if key in self._columns}

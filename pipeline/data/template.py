@@ -1,0 +1,179 @@
+"""How a conversation becomes text: the tokenizer's chat template, taken apart into pieces.
+
+A template is rendered with a placeholder for each message's content, so what it writes itself (role marks, ends of
+turns) stays apart from what people write. That gives three things: contents can be tokenized as plain text, the
+answer is a segment of its own, and one rendering serves all conversations with the same roles. A template never
+sees contents, so what it does to some of them (cutting out reasoning, looking for tool calls) does not happen.
+"""
+
+import datetime
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from pipeline.data.records import Message
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+# For tokenizers without a template (OPT, GPT-2, Pythia): roles in words, the end token after each answer. A line
+# break before the content lets it begin with the tokens that base models know from the start of a line.
+DEFAULT_TEMPLATE = (
+    "{%- if bos_token is defined and bos_token %}{{ bos_token }}{% endif -%}"
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'system' -%}{{ message.content }}{{ '\\n\\n' }}"
+    "{%- elif message.role == 'user' -%}{{ 'Human:\\n' }}{{ message.content }}{{ '\\n\\n' }}"
+    "{%- else -%}{{ 'Assistant:\\n' }}{{ message.content }}{{ eos_token }}{{ '\\n\\n' }}"
+    "{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ 'Assistant:\\n' }}{%- endif -%}"
+)
+
+_PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
+_TODAY = datetime.date(2024, 7, 26)  # some templates write today's date; a resumed run must write the same one
+
+Piece = str | int  # the template's own text, or the index of the message whose content stands there
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch that is tokenized at once. `is_answer`: one assistant content that generation could have written."""
+
+    pieces: tuple[Piece, ...]
+    is_answer: bool
+
+    def text(self, messages: Sequence[Message]) -> str:
+        return "".join(piece if isinstance(piece, str) else messages[piece].content for piece in self.pieces)
+
+
+class ChatTemplate:
+    """The chat template of one tokenizer."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        self._warned = False
+        self.layout = lru_cache(maxsize=4096)(self._layout)
+        self._prompt = lru_cache(maxsize=4096)(self._prompt_pieces)
+
+    def own_text(self) -> str:
+        """What the template writes around a short conversation, to find its control tokens in."""
+        pieces = self._prompt(("user", "assistant", "user"))
+        return "".join(piece for piece in pieces if isinstance(piece, str)) + self.after_answer()
+
+    def after_answer(self) -> str:
+        """What the template puts after the assistant's last content."""
+        last = self._render(("user", "assistant"), generation_prompt=False)[-1]
+        return last if isinstance(last, str) else ""
+
+    def _layout(self, roles: tuple[str, ...]) -> tuple[Segment, ...]:
+        """The segments of a prompt, generation prompt included; `roles` don't end with the assistant's.
+
+        An assistant's earlier content is an answer where everything before it is exactly the prompt that generation
+        would have seen. A template that rewrites earlier turns (drops their reasoning) breaks this: they become part
+        of the prompt, and only the last answer of a conversation counts.
+        """
+        segments: list[Segment] = []
+        pieces = self._prompt(roles)
+        start = 0
+        for place, piece in enumerate(pieces):
+            if not isinstance(piece, int) or roles[piece] != "assistant":
+                continue
+            if piece == 0 or pieces[:place] != self._prompt(roles[:piece]):
+                self._warn()
+                continue
+            segments += [Segment(pieces[start:place], False), Segment((piece,), True)]
+            start = place + 1
+        segments.append(Segment(pieces[start:], False))
+        return tuple(segment for segment in segments if segment.pieces)
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "The chat template writes earlier answers in another way than it asks for new ones, so of a "
+                "conversation of several turns only the last answer is learned from."
+            )
+
+    def _prompt_pieces(self, roles: tuple[str, ...]) -> tuple[Piece, ...]:
+        """Everything before the answer to come.
+
+        Where the template writes more between its generation prompt and the answer (the start of a role it has no
+        generation prompt for, an empty block of reasoning), that belongs to the prompt as well.
+        """
+        asked = self._render(roles, generation_prompt=True)
+        answered = self._render((*roles, "assistant"), generation_prompt=False)
+        if len(roles) not in answered:
+            return asked
+        whole = answered[: answered.index(len(roles))]
+        gap = _rest(whole, asked)
+        return whole if gap is not None and gap.strip() else asked
+
+    def _render(self, roles: tuple[str, ...], *, generation_prompt: bool) -> tuple[Piece, ...]:
+        contents = [f"\ue000{index}\ue001" for index in range(len(roles))]
+        try:
+            text = self._apply(roles, contents, generation_prompt)
+        except jinja2.TemplateError as error:
+            if len(roles) < 2 or roles[:2] != ("system", "user"):
+                raise UserError(self._refusal(roles, error)) from error
+            contents = [f"{contents[0]}\n\n{contents[1]}", *contents[2:]]  # no system role: the user says it
+            try:
+                text = self._apply(roles[1:], contents, generation_prompt)
+            except jinja2.TemplateError:
+                raise UserError(self._refusal(roles, error)) from error
+        return _pieces(text)
+
+    def _apply(self, roles: Sequence[str], contents: Sequence[str], generation_prompt: bool) -> str:
+        messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+        rendered: Any = self._tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            date_string=_TODAY.strftime("%d %b %Y"),
+            strftime_now=_TODAY.strftime,
+        )
+        return str(rendered)
+
+    @staticmethod
+    def _refusal(roles: Sequence[str], error: Exception) -> str:
+        return (
+            f"The chat template can't write a conversation of the turns {', '.join(roles)}: {error}. "
+            "Change the data, or give another template with model.chat_template=FILE."
+        )
+
+
+def segments(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> list[tuple[str, bool]]:
+    """[(text, is_answer)] of a conversation: the texts of its prompt, then its last answer.
+
+    With a last message that is not the assistant's: the prompt alone, up to where the answer begins.
+    """
+    roles = tuple(message.role for message in messages)
+    answered = roles[-1] == "assistant"
+    layout = ChatTemplate(tokenizer).layout(roles[:-1] if answered else roles)
+    texts = [(segment.text(messages), segment.is_answer) for segment in layout]
+    return [*texts, (messages[-1].content, True)] if answered else texts
+
+
+def _pieces(text: str) -> tuple[Piece, ...]:
+    parts = _PLACEHOLDER.split(text)
+    pieces: list[Piece] = [int(part) if place % 2 else part for place, part in enumerate(parts)]
+    return tuple(piece for piece in pieces if piece != "")
+
+
+def _rest(whole: tuple[Piece, ...], start: tuple[Piece, ...]) -> str | None:
+    """The text that `whole` has beyond `start`; None where it does not begin with it, or goes on with contents."""
+    flat, head = _flat(whole), _flat(start)
+    if not flat.startswith(head):
+        return None
+    rest = flat[len(head) :]
+    return None if _PLACEHOLDER.search(rest) else rest
+
+
+def _flat(pieces: tuple[Piece, ...]) -> str:
+    return "".join(piece if isinstance(piece, str) else f"\ue000{piece}\ue001" for piece in pieces)

@@ -1,0 +1,249 @@
+"""Conversations as token ids, the same ids for training and for generation.
+
+A conversation is tokenized in segments: the prompt with its generation prompt, the answer with its end token, the
+next prompt, ... What SFT learns to write after a prompt is therefore, id for id, what generation would have to
+write. Contents are plain text: a "<|end|>" that a user types, or that stands in a data file, never becomes the
+control token of that name, so nobody can close a turn or open another one from inside a message. (Under the plain
+text template for tokenizers without one, role marks are words, and words can be typed.)
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.data.bpe import train_bpe
+from pipeline.data.files import find
+from pipeline.data.records import Message
+from pipeline.data.template import DEFAULT_TEMPLATE, ChatTemplate, Piece
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
+_CHUNK = 1024  # texts a call: the fast tokenizers keep offsets of a whole call in memory
+_PROBE = "Hello, world! 12345  \n\n\tnaïve 中文 🙂 x_y(z) ... THE END"
+
+
+class ChatTokenizer:
+    """A tokenizer with its chat template. Everything here is a function of the tokenizer's files.
+
+    hf: the transformers tokenizer
+    end_id: the token put after an answer; end_ids: every token that ends one (end_id, then eos)
+    pad_id: fills up rows; may equal an end token, as masks are made from lengths
+    vocab_size: one more than the largest id
+    """
+
+    def __init__(self, hf: "PreTrainedTokenizerBase") -> None:
+        if hf.eos_token_id is None:
+            raise UserError(
+                f"The tokenizer {hf.name_or_path or ''} has no end token, so answers could not end. Set eos_token in "
+                "its tokenizer_config.json, or choose another one with model.tokenizer=FOLDER."
+            )
+        if not hf.chat_template:
+            hf.chat_template = DEFAULT_TEMPLATE
+        self.hf = hf
+        self._template = ChatTemplate(hf)
+        self._control = _control_tokens(hf, self._template.own_text())
+        texts = sorted(self._control.values(), key=len, reverse=True)
+        self._control_text = re.compile("|".join(re.escape(text) for text in texts if text))
+        after = self._template.after_answer().lstrip()
+        ending = next((text for text in texts if text and after.startswith(text)), None)
+        ids = {text: token for token, text in self._control.items()}
+        self.end_id: int = ids[ending] if ending is not None else hf.eos_token_id
+        self._end_text = ending
+        self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, hf.eos_token_id)))
+        self.pad_id: int = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
+        self.vocab_size: int = max(len(hf), max(hf.get_vocab().values()) + 1)
+        self._plan = lru_cache(maxsize=4096)(self._segment_plan)
+
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The ids that generation starts from: the conversation and the generation prompt."""
+        return self.encode_prompts([messages])[0]
+
+    def encode_answer(self, answer: str) -> list[int]:
+        """The ids of an answer and its end token."""
+        return self.encode_answers([answer])[0]
+
+    def encode_conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """(ids, counts) of a conversation that ends with the assistant's turn; counts True: an answer's or its end."""
+        return self.encode_conversations([messages])[0]
+
+    def encode_prompts(self, prompts: Sequence[Sequence[Message]]) -> list[list[int]]:
+        """`encode_prompt` of many at once, which is faster."""
+        return [ids for ids, _ in self._encode_segments(prompts)]
+
+    def encode_answers(self, answers: Sequence[str]) -> list[list[int]]:
+        """`encode_answer` of many at once."""
+        encoded = self._encode(answers)
+        checked = [self._guarded(ids, [], answer) for ids, answer in zip(encoded, answers, strict=True)]
+        return [[*ids, self.end_id] for ids in checked]
+
+    def encode_conversations(self, conversations: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[bool]]]:
+        """`encode_conversation` of many at once."""
+        assert all(messages[-1].role == "assistant" for messages in conversations)
+        prompts = self._encode_segments([messages[:-1] for messages in conversations])
+        answers = self.encode_answers([messages[-1].content for messages in conversations])
+        return [
+            (ids + answer, counts + [True] * len(answer))
+            for (ids, counts), answer in zip(prompts, answers, strict=True)
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of an answer: control tokens left out, the space around it removed."""
+        kept = [token for token in ids if token not in self._control]
+        return str(self.hf.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the tokenizer and its chat template in Hugging Face format."""
+        self.hf.save_pretrained(str(folder))
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of what decides about ids: vocabulary, added tokens, chat template, ids of a probe text."""
+        added = {token: str(text.content) for token, text in self.hf.added_tokens_decoder.items()}
+        parts = [
+            sorted(self.hf.get_vocab().items()),
+            added,
+            self.hf.chat_template,
+            self.end_ids,
+            self._encode([_PROBE]),
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def _segment_plan(self, roles: tuple[str, ...]) -> list[tuple[tuple[Piece, ...], bool, bool, list[int]]]:
+        """[(pieces, is an answer, has an end token, control ids that the pieces hold)] of a prompt."""
+        plan: list[tuple[tuple[Piece, ...], bool, bool, list[int]]] = []
+        for segment in self._template.layout(roles):
+            pieces = segment.pieces
+            after_answer = bool(plan) and plan[-1][1]
+            if after_answer and self._end_text and isinstance(pieces[0], str) and pieces[0].startswith(self._end_text):
+                plan[-1] = (*plan[-1][:2], True, [])
+                pieces = tuple(piece for piece in (pieces[0].removeprefix(self._end_text), *pieces[1:]) if piece != "")
+            own = "".join(piece for piece in pieces if isinstance(piece, str))
+            plan.append((pieces, segment.is_answer, False, self._controls(self._encode([own])[0])))
+        return plan
+
+    def _encode_segments(self, prompts: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[bool]]]:
+        """(ids, counts) of each prompt; counts True on earlier answers and their end tokens."""
+        plans = [self._plan(tuple(message.role for message in messages)) for messages in prompts]
+        texts = [
+            "".join(piece if isinstance(piece, str) else messages[piece].content for piece in pieces)
+            for messages, plan in zip(prompts, plans, strict=True)
+            for pieces, *_ in plan
+        ]
+        encoded = iter(zip(self._encode(texts), texts, strict=True))
+        rows = []
+        for messages, plan in zip(prompts, plans, strict=True):
+            row: list[int] = []
+            counts: list[bool] = []
+            for pieces, is_answer, ends, expected in plan:
+                ids, text = next(encoded)
+                ids = self._guarded(ids, expected, text, pieces, messages) + [self.end_id] * ends
+                row += ids
+                counts += [is_answer] * len(ids)
+            rows.append((row, counts))
+        return rows
+
+    def _guarded(
+        self,
+        ids: list[int],
+        expected: list[int],
+        text: str,
+        pieces: Sequence[Piece] = (0,),
+        messages: Sequence[Message] = (),
+    ) -> list[int]:
+        """`ids`, unless they hold other control tokens than the template wrote: then contents are encoded apart."""
+        if self._controls(ids) == expected:
+            return ids
+        if not messages:
+            return self._plain(text)
+        parts = [
+            self._encode([piece])[0] if isinstance(piece, str) else self._plain(messages[piece].content)
+            for piece in pieces
+        ]
+        return [token for part in parts for token in part]
+
+    def _plain(self, text: str) -> list[int]:
+        """Ids of a text in which control tokens' names are only characters: each name is cut after its first one."""
+        cuts = [match.start() + 1 for match in re.finditer(f"(?=({self._control_text.pattern}))", text)]
+        parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        return [token for part in self._encode(parts) for token in part if token not in self._control]
+
+    def _controls(self, ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token in self._control]
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = []
+        for start in range(0, len(texts), _CHUNK):
+            chunk = list(texts[start : start + _CHUNK])
+            ids += self.hf(chunk, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        return ids
+
+
+def load_tokenizer(folder_or_hub: str, *, chat_template: str | None = None) -> ChatTokenizer:
+    """The tokenizer of a local folder, or of the hub where there is no such folder.
+
+    `chat_template` is a file with a Jinja template that replaces the tokenizer's own. Code that comes with a
+    tokenizer is never run. Raises UserError where there is no usable tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    folder = find(folder_or_hub)
+    if folder is not None:
+        _check_folder(folder)
+    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", folder_or_hub) or folder_or_hub.startswith("."):
+        raise UserError(f"{folder_or_hub}: there is no such folder. Give model.path= or model.tokenizer= a folder.")
+    try:
+        hf = AutoTokenizer.from_pretrained(str(folder or folder_or_hub), trust_remote_code=False)
+    except Exception as error:  # the readers of vocabularies raise whatever their parsers do
+        raise UserError(_unreadable(folder_or_hub, folder, error)) from error
+    if chat_template is not None:
+        hf.chat_template = _template_text(chat_template)
+    return ChatTokenizer(hf)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> ChatTokenizer:
+    """A byte-level BPE tokenizer trained on `texts`, with role tokens, an end token and a padding token of its own."""
+    return ChatTokenizer(train_bpe(texts, vocab_size))
+
+
+def _control_tokens(hf: "PreTrainedTokenizerBase", template_text: str) -> dict[int, str]:
+    """{id: text} of the tokens that mean something beyond their characters: special ones and role marks."""
+    control = {
+        token: added.content
+        for token, added in hf.added_tokens_decoder.items()
+        if added.special or (added.content in template_text and not added.content.replace(" ", "").isalnum())
+    }
+    control |= {token: str(hf.convert_ids_to_tokens(token)) for token in hf.all_special_ids}
+    if hf.unk_token_id not in (None, hf.eos_token_id, hf.bos_token_id, hf.pad_token_id):
+        control.pop(hf.unk_token_id, None)  # stands for characters that the vocabulary lacks
+    return {token: text for token, text in control.items() if text.strip()}
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir() or not any(any(folder.glob(name)) for name in _VOCABULARIES):
+        raise UserError(
+            f"{folder}: holds no tokenizer (looked for {', '.join(_VOCABULARIES)}). Copy the tokenizer's files there, "
+            "or name their folder with model.tokenizer=FOLDER."
+        )
+
+
+def _unreadable(name: str, folder: Path | None, error: Exception) -> str:
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    if folder is not None:
+        return f"{folder}: the tokenizer can't be read: {reason} Give another one with model.tokenizer=FOLDER."
+    return (
+        f"Can't get the tokenizer of {name} from the hub: {reason} Where this machine can't reach the hub, download "
+        "the model elsewhere, copy its folder here, and give model.path=FOLDER (or model.tokenizer=FOLDER)."
+    )
+
+
+def _template_text(path: str) -> str:
+    found = find(path)
+    if found is None or not found.is_file():
+        raise UserError(f"model.chat_template={path}: there is no such file.")
+    return found.read_text(encoding="utf-8")

@@ -1,0 +1,120 @@
+"""Turns of a conversation out of what data files hold: message lists and "Human: ... Assistant: ..." text."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.data.records import Message
+
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
+_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+
+
+class BadRow(Exception):
+    """A row that can't be used; its text is the reason, the same for all rows with the same fault."""
+
+
+def text_of(value: Any, what: str) -> str:
+    """A text with the space around it removed. `what` names it in the reason of a BadRow."""
+    if not isinstance(value, str):
+        raise BadRow(f"no {what}" if value is None else f"{what} is not a text")
+    if not value.strip():
+        raise BadRow(f"empty {what}")
+    return value.strip()
+
+
+def messages_of(value: Any) -> tuple[Message, ...]:
+    """A list of {"role", "content"} (or {"from", "value"}) as messages; neighbours of one role become one message."""
+    if isinstance(value, str) and value.lstrip().startswith("["):  # the list as text, in a CSV cell
+        try:
+            value = json.loads(value)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise BadRow("messages are not a list") from error
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise BadRow("no messages" if value is None else "messages are not a list")
+    if not value:
+        raise BadRow("no messages")
+    return _in_order([_message(item) for item in value])
+
+
+def looks_like_turns(text: str) -> bool:
+    """Whether a prompt is a conversation written out: it begins with "Human:" and waits after "Assistant:"."""
+    text = text.strip()
+    return text.startswith("Human:") and text.endswith("\n\nAssistant:")
+
+
+def turns_of(text: str) -> tuple[Message, ...]:
+    """The turns of "\\n\\nHuman: ...\\n\\nAssistant: ..." (hh-rlhf's form); an open last "Assistant:" is left out."""
+    text = text.strip()
+    parts = _SPEAKER.split(text)
+    if len(parts) < 3 or parts[0].strip():
+        raise BadRow("text without Human: and Assistant: turns")
+    turns = [(ROLES[name.lower()], content.strip()) for name, content in zip(parts[1::2], parts[2::2], strict=True)]
+    if len(turns) > 1 and turns[-1] == ("assistant", ""):
+        turns.pop()
+    if any(not content for _, content in turns):
+        raise BadRow("empty turn")
+    return _in_order([Message(role, content) for role, content in turns])
+
+
+def question_of(value: Any) -> tuple[Message, ...]:
+    """A prompt: one question, a conversation written out, or a message list. It ends with the user's turn."""
+    if isinstance(value, str) and looks_like_turns(value):
+        messages = turns_of(value)
+    elif value is None or isinstance(value, str):
+        messages = (Message("user", text_of(value, "prompt")),)
+    else:
+        messages = messages_of(value)
+    if messages[-1].role != "user":
+        raise BadRow("prompt does not end with a user's turn")
+    return messages
+
+
+def answer_of(value: Any) -> tuple[Message, ...]:
+    """An answer, as the message list it came in or as one assistant message."""
+    if value is None or isinstance(value, str):
+        return (Message("assistant", text_of(value, "answer")),)
+    messages = [_message(item) for item in value] if isinstance(value, Sequence) else []
+    if not messages or messages[-1].role != "assistant":
+        raise BadRow("answer does not end with the assistant's turn")
+    return tuple(messages)
+
+
+def _message(item: Any) -> Message:
+    if not isinstance(item, Mapping):
+        raise BadRow("a message is not an object")
+    name = item.get("role", item.get("from"))
+    role = ROLES.get(name.lower()) if isinstance(name, str) else None
+    if role is None:
+        raise BadRow("a message without a known role (system, user, assistant)")
+    content = item.get("content", item.get("value"))
+    if isinstance(content, list):  # parts, as chat services write them
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return Message(role, text_of(content, "answer" if role == "assistant" else "message"))
+
+
+def _in_order(messages: list[Message]) -> tuple[Message, ...]:
+    """One system message at most, at the start, then the user and the assistant in turn."""
+    joined: list[Message] = []
+    for message in messages:
+        if joined and joined[-1].role == message.role:
+            joined[-1] = Message(message.role, f"{joined[-1].content}\n\n{message.content}")
+        else:
+            joined.append(message)
+    turns = joined[1:] if joined[0].role == "system" else joined
+    if any(message.role == "system" for message in turns):
+        raise BadRow("a system message after the start")
+    if turns and turns[0].role == "assistant":
+        raise BadRow("the assistant speaks first")
+    return tuple(joined)
