@@ -4,13 +4,19 @@ This is the one place where a default stands. Hydra composes `conf/` into a dict
 (in `check.py`) turns the dictionary into a `RunConfig`, and stages read it at their edge only.
 """
 
-from typing import Any, Literal
+import os
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path as typed, with a leading ~ spelt out."""
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    """A group of keys. Unknown keys are refused; a number where text is asked (`name=7`) is read as text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), coerce_numbers_to_str=True)
 
 
 class LoraConfig(Section):
@@ -23,7 +29,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     name: str = Field(description="short name, used in run names and tables")
     hub: str | None = Field(None, description="hub id, used when `path` is not given")
-    path: str | None = Field(None, description="local folder in Hugging Face format (safetensors)")
+    path: FilePath | None = Field(None, description="local folder in Hugging Face format (safetensors)")
     weights: Literal["pretrained", "random"] = Field(
         "pretrained", description="random builds `architecture` with random weights and never asks a hub"
     )
@@ -31,14 +37,14 @@ class ModelConfig(Section):
         None, description="model_type and the fields of its transformers configuration, for weights=random"
     )
     tokenizer: str | None = Field(None, description="tokenizer folder or hub id; `train` trains one on the run's data")
-    chat_template: str | None = Field(None, description="file with a Jinja chat template, instead of the tokenizer's own")
+    chat_template: FilePath | None = Field(None, description="file with a Jinja chat template, instead of the tokenizer's own")
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of transformers")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
 
 
 class SourceConfig(Section):
-    path: str | None = Field(None, description="local file or folder: jsonl, json, parquet, csv")
-    eval_path: str | None = Field(None, description="local file or folder held out; otherwise a share of `path` is")
+    path: FilePath | None = Field(None, description="local file or folder: jsonl, json, parquet, csv")
+    eval_path: FilePath | None = Field(None, description="local file or folder held out; otherwise a share of `path` is")
     hub: str | None = Field(None, description="data set id on the hub")
     subset: str | None = Field(None, description="configuration name of the hub set")
     split: str = Field("train", description="split of the hub set to train on")
@@ -53,7 +59,7 @@ class SourceConfig(Section):
 
 class DataConfig(Section):
     name: str = Field(description="short name, used in run names and tables")
-    path: str | None = Field(None, description="one local file or folder, instead of `sources`")
+    path: FilePath | None = Field(None, description="one local file or folder, instead of `sources`")
     sources: list[SourceConfig] = Field([], description="where the data comes from")
     eval_fraction: float = Field(0.05, gt=0, lt=1, description="share of prompts held out where a source has no held-out split")
     stage_shares: dict[Literal["sft", "reward", "ppo"], float] = Field(
@@ -157,12 +163,12 @@ class TrackingSection(Section):
 
 class RunConfig(Section):
     name: str | None = Field(None, description="run name; default from model, data and time")
-    run_dir: str | None = Field(None, description="run folder, instead of runs/<name>")
+    run_dir: FilePath | None = Field(None, description="run folder, instead of runs/<name>")
     stage: Literal["all", "sft", "reward", "ppo"] = Field("all", description="what to run")
     seed: int = Field(1, ge=0, description="seed of everything random")
     ranks: int | None = Field(None, ge=1, description="processes on this machine; default one a GPU, one on a CPU")
-    actor: str | None = Field(None, description="model folder (or stage folder) PPO starts from; default this run's sft")
-    reward_path: str | None = Field(None, description="model folder (or stage folder) of the reward model; default this run's reward (reward=PATH for short)")
+    actor: FilePath | None = Field(None, description="model folder (or stage folder) PPO starts from; default this run's sft")
+    reward_path: FilePath | None = Field(None, description="model folder (or stage folder) of the reward model; default this run's reward (reward=PATH for short)")
     debug: bool = Field(False, description="show tracebacks")
     model: ModelConfig
     reward_model: ModelConfig | None = Field(None, description="base of the reward model and critic; default the same as the policy's")

@@ -1,0 +1,273 @@
+"""The edge: a composed dictionary becomes a `RunConfig`, or one clear message says what to write instead.
+
+Everything that can be refused without loading a model or data is refused here, before any work.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from pipeline.config.overrides import closest
+from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, RunConfig
+from pipeline.errors import UserError
+
+STAGES = ("sft", "reward", "ppo")
+ROLE_ENGINES = ("actor_engine", "critic_engine", "reference_engine", "reward_engine")
+
+
+def validate(raw: Mapping[str, Any]) -> RunConfig:
+    """Types, bounds and pairs that can't go together. Raises UserError with one line for each mistake."""
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError as problem:
+        raise UserError("\n".join(_messages(problem, RunConfig))) from None
+    mistakes = [*_pair_mistakes(config), *_engine_mistakes(config)]
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    return config
+
+
+def wanted_stages(config: RunConfig) -> list[str]:
+    """The stages to run, in order. `actor` and `reward_path` stand in for the stages that would make them."""
+    if config.stage != "all":
+        return [config.stage]
+    given = {"sft": config.actor, "reward": config.reward_path}
+    return [stage for stage in STAGES if given.get(stage) is None]
+
+
+# Messages of single keys
+
+
+def _messages(problem: ValidationError, root: type[BaseModel]) -> list[str]:
+    lines: dict[str, str] = {}
+    for error in problem.errors():
+        key = ".".join(part for part in map(str, error["loc"]) if part not in ("str", "list[str]", "[key]"))
+        lines.setdefault(key, _message(key, error, root))
+    return list(lines.values())
+
+
+def _message(key: str, error: ErrorDetails, root: type[BaseModel]) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    shown = _shown(error["input"])
+    if kind == "extra_forbidden":
+        return f"{key}: there is no such key{_instead(key, root)}"
+    if kind == "missing":
+        return f"{key} is missing{_about(key, root)}"
+    if kind == "literal_error":
+        return f"{key}={shown}: write {context['expected'].replace(chr(39), '')}"
+    bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+    if kind in bounds:
+        limit = next(iter(context.values()))
+        return f"{key}={shown}: must be {bounds[kind]} {limit:g}{_about(key, root)}"
+    if kind.startswith(("int_", "float_", "bool_", "string_", "dict_", "list_", "model_")):
+        wanted = {
+            "int": "a whole number",
+            "float": "a number",
+            "bool": "true or false",
+            "string": "text",
+            "dict": "{key: value, ...}",
+            "list": "[a, b, ...]",
+            "model": "keys below it, as in " + key + ".KEY=VALUE",
+        }[kind.split("_")[0]]
+        return f"{key}={shown}: write {wanted}{_about(key, root)}"
+    return f"{key}={shown}: {error['msg']}"
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value) if len(str(value)) <= 60 else str(value)[:57] + "..."
+
+
+def _about(key: str, root: type[BaseModel]) -> str:
+    description = describe(root).get(key)
+    return f" ({description})" if description else ""
+
+
+def _instead(key: str, root: type[BaseModel]) -> str:
+    """What was probably meant: a like-named key beside it, else the same last part elsewhere, else nothing."""
+    known = describe(root)
+    parent, _, leaf = key.rpartition(".")
+    beside = {name.removeprefix(f"{parent}." if parent else ""): name for name in known if _parent(name) == parent}
+    near = closest(leaf, beside)
+    if near:
+        return f"; did you mean {beside[near]}?"
+    same = [name for name in known if name.rsplit(".", 1)[-1] == leaf and name.count(".") == 1]
+    if same:
+        return f"; did you mean {', '.join(same[:-1]) + ' or ' if same[1:] else ''}{same[-1]}?"
+    anywhere = closest(key, known)
+    if anywhere:
+        return f"; did you mean {anywhere}?"
+    return f"; {parent} has {', '.join(beside)}" if beside and parent else " (docs/configuration.md lists all)"
+
+
+def _parent(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def describe(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
+    """Every dotted key of the schema with what it means. Sections have the empty text."""
+    found: dict[str, str] = {}
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{name}"
+        found[key] = field.description or ""
+        inner = _section(field.annotation)
+        if inner is not None:
+            found.update(describe(inner, f"{key}."))
+    return found
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, if it holds one: `X` or `X | None`."""
+    for choice in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(choice, type) and issubclass(choice, BaseModel) and not _is_list(annotation):
+            return choice
+    return None
+
+
+def _is_list(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) in (list, dict)
+
+
+# Pairs that can't go together
+
+
+def _pair_mistakes(config: RunConfig) -> Iterable[str]:
+    yield from _model_mistakes("model", config.model)
+    if config.reward_model is not None:
+        yield from _model_mistakes("reward_model", config.reward_model)
+    yield from _data_mistakes(config.data)
+    if "name" in config.model_fields_set and config.name is not None and not _is_folder_name(config.name):
+        yield f"name={config.name}: a run name has letters, digits and . _ - = , only (run_dir= takes a path)"
+    for key in ("actor", "reward_path"):
+        if getattr(config, key) is not None and config.stage not in ("all", "ppo"):
+            shown = "reward" if key == "reward_path" else key
+            yield f"{shown}={getattr(config, key)} is where PPO starts, but stage={config.stage}: leave it out, or stage=ppo"
+    stages = wanted_stages(config)
+    if "ppo" in stages:
+        yield from _ppo_mistakes(config)
+    if "reward" in stages and config.reward.init == "sft" and config.reward_model is not None:
+        yield "reward.init=sft starts from the SFT model, reward_model= from another one: leave one of them out"
+
+
+def _is_folder_name(name: str) -> bool:
+    return bool(name) and name.strip(".") != "" and all(c.isalnum() or c in "._-=,+" for c in name)
+
+
+def _model_mistakes(key: str, model: ModelConfig) -> Iterable[str]:
+    if model.weights == "pretrained" and not (model.path or model.hub):
+        yield f"{key} has no weights to load: {key}.path=FOLDER, {key}.hub=ORGANISATION/NAME, or {key}.weights=random"
+    if model.weights == "random" and not model.architecture:
+        yield f"{key}.weights=random has nothing to build: {key}.architecture={{model_type: ..., ...}}, or an option of conf/model"
+    if model.architecture is not None and "model_type" not in model.architecture:
+        yield f"{key}.architecture.model_type is missing: the family in transformers' words (opt, llama, qwen3, ...)"
+
+
+def _data_mistakes(data: DataConfig) -> Iterable[str]:
+    if not data.path and not data.sources:
+        yield "data has nothing to read: data.path=FILE, or an option of conf/data"
+    for number, source in enumerate(data.sources):
+        kinds = [name for name in ("path", "hub", "builtin") if getattr(source, name)]
+        if not kinds:
+            yield f"data.sources.{number} has nothing to read: give it a path, a hub id or builtin: demo"
+    shares = data.stage_shares
+    if not shares or min(shares.values()) < 0 or sum(shares.values()) <= 0:
+        yield f"data.stage_shares={shares}: shares must be 0 or more, and one of them more than 0"
+
+
+def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
+    ppo = config.ppo
+    if ppo.lora.dropout > 0:
+        yield (
+            f"ppo.lora.dropout={ppo.lora.dropout:g}: PPO needs the same probabilities when it samples and when it "
+            "trains; ppo.lora.dropout=0"
+        )
+    needed = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    if needed > ppo.max_length:
+        yield (
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {needed} exceed ppo.max_length={ppo.max_length}: "
+            f"ppo.max_length={needed}, or shorter ones"
+        )
+    if ppo.batch_size % ppo.minibatches:
+        yield _indivisible("ppo.batch_size", ppo.batch_size, ppo.minibatches, f"ppo.minibatches={ppo.minibatches}")
+
+
+def engine_settings(engine: EngineSettings, own: Mapping[str, Any]) -> EngineSettings:
+    """The engine of one of PPO's models: the run's, changed by the keys of its own."""
+    return EngineSettings.model_validate({**engine.model_dump(), **own})
+
+
+def _engine_mistakes(config: RunConfig) -> Iterable[str]:
+    for name in ROLE_ENGINES:
+        try:
+            engine_settings(config.engine, getattr(config.ppo, name))
+        except ValidationError as problem:
+            for line in _messages(problem, EngineSettings):
+                yield f"ppo.{name}.{line}"
+
+
+# What depends on the machine
+
+
+def check_ranks(config: RunConfig, ranks: int) -> None:
+    """Batches must divide over the ranks. Raises UserError with the sizes that do."""
+    mistakes = []
+    for stage in wanted_stages(config):
+        size = getattr(config, stage).batch_size
+        parts = ranks * (config.ppo.minibatches if stage == "ppo" else 1)
+        if size % parts:
+            over = f"{ranks} ranks" + (f" x ppo.minibatches={config.ppo.minibatches}" if parts != ranks else "")
+            mistakes.append(_indivisible(f"{stage}.batch_size", size, parts, over))
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+
+
+def _indivisible(key: str, size: int, parts: int, over: str) -> str:
+    lower, upper = size // parts * parts, (size // parts + 1) * parts
+    choices = f"{key}={lower} or {upper}" if lower else f"{key}={upper}"
+    return f"{key}={size} does not divide over {over}: {choices}"
+
+
+def check_paths(config: RunConfig) -> None:
+    """Files and folders that the configuration names have to be there. Raises UserError."""
+    for key, model in (("model", config.model), ("reward_model", config.reward_model)):
+        if model is None:
+            continue
+        if model.path is not None:
+            model_folder(model.path, f"{key}.path")
+        if model.chat_template is not None and not Path(model.chat_template).is_file():
+            raise UserError(f"{key}.chat_template={model.chat_template}: there is no such file")
+    location = config.data.path
+    if location is not None and not Path(location).exists():
+        raise UserError(f"data.path={location}: there is no such file or folder (looked from {Path.cwd()})")
+
+
+def model_folder(location: str, key: str) -> Path:
+    """The Hugging Face folder that a path means: itself, or `model` in it (a stage folder). Raises UserError."""
+    folder = Path(location).expanduser()
+    for place in (folder, folder / "model"):
+        if (place / "config.json").is_file():
+            return place
+    if not folder.is_dir():
+        raise UserError(f"{key}={location}: there is no such folder (looked from {Path.cwd()})")
+    stages = [stage for stage in ("ppo", "sft", "reward") if (folder / stage / "model" / "config.json").is_file()]
+    if stages:
+        raise UserError(f"{key}={location} is a run folder; name one of its stages: {key}={folder / stages[0]}")
+    if any((folder / name).is_dir() for name in ("checkpoints", "model")):
+        raise UserError(f"{key}={location} is a stage that has not finished: finish it first (the same command again)")
+    raise UserError(f"{key}={location} is no model folder: it has no config.json (Hugging Face format, safetensors)")
+
+
+def warnings(config: RunConfig) -> list[str]:
+    """What is allowed and probably not meant."""
+    found = []
+    rollout = config.rollout
+    if "ppo" in wanted_stages(config) and (rollout.top_k > 0 or rollout.top_p < 1):
+        found.append(
+            f"rollout.top_k={rollout.top_k} rollout.top_p={rollout.top_p:g}: PPO samples from a cut distribution and "
+            "trains the whole one; rollout.top_k=0 rollout.top_p=1 is what its ratios assume"
+        )
+    return found

@@ -1,0 +1,171 @@
+"""The words about the configuration, all from the schema: `--help`, and docs/configuration.md.
+
+`python -m pipeline.config.document` writes the page; a test keeps it current.
+"""
+
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from pipeline.config.overrides import CONF, groups
+from pipeline.config.schema import RunConfig
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+
+MAIN_KEYS = (
+    "name", "run_dir", "stage", "seed", "ranks", "actor", "reward_path", "model.path", "model.hub", "model.weights",
+    "data.path", "engine.dtype", "sft.lr", "sft.steps", "sft.epochs", "sft.batch_size", "sft.max_length",
+    "sft.micro_batch_tokens", "reward.lr", "reward.steps", "ppo.lr", "ppo.steps", "ppo.kl_coef", "ppo.batch_size",
+    "rollout.temperature", "rollout.max_new_tokens", "debug",
+)  # fmt: skip
+
+USAGE = """\
+zerochat: from a base language model to a chat model, by SFT, a reward model and PPO.
+
+  python train.py                                  a tiny chat model, all three stages, in minutes on a CPU
+  python train.py model=opt-1.3b stage=all         the real thing
+  python train.py model=opt-1.3b data=gsm8k stage=reward reward.lr=1e-5
+  python train.py data.path=chats.jsonl model.path=FOLDER
+  python train.py model=opt-1.3b reward_model=opt-350m engine=zero3
+  python -m step3_ppo actor=runs/x/sft reward=runs/x/reward ppo.kl_coef=0.1
+  torchrun --nnodes 4 --nproc-per-node 8 ... train.py model=llama-3.1-8b engine=zero3
+  python chat.py runs/x                            talk to it
+
+The same command again continues a run that was stopped. What it writes: runs/<name>/.
+
+Flags: -m (one run for each value: -m seed=1,2,3)  --cfg job (show the configuration, run nothing)  --help"""
+
+INTRODUCTION = """\
+# Configuration
+
+Made from `pipeline/config/schema.py` by `python -m pipeline.config.document`; do not edit.
+
+Every key can be set on the command line as `KEY=VALUE` (`ppo.kl_coef=0.1`, `sft.lora.rank=16`,
+`data.columns='{text: prompt}'`). Groups (`model=opt-1.3b`) choose a file of `conf/<group>/`. Later wins: the
+defaults below, the option files, the recipe that fits model and data (`conf/recipe/`), the command line.
+`python train.py --cfg job ...` shows what comes out.
+
+Short forms:
+
+- `reward=FOLDER` is `reward_path=FOLDER`; `reward=OPTION` chooses an option of `conf/reward`.
+- `reward_model=opt-350m` chooses an option of `conf/model` for the reward model and the critic.
+- `model.path=FOLDER`, `model.hub=ID` or `data.path=FILE` without an option leave the default option out.
+- `actor=RUN/sft` takes model, data and settings of that run, and the command line changes them.
+- `recipe=NAME` chooses a recipe by hand.
+"""
+
+
+def help_text() -> str:
+    """What `--help` prints: commands, groups with their options, the main keys."""
+    lines = [USAGE, "", "Groups:"]
+    chosen = _chosen()
+    for group, options in groups().items():
+        marked = [f"{option} (default)" if option == chosen.get(group) != "default" else option for option in options]
+        lines += _wrapped(f"  {group:<9}", ", ".join(marked))
+    lines += ["", "Keys (docs/configuration.md has them all):"]
+    for key in MAIN_KEYS:
+        field = _field(key)
+        lines += _wrapped(f"  {key:<24}", f"{field.description} [{_default(field)}]")
+    return "\n".join(lines)
+
+
+def _wrapped(head: str, text: str, width: int = 118) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+
+
+def _chosen() -> dict[str, Any]:
+    entries = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    return {key: value for entry in entries if isinstance(entry, dict) for key, value in entry.items()}
+
+
+def _field(key: str) -> FieldInfo:
+    section: type[BaseModel] = RunConfig
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        section = _section(section.model_fields[parent]) or section
+    return section.model_fields[leaf]
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    """The section a field holds: itself, an optional one, or one in a list."""
+    for choice in (field.annotation, *get_args(field.annotation)):
+        if isinstance(choice, type) and issubclass(choice, BaseModel):
+            return choice
+    return None
+
+
+def page() -> str:
+    """docs/configuration.md as text."""
+    parts = [INTRODUCTION, "## Groups\n"]
+    chosen = _chosen()
+    for group, options in groups().items():
+        default = f" (default `{chosen[group]}`)" if chosen.get(group) else ""
+        parts.append(f"- `{group}`{default}: {', '.join(f'`{option}`' for option in options)}")
+    parts.append("")
+    parts += _table("Run", RunConfig, "")
+    return "\n".join(parts) + "\n"
+
+
+def _table(title: str, section: type[BaseModel], prefix: str) -> list[str]:
+    rows, deeper = [], []
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{name}"
+        inner = _section(field)
+        if inner is not None and key != "reward_model":
+            number = "N." if get_origin(field.annotation) is list else ""
+            deeper.append((key, inner, f"{key}.{number}"))
+            if not number:
+                continue
+        bounds = _bounds(field)
+        rows.append(f"| `{key}` | {_kind(field)}{bounds} | {_default(field)} | {field.description} |")
+    lines = [f"## {title}", "", "| key | value | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
+    for key, inner, below in deeper:
+        lines += _table(f"`{key}`", inner, below)
+    return lines
+
+
+def _kind(field: FieldInfo) -> str:
+    return _kind_of(field.annotation).replace("|", "\\|")
+
+
+def _kind_of(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    words = {int: "whole number", float: "number", str: "text", bool: "true, false", type(None): "null", Any: "any"}
+    if annotation in words:
+        return words[annotation]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "keys"
+    if origin is list:
+        return f"list of {_kind_of(arguments[0])}"
+    if origin is dict:
+        return f"{{{_kind_of(arguments[0])}: {_kind_of(arguments[1])}}}"
+    if "Literal" in str(origin):
+        return ", ".join(str(value) for value in arguments)
+    if getattr(annotation, "__metadata__", None):
+        return _kind_of(arguments[0])
+    return " or ".join(_kind_of(choice) for choice in arguments)
+
+
+def _bounds(field: FieldInfo) -> str:
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    found = [f"{signs[name]} {getattr(rule, name):g}" for rule in field.metadata for name in signs if hasattr(rule, name)]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "from the option"
+    value = field.get_default()
+    if isinstance(value, bool) or value is None:
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value) if not isinstance(value, list | dict) or value else type(value)().__repr__()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")

@@ -1,0 +1,116 @@
+"""The command line, token by token, in the grammar that Hydra understands.
+
+A person types KEY=VALUE: `model=opt-1.3b` chooses an option file of `conf/`, `reward.lr=1e-5` sets a key.
+Hydra needs more said: `+` for a key that no file mentions, quotes around an unusual path, `+model@reward_model`
+for a second model. This file adds that, and refuses what names no group, option or key=value pair.
+It leaves keys and values alone: the schema judges those (`check.py`).
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pipeline.errors import UserError
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+PATH_KEYS = {"path", "eval_path", "hub", "name", "run_dir", "actor", "reward_path", "tokenizer", "chat_template"}
+PLAIN_VALUE = re.compile(r"[\w./\-+:@%]*")
+
+
+def groups() -> dict[str, list[str]]:
+    """Every group of `conf/` with its options, as files stand there."""
+    folders = sorted(folder for folder in CONF.iterdir() if folder.is_dir())
+    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
+
+
+def split(token: str) -> tuple[str, str, str | None]:
+    """A token as (prefix, key, value): "++ppo.lr=1" -> ("++", "ppo.lr", "1"). Without "=" the value is None."""
+    match = re.fullmatch(r"(\+\+|\+|~)?([^=]*)(?:=(.*))?", token, flags=re.DOTALL)
+    assert match is not None
+    return match[1] or "", match[2].strip(), match[3]
+
+
+def rewrite(tokens: Sequence[str]) -> list[str]:
+    """The tokens of one job as Hydra overrides.
+
+    Raises UserError for a token that is not KEY=VALUE and for an option that a group does not have.
+    """
+    options = groups()
+    given = {split(token)[1] for token in tokens}
+    return [_rewrite_token(token, options) for token in tokens] + _implied(tokens, given)
+
+
+def _rewrite_token(token: str, options: dict[str, list[str]]) -> str:
+    prefix, key, value = split(token)
+    if prefix == "~":
+        return token
+    if value is None or not key:
+        raise UserError(_not_a_pair(token, options))
+    if key == "reward" and value not in options["reward"]:
+        return f"++reward_path={quoted(value)}"
+    if key in ("reward_model", "model@reward_model"):
+        _check_option("reward_model", value, options["model"])
+        return f"+model@reward_model={value}"
+    if key in options:
+        _check_option(key, value, options[key])
+        return f"{key}={value}"
+    leaf = key.rsplit(".", 1)[-1]
+    return f"++{key}={quoted(value) if leaf in PATH_KEYS else value}"
+
+
+def _implied(tokens: Iterable[str], given: set[str]) -> list[str]:
+    """A model or data set of one's own needs no option file: leave the default one out, and name it after its folder."""
+    extra: list[str] = []
+    values = {key: value for _, key, value in map(split, tokens) if value}
+    for group, keys in {"model": ("path", "hub"), "data": ("path", "sources"), "reward_model": ("path", "hub")}.items():
+        own = next((values[f"{group}.{key}"] for key in keys if f"{group}.{key}" in values), None)
+        if own is None or group in given:
+            continue
+        if group in ("model", "data"):
+            extra.append(f"~{group}")
+        if f"{group}.name" not in given:
+            extra.append(f"++{group}.name={quoted(_stem(own))}")
+    return extra
+
+
+def _stem(location: str) -> str:
+    """A short name for a path or hub id: "/a/chats.jsonl" -> "chats"; "own" for anything without one."""
+    last = os.path.basename(location.strip("'\"").rstrip("/"))
+    name = re.sub(r"\.(jsonl?|parquet|csv)$", "", last)
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "own"
+
+
+def quoted(value: str) -> str:
+    """A text value so that Hydra reads it whole. Quoted values, lists and interpolations are left as they are."""
+    if PLAIN_VALUE.fullmatch(value) or value[:1] in "'\"[{" or "${" in value:
+        return value
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
+    return f"'{escaped}'"
+
+
+def _check_option(group: str, value: str, options: list[str]) -> None:
+    if value in options:
+        return
+    if value.startswith("[") or value in ("null", "none", ""):
+        raise UserError(f"{group}={value} names no option; choose one of {', '.join(options)}")
+    close = closest(value, options)
+    advice = f"did you mean {group}={close}? " if close else ""
+    own = ""
+    if group in ("model", "reward_model", "data"):
+        own = f"; your own is {group}.path={value if os.path.exists(value) else 'PATH'}"
+    raise UserError(f"{group}={value} is no option of {group}: {advice}Options: {', '.join(options)}{own}")
+
+
+def _not_a_pair(token: str, options: dict[str, list[str]]) -> str:
+    if token.startswith("-"):
+        return f"{token} is no flag: options are written KEY=VALUE, without dashes (python train.py --help lists them)"
+    homes = [f"{group}={token}" for group, names in options.items() if token in names]
+    return f"'{token}' is not KEY=VALUE{': did you mean ' + ' or '.join(homes) + '?' if homes else ''}"
+
+
+def closest(word: str, candidates: Iterable[str]) -> str | None:
+    """The most similar candidate, or None where nothing comes near."""
+    near = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    return near[0] if near else None

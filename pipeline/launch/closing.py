@@ -1,0 +1,48 @@
+"""The closing words of a run: where the model is, the figures that matter, what to type next."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline.fingerprint import flat
+
+FIGURES = {
+    "sft": ("eval_loss", "gold_score"),
+    "reward": ("eval_accuracy",),
+    "ppo": ("eval_score", "gold_score", "kl", "response_length"),
+}
+
+
+def closing_words(run_dir: Path) -> str:
+    """A line for each finished stage with its figures, then the report and the command to talk to the model."""
+    lines, newest = [], None
+    for stage, names in FIGURES.items():
+        summary = read_summary(run_dir / stage)
+        if summary is None:
+            continue
+        figures = [f"{name} {value:.4g}" for name in names if (value := figure(summary, name)) is not None]
+        lines.append(f"{stage:<6} {'  '.join(figures):<56} {run_dir / stage / 'model'}".rstrip())
+        newest = stage if stage != "reward" else newest
+    if (run_dir / "report.html").exists():
+        lines.append(f"report {run_dir / 'report.html'}")
+    if newest is not None:
+        lines.append(f"talk   python chat.py {run_dir}")
+    return "\n".join(lines)
+
+
+def read_summary(stage_dir: Path) -> dict[str, Any] | None:
+    """summary.json of a stage, or None."""
+    try:
+        summary = json.loads((stage_dir / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) else None
+
+
+def figure(summary: dict[str, Any], name: str) -> float | None:
+    """A final figure by its name, at the top of summary.json or under "final"."""
+    final = summary.get("final")
+    for place in (summary, final if isinstance(final, dict) else {}):
+        if isinstance(place.get(name), int | float):
+            return float(place[name])
+    return next((float(value) for key, value in flat(summary).items() if key == f"evaluation.{name}"), None)

@@ -1,0 +1,234 @@
+"""What happens between a command line and its exit status.
+
+Configuration, run folder, which stages have to run, their processes, the report, the closing words. Under
+torchrun or Slurm every rank runs this; the first decides and writes, the others start their worker when told.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from pipeline.config.check import check_paths, check_ranks, validate, wanted_stages, warnings
+from pipeline.config.compose import Job, compose_jobs, parse_command
+from pipeline.config.document import help_text
+from pipeline.config.schema import RunConfig
+from pipeline.errors import UserError
+from pipeline.fingerprint import HashCache
+from pipeline.launch.closing import closing_words
+from pipeline.launch.control import Control, Lost
+from pipeline.launch.folder import RunFolder, open_folder
+from pipeline.launch.processes import StageEnd, launch_stage
+from pipeline.launch.ranks import Ranks, check_given, count_gpus, given_ranks, own_ranks
+from pipeline.launch.worker import CRASHED, INTERRUPTED, USER_ERROR
+from pipeline.manifest import Manifest, move_aside, stage_consumes, write_whole
+
+
+class StageFailed(Exception):
+    """A stage ended badly; everything there is to say has been said."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
+    """Run a command line and return its exit status: 0, 1 (a crash), 2 (a mistake to mend), 130 (interrupted).
+
+    `stage` is the one that `python -m step1_sft` and its like stand for.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments, stage)
+    except UserError as problem:
+        if any(argument.lower().endswith("debug=true") for argument in arguments):
+            raise
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            print(f"error: {problem}", file=sys.stderr)
+        return USER_ERROR
+    except StageFailed as problem:
+        return problem.status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(arguments: list[str], stage: str | None) -> int:
+    command = parse_command(arguments)
+    if command.help:
+        print(help_text())
+        return 0
+    jobs = compose_jobs(command)
+    configs = [_validated(job, stage) for job in jobs]
+    if command.show:
+        shown = configs[0].model_dump(mode="json")
+        for part in command.package.split(".") if command.package else []:
+            if not isinstance(shown, dict) or part not in shown:
+                raise UserError(f"--package {command.package}: there is no such key")
+            shown = shown[part]
+        print(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True), end="")
+        return 0
+    ranks = _ranks(configs)
+    control = Control(ranks)
+    if not ranks.leads:
+        return _follow(ranks, control)
+    status = CRASHED
+    try:
+        status = _lead(jobs, configs, ranks, control)
+    except UserError:
+        status = USER_ERROR
+        raise
+    except StageFailed as problem:
+        status = problem.status
+        raise
+    finally:
+        control.say({"end": status})
+        if not control.failed():
+            control.wait_until_heard()
+    return status
+
+
+def _validated(job: Job, stage: str | None) -> RunConfig:
+    if stage is not None and job.raw.get("stage", "all") not in ("all", stage):
+        raise UserError(f"stage={job.raw['stage']} here means python train.py stage={job.raw['stage']}")
+    return validate({**job.raw, "stage": stage} if stage is not None else job.raw)
+
+
+def _ranks(configs: list[RunConfig]) -> Ranks:
+    given = given_ranks(os.environ)
+    for config in configs:
+        if given is not None:
+            check_given(given, config.ranks)
+    asked = {config.ranks for config in configs}
+    if len(asked) > 1:
+        raise UserError("ranks= is the same for all runs of a multirun: start one command for each number of ranks")
+    ranks = given or own_ranks(asked.pop(), count_gpus())
+    for config in configs:
+        check_ranks(config, ranks.world)
+    return ranks
+
+
+def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Control) -> int:
+    """Run every job; one that fails does not stop the others of a multirun."""
+    for config in configs:
+        check_paths(config)
+    statuses = []
+    for job, config in zip(jobs, configs, strict=True):
+        if job.label:
+            print(f"-- {job.label}", flush=True)
+        try:
+            _run_job(config, job.label, ranks, control)
+            statuses.append(0)
+        except (UserError, StageFailed) as problem:
+            if len(jobs) == 1 or getattr(problem, "status", 0) == INTERRUPTED or control.failed():
+                raise
+            if isinstance(problem, UserError):
+                print(f"error: {problem}", file=sys.stderr)
+            statuses.append(getattr(problem, "status", USER_ERROR))
+    bad = [job.label for job, status in zip(jobs, statuses, strict=True) if status]
+    if bad:
+        print(f"error: {len(bad)} of {len(jobs)} runs failed: {'; '.join(bad)}", file=sys.stderr)
+    return max(statuses)
+
+
+def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> None:
+    stages = wanted_stages(config)
+    folder = open_folder(config, stages, label)
+    try:
+        for text in warnings(config):
+            print(f"warning: {text}", file=sys.stderr)
+        print(f"run folder: {folder.path}{_how(folder)}", flush=True)
+        cache = HashCache(folder.path / ".hashes.json")
+        Manifest.read(folder.path).claim(config, stages)
+        ran = [_run_stage(config, folder.path, stage, ranks, control, cache) for stage in stages]
+        if any(ran) or not (folder.path / "report.html").exists():
+            _report(folder.path)
+        print(closing_words(folder.path), flush=True)
+    finally:
+        folder.close()
+
+
+def _how(folder: RunFolder) -> str:
+    return " (continues: an unfinished run of the same configuration; name= starts another)" if folder.continues else ""
+
+
+def _run_stage(
+    config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, control: Control, cache: HashCache
+) -> bool:
+    """Bring one stage to its end; False where it was there already."""
+    manifest = Manifest.read(run_dir)
+    consumed = stage_consumes(config, run_dir, stage, cache)
+    decision = manifest.decide(stage, consumed)
+    stage_dir = run_dir / stage
+    if decision.action == "skip":
+        print(f"{stage}: finished before with the same settings, skipped", flush=True)
+        return False
+    if decision.action == "run" and stage_dir.exists():
+        aside = move_aside(stage_dir)
+        print(f"{stage}: runs again ({decision.because or 'its record is gone'}); the old one is {aside}", flush=True)
+    if decision.action == "resume":
+        print(f"{stage}: goes on", flush=True)
+    manifest.begin(stage, consumed)
+    stage_dir.mkdir(exist_ok=True)
+    resolved = config.model_copy(update={"name": run_dir.name, "run_dir": str(run_dir.resolve())})
+    write_whole(stage_dir / "config.yaml", yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False))
+    control.say({"stage": stage, "run_dir": str(run_dir.resolve()), "debug": config.debug})
+    end = _launch(stage, run_dir, ranks, control, debug=config.debug)
+    if end.status == 0 and not control.wait_for_end(stage):
+        end = StageEnd(CRASHED)
+    if end.status:
+        manifest.stop(stage)
+        raise StageFailed(end.status)
+    manifest.finish(stage, cache)
+    cache.save()
+    return True
+
+
+def _launch(stage: str, run_dir: Path, ranks: Ranks, control: Control, *, debug: bool) -> StageEnd:
+    """Run this launcher's ranks of a stage, and say what went wrong if this is the first launcher to know."""
+    end = launch_stage(stage, run_dir, ranks, shared_store=control.keeps_store, others_failed=control.failed)
+    first = control.report_end(f"{run_dir.name}/{stage}", end.status)
+    if end.status == INTERRUPTED and ranks.leads:
+        print(f"\n{stage}: interrupted; the same command continues", file=sys.stderr)
+    elif first and end.message:
+        print(end.traceback if debug else "", end="", file=sys.stderr)
+        print(f"error: {stage}: {end.message}{_kept(end, run_dir / stage)}", file=sys.stderr)
+    return end
+
+
+def _kept(end: StageEnd, stage_dir: Path) -> str:
+    """Keep a crash's traceback in a file; returns the words that say where."""
+    if end.status != CRASHED or not end.traceback:
+        return ""
+    file = stage_dir / "error.txt"
+    try:
+        file.write_text(end.traceback, encoding="utf-8")
+    except OSError:
+        return f"\n{end.traceback}"
+    return f" ({file} has the traceback; the same command goes on from the newest checkpoint)"
+
+
+def _follow(ranks: Ranks, control: Control) -> int:
+    """The part of a launcher that does not lead: start the stages that the leader names."""
+    while True:
+        try:
+            message = control.hear()
+        except Lost:
+            return CRASHED
+        if "end" in message:
+            return int(message["end"])
+        end = _launch(message["stage"], Path(message["run_dir"]), ranks, control, debug=message["debug"])
+        if end.status:
+            return end.status
+
+
+def _report(run_dir: Path) -> None:
+    """Write report.html. A report that fails is said and costs nothing else."""
+    try:
+        from pipeline.insight.report import write_report
+
+        write_report(run_dir)
+    except Exception as problem:
+        print(f"warning: report.html could not be written: {type(problem).__name__}: {problem}", file=sys.stderr)

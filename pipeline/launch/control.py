@@ -1,0 +1,102 @@
+"""What the launchers of one job tell one another where torchrun or Slurm started several.
+
+The first launcher reads the run folder and decides; the others do as it says. They talk through PyTorch's
+TCP store: torchrun's own where it keeps one, else one that the first launcher opens and that all workers
+join as clients, so that stages follow one another without a race for the port.
+"""
+
+import json
+import time
+from datetime import timedelta
+from typing import Any
+
+from pipeline.launch.ranks import Ranks
+
+PATIENCE = 2 * 86400.0
+"""Seconds to wait for the slowest rank of a stage."""
+
+
+class Lost(RuntimeError):
+    """The launcher that leads is gone."""
+
+
+class Control:
+    """The line between launchers. With one launcher every call is answered at once."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._sent = 0
+        self._alone = ranks.local == ranks.world
+        self._store: Any = None if self._alone else self._connect()
+
+    def _connect(self) -> Any:
+        from torch.distributed import PrefixStore, TCPStore
+
+        opens = self._ranks.leads and not self._ranks.agent_store
+        store = TCPStore(
+            self._ranks.address,
+            self._ranks.port,
+            is_master=opens,
+            timeout=timedelta(minutes=15),
+            wait_for_workers=False,
+        )
+        return PrefixStore(f"zerochat/launchers/{self._ranks.attempt}", store)
+
+    @property
+    def keeps_store(self) -> bool:
+        """True where the workers find a store that outlives them."""
+        return not self._alone
+
+    def say(self, message: dict[str, Any]) -> None:
+        """The leader's next message to the others."""
+        if self._store is not None:
+            self._store.set(f"message/{self._sent}", json.dumps(message))
+        self._sent += 1
+
+    def hear(self) -> dict[str, Any]:
+        """The next message of the leader; waits for it. Raises Lost when the leader is gone."""
+        try:
+            while not self._store.check([f"message/{self._sent}"]):  # not wait(): that would be deaf to signals
+                time.sleep(0.2)
+            message: dict[str, Any] = json.loads(self._store.get(f"message/{self._sent}"))
+        except RuntimeError as problem:
+            raise Lost("the first rank's launcher is gone") from problem
+        self._sent += 1
+        self._store.add(f"heard/{self._sent}", 1)
+        return message
+
+    def wait_until_heard(self, seconds: float = 30.0) -> None:
+        """Give the others time to read the last message before this process, and maybe its store, ends."""
+        self._wait_for_count(f"heard/{self._sent}", self._ranks.world - 1, seconds)
+
+    def report_end(self, stage: str, status: int) -> bool:
+        """This launcher's ranks of a stage ended. True for the first one that reports a failure."""
+        if self._store is None:
+            return status != 0
+        first = status != 0 and self._store.add("failed", 1) == 1
+        self._store.add(f"ended/{stage}", 1)
+        return first
+
+    def wait_for_end(self, stage: str) -> bool:
+        """Wait until all launchers' ranks have ended a stage; False where one failed."""
+        self._wait_for_count(f"ended/{stage}", self._ranks.world, PATIENCE)
+        return not self.failed()
+
+    def failed(self) -> bool:
+        """True where another launcher reported a failure, or the line is dead."""
+        if self._store is None:
+            return False
+        try:
+            return bool(self._store.add("failed", 0) > 0)
+        except RuntimeError:
+            return True
+
+    def _wait_for_count(self, key: str, count: int, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._store is not None and time.monotonic() < deadline:
+            try:
+                if self._store.add(key, 0) >= count or (key.startswith("ended/") and self.failed()):
+                    return
+            except RuntimeError:
+                return
+            time.sleep(0.2)

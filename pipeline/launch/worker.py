@@ -1,0 +1,144 @@
+"""Inside a rank: one stage, from its config.yaml to its exit status.
+
+A worker knows neither Hydra nor the manifest. What goes wrong travels to the launcher as one JSON object
+through a pipe, so that one clear message is printed however many ranks fail, also when the disk is full.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.schema import RunConfig
+from pipeline.errors import UserError
+
+FAILURE_PIPE = "ZEROCHAT_FAILURE_PIPE"
+LAUNCHER = "ZEROCHAT_LAUNCHER"
+ATTEMPT = "ZEROCHAT_ATTEMPT"
+USER_ERROR, INTERRUPTED, CRASHED = 2, 130, 1
+PIPE_BYTES = 32_000
+
+
+def stage_main(stage: str, module: str) -> None:
+    """The `__main__` of a stage: `--worker RUN_DIR` is one rank at work, anything else is train.py with this stage.
+
+    `module` has `run(config: RunConfig, stage_dir: Path)`, which does the stage inside the process group. It is
+    imported by the worker alone, so that `--help` stays quick. Never returns.
+    """
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--worker"] and len(arguments) == 2:
+        run_worker(stage, Path(arguments[1]), module)
+    from pipeline.launch.command import main
+
+    sys.exit(main(arguments, stage=stage))
+
+
+def run_worker(stage: str, run_dir: Path, module: str) -> None:
+    """Do a stage's work as one rank and end the process with its status."""
+    _end_with_launcher()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        config = read_config(run_dir / stage)
+        from engine.parallel import dist
+
+        work = importlib.import_module(module).run
+        dist.start(namespace=f"{run_dir.name}/{stage}/{os.environ.get(ATTEMPT, '0')}")
+        work(config, run_dir / stage)
+        dist.stop()
+    except BaseException as problem:
+        # No orderly end: the other ranks may be stuck in a collective that this one will never join.
+        status = _report(problem)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(0)
+
+
+def read_config(stage_dir: Path) -> RunConfig:
+    """The configuration that the launcher wrote for a stage."""
+    import yaml
+
+    return RunConfig.model_validate(yaml.safe_load((stage_dir / "config.yaml").read_text(encoding="utf-8")))
+
+
+def _report(problem: BaseException) -> int:
+    """Tell the launcher what happened; returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if isinstance(problem, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(problem, SystemExit) and not problem.code:
+        return 0
+    advice = advise(problem)
+    text = "".join(traceback.format_exception(problem))
+    record = {
+        "rank": int(os.environ.get("RANK", "0")),
+        "time": time.time(),
+        "kind": "crash" if advice is None else "user",
+        "message": advice if advice is not None else f"{type(problem).__name__}: {problem}",
+        "traceback": text[-PIPE_BYTES // 2 :],
+    }
+    _send(record)
+    return CRASHED if advice is None else USER_ERROR
+
+
+def _send(record: dict[str, Any]) -> None:
+    pipe = os.environ.get(FAILURE_PIPE)
+    if pipe is None:
+        print(record["traceback"] if record["kind"] == "crash" else f"error: {record['message']}", file=sys.stderr)
+        return
+    record["message"] = record["message"][: PIPE_BYTES // 8]
+    with contextlib.suppress(OSError):
+        os.write(int(pipe), json.dumps(record).encode() + b"\n")
+
+
+def advise(problem: BaseException) -> str | None:
+    """What a person can do about an error that is not a fault of the program; None where it is one."""
+    if isinstance(problem, UserError):
+        return str(problem)
+    if isinstance(problem, ValueError) and _raised_in_engine(problem):
+        return str(problem)
+    text = str(problem)
+    if "No space left on device" in text or "Disk quota exceeded" in text:
+        return f"the disk is full ({text}): make room, then give the same command again; finished work is kept"
+    if type(problem).__name__ == "OutOfMemoryError":
+        return (
+            "out of GPU memory: halve <stage>.micro_batch_tokens (ppo: rollout.batch_size too), or choose "
+            f"engine=zero3 or engine.activation_checkpointing=true; the same command goes on. {text.splitlines()[0]}"
+        )
+    return None
+
+
+def _raised_in_engine(problem: BaseException) -> bool:
+    """True where our own engine refused a value (it raises plain ValueErrors), not a library below it."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    engine = Path(__file__).resolve().parents[2] / "engine"
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(engine)
+
+
+def _end_with_launcher() -> None:
+    """Die when the launcher dies, however it dies: by the kernel's promise on Linux, by looking elsewhere."""
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None:
+        return
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch_launcher, args=(int(launcher),), daemon=True).start()
+    if os.getppid() != int(launcher):  # it died before the promise was made
+        os._exit(CRASHED)
+
+
+def _watch_launcher(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    os._exit(CRASHED)

@@ -1,0 +1,213 @@
+"""manifest.json: what each stage of a run consumed and produced, and so what has to run.
+
+A finished stage that would consume the same again is skipped; an unfinished one resumes; a changed one is run
+again, its old folder kept beside it as <stage>.1, .2, ... A stage consumes the hash of the models before it,
+so a change travels down by itself. Only the launcher's first process writes this file.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.config.check import model_folder
+from pipeline.config.schema import RunConfig
+from pipeline.errors import UserError
+from pipeline.fingerprint import (
+    HashCache,
+    data_content,
+    data_source,
+    digest,
+    model_content,
+    model_source,
+    stage_settings,
+)
+
+Action = Literal["skip", "resume", "run"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with a stage. `because` says what changed, where something did."""
+
+    action: Action
+    because: str = ""
+
+
+@dataclass
+class Manifest:
+    """The file in memory. Every change is written at once, whole or not at all."""
+
+    run_dir: Path
+    identity: dict[str, Any] = field(default_factory=dict)
+    asked: str = ""
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, run_dir: Path) -> "Manifest":
+        """The manifest of a run folder; an empty one where there is none. Raises UserError if it can't be read."""
+        file = run_dir / "manifest.json"
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            return cls(run_dir, content["identity"], content["asked"], content["stages"])
+        except FileNotFoundError:
+            return cls(run_dir)
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            raise UserError(
+                f"{file} can't be read ({problem}): mend it, or choose another name= for a new run"
+            ) from problem
+
+    def save(self) -> None:
+        content = {"identity": self.identity, "asked": self.asked, "stages": self.stages}
+        write_whole(self.run_dir / "manifest.json", json.dumps(content, indent=2) + "\n")
+
+    def finished(self, stage: str) -> bool:
+        """True where a stage is done and its model is there."""
+        done = self.stages.get(stage, {}).get("status") == "finished"
+        return done and (self.run_dir / stage / "model" / "config.json").is_file()
+
+    def begin(self, stage: str, consumed: dict[str, Any]) -> None:
+        record = self.stages.get(stage, {})
+        started = record["started"] if record.get("consumed") == consumed else _now()
+        self.stages[stage] = {"status": "running", "consumed": consumed, "produced": {}, "started": started}
+        self.save()
+
+    def stop(self, stage: str) -> None:
+        """The stage was interrupted or failed; the next start resumes it."""
+        self.stages[stage]["status"] = "stopped"
+        self.save()
+
+    def finish(self, stage: str, cache: HashCache) -> None:
+        produced = {"model": cache.tree(self.run_dir / stage / "model")}
+        self.stages[stage].update(status="finished", produced=produced, finished=_now())
+        self.save()
+
+    def claim(self, config: RunConfig, stages: list[str]) -> None:
+        """Note what this run is and what was asked of it. Raises UserError where the folder is another run's."""
+        identity = run_identity(config)
+        if self.identity and self.stages:
+            differs = [part for part in ("model", "data") if self.identity[part]["source"] != identity[part]["source"]]
+            if differs:
+                raise UserError(self._foreign(identity, differs))
+        self.identity, self.asked = identity, request(config, stages)
+        self.save()
+
+    def _foreign(self, identity: dict[str, Any], differs: list[str]) -> str:
+        was = " ".join(f"{part}={self.identity[part]['name']}" for part in differs)
+        now = " ".join(f"{part}={identity[part]['name']}" for part in differs)
+        return (
+            f"{self.run_dir} belongs to another configuration: it was made with {was}, not {now}. "
+            f"Choose another name=, or go on with what it was made of ({self.run_dir}/*/config.yaml)"
+        )
+
+    def decide(self, stage: str, consumed: dict[str, Any]) -> Decision:
+        """Skip, resume or run a stage that would consume this now."""
+        record = self.stages.get(stage)
+        if record is None:
+            return Decision("run")
+        if record["consumed"] != consumed:
+            return Decision("run", differences(record["consumed"], consumed))
+        if record["status"] != "finished":
+            return Decision("resume")
+        return Decision("skip") if self.finished(stage) else Decision("run", "its model is gone")
+
+
+def stage_inputs(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Path | None]:
+    """The models a stage starts from, by role; None is the base model of the configuration.
+
+    sft: {"base": None}; reward: {"base": None} or {"sft": folder}; ppo: {"actor": folder, "reward": folder}.
+    Launcher and worker both ask here. Raises UserError where a model is missing.
+    """
+    manifest = Manifest.read(run_dir)
+    if stage == "sft":
+        return {"base": None}
+    if stage == "reward":
+        return _reward_input(config, manifest)
+    return {
+        "actor": _earlier(manifest, "sft", "actor", config.actor),
+        "reward": _earlier(manifest, "reward", "reward", config.reward_path),
+    }
+
+
+def _reward_input(config: RunConfig, manifest: Manifest) -> dict[str, Path | None]:
+    init = config.reward.init
+    if init == "base" or (init == "auto" and config.reward_model is not None):
+        return {"base": None}
+    if config.actor is not None:
+        return {"sft": model_folder(config.actor, "actor")}
+    if manifest.finished("sft"):
+        return {"sft": manifest.run_dir / "sft" / "model"}
+    if init == "sft":
+        raise UserError(f"reward.init=sft, but {manifest.run_dir} has no finished sft stage: run stage=sft first")
+    return {"base": None}
+
+
+def _earlier(manifest: Manifest, stage: str, key: str, given: str | None) -> Path:
+    if given is not None:
+        return model_folder(given, key)
+    if manifest.finished(stage):
+        return manifest.run_dir / stage / "model"
+    raise UserError(
+        f"PPO has no {key} model: {manifest.run_dir} has no finished {stage} stage. "
+        f"Run stage={stage} there first (or stage=all), or give {key}=FOLDER"
+    )
+
+
+def stage_consumes(config: RunConfig, run_dir: Path, stage: str, cache: HashCache) -> dict[str, Any]:
+    """Everything a stage's result depends on: its settings, and data and models by content."""
+    base = config.reward_model if stage == "reward" and config.reward_model is not None else config.model
+    models = {
+        role: cache.tree(folder) if folder is not None else model_content(base, cache)
+        for role, folder in stage_inputs(config, run_dir, stage).items()
+    }
+    settings = stage_settings(config, stage)
+    return {"config": digest(settings), "settings": settings, "data": data_content(config.data, cache), "models": models}
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """In words, what a stage would consume otherwise than before: the first few keys with both values."""
+    keys = [key for key in new["settings"] if old["settings"].get(key) != new["settings"][key]]
+    found = [f"{key} was {old['settings'].get(key)}, is {new['settings'][key]}" for key in keys[:3]]
+    found += [f"{len(keys) - 3} more keys"] if len(keys) > 3 else []
+    found += ["the data changed"] if old["data"] != new["data"] else []
+    roles = [role for role in new["models"] if old["models"].get(role) != new["models"][role]]
+    found += [f"its {role} model changed" for role in roles]
+    return "; ".join(found) or "its settings changed"
+
+
+def run_identity(config: RunConfig) -> dict[str, Any]:
+    """What a run folder is about: one model and one data set, with the names to show."""
+    return {
+        "model": {"name": config.model.name, "source": model_source(config.model)},
+        "data": {"name": config.data.name, "source": data_source(config.data)},
+    }
+
+
+def request(config: RunConfig, stages: list[str]) -> str:
+    """A hash of what a command asks for, to find an unfinished run of the same command."""
+    settings = {stage: stage_settings(config, stage) for stage in stages}
+    return digest({"stages": settings, "actor": config.actor, "reward": config.reward_path})
+
+
+def move_aside(folder: Path) -> Path:
+    """Keep a stage folder under the next free name <stage>.1, .2, ...; returns where it is now."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    return folder.rename(aside)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Replace a file so that it is the old or the new one at any moment, also after a power cut."""
+    part = file.with_name(f".{file.name}.part")
+    with open(part, "w", encoding="utf-8") as content:
+        content.write(text)
+        content.flush()
+        os.fsync(content.fileno())
+    os.replace(part, file)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
