@@ -7,20 +7,22 @@ import torch
 
 from engine import Engine
 from engine.parallel import dist
-from pipeline.config.schema import RunConfig, SftSection
+from pipeline.config.schema import RunConfig
+from pipeline.data.encode import TokenItem
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.insight.evaluate import Sample, gold_scores, read_samples, write_samples
 from pipeline.stage import answers_of, sampling
-from step1_sft.batches import Item, micro_batches
+from step1_sft.batches import micro_batches
 
 EVALUATION_SEED = 20011
 
 
-def held_out_loss(engine: Engine, items: Sequence[Item], section: SftSection, pad_id: int) -> float:
+def held_out_loss(engine: Engine, items: Sequence[TokenItem], *, budget: int, pad_id: int) -> float:
     """Mean cross-entropy a token, in nats, over held-out conversations; nan where there are none."""
+    longest = max((len(item.ids) for item in items), default=1)
+    batches, count = micro_batches(items, budget=budget, packing=False, max_length=longest, pad_id=pad_id)
     total = torch.zeros((), dtype=torch.float64)
-    batches, count = micro_batches(items, range(len(items)), section, False, pad_id)
     with engine.scoring() as module:
         for batch in batches:
             total -= module(batch.input_ids, batch.score_mask)[0].double().sum().cpu()

@@ -9,6 +9,7 @@ from engine import Engine
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import TokenBatch, batch_indices
+from pipeline.data.encode import encode_conversations
 from pipeline.models import EngineChoice, build_policy, export_policy
 from pipeline.models.checks import verify
 from pipeline.run import StageRun
@@ -23,7 +24,7 @@ from pipeline.stage import (
     stage_steps,
 )
 from pipeline.tracking import open_watchers
-from step1_sft.batches import encode, micro_batches
+from step1_sft.batches import micro_batches
 from step1_sft.evaluate import answer, held_out_loss
 from step1_sft.loss import sft_loss
 
@@ -36,8 +37,12 @@ def run(config: RunConfig, folder: Path) -> None:
     check_vocabulary(source, tokenizer)
     require_context(source, section.max_length, "sft.max_length")
     records = stage_records(config, "sft")
-    train = encode(records.train, tokenizer, section)
-    held_out = encode(records.held_out[: section.eval_examples], tokenizer, section)
+    train, notes = encode_conversations(
+        tokenizer, records.train, max_length=section.max_length, loss_on=section.loss_on
+    )
+    held_out, _ = encode_conversations(
+        tokenizer, records.held_out[: section.eval_examples], max_length=section.max_length, loss_on=section.loss_on
+    )
     prompts = evaluation_prompts(config, tokenizer)
     steps = stage_steps(section, len(train))
     torch.manual_seed(config.seed * 1_000_003 + dist.world().rank)
@@ -53,7 +58,13 @@ def run(config: RunConfig, folder: Path) -> None:
                 answer("base", config, engine, tokenizer, prompts, folder)
         for step in range(done + 1, steps + 1):
             indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
-            batches, count = micro_batches(train, indices, section, packing, tokenizer.pad_id)
+            batches, count = micro_batches(
+                [train[i] for i in indices],
+                budget=section.micro_batch_tokens,
+                packing=packing,
+                max_length=section.max_length,
+                pad_id=tokenizer.pad_id,
+            )
             with stage.phase("train"):
                 update = engine.update(batches, loss_of, count)
             stage.tokens += sum(len(train[i].ids) for i in indices)
@@ -61,7 +72,9 @@ def run(config: RunConfig, folder: Path) -> None:
             figures = {"loss": update.loss, "lr": update.lr, "grad_norm": update.grad_norm}
             if stage.evaluates(step) and held_out:
                 with stage.phase("evaluate"):
-                    figures["eval_loss"] = held_out_loss(engine, held_out, section, tokenizer.pad_id)
+                    figures["eval_loss"] = held_out_loss(
+                        engine, held_out, budget=section.micro_batch_tokens, pad_id=tokenizer.pad_id
+                    )
                 stage.note_best("eval_loss", figures["eval_loss"], higher=False)
             stage.log(step, figures)
             stage.save(step)
@@ -69,7 +82,7 @@ def run(config: RunConfig, folder: Path) -> None:
             export_policy(engine, source, tokenizer, folder / "model")
         with stage.phase("evaluate"):
             gold = answer("sft", config, engine, tokenizer, prompts, folder)
-        stage.finish({"gold_score": gold, "skipped": records.skipped, "packing": packing})
+        stage.finish({"gold_score": gold, "skipped": {**records.skipped, **notes}, "packing": packing})
 
 
 def _packing(engine: Engine, wanted: bool, max_length: int) -> bool:

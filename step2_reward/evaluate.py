@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from engine import Engine
 from engine.parallel import dist
-from pipeline.config.schema import RewardSection
-from step2_reward.batches import Pair, micro_batches
+from pipeline.data.encode import PairItem
+from step2_reward.batches import micro_batches
 from step2_reward.loss import last_scores
 
 
@@ -14,7 +14,7 @@ from step2_reward.loss import last_scores
 class Scored:
     """One pair's scores."""
 
-    pair: Pair
+    pair: PairItem
     chosen: float
     rejected: float
 
@@ -23,14 +23,16 @@ class Scored:
         return self.chosen > self.rejected
 
 
-def score_pairs(engine: Engine, pairs: Sequence[Pair], section: RewardSection, pad_id: int) -> list[Scored]:
+def score_pairs(engine: Engine, pairs: Sequence[PairItem], *, budget: int, pad_id: int) -> list[Scored]:
     """Score pairs, the work spread over ranks; all of them, in order, on every rank."""
-    batches, places = micro_batches(pairs, range(len(pairs)), section, pad_id)
+    if not pairs:
+        return []
+    batches, places = micro_batches(pairs, budget=budget, pad_id=pad_id)
     mine: dict[int, tuple[float, float]] = {}
     with engine.scoring() as module:
         for batch, where in zip(batches, places, strict=True):
-            chosen, rejected = last_scores(module(batch.input_ids), batch.lengths).chunk(2)
-            mine |= dict(zip(where, zip(chosen.tolist(), rejected.tolist(), strict=False), strict=False))
+            scores, count = last_scores(module(batch.input_ids), batch.lengths).tolist(), len(where)
+            mine |= dict(zip(where, zip(scores[:count], scores[count : 2 * count], strict=True), strict=True))
     found = {place: scores for part in dist.gather_objects(mine) for place, scores in part.items()}
     return [Scored(pair, *found[index]) for index, pair in enumerate(pairs)]
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine import Engine
+from engine.engine import LossFn
 from engine.parallel import dist
-from pipeline.config.schema import RewardSection, RunConfig
+from pipeline.config.schema import RunConfig
 from pipeline.data.batch import PairBatch, batch_indices
+from pipeline.data.encode import encode_preferences
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.models import EngineChoice, ModelSource, build_scorer, export_scorer, resolve
 from pipeline.run import StageRun
@@ -24,8 +25,8 @@ from pipeline.stage import (
     stage_steps,
 )
 from pipeline.tracking import open_watchers
-from step2_reward.batches import Pair, encode, micro_batches
-from step2_reward.evaluate import accuracies, score_pairs
+from step2_reward.batches import micro_batches
+from step2_reward.evaluate import Scored, accuracies, score_pairs
 from step2_reward.loss import bradley_terry_loss, last_scores
 
 REFERENCE_ANSWERS = 512
@@ -39,19 +40,22 @@ def run(config: RunConfig, folder: Path) -> None:
     check_vocabulary(source, tokenizer)
     require_context(source, section.max_length, "reward.max_length")
     records = stage_records(config, "reward")
-    train, dropped = encode(records.train, tokenizer, section)
-    held_out, _ = encode(records.held_out[: section.eval_examples], tokenizer, section)
+    train, notes = encode_preferences(tokenizer, records.train, max_length=section.max_length)
+    held_out, _ = encode_preferences(
+        tokenizer, records.held_out[: section.eval_examples], max_length=section.max_length
+    )
     steps = stage_steps(section, len(train))
     torch.manual_seed(config.seed * 1_000_003 + dist.world().rank)
     choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora)
     engine = build_scorer(source, choice, pad_id=own_pad(tokenizer))
-    loss = loss_of(section.centering)
+    loss = loss_of(section.centering, use_margin=section.use_margin)
+    cut = {"budget": section.micro_batch_tokens, "pad_id": tokenizer.pad_id}
     with open_watchers(config, "reward", folder, steps) as watchers, StageRun(
         folder, section, steps, {"reward": engine}, watchers=watchers
     ) as stage:
         for step in range(stage.restore() + 1, steps + 1):
             indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
-            batches, _ = micro_batches(train, indices, section, tokenizer.pad_id)
+            batches, _ = micro_batches([train[i] for i in indices], **cut)
             with stage.phase("train"):
                 update = engine.update(batches, loss, len(indices))
             stage.tokens += sum(len(train[i].chosen) + len(train[i].rejected) for i in indices)
@@ -60,17 +64,17 @@ def run(config: RunConfig, folder: Path) -> None:
             figures = {"loss": update.loss, **means, "lr": update.lr, "grad_norm": update.grad_norm}
             if stage.evaluates(step) and held_out:
                 with stage.phase("evaluate"):
-                    found = accuracies(score_pairs(engine, held_out, section, tokenizer.pad_id))
+                    found = accuracies(score_pairs(engine, held_out, **cut))
                 figures["eval_accuracy"] = float(found["eval_accuracy"])  # type: ignore[arg-type]
                 stage.note_best("eval_accuracy", figures["eval_accuracy"], higher=True)
             stage.log(step, figures)
             stage.save(step)
         with stage.phase("evaluate"):
-            shares = accuracies(score_pairs(engine, held_out, section, tokenizer.pad_id))
-            level = reference_level(engine, train, section, tokenizer.pad_id)
+            shares = accuracies(score_pairs(engine, held_out, **cut))
+            level = reference_level(score_pairs(engine, train[:REFERENCE_ANSWERS], **cut))
         with stage.phase("export"):
             export_scorer(engine, source, tokenizer, folder / "model", extra=level)
-        stage.finish({**shares, **level, "skipped": {**records.skipped, "prompt too long": dropped}})
+        stage.finish({**shares, **level, "skipped": {**records.skipped, **notes}})
 
 
 def starting_point(config: RunConfig, run_dir: Path) -> ModelSource:
@@ -87,22 +91,22 @@ def own_pad(tokenizer: ChatTokenizer) -> int | None:
     return None if tokenizer.pad_id in tokenizer.end_ids else tokenizer.pad_id
 
 
-def loss_of(centering: float):  # type: ignore[no-untyped-def]
+def loss_of(centering: float, *, use_margin: bool) -> LossFn[PairBatch]:
     """The summed loss of a micro-batch, and how many pairs it ranks right, by what margin."""
 
     def loss(module: nn.Module, batch: PairBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
-        scores = last_scores(module(batch.input_ids), batch.lengths)
-        chosen, rejected = scores[: len(batch.margins)], scores[len(batch.margins) : 2 * len(batch.margins)]
-        if not len(batch.margins):  # a rank with nothing to do still takes part in the collectives
-            return scores.sum() * 0.0, {"accuracy": 0.0, "margin": 0.0}
-        total = bradley_terry_loss(chosen, rejected, batch.margins, centering=centering)
+        scores, count = last_scores(module(batch.input_ids), batch.lengths), len(batch.margins)
+        chosen, rejected = scores[:count], scores[count : 2 * count]
+        margins = batch.margins if use_margin else torch.zeros_like(batch.margins)
         difference = (chosen - rejected).detach()
+        # A batch of no pairs still takes part in the collectives, so its loss must hang on the scores.
+        total = bradley_terry_loss(chosen, rejected, margins, centering=centering) + 0.0 * scores.sum()
         return total, {"accuracy": (difference > 0).sum(), "margin": difference.sum()}
 
     return loss
 
 
-def reference_level(engine: Engine, pairs: list[Pair], section: RewardSection, pad_id: int) -> dict[str, float]:
+def reference_level(scored: list[Scored]) -> dict[str, float]:
     """Mean and deviation of the scores of good answers; PPO subtracts the mean (Huang et al., 2024, arXiv:2403.17031)."""
-    scores = [s.chosen for s in score_pairs(engine, pairs[:REFERENCE_ANSWERS], section, pad_id)]
+    scores = [each.chosen for each in scored]
     return {"reward_mean": statistics.fmean(scores), "reward_std": statistics.pstdev(scores)}

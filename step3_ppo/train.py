@@ -10,7 +10,7 @@ import torch
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
-from pipeline.errors import UserError
+from pipeline.data.encode import encode_prompts
 from pipeline.models import export_policy
 from pipeline.run import StageRun
 from pipeline.stage import evaluation_prompts, require_context, sampling, stage_records, stage_steps
@@ -107,7 +107,7 @@ def run(config: RunConfig, folder: Path) -> None:
     sources = find(config, folder.parent)
     needed = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     require_context(sources.actor, needed, "rollout.max_prompt_tokens + rollout.max_new_tokens")
-    prompts, too_long, skipped = load_prompts(config, sources)
+    prompts, skipped = load_prompts(config, sources)
     torch.manual_seed(config.seed * 1_000_003 + dist.world().rank)
     ppo = Ppo(config, folder, sources, prompts)
     examiner = Examiner(
@@ -148,7 +148,7 @@ def run(config: RunConfig, folder: Path) -> None:
                 figures |= evaluated(stage, lambda: examiner.examine(ppo.models)).figures
             stage.log(step, figures)
             stage.save(step)
-        finish(ppo, sources, examiner, stage, {"prompts too long": too_long, **skipped})
+        finish(ppo, sources, examiner, stage, skipped)
 
 
 def evaluated(stage: StageRun, examine: Callable[[], HeldOut]) -> HeldOut:
@@ -184,16 +184,11 @@ def finish(ppo: Ppo, sources: Sources, examiner: Examiner, stage: StageRun, skip
     )
 
 
-def load_prompts(config: RunConfig, sources: Sources) -> tuple[list[list[int]], int, dict[str, int]]:
-    """The training prompts as tokens; those longer than `rollout.max_prompt_tokens` are left out and counted."""
+def load_prompts(config: RunConfig, sources: Sources) -> tuple[list[list[int]], dict[str, int]]:
+    """The training prompts as tokens, and what was left out, by reason."""
     records = stage_records(config, "ppo")
-    encoded = [sources.tokenizer.encode_prompt(prompt.messages) for prompt in records.train]
-    fitting = [ids for ids in encoded if len(ids) <= config.rollout.max_prompt_tokens]
-    if not fitting:
-        raise UserError(
-            f"all {len(encoded)} prompts are longer than rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}; raise it"
-        )
-    return fitting, len(encoded) - len(fitting), records.skipped
+    items, notes = encode_prompts(sources.tokenizer, records.train, max_tokens=config.rollout.max_prompt_tokens)
+    return [item.ids.tolist() for item in items], {**records.skipped, **notes}
 
 
 def warn_of_gap(gap: float) -> None:

@@ -65,7 +65,8 @@ class Scorer(nn.Module):
         hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         head = cast(nn.Linear, self.model.score)
         # fp32: a bf16 score has three digits, too few for the difference of two.
-        return F.linear(hidden.float(), head.weight.float()).squeeze(-1)
+        values = F.linear(hidden.float(), head.weight.float())
+        return values.squeeze(-1).clone()  # FSDP2 hooks on the output: it must not be a view
 
 
 def _inputs(input_ids: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> dict[str, Tensor]:
