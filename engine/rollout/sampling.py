@@ -1,0 +1,132 @@
+"""Sampling: one token a row from logits, and its log-probability.
+
+Pure functions of tensors. A sequence has a random stream of its own: the number drawn for its n-th token is a hash of
+(seed, stream, n), a counter-based generator in the sense of Salmon et al., 2011 ("Parallel random numbers: as easy as
+1, 2, 3"). So a sampled token depends on the seed, the stream, the position and the logits only, never on the batch
+around it, and all devices draw the same numbers.
+
+Tokens come from the inverse of the cumulative distribution: one uniform number a row instead of noise over the whole
+vocabulary. Left out: min-p, repetition penalty, stop strings.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn.
+
+    `temperature` 0 takes the likeliest token; `top_k` 0 and `top_p` 1 filter nothing. An answer ends with the first of
+    `end_ids` (included) or after `max_new_tokens`; no end token is drawn before `min_new_tokens` tokens stand.
+    `pad_id` fills rows up; it may be one of `end_ids`, no mask is ever made from ids.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    end_ids: tuple[int, ...] = ()
+    pad_id: int = 0
+    seed: int = 0
+    min_new_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or a positive number, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(f"min_new_tokens must be between 0 and {self.max_new_tokens}, not {self.min_new_tokens}")
+
+
+def uniforms(seed: int, streams: Tensor, position: int | Tensor) -> Tensor:
+    """Numbers in [0, 1), fp32, the same on every device.
+
+    `streams` is int64 of any shape; `position` is a number or an int64 tensor that broadcasts against it, as the result
+    does: streams (B, 1) and positions (1, T) give (B, T).
+    """
+    state = _mix(_mix(torch.full_like(streams, _as_int64(seed))) + streams)
+    bits = _mix(state + position)
+    return _shift_right(bits, 40).to(torch.float32) * 2.0**-24  # the top 24 bits: exact in fp32
+
+
+def sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token a row: logits (B, V), uniforms (B,) -> tokens (B,) int64, log-probabilities (B,) fp32.
+
+    The log-probability is that under the distribution the token was drawn from: temperature applied, filtered tokens
+    gone, the rest normalised. Greedy tokens carry the one of the plain distribution (temperature 1).
+    A token of probability zero is never drawn. Rows with NaN give NaN log-probabilities.
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        tokens = logits.argmax(-1)
+        chosen = logits.gather(-1, tokens[:, None])[:, 0]
+        return tokens, chosen - logits.logsumexp(-1)
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    if sampling.top_k == 0 and sampling.top_p == 1:
+        return _invert(logits.softmax(-1), uniforms)
+    ranked, tokens = _ranked(logits, sampling.top_k)
+    probabilities = ranked.softmax(-1)
+    if sampling.top_p < 1:
+        before = probabilities.cumsum(-1) - probabilities  # mass of all likelier tokens
+        before[:, 0] = 0  # the likeliest stays, whatever the rounding
+        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0)
+    places, logprobs = _invert(probabilities, uniforms)
+    return tokens.gather(-1, places[:, None])[:, 0], logprobs
+
+
+def forbid(logits: Tensor, ids: tuple[int, ...]) -> Tensor:
+    """Logits (B, V) without the tokens `ids`; in place."""
+    logits[:, list(ids)] = float("-inf")
+    return logits
+
+
+def _ranked(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The `top_k` largest logits of each row (0: all) in falling order, and their tokens: both (B, K)."""
+    if 0 < top_k < logits.shape[-1]:
+        return torch.topk(logits, top_k, dim=-1)
+    return torch.sort(logits, dim=-1, descending=True, stable=True)
+
+
+def _invert(probabilities: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Invert the cumulative sum of weights (B, V) at uniforms (B,): places (B,), log-probabilities (B,).
+
+    The place found is the first whose cumulative sum exceeds u times the total, so it carries weight. A sum that runs
+    in parallel, as on a GPU, may round such that this fails in the last bit; the heaviest place stands in then.
+    """
+    cumulative = probabilities.cumsum(-1)
+    total = cumulative[:, -1:]
+    places = torch.searchsorted(cumulative, uniforms[:, None].to(cumulative.dtype) * total, right=True)
+    places = places.clamp_(max=probabilities.shape[-1] - 1)
+    weights = probabilities.gather(-1, places)
+    if weights.device.type != "cpu" or not bool((weights > 0).all()):  # asking a GPU would wait for it
+        places = torch.where(weights > 0, places, probabilities.argmax(-1, keepdim=True))
+        weights = probabilities.gather(-1, places)
+    return places[:, 0], (weights / total).log()[:, 0]
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 64-bit integers in which every bit of the input moves half of the output's (splitmix64: Steele,
+    Lea & Flood, 2014; the constants are its). Products wrap around, as they do in every int64 tensor."""
+    x = x + _as_int64(0x9E3779B97F4A7C15)
+    x = (x ^ _shift_right(x, 30)) * _as_int64(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _as_int64(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift as an unsigned number: int64's own shift would drag the sign along."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _as_int64(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

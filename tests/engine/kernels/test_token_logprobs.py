@@ -1,0 +1,148 @@
+"""token_logprobs against float64 autograd, with its own upstream gradient for every token and both outputs."""
+
+import importlib
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import token_logprobs
+
+kernel = importlib.import_module("engine.kernels.token_logprobs")
+
+Leaves = tuple[Tensor, Tensor, Tensor | None]
+
+
+def make(tokens: int, vocabulary: int, width: int, *, bias: bool = False, dtype: torch.dtype = torch.float32) -> Leaves:
+    torch.manual_seed(tokens + vocabulary)
+    hidden = torch.randn(tokens, width).to(dtype).requires_grad_()
+    weight = (2 * torch.randn(vocabulary, width) / width**0.5).to(dtype).requires_grad_()
+    return hidden, weight, torch.randn(vocabulary).to(dtype).requires_grad_() if bias else None
+
+
+def in_float64(
+    leaves: Leaves, targets: Tensor, temperature: float, softcap: float | None
+) -> tuple[Leaves, Tensor, Tensor]:
+    """The definition, whole logits at once: fresh leaves, log-probabilities, entropies."""
+    hidden, weight, bias = (None if x is None else x.detach().double().requires_grad_() for x in leaves)
+    assert hidden is not None and weight is not None
+    z = hidden @ weight.T
+    if bias is not None:
+        z = z + bias
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    logp = torch.log_softmax(z / temperature, -1)
+    return (hidden, weight, bias), logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def close(ours: Tensor, exact: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(ours.double(), exact, atol=tolerance * exact.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_values_and_gradients_match_float64(
+    monkeypatch: pytest.MonkeyPatch, blocks: int, bias: bool, softcap: float | None
+) -> None:
+    tokens, vocabulary = 37, 101
+    monkeypatch.setattr(kernel, "SMALLEST_BLOCK", 1)
+    monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", {"cpu": tokens * -(-vocabulary // blocks)})
+    leaves = make(tokens, vocabulary, 13, bias=bias)
+    targets = torch.randint(vocabulary, (tokens,))
+    targets[:2] = torch.tensor([0, vocabulary - 1])
+    upstream = torch.randn(2, tokens)
+
+    logprobs, entropy = token_logprobs(leaves[0], leaves[1], targets, 0.7, leaves[2], softcap)
+    torch.autograd.backward([logprobs, entropy], [upstream[0], upstream[1]])
+    exact, exact_logprobs, exact_entropy = in_float64(leaves, targets, 0.7, softcap)
+    torch.autograd.backward([exact_logprobs, exact_entropy], [upstream[0].double(), upstream[1].double()])
+
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    close(logprobs, exact_logprobs.detach(), 1e-6)
+    close(entropy, exact_entropy.detach(), 1e-6)
+    for mine, theirs in zip(leaves, exact, strict=True):
+        if mine is not None and theirs is not None:
+            assert mine.grad is not None and theirs.grad is not None
+            close(mine.grad, theirs.grad, 1e-5)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_output_alone_gives_its_own_gradient(which: int) -> None:
+    leaves = make(11, 29, 8)
+    targets, upstream = torch.randint(29, (11,)), torch.randn(11)
+    token_logprobs(leaves[0], leaves[1], targets)[which].backward(upstream)
+    exact, *outputs = in_float64(leaves, targets, 1.0, None)
+    outputs[which].backward(upstream.double())
+    for mine, theirs in zip(leaves[:2], exact[:2], strict=True):
+        assert mine is not None and theirs is not None and mine.grad is not None and theirs.grad is not None
+        close(mine.grad, theirs.grad, 1e-5)
+
+
+def test_bf16_keeps_its_logits_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding logits to bf16 errs by about 1e-2; fp32 accumulation of bf16 inputs by about 1e-6."""
+    monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", {"cpu": 64 * 300})
+    leaves = make(64, 1000, 96, dtype=torch.bfloat16)
+    targets, upstream = torch.randint(1000, (64,)), torch.randn(64)
+    logprobs, entropy = token_logprobs(leaves[0], leaves[1], targets)
+    torch.autograd.backward([logprobs, entropy], [upstream, upstream])
+    exact, exact_logprobs, exact_entropy = in_float64(leaves, targets, 1.0, None)
+    torch.autograd.backward([exact_logprobs, exact_entropy], [upstream.double()] * 2)
+    close(logprobs, exact_logprobs.detach(), 1e-5)
+    close(entropy, exact_entropy.detach(), 1e-5)
+    for mine, theirs in zip(leaves[:2], exact[:2], strict=True):
+        assert mine is not None and theirs is not None and mine.grad is not None and theirs.grad is not None
+        assert mine.grad.dtype == torch.bfloat16
+        close(mine.grad, theirs.grad, 8e-3)  # bf16 has 8 bits
+    assert torch.backends.mkldnn.matmul.fp32_precision != "bf16", "the setting was not put back"
+
+
+def test_frozen_head_gets_no_gradient() -> None:
+    hidden, weight, _ = make(5, 17, 4)
+    token_logprobs(hidden, weight.detach(), torch.arange(5))[0].sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+def test_no_more_than_a_block_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+    product = kernel._product
+
+    def watched(a: Tensor, b: Tensor) -> Tensor:
+        result = product(a, b)
+        if a.shape == (64, 8):  # hidden x head, forward and again in backward
+            widths.append(result.shape[1])
+        return result
+
+    monkeypatch.setattr(kernel, "_product", watched)
+    monkeypatch.setattr(kernel, "SMALLEST_BLOCK", 1)
+    monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", {"cpu": 64 * 100})
+    hidden, weight, _ = make(64, 1050, 8)
+    logprobs, _ = token_logprobs(hidden, weight, torch.randint(1050, (64,)))
+    kept = [t for t in logprobs.grad_fn.saved_tensors if t is not None and t.dtype == torch.float32]  # type: ignore[union-attr]
+    assert max(t.numel() for t in kept) == weight.numel(), "something as large as the logits is kept for backward"
+    logprobs.sum().backward()
+    assert len(widths) == 22 and max(widths) <= 100 and sum(widths) == 2 * 1050
+
+
+def test_real_sizes_are_cut() -> None:
+    blocks = kernel._blocks(torch.empty(2048, 1), torch.empty(50272, 1))
+    assert blocks[0][0] == 0 and blocks[-1][1] == 50272
+    assert all(a[1] == b[0] for a, b in pairwise(blocks))
+    assert max(end - start for start, end in blocks) * 2048 <= kernel.BLOCK_ELEMENTS["cpu"]
+    assert len(kernel._blocks(torch.empty(100, 1), torch.empty(1500, 1))) == 1
+
+
+def test_no_tokens() -> None:
+    hidden, weight, _ = make(0, 7, 3)
+    logprobs, entropy = token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long))
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logprobs.shape == (0,) and weight.grad is not None and not weight.grad.any()
+
+
+def test_bad_arguments_are_named() -> None:
+    hidden, weight, _ = make(3, 7, 2)
+    with pytest.raises(ValueError, match="do not fit"):
+        token_logprobs(hidden, weight, torch.zeros(4, dtype=torch.long))
+    with pytest.raises(ValueError, match="temperature"):
+        token_logprobs(hidden, weight, torch.zeros(3, dtype=torch.long), temperature=0.0)

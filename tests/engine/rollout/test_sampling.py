@@ -1,0 +1,164 @@
+"""Sampling: the numbers drawn, the distribution they are turned into, and its log-probabilities."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.rollout.sampling import Sampling, forbid, sample, uniforms
+
+ONE = Sampling(max_new_tokens=1)
+
+
+def splitmix(x: int) -> int:
+    """splitmix64's output function on unsigned Python integers."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+    return x ^ (x >> 31)
+
+
+def test_the_hash_is_splitmix64() -> None:
+    """The first output of splitmix64 seeded with 1234567 is published with the algorithm."""
+    assert splitmix(1234567) == 6457827717110365317
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**62 + 12345, -3])
+def test_uniforms_equal_unsigned_arithmetic(seed: int) -> None:
+    streams = torch.tensor([0, 1, 5, 2**40, -1])
+    for position in (0, 1, 1000):
+        expected = []
+        for stream in streams.tolist():
+            state = splitmix((splitmix(seed % 2**64) + stream) % 2**64)
+            expected.append((splitmix((state + position) % 2**64) >> 40) / 2**24)
+        assert uniforms(seed, streams, position).tolist() == expected
+
+
+def test_uniforms_of_a_table_equal_those_of_its_cells() -> None:
+    streams = torch.arange(5)
+    table = uniforms(3, streams[:, None], torch.arange(4))
+    assert table.shape == (5, 4)
+    for position in range(4):
+        assert torch.equal(table[:, position], uniforms(3, streams, position))
+
+
+def test_uniforms_are_even_and_unrelated() -> None:
+    """Neighbouring seeds, streams and positions: flat histogram, no correlation (5 sigma)."""
+    table = torch.stack([uniforms(seed, torch.arange(100)[:, None], torch.arange(100)) for seed in range(10)])
+    assert table.min() >= 0 and table.max() < 1
+    counts = torch.histc(table, bins=64, min=0, max=1)
+    assert chi_square(counts, torch.full((64,), 1 / 64)) < 63 + 5 * math.sqrt(2 * 63)
+    for first, second in ((table[1:], table[:-1]), (table[:, 1:], table[:, :-1]), (table[:, :, 1:], table[:, :, :-1])):
+        pair = torch.stack([first.flatten(), second.flatten()])
+        assert abs(torch.corrcoef(pair)[0, 1].item()) < 5 / math.sqrt(pair.shape[1])
+
+
+def chi_square(counts: Tensor, probabilities: Tensor) -> float:
+    expected = probabilities.double() * counts.sum()
+    return ((counts - expected) ** 2 / expected).sum().item()
+
+
+def draws(logits: Tensor, sampling: Sampling, count: int = 40000) -> tuple[Tensor, Tensor]:
+    rows = logits.expand(count, -1)
+    return sample(rows, sampling, uniforms(sampling.seed, torch.arange(count), 0))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.7, 0, 1.0), (1.0, 5, 1.0), (0.8, 0, 0.7), (1.3, 9, 0.8)],
+)
+def test_tokens_follow_the_filtered_softmax(temperature: float, top_k: int, top_p: float) -> None:
+    torch.manual_seed(1)
+    logits = 1.5 * torch.randn(20)
+    expected = filtered(logits, temperature, top_k, top_p)
+    tokens, logprobs = draws(logits, Sampling(1, temperature=temperature, top_k=top_k, top_p=top_p, seed=11))
+    kept = expected > 0
+    counts = torch.bincount(tokens, minlength=20)
+    assert counts[~kept].sum() == 0
+    freedom = int(kept.sum()) - 1
+    assert chi_square(counts[kept], expected[kept]) < freedom + 5 * math.sqrt(2 * freedom)
+    torch.testing.assert_close(logprobs.double(), expected.log()[tokens], atol=2e-6, rtol=0)
+
+
+def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """The distribution by definition, float64, token by token."""
+    scaled = (logits.double() / temperature).tolist()
+    order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
+    order = order[:top_k] if top_k else order
+    total = sum(math.exp(scaled[i]) for i in order)
+    kept, mass = [], 0.0
+    for token in order:
+        if mass >= top_p:
+            break
+        kept.append(token)
+        mass += math.exp(scaled[token]) / total
+    result = torch.zeros(len(scaled), dtype=torch.float64)
+    for token in kept:
+        result[token] = math.exp(scaled[token]) / total / mass
+    return result
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    """At both ends of [0, 1) and in the middle, whatever the zeros around."""
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, -torch.inf, 0.0, -torch.inf]]).expand(5, -1)
+    tokens, logprobs = sample(logits, ONE, torch.tensor([0.0, 0.49999, 0.5, 0.99, 1 - 2**-24]))
+    assert tokens.tolist() == [1, 1, 4, 4, 4]
+    torch.testing.assert_close(logprobs, torch.full((5,), math.log(0.5)))
+
+
+def test_the_last_uniform_stays_inside_for_any_total() -> None:
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(2000, 37)
+    logits[:, 30:] = -torch.inf
+    tokens, _ = sample(logits, ONE, torch.full((2000,), 1 - 2**-24))
+    assert tokens.max() < 30
+
+
+def test_greedy_takes_the_likeliest_with_its_plain_logprob() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 50)
+    tokens, logprobs = sample(logits, Sampling(1, temperature=0), torch.rand(6))
+    assert torch.equal(tokens, logits.argmax(-1))
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).amax(-1))
+
+
+def test_a_small_top_p_leaves_the_likeliest() -> None:
+    tokens, logprobs = draws(torch.tensor([0.0, 5.0, 1.0]), Sampling(1, top_p=1e-6), count=100)
+    assert set(tokens.tolist()) == {1} and logprobs.abs().max() < 1e-6
+
+
+def test_sixteen_bit_logits_are_sampled_in_fp32() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(1, 500).bfloat16()
+    tokens, logprobs = draws(logits, ONE, count=50)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), logits.double().log_softmax(-1)[0, tokens], atol=1e-5, rtol=0)
+
+
+def test_forbidden_tokens_are_gone() -> None:
+    tokens, _ = sample(forbid(torch.zeros(4, 3), (0, 2)), ONE, torch.tensor([0.0, 0.3, 0.6, 0.99]))
+    assert tokens.tolist() == [1, 1, 1, 1]
+
+
+def test_logits_that_are_no_numbers_show_in_the_logprob() -> None:
+    for sampling in (ONE, Sampling(1, temperature=0), Sampling(1, top_k=2)):
+        _, logprobs = sample(torch.full((2, 4), torch.nan), sampling, torch.tensor([0.1, 0.9]))
+        assert logprobs.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("temperature", -1.0),
+        ("temperature", math.nan),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_new_tokens", 5),
+    ],
+)
+def test_bad_settings_are_named(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=key):
+        Sampling(**({"max_new_tokens": 4} | {key: value}))  # type: ignore[arg-type]
