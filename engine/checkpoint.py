@@ -1,4 +1,4 @@
-"""Sharded training state on disk, through `torch.distributed.checkpoint`: complete or absent, loadable at another world size.
+"""Sharded training state on disk, through `torch.distributed.checkpoint`: whole or absent, loadable at any world size.
 
 A checkpoint is written into `NAME.tmp` and renamed when every rank is done, so a folder without `.tmp` is whole. The
 tensors are copied before `save` returns; the writing itself goes on in the background.
@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -44,10 +44,11 @@ class Checkpointer:
         dist.barrier()
         tensors = {name: _tensors(engine) for name, engine in self.engines.items()}
         writer = dcp.FileSystemWriter(staging, single_file_per_rank=True)
-        self._pending = dcp.async_save(tensors, storage_writer=writer, process_group=dist.host_group())
+        saving = dcp.async_save(tensors, storage_writer=writer, process_group=dist.host_group())
+        self._pending = pending = cast(Future[Any], saving)
         if leads:
             # The coordinator finishes after every rank has written: its metadata file is the last one.
-            self._pending.add_done_callback(lambda done: _commit(done, staging, folder))
+            pending.add_done_callback(lambda done: _commit(done, staging, folder))
 
     def wait(self) -> None:
         """Until the last save is on disk. Raises what went wrong in it."""

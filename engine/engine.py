@@ -39,7 +39,8 @@ class Update:
 class Engine:
     """A module, sharded, with its optimizer. Made by `engine.initialize`.
 
-    `module` is called like the module that went in. `rollout_path` names the submodule that generates text, for `generating`.
+    `module` is called like the module that went in. `rollout_path` names the submodule that generates text, for
+    `generating`.
     """
 
     def __init__(
@@ -134,8 +135,8 @@ class Engine:
     def update(self, micro_batches: Sequence[Batch], loss_fn: "LossFn[Batch]", count: float) -> Update:
         """One optimizer step over this rank's micro-batches; every rank passes as many.
 
-        `loss_fn(module, micro_batch)` returns the loss summed over its items and a dictionary of metrics, summed likewise.
-        `count` is the number of items in the global batch.
+        `loss_fn(module, micro_batch)` returns the loss summed over its items and a dictionary of metrics, summed
+        likewise. `count` is the number of items in the global batch.
         """
         sums: dict[str, float | Tensor] = {}
         total: float | Tensor = 0.0
@@ -168,8 +169,11 @@ class Engine:
 
     @contextmanager
     def generating(self, *, keep: bool = True) -> Iterator[Rollouts]:
-        """The hybrid flip: whole weights in a module without hooks, to generate with. `keep` holds the buffers for next time."""
-        assert self._blueprint is not None and self._rollout_path is not None, "initialize(..., rollout_path=...) to generate"
+        """The hybrid flip: whole weights in a module without hooks, to generate with.
+
+        `keep` holds the buffers for next time.
+        """
+        assert self._blueprint is not None and self._rollout_path is not None, "give rollout_path= to generate"
         zero.release(self.module)
         if self._twin is None:
             dtype = precision.TORCH_DTYPE[self.config.dtype]
@@ -194,7 +198,7 @@ class Engine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within the block the module holds the average instead of the last weights; without averaging nothing changes."""
+        """Within the block the module holds the average, not the last weights; without averaging nothing changes."""
         self._swap_average()
         try:
             yield

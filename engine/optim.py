@@ -1,4 +1,4 @@
-"""AdamW with decoupled decay and the learning rate as a function of the step (Loshchilov & Hutter, 2019, arXiv:1711.05101)."""
+"""AdamW with decoupled decay (Loshchilov & Hutter, 2019, arXiv:1711.05101), and the learning rate by step."""
 
 import math
 
@@ -9,7 +9,7 @@ from engine.config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up to the peak, then the schedule down to the final ratio."""
+    """The rate of optimizer step `step` (from 0): linear warm-up to the peak, then the schedule to the final ratio."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":

@@ -48,9 +48,11 @@ class LossScaler:
         if self.enabled:
             if overflow:
                 self._back_off()
-            elif (self.steps - self.last_overflow - 1) % self.config.window == 0 and self.steps > self.last_overflow + 1:
-                self.budget = self.config.hysteresis
-                self.scale *= 2.0
+            else:
+                good = self.steps - self.last_overflow - 1
+                if good > 0 and good % self.config.window == 0:
+                    self.budget = self.config.hysteresis
+                    self.scale *= 2.0
         self.steps += 1
 
     def _back_off(self) -> None:

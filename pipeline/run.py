@@ -266,6 +266,4 @@ def _drop_halves(folder: Path) -> None:
 
 def _plain(value: float) -> float | int | None:
     """JSON has no NaN."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value
+    return value if math.isfinite(value) else None

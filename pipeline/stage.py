@@ -1,4 +1,4 @@
-"""What every stage does at its edge: turn the configuration into plain values for the engine, find its inputs, answer held-out prompts."""
+"""What every stage does at its edge: plain values for the engine, the stage's inputs, answers to held-out prompts."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def optimizer_config(section: StageSection, *, steps: int, lr: float | None = No
     return OptimizerConfig(
         lr=section.lr if lr is None else lr,
         total_steps=steps,
-        warmup_steps=int(round(section.warmup * steps)),
+        warmup_steps=round(section.warmup * steps),
         schedule=section.schedule,
         final_lr_ratio=section.final_lr_ratio,
         betas=(section.beta1, section.beta2),
@@ -47,7 +47,7 @@ def sampling(rollout: RolloutSection, tokenizer: ChatTokenizer, *, seed: int) ->
 
 
 def run_tokenizer(config: RunConfig, run_dir: Path, given: Path | None = None) -> ChatTokenizer:
-    """The run's one tokenizer: that of a given model, the model's own, or one trained on the run's data. Kept in RUN/tokenizer."""
+    """The run's one tokenizer, kept in RUN/tokenizer: a given model's, the model's own, or one trained on the data."""
     kept = run_dir / "tokenizer"
     if given is not None:
         return load_tokenizer(str(model_folder(given)), chat_template=None)
@@ -119,7 +119,7 @@ def require_context(source: ModelSource, needed: int, keys: str) -> None:
     """Refuse lengths that the model has no positions for."""
     has = context_length(source)
     if has is not None and needed > has:
-        raise UserError(f"{keys} asks for {needed} tokens a sequence, model {source.name} has {has} positions; lower it")
+        raise UserError(f"{keys} asks for {needed} tokens a sequence, {source.name} has {has} positions; lower it")
 
 
 def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prompt]:
@@ -134,7 +134,7 @@ def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prom
 
 
 def answers_of(engine: Engine, tokenizer: ChatTokenizer, prompts: list[Prompt], how: Sampling) -> list[str]:
-    """Answers to prompts, the work spread over ranks; all answers on every rank. The noise belongs to the prompt's place."""
+    """Answers to prompts, all on every rank, the work spread over ranks. The noise belongs to the prompt's place."""
     world = dist.world()
     places = list(range(world.rank, len(prompts), world.size))
     ids = [tokenizer.encode_prompt(prompts[place].messages) for place in places]

@@ -42,9 +42,10 @@ def accuracies(scored: Sequence[Scored]) -> dict[str, float | dict[str, float] |
     longer = [s for s in scored if len(s.pair.chosen) > len(s.pair.rejected)]
     shorter = [s for s in scored if len(s.pair.chosen) < len(s.pair.rejected)]
     sources = sorted({s.pair.source for s in scored})
+    by_source = {name: _share([s for s in scored if s.pair.source == name]) or 0.0 for name in sources}
     return {
         "eval_accuracy": _share(scored),
-        "eval_accuracy_by_source": {name: _share([s for s in scored if s.pair.source == name]) or 0.0 for name in sources},
+        "eval_accuracy_by_source": by_source,
         "eval_accuracy_chosen_longer": _share(longer),
         "eval_accuracy_rejected_longer": _share(shorter),
         "eval_pairs": float(len(scored)),

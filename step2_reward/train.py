@@ -107,6 +107,6 @@ def loss_of(centering: float, *, use_margin: bool) -> LossFn[PairBatch]:
 
 
 def reference_level(scored: list[Scored]) -> dict[str, float]:
-    """Mean and deviation of the scores of good answers; PPO subtracts the mean (Huang et al., 2024, arXiv:2403.17031)."""
+    """Mean and deviation of good answers' scores; PPO subtracts the mean (Huang et al., 2024, arXiv:2403.17031)."""
     scores = [each.chosen for each in scored]
     return {"reward_mean": statistics.fmean(scores), "reward_std": statistics.pstdev(scores)}

@@ -22,7 +22,7 @@ def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def shaped_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
-    """-kl_coef * kl at every token, plus the answer's score (B,) at its last token (Ziegler et al., 2019, equation 2)."""
+    """-kl_coef * kl a token, plus the answer's score (B,) at its last token (Ziegler et al., 2019, equation 2)."""
     rewards = torch.where(mask, -kl_coef * kl, torch.zeros_like(kl))
     last = (mask.sum(1) - 1).clamp(min=0)
     rewards[torch.arange(len(scores), device=scores.device), last] += scores
@@ -65,7 +65,7 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class KlController:
-    """The weight of the KL penalty: fixed, or steered towards `target` nats a sequence (Ziegler et al., 2019, section 2.2)."""
+    """The weight of the KL penalty: fixed, or steered to `target` nats a sequence (Ziegler et al., 2019, sec. 2.2)."""
 
     coef: float
     target: float | None

@@ -16,8 +16,8 @@ TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 SUSPECTS = {
     "dropout": "dropout is on in the actor's forward; set the model's dropout to 0",
     "temperature": "the old log-probabilities were taken at another temperature than rollout.temperature",
-    "padding": "rows next to longer ones score otherwise than alone: this model lets padding leak; use ppo.micro_batch_tokens "
-    "small enough for one row, or another attention (model.attention=eager)",
+    "padding": "rows next to longer ones score otherwise than alone: this model lets padding leak; use "
+    "ppo.micro_batch_tokens small enough for one row, or another attention (model.attention=eager)",
     "dtype": "the precision is too coarse for this model: use engine.dtype=fp32 (or bf16 instead of fp16), or raise "
     "ppo.ratio_tolerance if you accept it",
 }
@@ -26,19 +26,22 @@ SUSPECTS = {
 def check_first_ratio(
     models: Models, rollout: Rollout, deviation: float, *, temperature: float, pad_id: int, tolerance: float | None
 ) -> None:
-    """Stop if the mean |ratio - 1| of the first minibatch exceeds the tolerance. Called before the first update counts."""
+    """Stop if the mean |ratio - 1| of the first minibatch exceeds the tolerance; called before that update counts."""
     limit = TOLERANCE[models.actor.config.dtype] if tolerance is None else tolerance
     if deviation <= limit:
         return
     cause = find_cause(models, rollout, temperature=temperature, pad_id=pad_id)
     raise UserError(
-        f"the first minibatch's ratio is off by {deviation:.2g} on average (at most {limit:.2g} is rounding): the update "
-        f"would be wrong. Likely cause: {cause}. {SUSPECTS[cause]}"
+        f"the first minibatch's ratio is off by {deviation:.2g} on average (at most {limit:.2g} is rounding): the "
+        f"update would be wrong. Likely cause: {cause}. {SUSPECTS[cause]}"
     )
 
 
 def find_cause(models: Models, rollout: Rollout, *, temperature: float, pad_id: int) -> str:
-    """Which of dropout, temperature, padding, dtype moves the first answers' log-probabilities. Every rank does the same work."""
+    """Which of dropout, temperature, padding, dtype moves the first answers' log-probabilities.
+
+    Every rank does the same work.
+    """
     places = list(range(min(4, len(rollout))))
     together = rows(rollout.prompts, rollout.responses, places, pad_id)
 

@@ -1,4 +1,4 @@
-"""Held-out prompts: what the policy answers, what the reward model and the gold scorer say, beside base and SFT model."""
+"""Held-out prompts: what the policy answers, what reward model and gold scorer say, beside base and SFT model."""
 
 import statistics
 from collections.abc import Mapping, Sequence

@@ -17,7 +17,7 @@ def log_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
 def policy_loss(
     logprobs: Tensor, old: Tensor, advantages: Tensor, *, clip: float, dual_clip: float | None
 ) -> tuple[Tensor, Sums]:
-    """sum of max(-A r, -A clip(r, 1 - clip, 1 + clip)); for A < 0 at most -A * dual_clip (Ye et al., 2020, equation 5)."""
+    """sum of max(-A r, -A clip(r, 1 - clip, 1 + clip)); for A < 0 at most -A * dual_clip (Ye et al., 2020, eq. 5)."""
     logs = log_ratio(logprobs, old)
     ratio = logs.exp()
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip, 1.0 + clip)

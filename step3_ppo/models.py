@@ -50,13 +50,17 @@ class Sources:
 
 
 def find(config: RunConfig, run_dir: Path) -> Sources:
-    """The models that `actor=` and `reward=` name, or this run's. Raises UserError where one is missing or of another kind."""
+    """The models that `actor=` and `reward=` name, or this run's.
+
+    Raises UserError where one is missing or of another kind.
+    """
     actor_folder = Path(config.actor) if config.actor else run_dir / "sft"
     reward_folder = Path(config.reward_path) if config.reward_path else run_dir / "reward"
     for folder, stage, key in ((actor_folder, "sft", "actor"), (reward_folder, "reward", "reward")):
         if not folder.exists():
             raise UserError(f"ppo needs a model in {folder}: run stage={stage} first, or give {key}=FOLDER")
-    actor, reward = stage_source(config, actor_folder), resolve(config.reward_model or config.model, config.seed, folder=reward_folder)
+    actor = stage_source(config, actor_folder)
+    reward = resolve(config.reward_model or config.model, config.seed, folder=reward_folder)
     check_kind(actor, wanted="ForCausalLM")
     check_kind(reward, wanted="ForSequenceClassification")
     tokenizer = load_tokenizer(str(model_folder(actor_folder)), chat_template=None)

@@ -1,7 +1,8 @@
 """Rollouts: answers drawn from the policy, and what the four models say of them.
 
 B sequences of a global batch, R the longest response, T the longest sequence. Every rank holds the whole rollout (some
-MB), so that any rank can train on any row and whitening needs no collective; generating and scoring are spread over ranks.
+MB), so that any rank can train on any row and whitening needs no collective; generating and scoring are spread over
+ranks.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,8 @@ class Rollout:
 
     scores (B,) fp32: the reward model's, its mean over reference answers subtracted. logprobs, reference, values,
     generator (B, R) fp32, zero outside response_mask (B, R): log-probabilities under the policy that drew them (by the
-    trainer's own forward), under the reference, the critic's values before each token, and the generator's own log-probabilities.
+    trainer's own forward), under the reference, the critic's values before each token, and the generator's own
+    log-probabilities.
     """
 
     prompts: list[list[int]]
@@ -63,8 +65,10 @@ class Rollout:
         return sum(len(self.responses[i]) for i in chosen)
 
 
-def generate(models: Models, prompts: list[list[int]], sampling: Sampling, *, first_stream: int, batch_size: int) -> list[Generation]:
-    """One answer a prompt, the work spread over ranks; all answers on every rank. The noise belongs to the prompt's place."""
+def generate(
+    models: Models, prompts: list[list[int]], sampling: Sampling, *, first_stream: int, batch_size: int
+) -> list[Generation]:
+    """One answer a prompt, all on every rank, the work spread over ranks. The noise belongs to the prompt's place."""
     world = dist.world()
     places = list(range(world.rank, len(prompts), world.size))
     with models.actor.generating() as rollouts:

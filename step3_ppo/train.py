@@ -71,7 +71,11 @@ class Ppo:
         for epoch in range(ppo.update_epochs):
             shuffle = (self.config.seed * 1_000_003 + step) * 1_009 + epoch
             for minibatch in minibatches(
-                rollout, parts=ppo.minibatches, seed=shuffle, pad_id=self.tokenizer.pad_id, budget=ppo.micro_batch_tokens
+                rollout,
+                parts=ppo.minibatches,
+                seed=shuffle,
+                pad_id=self.tokenizer.pad_id,
+                budget=ppo.micro_batch_tokens,
             ):
                 figures: dict[str, float] = {}
                 if step > ppo.critic_warmup:

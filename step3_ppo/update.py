@@ -62,7 +62,7 @@ def minibatches(rollout: Rollout, *, parts: int, seed: int, pad_id: int, budget:
 def update_policy(
     models: Models, minibatch: Minibatch, rollout: Rollout, targets: Targets, ppo: PpoSection, temperature: float
 ) -> tuple[Update, float]:
-    """One step of the actor; metrics are sums over the minibatch's tokens. Also the largest |ratio - 1| of all of them."""
+    """One step of the actor; metrics are sums over the minibatch's tokens. Also the largest |ratio - 1| of them all."""
     largest = torch.zeros((), device=rollout.logprobs.device)
 
     def loss(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:

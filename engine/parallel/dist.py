@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -156,7 +156,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor on every rank. Where the local part is whole it is returned itself, not a copy."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return local(tensor) if is_whole(tensor) else cast(Tensor, tensor.full_tensor())
+    return local(tensor) if is_whole(tensor) else tensor.full_tensor()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Models as the stages use them: where they come from, the two modules that are trained, their engines, their export."""
+"""Models as the stages use them: where they come from, the two modules trained, their engines, their export."""
 
 from pipeline.models.build import EngineChoice, build_policy, build_scorer
 from pipeline.models.export import export_policy, export_scorer

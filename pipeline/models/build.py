@@ -1,7 +1,7 @@
 """From a model source to an engine: built on the meta device, sharded, filled shard by shard."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.pytorch_utils import Conv1D
 
 from engine import Engine, EngineConfig, LossScale, OptimizerConfig
 from engine.loading import SafetensorsFolder, copy_rows, draw_parameters, read_parameters
@@ -117,7 +118,10 @@ def without_dropout(config: PretrainedConfig, rate: float) -> PretrainedConfig:
 
 def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
     config = PeftLora(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=_targets(model, lora.targets)
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes a float as well
+        lora_dropout=lora.dropout,
+        target_modules=_targets(model, lora.targets),
     )
     model.requires_grad_(False)
     try:
@@ -135,7 +139,7 @@ def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | st
     if targets != "all-linear":
         return targets
     head = model.get_output_embeddings()
-    kinds = (nn.Linear, *(c for c in [_conv1d()] if c))
+    kinds = (nn.Linear, Conv1D)
     return [
         name
         for name, module in model.named_modules()
@@ -143,18 +147,13 @@ def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | st
     ]
 
 
-def _conv1d() -> type[nn.Module]:
-    from transformers.pytorch_utils import Conv1D
-
-    return Conv1D
-
-
 @torch.no_grad()
 def _fill(module: nn.Module, prefix: str, model: PreTrainedModel, source: ModelSource, choice: EngineChoice) -> None:
     """Give every parameter its value. `prefix` is what our module puts before the model's own names."""
     parameters = dict(module.named_parameters())
     adapters = [name for name in parameters if ".lora_" in name]
-    plain = {name: name.removeprefix(prefix).replace(".base_layer.", ".") for name in parameters if name not in adapters}
+    own = [name for name in parameters if name not in adapters]
+    plain = {name: name.removeprefix(prefix).replace(".base_layer.", ".") for name in own}
     draw: list[str] = list(adapters)
     if source.folder is None:
         draw += list(plain)
@@ -191,9 +190,13 @@ def _read_through_transformers(
     parameters: Mapping[str, nn.Parameter], plain: Mapping[str, str], model: PreTrainedModel, source: ModelSource
 ) -> list[str]:
     """For files whose names transformers converts on the way in (fused experts, old layouts): whole, on the host."""
-    auto = AutoModelForSequenceClassification if hasattr(model, "score") else AutoModelForCausalLM
+    auto: Any = AutoModelForSequenceClassification if hasattr(model, "score") else AutoModelForCausalLM
     loaded, report = auto.from_pretrained(
-        source.folder, config=source.config, dtype=torch.float32, use_safetensors=True, output_loading_info=True,
+        source.folder,
+        config=source.config,
+        dtype=torch.float32,
+        use_safetensors=True,
+        output_loading_info=True,
         trust_remote_code=source.trust_remote_code,
     )
     missing = {name for name in report["missing_keys"] if not _is_value_head(name)}
@@ -206,7 +209,7 @@ def _read_through_transformers(
     for name, own in plain.items():
         if own in whole and not _is_value_head(name):
             copy_rows(parameters[name], whole[own])
-    return [name for name in plain if _is_value_head(name) and name.rpartition(".")[0] + ".weight" in report["missing_keys"]]
+    return [name for name, own in plain.items() if _is_value_head(name) and own in report["missing_keys"]]
 
 
 def _is_value_head(name: str) -> bool:
@@ -214,7 +217,7 @@ def _is_value_head(name: str) -> bool:
 
 
 def _initializer(model: PreTrainedModel) -> Callable[[nn.Module, str], None]:
-    """How one module's parameters are drawn: adapters as LoRA says (B zero), a value head narrow, the rest as the family does."""
+    """How one module's parameters are drawn: LoRA's B zero, a value head narrow, the rest as the family does."""
 
     def initialize(module: nn.Module, name: str) -> None:
         if ".lora_B" in name:
@@ -230,7 +233,7 @@ def _initializer(model: PreTrainedModel) -> Callable[[nn.Module, str], None]:
 
 
 @contextmanager
-def adapters_off(engine: Engine):  # type: ignore[no-untyped-def]
+def adapters_off(engine: Engine) -> Iterator[None]:
     """The model under its adapters: the reference of a LoRA policy."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 

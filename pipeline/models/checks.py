@@ -1,7 +1,7 @@
-"""Does this model give the same numbers the fast way as its own forward does? Asked once, before anything is trained."""
+"""Does this model give the same numbers the fast way as by its own forward? Asked once, before anything is trained."""
 
-from dataclasses import dataclass
 import inspect
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class Abilities:
 
 
 def verify(engine: Engine, *, max_length: int) -> Abilities:
-    """Compare head(hidden) with the model's own logits, and packed rows with rows of their own; fall back where they differ.
+    """Compare head(hidden) with the model's own logits, packed rows with separate ones; fall back where they differ.
 
     Collective. Sets `Policy.use_logits` where the head alone is not the whole way to the logits.
     """
@@ -60,7 +60,7 @@ def _packs(policy: Policy, row: Tensor, tolerance: float, max_length: int) -> bo
     documents = torch.cat([torch.zeros(9), torch.ones(7)]).long().to(row.device)[None]
     scored = positions > 0
     packed, _ = policy(row, scored, position_ids=positions, document_ids=documents)
-    apart = torch.cat([policy(part, torch.arange(part.shape[1], device=row.device)[None] > 0)[0] for part in (first, second)])
+    apart = torch.cat([policy(first, scored[:, :9])[0], policy(second, scored[:, 9:])[0]])
     return not _differs(packed, apart, tolerance)
 
 

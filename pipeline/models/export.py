@@ -1,4 +1,4 @@
-"""Hugging Face folders out of a sharded engine: safetensors, config, generation config, tokenizer. No merging tool needed.
+"""Hugging Face folders out of a sharded engine: safetensors, config, generation config, tokenizer.
 
 Parameters are gathered one at a time and written in files of a few GB by rank 0, so no rank holds the whole model. A
 folder appears under its name only when it is complete.

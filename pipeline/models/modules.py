@@ -1,4 +1,4 @@
-"""The two modules that are trained: a language model that scores tokens, and a model that puts a value on every position.
+"""The two modules that are trained: a language model that scores tokens, and a model that values every position.
 
 Sequences start at column 0 and are padded on the right, so causal attention never sees padding and no mask is needed;
 positions count from 0. In packed rows `document_ids` keep documents apart.

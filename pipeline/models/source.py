@@ -88,15 +88,15 @@ def _check_weights(folder: Path) -> None:
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:
         raise UserError(
-            f"{folder} has its weights as {pickles[0]}, a pickle, which can run code when it is opened. Convert it once "
-            "where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), then "
+            f"{folder} has its weights as {pickles[0]}, a pickle, which can run code when it is opened. Convert it "
+            "once where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), then "
             "model.path=NEW_FOLDER"
         )
     raise UserError(f"{folder} has no model.safetensors; is the download complete?")
 
 
 def check_kind(source: ModelSource, *, wanted: str) -> None:
-    """Refuse a reward model where a language model belongs, and the other way round. `wanted` is a class-name ending."""
+    """Refuse a reward model where a language model belongs and the other way round. `wanted` is a class-name ending."""
     architectures = source.config.architectures or []
     if source.folder is not None and architectures and not any(name.endswith(wanted) for name in architectures):
         raise UserError(
