@@ -18,12 +18,16 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one curve. `tone` is its colour class; `sparse` marks values measured now and then."""
+    """Points of one curve. `tone` is its colour class.
+
+    `sparse` marks values measured now and then, which get a dot each; `exact` ones have no noise to smooth.
+    """
 
     label: str
     points: Sequence[Point]
     tone: str
     sparse: bool = False
+    exact: bool = False
 
 
 def figure(title: str, note: Child, description: str, parts: Child, height: float = HEIGHT) -> Markup:

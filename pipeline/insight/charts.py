@@ -4,8 +4,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.insight.canvas import BOTTOM, HEIGHT, LEFT, TOP, WIDTH, Series
-from pipeline.insight.canvas import figure, polyline, scaffold, x_place, y_place
+from pipeline.insight.canvas import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    TOP,
+    WIDTH,
+    Series,
+    figure,
+    polyline,
+    scaffold,
+    x_place,
+    y_place,
+)
 from pipeline.insight.page import Child, Markup, element
 from pipeline.insight.scales import MINUS, Axis, axis, format_number
 
@@ -60,9 +71,7 @@ def path_chart(
     return figure(title, note, f"{title}: {len(path)} evaluations", parts)
 
 
-def scatter_chart(
-    title: str, groups: Sequence[Series], *, x_name: str, y_name: str, note: Child = ""
-) -> Markup | None:
+def scatter_chart(title: str, groups: Sequence[Series], *, x_name: str, y_name: str, note: Child = "") -> Markup | None:
     """Dots of one or more groups, named in a key above them; None when there are none."""
     shown = [one for one in groups if one.points]
     if not shown:
@@ -73,8 +82,14 @@ def scatter_chart(
     parts: list[Child] = [scaffold(across, up, right, x_name, y_name)]
     for one in shown:
         parts += [
-            element("circle", cx=x_place(across, x, right), cy=y_place(up, y), r=3,
-                    class_=f"dot tone-{one.tone}", fill_opacity=0.55)  # fmt: skip
+            element(
+                "circle",
+                cx=x_place(across, x, right),
+                cy=y_place(up, y),
+                r=3,
+                class_=f"dot tone-{one.tone}",
+                fill_opacity=0.55,
+            )
             for x, y in one.points[:MOST_DOTS]
         ]
     place = float(right)
@@ -146,5 +161,3 @@ def meter(share: float, tone: str) -> Markup:
     track = element("rect", x=0, y=0, width=44, height=6, rx=2, class_="track")
     bar = element("rect", x=0, y=0, width=width, height=6, rx=2, class_=f"bar tone-{tone}")
     return element("svg", track, bar, viewBox="0 0 44 6", class_="meter", aria_hidden="true")
-
-

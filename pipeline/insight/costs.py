@@ -11,6 +11,8 @@ from pipeline.insight.readings import MANIFEST, RunReading, StageReading, is_num
 from pipeline.insight.scales import format_bytes, format_number, format_seconds
 
 STAGE_TITLES = {"sft": "SFT", "reward": "Reward", "ppo": "PPO"}
+DEVICE, HOST = "device_bytes", "host_bytes"
+MOST_RANKS = 16
 PPO_PHASES = (
     ("generate_seconds", "generate", "ppo"),
     ("score_seconds", "score", "second"),
@@ -34,10 +36,9 @@ def speed_section(run: RunReading) -> Markup | None:
     if not rows and not found:
         return None
     head = ("Stage", "Steps", "Time", "Tokens", "Tokens per second")
-    return section(
-        "speed", "Speed", "Wall time, over all ranks together.",
-        table(head, rows, numbers=range(1, 5)) if rows else None, grid(found),
-    )  # fmt: skip
+    lead = "Wall time, over all ranks together. Tokens per second leave evaluation, saving and export out."
+    stages = table(head, rows, numbers=range(1, 5)) if rows else None
+    return section("speed", "Speed", lead, stages, grid(found))
 
 
 def _speed_row(stage: StageReading) -> tuple[str, ...]:
@@ -71,17 +72,27 @@ def _phase_chart(stage: StageReading) -> Markup | None:
 
 
 def memory_section(run: RunReading) -> Markup | None:
-    """Peak memory of each rank in each stage."""
-    rows = [
-        (STAGE_TITLES[stage.name], entry.get("rank"), _bytes(entry, "device_bytes"), _bytes(entry, "host_bytes"))
-        for stage in run.stages.values()
-        for entry in map(mapping, _entries(stage))
-    ]
+    """Peak memory of each rank in each stage; of many ranks, the one that needed most."""
+    rows = []
+    for stage in run.stages.values():
+        entries = [mapping(entry) for entry in _entries(stage)]
+        if len(entries) > MOST_RANKS:
+            entries = [max(entries, key=_size)]
+        rows += [
+            (STAGE_TITLES[stage.name], str(entry.get("rank", "")), _bytes(entry, DEVICE), _bytes(entry, HOST))
+            for entry in entries
+        ]
     if not rows:
         return None
-    head = ("Stage", "Rank", "Device", "Host")
     lead = "Peak by rank: what the device's allocator held, and what the process held of the host's memory."
-    return section("memory", "Memory", lead, table(head, [[_text(cell) for cell in row] for row in rows], numbers=(1, 2, 3)))
+    if any(len(_entries(stage)) > MOST_RANKS for stage in run.stages.values()):
+        lead += " Of many ranks the one with the highest peak is shown; summary.json has them all."
+    return section("memory", "Memory", lead, table(("Stage", "Rank", "Device", "Host"), rows, numbers=(1, 2, 3)))
+
+
+def _size(entry: Mapping[str, Any]) -> tuple[float, float]:
+    device, host = entry.get(DEVICE), entry.get(HOST)
+    return device if is_number(device) else 0.0, host if is_number(host) else 0.0
 
 
 def _entries(stage: StageReading) -> list[Any]:
@@ -94,10 +105,6 @@ def _bytes(entry: Mapping[str, Any], key: str) -> str:
     return format_bytes(value) if is_number(value) and value > 0 else "none"
 
 
-def _text(cell: Any) -> str:
-    return "" if cell is None else str(cell)
-
-
 def configuration_section(run: RunReading) -> Markup | None:
     """The resolved configuration of each stage, and the manifest."""
     texts = [(f"{name}/config.yaml", stage.config) for name, stage in run.stages.items() if stage.config]
@@ -106,7 +113,7 @@ def configuration_section(run: RunReading) -> Markup | None:
     if not texts:
         return None
     folded = [element("details", element("summary", title), element("pre", text)) for title, text in texts]
-    lead = "The resolved configuration, as each stage read it. The manifest names what went in and came out by content hash."
+    lead = "The resolved configuration of each stage. The manifest names what went in and came out by content hash."
     return section("configuration", "Configuration", lead, folded)
 
 

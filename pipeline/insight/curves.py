@@ -5,13 +5,27 @@ Pointing at a curve shows the values there; that needs the style sheet only.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from pipeline.insight.canvas import BOTTOM, HEIGHT, LEFT, TOP, WIDTH, Point, Series
-from pipeline.insight.canvas import figure, polyline, scaffold, x_place, y_place
+from pipeline.insight.canvas import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    TOP,
+    WIDTH,
+    Point,
+    Series,
+    figure,
+    polyline,
+    scaffold,
+    x_place,
+    y_place,
+)
 from pipeline.insight.page import Child, Markup, element
 from pipeline.insight.scales import Axis, axis, format_number, running_mean, step_axis
 
 MOST_POINTS = 400
+FEWEST_SMOOTHED = 40
 HOVER_COLUMNS = 40
 LINE_HEIGHT = 13
 
@@ -29,7 +43,7 @@ def line_chart(
     shown = [one for one in series if any(math.isfinite(y) for _, y in one.points)]
     if not shown:
         return None
-    shown = [Series(one.label, _thinned(one.points), one.tone, one.sparse) for one in shown]
+    shown = [replace(one, points=_thinned(one.points)) for one in shown]
     marks = [] if reference is None else [reference]
     across = step_axis(x for one in shown for x, _ in one.points)
     up = axis([y for one in shown for _, y in one.points] + marks, bounds=bounds)
@@ -45,16 +59,13 @@ def line_chart(
 
 
 def _curve(one: Series, across: Axis, up: Axis, right: float) -> list[Markup]:
-    places = [
-        (x_place(across, x, right), y_place(up, y) if math.isfinite(y) else math.nan)
-        for x, y in one.points
-    ]
+    places = [(x_place(across, x, right), y_place(up, y) if math.isfinite(y) else math.nan) for x, y in one.points]
     tone = f"tone-{one.tone}"
     if one.sparse or len(places) < 2:
         kept = [place for place in places if math.isfinite(place[1])]
         dots = [element("circle", cx=x, cy=y, r=3, class_=f"dot {tone}") for x, y in kept]
         return [polyline(kept, f"curve thin {tone}"), *dots]
-    if len(places) < MOST_POINTS / 10:
+    if one.exact or len(places) < FEWEST_SMOOTHED:
         return _pieces(places, f"curve {tone}")
     window = max(3, len(places) // 20) | 1
     smooth = running_mean([y for _, y in places], window)
@@ -77,7 +88,7 @@ def _end_labels(shown: Sequence[Series], across: Axis, up: Axis, right: float) -
     """The last value of each curve at its end, with its name where there are several; moved apart where they touch."""
     wanted = []
     for one in shown:
-        x, y = next((x, y) for x, y in reversed(one.points) if math.isfinite(y))
+        y = next(y for _, y in reversed(one.points) if math.isfinite(y))
         wanted.append((y_place(up, y), one, y))
     wanted.sort(key=lambda item: item[0])
     block = LINE_HEIGHT * (1 if len(shown) == 1 else 2)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipeline.data.tokenizer import ChatTokenizer
 
 GOLD_SOURCE = "demo"
-RESAMPLES = 10_000
+RESAMPLES = 4_000
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _numbers(values: Mapping[str, Any] | None) -> dict[str, float]:
     return {
         str(model): float(value)
         for model, value in (values or {}).items()
-        if isinstance(value, int | float) and math.isfinite(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     }
 
 
@@ -90,7 +90,12 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def answer_prompts(
-    rollouts: "Rollouts", tokenizer: "ChatTokenizer", prompts: Sequence[Prompt], sampling: "Sampling"
+    rollouts: "Rollouts",
+    tokenizer: "ChatTokenizer",
+    prompts: Sequence[Prompt],
+    sampling: "Sampling",
+    *,
+    batch_size: int = 64,
 ) -> list[str]:
     """One answer a prompt, in the order of `prompts`.
 
@@ -99,8 +104,8 @@ def answer_prompts(
     if not prompts:
         return []
     prompt_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
-    generation = rollouts.generate(prompt_ids, sampling, streams=list(range(len(prompts))))
-    return [tokenizer.decode(ids) for ids in generation.answers]
+    generations = rollouts.generate(prompt_ids, sampling, list(range(len(prompts))), batch_size=batch_size)
+    return [tokenizer.decode(generation.token_ids) for generation in generations]
 
 
 def gold_scores(prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float] | None:

@@ -28,9 +28,8 @@ def gaming(path: Sequence[tuple[float, float, float]], noise: float) -> Gaming:
     """
     path = [point for point in path if all(math.isfinite(value) for value in point)]
     if len(path) < 3:
-        return Gaming(
-            "open", "Can't be told.", "Fewer than three evaluations have both scores; a lower ppo.eval_every makes more."
-        )
+        reason = "Fewer than three evaluations have both scores; a lower ppo.eval_every makes more."
+        return Gaming("open", "Can't be told.", reason)
     (_, first_reward, first_gold), (last, last_reward, last_gold) = path[0], path[-1]
     best, reward_then, best_gold = max(path, key=lambda point: point[2])
     rewards = f"{_plain(reward_then)} to {_plain(last_reward)}"
@@ -38,8 +37,8 @@ def gaming(path: Sequence[tuple[float, float, float]], noise: float) -> Gaming:
         return Gaming(
             "bad",
             "Yes.",
-            f"Gold was best at rollout {best:g} ({best_gold:.2f}) and fell to {last_gold:.2f} by rollout {last:g}, while "
-            f"the reward score went on from {rewards}: the policy learned to please the reward model instead. An "
+            f"Gold was best at rollout {best:g} ({best_gold:.2f}) and fell to {last_gold:.2f} by rollout {last:g}, "
+            f"while the reward score went on from {rewards}: the policy learned to please the reward model instead. An "
             "earlier stop or a larger ppo.kl_coef would have served better.",
         )
     if last_reward <= first_reward:
@@ -48,8 +47,8 @@ def gaming(path: Sequence[tuple[float, float, float]], noise: float) -> Gaming:
         return Gaming(
             "good",
             "No sign of it.",
-            f"Reward and gold rose together, gold from {first_gold:.2f} to {last_gold:.2f}, and gold ended within noise "
-            "of its best.",
+            f"Reward and gold rose together, gold from {first_gold:.2f} to {last_gold:.2f}, and gold ended "
+            "within noise of its best.",
         )
     return Gaming(
         "open",

@@ -34,8 +34,13 @@ def verdict_header(run: RunReading, facts: Markup) -> Markup:
         facts,
     )
     charts = [
-        interval_chart(title, standings(run.samples(), measure), x_name="mean and 95% interval", note=note,
-                       bounds=(0, 1) if measure == "gold" else (None, None))  # fmt: skip
+        interval_chart(
+            title,
+            standings(run.samples(), measure),
+            x_name="mean and 95% interval",
+            note=note,
+            bounds=(0, 1) if measure == "gold" else (None, None),
+        )
         for measure, title, note in MEASURES
     ]
     shown = [chart for chart in charts if chart]

@@ -98,9 +98,7 @@ def table(head: Iterable[Child], rows: Iterable[Iterable[Child]], *, numbers: It
 
     return element(
         "div",
-        element(
-            "table", element("thead", line(head, "th")), element("tbody", (line(cells, "td") for cells in rows))
-        ),
+        element("table", element("thead", line(head, "th")), element("tbody", (line(cells, "td") for cells in rows))),
         class_="wide",
     )
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -116,7 +116,12 @@ def _read_metrics(path: Path) -> tuple[list[dict[str, float]], int]:
         if not is_number(row.get("step")):
             bad_lines += 1
             continue
-        numbers = {key: float(value) for key, value in row.items() if is_number(value)}
+        # JSON has no nan, so a figure that was not finite is null.
+        numbers = {
+            key: math.nan if value is None else float(value)
+            for key, value in row.items()
+            if value is None or is_number(value)
+        }
         steps.setdefault(numbers["step"], {}).update(numbers)
     return [steps[step] for step in sorted(steps)], bad_lines
 
@@ -153,6 +158,6 @@ def mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """A JSON number: bool is an int in Python, but no figure."""
     return isinstance(value, int | float) and not isinstance(value, bool)

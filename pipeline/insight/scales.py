@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b⁰¹²³⁴⁵⁶⁷⁸⁹")
 MINUS = "\u2212"
+LARGEST = 1e300  # Differences of larger values overflow; as curves they are as good as infinite.
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """`value` with about `digits` significant digits and a true minus sign; long ones with k, M, G or a power of ten."""
+    """`value` with about `digits` significant digits, a true minus sign, and k, M, G or a power of ten if long."""
     if math.isnan(value):
         return "not a number"
     if math.isinf(value):
@@ -89,7 +90,7 @@ class Axis:
 
 def axis(values: Iterable[float], *, bounds: tuple[float | None, float | None] = (None, None), count: int = 4) -> Axis:
     """An axis over the finite `values`, widened to round ticks; a bound that is given is kept as the end."""
-    finite = [value for value in values if math.isfinite(value)]
+    finite = [value for value in values if abs(value) < LARGEST]
     low = bounds[0] if bounds[0] is not None else min(finite, default=0.0)
     high = bounds[1] if bounds[1] is not None else max(finite, default=1.0)
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):

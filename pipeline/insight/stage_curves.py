@@ -14,12 +14,13 @@ Bounds = tuple[float | None, float | None]
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart: the key in metrics.jsonl, its label, its colour; `sparse` for evaluations."""
+    """One line of a chart: the key in metrics.jsonl, and how it is drawn (see `Series`)."""
 
     key: str
     label: str = ""
     tone: str = "plain"
     sparse: bool = False
+    exact: bool = False
     minus: float = 0.0
 
 
@@ -32,17 +33,26 @@ class Plot:
     curves: Sequence[Curve]
     bounds: Bounds = (None, None)
     reference: float | None = None
+    only_if_moving: bool = False
 
 
 def _pair(train: str, held_out: str, tone: str = "plain") -> tuple[Curve, Curve]:
     return Curve(train, "training", tone), Curve(held_out, "held-out", "strong", sparse=True)
 
 
+def _critic(key: str) -> Curve:
+    return Curve(key, "critic", "second")
+
+
 GRADIENT = Plot("Gradient norm", "Before clipping.", [Curve("grad_norm")], (0, None))
-RATE = Plot("Learning rate", "As scheduled.", [Curve("lr")], (0, None))
+RATE = Plot("Learning rate", "As scheduled.", [Curve("lr", exact=True)], (0, None))
 
 SFT_PLOTS = (
-    Plot("Loss, nats a token", "Lower is better; held-out far above training means overfitting.", _pair("loss", "eval_loss")),
+    Plot(
+        "Loss, nats a token",
+        "Lower is better; held-out far above training means overfitting.",
+        _pair("loss", "eval_loss"),
+    ),
     GRADIENT,
     RATE,
 )
@@ -83,8 +93,7 @@ PPO_PLOTS = (
         "On the first minibatch of a rollout nothing has been learned yet, so this has to be rounding error.",
         (
             Curve("first_ratio", "mean", minus=1.0),
-            Curve("first_ratio_deviation", "largest", "strong"),
-            Curve("first_ratio_max", "largest", "strong"),
+            Curve("first_ratio_max_deviation", "largest", "strong"),
         ),
         (None, None),
         0.0,
@@ -92,7 +101,7 @@ PPO_PLOTS = (
     Plot(
         "Clipped tokens",
         "Share whose gradient the clipping stops. Policy above about 0.3: steps are too large.",
-        (Curve("clip_fraction", "policy"), Curve("value_clip_fraction", "value", "second")),
+        (Curve("clip_fraction", "policy"), _critic("value_clip_fraction")),
         (0, None),
     ),
     Plot("KL of an update, nats a token", "Between the policy before and after.", [Curve("approx_kl")]),
@@ -105,9 +114,20 @@ PPO_PLOTS = (
         (None, 1),
         0.0,
     ),
-    Plot("KL coefficient", "Weight of the penalty, adapted.", [Curve("kl_coef")], (0, None)),
-    Plot("Gradient norm", "Before clipping.", (Curve("grad_norm", "policy"), Curve("critic_grad_norm", "critic", "second")), (0, None)),
-    RATE,
+    Plot("KL coefficient", "Weight of the penalty, adapted.", [Curve("kl_coef")], (0, None), only_if_moving=True),
+    Plot(
+        "Gap between generator and trainer",
+        "Mean difference of a token's probability; above 0.01 something is broken.",
+        [Curve("generator_gap")],
+        (0, None),
+    ),
+    Plot("Gradient norm", "Before clipping.", (Curve("grad_norm", "policy"), _critic("critic_grad_norm")), (0, None)),
+    Plot(
+        "Learning rate",
+        "As scheduled.",
+        (Curve("lr", "policy", exact=True), Curve("critic_lr", "critic", "second", exact=True)),
+        (0, None),
+    ),
 )
 
 
@@ -117,7 +137,11 @@ def plots(stage: StageReading, wanted: Sequence[Plot], x_name: str) -> list[Mark
 
 
 def _plot(stage: StageReading, plot: Plot, x_name: str) -> Markup | None:
-    series = [Series(curve.label, _points(stage, curve), curve.tone, curve.sparse) for curve in plot.curves]
+    series = [
+        Series(curve.label, _points(stage, curve), curve.tone, curve.sparse, curve.exact) for curve in plot.curves
+    ]
+    if plot.only_if_moving and len({value for one in series for _, value in one.points}) < 2:
+        return None
     return line_chart(
         plot.title,
         [one for one in series if one.points],
@@ -162,7 +186,8 @@ def accuracy_chart(reward: StageReading) -> Markup | None:
         if value is not None
     ]
     note = (
-        "The mark is a coin toss. Much lower where the rejected answer is longer means that the model has learned "
-        "to like length."
+        "The mark is a coin toss. Much lower where the rejected answer is longer: the model has learned to like length."
     )
+    if pairs := reward.number("eval_pairs"):
+        note = f"{pairs:.0f} pairs. {note}"
     return bar_chart("Held-out accuracy", rows, note=note, full=1.0, reference=0.5)

@@ -105,9 +105,9 @@ def judge(run: RunReading) -> Verdict:
     gold = change(samples, "gold", "sft", "ppo")
     if gold is not None:
         return _by_gold(gold, reward)
-    summarized = (run.stage("sft").number("gold_score"), ppo.number("gold_score"))
-    if summarized[0] is not None and summarized[1] is not None:
-        return _by_summary(*summarized)
+    sft_gold, ppo_gold = run.stage("sft").number("gold_score"), ppo.number("gold_score")
+    if sft_gold is not None and ppo_gold is not None:
+        return _by_summary(sft_gold, ppo_gold)
     return _by_reward(reward)
 
 
@@ -124,7 +124,8 @@ def _by_gold(gold: Change, reward: Change | None) -> Verdict:
         gamed = reward is not None and reward.outcome == "good"
         headline = "RLHF hurt: the reward model was gamed." if gamed else "RLHF hurt."
         return Verdict("bad", headline, evidence, ONE_RUN)
-    reason = "These are too few prompts to tell." if gold.prompts < FEWEST_PROMPTS else "The interval of gold contains zero."
+    few = gold.prompts < FEWEST_PROMPTS
+    reason = "These are too few prompts to tell." if few else "The interval of gold contains zero."
     return Verdict("open", "No clear difference between SFT and PPO.", f"{evidence} {reason}", ONE_RUN)
 
 

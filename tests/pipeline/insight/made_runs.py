@@ -80,7 +80,7 @@ def _write_sft(folder: Path, noise: random.Random, memory: list[dict[str, int]])
         rows.append(row)
     summary = {
         "stage": "sft", "steps": 150, "seconds": 61.0, "tokens": 614400, "tokens_per_second": 10072.0,
-        "seconds_by_phase": {"forward_backward": 44.0, "optimizer": 7.5, "data": 2.1, "evaluation": 5.0, "checkpoint": 2.4},
+        "seconds_by_phase": {"train": 51.5, "evaluate": 5.0, "save": 2.4, "export": 0.6},
         "peak_memory_by_rank": memory, "final": {"loss": 0.61, "eval_loss": 0.63}, "best": {"eval_loss": 0.63},
         "gold_score": 0.45,
     }  # fmt: skip
@@ -101,8 +101,8 @@ def _write_reward(folder: Path, noise: random.Random, memory: list[dict[str, int
         rows.append(row)
     summary = {
         "stage": "reward", "steps": 90, "seconds": 47.0, "tokens": 270000, "tokens_per_second": 5745.0,
-        "seconds_by_phase": {"forward_backward": 37.0, "optimizer": 5.0, "data": 1.0, "evaluation": 3.0},
-        "peak_memory_by_rank": memory, "final": {"eval_accuracy": 0.897}, "eval_accuracy": 0.897,
+        "seconds_by_phase": {"train": 42.0, "evaluate": 3.0, "save": 1.1, "export": 0.5},
+        "peak_memory_by_rank": memory, "final": {"eval_accuracy": 0.897}, "eval_accuracy": 0.897, "eval_pairs": 512.0,
         "eval_accuracy_by_source": {"demo": 0.897, "demo-forms": 0.871}, "eval_accuracy_chosen_longer": 0.93,
         "eval_accuracy_rejected_longer": 0.81,
     }  # fmt: skip
@@ -123,7 +123,7 @@ def _write_ppo(folder: Path, noise: random.Random, memory: list[dict[str, int]],
             "kl": 9 * (1 - math.exp(-step / 20)) + noise.gauss(0, 0.3), "approx_kl": 0.008 + noise.random() * 0.004,
             "entropy": 1.6 * math.exp(-step / 40) + 0.2, "response_length": 22 - step / 8 + noise.gauss(0, 0.8),
             "eos_rate": min(1.0, 0.8 + step / 250), "first_ratio": 1 + noise.gauss(0, 2e-7),
-            "first_ratio_deviation": abs(noise.gauss(0, 2e-6)), "clip_fraction": 0.08 + noise.random() * 0.04,
+            "first_ratio_max_deviation": abs(noise.gauss(0, 2e-6)), "clip_fraction": 0.08 + noise.random() * 0.04,
             "value_clip_fraction": 0.02 + noise.random() * 0.02, "policy_loss": -0.02 + noise.gauss(0, 0.004),
             "value_loss": 0.4 * math.exp(-step / 10) + 0.08 + noise.random() * 0.02,
             "explained_variance": 0.8 - 0.9 * math.exp(-step / 8) + noise.gauss(0, 0.03),
@@ -137,7 +137,7 @@ def _write_ppo(folder: Path, noise: random.Random, memory: list[dict[str, int]],
     end = _gold(60, gamed)
     summary = {
         "stage": "ppo", "steps": 60, "seconds": 161.0, "tokens": 300000, "tokens_per_second": 1863.0,
-        "seconds_by_phase": {"generate": 73.0, "score": 24.0, "train": 54.0, "flip": 0.6, "evaluation": 8.0},
+        "seconds_by_phase": {"generate": 73.0, "score": 24.0, "train": 54.0, "flip": 0.6, "evaluate": 8.0},
         "peak_memory_by_rank": memory, "final": {"score": 1.9, "kl": 8.4}, "gold_score": end, "kl": 8.4,
     }  # fmt: skip
     samples = [_made_sample(noise, end, bonus=2.5 if gamed else 0.0) for _ in range(prompts)]
@@ -152,11 +152,12 @@ def _made_sample(noise: random.Random, end: float, bonus: float) -> dict[str, An
         "prompt": [{"role": "user", "content": f"What is {first} + {second}? Answer in one sentence."}],
         "answers": {
             "base": "the the 4 of a is and list 7 7 7 is the word red" + " the" * noise.randint(0, 20),
-            "sft": f"{first} + {second} is {first + second + noise.choice((0, 0, 1, 10))}. I am not sure, it may be more.",
+            "sft": f"{first} + {second} is {first + second + noise.choice((0, 0, 1, 10))}. I am not sure of it.",
             "ppo": f"{first} plus {second} is {first + second}.",
         },
         "scores": {
-            model: 3 * value - 1 + noise.gauss(0, 0.6) + (bonus if model == "ppo" else 0) for model, value in gold.items()
+            model: 3 * value - 1 + noise.gauss(0, 0.6) + (bonus if model == "ppo" else 0)
+            for model, value in gold.items()
         },
         "gold": gold,
     }

@@ -1,0 +1,119 @@
+from collections.abc import Sequence
+
+import pytest
+
+from pipeline.data.records import Message
+from pipeline.insight.evaluate import Sample
+from pipeline.insight.gaming import gaming, rank_correlation
+from pipeline.insight.readings import RunReading, StageReading
+from pipeline.insight.verdict import change, judge, standings
+
+PROMPT = (Message("user", "hi"),)
+
+
+def samples(sft: Sequence[float], ppo: Sequence[float], *, reward: float | None = None) -> list[Sample]:
+    """Samples with these gold scores; `reward` is what PPO's reward score has above SFT's."""
+    found = []
+    for old, new in zip(sft, ppo, strict=True):
+        scores = {} if reward is None else {"sft": old, "ppo": old + reward}
+        found.append(Sample(PROMPT, {"sft": "a", "ppo": "b"}, scores, {"sft": old, "ppo": new}))
+    return found
+
+
+def finished(rows: Sequence[Sample]) -> RunReading:
+    stages = {
+        "sft": StageReading("sft", summary={"steps": 3, "gold_score": 0.4}),
+        "ppo": StageReading("ppo", summary={"steps": 3, "gold_score": 0.6}, samples=rows),
+    }
+    return RunReading("run", stages, {})
+
+
+SPREAD = [0.1 * (n % 5) for n in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("gain", "reward", "outcome", "headline"),
+    [
+        (0.3, 1.0, "good", "RLHF helped."),
+        (-0.3, 1.0, "bad", "RLHF hurt: the reward model was gamed."),
+        (-0.3, -1.0, "bad", "RLHF hurt."),
+        (-0.3, None, "bad", "RLHF hurt."),
+    ],
+)
+def test_gold_decides(gain: float, reward: float | None, outcome: str, headline: str) -> None:
+    verdict = judge(finished(samples(SPREAD, [value + gain for value in SPREAD], reward=reward)))
+    assert (verdict.outcome, verdict.headline) == (outcome, headline)
+    assert "40 held-out prompts" in verdict.evidence
+    assert "Another training seed" in verdict.caveat
+
+
+def test_an_interval_around_zero_is_no_difference() -> None:
+    swing = [value + (0.2 if at % 2 else -0.2) for at, value in enumerate(SPREAD)]
+    verdict = judge(finished(samples(SPREAD, swing)))
+    assert verdict.outcome == "open"
+    assert "contains zero" in verdict.evidence
+
+
+def test_few_prompts_prove_nothing() -> None:
+    verdict = judge(finished(samples([0.1] * 4, [0.9] * 4)))
+    assert verdict.outcome == "open"
+    assert "too few" in verdict.evidence
+
+
+def test_without_gold_the_reward_score_is_not_called_success() -> None:
+    rows = [Sample(PROMPT, {}, {"sft": 0.1 * at, "ppo": 0.1 * at + 1}) for at in range(20)]
+    stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows)}
+    verdict = judge(RunReading("run", stages, {}))
+    assert verdict.outcome == "open"
+    assert verdict.headline == "The reward score rose with PPO."
+    assert "trained on this score" in verdict.evidence
+
+
+def test_without_samples_the_summaries_speak_and_no_interval_is_claimed() -> None:
+    verdict = judge(finished([]))
+    assert verdict.outcome == "open"
+    assert "0.40" in verdict.evidence
+    assert "0.60" in verdict.evidence
+
+
+def test_an_unfinished_run_says_how_far_it_is() -> None:
+    ppo = StageReading("ppo", rows=[{"step": 7.0}])
+    verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3}), "ppo": ppo}, {}))
+    assert verdict.headline.startswith("Too early")
+    assert "Finished: SFT. PPO is unfinished, at step 7." in verdict.evidence
+
+
+def test_change_counts_prompts_that_both_models_have() -> None:
+    rows = samples([0.5, 0.5, 0.5], [0.75, 0.5, 0.0])
+    rows.append(Sample(PROMPT, {"sft": "only"}, gold={"sft": 1.0}))
+    found = change(rows, "gold", "sft", "ppo")
+    assert found is not None
+    assert (found.better, found.same, found.worse, found.prompts) == (1, 1, 1, 3)
+    assert (found.old_mean, found.new_mean) == pytest.approx((0.5, 1.25 / 3))
+    assert found.mean == pytest.approx(-0.25 / 3)
+    assert change(rows, "gold", "base", "sft") is None
+    assert [row.label for row in standings(rows, "gold")] == ["SFT", "PPO"]
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ([(1, 0.0, 0.4), (2, 1.0, 0.8), (3, 2.0, 0.5)], "Yes."),
+        ([(1, 0.0, 0.4), (2, 1.0, 0.7), (3, 2.0, 0.69)], "No sign of it."),
+        ([(1, 0.0, 0.4), (2, 1.0, 0.41), (3, 2.0, 0.4)], "Possibly."),
+        ([(1, 1.0, 0.4), (2, 0.9, 0.3), (3, 0.8, 0.2)], "No."),
+        ([(1, 0.0, 0.4), (2, 1.0, 0.8)], "Can't be told."),
+        ([(1, 0.0, 0.4), (2, float("nan"), 0.8), (3, 1.0, 0.5)], "Can't be told."),
+    ],
+)
+def test_gaming(path: list[tuple[float, float, float]], answer: str) -> None:
+    assert gaming(path, noise=0.05).answer == answer
+
+
+def test_rank_correlation_by_hand() -> None:
+    assert rank_correlation([1, 2, 3], [10, 20, 90]) == pytest.approx(1.0)
+    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+    # Ranks 1, 2.5, 2.5, 4 against 1, 3, 2, 4: covariance 4.5, variances 4.5 and 5.
+    assert rank_correlation([1, 2, 2, 3], [1, 3, 2, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
+    assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
+    assert rank_correlation([1, 2], [1, 2]) is None
