@@ -36,8 +36,8 @@ class Twin:
     def __init__(
         self, blueprint: nn.Module, source: nn.Module, dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
-        """`blueprint` is the twin's architecture; its buffers have values, its parameters may be on the meta device, its
-        adapters are taken out. The twin takes it over.
+        """`blueprint` is the twin's architecture; its buffers have values, its parameters may be on the meta device,
+        its adapters are taken out. The twin takes it over.
 
         `source` is the live module: FSDP2-sharded or plain, with or without LoRA (peft) inside. `dtype` is the
         precision to generate in, `device` the place (this rank's by default). Raises ValueError where the two don't
@@ -96,7 +96,7 @@ class Twin:
         if adapter is None:
             buffer.copy_(whole)
         else:
-            buffer.copy_(whole.float().add_(adapter_delta(adapter, whole.device)))
+            buffer.copy_(whole.float() + adapter_delta(adapter, whole.device))  # a new tensor: `whole` may be live
         self.bytes += buffer.numel() * buffer.element_size()
         return self._wrap(name, buffer)
 
@@ -119,15 +119,13 @@ class Twin:
 
 
 def _plain(blueprint: nn.Module) -> nn.Module:
-    """The blueprint as it generates: without adapters, dropout and gradient checkpointing."""
+    """The blueprint as it generates: without adapters, not training (so no dropout, no gradient checkpointing)."""
     if hasattr(blueprint, "get_base_model"):  # peft's own wrapper
         blueprint = blueprint.get_base_model()  # type: ignore[operator]
     for path, layer in [(path, child) for path, child in blueprint.named_modules() if hasattr(child, "lora_A")]:
         owner, _, leaf = path.rpartition(".")
         blueprint.get_submodule(owner)._modules[leaf] = layer.base_layer  # type: ignore[assignment]
     blueprint.eval().requires_grad_(False)
-    if hasattr(blueprint, "gradient_checkpointing_disable"):
-        blueprint.gradient_checkpointing_disable()  # type: ignore[operator]
     if hasattr(blueprint, "config"):
         blueprint.config.use_cache = True  # type: ignore[union-attr]
     return blueprint

@@ -1,0 +1,69 @@
+"""Small random models of many families, to hold the rollout engine against transformers' own forward."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCABULARY, POSITIONS = 97, 64
+ENDS = (5, 6, 7, 8, 9, 10, 11, 12)  # an eighth of the vocabulary: answers of mixed length
+
+_GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}
+_MODERN: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+}
+_GROUPED: dict[str, Any] = _MODERN | {"num_key_value_heads": 2, "head_dim": 8}
+_MIXED = ["sliding_attention", "full_attention"]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "opt": _MODERN | {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "gpt2": _GPT,
+    "gptj": _GPT | {"rotary_dim": 4},
+    "gpt_neox": _MODERN,
+    "phi": _MODERN,
+    "llama": _GROUPED,
+    "qwen2": _GROUPED,
+    "qwen3": _GROUPED,
+    "mistral": _GROUPED | {"sliding_window": 6},
+    "gemma2": _GROUPED | {"sliding_window": 6, "layer_types": _MIXED},
+    "gemma3_text": _GROUPED | {"sliding_window": 6, "layer_types": _MIXED},
+    "mixtral": _GROUPED | {"num_local_experts": 4},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
+}
+
+
+def build(family: str, **changes: Any) -> nn.Module:
+    """A model of one family in fp32, with weights large enough that its answers differ from prompt to prompt."""
+    fields = FAMILIES[family] | {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(fields | changes)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(6)
+    return model.eval()
+
+
+def ragged_prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(13, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def greedy_by_definition(model: nn.Module, prompt: list[int], steps: int) -> tuple[list[int], list[float]]:
+    """The whole sequence through the plain forward for each token: no cache, no padding, no mask."""
+    token_ids, logprobs = list(prompt), []
+    for _ in range(steps):
+        logits = model(torch.tensor([token_ids]), use_cache=False).logits[0, -1].double()
+        token = int(logits.argmax())
+        logprobs.append(float(logits.log_softmax(-1)[token]))
+        token_ids.append(token)
+        if token in ENDS:
+            break
+    return token_ids[len(prompt) :], logprobs

@@ -1,0 +1,170 @@
+"""Generation against the plain forward, family by family, and its independence of batches."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.rollout import decoder
+from engine.rollout.decoder import Generation, Rollouts
+from engine.rollout.sampling import Sampling
+from tests.engine.rollout.families import ENDS, FAMILIES, VOCABULARY, build, greedy_by_definition, ragged_prompts
+
+PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
+STREAMS = list(range(len(PROMPTS)))
+GREEDY = Sampling(12, temperature=0, end_ids=ENDS, pad_id=ENDS[0])
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    return build("llama")
+
+
+def agree(ours: Generation, tokens: list[int], logprobs: list[float]) -> None:
+    assert ours.token_ids == tokens
+    assert ours.finished == (tokens[-1] in ENDS)
+    assert ours.logprobs == pytest.approx(logprobs, abs=2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_the_plain_forward(family: str) -> None:
+    """Ragged prompts, sliding windows shorter than they are, padding equal to an end token."""
+    model = build(family)
+    answers = Rollouts(model, "cpu").generate(PROMPTS, GREEDY, STREAMS)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        agree(answer, *greedy_by_definition(model, prompt, GREEDY.max_new_tokens))
+    assert len({tuple(a.token_ids) for a in answers}) > 4, "the model says the same to everything: nothing is tested"
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "gemma2", "bloom"])
+def test_an_answer_does_not_depend_on_its_batch(family: str) -> None:
+    rollouts = Rollouts(build(family), "cpu")
+    sampling = Sampling(12, temperature=1.2, end_ids=ENDS, seed=4)
+    whole = rollouts.generate(PROMPTS, sampling, STREAMS)
+    for batch_size in (1, 3):
+        for one, other in zip(rollouts.generate(PROMPTS, sampling, STREAMS, batch_size), whole, strict=True):
+            agree(one, other.token_ids, other.logprobs)
+    order = [5, 2, 7, 0, 1, 6, 4, 3]
+    permuted = rollouts.generate([PROMPTS[i] for i in order], sampling, order)
+    for one, place in zip(permuted, order, strict=True):
+        agree(one, whole[place].token_ids, whole[place].logprobs)
+    lengths = {len(answer.token_ids) for answer in whole}
+    assert len(lengths) > 3, "answers must end at different places"
+
+
+def test_streams_and_seeds_make_answers_differ(llama: nn.Module) -> None:
+    rollouts, sampling = Rollouts(llama, "cpu"), Sampling(8, seed=4)
+    same = [PROMPTS[1]] * 4
+    first = [a.token_ids for a in rollouts.generate(same, sampling, [0, 1, 2, 0])]
+    assert first[0] == first[3]
+    assert len({tuple(ids) for ids in first}) == 3
+    other = [a.token_ids for a in rollouts.generate(same, replace(sampling, seed=5), [0, 1, 2, 0])]
+    assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_sampled_logprobs_are_those_of_the_plain_forward(llama: nn.Module) -> None:
+    sampling = Sampling(10, temperature=0.7, seed=2)
+    answers = Rollouts(llama, "cpu").generate(PROMPTS, sampling, STREAMS)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert len(answer.token_ids) == 10 and not answer.finished
+        with torch.no_grad():
+            logits = llama(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1].double()
+        expected = (logits / 0.7).log_softmax(-1)[range(10), answer.token_ids]
+        assert answer.logprobs == pytest.approx(expected.tolist(), abs=2e-4)
+
+
+def test_streaming_gives_the_tokens_of_generate(llama: nn.Module) -> None:
+    rollouts, sampling = Rollouts(llama, "cpu"), Sampling(12, end_ids=ENDS, seed=4)
+    for stream in range(4):
+        whole = rollouts.generate([PROMPTS[1]], sampling, [stream])[0]
+        assert list(rollouts.stream(PROMPTS[1], sampling, stream)) == whole.token_ids
+
+
+def test_a_stream_decodes_no_further_than_it_is_read(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    forward = llama.forward
+    monkeypatch.setattr(llama, "forward", lambda **inputs: calls.append(1) or forward(**inputs))
+    monkeypatch.setattr(decoder, "_accepted", lambda _: {"position_ids", "logits_to_keep"})
+    read = list(itertools.islice(Rollouts(llama, "cpu").stream(PROMPTS[0], Sampling(50)), 3))
+    assert len(read) == 3 and len(calls) == 3
+
+
+def test_no_end_before_the_minimum(llama: nn.Module) -> None:
+    everything = tuple(range(0, VOCABULARY, 2))
+    sampling = Sampling(9, end_ids=everything, min_new_tokens=4, seed=1)
+    answers = Rollouts(llama, "cpu").generate(PROMPTS, sampling, STREAMS)
+    for answer in answers:
+        assert not set(answer.token_ids[:4]) & set(everything)
+        assert answer.finished == (answer.token_ids[-1] in everything)
+        assert not set(answer.token_ids[:-1]) & set(everything)
+    assert min(len(answer.token_ids) for answer in answers) == 5
+
+
+def test_finished_rows_leave_the_batch(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work shrinks with the live rows; what they say does not change."""
+    prompts = [prompt for prompt in PROMPTS if len(prompt) > 1]  # so that a forward of one token is a decoding step
+    plain = Rollouts(llama, "cpu").generate(prompts, GREEDY, STREAMS[1:])
+    sizes: list[int] = []
+    forward = decoder._Decoding._forward
+
+    def watched(self: decoder._Decoding, token_ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        if token_ids.shape[1] == 1:
+            sizes.append(token_ids.shape[0])
+        return forward(self, token_ids, *rest)
+
+    monkeypatch.setattr(decoder._Decoding, "_forward", watched)
+    monkeypatch.setattr(decoder, "COMPACT_BELOW", 0.99)
+    answers = Rollouts(llama, "cpu").generate(prompts, GREEDY, STREAMS[1:])
+    assert [a.token_ids for a in answers] == [a.token_ids for a in plain]
+    live = [sum(len(a.token_ids) > step for a in answers) for step in range(1, 12)]
+    assert sizes == [rows for rows in live if rows > 0] and sizes[0] > sizes[-1]
+
+
+def test_prompts_are_prefilled_in_groups_of_like_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decoder._prefill_groups([10, 9, 8, 7, 6, 3, 3, 1]) == [slice(0, 3), slice(3, 5), slice(5, 7), slice(7, 8)]
+    monkeypatch.setattr(decoder, "PREFILL_TOKENS", 25)
+    assert decoder._prefill_groups([10, 10, 10, 10, 10]) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert decoder._prefill_groups([100]) == [slice(0, 1)]
+
+
+def test_a_model_with_states_falls_back_to_its_own_cache() -> None:
+    """Linear attention: no keys to buffer."""
+    config = AutoConfig.for_model(
+        "qwen3_next", hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=VOCABULARY, num_experts=4,
+        num_experts_per_tok=2, shared_expert_intermediate_size=32, linear_num_value_heads=4, linear_num_key_heads=2,
+        linear_key_head_dim=8, linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    answers = Rollouts(model, "cpu").generate(PROMPTS, GREEDY, STREAMS)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        agree(answer, *greedy_by_definition(model, prompt, GREEDY.max_new_tokens))
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=1, vocab_size=VOCABULARY)
+    with pytest.raises(ValueError, match="no key-value cache"):
+        Rollouts(AutoModelForCausalLM.from_config(config), "cpu").generate(PROMPTS, GREEDY, STREAMS)
+
+
+def test_bad_calls_are_named(llama: nn.Module) -> None:
+    rollouts = Rollouts(llama, "cpu")
+    assert rollouts.generate([], GREEDY, []) == []
+    with pytest.raises(ValueError, match="at least one token"):
+        rollouts.generate([[3], []], GREEDY, [0, 1])
+    with pytest.raises(ValueError, match="as many streams"):
+        rollouts.generate(PROMPTS, GREEDY, [0])
+    with pytest.raises(ValueError, match="64 positions"):
+        rollouts.generate([[3] * 60], GREEDY, [0])
+
+
+def test_weights_that_are_no_numbers_stop_the_rollout() -> None:
+    model = build("gpt2")
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="NaN"):
+        Rollouts(model, "cpu").generate(PROMPTS, Sampling(2), STREAMS)
