@@ -53,7 +53,7 @@ def line_chart(
         y = y_place(up, reference)
         parts.append(element("line", x1=LEFT, x2=right, y1=y, y2=y, class_="reference"))
     parts += [_curve(one, across, up, right) for one in shown]
-    parts.append(_end_labels(shown, across, up, right))
+    parts.append(_end_labels(shown, up, right))
     parts.append(_hover(shown, across, right, x_name))
     return figure(title, note, _description(title, shown, x_name), parts)
 
@@ -84,7 +84,7 @@ def _pieces(places: Sequence[Point], class_: str) -> list[Markup]:
     return [polyline(piece, class_) for piece in pieces if piece]
 
 
-def _end_labels(shown: Sequence[Series], across: Axis, up: Axis, right: float) -> list[Markup]:
+def _end_labels(shown: Sequence[Series], up: Axis, right: float) -> list[Markup]:
     """The last value of each curve at its end, with its name where there are several; moved apart where they touch."""
     wanted = []
     for one in shown:
@@ -96,7 +96,7 @@ def _end_labels(shown: Sequence[Series], across: Axis, up: Axis, right: float) -
     tops: list[float] = []
     for at, (place, _, _) in enumerate(wanted):
         earliest = tops[-1] + block if tops else 0.0
-        tops.append(max(min(place - block / 2, room + block * at), earliest))
+        tops.append(round(max(min(place - block / 2, room + block * at), earliest), 1))
     texts = []
     for top, (_, one, value) in zip(tops, wanted, strict=True):
         tone = f"label tone-{one.tone}"
