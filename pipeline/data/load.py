@@ -4,7 +4,7 @@ import hashlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -143,9 +143,8 @@ class _Loading:
         stages = each.form_stages(table)
         if each.source.dedicated or stages == [self.stage]:
             return True
-        given: Mapping[str, float] = self.data.stage_shares
-        shares = {stage: given.get(stage, 0.0) for stage in stages}
-        if shares[self.stage] <= 0:
+        shares = {str(name): share for name, share in self.data.stage_shares.items() if name in stages}
+        if shares.get(self.stage, 0.0) <= 0:
             raise UserError(f"data.stage_shares gives {self.stage} nothing of {each.source.name}: give it a share.")
         return stage_of(digest(record), shares) == self.stage
 

@@ -179,5 +179,4 @@ class _RenamedRows(Sequence[Mapping[str, Any]]):
 
     def __getitem__(self, index: Any) -> Any:
         row = self._rows[index]
-        kept = {key: value for key, value in row.items() if key not in self._columns.values()}
-        return kept | {self._columns[key]: value for key, value in row.items() if key in self._columns}
+        return {**row, **{ours: row.get(theirs) for theirs, ours in self._columns.items()}}

@@ -6,7 +6,6 @@ answer is a segment of its own, and one rendering serves all conversations with 
 sees contents, so what it does to some of them (cutting out reasoning, looking for tool calls) does not happen.
 """
 
-import datetime
 import logging
 import re
 from collections.abc import Sequence
@@ -37,7 +36,9 @@ DEFAULT_TEMPLATE = (
 )
 
 _PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
-_TODAY = datetime.date(2024, 7, 26)  # some templates write today's date; a resumed run must write the same one
+# Some templates write today's date. A run that is resumed tomorrow must write the same one.
+_TODAY = "26 Jul 2024"
+_FIXED_CLOCK = "{%- macro strftime_now(format) -%}" + _TODAY + "{%- endmacro %}"
 
 Piece = str | int  # the template's own text, or the index of the message whose content stands there
 
@@ -58,6 +59,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
+        text = tokenizer.get_chat_template()
+        self._text = _FIXED_CLOCK + text if "strftime_now" in text else text
         self._warned = False
         self.layout = lru_cache(maxsize=4096)(self._layout)
         self._prompt = lru_cache(maxsize=4096)(self._prompt_pieces)
@@ -133,10 +136,10 @@ class ChatTemplate:
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         rendered: Any = self._tokenizer.apply_chat_template(
             messages,
+            chat_template=self._text,
             tokenize=False,
             add_generation_prompt=generation_prompt,
-            date_string=_TODAY.strftime("%d %b %Y"),
-            strftime_now=_TODAY.strftime,
+            date_string=_TODAY,
         )
         return str(rendered)
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,19 @@ if TYPE_CHECKING:
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 _CHUNK = 1024  # texts a call: the fast tokenizers keep offsets of a whole call in memory
 _PROBE = "Hello, world! 12345  \n\n\tnaïve 中文 🙂 x_y(z) ... THE END"
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Pieces that are tokenized at once. `ends`: an end token follows; `control`: the control ids of its own text."""
+
+    pieces: tuple[Piece, ...]
+    is_answer: bool
+    ends: bool
+    control: list[int]
+
+    def text(self, messages: Sequence[Message]) -> str:
+        return "".join(piece if isinstance(piece, str) else messages[piece].content for piece in self.pieces)
 
 
 class ChatTokenizer:
@@ -59,7 +73,7 @@ class ChatTokenizer:
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, hf.eos_token_id)))
         self.pad_id: int = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
         self.vocab_size: int = max(len(hf), max(hf.get_vocab().values()) + 1)
-        self._plan = lru_cache(maxsize=4096)(self._segment_plan)
+        self._stretches = lru_cache(maxsize=4096)(self._stretches_of)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids that generation starts from: the conversation and the generation prompt."""
@@ -79,9 +93,10 @@ class ChatTokenizer:
 
     def encode_answers(self, answers: Sequence[str]) -> list[list[int]]:
         """`encode_answer` of many at once."""
-        encoded = self._encode(answers)
-        checked = [self._guarded(ids, [], answer) for ids, answer in zip(encoded, answers, strict=True)]
-        return [[*ids, self.end_id] for ids in checked]
+        return [
+            [*(self._plain(answer) if self._controls(ids) else ids), self.end_id]
+            for ids, answer in zip(self._encode(answers), answers, strict=True)
+        ]
 
     def encode_conversations(self, conversations: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[bool]]]:
         """`encode_conversation` of many at once."""
@@ -114,56 +129,43 @@ class ChatTokenizer:
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def _segment_plan(self, roles: tuple[str, ...]) -> list[tuple[tuple[Piece, ...], bool, bool, list[int]]]:
-        """[(pieces, is an answer, has an end token, control ids that the pieces hold)] of a prompt."""
-        plan: list[tuple[tuple[Piece, ...], bool, bool, list[int]]] = []
+    def _stretches_of(self, roles: tuple[str, ...]) -> list[_Stretch]:
+        """A prompt's segments; the end token that the template puts after an answer goes over to the answer."""
+        stretches: list[_Stretch] = []
         for segment in self._template.layout(roles):
             pieces = segment.pieces
-            after_answer = bool(plan) and plan[-1][1]
-            if after_answer and self._end_text and isinstance(pieces[0], str) and pieces[0].startswith(self._end_text):
-                plan[-1] = (*plan[-1][:2], True, [])
-                pieces = tuple(piece for piece in (pieces[0].removeprefix(self._end_text), *pieces[1:]) if piece != "")
+            end = self._end_text if stretches and stretches[-1].is_answer else None
+            if end is not None and isinstance(pieces[0], str) and pieces[0].startswith(end):
+                stretches[-1] = replace(stretches[-1], ends=True)
+                pieces = tuple(piece for piece in (pieces[0].removeprefix(end), *pieces[1:]) if piece != "")
             own = "".join(piece for piece in pieces if isinstance(piece, str))
-            plan.append((pieces, segment.is_answer, False, self._controls(self._encode([own])[0])))
-        return plan
+            stretches.append(_Stretch(pieces, segment.is_answer, False, self._controls(self._encode([own])[0])))
+        return stretches
 
     def _encode_segments(self, prompts: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[bool]]]:
         """(ids, counts) of each prompt; counts True on earlier answers and their end tokens."""
-        plans = [self._plan(tuple(message.role for message in messages)) for messages in prompts]
-        texts = [
-            "".join(piece if isinstance(piece, str) else messages[piece].content for piece in pieces)
-            for messages, plan in zip(prompts, plans, strict=True)
-            for pieces, *_ in plan
-        ]
-        encoded = iter(zip(self._encode(texts), texts, strict=True))
+        layouts = [self._stretches(tuple(message.role for message in messages)) for messages in prompts]
+        encoded = iter(
+            self._encode([s.text(messages) for messages, layout in zip(prompts, layouts, strict=True) for s in layout])
+        )
         rows = []
-        for messages, plan in zip(prompts, plans, strict=True):
+        for messages, layout in zip(prompts, layouts, strict=True):
             row: list[int] = []
             counts: list[bool] = []
-            for pieces, is_answer, ends, expected in plan:
-                ids, text = next(encoded)
-                ids = self._guarded(ids, expected, text, pieces, messages) + [self.end_id] * ends
-                row += ids
-                counts += [is_answer] * len(ids)
+            for stretch in layout:
+                ids = next(encoded)
+                if self._controls(ids) != stretch.control:
+                    ids = self._apart(stretch, messages)
+                row += [*ids, self.end_id] if stretch.ends else ids
+                counts += [stretch.is_answer] * (len(row) - len(counts))
             rows.append((row, counts))
         return rows
 
-    def _guarded(
-        self,
-        ids: list[int],
-        expected: list[int],
-        text: str,
-        pieces: Sequence[Piece] = (0,),
-        messages: Sequence[Message] = (),
-    ) -> list[int]:
-        """`ids`, unless they hold other control tokens than the template wrote: then contents are encoded apart."""
-        if self._controls(ids) == expected:
-            return ids
-        if not messages:
-            return self._plain(text)
+    def _apart(self, stretch: _Stretch, messages: Sequence[Message]) -> list[int]:
+        """The ids of a stretch whose contents hold names of control tokens: contents are encoded as plain text."""
         parts = [
             self._encode([piece])[0] if isinstance(piece, str) else self._plain(messages[piece].content)
-            for piece in pieces
+            for piece in stretch.pieces
         ]
         return [token for part in parts for token in part]
 

@@ -1,0 +1,50 @@
+"""Chat templates of the usual kinds, small tokenizers, and conversations, for the tests beside this file."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from pipeline.data.records import Message
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+BRACKETS = (  # the answer has no mark of its own, and a space around it
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+NO_SYSTEM = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim + '<end>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<turn>model\n' }}{% endif %}"
+)
+THINKING = (  # an empty block of reasoning before the last answer only
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NO_GENERATION_PROMPT = "{% for m in messages %}{{ '<' + m.role + '>' + m.content + eos_token }}{% endfor %}"
+
+
+def tokenizer(template: str | None, *special: str, **keys: str) -> PreTrainedTokenizerFast:
+    """One token a byte, after `<s>` (bos), `</s>` (eos) and these special tokens."""
+    backend = Tokenizer(models.BPE(vocab={}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    specials = ["<s>", "</s>", *special]
+    trainer = trainers.BpeTrainer(
+        special_tokens=specials, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    backend.train_from_iterator([], trainer)
+    keys = {"bos_token": "<s>", "eos_token": "</s>"} | keys
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=list(special), **keys)
+    hf.chat_template = template
+    return hf
+
+
+def chat(*contents: str, system: str | None = None) -> list[Message]:
+    turns = [Message("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(contents)]
+    return ([Message("system", system)] if system else []) + turns

@@ -1,0 +1,63 @@
+"""What is too long is cut or dropped, and counted."""
+
+import pytest
+
+from pipeline.data.encode import encode_conversations, encode_preferences, encode_prompts
+from pipeline.data.records import Conversation, Preference, Prompt
+from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.errors import UserError
+from tests.pipeline.data.templates import chat, tokenizer
+
+SHORT = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"  # one byte, one token
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def bytewise() -> ChatTokenizer:
+    return ChatTokenizer(tokenizer(SHORT))
+
+
+def test_conversations_are_cut_from_the_right(bytewise: ChatTokenizer) -> None:
+    records = [Conversation(tuple(chat(*texts)), "s") for texts in (("abc", "de"), ("ab", "cdef"), ("abcdef", "g"))]
+    items, notes = encode_conversations(bytewise, records, max_length=6)
+    # "abc</s>de</s>" has 7 tokens, "ab</s>cdef</s>" 8, of "abcdef</s>g</s>" the first 6 are the prompt's
+    assert [len(item.ids) for item in items] == [6, 6]
+    assert [item.counts.tolist() for item in items] == [[False] * 4 + [True] * 2, [False] * 3 + [True] * 3]
+    assert all(item.ids[-1] != EOS for item in items)
+    assert notes == {"cut to max_length": 2, "no answer within max_length": 1}
+    whole, notes = encode_conversations(bytewise, records, max_length=100)
+    assert [int(item.ids[-1]) for item in whole] == [EOS] * 3 and not notes
+
+
+def test_all_tokens_may_count(bytewise: ChatTokenizer) -> None:
+    (item,), _ = encode_conversations(
+        bytewise, [Conversation(tuple(chat("abc", "de")), "s")], max_length=9, loss_on="all"
+    )
+    assert item.counts.tolist() == [True] * 7
+
+
+def test_cut_answers_have_no_end(bytewise: ChatTokenizer) -> None:
+    def pair(prompt: str, chosen: str, rejected: str) -> Preference:
+        return Preference(tuple(chat(prompt)), chosen, rejected, "s", margin=0.5)
+
+    records = [pair("a", "bc", "d"), pair("a", "bcdefg", "x"), pair("abcdef", "b", "c"), pair("a", "bcdeX", "bcdeY")]
+    pairs, notes = encode_preferences(bytewise, records, max_length=6)
+    assert [(len(p.chosen), len(p.rejected)) for p in pairs] == [(5, 4), (6, 4)]
+    assert [(p.chosen[-1] == EOS, p.rejected[-1] == EOS) for p in pairs] == [(True, True), (False, True)]
+    assert (pairs[0].margin, pairs[0].source) == (0.5, "s")
+    assert notes == {"cut to max_length": 1, "prompt fills max_length": 1, "answers equal within max_length": 1}
+
+
+def test_long_prompts_are_dropped(bytewise: ChatTokenizer) -> None:
+    records = [Prompt(tuple(chat(text)), "s") for text in ("abc", "abcdef")]
+    items, notes = encode_prompts(bytewise, records, max_tokens=4)
+    assert [item.ids.tolist() for item in items] == [bytewise.encode_prompt(chat("abc"))]
+    assert notes == {"prompt longer than max_prompt_tokens": 1}
+
+
+def test_nothing_left_is_refused(bytewise: ChatTokenizer) -> None:
+    with pytest.raises(UserError, match="no prompt fits within max_prompt_tokens=2 tokens: raise max_prompt_tokens"):
+        encode_prompts(bytewise, [Prompt(tuple(chat("abc")), "s")], max_tokens=2)
+    with pytest.raises(UserError, match="max_length=3"):
+        encode_conversations(bytewise, [Conversation(tuple(chat("abc", "d")), "s")], max_length=3)
+    assert encode_prompts(bytewise, [], max_tokens=2) == ([], {})

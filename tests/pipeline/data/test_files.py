@@ -1,0 +1,104 @@
+"""Files of every kind give the same rows; broken ones are refused with the place and what to do."""
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from pipeline.data.files import data_files, read_table
+from pipeline.errors import UserError
+
+ROWS = [{"prompt": "eins", "completion": 'une\nligne, "ja"'}, {"prompt": "zwei — 二", "completion": "deux"}]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def lines(rows: list) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", lines(ROWS))
+    write(tmp_path / "b.json", json.dumps(ROWS))
+    write(tmp_path / "c.json", json.dumps({"version": 1, "data": ROWS}))
+    write(tmp_path / "d.json", lines(ROWS))
+    with (tmp_path / "e.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, ["prompt", "completion"])
+        writer.writeheader()
+        writer.writerows(ROWS)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "f.parquet")
+    (tmp_path / "g.jsonl.gz").write_bytes(gzip.compress(lines(ROWS).encode()))
+    files, held_out = data_files(str(tmp_path), "data.path")
+    assert [file.name[0] for file in files] == list("abcdefg") and not held_out
+    for file in files:
+        table = read_table(file)
+        assert list(table.rows) == ROWS, file.name
+        assert table.columns == {"prompt", "completion"}
+
+
+def test_rows_know_their_line(tmp_path: Path) -> None:
+    table = read_table(write(tmp_path / "a.jsonl", '{"prompt": "a"}\n\n  \n{"prompt": "b"}\n'))
+    assert [table.place(0), table.place(1)] == ["line 1", "line 4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": oops}\n', "line 2 is not JSON"),
+        ("a.jsonl", '{"prompt": "a"}\n[1, 2]\n', "line 2 is not a JSON object but list"),
+        ("a.jsonl", "\n \n", "is empty"),
+        ("a.jsonl", "[" * 100_000, "line 1 is not JSON"),
+        ("a.json", '[{"prompt": "a"},\n{"prompt": }]', "line 2 is not JSON"),
+        ("a.json", '["a", "b"]', "needs a list of objects"),
+        ("a.json", "", "is empty"),
+        ("a.csv", "prompt,completion\n", "is empty"),
+        ("a.parquet", "not parquet", "can't be read as parquet"),
+        ("a.txt", "hello", "can't tell the format"),
+    ],
+)
+def test_broken_files_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said) as refused:
+        read_table(write(tmp_path / name, text))
+    assert name in str(refused.value)
+
+
+def test_other_encodings_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes('{"prompt": "naïve"}'.encode("latin-1"))
+    with pytest.raises(UserError, match="not UTF-8 text at byte 14"):
+        read_table(tmp_path / "a.jsonl")
+
+
+def test_a_folder_has_training_and_held_out_files(tmp_path: Path) -> None:
+    for name in ("train-0.jsonl", "train-1.jsonl", "latest.jsonl", "test.jsonl", "sub/validation.jsonl", "readme.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, lines(ROWS))
+    train, held_out = data_files(str(tmp_path), "data.path")
+    assert [file.name for file in train] == ["latest.jsonl", "train-0.jsonl", "train-1.jsonl"]
+    assert [file.name for file in held_out] == ["validation.jsonl", "test.jsonl"]
+
+
+def test_a_missing_path_names_its_key(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.path=.*nowhere.*no such file"):
+        data_files(str(tmp_path / "nowhere"), "data.path")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no"):
+        data_files(str(tmp_path / "empty"), "data.path")
+
+
+def test_paths_are_looked_up_from_the_current_folder_then_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pipeline.data.files.CHECKOUT", tmp_path / "checkout")
+    (tmp_path / "checkout").mkdir()
+    write(tmp_path / "checkout" / "a.jsonl", lines(ROWS))
+    assert data_files("a.jsonl", "data.path")[0] == [tmp_path / "checkout" / "a.jsonl"]
+    write(tmp_path / "a.jsonl", lines(ROWS))
+    assert data_files("a.jsonl", "data.path")[0] == [Path("a.jsonl")]

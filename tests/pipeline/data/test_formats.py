@@ -1,0 +1,165 @@
+"""Each form of row becomes the right record; bad rows are counted, and refused above the limit."""
+
+from typing import Any
+
+import pytest
+
+from pipeline.data.files import table_of
+from pipeline.data.formats import detect, to_records
+from pipeline.data.records import Conversation, Message, Preference, Prompt
+from pipeline.data.turns import BadRow, messages_of, turns_of
+from pipeline.errors import UserError
+
+
+def one(row: dict[str, Any], stage: str) -> Any:
+    parsed = to_records(table_of("t", [row]), stage, "s", bad_row_limit=0.0)
+    assert not parsed.skipped
+    return parsed.records[0]
+
+
+def chat(*contents: str, system: str | None = None) -> tuple[Message, ...]:
+    """Messages of the user and the assistant in turn."""
+    turns = tuple(Message("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(contents))
+    return ((Message("system", system), *turns)) if system else turns
+
+
+@pytest.mark.parametrize(
+    ("columns", "form"),
+    [
+        (["prompt", "completion"], "completions"),
+        (["question", "answer"], "completions"),
+        (["instruction", "input", "output", "text"], "completions"),
+        (["prompt", "prompt_id", "messages"], "messages"),
+        (["id", "conversations"], "messages"),
+        (["prompt", "response", "chosen", "rejected"], "preferences"),
+        (["prompt", "chosen", "rejected", "messages", "score_chosen", "score_rejected"], "preferences"),
+        (["chosen", "rejected"], "preferences"),
+        (["question"], "prompts"),
+    ],
+)
+def test_columns_tell_the_form(columns: list[str], form: str) -> None:
+    assert detect(columns) == form
+
+
+def test_unknown_columns_are_named_with_the_forms() -> None:
+    with pytest.raises(UserError, match=r"chats\.csv.*Columns found: label, text.*prompt \+ completion.*columns: {"):
+        detect(["text", "label"], "chats.csv")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": " a ", "completion": " b\n"}, chat("a", "b")),
+        ({"question": "a", "answer": "b"}, chat("a", "b")),
+        ({"instruction": "a", "input": "x", "output": "b"}, chat("a\n\nx", "b")),
+        ({"instruction": "a", "input": "", "output": "b"}, chat("a", "b")),
+        ({"system": "s", "prompt": "a", "completion": "b"}, chat("a", "b", system="s")),
+        ({"prompt": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", "response": " d"}, chat(*"abcd")),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
+            chat("a", "b"),
+        ),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, chat("a", "b")),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, chat("a", "b")),
+        ({"messages": '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'}, chat("a", "b")),
+    ],
+)
+def test_conversations(row: dict[str, Any], expected: tuple[Message, ...]) -> None:
+    assert one(row, "sft") == Conversation(expected, "s")
+    assert one(row, "ppo") == Prompt(expected[:-1], "s")
+
+
+def test_messages_after_the_last_answer_are_left_out() -> None:
+    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    assert one({"messages": turns}, "sft") == Conversation(chat("user", "assistant"), "s")
+    assert one({"messages": turns[2:]}, "ppo") == Prompt(chat("user"), "s")
+
+
+USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "g"), ("assistant", "b")))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "chosen": "g", "rejected": "b"},
+        {"prompt": "Human: a\n\nAssistant:", "response": "g", "chosen": " g", "rejected": " b"},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "a", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"chosen": "\n\nHuman: a\n\nAssistant: g", "rejected": "\n\nHuman: a\n\nAssistant: b"},
+    ],
+)
+def test_preferences(row: dict[str, Any]) -> None:
+    assert one(row, "reward") == Preference(chat("a"), "g", "b", "s")
+    assert one(row, "sft") == Conversation(chat("a", "g"), "s")
+    assert one(row, "ppo") == Prompt(chat("a"), "s")
+
+
+def test_shared_turns_are_the_prompt() -> None:
+    start = "\n\nHuman: a\n\nAssistant: b has\n\ntwo parts\n\nHuman: c: Assistant: d\n\nAssistant:"
+    record = one({"chosen": start + " good", "rejected": start + " bad"}, "reward")
+    assert record == Preference(chat("a", "b has\n\ntwo parts", "c: Assistant: d"), "good", "bad", "s")
+
+
+@pytest.mark.parametrize(
+    ("extra", "margin"),
+    [
+        ({}, 0.0),
+        ({"margin": 1.5}, 1.5),
+        ({"margin": "2"}, 2.0),
+        ({"score_chosen": 8.5, "score_rejected": 6.0}, 2.5),
+        ({"score_chosen": 8.5, "score_rejected": None}, 0.0),
+        ({"margin": float("nan")}, 0.0),
+    ],
+)
+def test_margins(extra: dict[str, Any], margin: float) -> None:
+    assert one({"prompt": "a", "chosen": "g", "rejected": "b"} | extra, "reward").margin == margin
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a", "completion": "  "}, "empty answer"),
+        ({"prompt": "a", "completion": None}, "no answer"),
+        ({"prompt": "", "completion": "b"}, "empty prompt"),
+        ({"prompt": "a", "completion": 3}, "answer does not end"),
+        ({"prompt": "a", "chosen": "g ", "rejected": "g"}, "chosen equals rejected"),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, "empty answer"),
+        ({"prompt": "a", "rejected": "b", "chosen": None}, "no answer"),
+        ({"chosen": "g", "rejected": "b"}, "without Human: and Assistant: turns"),
+        ({"chosen": "Human: a\n\nAssistant: g", "rejected": "Human: x\n\nAssistant: b"}, "different prompts"),
+        ({"chosen": "Human: a\n\nAssistant:", "rejected": "Human: a\n\nAssistant: b"}, "empty answer"),
+        ({"messages": []}, "no messages"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no assistant's turn"),
+        ({"messages": [{"role": "wizard", "content": "a"}]}, "without a known role"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "speaks first"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "empty answer"),
+        ({"messages": [USER, {"role": "system", "content": "s"}, GOOD]}, "a system message after the start"),
+        ({"messages": "hello"}, "messages are not a list"),
+    ],
+)
+def test_bad_rows_are_counted_by_reason(row: dict[str, Any], reason: str) -> None:
+    stage = "reward" if "chosen" in row else "sft"
+    parsed = to_records(table_of("t", [row]), stage, "s", bad_row_limit=1.0)
+    assert not parsed.records
+    (found,) = parsed.skipped
+    assert reason in found
+
+
+def test_too_many_bad_rows_are_refused_with_counts_and_places() -> None:
+    good = {"prompt": "a", "chosen": "g", "rejected": "b"}
+    rows = [good] * 94 + [good | {"chosen": "b"}] * 4 + [good | {"chosen": ""}] * 2
+    assert to_records(table_of("t", rows), "reward", "s", bad_row_limit=0.06).skipped.total() == 6
+    said = r"t: 6 of 100 rows.*4 x chosen equals rejected \(first: row 95\), 2 x empty answer \(first: row 99\)"
+    with pytest.raises(UserError, match=said + r".*5%.*data\.bad_row_limit"):
+        to_records(table_of("t", rows), "reward", "s", bad_row_limit=0.05)
+
+
+def test_neighbours_of_one_role_are_joined() -> None:
+    assert messages_of([USER, USER, GOOD]) == chat("a\n\na", "g")
+    assert turns_of("Human: a\n\nHuman: b\n\nAssistant: c") == chat("a\n\nb", "c")
+
+
+def test_text_before_the_first_turn_is_refused() -> None:
+    with pytest.raises(BadRow):
+        turns_of("Once upon a time\n\nHuman: a\n\nAssistant: b")

@@ -1,0 +1,258 @@
+"""Stages get disjoint, checked records from every kind of source; no prompt stands on both sides."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.config.schema import DataConfig, SourceConfig
+from pipeline.data import files
+from pipeline.data.load import StageRecords, check_stages, load_stage
+from pipeline.data.records import Conversation, Preference, Prompt
+from pipeline.data.splits import digest, held_out_point
+from pipeline.errors import UserError
+
+STAGES = ("sft", "reward", "ppo")
+CONF = Path(files.CHECKOUT) / "conf" / "data"
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def pairs(numbers: range) -> list[dict[str, Any]]:
+    return [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in numbers]
+
+
+def chats(numbers: range) -> list[dict[str, Any]]:
+    return [{"question": f"question {i}", "answer": f"answer {i}"} for i in numbers]
+
+
+def of(*sources: dict[str, Any], **keys: Any) -> DataConfig:
+    return DataConfig(name="test", sources=[SourceConfig(**source) for source in sources], **keys)
+
+
+def prompts(records: list[Any]) -> set[bytes]:
+    return {digest(record) for record in records}
+
+
+def test_one_file_serves_all_stages_by_disjoint_prompts(tmp_path: Path) -> None:
+    data = DataConfig(name="x", path=write(tmp_path / "p.jsonl", pairs(range(1000)) * 2), eval_fraction=0.1)
+    loaded = {stage: load_stage(data, stage, seed=1) for stage in STAGES}
+    kinds = {"sft": Conversation, "reward": Preference, "ppo": Prompt}
+    for stage, records in loaded.items():
+        assert all(type(record) is kinds[stage] for record in records.train + records.held_out)
+    train = {stage: prompts(records.train) for stage, records in loaded.items()}
+    held_out = prompts(loaded["sft"].held_out)
+    assert all(prompts(records.held_out) == held_out for records in loaded.values())
+    assert len(held_out) == pytest.approx(100, abs=30)
+    assert sum(len(part) for part in train.values()) + len(held_out) == 1000
+    assert len(train["reward"]) == pytest.approx(2 * len(train["sft"]), rel=0.3)
+    assert len(loaded["reward"].train) == 2 * len(train["reward"])  # the same pair twice stays twice
+    assert len(loaded["ppo"].train) == len(train["ppo"])  # the same prompt twice is one prompt
+    assert loaded["ppo"].skipped["repeats another row"] == 1000
+
+
+def test_splits_depend_on_text_alone(tmp_path: Path) -> None:
+    one = DataConfig(name="x", path=write(tmp_path / "a.jsonl", pairs(range(300))))
+    other = DataConfig(name="x", path=write(tmp_path / "b.jsonl", pairs(range(299, -1, -1))))
+    first, second = load_stage(one, "sft", seed=1), load_stage(other, "sft", seed=7)
+    assert prompts(first.train) == prompts(second.train)
+    assert prompts(first.held_out) == prompts(second.held_out)
+    assert [digest(r) for r in first.held_out] == [digest(r) for r in second.held_out]
+
+
+def test_rows_that_serve_one_stage_are_not_shared_out(tmp_path: Path) -> None:
+    data = DataConfig(name="x", path=write(tmp_path / "q.jsonl", [{"prompt": f"q {i}"} for i in range(200)]))
+    records = load_stage(data, "ppo", seed=1)
+    assert len(records.train) + len(records.held_out) == 200
+    data = of({"path": data.path, "stages": ["ppo", "reward", "sft"]})
+    assert len(load_stage(data, "ppo", seed=1).train) == len(records.train)
+
+
+def test_a_held_out_prompt_is_held_out_of_every_source_and_stage(tmp_path: Path) -> None:
+    questions = write(tmp_path / "train.jsonl", chats(range(400)))
+    test = write(tmp_path / "test.jsonl", chats(range(350, 450)))
+    preferences = write(tmp_path / "pairs.jsonl", pairs(range(200, 500)))
+    data = of(
+        {"path": questions, "eval_path": test, "stages": ["sft", "ppo"]},
+        {"path": preferences, "stages": ["reward"]},
+        stage_shares={"sft": 1, "ppo": 1},
+    )
+    loaded = {stage: load_stage(data, stage, seed=1) for stage in STAGES}
+    held_out = set().union(*(prompts(records.held_out) for records in loaded.values()))
+    for records in loaded.values():
+        assert not prompts(records.train) & held_out
+    assert prompts(loaded["sft"].held_out) == prompts(loaded["ppo"].held_out)
+    assert len(loaded["sft"].held_out) == 100
+    about_test = {key for key in prompts(loaded["reward"].held_out) if key in prompts(loaded["sft"].held_out)}
+    assert len(about_test) == 100  # pairs about questions of the test file measure, and do not train
+    assert loaded["sft"].skipped["prompt is held out"] >= 50
+
+
+def test_without_a_hash_split_nothing_but_the_held_out_file_is_set_aside(tmp_path: Path) -> None:
+    data = of({"path": write(tmp_path / "a.jsonl", chats(range(100))), "stages": ["sft"],
+               "eval_path": write(tmp_path / "b.jsonl", chats(range(90, 120)))})  # fmt: skip
+    records = load_stage(data, "sft", seed=1)
+    assert (len(records.train), len(records.held_out)) == (90, 30)
+    assert records.skipped == {"prompt is held out": 10}
+
+
+def test_a_held_out_prompt_is_asked_once(tmp_path: Path) -> None:
+    test = write(tmp_path / "b.jsonl", chats(range(10)) * 2)
+    data = of({"path": write(tmp_path / "a.jsonl", chats(range(10, 50))), "eval_path": test, "stages": ["sft", "ppo"]})
+    assert len(load_stage(data, "ppo", seed=1).held_out) == 10
+    assert len(load_stage(data, "sft", seed=1).held_out) == 20
+
+
+def test_what_a_tiny_file_holds_out_is_held_out_of_the_others(tmp_path: Path) -> None:
+    rows = [row for row in chats(range(1000)) if held_out_point(digest_of_question(row)) > 0.5]
+    tiny, large = (
+        write(tmp_path / "a.jsonl", rows[:8]),
+        write(tmp_path / "b.jsonl", rows[:100] + chats(range(2000, 2100))),
+    )
+    sources = [{"path": tiny, "stages": ["sft"]}, {"path": large, "stages": ["sft"], "weight": 100}]
+    records = load_stage(of(*sources), "sft", seed=1)
+    assert any(record.source == "a" for record in records.held_out)
+    assert not prompts(records.train) & prompts(records.held_out)
+
+
+def test_a_tiny_file_holds_out_one_prompt(tmp_path: Path) -> None:
+    rows = [row for row in chats(range(1000)) if held_out_point(digest_of_question(row)) > 0.5][:8]
+    data = of({"path": write(tmp_path / "a.jsonl", rows), "stages": ["sft"]})
+    records = load_stage(data, "sft", seed=1)
+    assert (len(records.train), len(records.held_out)) == (7, 1)
+    assert records.held_out == [min(records.train + records.held_out, key=lambda r: held_out_point(digest(r)))]
+    with pytest.raises(UserError, match="at least two different prompts"):
+        load_stage(of({"path": write(tmp_path / "b.jsonl", rows[:1]), "stages": ["sft"]}), "sft", seed=1)
+
+
+def digest_of_question(row: dict[str, Any]) -> bytes:
+    from pipeline.data.records import Message
+    from pipeline.data.splits import digest_of
+
+    return digest_of([Message("user", row["question"])])
+
+
+def test_sources_mix_by_weight_and_the_seed_chooses(tmp_path: Path) -> None:
+    paths = [write(tmp_path / "a.jsonl", chats(range(1000))), write(tmp_path / "b.jsonl", chats(range(1000, 1100)))]
+    sources = [{"path": path, "stages": ["sft"], "weight": weight} for path, weight in zip(paths, (3, 1), strict=True)]
+    records = load_stage(of(*sources), "sft", seed=1)
+    counts = {name: sum(record.source == name for record in records.train) for name in ("a", "b")}
+    assert counts["b"] > 85 and counts["a"] == 3 * counts["b"]
+    assert load_stage(of(*sources), "sft", seed=1).fingerprint == records.fingerprint
+    assert load_stage(of(*sources), "sft", seed=2).fingerprint != records.fingerprint
+
+
+def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    def loaded(rows: list[dict[str, Any]]) -> StageRecords:
+        return load_stage(of({"path": write(tmp_path / "a.jsonl", rows), "stages": ["sft"]}), "sft", seed=1)
+
+    rows = chats(range(50))
+    assert loaded(rows).fingerprint == loaded([row | {"other": 1} for row in rows]).fingerprint
+    held_out = {record.messages[0].content for record in loaded(rows).held_out}
+    for kind in (True, False):
+        place = next(i for i, row in enumerate(rows) if (row["question"] in held_out) is kind)
+        changed = [*rows[:place], rows[place] | {"answer": "changed"}, *rows[place + 1 :]]
+        assert loaded(rows).fingerprint != loaded(changed).fingerprint
+
+
+def test_a_folder_of_several_forms_gives_each_stage_what_it_can_use(tmp_path: Path) -> None:
+    write(tmp_path / "chats.jsonl", chats(range(100)))
+    write(tmp_path / "pairs.jsonl", pairs(range(100, 200)))
+    data = DataConfig(name="x", path=str(tmp_path), stage_shares={"sft": 1, "reward": 1, "ppo": 1})
+    records = load_stage(data, "reward", seed=1)
+    assert 0 < len(records.train) < 100
+    assert all(isinstance(record, Preference) for record in records.train)
+    check_stages(data, STAGES)
+
+
+def test_data_without_what_the_stage_needs_is_refused(tmp_path: Path) -> None:
+    data = DataConfig(name="x", path=write(tmp_path / "chats.jsonl", chats(range(100))))
+    said = r"Stage reward needs prompt \+ chosen \+ rejected.*chats\.jsonl holds completions, which serve sft, ppo"
+    for attempt in (lambda: load_stage(data, "reward", seed=1), lambda: check_stages(data, STAGES)):
+        with pytest.raises(UserError, match=said):
+            attempt()
+    with pytest.raises(UserError, match="no source lists the stage"):
+        load_stage(of({"path": data.path, "stages": ["sft"]}), "ppo", seed=1)
+    with pytest.raises(UserError, match=r"data\.stage_shares gives ppo nothing"):
+        load_stage(DataConfig(name="x", path=data.path, stage_shares={"sft": 1}), "ppo", seed=1)
+    with pytest.raises(UserError, match="has no source"):
+        load_stage(DataConfig(name="x"), "sft", seed=1)
+
+
+def test_renamed_columns(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"frage": f"q {i}", "antwort": f"a {i}", "prompt": 7} for i in range(50)])
+    source = {"path": path, "stages": ["sft"], "columns": {"frage": "prompt", "antwort": "completion"}}
+    record = load_stage(of(source), "sft", seed=1).train[0]
+    assert record.messages[0].content.startswith("q ") and record.messages[1].content.startswith("a ")
+    with pytest.raises(UserError, match=r"no column wrong.*Columns found: antwort, frage, prompt"):
+        load_stage(of(source | {"columns": {"wrong": "prompt"}}), "sft", seed=1)
+
+
+def test_the_demo_has_rows_of_its_own_for_each_stage() -> None:
+    data = of({"builtin": "demo"}, demo_examples=200)
+    for stage in STAGES:
+        records = load_stage(data, stage, seed=1)
+        assert records.train and records.held_out
+        assert not prompts(records.train) & prompts(records.held_out)
+        assert "kept for other stages" not in records.skipped
+
+
+def test_an_unreachable_hub_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Datasets:
+        @staticmethod
+        def load_dataset(*args: Any, **keys: Any) -> None:
+            raise ConnectionError("no route to the hub\nand more lines")
+
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    with pytest.raises(UserError, match=r"Can't get a/b \(split train\).*no route to the hub.*data\.path=FOLDER"):
+        load_stage(of({"hub": "a/b", "stages": ["sft"]}), "sft", seed=1)
+
+
+def test_hub_sets_are_read_by_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    splits = {
+        "train": datasets.Dataset.from_list(chats(range(60))),
+        "test": datasets.Dataset.from_list(chats(range(5))),
+    }
+    monkeypatch.setattr(datasets, "load_dataset", lambda hub, subset, split: splits[split])
+    records = load_stage(of({"hub": "a/b", "eval_split": "test", "stages": ["sft"]}), "sft", seed=1)
+    assert (len(records.train), len(records.held_out)) == (55, 5)
+    assert records.train[0].source == "a/b"
+
+
+def test_a_local_copy_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    hub = datasets.Dataset.from_list(chats(range(100, 150)))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **keys: hub)
+    local = write(tmp_path / "a.jsonl", chats(range(50)))
+    for path, first in ((local, "answer 0"), (local + ".absent", "answer 100")):
+        source = {"path": path, "hub": "a/b", "stages": ["sft"]}
+        answers = {r.messages[-1].content for r in load_stage(of(source), "sft", seed=1).train}
+        assert first in answers
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_configuration_is_valid_and_serves_all_stages(path: Path) -> None:
+    data = DataConfig(**yaml.safe_load(path.read_text()))
+    assert data.name == path.stem
+    assert {stage for source in data.sources for stage in source.stages} == set(STAGES)
+
+
+def test_gsm8k() -> None:
+    data = DataConfig(**yaml.safe_load((CONF / "gsm8k.yaml").read_text()))
+    path = data.sources[0].path
+    if path is None or files.find(path) is None:
+        pytest.skip("no shared/data/gsm8k beside this checkout")
+    loaded = {stage: load_stage(data, stage, seed=1) for stage in STAGES}
+    assert len(loaded["sft"].held_out) == len(loaded["ppo"].held_out) == 1000
+    held_out = set().union(*(prompts(records.held_out) for records in loaded.values()))
+    assert not any(prompts(records.train) & held_out for records in loaded.values())
+    assert loaded["reward"].train and loaded["reward"].held_out

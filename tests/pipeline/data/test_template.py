@@ -1,0 +1,99 @@
+"""Templates of all the usual kinds are taken apart so that training and generation see the same text."""
+
+import logging
+
+import pytest
+
+from pipeline.data.records import Message
+from pipeline.data.template import DEFAULT_TEMPLATE, ChatTemplate, segments
+from pipeline.errors import UserError
+from tests.pipeline.data.templates import (
+    BRACKETS,
+    CHATML,
+    NO_GENERATION_PROMPT,
+    NO_SYSTEM,
+    THINKING,
+    chat,
+    tokenizer,
+)
+
+
+def test_the_default_template() -> None:
+    assert segments(tokenizer(DEFAULT_TEMPLATE), chat("hi", "hello", "2+2?", "4", system="Be kind.")) == [
+        ("<s>Be kind.\n\nHuman:\nhi\n\nAssistant:\n", False),
+        ("hello", True),
+        ("</s>\n\nHuman:\n2+2?\n\nAssistant:\n", False),
+        ("4", True),
+    ]
+
+
+def test_chatml() -> None:
+    assert segments(tokenizer(CHATML), chat("a", "b", "c", "d")) == [
+        ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", False),
+        ("b", True),
+        ("<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", False),
+        ("d", True),
+    ]
+
+
+def test_a_prompt_ends_where_the_answer_begins() -> None:
+    for template in (DEFAULT_TEMPLATE, CHATML, NO_SYSTEM):
+        hf = tokenizer(template)
+        rendered = hf.apply_chat_template(
+            [{"role": m.role, "content": m.content} for m in chat("a", "b", "c")],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        assert "".join(text for text, _ in segments(hf, chat("a", "b", "c"))) == rendered
+
+
+def test_thinking_blocks_count_the_last_answer_only_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    template = ChatTemplate(tokenizer(THINKING))
+    with caplog.at_level(logging.WARNING):
+        for roles in (("user", "assistant", "user"), ("user", "assistant", "user", "assistant", "user")):
+            assert [segment.is_answer for segment in template.layout(roles)] == [False]
+    assert len(caplog.records) == 1 and "only the last answer" in caplog.text
+    assert segments(tokenizer(THINKING), chat("a", "b", "c", "d")) == [
+        (
+            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n",
+            False,
+        ),
+        ("d", True),
+    ]
+
+
+def test_a_template_without_a_generation_prompt() -> None:
+    assert segments(tokenizer(NO_GENERATION_PROMPT), chat("a", "b", "c", "d")) == [
+        ("<user>a</s><assistant>", False),
+        ("b", True),
+        ("</s><user>c</s><assistant>", False),
+        ("d", True),
+    ]
+
+
+def test_space_around_answers_is_left_to_the_template() -> None:
+    assert segments(tokenizer(BRACKETS), chat("a", "b")) == [("<s>[INST] a [/INST]", False), ("b", True)]
+    assert segments(tokenizer(BRACKETS), chat("a", "b", "c"))[0][0] == "<s>[INST] a [/INST] b </s>[INST] c [/INST]"
+
+
+def test_a_template_without_a_system_role_lets_the_user_say_it() -> None:
+    assert segments(tokenizer(NO_SYSTEM), chat("a", "b", system="s")) == [
+        ("<s><turn>user\ns\n\na<end>\n<turn>model\n", False),
+        ("b", True),
+    ]
+    with pytest.raises(UserError, match=r"turns user, user: roles must alternate.*model\.chat_template=FILE"):
+        segments(tokenizer(NO_SYSTEM), [Message("user", "a"), Message("user", "b")])
+
+
+def test_dates_do_not_move() -> None:
+    template = (
+        "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    assert segments(tokenizer(template), chat("a")) == [("26 Jul 2024a", False)]
+
+
+def test_templates_run_in_a_sandbox() -> None:
+    with pytest.raises(UserError):
+        segments(tokenizer("{{ ''.__class__.__mro__[1].__subclasses__() }}{{ messages[0].content }}"), chat("a"))
