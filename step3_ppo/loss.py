@@ -38,5 +38,5 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | No
     plain = (values - returns).square()
     if clip is None:
         return 0.5 * plain.sum(), {"value_clip_fraction": 0.0}
-    clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
+    clipped = (values.clamp(old - clip, old + clip) - returns).square()
     return 0.5 * torch.maximum(plain, clipped).sum(), {"value_clip_fraction": (clipped > plain).detach().sum()}

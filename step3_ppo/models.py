@@ -13,8 +13,9 @@ from pipeline.config.check import engine_settings
 from pipeline.config.schema import RunConfig
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
-from pipeline.models import EngineChoice, ModelSource, build_policy, build_scorer, resolve
+from pipeline.models import EngineChoice, ModelSource, Policy, build_policy, build_scorer, resolve
 from pipeline.models.build import adapters_off
+from pipeline.models.checks import verify
 from pipeline.models.source import check_kind, model_folder
 from pipeline.stage import optimizer_config, stage_source
 
@@ -88,7 +89,16 @@ def build(config: RunConfig, sources: Sources, *, actor_steps: int, critic_steps
         generates=True,
     )
     reference = None if adapters else build_policy(sources.actor, choice(section.reference_engine))
+    _score_alike(actor, reference, section.max_length)
     critic_optimizer = optimizer_config(section, steps=critic_steps, lr=section.critic_lr)
     critic = build_scorer(sources.reward, choice(section.critic_engine, optimizer=critic_optimizer), pad_id=pad_id)
     reward = build_scorer(sources.reward, choice(section.reward_engine), pad_id=pad_id)
     return Models(actor, critic, reference, reward, float(getattr(sources.reward.config, "reward_mean", 0.0)))
+
+
+def _score_alike(actor: Engine, reference: Engine | None, max_length: int) -> None:
+    """Find out how the actor's log-probabilities are computed rightly; the reference computes them in the same way."""
+    verify(actor, max_length=max_length)
+    if reference is not None:
+        assert isinstance(actor.module, Policy) and isinstance(reference.module, Policy)
+        reference.module.use_logits = actor.module.use_logits

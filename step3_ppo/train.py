@@ -20,8 +20,9 @@ from step3_ppo.diagnose import check_first_ratio
 from step3_ppo.evaluate import Examiner, HeldOut, earlier_answers, write_table
 from step3_ppo.figures import mean_figures, rollout_figures, sequence_kl
 from step3_ppo.models import Models, Sources, build, find
+from step3_ppo.ptx import ptx_mix
 from step3_ppo.rollout import Rollout, collect, generate
-from step3_ppo.update import Targets, means, minibatches, targets_of, update_critic, update_policy
+from step3_ppo.update import Minibatch, Targets, means, minibatches, targets_of, update_critic, update_policy
 
 EVALUATION_SEED = 20011
 GENERATOR_GAP = 0.01  # mean difference of probabilities above which generator and trainer are not the same model
@@ -39,6 +40,7 @@ class Ppo:
         self.models: Models = build(config, sources, actor_steps=actor_steps, critic_steps=self.steps * inner)
         if self.section.ema is not None:
             self.models.actor.start_averaging(self.section.ema)
+        self.ptx = ptx_mix(config, self.tokenizer)
         self.kl = KlController(self.section.kl_coef, self.section.kl_target, self.section.kl_horizon)
 
     def rollout(self, step: int, stage: StageRun) -> Rollout:
@@ -66,7 +68,7 @@ class Ppo:
 
     def learn(self, step: int, rollout: Rollout, targets: Targets) -> dict[str, float]:
         """Several passes over the rollout; the first minibatch's ratio must be 1."""
-        ppo, temperature, trained = self.section, self.config.rollout.temperature, []
+        ppo, trained = self.section, []
         first: dict[str, float] = {}
         for epoch in range(ppo.update_epochs):
             shuffle = (self.config.seed * 1_000_003 + step) * 1_009 + epoch
@@ -77,23 +79,31 @@ class Ppo:
                 pad_id=self.tokenizer.pad_id,
                 budget=ppo.micro_batch_tokens,
             ):
-                figures: dict[str, float] = {}
-                if step > ppo.critic_warmup:
-                    actor, largest = update_policy(self.models, minibatch, rollout, targets, ppo, temperature)
-                    figures |= means(actor, minibatch.tokens)
-                    figures |= {"policy_loss": actor.loss, "grad_norm": actor.grad_norm, "lr": actor.lr}
-                    if not first:
-                        first = {"first_ratio": figures["ratio"], "first_ratio_max_deviation": largest}
-                        self._check_ratio(rollout, figures["deviation"])
+                figures = self._learn_policy(minibatch, rollout, targets) if step > ppo.critic_warmup else {"lr": 0.0}
+                if not first and "ratio" in figures:
+                    first = {"first_ratio": figures["ratio"], "first_ratio_max_deviation": figures["largest"]}
+                    self._check_ratio(rollout, figures["deviation"])
                 critic = update_critic(self.models, minibatch, rollout, targets, ppo)
                 figures |= means(critic, minibatch.tokens)
                 figures |= {"value_loss": critic.loss, "critic_grad_norm": critic.grad_norm, "critic_lr": critic.lr}
-                figures.setdefault("lr", 0.0)
                 trained.append(figures)
-        last = trained[-1]
-        averaged = mean_figures(trained)
-        averaged.pop("ratio", None), averaged.pop("deviation", None)
-        return averaged | first | {"lr": last["lr"], "critic_lr": last["critic_lr"]}
+        rates = {name: trained[-1][name] for name in ("lr", "critic_lr")}
+        averaged = {k: v for k, v in mean_figures(trained).items() if k not in ("ratio", "largest", "deviation")}
+        return averaged | first | rates
+
+    def _learn_policy(self, minibatch: Minibatch, rollout: Rollout, targets: Targets) -> dict[str, float]:
+        actor = self.models.actor
+        update, largest = update_policy(
+            self.models,
+            minibatch,
+            rollout,
+            targets,
+            self.section,
+            temperature=self.config.rollout.temperature,
+            ptx=self.ptx.batch(actor.step_count) if self.ptx else None,
+        )
+        figures = {"policy_loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr, "largest": largest}
+        return means(update, minibatch.tokens) | figures
 
     def _check_ratio(self, rollout: Rollout, deviation: float) -> None:
         check_first_ratio(

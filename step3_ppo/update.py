@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from engine import Update
 from engine.parallel import dist
 from pipeline.config.schema import PpoSection
+from pipeline.data.batch import TokenBatch
 from step3_ppo.advantages import gae, kl_k1, shaped_rewards, whiten
 from step3_ppo.loss import Sums, log_ratio, policy_loss, value_loss
 from step3_ppo.models import Models
+from step3_ppo.ptx import PtxBatch
 from step3_ppo.rollout import Rollout, Rows, critic_values, my_rows, policy_logprobs
 
 
@@ -60,12 +62,19 @@ def minibatches(rollout: Rollout, *, parts: int, seed: int, pad_id: int, budget:
 
 
 def update_policy(
-    models: Models, minibatch: Minibatch, rollout: Rollout, targets: Targets, ppo: PpoSection, temperature: float
+    models: Models,
+    minibatch: Minibatch,
+    rollout: Rollout,
+    targets: Targets,
+    ppo: PpoSection,
+    *,
+    temperature: float,
+    ptx: PtxBatch | None = None,
 ) -> tuple[Update, float]:
     """One step of the actor; metrics are sums over the minibatch's tokens. Also the largest |ratio - 1| of them all."""
     largest = torch.zeros((), device=rollout.logprobs.device)
 
-    def loss(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
+    def clipped(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
         logprobs, entropies = policy_logprobs(module, batch, temperature)
         old = _flat(rollout.logprobs, rollout, batch.places)
         total, sums = policy_loss(
@@ -77,7 +86,16 @@ def update_policy(
         bonus = entropies.sum()
         return total - ppo.entropy_coef * bonus, sums | {"entropy": bonus, "deviation": deviation.sum()}
 
-    update = models.actor.update(minibatch.batches, loss, minibatch.tokens)
+    def imitated(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, Sums]:
+        assert ptx is not None
+        loss = -module(batch.input_ids, batch.score_mask)[0].sum() * (minibatch.tokens / ptx.tokens)
+        return ptx.coef * loss, {"ptx_loss": loss}
+
+    def loss(module: nn.Module, batch: Rows | TokenBatch) -> tuple[Tensor, Sums]:
+        return clipped(module, batch) if isinstance(batch, Rows) else imitated(module, batch)
+
+    batches: list[Rows | TokenBatch] = [*minibatch.batches, *(ptx.batches if ptx else [])]
+    update = models.actor.update(batches, loss, minibatch.tokens)
     return update, dist.max_over_ranks(largest.item())
 
 

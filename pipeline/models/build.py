@@ -53,7 +53,7 @@ class EngineChoice:
 
 def build_policy(source: ModelSource, choice: EngineChoice, *, generates: bool = False) -> Engine:
     """An engine around a `Policy`."""
-    check_kind(source, wanted="ForCausalLM" if source.folder is not None else "")
+    check_kind(source, wanted="ForCausalLM")
     lm = _on_meta(source, AutoModelForCausalLM, choice)
     return Engine(
         Policy(lm),
@@ -97,6 +97,8 @@ def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrained
                 trust_remote_code=source.trust_remote_code,
             )
     except ValueError as error:
+        if "scaled_dot_product_attention" in str(error):
+            raise UserError(f"{source.name} has no sdpa attention in transformers: model.attention=eager") from error
         raise UserError(f"model {source.name} cannot be built as a {auto.__name__}: {error}") from error
     model.tie_weights()
     if choice.lora is not None and choice.lora.rank:

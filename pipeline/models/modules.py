@@ -38,7 +38,7 @@ class Policy(nn.Module):
 
         input_ids: (B, T); score_mask: (B, T), never True at the first column; temperature divides the logits.
         """
-        inputs = _inputs(input_ids, position_ids, document_ids)
+        inputs = self._inputs(input_ids, position_ids, document_ids)
         keep = score_mask[:, 1:]
         targets = input_ids[:, 1:][keep]
         if self.use_logits:
@@ -51,6 +51,17 @@ class Policy(nn.Module):
         return token_logprobs(
             hidden[:, :-1][keep], head.weight, targets, temperature=temperature, bias=head.bias, softcap=self.softcap
         )
+
+    def _inputs(
+        self, input_ids: Tensor, position_ids: Tensor | None, document_ids: Tensor | None
+    ) -> dict[str, Tensor]:
+        if document_ids is None:
+            return {"input_ids": input_ids}
+        assert position_ids is not None
+        mask = document_mask(document_ids)
+        if self.lm.config._attn_implementation == "eager":  # it adds the mask to the scores
+            mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.bfloat16).min)
+        return {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": mask}
 
 
 class Scorer(nn.Module):
@@ -67,13 +78,6 @@ class Scorer(nn.Module):
         # fp32: a bf16 score has three digits, too few for the difference of two.
         values = F.linear(hidden.float(), head.weight.float())
         return values.squeeze(-1).clone()  # FSDP2 hooks on the output: it must not be a view
-
-
-def _inputs(input_ids: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> dict[str, Tensor]:
-    if document_ids is None:
-        return {"input_ids": input_ids}
-    assert position_ids is not None
-    return {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": document_mask(document_ids)}
 
 
 def document_mask(document_ids: Tensor) -> Tensor:

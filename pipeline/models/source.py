@@ -96,9 +96,13 @@ def _check_weights(folder: Path) -> None:
 
 
 def check_kind(source: ModelSource, *, wanted: str) -> None:
-    """Refuse a reward model where a language model belongs and the other way round. `wanted` is a class-name ending."""
+    """Refuse a reward model where a language model belongs and the other way round. `wanted` is a class-name ending.
+
+    Some families call a language model ...LMHeadModel (GPT-2), and a checkpoint without a head is a ...Model.
+    """
     architectures = source.config.architectures or []
-    if source.folder is not None and architectures and not any(name.endswith(wanted) for name in architectures):
+    endings = (wanted, "Model") if wanted == "ForCausalLM" else (wanted,)
+    if source.folder is not None and architectures and not any(name.endswith(endings) for name in architectures):
         raise UserError(
             f"{source.folder} holds a {architectures[0]}; a model ending in {wanted} is needed here"
         )
