@@ -162,8 +162,8 @@ def stage_consumes(config: RunConfig, run_dir: Path, stage: str, cache: HashCach
         role: cache.tree(folder) if folder is not None else model_content(base, cache)
         for role, folder in stage_inputs(config, run_dir, stage).items()
     }
-    settings = stage_settings(config, stage)
-    return {"config": digest(settings), "settings": settings, "data": data_content(config.data, cache), "models": models}
+    settings, data = stage_settings(config, stage), data_content(config.data, cache)
+    return {"config": digest(settings), "settings": settings, "data": data, "models": models}
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> str:

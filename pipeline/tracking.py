@@ -157,7 +157,7 @@ def logged_in() -> bool:
 
 
 class Progress:
-    """A bar with the few figures that matter on a terminal, plain lines elsewhere: the first, one about every 5 s, the last."""
+    """A bar with the few figures that matter on a terminal; elsewhere a line now and then, the first and last always."""
 
     def __init__(
         self,
@@ -184,7 +184,8 @@ class Progress:
             self._move_bar(step)
         elif step >= self._steps or self._clock() - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = self._clock()
-            print(f"{self._stage} {step}/{self._steps}  {self._figures()}{self._left(step)}", file=self._stream, flush=True)
+            line = f"{self._stage} {step}/{self._steps}  {self._figures()}{self._left(step)}"
+            print(line, file=self._stream, flush=True)
 
     def finish(self) -> None:
         """Leave the terminal clean."""

@@ -145,7 +145,8 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
     for key in ("actor", "reward_path"):
         if getattr(config, key) is not None and config.stage not in ("all", "ppo"):
             shown = "reward" if key == "reward_path" else key
-            yield f"{shown}={getattr(config, key)} is where PPO starts, but stage={config.stage}: leave it out, or stage=ppo"
+            where = f"{shown}={getattr(config, key)}"
+            yield f"{where} is where PPO starts, but stage={config.stage}: leave it out, or stage=ppo"
     stages = wanted_stages(config)
     if "ppo" in stages:
         yield from _ppo_mistakes(config)
@@ -161,7 +162,8 @@ def _model_mistakes(key: str, model: ModelConfig) -> Iterable[str]:
     if model.weights == "pretrained" and not (model.path or model.hub):
         yield f"{key} has no weights to load: {key}.path=FOLDER, {key}.hub=ORGANISATION/NAME, or {key}.weights=random"
     if model.weights == "random" and not model.architecture:
-        yield f"{key}.weights=random has nothing to build: {key}.architecture={{model_type: ..., ...}}, or an option of conf/model"
+        shape = f"{key}.architecture={{model_type: ..., ...}}"
+        yield f"{key}.weights=random has nothing to build: {shape}, or an option of conf/model"
     if model.architecture is not None and "model_type" not in model.architecture:
         yield f"{key}.architecture.model_type is missing: the family in transformers' words (opt, llama, qwen3, ...)"
 

@@ -117,7 +117,8 @@ def _explain(problem: Exception) -> str:
     if "mismatched input" in text or "token recognition" in text or "no viable alternative" in text:
         text += "; a value with special characters needs quotes, \"key='some value'\""
     if "sweep" in text:
-        text = f"{lines[0]}: write [1,2] for a list, quotes for one value, or add -m to run every value"
+        text = lines[0].replace("++", "")
+        text += ": write [1,2] for a list, quotes for one value, or add -m to run every value"
     return f"cannot read the command line: {text}"
 
 

@@ -153,7 +153,8 @@ def _kind_of(annotation: Any) -> str:
 
 def _bounds(field: FieldInfo) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = [f"{signs[name]} {getattr(rule, name):g}" for rule in field.metadata for name in signs if hasattr(rule, name)]
+    named = [(rule, name) for rule in field.metadata for name in signs if hasattr(rule, name)]
+    found = [f"{signs[name]} {getattr(rule, name):g}" for rule, name in named]
     return f" ({', '.join(found)})" if found else ""
 
 

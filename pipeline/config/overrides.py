@@ -61,7 +61,7 @@ def _rewrite_token(token: str, options: dict[str, list[str]]) -> str:
 
 
 def _implied(tokens: Iterable[str], given: set[str]) -> list[str]:
-    """A model or data set of one's own needs no option file: leave the default one out, and name it after its folder."""
+    """A model or data set of one's own needs no option file: leave the default one out, name it after its folder."""
     extra: list[str] = []
     values = {key: value for _, key, value in map(split, tokens) if value}
     for group, keys in {"model": ("path", "hub"), "data": ("path", "sources"), "reward_model": ("path", "hub")}.items():
@@ -96,11 +96,11 @@ def _check_option(group: str, value: str, options: list[str]) -> None:
     if value.startswith("[") or value in ("null", "none", ""):
         raise UserError(f"{group}={value} names no option; choose one of {', '.join(options)}")
     close = closest(value, options)
-    advice = f"did you mean {group}={close}? " if close else ""
+    advice = f" Did you mean {group}={close}?" if close else ""
     own = ""
     if group in ("model", "reward_model", "data"):
         own = f"; your own is {group}.path={value if os.path.exists(value) else 'PATH'}"
-    raise UserError(f"{group}={value} is no option of {group}: {advice}Options: {', '.join(options)}{own}")
+    raise UserError(f"{group}={value} is no option of {group}.{advice} Options: {', '.join(options)}{own}")
 
 
 def _not_a_pair(token: str, options: dict[str, list[str]]) -> str:

@@ -68,7 +68,8 @@ def _run(arguments: list[str], stage: str | None) -> int:
             if not isinstance(shown, dict) or part not in shown:
                 raise UserError(f"--package {command.package}: there is no such key")
             shown = shown[part]
-        print(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True), end="")
+        text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+        print(text.removesuffix("...\n"), end="")
         return 0
     ranks = _ranks(configs)
     control = Control(ranks)
@@ -176,7 +177,7 @@ def _run_stage(
     write_whole(stage_dir / "config.yaml", yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False))
     control.say({"stage": stage, "run_dir": str(run_dir.resolve()), "debug": config.debug})
     end = _launch(stage, run_dir, ranks, control, debug=config.debug)
-    if end.status == 0 and not control.wait_for_end(stage):
+    if end.status == 0 and not control.all_ended(_line(stage, run_dir)):
         end = StageEnd(CRASHED)
     if end.status:
         manifest.stop(stage)
@@ -189,13 +190,18 @@ def _run_stage(
 def _launch(stage: str, run_dir: Path, ranks: Ranks, control: Control, *, debug: bool) -> StageEnd:
     """Run this launcher's ranks of a stage, and say what went wrong if this is the first launcher to know."""
     end = launch_stage(stage, run_dir, ranks, shared_store=control.keeps_store, others_failed=control.failed)
-    first = control.report_end(f"{run_dir.name}/{stage}", end.status)
+    first = control.report_end(_line(stage, run_dir), end.status)
     if end.status == INTERRUPTED and ranks.leads:
         print(f"\n{stage}: interrupted; the same command continues", file=sys.stderr)
     elif first and end.message:
         print(end.traceback if debug else "", end="", file=sys.stderr)
         print(f"error: {stage}: {end.message}{_kept(end, run_dir / stage)}", file=sys.stderr)
     return end
+
+
+def _line(stage: str, run_dir: Path) -> str:
+    """What the launchers call one stage of one run."""
+    return f"{run_dir.name}/{stage}"
 
 
 def _kept(end: StageEnd, stage_dir: Path) -> str:

@@ -77,7 +77,7 @@ class Control:
         self._store.add(f"ended/{stage}", 1)
         return first
 
-    def wait_for_end(self, stage: str) -> bool:
+    def all_ended(self, stage: str) -> bool:
         """Wait until all launchers' ranks have ended a stage; False where one failed."""
         self._wait_for_count(f"ended/{stage}", self._ranks.world, PATIENCE)
         return not self.failed()

@@ -95,7 +95,8 @@ def _lock(path: Path) -> IO[str]:
         lock.seek(0)
         holder = lock.read().strip() or "another process"
         lock.close()
-        raise UserError(f"{path} is being worked on by {holder}: wait for it, end it, or choose another name=") from None
+        advice = "wait for it, end it, or choose another name="
+        raise UserError(f"{path} is being worked on by {holder}: {advice}") from None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()

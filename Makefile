@@ -1,0 +1,25 @@
+# make demo   train a tiny chat model through all three stages (sets up .venv first)
+# make test   pass the tests (sets up .venv first)
+# make lint   ruff and mypy
+# make docs   write the pages that are made from code
+# Variables: PYTHON=/path/to/python for the set-up, ARGS="..." for train.py and pytest.
+
+PY := .venv/bin/python
+
+.PHONY: demo test lint docs setup
+
+demo: setup
+	@$(PY) train.py name=demo $(ARGS)
+
+test: setup
+	@OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+
+lint: setup
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+
+docs: setup
+	@$(PY) -m pipeline.config.document
+
+setup:
+	@bash .ci/setup

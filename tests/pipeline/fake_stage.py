@@ -1,0 +1,58 @@
+"""A stage for the launcher's tests: no torch, and FAKE_STAGE says how it behaves.
+
+ok: leaves a model and a summary. Anything else is "behaviour" or "behaviour:rank" for one rank alone:
+user (a UserError), crash (a RuntimeError), kill (SIGKILL to itself), hang (sleeps), deaf (sleeps, ignores SIGTERM).
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+
+
+def run(config, folder):
+    rank, rest = os.environ["RANK"], os.environ.get("FAKE_STAGE", "ok")
+    behaviour, _, only = rest.partition(":")
+    (folder / f"rank-{rank}.json").write_text(json.dumps({**os.environ, "PID": os.getpid()}))
+    if only and only != rank:
+        time.sleep(60)
+    act(behaviour)
+    if rank == "0":
+        (folder / "starts").open("a").write("x")
+        (folder / "model").mkdir(exist_ok=True)
+        (folder / "model" / "config.json").write_text(json.dumps({"lr": getattr(config, folder.name).lr}))
+        (folder / "summary.json").write_text(json.dumps({"final": {"eval_loss": 0.25}, "gold_score": 0.5}))
+
+
+def act(behaviour):
+    from pipeline.errors import UserError
+
+    if behaviour == "user":
+        raise UserError("data.path=x.jsonl: line 3 is not JSON")
+    if behaviour == "crash":
+        raise RuntimeError("a bug")
+    if behaviour == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour in ("hang", "deaf"):
+        time.sleep(60)
+
+
+def without_torch():
+    """Put an empty process group where the engine's would be."""
+    engine, parallel, dist = (types.ModuleType(name) for name in ("engine", "engine.parallel", "engine.parallel.dist"))
+    dist.start, dist.stop, parallel.dist = (lambda namespace: None), (lambda: None), dist
+    sys.modules.update({"engine": engine, "engine.parallel": parallel, "engine.parallel.dist": dist})
+
+
+if __name__ == "__main__":
+    from pipeline.launch import stage_main
+
+    if os.environ.get("FAKE_STAGE_TORCH") != "1":
+        without_torch()
+    newest = max(Path(sys.argv[2]).glob("*/config.yaml"), key=lambda file: file.stat().st_mtime_ns)
+    stage_main(newest.parent.name, "fake_stage")

@@ -1,0 +1,243 @@
+"""Command lines become configurations, and mistakes become one line that says what to write."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.config.check import check_paths, check_ranks, engine_settings, validate, wanted_stages, warnings
+from pipeline.config.compose import compose, compose_jobs, parse_command
+from pipeline.config.document import MAIN_KEYS, PAGE, help_text, page
+from pipeline.config.overrides import CONF, groups
+from pipeline.config.schema import EngineSettings, RunConfig
+from pipeline.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def config_of(*overrides: str) -> RunConfig:
+    return validate(compose(["model=opt-1.3b", *overrides]))
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        config_of(*overrides)
+    return str(caught.value)
+
+
+def test_groups_and_keys_reach_the_configuration():
+    config = config_of("data=gsm8k", "stage=reward", "reward.lr=3e-5", "engine=zero3", "engine.dtype=bf16", "tracking=none")
+    assert (config.model.hub, config.data.name, config.stage) == ("facebook/opt-1.3b", "gsm8k", "reward")
+    assert (config.reward.lr, config.engine.zero_stage, config.engine.dtype) == (3e-5, 3, "bf16")
+    assert config.tracking.kind == "none"
+
+
+def test_defaults_come_from_the_schema():
+    assert config_of().ppo == RunConfig.model_fields["ppo"].get_default()
+
+
+def test_reward_model_of_another_size():
+    config = config_of("reward_model=opt-350m", "reward_model.weights=random")
+    assert config.reward_model is not None
+    assert (config.reward_model.name, config.reward_model.weights) == ("opt-350m", "random")
+    assert config.model.weights == "pretrained"
+
+
+def test_reward_is_a_group_or_a_path():
+    assert config_of("reward=lora").reward.lora.rank == 16
+    config = config_of("stage=ppo", "reward=runs/x/reward", "ppo.kl_coef=0.1")
+    assert (config.reward_path, config.ppo.kl_coef) == ("runs/x/reward", 0.1)
+
+
+@pytest.mark.parametrize("path", ["/a/my chats (1).jsonl", "/a/it's=b,c.jsonl", "/a/plain.jsonl", "/a/back\\slash'.csv"])
+def test_paths_need_no_quotes(path):
+    config = config_of(f"data.path={path}")
+    assert config.data.path == path
+    assert config.data.sources == []
+
+
+def test_own_model_and_data_leave_the_default_options_out(tmp_path):
+    config = validate(compose([f"model.path={tmp_path}/My Model", "data.path=~/chats.v2.jsonl"]))
+    assert (config.model.name, config.model.weights, config.model.architecture) == ("My-Model", "pretrained", None)
+    assert config.data.name == "chats.v2"
+    assert config.data.path == str(Path.home() / "chats.v2.jsonl")
+
+
+def test_path_with_an_option_keeps_the_option():
+    config = config_of("model.path=/models/x")
+    assert (config.model.name, config.model.path) == ("opt-1.3b", "/models/x")
+    assert config.model.architecture is not None
+
+
+def test_numbers_are_names_too():
+    assert config_of("name=2026").name == "2026"
+
+
+def test_multirun_composes_every_combination():
+    jobs = compose_jobs(parse_command(["-m", "model=gpt2,opt-125m", "seed=1,2", "sft.lr=1e-4"]))
+    assert [job.label for job in jobs] == [
+        "model=gpt2,seed=1", "model=gpt2,seed=2", "model=opt-125m,seed=1", "model=opt-125m,seed=2",
+    ]  # fmt: skip
+    assert [(job.raw["model"]["name"], job.raw["seed"], job.raw["sft"]["lr"]) for job in jobs][2] == ("opt-125m", 1, 1e-4)
+
+
+def test_the_actors_run_brings_its_settings(tmp_path):
+    stage = tmp_path / "x" / "sft"
+    stage.mkdir(parents=True)
+    earlier = config_of("data=gsm8k", "name=x", "seed=7", "engine=zero2", "rollout.max_new_tokens=99", "tracking=none")
+    (stage / "config.yaml").write_text(yaml.safe_dump(earlier.model_dump(mode="json")))
+    config = validate(compose([f"actor={stage}", "stage=ppo", "ppo.kl_coef=0.2"]))
+    assert (config.model.name, config.data.name, config.rollout.max_new_tokens) == ("opt-1.3b", "gsm8k", 99)
+    assert (config.engine.zero_stage, config.seed, config.ppo.kl_coef) == (2, 7, 0.2)
+    assert (config.name, config.stage, config.tracking.kind) == (None, "ppo", "wandb")
+    other = validate(compose([f"actor={stage}", "stage=ppo", "data.path=/a/b.jsonl", "engine=zero1"]))
+    assert (other.data.path, other.data.sources, other.engine.zero_stage) == ("/a/b.jsonl", [], 1)
+
+
+def test_an_actor_from_elsewhere_is_the_model(tmp_path):
+    config = validate(compose([f"actor={tmp_path}", "stage=ppo", "data=gsm8k"]))
+    assert config.model.path == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("reward.lrr=1", "reward.lrr: there is no such key; did you mean reward.lr?"),
+        ("lr=1", "did you mean sft.lr, reward.lr or ppo.lr?"),
+        ("enginee=zero3", "enginee: there is no such key; did you mean engine?"),
+        ("sft.batch_size=0", "sft.batch_size=0: must be >= 1"),
+        ("sft.lr=fast", "sft.lr=fast: write a number"),
+        ("ppo.steps=1.5", "ppo.steps=1.5: write a whole number"),
+        ("engine.dtype=fp8", "engine.dtype=fp8: write auto, bf16, fp16 or fp32"),
+        ("model=opt-1.3", "did you mean model=opt-1.3b?"),
+        ("model=/models/mine", "your own is model.path="),
+        ("sft=fast", "sft=fast is no option of sft. Options: default, lora"),
+        ("opt-1.3b", "'opt-1.3b' is not KEY=VALUE: did you mean model=opt-1.3b?"),
+        ("--stage", "options are written KEY=VALUE, without dashes"),
+        ("seed=1,2", "add -m to run every value"),
+        ("name=a/b", "name=a/b: a run name has"),
+        ("ppo.lora.dropout=0.1", "ppo.lora.dropout=0"),
+        ("ppo.minibatches=3", "ppo.batch_size=64 does not divide over ppo.minibatches=3: ppo.batch_size=63 or 66"),
+        ("ppo.actor_engine.zero_stag=3", "ppo.actor_engine.zero_stag: there is no such key; did you mean"),
+        ("ppo.critic_engine.offload=disk", "ppo.critic_engine.offload=disk: write none or cpu"),
+        ("rollout.max_new_tokens=4096", "ppo.max_length=4608, or shorter ones"),
+        ("model.hub=null", "model has no weights to load"),
+        ("data.stage_shares.sftt=1", "data.stage_shares.sftt"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_answered_with_what_to_write(override, expected):
+    assert expected in refusal(override).replace("Did", "did")
+
+
+def test_every_mistake_is_named_at_once():
+    lines = refusal("sft.lrr=1", "ppo.clip=-1", "engine.zero_stage=4").splitlines()
+    assert [line.split(":")[0] for line in sorted(lines)] == ["engine.zero_stage=4", "ppo.clip=-1", "sft.lrr"]
+
+
+def test_actor_belongs_to_ppo():
+    assert "stage=sft" in refusal("stage=sft", "actor=runs/x/sft")
+
+
+def test_ranks_must_divide_batches():
+    check_ranks(config_of(), 4)
+    with pytest.raises(UserError, match="sft.batch_size=64 does not divide over 3 ranks: sft.batch_size=63 or 66"):
+        check_ranks(config_of("stage=sft"), 3)
+    with pytest.raises(UserError, match=r"2 ranks x ppo.minibatches=64: ppo.batch_size=128"):
+        check_ranks(config_of("stage=ppo", "ppo.minibatches=64"), 2)
+
+
+def test_given_models_stand_in_for_stages():
+    assert wanted_stages(config_of()) == ["sft", "reward", "ppo"]
+    assert wanted_stages(config_of("model=gpt2", "reward=x/y")) == ["sft", "ppo"]
+
+
+def test_cut_sampling_is_warned_about():
+    assert warnings(config_of()) == []
+    assert "rollout.top_p=0.9" in warnings(config_of("rollout.top_p=0.9"))[0]
+
+
+def test_role_engines_change_the_run_engine():
+    settings = engine_settings(EngineSettings(zero_stage=2, dtype="bf16"), {"zero_stage": 3})
+    assert (settings.zero_stage, settings.dtype) == (3, "bf16")
+
+
+def test_paths_are_looked_at_before_any_work(tmp_path):
+    with pytest.raises(UserError, match="data.path=.*no such file"):
+        check_paths(config_of(f"data.path={tmp_path}/none.jsonl"))
+    with pytest.raises(UserError, match="model.path=.*no config.json"):
+        check_paths(config_of(f"model.path={tmp_path}"))
+    (tmp_path / "sft" / "model").mkdir(parents=True)
+    (tmp_path / "sft" / "model" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"model.path={tmp_path}/sft"):
+        check_paths(config_of(f"model.path={tmp_path}"))
+    check_paths(config_of(f"model.path={tmp_path}/sft"))
+
+
+@pytest.mark.parametrize("option", groups()["model"])
+def test_every_model_option_is_whole(option):
+    config = validate(compose([f"model={option}", "model.weights=random"]))
+    assert config.model.name == option
+    assert config.model.architecture is not None
+
+
+@pytest.mark.parametrize(
+    ("option", "millions"),
+    [("opt-125m", 125.2), ("opt-350m", 331.2), ("opt-66b", 65719.7), ("gpt2", 124.4), ("pythia-160m", 162.3),
+     ("llama-3.1-8b", 8030.3), ("qwen3-0.6b", 596.0), ("mistral-7b", 7248.0), ("gemma-2-2b", 2614.3)],
+)  # fmt: skip
+def test_architectures_have_the_published_sizes(option, millions):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(yaml.safe_load((CONF / "model" / f"{option}.yaml").read_text())["architecture"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
+
+
+def test_every_option_of_every_group_composes():
+    for group, options in {group: some for group, some in groups().items() if group != "model"}.items():
+        for option in options:
+            validate(compose(["model=gpt2", f"{group}={option}"]))
+
+
+def test_the_page_of_keys_is_current():
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m pipeline.config.document"
+
+
+def test_help_names_every_main_key():
+    text = help_text()
+    assert all(key in text for key in MAIN_KEYS)
+
+
+def test_help_is_quick_and_light():
+    began = time.perf_counter()
+    code = "import sys, train; from pipeline.launch.command import main; main(['--help']); print(*sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert time.perf_counter() - began < 2.0
+    loaded = set(shown.splitlines()[-1].split())
+    assert not loaded & {"torch", "transformers", "wandb", "hydra", "datasets"}
+
+
+def test_cfg_job_shows_and_runs_nothing(tmp_path, capsys, monkeypatch):
+    from pipeline.launch.command import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["model=gpt2", "--cfg", "job", "ppo.lr=2e-6"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert RunConfig.model_validate(shown).ppo.lr == 2e-6
+    assert main(["model=gpt2", "--cfg", "job", "--package", "ppo.lora"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["rank"] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stages_module_is_train_with_that_stage(capsys):
+    from pipeline.launch.command import main
+
+    assert main(["model=gpt2", "--cfg", "job", "--package", "stage"], stage="reward") == 0
+    assert capsys.readouterr().out == "reward\n"
+    assert main(["model=gpt2", "stage=ppo"], stage="sft") == 2
+    assert "train.py stage=ppo" in capsys.readouterr().err

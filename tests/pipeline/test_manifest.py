@@ -1,0 +1,239 @@
+"""What runs, what is skipped, what goes on, what is kept: whole commands with stages that do nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.config.check import validate
+from pipeline.config.compose import compose
+from pipeline.fingerprint import HashCache, stage_settings
+from pipeline.launch import processes
+from pipeline.launch.command import main
+from pipeline.launch.folder import open_folder
+from pipeline.manifest import Manifest, stage_inputs
+
+HERE = Path(__file__).resolve().parent
+BASE = ["model=gpt2", "tracking=none"]
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch, capsys):
+    """Run a command line in an empty folder: (exit status, what it said)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setattr(processes, "MODULES", dict.fromkeys(("sft", "reward", "ppo"), "fake_stage"))
+
+    def run(*arguments: str, stage: str = "ok") -> tuple[int, str]:
+        monkeypatch.setenv("FAKE_STAGE", stage)
+        status = main([*BASE, *arguments])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    return run
+
+
+def starts(run_dir: str, stage: str) -> int:
+    """How often a stage was brought to its end in its folder."""
+    return len((Path("runs") / run_dir / stage / "starts").read_text())
+
+
+def record(run_dir: str, stage: str) -> dict:
+    return json.loads((Path("runs") / run_dir / "manifest.json").read_text())["stages"][stage]
+
+
+def test_a_run_leaves_what_scripts_count_on(train):
+    status, said = train("name=x")
+    assert status == 0
+    assert "python chat.py runs/x" in said
+    for stage in ("sft", "reward", "ppo"):
+        kept = yaml.safe_load((Path("runs/x") / stage / "config.yaml").read_text())
+        assert (kept["name"], kept["model"]["name"]) == ("x", "gpt2")
+        assert record("x", stage)["status"] == "finished"
+    assert record("x", "sft")["consumed"]["models"] == {"base": "hub:openai-community/gpt2"}
+    made = {stage: record("x", stage)["produced"]["model"] for stage in ("sft", "reward")}
+    assert record("x", "ppo")["consumed"]["models"] == {"actor": made["sft"], "reward": made["reward"]}
+
+
+def test_a_finished_stage_is_skipped(train):
+    train("name=x")
+    status, said = train("name=x", "sft.log_every=5", "sft.micro_batch_tokens=4096", "engine=zero3", "debug=true")
+    assert status == 0
+    assert said.count("skipped") == 3
+    assert starts("x", "sft") == 1
+
+
+def test_a_changed_stage_runs_again_and_so_do_those_after_it(train):
+    train("name=x")
+    before = record("x", "sft")["produced"]["model"]
+    _, said = train("name=x", "sft.lr=5e-5")
+    assert "sft: runs again (sft.lr was 1e-05, is 5e-05); the old one is runs/x/sft.1" in said
+    assert "reward: runs again (its sft model changed)" in said
+    assert "ppo: runs again (its actor model changed" in said
+    assert record("x", "sft")["produced"]["model"] != before
+    assert (Path("runs/x/sft.1/model/config.json")).exists()
+    train("name=x", "sft.lr=6e-5")
+    assert sorted(path.name for path in Path("runs/x").glob("sft*")) == ["sft", "sft.1", "sft.2"]
+
+
+def test_a_change_of_one_stage_leaves_the_others(train):
+    train("name=x")
+    _, said = train("name=x", "ppo.kl_coef=0.2")
+    assert said.count("skipped") == 2
+    assert "ppo: runs again (ppo.kl_coef was 0.05, is 0.2)" in said
+
+
+def test_changed_data_runs_again(train):
+    Path("a.jsonl").write_text('{"prompt": "1"}\n')
+    train("name=x", "data.path=a.jsonl", "stage=sft")
+    Path("a.jsonl").write_text('{"prompt": "2"}\n')
+    _, said = train("name=x", "data.path=a.jsonl", "stage=sft")
+    assert "sft: runs again (the data changed)" in said
+
+
+def test_an_unfinished_stage_goes_on_in_its_folder(train):
+    status, said = train("name=x", stage="crash")
+    assert status == 1
+    assert "sft: rank 0: RuntimeError: a bug (runs/x/sft/error.txt has the traceback" in said
+    assert record("x", "sft")["status"] == "stopped"
+    Path("runs/x/sft/checkpoint").touch()
+    status, said = train("name=x")
+    assert (status, "sft: goes on" in said) == (0, True)
+    assert Path("runs/x/sft/checkpoint").exists()
+
+
+def test_the_same_command_without_a_name_continues_its_run(train):
+    train(stage="crash")
+    (run,) = Path("runs").iterdir()
+    status, said = train()
+    assert (status, list(Path("runs").iterdir())) == (0, [run])
+    assert f"run folder: {run} (continues" in said
+    train()
+    assert len(list(Path("runs").iterdir())) == 2
+
+
+def test_another_command_without_a_name_is_another_run(train):
+    train(stage="crash")
+    train("seed=2")
+    assert len(list(Path("runs").iterdir())) == 2
+    assert all(run.name.startswith("gpt2-demo-") for run in Path("runs").iterdir())
+
+
+def test_a_run_folder_of_another_model_is_refused(train):
+    train("name=x", "stage=sft")
+    status, said = train("name=x", "model=opt-125m")
+    assert status == 2
+    assert "runs/x belongs to another configuration: it was made with model=gpt2, not model=opt-125m" in said
+    assert starts("x", "sft") == 1
+
+
+def test_ppo_says_what_it_lacks(train):
+    status, said = train("name=x", "stage=ppo")
+    assert status == 2
+    assert "has no finished sft stage. Run stage=sft there first (or stage=all), or give actor=FOLDER" in said
+
+
+def test_models_of_other_runs_can_be_given(train):
+    train("name=a")
+    status, _ = train("name=b", "stage=ppo", "actor=runs/a/sft", "reward=runs/a/reward")
+    assert status == 0
+    assert record("b", "ppo")["consumed"]["models"]["actor"] == record("a", "sft")["produced"]["model"]
+    assert not Path("runs/b/sft").exists()
+
+
+def test_run_dir_can_be_anywhere(train, tmp_path):
+    assert train("stage=sft", f"run_dir={tmp_path}/else/where")[0] == 0
+    assert (tmp_path / "else" / "where" / "sft" / "model").is_dir()
+
+
+def test_every_run_of_a_multirun_has_its_folder(train):
+    status, said = train("-m", "seed=1,2", "stage=sft", "name=x")
+    assert status == 0
+    assert sorted(run.name for run in Path("runs").iterdir()) == ["x-seed=1", "x-seed=2"]
+    status, said = train("-m", "seed=1,2", "stage=sft", "name=x")
+    assert said.count("skipped") == 2
+
+
+def test_a_failed_run_of_a_multirun_does_not_stop_the_others(train):
+    status, said = train("-m", "seed=1,2", "stage=sft", stage="user")
+    assert status == 2
+    assert len(list(Path("runs").iterdir())) == 2
+    assert "2 of 2 runs failed: seed=1; seed=2" in said
+
+
+def test_nobody_works_in_a_locked_folder(train):
+    held = open_folder(validate(compose([*BASE, "name=x"])), ["sft"])
+    status, said = train("name=x")
+    assert status == 2
+    assert f"runs/x is being worked on by process {os.getpid()}" in said
+    held.close()
+    assert train("name=x", "stage=sft")[0] == 0
+
+
+def test_the_lock_ends_with_its_process(tmp_path):
+    code = (
+        "import os; from pipeline.launch.folder import _lock; from pathlib import Path\n"
+        f"lock = _lock(Path({str(tmp_path)!r})); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=HERE.parents[1], check=False)
+    config = validate(compose([*BASE, f"run_dir={tmp_path}"]))
+    open_folder(config, ["sft"]).close()
+
+
+def test_a_broken_manifest_is_said(train):
+    train("name=x", "stage=sft")
+    Path("runs/x/manifest.json").write_text("{")
+    status, said = train("name=x", "stage=sft")
+    assert status == 2
+    assert "manifest.json can't be read" in said
+
+
+def test_reward_starts_where_it_is_told(train):
+    train("name=x", "stage=sft")
+
+    def start(*more: str) -> dict:
+        return stage_inputs(validate(compose([*BASE, *more])), Path("runs/x"), "reward")
+
+    assert start() == {"sft": Path("runs/x/sft/model")}
+    assert start("reward.init=base") == {"base": None}
+    assert start("reward_model=opt-125m") == {"base": None}
+
+
+def test_only_what_matters_is_a_setting():
+    def settings(*more: str) -> dict:
+        return stage_settings(validate(compose([*BASE, *more])), "ppo")
+
+    same = ("ranks=2", "engine.zero_stage=3", "ppo.save_every=3", "rollout.batch_size=8", "ppo.actor_engine.offload=cpu")
+    assert all(settings(override) == settings() for override in (*same, "tracking.project=x", "name=y", "sft.lr=1"))
+    other = ("seed=2", "ppo.lr=1", "engine.dtype=fp32", "rollout.temperature=0.5", "data.eval_fraction=0.1")
+    assert all(settings(override) != settings() for override in (*other, "ppo.actor_engine.dtype=fp32"))
+
+
+def test_folder_hashes_know_names_and_contents(tmp_path):
+    folder, cache = tmp_path / "m", HashCache(tmp_path / "cache")
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a").write_text("1")
+    (folder / "sub" / "b").write_text("2")
+    first = cache.tree(folder)
+    (folder / ".hidden").write_text("3")
+    assert cache.tree(folder) == first
+    (folder / "sub" / "b").write_text("22")
+    second = cache.tree(folder)
+    (folder / "a").rename(folder / "c")
+    assert len({first, second, cache.tree(folder)}) == 3
+    cache.save()
+    assert HashCache(tmp_path / "cache").tree(folder) == cache.tree(folder)
+
+
+def test_a_manifest_is_written_whole(tmp_path, monkeypatch):
+    manifest = Manifest(tmp_path)
+    manifest.save()
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
+    manifest.asked = "other"
+    with pytest.raises(OSError, match="power cut"):
+        manifest.save()
+    assert Manifest.read(tmp_path).asked == ""

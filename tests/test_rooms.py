@@ -1,0 +1,127 @@
+"""Who may import whom (docs/design.md), read from the source: nothing here imports the project."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("engine", "pipeline", "step1_sft", "step2_reward", "step3_ppo", "benchmarks")
+ALLOWED = {
+    "engine": {"engine"},
+    "pipeline": {"pipeline", "engine"},
+    "step1_sft": {"step1_sft", "pipeline", "engine"},
+    "step2_reward": {"step2_reward", "pipeline", "engine"},
+    "step3_ppo": {"step3_ppo", "pipeline", "engine"},
+    "train": {"pipeline", "engine"},
+    "chat": {"pipeline", "engine"},
+}
+NOT_IN_ENGINE = {"hydra", "omegaconf", "wandb", "pydantic", "datasets", "yaml"}
+COLLECTIVES = {
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "destroy_process_group", "gather", "gather_object",
+    "init_process_group", "irecv", "isend", "monitored_barrier", "new_group", "recv", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+}  # fmt: skip
+PURE = ("loss.py", "advantages.py", "sampling.py")
+
+
+def sources(room: str) -> list[Path]:
+    """A room's Python files."""
+    place = ROOT / room
+    return sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+
+
+def imports(file: Path) -> Iterator[tuple[str, int]]:
+    """Every module a file imports, anywhere in it, with the line."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((name.name, node.lineno) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: relative imports hide the direction"
+            yield from ((f"{node.module}.{name.name}", node.lineno) for name in node.names)
+
+
+def present(room: str) -> bool:
+    return (ROOT / room).is_dir() or (ROOT / room).with_suffix(".py").exists()
+
+
+@pytest.mark.parametrize("room", [room for room in ALLOWED if present(room)])
+def test_imports_run_down(room):
+    ours = {*ROOMS, "train", "chat", "tests"}
+    for file in sources(room):
+        for module, line in imports(file):
+            top = module.split(".")[0]
+            assert top not in ours or top in ALLOWED[room], f"{file}:{line} imports {module}"
+
+
+def test_the_engine_knows_no_configuration_and_no_tracking():
+    for file in sources("engine"):
+        for module, line in imports(file):
+            assert module.split(".")[0] not in NOT_IN_ENGINE, f"{file}:{line} imports {module}"
+
+
+def test_hydra_stays_out_of_the_workers():
+    worker = [ROOT / "pipeline" / "launch" / name for name in ("__init__.py", "worker.py")]
+    for file in [*worker, *(file for room in ROOMS[2:5] for file in sources(room))]:
+        for module, line in imports(file):
+            assert not module.startswith(("hydra", "omegaconf", "pipeline.config.compose")), f"{file}:{line}: {module}"
+
+
+def torch_distributed_calls(file: Path) -> Iterator[tuple[str, int]]:
+    """Calls of collectives through any name that torch.distributed got in this file."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    modules, functions = {"torch.distributed"}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {name.asname or name.name for name in node.names if name.name == "torch.distributed"}
+        elif isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.distributed"):
+            for name in node.names:
+                if node.module == "torch" and name.name == "distributed":
+                    modules.add(name.asname or name.name)
+                elif node.module == "torch.distributed" and name.name in COLLECTIVES:
+                    functions.add(name.asname or name.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            owner, _, leaf = called.rpartition(".")
+            if called in functions or (owner in modules and leaf in COLLECTIVES):
+                yield called, node.lineno
+
+
+def test_collectives_are_called_in_one_file():
+    one = ROOT / "engine" / "parallel" / "dist.py"
+    assert list(torch_distributed_calls(one)), "the search itself found nothing"
+    for room in [*ROOMS, "train", "chat"]:
+        for file in sources(room) if present(room) else []:
+            if file != one:
+                assert not list(torch_distributed_calls(file)), f"{file}: {list(torch_distributed_calls(file))}"
+
+
+def test_losses_advantages_and_sampling_are_pure():
+    for room in ROOMS:
+        for file in sources(room):
+            if file.name in PURE:
+                for module, line in imports(file):
+                    top = module.split(".")[0]
+                    allowed = top in ("torch", "math", "dataclasses", "typing", "collections")
+                    assert allowed and "distributed" not in module, f"{file}:{line} imports {module}"
+
+
+def test_no_branch_on_a_models_name():
+    """No comparison with, or lookup by, a family's or model's name in code; conf/ is where names stand."""
+    names = {option.stem for option in (ROOT / "conf" / "model").glob("*.yaml")} - {"tiny"}
+    families = {"opt", "gpt2", "gpt_neox", "llama", "qwen2", "qwen3", "mistral", "gemma2", "bloom", "falcon"}
+    for room in ROOMS[:5]:
+        for file in sources(room):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Compare | ast.MatchValue):
+                    words = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+                    assert not words & (names | families), f"{file}:{node.lineno}: {words}"
+
+
+def test_no_module_is_called_helpers():
+    for room in ROOMS:
+        for file in sources(room):
+            assert file.stem not in {"utils", "util", "common", "helpers", "misc"}, file
