@@ -50,6 +50,13 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
     found = set(columns)
     if {"chosen", "rejected"} <= found:
         return "preferences"
+    if len(found & {"chosen", "rejected"}) == 1:
+        (there,) = found & {"chosen", "rejected"}
+        (absent,) = {"chosen", "rejected"} - found
+        raise UserError(
+            f"{name}: has the column {there} and lacks {absent}. Columns found: {', '.join(sorted(found))}. "
+            "Preferences need both; rename columns with data.sources' `columns: {their name: our name}`."
+        )
     if found & set(MESSAGE_COLUMNS):
         return "messages"
     if found & set(PROMPT_COLUMNS):

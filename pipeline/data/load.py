@@ -209,7 +209,8 @@ def _at_least_one(aside: _HeldOut, records: Sequence[Record], name: str) -> _Hel
 
 def _no_data(data: "DataConfig", stage: str, unfit: Sequence[Table]) -> str:
     found = [
-        f"{table.name} holds {(form := detect(table.columns, table.name))}, which serve {', '.join(SERVES[form])}"
+        f"{table.name} (columns {', '.join(sorted(table.columns))}) holds {(form := detect(table.columns))}, "
+        f"which serve {', '.join(SERVES[form])}"
         for table in unfit
     ]
     return (

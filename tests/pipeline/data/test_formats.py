@@ -46,6 +46,11 @@ def test_unknown_columns_are_named_with_the_forms() -> None:
         detect(["text", "label"], "chats.csv")
 
 
+def test_a_lacking_column_is_named() -> None:
+    with pytest.raises(UserError, match=r"t: has the column chosen and lacks rejected\. Columns found: chosen, prompt"):
+        detect(["prompt", "chosen"], "t")
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [

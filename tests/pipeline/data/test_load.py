@@ -173,7 +173,7 @@ def test_a_folder_of_several_forms_gives_each_stage_what_it_can_use(tmp_path: Pa
 
 def test_data_without_what_the_stage_needs_is_refused(tmp_path: Path) -> None:
     data = DataConfig(name="x", path=write(tmp_path / "chats.jsonl", chats(range(100))))
-    said = r"Stage reward needs prompt \+ chosen \+ rejected.*chats\.jsonl holds completions, which serve sft, ppo"
+    said = r"Stage reward needs prompt \+ chosen.*chats\.jsonl \(columns answer, question\) holds completions"
     for attempt in (lambda: load_stage(data, "reward", seed=1), lambda: check_stages(data, STAGES)):
         with pytest.raises(UserError, match=said):
             attempt()
