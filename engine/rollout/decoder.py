@@ -69,7 +69,8 @@ class Rollouts:
 
     def stream(self, prompt: Sequence[int], sampling: Sampling, stream: int = 0) -> Iterator[int]:
         """The tokens of one answer, each as soon as it is drawn, the end token included."""
-        for _, tokens, _ in _Decoding(self.module, self.device, [prompt], sampling, [stream]):
+        for _, tokens, logprobs in _Decoding(self.module, self.device, [prompt], sampling, [stream]):
+            _check_numbers([float(logprobs[0])])
             yield int(tokens[0])
 
     def _decode(
@@ -91,9 +92,13 @@ class Rollouts:
 def _cut(token_ids: list[int], logprobs: list[float], end_ids: tuple[int, ...]) -> Generation:
     """End a row after its first end token."""
     length = next((place + 1 for place, token in enumerate(token_ids) if token in end_ids), None)
-    if any(value != value for value in logprobs[:length]):
-        raise FloatingPointError("the model's logits are not numbers (NaN); its weights may have diverged")
+    _check_numbers(logprobs[:length])
     return Generation(token_ids[:length], logprobs[:length], finished=length is not None)
+
+
+def _check_numbers(logprobs: Sequence[float]) -> None:
+    if any(value != value for value in logprobs):
+        raise FloatingPointError("the model's logits are not numbers (NaN); its weights may have diverged")
 
 
 class _Decoding:

@@ -1,0 +1,145 @@
+"""The conversation at the terminal: lines in, answers and commands out."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, TextIO
+
+from engine import Sampling
+from pipeline.chat.screen import printable
+from pipeline.chat.voice import Voice
+from pipeline.errors import UserError
+
+HELP = """\
+/reset             forget the conversation
+/system TEXT       set the system message; without TEXT remove it
+/set               show the sampling options
+/set KEY VALUE     temperature (0: the likeliest token), top-p, top-k, max-new-tokens, seed
+/help              this
+/quit              leave, as Ctrl-D does
+Ctrl-C stops an answer. What is said first is forgotten first when the model's context is full."""
+
+OPTIONS: dict[str, Callable[[str], int | float]] = {
+    "temperature": float,
+    "top-p": float,
+    "top-k": int,
+    "max-new-tokens": int,
+    "seed": int,
+}
+
+
+@dataclass
+class Session:
+    """A chat with one model, or with several that answer the same. Text goes to `out`, remarks to `notes`.
+
+    `labels` puts the model's name before an answer.
+    """
+
+    voices: Sequence[Voice]
+    sampling: Sampling
+    system: str = ""
+    labels: bool = False
+    out: TextIO = field(default_factory=lambda: sys.stdout)
+    notes: TextIO = field(default_factory=lambda: sys.stderr)
+    turn: int = 0
+
+    def run(self, lines: Iterable[str]) -> None:
+        """Take lines until they end or one says /quit."""
+        for line in lines:
+            text = line.strip()
+            if text in ("/quit", "/exit"):
+                return
+            if text:
+                self.take(text)
+
+    def take(self, text: str) -> None:
+        """Answer one line, or obey it. A mistake is told and changes nothing."""
+        try:
+            if text.startswith("/"):
+                self._obey(text)
+            else:
+                self.answer(text)
+        except UserError as mistake:
+            self._note(str(mistake))
+
+    def answer(self, text: str) -> bool:
+        """Let every voice answer; False where Ctrl-C stopped one, which skips the others."""
+        self.turn += 1
+        return all(self._speak(voice, text) for voice in self.voices)
+
+    def _speak(self, voice: Voice, text: str) -> bool:
+        answer = voice.answer(self.system, text, self.sampling, self.turn)
+        began = stopped = False
+        try:
+            for piece in answer:
+                if not began and self.labels:
+                    self._say(f"{voice.name}> ")
+                began = True
+                self._say(printable(piece))
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            answer.close()
+            if began or stopped:
+                self._say("\n")
+        if stopped:
+            self._note("(stopped)")
+        if voice.dropped:
+            self._note(f"({voice.name} has forgotten the first {voice.dropped // 2} turns: its context is full)")
+        return not stopped
+
+    def _obey(self, line: str) -> None:
+        command, _, rest = line.partition(" ")
+        words = rest.split()
+        if command == "/reset":
+            for voice in self.voices:
+                voice.reset()
+            self.turn = 0
+            self._note("(the conversation starts anew)")
+        elif command == "/system":
+            self.system = rest.strip()
+            self._note("(system message set)" if self.system else "(no system message)")
+        elif command == "/set" and len(words) in (0, 2):
+            if words:
+                self.sampling = with_option(self.sampling, *words)
+            self._note("  ".join(f"{key} {getattr(self.sampling, key.replace('-', '_'))}" for key in OPTIONS))
+        elif command == "/help":
+            self._note(HELP)
+        else:
+            raise UserError(f"{line}: there is no such command; /help lists them")
+
+    def _say(self, text: str) -> None:
+        self.out.write(text)
+        self.out.flush()
+
+    def _note(self, text: str) -> None:
+        self.out.flush()
+        print(printable(text), file=self.notes, flush=True)
+
+
+def with_option(sampling: Sampling, key: str, value: str) -> Sampling:
+    """The settings with one changed. Raises UserError for a key or a value that is none."""
+    key = key.replace("_", "-")
+    if key not in OPTIONS:
+        raise UserError(f"{key}: there is no such option; there are {', '.join(OPTIONS)}")
+    try:
+        change: dict[str, Any] = {key.replace("-", "_"): OPTIONS[key](value)}
+        return replace(sampling, **change)
+    except ValueError as problem:
+        reason = str(problem) if "must be" in str(problem) else f"{value} is not a number of the right kind"
+        raise UserError(f"{key}: {reason}") from problem
+
+
+def typed_lines(prompt: str) -> Iterator[str]:
+    """Lines from the terminal, with history and editing; Ctrl-D ends them, Ctrl-C begins a new line."""
+    with suppress(ImportError):  # some systems have none
+        import readline  # noqa: F401  (its import is what makes input() editable)
+    while True:
+        try:
+            yield input(prompt)
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /quit leaves)", file=sys.stderr)
+        except EOFError:
+            print(file=sys.stderr)
+            return

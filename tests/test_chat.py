@@ -1,0 +1,291 @@
+"""The terminal chat: what it loads, what it says and forgets, and that a model can't drive the terminal."""
+
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import chat
+from engine import Sampling
+from pipeline.chat.folder import ChatModel, find, find_each
+from pipeline.chat.screen import Detokenizer, printable
+from pipeline.chat.session import Session, typed_lines
+from pipeline.chat.voice import Voice, fit, load
+from pipeline.data.records import Message
+from pipeline.data.tokenizer import train_tokenizer
+from pipeline.errors import UserError
+
+TEXTS = ["hello there, how are you?", "two and three are five", "good morning", "ünïcödé 🙂 works"] * 20
+
+
+def save_model(folder: Path, seed: int, kind: str = "AutoModelForCausalLM", positions: int = 256) -> None:
+    import transformers
+
+    tokenizer = train_tokenizer(TEXTS, 300)
+    config = transformers.AutoConfig.for_model(
+        "llama", vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=positions, num_labels=1, pad_token_id=tokenizer.pad_id,
+        bos_token_id=None, eos_token_id=tokenizer.end_ids[0],
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    getattr(transformers, kind).from_config(config).save_pretrained(folder)
+    tokenizer.save(folder)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with all three stages finished; sft and ppo are different models."""
+    root = tmp_path_factory.mktemp("runs") / "x"
+    for seed, stage in enumerate(("sft", "ppo")):
+        save_model(root / stage / "model", seed)
+    save_model(root / "reward" / "model", 2, "AutoModelForSequenceClassification")
+    write_manifest(root, sft="finished", reward="finished", ppo="finished")
+    return root
+
+
+def write_manifest(root: Path, **status: str) -> None:
+    stages = {stage: {"status": word, "consumed": {}, "produced": {}} for stage, word in status.items()}
+    (root / "manifest.json").write_text(json.dumps({"identity": {}, "asked": "", "stages": stages}))
+
+
+def empty_run(root: Path, **status: str) -> Path:
+    """A run whose stages have a model folder each, without weights."""
+    for stage in status:
+        (root / stage / "model").mkdir(parents=True)
+        (root / stage / "model" / "config.json").write_text("{}")
+    write_manifest(root, **status)
+    return root
+
+
+# Which model
+
+
+def test_the_newest_finished_stage_answers(tmp_path: Path) -> None:
+    both = empty_run(tmp_path / "a", sft="finished", ppo="finished")
+    assert find(both) == ChatModel("ppo", both / "ppo" / "model")
+    early = empty_run(tmp_path / "b", sft="finished", ppo="running")
+    assert find(early) == ChatModel("sft", early / "sft" / "model")
+    assert find(both / "sft") == find(both / "sft" / "model") == ChatModel("sft", both / "sft" / "model")
+    (both / "manifest.json").unlink()
+    assert find(both).name == "ppo"
+
+
+def test_what_cannot_be_talked_to_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        find(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="no finished stage"):
+        find(empty_run(tmp_path / "a", sft="running"))
+    (tmp_path / "b").mkdir()
+    with pytest.raises(UserError, match="neither a run nor a model"):
+        find(tmp_path / "b")
+    with pytest.raises(UserError, match="no finished ppo stage"):
+        find_each(empty_run(tmp_path / "c", sft="finished"), "sft,ppo")
+
+
+def test_comparing_takes_stages_and_folders(tmp_path: Path) -> None:
+    root = empty_run(tmp_path / "a", sft="finished", ppo="finished")
+    chosen = find_each(root, f"sft, ppo,{root / 'ppo'}")
+    assert [model.name for model in chosen] == ["sft", "ppo", "ppo"]
+
+
+def test_a_reward_model_and_a_pickle_are_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="reward model"):
+        load(ChatModel("reward", run / "reward" / "model"))
+    config = json.loads((run / "sft" / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not to be opened")
+    with pytest.raises(UserError, match="pickle"):
+        load(ChatModel("x", tmp_path))
+
+
+# What fits
+
+
+def count_words(messages: Sequence[Message]) -> list[int]:
+    return [0] * sum(len(message.content.split()) for message in messages)
+
+
+def test_the_oldest_turns_leave_and_the_system_message_stays() -> None:
+    turns = [Message(role, f"{role} {n} x") for n in range(3) for role in ("user", "assistant")]
+    turns.append(Message("user", "last"))
+    for bound, kept in ((None, 7), (22, 7), (21, 5), (15, 3), (9, 1), (4, 1)):
+        messages, prompt = fit("be kind please", turns, count_words, bound)
+        assert messages[0].role == "system" and messages[1:] == turns[7 - kept :]
+        assert bound is None or len(prompt) <= bound
+    with pytest.raises(UserError, match="too long"):
+        fit("be kind please", turns, count_words, 3)
+    assert fit("", turns[:1], count_words, None)[0] == turns[:1]
+
+
+def test_a_long_conversation_goes_on(run: Path, tmp_path: Path) -> None:
+    """Well past the model's positions, without an error, and saying that it forgets."""
+    save_model(tmp_path / "m", 0, positions=64)
+    voice = load(ChatModel("m", tmp_path / "m"))
+    notes = io.StringIO()
+    session = Session([voice], Sampling(48, seed=1), system="be brief", out=io.StringIO(), notes=notes)
+    session.run(["hello there, how are you?"] * 8)
+    assert len(voice.turns) == 16 and "forgotten the first" in notes.getvalue()
+    session.run(["good morning " * 60])
+    assert "too long" in notes.getvalue() and len(voice.turns) == 16
+
+
+# What is printed
+
+
+def test_a_model_cannot_drive_the_terminal() -> None:
+    hostile = "a\x1b[31mred\x07\x08\x9b2J\u202eevil\u2066\U000e0041\x7f\ud800 b\tc\r\nd\re"
+    assert printable(hostile) == "a[31mred2Jevil b\tc\nde"
+    assert printable("naïve 中文 👩\u200d👧 العربية") == "naïve 中文 👩\u200d👧 العربية"
+
+
+def test_characters_spread_over_tokens_come_out_whole() -> None:
+    text = "é🙂 中 end"
+    pieces = Detokenizer(lambda ids: bytes(ids).decode("utf-8", errors="replace").strip())
+    shown = [pieces.feed(token) for token in text.encode()] + [pieces.finish()]
+    assert "".join(shown) == pieces.text == text
+    assert all("\ufffd" not in piece for piece in shown)
+    broken = Detokenizer(lambda ids: bytes(ids).decode("utf-8", errors="replace"))
+    assert [broken.feed(0xF0), broken.feed(0x9F), broken.finish()] == ["", "", "\ufffd"]
+
+
+def test_streamed_text_is_the_decoded_answer(run: Path) -> None:
+    voice = load(ChatModel("sft", run / "sft" / "model"))
+    sampling = Sampling(40, seed=3)
+    streamed = "".join(voice.answer("", "hello", sampling, 1))
+    prompt = voice.tokenizer.encode_prompt([Message("user", "hello")])
+    ends = voice.tokenizer.end_ids
+    whole = voice.rollouts.generate([prompt], Sampling(40, seed=3, end_ids=ends), [1])[0]
+    assert streamed == voice.tokenizer.decode(whole.token_ids) != ""
+    assert voice.turns == [Message("user", "hello"), Message("assistant", streamed)]
+
+
+# The session
+
+
+class Scripted:
+    """Rollouts that say given bytes; a byte 3 is the user's Ctrl-C."""
+
+    def __init__(self, says: bytes) -> None:
+        self.says, self.seen = says, []  # type: ignore[var-annotated]
+
+    def stream(self, prompt: Sequence[int], sampling: Sampling, stream: int = 0) -> Iterator[int]:
+        self.seen.append((bytes(prompt).decode(), sampling, stream))
+        for token in self.says:
+            if token == 3:
+                raise KeyboardInterrupt
+            yield token
+
+
+class Bytes:
+    """A tokenizer of bytes."""
+
+    end_ids, pad_id = (0,), 0
+
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+        return list("|".join(f"{m.role[0]}:{m.content}" for m in messages).encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace").strip()
+
+
+def scripted(*says: bytes, labels: bool = False) -> tuple[Session, list[Scripted]]:
+    rollouts = [Scripted(text) for text in says]
+    voices = [Voice(f"m{i}", r, Bytes(), None) for i, r in enumerate(rollouts)]  # type: ignore[arg-type]
+    return Session(voices, Sampling(9, seed=1), out=io.StringIO(), notes=io.StringIO(), labels=labels), rollouts
+
+
+def test_several_turns_a_system_message_and_a_reset() -> None:
+    session, (voice,) = scripted(b"yes\x1b")
+    session.run(["one", "", "/system be kind", "two", "/reset", "three", "/system", "four", "/quit", "five"])
+    assert [prompt for prompt, _, _ in voice.seen] == [
+        "u:one",
+        "s:be kind|u:one|a:yes\x1b|u:two",
+        "s:be kind|u:three",
+        "u:three|a:yes\x1b|u:four",
+    ]
+    assert [stream for _, _, stream in voice.seen] == [1, 2, 1, 2]
+    assert session.out.getvalue() == "yes\n" * 4  # type: ignore[attr-defined]
+
+
+def test_options_change_in_the_chat() -> None:
+    session, (voice,) = scripted(b"ok")
+    session.run(["/set temperature 0.25", "/set max-new-tokens 5", "/set top_k 3", "/set top-p 2", "/set nose 1",
+                 "/set seed x", "/what", "hello"])  # fmt: skip
+    _, sampling, _ = voice.seen[0]
+    assert (sampling.temperature, sampling.max_new_tokens, sampling.top_k, sampling.top_p) == (0.25, 5, 3, 1.0)
+    assert sampling.end_ids == (0,)
+    notes = session.notes.getvalue()  # type: ignore[attr-defined]
+    for told in ("top-p: top_p must be", "nose: there is no such option", "seed: x is not", "/what: there is no such"):
+        assert told in notes
+
+
+def test_ctrl_c_stops_the_answer_alone() -> None:
+    session, (voice, other) = scripted(b"half\x03rest", b"other", labels=True)
+    session.run(["one", "two"])
+    assert session.out.getvalue() == "m0> half\nm0> half\n" and other.seen == []  # type: ignore[attr-defined]
+    assert voice.seen[1][0] == "u:one|a:half|u:two"
+
+
+def test_each_model_keeps_its_own_side() -> None:
+    session, (first, second) = scripted(b"A", b"B", labels=True)
+    session.run(["one", "two"])
+    assert session.out.getvalue() == "m0> A\nm1> B\n" * 2  # type: ignore[attr-defined]
+    assert first.seen[1][0] == "u:one|a:A|u:two" and second.seen[1][0] == "u:one|a:B|u:two"
+
+
+def test_ctrl_c_begins_a_new_line_and_ctrl_d_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[str | BaseException] = ["one", KeyboardInterrupt(), "two", EOFError()]
+
+    def typed(_: str) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("builtins.input", typed)
+    assert list(typed_lines("you> ")) == ["one", "two"]
+
+
+# The command
+
+
+def test_one_answer_for_scripts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(run), "--prompt", "hello", "--max-new-tokens", "12", "--seed", "5"]
+    assert chat.main(arguments) == 0
+    first = capsys.readouterr().out
+    assert chat.main(arguments) == 0
+    assert capsys.readouterr().out == first and first.endswith("\n") and first.strip()
+    assert chat.main([*arguments, "--compare", "sft,ppo"]) == 0
+    compared = capsys.readouterr().out
+    assert compared.startswith("sft> ") and f"ppo> {first}" in compared
+
+
+def test_lines_from_a_pipe_are_turns(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/set temperature 0\ngood morning\n"))
+    assert chat.main([str(run / "sft"), "--max-new-tokens", "6", "--seed", "1"]) == 0
+    shown = capsys.readouterr()
+    assert "you>" not in shown.out and shown.out.strip() and "temperature 0.0" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere"], "no such folder"),
+        (["{run}/reward"], "reward model"),
+        (["{run}", "--compare", "sft,base"], "base: there is no such folder"),
+        (["{run}", "--temperature", "-1"], "temperature must be"),
+        (["{run}", "--prompt", "good morning " * 400], "too long"),
+    ],
+)
+def test_mistakes_are_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    assert chat.main([part.replace("{run}", str(run)) for part in arguments]) == 1
+    shown = capsys.readouterr()
+    assert told in shown.err and shown.err.count("\n") == 1 and not shown.out
