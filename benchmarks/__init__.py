@@ -1,0 +1,1 @@
+"""How fast, against whom, in one run: `python -m benchmarks`."""

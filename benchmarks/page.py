@@ -1,0 +1,115 @@
+"""docs/benchmarks.md, made from benchmarks/results.jsonl: `python -m benchmarks.page`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.record import ROOT, Record, read
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+INTRODUCTION = """# Benchmarks
+
+Made from `benchmarks/results.jsonl` by `python -m benchmarks.page`; don't edit this page.
+
+`python -m benchmarks` lists the benches, `python -m benchmarks NAME` runs one and adds its figures. What is compared
+runs in turn in one go, and figures are medians. The newest run of each case on each machine is shown. Below each
+machine stands how fast and quiet it was: a fixed matrix product, and the CPU seconds it got per wall second, which is
+close to the number of threads when nothing else runs.
+"""
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(render(read()), encoding="utf-8")
+    print(PAGE.relative_to(ROOT))
+
+
+def render(records: Sequence[Record]) -> str:
+    """The page of `records`, in Markdown."""
+    if not records:
+        return f"{INTRODUCTION}\nNothing has been measured yet.\n"
+    parts = [INTRODUCTION]
+    for bench in dict.fromkeys(record.result.bench for record in records):
+        parts.append(f"\n## {bench}\n")
+        found = newest([record for record in records if record.result.bench == bench])
+        for machine in dict.fromkeys(_machine_text(record.machine) for record in found):
+            group = [record for record in found if _machine_text(record.machine) == machine]
+            parts.append(f"\n{machine}\n\n{_figures_table(group)}{_detail_tables(group)}")
+    return "".join(parts)
+
+
+def newest(records: Iterable[Record]) -> list[Record]:
+    """The last record of each case on each machine, in order of the cases' first appearance."""
+    found: dict[tuple[str, str], Record] = {}
+    for record in records:
+        found[record.result.case, _machine_text(record.machine)] = record
+    return list(found.values())
+
+
+def _machine_text(machine: Mapping[str, Any]) -> str:
+    """The machine in words, without what changes from run to run."""
+    gpus: list[str] = machine.get("gpus") or []
+    counted = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
+    parts = [
+        f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('memory_gib')} GiB",
+        counted or "no GPU",
+        f"torch {machine.get('torch')}",
+    ]
+    return "; ".join(parts) + "."
+
+
+def _figures_table(records: Sequence[Record]) -> str:
+    rows = [_row(record) for record in records]
+    columns = list(dict.fromkeys(name for row in rows for name, cell in row.items() if cell))
+    return markdown_table(columns, [[row.get(name, "") for name in columns] for row in rows])
+
+
+def _row(record: Record) -> dict[str, str]:
+    """One record by column: its figures, the plain values of its detail, the circumstances."""
+    result = record.result
+    scalars = {name: value for name, value in result.detail.items() if isinstance(value, int | float | str)}
+    return {
+        "case": result.case,
+        "ours": _text(result.ours),
+        "peer": _text(result.peer),
+        "ratio": _text(result.ratio),
+        "unit": f"{result.unit}, less is better" if result.lower_is_better else result.unit,
+        **{_words(name): _text(value) for name, value in scalars.items()},
+        "matmul bf16 GFLOP/s": _text(record.machine.get("matmul_bf16_gflops")),
+        "CPU s per s": _text(record.machine.get("cpu_seconds_per_second")),
+        "date": record.date,
+        "commit": record.commit,
+    }
+
+
+def _detail_tables(records: Sequence[Record]) -> str:
+    """One more table for each detail that is itself a table of figures, such as the seconds of each phase."""
+    names = [name for record in records for name, value in record.result.detail.items() if isinstance(value, Mapping)]
+    parts = []
+    for name in dict.fromkeys(names):
+        tables = {record.result.case: record.result.detail.get(name) or {} for record in records}
+        columns = list(dict.fromkeys(column for table in tables.values() for column in table))
+        rows = [[case, *(_text(table.get(column)) for column in columns)] for case, table in tables.items()]
+        parts.append(f"\n{_words(name).capitalize()}:\n\n{markdown_table(['case', *map(_words, columns)], rows)}")
+    return "".join(parts)
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown: the first column flush left, the others right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n" for cells in lines)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.machine import describe, matrix_gflops
+from benchmarks.measure import BenchFailed, in_turn, median, medians_by_name, run_command, spread
+
+
+def test_cases_run_in_turn() -> None:
+    order: list[str] = []
+
+    def case(name: str) -> str:
+        order.append(name)
+        return f"{name}{len(order)}"
+
+    assert in_turn({"a": lambda: case("a"), "b": lambda: case("b")}, 2) == {"a": ["a1", "a3"], "b": ["b2", "b4"]}
+    with pytest.raises(ValueError, match="at least 1"):
+        in_turn({}, 0)
+
+
+def test_medians() -> None:
+    assert median([5.0, 1.0, 2.0]) == 2.0
+    assert spread([8.0, 10.0, 12.0]) == 0.4
+    assert spread([0.0]) == 0.0
+    assert medians_by_name([{"x": 1.0}, {"x": 3.0, "y": 7.0}, {"x": 2.0}]) == {"x": 2.0, "y": 7.0}
+
+
+def test_a_command_is_timed_and_its_output_kept(tmp_path: Path) -> None:
+    busy = "import time; end = time.process_time() + 0.2\nwhile time.process_time() < end: pass\nprint('done')"
+    done = run_command([sys.executable, "-c", busy], folder=tmp_path, limit=60)
+    assert done.output == "done\n"
+    assert done.seconds >= 0.2
+    assert 0.2 / done.seconds <= done.cpu_seconds_per_second < 1.5
+
+
+def test_a_command_that_fails_or_hangs_says_which_and_why(tmp_path: Path) -> None:
+    with pytest.raises(BenchFailed, match="status 3:\nno luck"):
+        run_command([sys.executable, "-c", "print('no luck'); raise SystemExit(3)"], folder=tmp_path, limit=60)
+    with pytest.raises(BenchFailed, match=r"did not end within 0\.3 seconds"):
+        run_command([sys.executable, "-c", "import time; time.sleep(30)"], folder=tmp_path, limit=0.3)
+
+
+def test_the_machine_is_described_without_a_name() -> None:
+    machine = describe()
+    assert machine["cores"] >= 1
+    assert machine["torch"] == torch.__version__
+    assert set(machine) == {"cpu", "cores", "memory_gib", "gpus", "system", "python", "torch"}
+
+
+def test_the_matrix_product_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(step=0.5)
+    monkeypatch.setattr("benchmarks.machine.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr(torch, "mm", lambda left, right: None)
+    # Each product lasts half a second of this clock: 2 n^3 operations for n = 2048.
+    assert matrix_gflops(torch.float32, seconds=2.0) == pytest.approx(2 * 2048**3 / 0.5 / 1e9)

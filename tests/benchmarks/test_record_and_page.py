@@ -1,0 +1,78 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.page import PAGE, markdown_table, newest, render
+from benchmarks.record import RESULTS, Record, Result, append, commit, read
+
+MACHINE = {"cpu": "Some CPU", "cores": 2, "memory_gib": 24, "gpus": [], "torch": "2.13.0", "matmul_bf16_gflops": 1250.0}
+RESULT = Result(
+    "stages", "sft-zero2", 500.0, "tokens/s", False, peer=400.0,
+    detail={"ranks": 2, "runs": [1.0, 2.0], "seconds_by_phase": {"train": 3.25, "save": 1}},
+)  # fmt: skip
+
+
+def record(case: str, ours: float, **machine: object) -> Record:
+    return Record("2026-11-21 10:00", "abc", {**MACHINE, **machine}, replace(RESULT, case=case, ours=ours))
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == render(read(RESULTS)), "run python -m benchmarks.page"
+
+
+def test_an_object_has_the_keys_that_scripts_count_on() -> None:
+    row = RESULT.to_object()
+    assert list(row) == ["bench", "case", "ours", "peer", "ratio", "unit", "lower_is_better", "detail"]
+    assert row["ratio"] == 1.25
+    assert replace(RESULT, peer=None).to_object()["ratio"] is None
+    assert replace(RESULT, ours=1234567.89).to_object()["ours"] == 1234600.0
+
+
+def test_records_survive_the_file_and_are_added_at_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    append([RESULT], MACHINE, path)
+    append([replace(RESULT, case="ppo-zero0", peer=None)], MACHINE, path)
+    first, second = read(path)
+    assert first.result == RESULT
+    assert first.machine == MACHINE
+    assert first.commit == commit()
+    assert second.result.case == "ppo-zero0"
+    assert {"date", "commit", "machine", "ratio"} < set(json.loads(path.read_text().splitlines()[0]))
+    assert read(tmp_path / "missing.jsonl") == []
+
+
+def test_the_newest_record_of_a_case_and_machine_counts() -> None:
+    records = [record("a", 1), record("b", 2), record("a", 3, matmul_bf16_gflops=9.0), record("a", 4, cores=8)]
+    assert [(found.result.case, found.result.ours) for found in newest(records)] == [("a", 3), ("b", 2), ("a", 4)]
+
+
+def test_the_page_shows_figures_machine_and_phases() -> None:
+    page = render([record("sft-zero2", 500.0), record("sft-zero3", 450.0)])
+    assert "Some CPU, 2 cores, 24 GiB; no GPU; torch 2.13.0." in page
+    assert "| case | ours | peer | ratio | unit | ranks | matmul bf16 GFLOP/s | date | commit |" in page
+    assert "| sft-zero3 | 450 | 400 | 1.12 | tokens/s | 2 | 1,250 | 2026-11-21 10:00 | abc |" in page
+    assert "Seconds by phase:\n\n| case | train | save |\n| --- | ---: | ---: |\n| sft-zero2 | 3.25 | 1 |" in page
+    assert page.count("## stages") == 1
+
+
+def test_without_a_peer_there_is_no_column_for_it() -> None:
+    lonely = replace(record("a", 1), result=replace(RESULT, peer=None))
+    assert "peer" not in render([lonely]).split("## stages")[1]
+
+
+def test_gpus_are_counted_by_kind() -> None:
+    assert "2 x H200, 1 x A100" in render([record("a", 1, gpus=["H200", "H200", "A100"])])
+
+
+def test_a_pipe_in_a_cell_does_not_split_it() -> None:
+    assert markdown_table(["a"], [["x|y"]]).splitlines()[-1] == "| x\\|y |"
+
+
+def test_no_results_are_said_to_be_none() -> None:
+    assert "Nothing has been measured yet." in render([])
+
+
+def test_kept_results_name_no_host() -> None:
+    described = {"cpu", "cores", "memory_gib", "gpus", "system", "python", "torch"}
+    measured = {"matmul_fp32_gflops", "matmul_bf16_gflops", "cpu_seconds_per_second", "threads"}
+    assert all(set(found.machine) <= described | measured for found in read(RESULTS))

@@ -1,0 +1,108 @@
+"""The bench of the stages, with a script in the place of train.py."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import stages
+from benchmarks.measure import BenchFailed
+from benchmarks.record import Result
+
+STUB = """
+import json, sys
+from pathlib import Path
+
+words = dict(word.split("=", 1) for word in sys.argv[1:])
+with open("LOG", "a") as log:
+    log.write(json.dumps(words) + "\\n")
+runs = sum(1 for _ in open("LOG"))
+wanted = ("sft", "reward", "ppo") if words["stage"] == "all" else (words["stage"],)
+for stage in wanted:
+    folder = Path(words["run_dir"]) / stage
+    folder.mkdir(parents=True)
+    steps = int(words[stage + ".steps"])
+    rows = [{"step": n, "tokens_per_second": 1.0 if n == 1 else 100.0 * runs} for n in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+    memory = [{"rank": rank, "device_bytes": 0, "host_bytes": (rank + 1) * 2**30} for rank in range(2)]
+    summary = {"tokens_per_second": 50.0, "peak_memory_by_rank": memory, "seconds_by_phase": {"train": runs}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+"""
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> tuple[str, ...]:
+    """A stand-in for train.py that logs its words and writes made-up figures."""
+    script = tmp_path / "stub.py"
+    script.write_text(STUB.replace("LOG", str(tmp_path / "log")))
+    return sys.executable, str(script)
+
+
+def words(tmp_path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+
+
+def test_zero_stages_run_in_turn_and_medians_are_kept(tmp_path: Path, train: tuple[str, ...]) -> None:
+    results = stages.run(["sft-zero0", "sft-zero3"], 3, train)
+    assert [one["engine"] for one in words(tmp_path)] == ["zero0", "zero3"] * 3
+    assert {one["stage"] for one in words(tmp_path)} == {"sft"}
+    zero0, zero3 = results
+    assert (zero0.case, zero0.ours, zero0.detail["runs"]) == ("sft-zero0", 300.0, [100.0, 300.0, 500.0])
+    assert (zero3.case, zero3.ours, zero3.unit, zero3.lower_is_better) == ("sft-zero3", 400.0, "tokens/s", False)
+    assert zero0.detail["peak_host_gib_a_rank"] == 2.0
+    assert zero0.detail["seconds_by_phase"] == {"train": 3}
+    assert zero0.detail["spread"] == pytest.approx(400 / 300)
+    assert not any(Path(one["run_dir"]).exists() for one in words(tmp_path))
+
+
+def test_ppo_alone_takes_one_step_of_the_stages_before_it(tmp_path: Path, train: tuple[str, ...]) -> None:
+    [found] = stages.run(["ppo-zero2"], 1, train)
+    [one] = words(tmp_path)
+    assert (one["stage"], one["sft.steps"], one["reward.steps"], one["ppo.steps"]) == ("all", "1", "1", "4")
+    assert (one["model"], one["model.weights"], one["ranks"]) == ("opt-125m", "random", "2")
+    assert found.case == "ppo-zero2"
+
+
+def test_every_key_that_is_set_exists() -> None:
+    from pipeline.config.schema import RunConfig
+
+    groups = {"model", "data", "engine", "tracking"}
+    for word in stages.arguments(2, ["ppo"], Path("x")):
+        key = word.partition("=")[0]
+        field, _, inner = key.partition(".")
+        assert field in RunConfig.model_fields or field in groups, key
+        if inner:
+            section = RunConfig.model_fields[field].annotation
+            assert inner in getattr(section, "model_fields", {}), key
+
+
+def test_a_stage_without_figures_is_a_failure(tmp_path: Path) -> None:
+    with pytest.raises(BenchFailed, match="sft left no usable figures"):
+        stages.measure(0, ["sft"], (sys.executable, "-c", "pass"))
+
+
+def test_the_rate_leaves_the_first_step_out() -> None:
+    rows = [{"step": n, "tokens_per_second": rate} for n, rate in enumerate((5.0, 90.0, 100.0, 80.0), start=1)]
+    assert stages.steady_rate(rows) == 90.0
+    assert stages.steady_rate(rows[:1]) is None
+
+
+def test_the_command_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([]) == 0
+    assert "ppo-zero3" in capsys.readouterr().out
+    assert command.main(["nothing"]) == 2
+    assert "there are: stages" in capsys.readouterr().err
+    assert command.main(["stages", "sft-zero9"]) == 2
+    assert "has no case sft-zero9" in capsys.readouterr().err
+    assert command.main(["stages", "--rounds", "0"]) == 2
+
+
+def test_the_table_lines_up() -> None:
+    results = [Result("b", "short", 1.5, "s", True, peer=3.0), Result("b", "a-longer-case", 12345.0, "tokens/s", False)]
+    lines = command.table(results).splitlines()
+    assert lines[0].split() == ["case", "ours", "peer", "ratio", "unit"]
+    assert lines[1].split() == ["short", "1.5", "3", "0.5", "s"]
+    assert lines[2].split() == ["a-longer-case", "12,345", "-", "-", "tokens/s"]
+    assert lines[0].index("unit") == lines[2].index("tokens/s") == len(lines[1]) - 1
