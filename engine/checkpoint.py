@@ -44,7 +44,7 @@ class Checkpointer:
         dist.barrier()
         tensors = {name: _tensors(engine) for name, engine in self.engines.items()}
         writer = dcp.FileSystemWriter(staging, single_file_per_rank=True)
-        saving = dcp.async_save(tensors, storage_writer=writer, process_group=dist.host_group())
+        saving = dcp.async_save(tensors, storage_writer=writer, process_group=dist.background_group())
         self._pending = pending = cast(Future[Any], saving)
         if leads:
             # The coordinator finishes after every rank has written: its metadata file is the last one.

@@ -36,6 +36,7 @@ class World:
 
 _world: World | None = None
 _host_group: dist.ProcessGroup | None = None
+_background_group: dist.ProcessGroup | None = None
 
 
 def start(namespace: str = "zerochat", device: str | None = None) -> World:
@@ -44,7 +45,7 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
     `namespace` prefixes the keys in the rendezvous store, so that several groups can follow one another on one store.
     `device` is "cpu" or "cuda"; by default CUDA where there is one.
     """
-    global _world, _host_group
+    global _world, _host_group, _background_group
     if _world is not None:
         return _world
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -63,16 +64,17 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         device_id=where if kind == "cuda" else None,
     )
     _host_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    _background_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     _world = World(rank, size, local_rank, where)
     return _world
 
 
 def stop() -> None:
     """Leave the process group. Safe to call twice."""
-    global _world, _host_group
+    global _world, _host_group, _background_group
     if _world is not None and dist.is_initialized():
         dist.destroy_process_group()
-    _world = _host_group = None
+    _world = _host_group = _background_group = None
 
 
 def world() -> World:
@@ -81,10 +83,17 @@ def world() -> World:
 
 
 def host_group() -> dist.ProcessGroup:
-    """A Gloo group of its own for work in the background (checkpoints), so that it can't mix with training's calls."""
+    """The Gloo group of numbers and objects on the host."""
     world()
     assert _host_group is not None
     return _host_group
+
+
+def background_group() -> dist.ProcessGroup:
+    """A Gloo group for a thread in the background (checkpoints): two threads on one group would wait for each other."""
+    world()
+    assert _background_group is not None
+    return _background_group
 
 
 def mesh(*, replicate: int, shard: int) -> DeviceMesh:
