@@ -24,7 +24,7 @@ class Checkpointer:
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self.engines = engines
-        self._pending: Future[Any] | None = None
+        self._pending: Future[None] | None = None
 
     def save(self, folder: Path, shared: Mapping[str, Any], mine: Mapping[str, Any] | None = None) -> None:
         """Begin to write `folder`. `shared` is the same on all ranks, `mine` differs; both must be JSON.
@@ -45,20 +45,20 @@ class Checkpointer:
         tensors = {name: _tensors(engine) for name, engine in self.engines.items()}
         writer = dcp.FileSystemWriter(staging, single_file_per_rank=True)
         saving = dcp.async_save(tensors, storage_writer=writer, process_group=dist.background_group())
-        self._pending = pending = cast(Future[Any], saving)
-        if leads:
-            # The coordinator finishes after every rank has written: its metadata file is the last one.
-            pending.add_done_callback(lambda done: _commit(done, staging, folder))
+        settled: Future[None] = Future()
+        self._pending = settled
+        # The coordinator finishes after every rank has written: its metadata file is the last one.
+        cast(Future[Any], saving).add_done_callback(lambda done: _settle(settled, done, staging, folder, leads=leads))
 
     def wait(self) -> None:
-        """Until the last save is on disk. Raises what went wrong in it."""
+        """Until the last save is on disk. Raises OSError on every rank where it failed on any."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            try:
-                pending.result()
-            except Exception as error:
-                raise OSError(f"a checkpoint could not be written: {error}") from error
-            dist.barrier()
+        if pending is None:
+            return
+        error = pending.exception()
+        failures = [failure for failure in dist.gather_objects(_reason(error) if error else None) if failure]
+        if failures:
+            raise OSError(f"a checkpoint could not be written: {failures[0]}") from error
 
     def load(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Fill the engines from a checkpoint. Returns (shared, mine); mine is None where the world size changed."""
@@ -104,10 +104,23 @@ def _restore_scalars(engine: Engine, saved: Mapping[str, Any]) -> None:
         state["step"].fill_(float(saved["adam_steps"]))
 
 
-def _commit(done: Future[Any], staging: Path, folder: Path) -> None:
-    if done.exception() is None:
-        shutil.rmtree(folder, ignore_errors=True)
-        staging.rename(folder)
+def _settle(settled: Future[None], done: Future[Any], staging: Path, folder: Path, *, leads: bool) -> None:
+    """Give a written checkpoint its name; what went wrong in writing or here is for whoever waits."""
+    try:
+        done.result()
+        if leads:
+            shutil.rmtree(folder, ignore_errors=True)
+            staging.rename(folder)
+    except BaseException as error:
+        settled.set_exception(error)
+    else:
+        settled.set_result(None)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong on the first rank where something did, without the stack that torch adds."""
+    failures = getattr(error, "failures", None)
+    return str(next(iter(failures.values()))[0] if failures else error)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -70,7 +70,7 @@ class Engine:
         """Shard, allocate, fill. Parameters are fp32 masters where they are trained, else in compute precision."""
         config = self.config
         if self.optimizer_config is None:
-            module.to(precision.TORCH_DTYPE[config.dtype])
+            _cast_parameters(module, precision.TORCH_DTYPE[config.dtype])
         if config.activation_checkpointing and self.optimizer_config is not None:
             for block in zero.units(module):
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
@@ -219,6 +219,11 @@ class Engine:
     def flip_seconds(self) -> float:
         """How long the last flip took."""
         return self._twin.seconds if self._twin is not None else 0.0
+
+
+def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters only: buffers stay as they are where a module is trained, and rotary frequencies need their fp32."""
+    module._apply(lambda t: t.to(dtype) if isinstance(t, nn.Parameter) and t.is_floating_point() else t)
 
 
 def _materialize(module: nn.Module, device: torch.device) -> None:

@@ -1,0 +1,257 @@
+"""Checkpoints: whole or absent, the same training afterwards at any number of ranks, errors that are heard of."""
+
+import errno
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
+
+from engine import Checkpointer, Engine, EngineConfig, OptimizerConfig, checkpoint
+from engine.checkpoint import complete, random_state, restore_random_state
+from engine.parallel import dist
+from tests.ranks import run_ranks
+
+WIDTH, ROWS, STEPS = 6, 4, 5
+OPTIMIZER = OptimizerConfig(lr=0.05, total_steps=STEPS, warmup_steps=2, weight_decay=0.1)
+
+
+class Net(nn.Module):
+    """Two blocks and a head, none of a size that two ranks divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def engine_of(stage: int, *, seed: int = 1) -> Engine:
+    torch.manual_seed(seed)
+    engine = Engine(Net(), EngineConfig(zero_stage=stage, dtype="fp32"), optimizer=OPTIMIZER)
+    engine.start_averaging(0.7)
+    return engine
+
+
+def squared(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
+    return module(x).square().sum(), {}
+
+
+def advance(engine: Engine, first: int, last: int) -> dict[str, Tensor]:
+    """Steps `first` to `last`, each on its own data; the weights and averages then."""
+    world = dist.world()
+    for step in range(first, last + 1):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).to(world.device)
+        engine.update([x[world.rank :: world.size]], squared, ROWS)
+    return state_of(engine)
+
+
+def state_of(engine: Engine) -> dict[str, Tensor]:
+    found = {name: p.detach() for name, p in engine.module.named_parameters()}
+    found |= {f"average.{name}": mean for name, mean in engine.average.items()}
+    return {name: dist.full_tensor(tensor).cpu().clone() for name, tensor in found.items()}
+
+
+def written(engine: Engine, folder: Path, **mine: Any) -> Checkpointer:
+    checkpointer = Checkpointer({"net": engine})
+    checkpointer.save(folder, {"step": 2}, mine)
+    checkpointer.wait()
+    return checkpointer
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 0.0) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, atol=tolerance, rtol=tolerance)
+
+
+def on_two_ranks(theirs: Path, ours: Path, broken: Path) -> dict[str, Any]:
+    """Go on from one rank's checkpoint; leave one for one rank; save while training talks; fail on one rank."""
+    torch.set_num_threads(1)
+    taken = engine_of(3, seed=9)
+    shared, mine = Checkpointer({"net": taken}).load(theirs)
+    resumed = advance(taken, 3, STEPS)
+    engine = engine_of(3)
+    advance(engine, 1, 2)
+    checkpointer = Checkpointer({"net": engine})
+    checkpointer.save(ours, {"step": 2}, {"rank": dist.world().rank})
+    # The write goes on behind this; its collectives must not meet these.
+    sums = {dist.sum_over_ranks({"a": 1.0, "b": float(dist.world().rank)})["b"] for _ in range(300)}
+    checkpointer.wait()
+    again = engine_of(3, seed=9)
+    _, own = Checkpointer({"net": again}).load(ours)
+    continued = advance(again, 3, STEPS)
+    through = advance(engine, 3, STEPS)
+    return {
+        "shared": shared,
+        "mine": mine,
+        "own": own,
+        "sums": sums,
+        "resumed": resumed,
+        "continued": continued,
+        "through": through,
+        "error": failing_on_rank_one(engine, broken),
+        "left": [p.name for p in complete(broken.parent)],
+    }
+
+
+def failing_on_rank_one(engine: Engine, folder: Path) -> str:
+    if dist.world().rank == 1:
+        FileSystemWriter.write_data = full  # type: ignore[method-assign]
+    try:
+        written(engine, folder)
+    except OSError as error:
+        return str(error)
+    return "no error"
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def full_folder(path: Path, target: Path, rename: Any = Path.rename) -> None:
+    full() if path.is_dir() else rename(path, target)
+
+
+def test_two_ranks_and_one_read_each_others_checkpoints(tmp_path: Path) -> None:
+    engine = engine_of(3)
+    advance(engine, 1, 2)
+    written(engine, tmp_path / "one" / "step-2", rank=0)
+    through = advance(engine, 3, STEPS)
+    results = run_ranks(
+        on_two_ranks, 2, tmp_path / "one" / "step-2", tmp_path / "two" / "step-2", tmp_path / "two" / "step-3"
+    )
+    for rank, result in enumerate(results):
+        assert result["shared"] == {"step": 2}
+        assert result["mine"] is None and result["own"] == {"rank": rank}
+        assert result["sums"] == {1.0}
+        same(result["resumed"], through, 1e-6)
+        same(result["through"], through, 1e-6)
+        same(result["continued"], result["through"])
+        assert "No space left" in result["error"]
+        assert result["left"] == ["step-2"]
+    alone = engine_of(0, seed=9)
+    Checkpointer({"net": alone}).load(tmp_path / "two" / "step-2")
+    same(advance(alone, 3, STEPS), through, 1e-6)
+
+
+def test_what_a_resumed_engine_knows(tmp_path: Path) -> None:
+    """Step and Adam counts, loss scale, moments; all bit for bit."""
+    engine = engine_of(0)
+    engine.scaler.scale, engine.scaler.budget, engine.scaler.last_overflow = 512.0, 1, 1
+    advance(engine, 1, 3)
+    written(engine, tmp_path / "step-3")
+    fresh = engine_of(2, seed=9)
+    Checkpointer({"net": fresh}).load(tmp_path / "step-3")
+    assert fresh.step_count == 3 and fresh.scaler.state() == engine.scaler.state()
+    assert engine.optimizer is not None and fresh.optimizer is not None
+    for ours, theirs in zip(fresh.optimizer.state.values(), engine.optimizer.state.values(), strict=True):
+        assert ours["step"].item() == theirs["step"].item() == 3
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(dist.local(ours[moment]), dist.local(theirs[moment]))
+    same(advance(fresh, 4, STEPS), advance(engine, 4, STEPS))
+
+
+def test_training_goes_on_while_the_old_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(0)
+    before = advance(engine, 1, 2)
+    write = FileSystemWriter.write_data
+    monkeypatch.setattr(FileSystemWriter, "write_data", lambda *a: (time.sleep(0.3), write(*a))[1])
+    checkpointer = Checkpointer({"net": engine})
+    began = time.monotonic()
+    checkpointer.save(tmp_path / "step-2", {})
+    advance(engine, 3, STEPS)
+    assert time.monotonic() - began < 0.3
+    assert complete(tmp_path) == [] and (tmp_path / "step-2.tmp").exists()
+    checkpointer.wait()
+    assert [p.name for p in complete(tmp_path)] == ["step-2"]
+    fresh = engine_of(0, seed=9)
+    Checkpointer({"net": fresh}).load(tmp_path / "step-2")
+    same(state_of(fresh), before)
+
+
+def test_wait_returns_when_the_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda *a: (time.sleep(0.2 * a[0].is_dir()), rename(*a))[1])
+    written(engine_of(0), tmp_path / "step-1")
+    assert [p.name for p in complete(tmp_path)] == ["step-1"]
+
+
+@pytest.mark.parametrize("where", ["write_data", "finish", "rename"])
+def test_a_failed_write_is_heard_of_and_keeps_the_older(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(0)
+    checkpointer = written(engine, tmp_path / "step-1")
+    if where == "rename":
+        monkeypatch.setattr(Path, "rename", full_folder)
+    else:
+        monkeypatch.setattr(FileSystemWriter, where, full)
+    checkpointer.save(tmp_path / "step-2", {})
+    with pytest.raises(OSError, match=r"could not be written: \[Errno 28\] No space left on device$"):
+        checkpointer.wait()
+    checkpointer.wait()  # told once
+    assert [p.name for p in complete(tmp_path)] == ["step-1"]
+    monkeypatch.undo()
+    checkpointer.save(tmp_path / "step-2", {})
+    checkpointer.wait()
+    assert [p.name for p in complete(tmp_path)] == ["step-1", "step-2"]
+
+
+def test_halves_are_never_taken_and_order_is_by_number(tmp_path: Path) -> None:
+    for name in ("step-9", "step-10", "step-11", "step-12.tmp"):
+        (tmp_path / name).mkdir()
+    for name in ("step-9", "step-10", "step-12.tmp"):
+        (tmp_path / name / ".metadata").touch()
+    assert [p.name for p in complete(tmp_path)] == ["step-9", "step-10"]
+    assert complete(tmp_path / "nowhere") == []
+
+
+def test_values_beside_the_tensors_are_json(tmp_path: Path) -> None:
+    written(engine_of(0), tmp_path / "step-1", mood="fair")
+    assert json.loads((tmp_path / "step-1" / "rank-0.json").read_text()) == {"mood": "fair"}
+    assert json.loads((tmp_path / "step-1" / "state.json").read_text())["ranks"] == 1
+    assert not hasattr(checkpoint, "pickle")
+
+
+def test_random_state_comes_back() -> None:
+    torch.manual_seed(4)
+    kept = json.loads(json.dumps(random_state()))
+    drawn = torch.rand(3)
+    torch.rand(100)
+    restore_random_state(kept)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_averaged_swaps_and_swaps_back_exactly() -> None:
+    engine = engine_of(0)
+    start = state_of(engine)
+    mean = {name: p.double() for name, p in start.items() if not name.startswith("average.")}
+    for step in range(1, 4):
+        after = advance(engine, step, step)
+        mean = {name: 0.7 * value + 0.3 * after[name].double() for name, value in mean.items()}
+    live = state_of(engine)
+    x = torch.ones(1, WIDTH, device=dist.world().device)
+    plain = engine(x).detach().clone()
+    with engine.averaged():
+        inside = {name: dist.full_tensor(p.detach()).cpu().clone() for name, p in engine.module.named_parameters()}
+        assert not torch.equal(engine(x), plain)
+    for name, value in mean.items():
+        torch.testing.assert_close(inside[name], value.float(), atol=1e-6, rtol=1e-5)
+    same(state_of(engine), live)
+    assert torch.equal(engine(x), plain)
+
+
+def test_without_averaging_nothing_is_swapped() -> None:
+    engine = Engine(Net(), EngineConfig(dtype="fp32"), optimizer=OPTIMIZER)
+    before = state_of(engine)
+    with engine.averaged():
+        same(state_of(engine), before)
