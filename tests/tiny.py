@@ -1,0 +1,77 @@
+"""The smallest run that goes through everything: a two-layer Llama, made data, a few steps a stage."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.config.schema import RunConfig
+
+ROOT = Path(__file__).parents[1]
+STAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
+ARCHITECTURE = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+}
+
+
+def tiny_config(**sections: dict[str, Any]) -> RunConfig:
+    """A configuration; `sections` add to or override its sections."""
+    raw: dict[str, Any] = {
+        "model": {"name": "tiny", "weights": "random", "tokenizer": "train", "architecture": ARCHITECTURE},
+        "data": {"name": "demo", "sources": [{"builtin": "demo"}], "demo_examples": 400},
+        "tracking": {"kind": "none"},
+        "sft": {"steps": 8, "batch_size": 16, "max_length": 160, "lr": 2e-3, "save_every": 2, "dropout": 0.0},
+        "reward": {"steps": 8, "batch_size": 8, "max_length": 160, "lr": 1e-3, "save_every": 3},
+        "ppo": {"steps": 6, "batch_size": 8, "lr": 1e-4, "critic_lr": 1e-3, "update_epochs": 2, "save_every": 2},
+        "rollout": {"max_new_tokens": 12, "max_prompt_tokens": 128},
+        "evaluation": {"prompts": 8},
+    }
+    raw["ppo"] |= {"kl_target": 3.0, "kl_horizon": 100, "minibatches": 2, "ema": 0.5}
+    for name, section in sections.items():
+        raw[name] = {**raw.get(name, {}), **section}
+    return RunConfig.model_validate(raw)
+
+
+def lay_out(run_dir: Path, config: RunConfig) -> None:
+    """Write the configuration where workers look for it."""
+    for stage in STAGES:
+        (run_dir / stage).mkdir(parents=True, exist_ok=True)
+        (run_dir / stage / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+
+
+def start_worker(run_dir: Path, stage: str, **environment: str) -> subprocess.Popen[str]:
+    """One rank of a stage as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", STAGES[stage], "--worker", str(run_dir)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(worker: "subprocess.Popen[str]") -> str:
+    """Wait for a worker; what it printed. Raises AssertionError where it failed."""
+    output, _ = worker.communicate(timeout=240)
+    assert worker.returncode == 0, output
+    return output
+
+
+def metrics(run_dir: Path, stage: str) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl without the clock's figures."""
+    lines = (run_dir / stage / "metrics.jsonl").read_text().splitlines()
+    clock = ("seconds", "tokens_per_second")
+    return [{k: v for k, v in json.loads(line).items() if not k.endswith(clock)} for line in lines]
