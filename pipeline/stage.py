@@ -30,7 +30,7 @@ def optimizer_config(section: StageSection, *, steps: int, lr: float | None = No
 def stage_steps(section: StageSection, examples: int) -> int:
     """Batches in the stage's epochs, at most `steps`."""
     by_epochs = max(1, round(section.epochs * examples / section.batch_size))
-    return by_epochs if section.steps is None else min(by_epochs, section.steps) if section.epochs else section.steps
+    return by_epochs if section.steps is None else min(by_epochs, section.steps)
 
 
 def sampling(rollout: RolloutSection, tokenizer: ChatTokenizer, *, seed: int) -> Sampling:
