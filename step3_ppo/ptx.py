@@ -1,0 +1,53 @@
+"""Pretraining mix: some of the SFT loss in the policy's update, against forgetting (Ouyang et al., 2022, equation 2)."""
+
+from dataclasses import dataclass
+
+from engine.parallel import dist
+from pipeline.config.schema import RunConfig
+from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, plan
+from pipeline.data.encode import TokenItem, encode_conversations
+from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.stage import stage_records
+
+
+@dataclass(frozen=True)
+class PtxBatch:
+    """This rank's micro-batches; `tokens` counts the global batch's, `coef` weighs their mean loss."""
+
+    batches: list[TokenBatch]
+    tokens: int
+    coef: float
+
+
+@dataclass(frozen=True)
+class PtxMix:
+    """Conversations that go along with the rollouts, `size` an optimizer step."""
+
+    items: list[TokenItem]
+    coef: float
+    size: int
+    budget: int
+    pad_id: int
+    seed: int
+
+    def batch(self, step: int) -> PtxBatch:
+        """The conversations of optimizer step `step` (from 0)."""
+        world = dist.world()
+        chosen = [self.items[i] for i in batch_indices(len(self.items), self.size, self.seed, step)]
+        lengths = [len(item.ids) for item in chosen]
+        planned = plan(lengths, ranks=world.size, budget=self.budget, packing=False, max_length=max(lengths))
+        batches = [
+            collate_tokens([chosen[i] for i in places], self.pad_id).to(world.device) for places in planned[world.rank]
+        ]
+        return PtxBatch(batches, sum(int(item.counts[1:].sum()) for item in chosen), self.coef)
+
+
+def ptx_mix(config: RunConfig, tokenizer: ChatTokenizer) -> PtxMix | None:
+    """The mix that the configuration asks for; None without `ppo.ptx_coef`."""
+    ppo = config.ppo
+    if ppo.ptx_coef == 0.0:
+        return None
+    records = stage_records(config, "sft").train
+    items, _ = encode_conversations(tokenizer, records, max_length=config.sft.max_length, loss_on=config.sft.loss_on)
+    size = max(1, ppo.batch_size // ppo.minibatches)
+    return PtxMix(items, ppo.ptx_coef, size, ppo.micro_batch_tokens, tokenizer.pad_id, config.seed)
