@@ -31,10 +31,10 @@ TRAIN = (sys.executable, "train.py")
 
 SETTINGS = (
     "model=opt-125m", "model.weights=random", "data=demo", "tracking=none", f"ranks={RANKS}", f"engine.dtype={DTYPE}",
-    "sft.batch_size=32", "sft.max_length=512", "sft.packing=true", "sft.micro_batch_tokens=2048",
-    "reward.batch_size=16", "reward.max_length=512", "reward.micro_batch_tokens=2048",
+    "sft.batch_size=64", "sft.max_length=512", "sft.packing=true", "sft.micro_batch_tokens=2048",
+    "reward.batch_size=32", "reward.max_length=512", "reward.micro_batch_tokens=2048",
     "ppo.batch_size=8", "ppo.update_epochs=1", "ppo.minibatches=1", "ppo.micro_batch_tokens=2048",
-    "rollout.batch_size=8", "rollout.max_prompt_tokens=128", f"rollout.max_new_tokens={NEW_TOKENS}",
+    "rollout.batch_size=8", "rollout.max_prompt_tokens=128",
     "evaluation.prompts=2", "sft.eval_examples=8", "reward.eval_examples=8", "ppo.eval_examples=2",
     "sft.save_every=1000", "reward.save_every=1000", "ppo.save_every=1000",
 )  # fmt: skip
@@ -78,7 +78,9 @@ def arguments(zero: int, stages: Sequence[str], run_dir: Path) -> list[str]:
     """The words after train.py. PPO needs the two stages before it: one step of each where they are not wanted."""
     stage = "all" if "ppo" in stages or len(stages) > 1 else stages[0]
     steps = [f"{name}.steps={STEPS[name] if name in stages else 1}" for name in STAGES]
-    return [*SETTINGS, f"engine=zero{zero}", f"stage={stage}", *steps, f"run_dir={run_dir}"]
+    # Without PPO answers serve evaluation only, which is not measured: a few tokens will do.
+    length = f"rollout.max_new_tokens={NEW_TOKENS if 'ppo' in stages else 8}"
+    return [*SETTINGS, f"engine=zero{zero}", f"stage={stage}", *steps, length, f"run_dir={run_dir}"]
 
 
 def read_figures(folder: Path, cpu_seconds_per_second: float) -> StageFigures:

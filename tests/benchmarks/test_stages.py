@@ -62,6 +62,7 @@ def test_ppo_alone_takes_one_step_of_the_stages_before_it(tmp_path: Path, train:
     [one] = words(tmp_path)
     assert (one["stage"], one["sft.steps"], one["reward.steps"], one["ppo.steps"]) == ("all", "1", "1", "4")
     assert (one["model"], one["model.weights"], one["ranks"]) == ("opt-125m", "random", "2")
+    assert one["rollout.max_new_tokens"] == "128"
     assert found.case == "ppo-zero2"
 
 
