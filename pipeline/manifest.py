@@ -114,6 +114,16 @@ class Manifest:
         return Decision("skip") if self.finished(stage) else Decision("run", "its model is gone")
 
 
+    def changes_tokenizer(self, stage: str, consumed: dict[str, Any]) -> bool:
+        """True where what the run's tokenizer is made from (model, data, seed) is other than the stage had."""
+        old = self.stages.get(stage, {}).get("consumed")
+        if old is None:
+            return False
+        made_from = [key for key in consumed["settings"] if key == "seed" or key.startswith(("model.", "data."))]
+        changed = any(old["settings"].get(key) != consumed["settings"][key] for key in made_from)
+        return changed or old["data"] != consumed["data"]
+
+
 def stage_inputs(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Path | None]:
     """The models a stage starts from, by role; None is the base model of the configuration.
 

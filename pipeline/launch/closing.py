@@ -14,19 +14,20 @@ FIGURES = {
 
 
 def closing_words(run_dir: Path) -> str:
-    """A line for each finished stage with its figures, then the report and the command to talk to the model."""
-    lines, newest = [], None
+    """A line for each finished stage with its figures, then where the model is and how to talk to it."""
+    lines, newest = [], "reward"
     for stage, names in FIGURES.items():
         summary = read_summary(run_dir / stage)
         if summary is None:
             continue
         figures = [f"{name} {value:.4g}" for name in names if (value := figure(summary, name)) is not None]
-        lines.append(f"{stage:<6} {'  '.join(figures):<56} {run_dir / stage / 'model'}".rstrip())
+        lines.append(f"{stage:<7} {'  '.join(figures)}".rstrip())
         newest = stage if stage != "reward" else newest
+    lines.append(f"model   {run_dir / newest / 'model'}")
     if (run_dir / "report.html").exists():
-        lines.append(f"report {run_dir / 'report.html'}")
-    if newest is not None:
-        lines.append(f"talk   python chat.py {run_dir}")
+        lines.append(f"report  {run_dir / 'report.html'}")
+    if newest != "reward":
+        lines.append(f"talk    python chat.py {run_dir}")
     return "\n".join(lines)
 
 

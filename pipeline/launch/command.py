@@ -169,8 +169,10 @@ def _run_stage(
     if decision.action == "run" and stage_dir.exists():
         aside = move_aside(stage_dir)
         print(f"{stage}: runs again ({decision.because or 'its record is gone'}); the old one is {aside}", flush=True)
-    if decision.action == "resume":
-        print(f"{stage}: goes on", flush=True)
+        if stage == "sft" and manifest.changes_tokenizer(stage, consumed) and (run_dir / "tokenizer").exists():
+            move_aside(run_dir / "tokenizer")
+    processes = f"{ranks.world} process{'es' if ranks.world > 1 else ''}"
+    print(f"{stage}: {'goes on' if decision.action == 'resume' else 'starts'}, {processes}", flush=True)
     manifest.begin(stage, consumed)
     stage_dir.mkdir(exist_ok=True)
     resolved = config.model_copy(update={"name": run_dir.name, "run_dir": str(run_dir.resolve())})

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         config = read_config(run_dir / stage)
+        if not config.debug:  # libraries talking to programmers
+            warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
+            warnings.filterwarnings("ignore", category=FutureWarning)
         from engine.parallel import dist
 
         work = importlib.import_module(module).run

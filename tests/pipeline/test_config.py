@@ -29,10 +29,10 @@ def refusal(*overrides: str) -> str:
 
 
 def test_groups_and_keys_reach_the_configuration():
-    config = config_of("data=gsm8k", "stage=reward", "reward.lr=3e-5", "engine=zero3", "engine.dtype=bf16", "tracking=none")
+    config = config_of("data=gsm8k", "stage=reward", "reward.lr=3e-5", "engine=zero3", "engine.dtype=bf16")
     assert (config.model.hub, config.data.name, config.stage) == ("facebook/opt-1.3b", "gsm8k", "reward")
     assert (config.reward.lr, config.engine.zero_stage, config.engine.dtype) == (3e-5, 3, "bf16")
-    assert config.tracking.kind == "none"
+    assert config_of("tracking=none").tracking.kind == "none"
 
 
 def test_defaults_come_from_the_schema():
@@ -52,7 +52,7 @@ def test_reward_is_a_group_or_a_path():
     assert (config.reward_path, config.ppo.kl_coef) == ("runs/x/reward", 0.1)
 
 
-@pytest.mark.parametrize("path", ["/a/my chats (1).jsonl", "/a/it's=b,c.jsonl", "/a/plain.jsonl", "/a/back\\slash'.csv"])
+@pytest.mark.parametrize("path", ["/a/my chats (1).jsonl", "/a/it's=b,c.jsonl", "/a/x.json", "/a/back\\slash'.csv"])
 def test_paths_need_no_quotes(path):
     config = config_of(f"data.path={path}")
     assert config.data.path == path
@@ -81,7 +81,8 @@ def test_multirun_composes_every_combination():
     assert [job.label for job in jobs] == [
         "model=gpt2,seed=1", "model=gpt2,seed=2", "model=opt-125m,seed=1", "model=opt-125m,seed=2",
     ]  # fmt: skip
-    assert [(job.raw["model"]["name"], job.raw["seed"], job.raw["sft"]["lr"]) for job in jobs][2] == ("opt-125m", 1, 1e-4)
+    third = jobs[2].raw
+    assert (third["model"]["name"], third["seed"], third["sft"]["lr"]) == ("opt-125m", 1, 1e-4)
 
 
 def test_the_actors_run_brings_its_settings(tmp_path):
@@ -143,7 +144,7 @@ def test_actor_belongs_to_ppo():
 
 def test_ranks_must_divide_batches():
     check_ranks(config_of(), 4)
-    with pytest.raises(UserError, match="sft.batch_size=64 does not divide over 3 ranks: sft.batch_size=63 or 66"):
+    with pytest.raises(UserError, match=r"sft.batch_size=64 does not divide over 3 ranks: sft.batch_size=63 or 66"):
         check_ranks(config_of("stage=sft"), 3)
     with pytest.raises(UserError, match=r"2 ranks x ppo.minibatches=64: ppo.batch_size=128"):
         check_ranks(config_of("stage=ppo", "ppo.minibatches=64"), 2)
@@ -165,9 +166,9 @@ def test_role_engines_change_the_run_engine():
 
 
 def test_paths_are_looked_at_before_any_work(tmp_path):
-    with pytest.raises(UserError, match="data.path=.*no such file"):
+    with pytest.raises(UserError, match=r"data.path=.*no such file"):
         check_paths(config_of(f"data.path={tmp_path}/none.jsonl"))
-    with pytest.raises(UserError, match="model.path=.*no config.json"):
+    with pytest.raises(UserError, match=r"model.path=.*no config.json"):
         check_paths(config_of(f"model.path={tmp_path}"))
     (tmp_path / "sft" / "model").mkdir(parents=True)
     (tmp_path / "sft" / "model" / "config.json").write_text("{}")

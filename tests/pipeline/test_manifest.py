@@ -49,7 +49,9 @@ def record(run_dir: str, stage: str) -> dict:
 def test_a_run_leaves_what_scripts_count_on(train):
     status, said = train("name=x")
     assert status == 0
-    assert "python chat.py runs/x" in said
+    assert "sft     eval_loss 0.25  gold_score 0.5\n" in said
+    assert "model   runs/x/ppo/model\n" in said
+    assert "talk    python chat.py runs/x\n" in said
     for stage in ("sft", "reward", "ppo"):
         kept = yaml.safe_load((Path("runs/x") / stage / "config.yaml").read_text())
         assert (kept["name"], kept["model"]["name"]) == ("x", "gpt2")
@@ -87,12 +89,16 @@ def test_a_change_of_one_stage_leaves_the_others(train):
     assert "ppo: runs again (ppo.kl_coef was 0.05, is 0.2)" in said
 
 
-def test_changed_data_runs_again(train):
+def test_changed_data_runs_again_with_a_new_tokenizer(train):
     Path("a.jsonl").write_text('{"prompt": "1"}\n')
     train("name=x", "data.path=a.jsonl", "stage=sft")
+    Path("runs/x/tokenizer").mkdir()
+    train("name=x", "data.path=a.jsonl", "stage=sft", "sft.lr=3e-5")
+    assert Path("runs/x/tokenizer").exists()
     Path("a.jsonl").write_text('{"prompt": "2"}\n')
-    _, said = train("name=x", "data.path=a.jsonl", "stage=sft")
+    _, said = train("name=x", "data.path=a.jsonl", "stage=sft", "sft.lr=3e-5")
     assert "sft: runs again (the data changed)" in said
+    assert [path.name for path in Path("runs/x").glob("tokenizer*")] == ["tokenizer.1"]
 
 
 def test_an_unfinished_stage_goes_on_in_its_folder(train):
@@ -207,10 +213,12 @@ def test_only_what_matters_is_a_setting():
     def settings(*more: str) -> dict:
         return stage_settings(validate(compose([*BASE, *more])), "ppo")
 
-    same = ("ranks=2", "engine.zero_stage=3", "ppo.save_every=3", "rollout.batch_size=8", "ppo.actor_engine.offload=cpu")
-    assert all(settings(override) == settings() for override in (*same, "tracking.project=x", "name=y", "sft.lr=1"))
+    how = ("ranks=2", "engine.zero_stage=3", "rollout.batch_size=8", "ppo.actor_engine.offload=cpu")
+    watching = ("ppo.save_every=3", "tracking.project=x", "name=y", "sft.lr=1")
+    plain = settings()
+    assert settings(*how, *watching) == plain
     other = ("seed=2", "ppo.lr=1", "engine.dtype=fp32", "rollout.temperature=0.5", "data.eval_fraction=0.1")
-    assert all(settings(override) != settings() for override in (*other, "ppo.actor_engine.dtype=fp32"))
+    assert all(settings(override) != plain for override in (*other, "ppo.actor_engine.dtype=fp32"))
 
 
 def test_folder_hashes_know_names_and_contents(tmp_path):
