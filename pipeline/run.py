@@ -161,15 +161,19 @@ class StageRun:
                 self.folder / "checkpoints" / f"step-{step}", shared, {"random": random_state()}
             )
         self._saved = step
-        if dist.world().leads:
-            # The one being written is not whole yet, so the newest whole one always stays.
-            for old in complete(self.folder / "checkpoints")[: -self._section.keep_checkpoints]:
-                shutil.rmtree(old, ignore_errors=True)
+        self._drop_old()
 
     def settle(self) -> None:
         """Wait until the last checkpoint is on disk."""
         with explained_disk(self.folder):
             self._checkpointer.wait()
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Keep the newest checkpoints. The one being written is not whole yet, so the newest whole one always stays."""
+        if dist.world().leads:
+            for old in complete(self.folder / "checkpoints")[: -self._section.keep_checkpoints]:
+                shutil.rmtree(old, ignore_errors=True)
 
     def __enter__(self) -> "StageRun":
         return self
@@ -244,13 +248,13 @@ def explained_disk(folder: Path) -> Iterator[None]:
 
 
 def _cut_metrics(path: Path, step: int) -> None:
-    """Drop lines after `step`: steps that a killed run had logged and will do again."""
+    """Drop lines after `step`: steps that a killed run had logged and will do again. From step 0 all is done again."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text().splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            if 0 < step >= json.loads(line)["step"]:
                 kept.append(line)
         except (json.JSONDecodeError, KeyError):
             continue

@@ -1,0 +1,237 @@
+"""The folder of a stage: when it saves, what it keeps, where a killed run goes on, and what it says when it can't."""
+
+import errno
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
+
+from engine import Engine, EngineConfig, OptimizerConfig
+from engine.parallel import dist
+from pipeline.config.schema import SftSection
+from pipeline.errors import UserError
+from pipeline.run import StageRun, explained_disk, write_json
+
+
+def engine_of(seed: int = 1) -> Engine:
+    torch.manual_seed(seed)
+    return Engine(nn.Linear(3, 2), EngineConfig(dtype="fp32"), optimizer=OptimizerConfig(lr=0.1, total_steps=30))
+
+
+def stage_of(folder: Path, steps: int = 6, seed: int = 1, **keys: Any) -> tuple[StageRun, Engine]:
+    engine = engine_of(seed)
+    rest = {name: keys.pop(name) for name in ("watchers", "extra", "take") if name in keys}
+    return StageRun(folder, SftSection(**keys), steps, {"net": engine}, **rest), engine
+
+
+def squared(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
+    return module(x).square().sum(), {}
+
+
+def work(stage: StageRun, engine: Engine, first: int, last: int) -> None:
+    """Steps as a stage makes them."""
+    for step in range(first, last + 1):
+        with stage.phase("train"):
+            x = torch.randn(4, 3)  # from the generator that a checkpoint keeps
+            update = engine.update([x.to(dist.world().device)], squared, 4)
+        stage.tokens += 10
+        stage.log(step, {"loss": update.loss})
+        stage.save(step)
+
+
+def names(folder: Path) -> list[str]:
+    found = (p.name for p in (folder / "checkpoints").iterdir())
+    return sorted(found, key=lambda name: int(name.removesuffix(".tmp").split("-")[1]))
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("steps", "save_every", "saved"),
+    [(6, 4, [4, 6]), (6, 3, [3, 6]), (25, 0, [3, 6, 9, 12, 15, 18, 21, 24, 25]), (5, 0, [1, 2, 3, 4, 5]), (5, 9, [5])],
+)
+def test_saves_every_so_often_and_at_the_end(tmp_path: Path, steps: int, save_every: int, saved: list[int]) -> None:
+    stage, _ = stage_of(tmp_path, steps, save_every=save_every, keep_checkpoints=99)
+    for step in range(1, steps + 1):
+        stage.save(step)
+        stage.save(step)  # once is enough
+    stage.settle()
+    assert names(tmp_path) == [f"step-{n}" for n in saved]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_keeps_the_newest_checkpoints(tmp_path: Path, keep: int) -> None:
+    with stage_of(tmp_path, 6, save_every=1, keep_checkpoints=keep)[0] as stage:
+        for step in range(1, 7):
+            stage.save(step)
+            whole = [name for name in names(tmp_path) if not name.endswith(".tmp")]
+            assert step == 1 or whole  # something to go back to while the next one is written
+    assert names(tmp_path) == [f"step-{n}" for n in range(7 - keep, 7)]
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    through, engine = stage_of(tmp_path / "a", save_every=2)
+    work(through, engine, 1, 6)
+    through.settle()
+    killed, engine = stage_of(tmp_path / "b", save_every=2)
+    work(killed, engine, 1, 5)  # and no more: two checkpoints, five lines
+    killed.settle()
+    (tmp_path / "b" / "checkpoints" / "step-6.tmp").mkdir()
+    with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    fresh, engine = stage_of(tmp_path / "b", seed=7, save_every=2)
+    assert fresh.restore() == 4
+    assert [line["step"] for line in lines(tmp_path / "b")] == [1, 2, 3, 4]
+    assert names(tmp_path / "b") == ["step-2", "step-4"]
+    work(fresh, engine, 5, 6)
+    fresh.settle()
+    ours, theirs = lines(tmp_path / "b"), lines(tmp_path / "a")
+    assert [(x["step"], x["loss"], x["tokens"]) for x in ours] == [(x["step"], x["loss"], x["tokens"]) for x in theirs]
+    assert [x["seconds"] for x in ours] == sorted(x["seconds"] for x in ours)
+
+
+def test_what_comes_back_besides_the_weights(tmp_path: Path) -> None:
+    taken: list[dict[str, Any]] = []
+    stage, engine = stage_of(tmp_path, save_every=2, extra=lambda: {"kl_coef": 0.07})
+    stage.note_best("eval_loss", 2.0, higher=False)
+    work(stage, engine, 1, 2)
+    stage.settle()
+    fresh, _ = stage_of(tmp_path, save_every=2, take=taken.append)
+    fresh.restore()
+    assert taken == [{"kl_coef": 0.07}]
+    assert fresh.best == {"eval_loss": 2.0} and fresh.tokens == 20 and fresh.last["step"] == 2
+    assert fresh.phases["train"] == pytest.approx(stage.phases["train"])
+    assert fresh.lap()["tokens_per_second"] == 0.0  # the lap begins here
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path) -> None:
+    stage, _ = stage_of(tmp_path)
+    stage.log(0, {"lr": 0.0})
+    stage.log(1, {"loss": 1.0})
+    fresh, _ = stage_of(tmp_path)
+    assert fresh.restore() == 0
+    fresh.log(0, {"lr": 0.0})
+    assert [line["step"] for line in lines(tmp_path)] == [0]
+
+
+def test_phases_and_laps(tmp_path: Path) -> None:
+    stage, _ = stage_of(tmp_path)
+    for _ in range(2):
+        with stage.phase("generate"):
+            time.sleep(0.03)
+    with pytest.raises(KeyError), stage.phase("evaluate"):
+        time.sleep(0.02)
+        raise KeyError
+    stage.tokens += 500
+    stage.move("generate", "flip", 0.02)
+    assert stage.phases["evaluate"] >= 0.02
+    spent = stage.phases["generate"]
+    assert 0.04 <= spent < 0.5 and stage.phases["flip"] == 0.02
+    lap = stage.lap()
+    assert set(lap) == {"generate_seconds", "flip_seconds", "tokens_per_second"}  # evaluating is not the stage's work
+    assert lap["generate_seconds"] == pytest.approx(spent, abs=1e-4) and lap["flip_seconds"] == 0.02
+    assert lap["tokens_per_second"] == pytest.approx(500 / (spent + 0.02), rel=1e-3)
+    with stage.phase("train"):
+        time.sleep(0.02)
+    stage.tokens += 30
+    lap = stage.lap()
+    assert lap["generate_seconds"] == 0
+    assert lap["tokens_per_second"] == pytest.approx(30 / lap["train_seconds"], rel=0.01)
+
+
+def test_lines_of_metrics(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Watching:
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            seen.append(step)
+
+    stage, _ = stage_of(tmp_path, 8, log_every=3, watchers=[Watching()])
+    for step in range(1, 9):
+        stage.log(step, {"loss": math.nan if step == 3 else step / 2})
+    assert [line["step"] for line in lines(tmp_path)] == seen == [1, 3, 6, 8]
+    assert [line["loss"] for line in lines(tmp_path)] == [0.5, None, 3.0, 4.0]
+    assert stage.last["loss"] == 4.0
+
+
+def test_best_figures(tmp_path: Path) -> None:
+    stage, _ = stage_of(tmp_path)
+    for value in (0.5, 0.7, 0.6):
+        stage.note_best("up", value, higher=True)
+        stage.note_best("down", value, higher=False)
+    assert stage.best == {"up": 0.7, "down": 0.5}
+
+
+def test_evaluations(tmp_path: Path) -> None:
+    assert [s for s in range(1, 8) if stage_of(tmp_path, 7, eval_every=3)[0].evaluates(s)] == [3, 6, 7]
+    assert [s for s in range(1, 8) if stage_of(tmp_path, 7)[0].evaluates(s)] == [7]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_stops_with_its_batch(tmp_path: Path, loss: float) -> None:
+    stage, _ = stage_of(tmp_path)
+    stage.require_finite(4, 1.0, [])
+    with pytest.raises(UserError, match="at step 5") as told:
+        stage.require_finite(5, loss, [[1, 2], [3]])
+    path = tmp_path / "nan-step-5-rank-0.json"
+    assert str(path) in str(told.value) and json.loads(path.read_text()) == [[1, 2], [3]]
+
+
+def test_a_full_disk_is_one_message_and_the_older_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    stage, engine = stage_of(tmp_path, save_every=1)
+    work(stage, engine, 1, 1)
+    stage.settle()
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    stage.save(2)
+    with pytest.raises(UserError, match="the disk is full") as told:
+        stage.save(3)
+    assert "the same command continues" in str(told.value) and "Traceback" not in str(told.value)
+    monkeypatch.undo()
+    fresh, _ = stage_of(tmp_path, save_every=1)
+    assert fresh.restore() == 1
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_other_troubles_of_writing_are_named() -> None:
+    with pytest.raises(UserError, match="Read-only"), explained_disk(Path("x")):
+        raise OSError(errno.EROFS, "Read-only file system")
+    with pytest.raises(ZeroDivisionError), explained_disk(Path("x")):
+        raise ZeroDivisionError
+
+
+def test_summary(tmp_path: Path) -> None:
+    stage, _ = stage_of(tmp_path / "sft", steps=2)
+    stage.folder.mkdir()
+    with stage.phase("train"):
+        time.sleep(0.02)
+    stage.tokens = 100
+    stage.log(2, {"loss": 0.25})
+    stage.note_best("eval_loss", 0.5, higher=False)
+    stage.finish({"gold_score": 0.75})
+    found = json.loads((tmp_path / "sft" / "summary.json").read_text())
+    assert (found["stage"], found["steps"], found["tokens"], found["gold_score"]) == ("sft", 2, 100, 0.75)
+    assert found["final"]["loss"] == 0.25 and found["best"] == {"eval_loss": 0.5}
+    assert found["tokens_per_second"] == pytest.approx(100 / stage.phases["train"], rel=0.01)
+    assert found["peak_memory_by_rank"][0]["host_bytes"] > 10**7
+
+
+def test_json_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"x": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", {"x": object()})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
