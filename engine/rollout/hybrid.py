@@ -48,7 +48,6 @@ class Twin:
         self.module = _plain(blueprint)
         self._source = source
         self._buffers: dict[str, Tensor] = {}
-        self._parameters: dict[str, nn.Parameter] = {}
         self.release()
         origins = _origins(source)
         lacking = [name for name, _, _ in _slots(self.module) if name not in origins]
@@ -61,12 +60,13 @@ class Twin:
         began, self.bytes = time.perf_counter(), 0
         origins = _origins(self._source)
         first_name: dict[tuple[int, int], str] = {}  # tied parameters are filled once
+        filled: dict[str, nn.Parameter] = {}
         for name, owner, leaf in _slots(self.module):
             origin = origins[name]
             first = first_name.setdefault((id(origin.parameter), id(origin.adapter)), name)
             if first == name:
-                self._parameters[name] = self._fill(name, origin)
-            owner._parameters[leaf] = self._parameters[first]
+                filled[name] = nn.Parameter(self._fill(name, origin), requires_grad=False)
+            owner._parameters[leaf] = filled[first]
         self._share_buffers()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -79,17 +79,16 @@ class Twin:
             assert parameter is not None
             owner._parameters[leaf] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
         self._buffers.clear()
-        self._parameters.clear()
 
-    def _fill(self, name: str, origin: _Origin) -> nn.Parameter:
-        """The twin's parameter, shared where that can be."""
+    def _fill(self, name: str, origin: _Origin) -> Tensor:
+        """The twin's tensor: the live one where that can be shared, else this name's buffer, filled."""
         live, adapter = origin.parameter.detach(), origin.adapter
         if adapter is None and not dist.is_whole(live):
             live = live.to(self.dtype)  # cast before the gather: fewer bytes on the wire
         whole = dist.full_tensor(live)
         if adapter is None and dist.is_whole(live) and whole.dtype == self.dtype and whole.device == self.device:
             self._buffers.pop(name, None)
-            return self._wrap(name, whole)
+            return whole
         if name not in self._buffers:
             self._buffers[name] = torch.empty(whole.shape, dtype=self.dtype, device=self.device)
         buffer = self._buffers[name]
@@ -98,14 +97,7 @@ class Twin:
         else:
             buffer.copy_(whole.float() + adapter_delta(adapter, whole.device))  # a new tensor: `whole` may be live
         self.bytes += buffer.numel() * buffer.element_size()
-        return self._wrap(name, buffer)
-
-    def _wrap(self, name: str, tensor: Tensor) -> nn.Parameter:
-        """A parameter over this memory; the one of the last flip where it is the same memory."""
-        known = self._parameters.get(name)
-        if known is not None and known.data_ptr() == tensor.data_ptr() and known.shape == tensor.shape:
-            return known
-        return nn.Parameter(tensor, requires_grad=False)
+        return buffer
 
     def _share_buffers(self) -> None:
         """Buffers (rotary frequencies and the like) are the live module's, wherever it has values for them."""

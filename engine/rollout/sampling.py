@@ -77,7 +77,6 @@ def sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor
     probabilities = ranked.softmax(-1)
     if sampling.top_p < 1:
         before = probabilities.cumsum(-1) - probabilities  # mass of all likelier tokens
-        before[:, 0] = 0  # the likeliest stays, whatever the rounding
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0)
     places, logprobs = _invert(probabilities, uniforms)
     return tokens.gather(-1, places[:, None])[:, 0], logprobs
