@@ -21,7 +21,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)
+        )
         self.head = nn.Linear(WIDTH, WIDTH, bias=False)
         self.head.weight = self.stem.weight
 
@@ -46,7 +48,9 @@ def squared_error(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tens
     return (module(batch[0]) - batch[1]).square().sum(), {"rows": float(len(batch[0]))}
 
 
-def train(zero_stage: int, dtype: str, micro: int, checkpointing: bool = False) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def train(
+    zero_stage: int, dtype: str, micro: int, checkpointing: bool = False
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses, gradient norms and final weights of STEPS updates, this rank taking every W-th row."""
     torch.set_num_threads(1)
     config = EngineConfig(zero_stage=zero_stage, dtype=dtype, activation_checkpointing=checkpointing)  # type: ignore[arg-type]

@@ -1,0 +1,94 @@
+"""Weights out of safetensors folders, slice by slice, and weights drawn from a seed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from engine import Engine, EngineConfig, OptimizerConfig
+from engine.loading import SafetensorsFolder, copy_rows, draw_parameters, local_rows, read_parameters
+from engine.parallel import dist
+
+TENSORS = {"w": torch.arange(20.0).reshape(5, 4), "b": torch.arange(5.0), "s": torch.tensor(3.0)}
+
+
+@pytest.fixture(params=["one file", "index"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> SafetensorsFolder:
+    if request.param == "one file":
+        save_file(TENSORS, tmp_path / "model.safetensors")
+        return SafetensorsFolder(tmp_path)
+    files = {"w": "part-1.safetensors", "b": "part-2.safetensors", "s": "part-2.safetensors"}
+    for file in set(files.values()):
+        save_file({name: TENSORS[name] for name in files if files[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return SafetensorsFolder(tmp_path)
+
+
+def test_names_shapes_and_rows(folder: SafetensorsFolder) -> None:
+    assert sorted(folder.names()) == ["b", "s", "w"]
+    assert folder.shape("w") == (5, 4) and folder.shape("s") == ()
+    assert torch.equal(folder.read("w", slice(1, 3)), TENSORS["w"][1:3])
+    assert torch.equal(folder.read("w", slice(None)), TENSORS["w"])
+    assert torch.equal(folder.read("s", slice(None)), TENSORS["s"])
+
+
+def test_parameters_take_what_the_folder_has_in_their_own_precision(folder: SafetensorsFolder) -> None:
+    weight, scalar = torch.zeros(5, 4, dtype=torch.bfloat16), torch.zeros(())
+    read_parameters({"mine.w": weight, "mine.s": scalar}, folder, {"mine.w": "w", "mine.s": "s"})
+    assert torch.equal(weight.float(), TENSORS["w"]) and scalar.item() == 3
+
+
+def test_another_shape_is_refused_with_both_shapes(folder: SafetensorsFolder) -> None:
+    with pytest.raises(ValueError, match=r"w has shape \(5, 4\), the model wants \(4, 5\).*config.json"):
+        read_parameters({"w": torch.zeros(4, 5)}, folder, {"w": "w"})
+
+
+def test_plain_tensors_are_all_ours() -> None:
+    assert local_rows(torch.zeros(3, 2)) == slice(None)
+    target = torch.zeros(3, 2)
+    copy_rows(target, torch.ones(3, 2))
+    assert target.sum().item() == 6
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"inner": nn.Linear(4, 4)}))
+
+
+def normal(module: nn.Module, name: str) -> None:
+    assert isinstance(module, nn.Linear) and torch.count_nonzero(module.weight) == 0
+    nn.init.normal_(module.weight)
+
+
+def drawn(seed: int, *names: str) -> dict[str, torch.Tensor]:
+    module = net()
+    for parameter in module.parameters():
+        parameter.data.fill_(9.0)
+    draw_parameters(module, names, seed, normal)
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def test_draws_depend_on_seed_and_place_and_on_nothing_else() -> None:
+    both = drawn(1, "0.weight", "0.bias", "1.inner.weight")
+    alone = drawn(1, "1.inner.weight")
+    module, state = net(), torch.get_rng_state()
+    draw_parameters(module, ["0.weight"], 1, lambda layer, _: nn.init.normal_(layer.weight))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(alone["1.inner.weight"], both["1.inner.weight"])
+    assert not torch.equal(both["0.weight"], both["1.inner.weight"])
+    assert not torch.equal(both["0.weight"], drawn(2, "0.weight")["0.weight"])
+    assert both["0.bias"].abs().max() == 0 and both["1.inner.bias"].min() == 9  # the second was not asked for
+    assert alone["0.weight"].min() == 9
+
+
+def test_sharded_modules_are_filled_in_place() -> None:
+    engine = Engine(
+        net(),
+        EngineConfig(zero_stage=3, dtype="fp32"),
+        optimizer=OptimizerConfig(lr=1.0, total_steps=1),
+        fill=lambda module: draw_parameters(module, ["0.weight"], 1, normal),
+    )
+    whole = dist.full_tensor(dict(engine.module.named_parameters())["0.weight"].detach()).cpu()
+    assert torch.equal(whole, drawn(1, "0.weight")["0.weight"])

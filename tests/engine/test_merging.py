@@ -1,0 +1,88 @@
+"""LoRA merged into copies: W + alpha / r * B A in float64, and the live weights as they were."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from engine.merging import adapter_delta, whole_parameters
+
+
+class Net(nn.Module):
+    """A linear layer, GPT-2's transposed one, and one without adapter, tied to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.conv = Conv1D(7, 5)
+        self.plain = nn.Linear(7, 3)
+
+
+def adapted(rank: int = 2, alpha: int = 3) -> Net:
+    torch.manual_seed(2)
+    module = Net()
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=["linear", "conv"]), module)
+    for name, parameter in module.named_parameters():
+        if ".lora_" in name:
+            nn.init.normal_(parameter)
+    return module
+
+
+def by_hand(layer: Any, scale: float, *, transposed: bool) -> torch.Tensor:
+    base = layer.base_layer.weight.detach().double()
+    up, down = layer.lora_B["default"].weight.double(), layer.lora_A["default"].weight.double()
+    merged = base.clone()
+    for out in range(up.shape[0]):
+        for inner in range(down.shape[1]):
+            step = scale * sum(up[out, r].item() * down[r, inner].item() for r in range(up.shape[1]))
+            merged[(inner, out) if transposed else (out, inner)] += step
+    return merged
+
+
+@pytest.mark.parametrize(("rank", "alpha"), [(2, 3), (4, 4)])
+def test_merged_weights(rank: int, alpha: int) -> None:
+    module = adapted(rank, alpha)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    found = dict(whole_parameters(module))
+    assert list(found) == [f"{m}.{p}" for m in ("linear", "conv", "plain") for p in ("weight", "bias")]
+    scale = alpha / rank
+    wanted = {
+        "linear.weight": by_hand(module.linear, scale, transposed=False),
+        "conv.weight": by_hand(module.conv, scale, transposed=True),
+    }
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name].double(), value, atol=1e-5, rtol=1e-5)
+    assert torch.equal(found["plain.weight"], module.plain.weight)
+    assert torch.equal(found["linear.bias"], before["linear.base_layer.bias"])
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+def test_merged_layers_do_what_adapted_ones_did() -> None:
+    module, plain = adapted(), Net()
+    plain.load_state_dict(dict(whole_parameters(module)))
+    x, y = torch.randn(4, 6), torch.randn(4, 5)
+    torch.testing.assert_close(plain.linear(x), module.linear(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(plain.conv(y), module.conv(y), atol=1e-5, rtol=1e-5)
+
+
+def test_all_active_adapters_count() -> None:
+    module = adapted()
+    inject_adapter_in_model(LoraConfig(r=1, lora_alpha=5, target_modules=["linear"]), module, adapter_name="second")
+    layer: Any = module.linear
+    nn.init.normal_(layer.lora_B["second"].weight)
+    layer.set_adapter(["default", "second"])
+    second = 5.0 * layer.lora_B["second"].weight @ layer.lora_A["second"].weight
+    first = 1.5 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    torch.testing.assert_close(adapter_delta(layer, torch.device("cpu")), first + second)
+
+
+def test_precision_is_kept() -> None:
+    module = adapted().bfloat16()
+    found = dict(whole_parameters(module))
+    assert {t.dtype for t in found.values()} == {torch.bfloat16}
+    wanted = by_hand(module.linear, 1.5, transposed=False)
+    assert torch.equal(found["linear.weight"], wanted.to(torch.bfloat16))  # rounded once, at the end

@@ -1,0 +1,97 @@
+"""Learning rates at the steps that matter, and who is decayed."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from engine import OptimizerConfig, optim
+
+
+def rates(**keys: object) -> list[float]:
+    config = OptimizerConfig(lr=2.0, total_steps=20, **keys)  # type: ignore[arg-type]
+    return [optim.learning_rate(config, step) for step in range(22)]
+
+
+def test_constant() -> None:
+    assert rates(schedule="constant") == [2.0] * 22
+    assert rates(schedule="constant", warmup_steps=4)[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("warmup", [0, 4, 20])
+@pytest.mark.parametrize("final", [0.0, 0.25])
+def test_linear_is_a_straight_line_from_the_peak_to_the_end(warmup: int, final: float) -> None:
+    found = rates(schedule="linear", warmup_steps=warmup, final_lr_ratio=final)
+    for step, rate in enumerate(found):
+        if step < warmup:
+            wanted = 2.0 * (step + 1) / warmup
+        elif warmup == 20:
+            wanted = 2.0 if step == 20 else 2.0 * final
+        else:
+            left = max(0, 20 - step) / (20 - warmup)
+            wanted = 2.0 * final + (2.0 - 2.0 * final) * left
+        assert rate == pytest.approx(wanted, abs=1e-12), step
+    assert max(found) == pytest.approx(2.0) and found[-1] == pytest.approx(2.0 * final)
+
+
+def test_cosine() -> None:
+    found = rates(schedule="cosine", warmup_steps=4, final_lr_ratio=0.1)
+    assert found[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+    for step in range(4, 21):
+        assert found[step] == pytest.approx(0.2 + 1.8 * math.cos(math.pi / 2 * (step - 4) / 16) ** 2)
+    assert found[12] == pytest.approx(1.1)  # half way down in the middle
+    assert found[20] == found[21] == pytest.approx(0.2)
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="lr must be"):
+        OptimizerConfig(lr=-1.0, total_steps=1)
+    with pytest.raises(ValueError, match="total_steps"):
+        OptimizerConfig(lr=1.0, total_steps=0)
+
+
+class Mixed(nn.Module):
+    """A bit of everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.experts = nn.Parameter(torch.randn(2, 3, 4))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 5, bias=True)
+        self.head.weight = self.embed.weight
+
+
+def test_matrices_are_decayed_once_and_vectors_and_scalars_are_not() -> None:
+    module = Mixed()
+    built = optim.build(module, OptimizerConfig(lr=0.1, total_steps=1, weight_decay=0.3, eps=1e-5, betas=(0.8, 0.9)))
+    decayed = {id(p) for group in built.param_groups if group["weight_decay"] == 0.3 for p in group["params"]}
+    plain = {id(p) for group in built.param_groups if group["weight_decay"] == 0.0 for p in group["params"]}
+    assert decayed == {id(module.embed.weight), id(module.experts)}
+    assert plain == {id(module.norm.weight), id(module.norm.bias), id(module.scale), id(module.head.bias)}
+    assert sum(len(group["params"]) for group in built.param_groups) == 6
+    assert all((group["eps"], group["betas"]) == (1e-5, (0.8, 0.9)) for group in built.param_groups)
+
+
+def test_one_step_without_gradient_only_decays() -> None:
+    """p <- p (1 - lr decay): decoupled, so the gradient's size does not matter."""
+    module = Mixed()
+    before = {name: p.detach().double() for name, p in module.named_parameters()}
+    built = optim.build(module, OptimizerConfig(lr=0.1, total_steps=1, weight_decay=0.3))
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    built.step()
+    for name, parameter in module.named_parameters():
+        factor = 0.97 if name in ("embed.weight", "experts") else 1.0
+        torch.testing.assert_close(parameter.detach().double(), before[name] * factor, rtol=1e-6, atol=1e-8)
+
+
+def test_moments_are_there_before_the_first_step() -> None:
+    built = optim.build(Mixed(), OptimizerConfig(lr=0.1, total_steps=1))
+    assert len(built.state) == 6
+    for parameter, state in built.state.items():
+        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == parameter.shape
+        assert state["exp_avg"].dtype == torch.float32 and state["step"].item() == 0

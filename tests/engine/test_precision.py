@@ -1,0 +1,123 @@
+"""fp16's loss scale step by step, and the precisions that engines compute and store in."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from engine import Engine, EngineConfig, LossScale, OptimizerConfig
+from engine.parallel import dist
+from engine.precision import LossScaler, policy
+
+
+def by_hand(overflows: list[bool], power: int, window: int, hysteresis: int) -> list[float]:
+    """Scales after each step, by counting good steps since the last overflow and lives left."""
+    scale, lives, good, since = 2.0**power, hysteresis, 0, []
+    for overflow in overflows:
+        if overflow:
+            if lives == 1:
+                scale = max(scale / 2, 1.0)
+            lives = max(lives - 1, 1)
+            good = 0
+        else:
+            # The step at which a window is full of good steps before it doubles; the very first has none before it.
+            if good and good % window == 0:
+                scale *= 2
+                lives = hysteresis
+            good += 1
+        since.append(scale)
+    return since
+
+
+@pytest.mark.parametrize(("window", "hysteresis"), [(4, 2), (3, 1), (5, 3)])
+def test_loss_scale_over_random_overflows(window: int, hysteresis: int) -> None:
+    source = random.Random(window)
+    overflows = [source.random() < 0.15 for _ in range(400)]
+    scaler = LossScaler(LossScale(initial_power=16, window=window, hysteresis=hysteresis), enabled=True)
+    found = []
+    for overflow in overflows:
+        scaler.update(overflow)
+        found.append(scaler.scale)
+    assert found == by_hand(overflows, 16, window, hysteresis)
+    assert scaler.skipped == sum(overflows)
+    assert max(found) > 2.0**16 or min(found) < 2.0**16
+
+
+def test_loss_scale_by_the_table() -> None:
+    """A budget of two: the first overflow is free, the second halves, and only a doubling refills the budget."""
+    scaler = LossScaler(LossScale(initial_power=4, window=2), enabled=True)
+    steps = [(True, 16), (True, 8), (True, 4), (False, 4), (False, 4), (False, 8), (True, 8), (True, 4)]
+    for overflow, scale in steps:
+        scaler.update(overflow)
+        assert scaler.scale == scale
+
+
+def test_overflow_at_the_smallest_scale_is_an_error_that_says_what_to_do() -> None:
+    scaler = LossScaler(LossScale(initial_power=1, hysteresis=1), enabled=True)
+    scaler.update(True)
+    assert scaler.scale == 1.0
+    with pytest.raises(FloatingPointError, match=r"engine\.dtype=bf16"):
+        scaler.update(True)
+
+
+def test_other_precisions_only_count() -> None:
+    scaler = LossScaler(LossScale(window=1), enabled=False)
+    for overflow in (False, True, False):
+        scaler.update(overflow)
+    assert (scaler.scale, scaler.skipped, scaler.steps) == (1.0, 1, 3)
+
+
+def test_scaler_goes_on_where_it_was() -> None:
+    config = LossScale(initial_power=16, window=3)
+    source = random.Random(3)
+    overflows = [source.random() < 0.2 for _ in range(40)]
+    through, first, second = (LossScaler(config, enabled=True) for _ in range(3))
+    for overflow in overflows[:20]:
+        through.update(overflow), first.update(overflow)
+    second.restore(first.state())
+    for overflow in overflows[20:]:
+        through.update(overflow), second.update(overflow)
+    assert second.state() == through.state()
+
+
+def test_gradients_are_reduced_in_fp32() -> None:
+    assert policy("bf16").param_dtype == torch.bfloat16 and policy("bf16").reduce_dtype == torch.float32
+    assert policy("fp16").param_dtype == torch.float16 and policy("fp16").reduce_dtype == torch.float32
+    assert policy("fp32").param_dtype is None
+
+
+class Buffered(nn.Module):
+    """A block and a buffer that bf16 can't hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+        self.register_buffer("frequency", torch.tensor([1.0 + 2**-12]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_frozen_engines_hold_their_precision_and_trained_ones_fp32(dtype: str) -> None:
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    still = Engine(Buffered(), EngineConfig(dtype=dtype))  # type: ignore[arg-type]
+    learns = Engine(Buffered(), EngineConfig(dtype=dtype), optimizer=OptimizerConfig(lr=1.0, total_steps=1))  # type: ignore[arg-type]
+    assert {p.dtype for p in still.module.parameters()} == {wanted}
+    assert {p.dtype for p in learns.module.parameters()} == {torch.float32}
+    assert not any(p.requires_grad for p in still.module.parameters()) and not still.module.training
+    x = torch.ones(2, 4, device=dist.world().device)
+    assert still(x.to(wanted)).dtype == learns(x).dtype == wanted
+    for engine in (still, learns):  # buffers are left alone: rotary frequencies in bf16 are off by radians
+        assert engine.module.get_buffer("frequency").item() == 1.0 + 2**-12
+
+
+def test_scoring_takes_dropout_off_and_puts_it_back() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    engine = Engine(module, EngineConfig(dtype="fp32"), optimizer=OptimizerConfig(lr=1.0, total_steps=1))
+    x = torch.ones(64, 4, device=dist.world().device)
+    with engine.scoring() as scored:
+        first, second = scored(x), scored(x)
+        assert torch.equal(first, second) and not first.requires_grad
+    assert engine.module.training and (engine(x) == 0).any()
