@@ -45,13 +45,19 @@ class Bar:
 
 
 def path_chart(
-    title: str, points: Sequence[tuple[float, float, float]], *, x_name: str, y_name: str, note: Child = ""
+    title: str,
+    points: Sequence[tuple[float, float, float]],
+    *,
+    x_name: str,
+    y_name: str,
+    note: Child = "",
+    y_bounds: tuple[float | None, float | None] = (None, None),
 ) -> Markup | None:
     """A path (step, x, y) through two measures, from its first to its last step; None below two points."""
     path = [point for point in points if all(math.isfinite(value) for value in point)]
     if len(path) < 2:
         return None
-    across, up = axis([x for _, x, _ in path]), axis([y for _, _, y in path])
+    across, up = axis([x for _, x, _ in path]), axis([y for _, _, y in path], bounds=y_bounds)
     right = WIDTH - 16
     places = [(x_place(across, x, right), y_place(up, y)) for _, x, y in path]
     parts: list[Child] = [scaffold(across, up, right, x_name, y_name), polyline(places, "curve tone-ppo faint")]
@@ -71,13 +77,21 @@ def path_chart(
     return figure(title, note, f"{title}: {len(path)} evaluations", parts)
 
 
-def scatter_chart(title: str, groups: Sequence[Series], *, x_name: str, y_name: str, note: Child = "") -> Markup | None:
+def scatter_chart(
+    title: str,
+    groups: Sequence[Series],
+    *,
+    x_name: str,
+    y_name: str,
+    note: Child = "",
+    y_bounds: tuple[float | None, float | None] = (None, None),
+) -> Markup | None:
     """Dots of one or more groups, named in a key above them; None when there are none."""
     shown = [one for one in groups if one.points]
     if not shown:
         return None
     across = axis([x for one in shown for x, _ in one.points])
-    up = axis([y for one in shown for _, y in one.points])
+    up = axis([y for one in shown for _, y in one.points], bounds=y_bounds)
     right = WIDTH - 16
     parts: list[Child] = [scaffold(across, up, right, x_name, y_name)]
     for one in shown:
