@@ -27,6 +27,7 @@ from pipeline.config.schema import StageSection
 from pipeline.errors import UserError
 
 Metrics = dict[str, float]
+FULL_DISK_BYTES = 2**20  # what is left on a disk that torch's writer found full, which it says in words of its own
 WORK = ("flip", "generate", "score", "train")  # the phases that are the stage's work; evaluating and saving are not
 
 
@@ -239,7 +240,7 @@ def explained_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno == errno.ENOSPC or "No space left" in str(error)
+        full = error.errno == errno.ENOSPC or shutil.disk_usage(folder).free < FULL_DISK_BYTES
         what = "the disk is full" if full else f"writing failed ({error})"
         raise UserError(
             f"{folder}: {what}. The last whole checkpoint is kept; make room (or choose run_dir= on another disk, "

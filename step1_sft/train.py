@@ -70,6 +70,7 @@ def run(config: RunConfig, folder: Path) -> None:
             stage.tokens += sum(len(train[i].ids) for i in indices)
             stage.require_finite(step, update.loss, [batch.input_ids.tolist() for batch in batches])
             figures = {"loss": update.loss, "lr": update.lr, "grad_norm": update.grad_norm}
+            figures |= {"skipped_steps": engine.scaler.skipped}
             if stage.evaluates(step) and held_out:
                 with stage.phase("evaluate"):
                     figures["eval_loss"] = held_out_loss(

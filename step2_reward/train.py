@@ -62,6 +62,7 @@ def run(config: RunConfig, folder: Path) -> None:
             stage.require_finite(step, update.loss, [batch.input_ids.tolist() for batch in batches])
             means = {name: total / len(indices) for name, total in update.sums.items()}
             figures = {"loss": update.loss, **means, "lr": update.lr, "grad_norm": update.grad_norm}
+            figures |= {"skipped_steps": engine.scaler.skipped}
             if stage.evaluates(step) and held_out:
                 with stage.phase("evaluate"):
                     found = accuracies(score_pairs(engine, held_out, **cut))

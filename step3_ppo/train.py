@@ -105,6 +105,11 @@ class Ppo:
         figures = {"policy_loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr, "largest": largest}
         return means(update, minibatch.tokens) | figures
 
+    def state(self) -> dict[str, float]:
+        """The KL weight in force, and the optimizer steps that were skipped for a gradient that is not finite."""
+        skipped = self.models.actor.scaler.skipped + self.models.critic.scaler.skipped
+        return {"kl_coef": self.kl.coef, "skipped_steps": skipped}
+
     def _check_ratio(self, rollout: Rollout, deviation: float) -> None:
         check_first_ratio(
             self.models,
@@ -155,7 +160,7 @@ def run(config: RunConfig, folder: Path) -> None:
                 learned = ppo.learn(step, rollout, targets)
             stage.require_finite(step, learned.get("policy_loss", 0.0) + learned["value_loss"], rollout.responses)
             stage.tokens += rollout.tokens()
-            figures = rollout_figures(rollout, targets) | learned | {"kl_coef": ppo.kl.coef} | stage.lap()
+            figures = rollout_figures(rollout, targets) | learned | ppo.state() | stage.lap()
             ppo.kl = ppo.kl.after(sequence_kl(rollout), len(rollout))
             warn_of_gap(figures["generator_gap"])
             if stage.evaluates(step):

@@ -108,7 +108,7 @@ def advise(problem: BaseException) -> str | None:
     """What a person can do about an error that is not a fault of the program; None where it is one."""
     if isinstance(problem, UserError):
         return str(problem)
-    if isinstance(problem, ValueError) and _raised_in_engine(problem):
+    if isinstance(problem, ValueError | FloatingPointError) and _raised_in_engine(problem):
         return str(problem)
     text = str(problem)
     if "No space left on device" in text or "Disk quota exceeded" in text:
