@@ -51,8 +51,10 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    where = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    where = torch.device(kind)
     if kind == "cuda":
+        # Slurm may show each rank its own card only; then that is number 0 for all of them.
+        where = torch.device(kind, local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(where)
     store: dist.Store = dist.HashStore() if size == 1 else next(dist.rendezvous("env://", rank, size))[0]
     dist.init_process_group(
