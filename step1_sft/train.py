@@ -10,8 +10,9 @@ from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import TokenBatch, batch_indices
 from pipeline.data.encode import encode_conversations
-from pipeline.models import EngineChoice, build_policy, export_policy
+from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
+from pipeline.models.export import export_policy
 from pipeline.run import StageRun
 from pipeline.stage import (
     base_source,

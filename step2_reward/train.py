@@ -12,7 +12,9 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.batch import PairBatch, batch_indices
 from pipeline.data.encode import encode_preferences
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.models import EngineChoice, ModelSource, build_scorer, export_scorer, resolve
+from pipeline.models.build import EngineChoice, build_scorer
+from pipeline.models.export import export_scorer
+from pipeline.models.source import ModelSource, resolve
 from pipeline.run import StageRun
 from pipeline.stage import (
     base_source,

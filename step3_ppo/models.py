@@ -13,10 +13,10 @@ from pipeline.config.check import engine_settings
 from pipeline.config.schema import RunConfig
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
-from pipeline.models import EngineChoice, ModelSource, Policy, build_policy, build_scorer, resolve
-from pipeline.models.build import adapters_off
+from pipeline.models.build import EngineChoice, adapters_off, build_policy, build_scorer
 from pipeline.models.checks import verify
-from pipeline.models.source import check_kind, model_folder
+from pipeline.models.modules import Policy
+from pipeline.models.source import ModelSource, check_kind, model_folder, resolve
 from pipeline.stage import optimizer_config, stage_source
 
 

@@ -11,7 +11,7 @@ from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import encode_prompts
-from pipeline.models import export_policy
+from pipeline.models.export import export_policy
 from pipeline.run import StageRun
 from pipeline.stage import evaluation_prompts, require_context, sampling, stage_records, stage_steps
 from pipeline.tracking import open_watchers
