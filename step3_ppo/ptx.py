@@ -1,4 +1,4 @@
-"""Pretraining mix: some of the SFT loss in the policy's update (Ouyang et al., 2022, equation 2), against forgetting."""
+"""Pretraining mix: some of the SFT loss in the policy's update, against forgetting (Ouyang et al., 2022, eq. 2)."""
 
 from dataclasses import dataclass
 
