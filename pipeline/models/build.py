@@ -99,7 +99,8 @@ def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrained
     except ValueError as error:
         if "scaled_dot_product_attention" in str(error):
             raise UserError(f"{source.name} has no sdpa attention in transformers: model.attention=eager") from error
-        raise UserError(f"model {source.name} cannot be built as a {auto.__name__}: {error}") from error
+        reason = str(error).partition("\n")[0]  # a list of all families follows
+        raise UserError(f"model {source.name} cannot be built as a {auto.__name__}: {reason}") from error
     model.tie_weights()
     if choice.lora is not None and choice.lora.rank:
         _add_adapters(model, choice.lora)
@@ -172,7 +173,10 @@ def _read(module: nn.Module, plain: Mapping[str, str], model: PreTrainedModel, s
     lacking = [name for name in plain if name not in names]
     parameters = dict(module.named_parameters())
     if all(_is_value_head(name) for name in lacking):
-        read_parameters({name: parameters[name] for name in names}, folder, names)
+        try:
+            read_parameters({name: parameters[name] for name in names}, folder, names)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         return lacking
     return _read_through_transformers(parameters, plain, model, source)
 
@@ -199,19 +203,31 @@ def _read_through_transformers(
         dtype=torch.float32,
         use_safetensors=True,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # told below, in our words
         trust_remote_code=source.trust_remote_code,
     )
-    missing = {name for name in report["missing_keys"] if not _is_value_head(name)}
+    _check_report(source, report)
+    whole = dict(loaded.named_parameters())
+    lacking = [name for name, own in plain.items() if own in report["missing_keys"]]
+    for name, own in plain.items():
+        if own in whole and name not in lacking:
+            copy_rows(parameters[name], whole[own])
+    return lacking
+
+
+def _check_report(source: ModelSource, report: Mapping[str, Any]) -> None:
+    """Raises UserError where transformers found no value for a parameter, or one of another shape."""
+    for name, there, wanted in sorted(report["mismatched_keys"]):
+        raise UserError(
+            f"{source.folder}: {name} has shape {tuple(there)}, the model wants {tuple(wanted)}; "
+            "its config.json does not belong to these weights"
+        )
+    missing = sorted(name for name in report["missing_keys"] if not _is_value_head(name))
     if missing:
         raise UserError(
-            f"{source.folder}: {len(missing)} parameters are in no file, {sorted(missing)[0]} for one; "
+            f"{source.folder}: {len(missing)} parameters are in no file, {missing[0]} for one; "
             "the weights do not belong to this config.json, or the download is incomplete"
         )
-    whole = dict(loaded.named_parameters())
-    for name, own in plain.items():
-        if own in whole and not _is_value_head(name):
-            copy_rows(parameters[name], whole[own])
-    return [name for name, own in plain.items() if _is_value_head(name) and own in report["missing_keys"]]
 
 
 def _is_value_head(name: str) -> bool:

@@ -77,7 +77,8 @@ def _from_folder(model: ModelConfig, seed: int, folder: Path) -> ModelSource:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     except (ValueError, OSError) as error:
-        raise UserError(f"{folder}/config.json is not one that transformers knows: {error}") from error
+        reason = str(error).partition("\n")[0]  # advice on installing transformers follows
+        raise UserError(f"{folder}/config.json is not one that transformers knows: {reason}") from error
     _check_weights(folder)
     return ModelSource(model.name, config, folder, seed, model.attention, model.trust_remote_code)
 

@@ -1,0 +1,234 @@
+"""Engines from sources: every layout of files, random weights, adapters, dropout, and what is refused."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from engine import Engine
+from engine.parallel import dist
+from pipeline.config.schema import LoraConfig
+from pipeline.errors import UserError
+from pipeline.models.build import adapters_off, build_policy, build_scorer, without_dropout
+from tests.pipeline.models.tiny import (
+    FAMILIES,
+    after_first,
+    classifier,
+    config_of,
+    frozen,
+    ids_of,
+    language_model,
+    shaken,
+    source_drawn,
+    source_in,
+    trained,
+)
+
+
+def logprobs_of(engine: Engine, ids: Tensor) -> Tensor:
+    with engine.scoring() as module:
+        return module(ids, after_first(ids))[0].cpu()
+
+
+def own_logprobs(model: torch.nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        logs = torch.log_softmax(model(input_ids=ids.cpu()).logits.float()[:, :-1], -1)
+    return logs.gather(-1, ids.cpu()[:, 1:, None]).flatten()
+
+
+def whole(engine: Engine) -> dict[str, Tensor]:
+    return {name: dist.full_tensor(p.detach()).cpu() for name, p in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox", "llama", "qwen3", "bloom", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("files", ["one file", "shards"])
+def test_a_saved_model_gives_the_same_numbers(family: str, files: str, tmp_path: Path) -> None:
+    model = language_model(config_of(family))
+    model.save_pretrained(tmp_path, **({"max_shard_size": "20KB"} if files == "shards" else {}))
+    assert (tmp_path / "model.safetensors.index.json").exists() == (files == "shards")
+    ids = ids_of(2, 9)
+    torch.testing.assert_close(
+        logprobs_of(build_policy(source_in(tmp_path), trained(zero_stage=3)), ids),
+        own_logprobs(model, ids),
+        atol=3e-5,
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "qwen3"])
+def test_a_checkpoint_without_a_head_serves_a_model_that_ties_its_own(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    base = shaken(AutoModel.from_config(config_of(family)))
+    base.save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    assert not any(name.startswith(("model.", "transformer.")) for name in names)
+    ids = ids_of(2, 9)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    found = logprobs_of(build_policy(source_in(tmp_path), frozen()), ids)
+    torch.testing.assert_close(found, own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
+
+
+def test_a_reward_model_from_a_language_model_has_a_new_narrow_head(tmp_path: Path) -> None:
+    model = language_model(config_of("llama"))
+    model.save_pretrained(tmp_path)
+    heads = []
+    for seed in range(1, 60):
+        parameters = whole(build_scorer(source_in(tmp_path, seed), frozen(), pad_id=0))
+        heads.append(parameters.pop("model.score.weight"))
+    own = dict(model.named_parameters())
+    assert len(parameters) == len(own) - 1  # all but lm_head
+    for name, value in parameters.items():
+        assert torch.equal(value, own[name.removeprefix("model.")]), name
+    drawn = torch.stack(heads)
+    assert drawn.std().item() == pytest.approx(1 / math.sqrt(33), rel=0.05) and abs(drawn.mean().item()) < 0.02
+    again = whole(build_scorer(source_in(tmp_path, 1), frozen(), pad_id=0))["model.score.weight"]
+    assert torch.equal(again, heads[0]) and not torch.equal(heads[0], heads[1])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_a_saved_reward_model_keeps_its_head(family: str, tmp_path: Path) -> None:
+    model = classifier(config_of(family))
+    model.save_pretrained(tmp_path)
+    found = whole(build_scorer(source_in(tmp_path), frozen(), pad_id=0))
+    assert torch.equal(found["model.score.weight"], model.score.weight)
+
+
+def test_a_mixture_of_experts_becomes_a_reward_model(tmp_path: Path) -> None:
+    """Its files are read through transformers, and the head they lack is drawn."""
+    language_model(config_of("mixtral")).save_pretrained(tmp_path)
+    heads = [whole(build_scorer(source_in(tmp_path, s), frozen(), pad_id=0))["model.score.weight"] for s in (1, 1, 2)]
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+    assert heads[0].std().item() == pytest.approx(1 / math.sqrt(33), rel=0.4)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_random_weights_are_drawn_as_the_family_draws_them(family: str) -> None:
+    config = config_of(family)
+    torch.manual_seed(0)
+    own = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+    for name, value in whole(build_policy(source_drawn(config), frozen())).items():
+        theirs = own[name[3:]]
+        if value.ndim < 2:  # norms and biases are not drawn
+            assert torch.equal(value, theirs), name
+        elif not (family == "gpt2" and name.endswith("c_proj.weight")):  # GPT-2 narrows these by depth; we don't
+            assert abs(value.mean().item() - theirs.mean().item()) < 0.005, name
+            assert value.std().item() == pytest.approx(theirs.std().item(), rel=0.15), name
+
+
+def test_random_weights_belong_to_the_seed() -> None:
+    first, again, other = (whole(build_policy(source_drawn(config_of("llama"), s), frozen())) for s in (1, 1, 2))
+    for name, value in first.items():
+        assert torch.equal(value, again[name])
+        assert torch.equal(value, other[name]) == (value.ndim == 1), name
+
+
+def test_missing_weights(tmp_path: Path) -> None:
+    language_model(config_of("llama")).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"1 parameters are in no file, model\.layers\.1\.mlp\.up_proj\.weight"):
+        build_policy(source_in(tmp_path), frozen())
+
+
+def test_an_untied_model_without_its_head(tmp_path: Path) -> None:
+    AutoModel.from_config(config_of("llama")).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"lm_head\.weight"):
+        build_policy(source_in(tmp_path), frozen())
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_wrong_shapes(family: str, tmp_path: Path) -> None:
+    language_model(config_of(family)).save_pretrained(tmp_path)
+    config_of(family, intermediate_size=40).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"config\.json") as told:
+        build_policy(source_in(tmp_path), frozen())
+    assert "40" in str(told.value) and len(str(told.value)) < 800
+
+
+def test_a_reward_model_is_no_actor(tmp_path: Path) -> None:
+    classifier(config_of("llama")).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="LlamaForSequenceClassification; a model ending in ForCausalLM"):
+        build_policy(source_in(tmp_path), frozen())
+
+
+@pytest.mark.parametrize(("family", "what"), [("cohere", "CohereConfig"), ("bert", "no linear head named score")])
+def test_families_that_cannot_score(family: str, what: str) -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 96}
+    config = config_of(family) if family in FAMILIES else AutoConfig.for_model(family, **shape)
+    with pytest.raises(UserError, match=what) as told:
+        build_scorer(source_drawn(config), frozen(), pad_id=0)
+    assert len(str(told.value)) < 400
+
+
+def test_a_family_without_sdpa_names_the_key() -> None:
+    source = source_drawn(config_of("bloom"))
+    with pytest.raises(UserError, match=r"model\.attention=eager"):
+        build_policy(type(source)("b", source.config, None, 1, "sdpa", False), frozen())
+
+
+def test_dropout_is_what_was_asked_for_and_the_configuration_keeps_its_own() -> None:
+    config = config_of("opt", dropout=0.1, attention_dropout=0.2, layerdrop=0.3)
+    clone = without_dropout(config, 0.05)
+    assert (clone.dropout, clone.attention_dropout, clone.layerdrop) == (0.05, 0.05, 0.0)
+    assert (config.dropout, config.attention_dropout, config.layerdrop) == (0.1, 0.2, 0.3)
+    pre = without_dropout(config_of("gpt2"), 0.0)
+    assert (pre.attn_pdrop, pre.embd_pdrop, pre.resid_pdrop) == (0.0, 0.0, 0.0)
+    ids = ids_of(2, 9)
+    for rate, equal in ((0.0, True), (0.3, False)):
+        engine = build_policy(source_drawn(config_of("opt", dropout=0.1)), trained(dropout=rate))
+        assert engine.module.training
+        first, second = (engine(ids, after_first(ids))[0] for _ in range(2))
+        assert torch.equal(first, second) == equal
+        with engine.scoring() as module:
+            assert torch.equal(module(ids, after_first(ids))[0], module(ids, after_first(ids))[0])
+
+
+def lora(**keys: object) -> LoraConfig:
+    return LoraConfig(rank=2, alpha=4.0, **keys)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
+def test_adapters_begin_as_nothing_and_are_all_that_learns(family: str, tmp_path: Path) -> None:
+    model = language_model(config_of(family))
+    model.save_pretrained(tmp_path)
+    engine = build_policy(source_in(tmp_path), trained(lr=0.05, lora=lora()))
+    learning = {name for name, p in engine.module.named_parameters() if p.requires_grad}
+    assert learning and all(".lora_A." in name or ".lora_B." in name for name in learning)
+    assert not any("lm_head" in name or "embed" in name or "wte" in name for name in learning)
+    linear = sum(type(m).__name__ in ("Linear", "Conv1D") for n, m in model.named_modules() if n != "lm_head")
+    assert len(learning) == 2 * linear  # every linear map of the blocks
+    ids = ids_of(2, 9)
+    base = own_logprobs(model, ids)
+    torch.testing.assert_close(logprobs_of(engine, ids), base, atol=3e-5, rtol=1e-5)
+    engine.update([ids], lambda module, batch: (-module(batch, after_first(batch))[0].sum(), {}), 16)
+    assert (logprobs_of(engine, ids) - base).abs().max() > 1e-3
+    with adapters_off(engine):
+        torch.testing.assert_close(logprobs_of(engine, ids), base, atol=3e-5, rtol=1e-5)
+    assert (logprobs_of(engine, ids) - base).abs().max() > 1e-3
+
+
+def test_adapters_of_a_scorer_come_with_its_head(tmp_path: Path) -> None:
+    language_model(config_of("llama")).save_pretrained(tmp_path)
+    engine = build_scorer(source_in(tmp_path), trained(lora=lora(targets=["q_proj"])), pad_id=0)
+    learning = {name for name, p in engine.module.named_parameters() if p.requires_grad}
+    assert "model.score.weight" in learning and len(learning) == 1 + 2 * 2
+    assert all("q_proj.lora_" in name for name in learning if name != "model.score.weight")
+
+
+def test_adapters_nowhere(tmp_path: Path) -> None:
+    language_model(config_of("llama")).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"lora\.targets=\['no_proj'\] matches no module; .*q_proj"):
+        build_policy(source_in(tmp_path), trained(lora=lora(targets=["no_proj"])))
+
+
+def test_the_padding_id_reaches_the_scorers_configuration(tmp_path: Path) -> None:
+    classifier(config_of("llama")).save_pretrained(tmp_path)
+    source = source_in(tmp_path)
+    build_scorer(source, frozen(), pad_id=None)
+    assert source.config.pad_token_id is None and source.config.num_labels == 1
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path).config.pad_token_id == 0

@@ -1,0 +1,187 @@
+"""Policy and Scorer give transformers' own numbers, for many families, packed or padded."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.parallel import dist
+from pipeline.models.build import build_policy, build_scorer
+from pipeline.models.checks import verify
+from pipeline.models.modules import Policy, Scorer, document_mask
+from tests.pipeline.models.tiny import (
+    FAMILIES,
+    after_first,
+    classifier,
+    config_of,
+    frozen,
+    ids_of,
+    language_model,
+    source_in,
+    trained,
+)
+
+PLAIN = ["opt", "gpt2", "gpt_neox", "llama", "qwen3", "gemma2", "bloom"]
+SCALED = ["cohere", "granite"]
+SCORED = ["opt", "gpt2", "gpt_neox", "llama", "qwen3", "gemma2", "bloom"]
+
+
+def reference(logits: Tensor, ids: Tensor, temperature: float) -> tuple[list[float], list[float]]:
+    """Log-probabilities and entropies of all tokens but the first of each row, in float64, one by one."""
+    logprobs, entropies = [], []
+    for row, line in zip(ids.tolist(), (logits.detach().double().cpu() / temperature).tolist(), strict=True):
+        for token, scores in zip(row[1:], line[:-1], strict=True):
+            highest = max(scores)
+            total = math.fsum(math.exp(s - highest) for s in scores)
+            logs = [s - highest - math.log(total) for s in scores]
+            logprobs.append(logs[token])
+            entropies.append(-math.fsum(math.exp(x) * x for x in logs))
+    return logprobs, entropies
+
+
+@pytest.mark.parametrize("family", PLAIN + SCALED)
+def test_policy_gives_the_log_softmax_of_the_models_own_logits(family: str, tmp_path: Path) -> None:
+    model = language_model(config_of(family))
+    model.save_pretrained(tmp_path)
+    engine = build_policy(source_in(tmp_path), frozen())
+    found = verify(engine, max_length=32)
+    assert engine.module.use_logits == (family in SCALED) == bool(found.notes and "logits" in found.notes[0])
+    ids = ids_of(2, 11)
+    with torch.no_grad():
+        logits = model(input_ids=ids.cpu()).logits
+    for temperature in (1.0, 0.7):
+        wanted, spread = reference(logits, ids, temperature)
+        logprobs, entropies = engine(ids, after_first(ids), temperature=temperature)
+        assert logprobs.dtype == entropies.dtype == torch.float32
+        assert logprobs.tolist() == pytest.approx(wanted, abs=3e-5)
+        assert entropies.tolist() == pytest.approx(spread, abs=3e-5)
+
+
+@pytest.mark.parametrize("family", SCALED)
+def test_without_the_check_a_scaled_model_would_be_wrong(family: str, tmp_path: Path) -> None:
+    language_model(config_of(family)).save_pretrained(tmp_path)
+    engine, ids = build_policy(source_in(tmp_path), frozen()), ids_of(1, 8)
+    before, _ = engine(ids, after_first(ids))
+    verify(engine, max_length=32)
+    after, _ = engine(ids, after_first(ids))
+    assert (before - after).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_packed_rows_equal_separate_rows_or_the_model_says_so(family: str, tmp_path: Path) -> None:
+    language_model(config_of(family)).save_pretrained(tmp_path)
+    engine = build_policy(source_in(tmp_path), frozen())
+    packs = verify(engine, max_length=32).packing
+    assert packs == (family != "bloom")  # alibi counts positions by itself
+    if not packs:
+        return
+    lengths = [7, 4, 5]
+    documents = [ids_of(1, length, seed=length) for length in lengths]
+    apart = torch.cat([engine(d, after_first(d))[0] for d in documents])
+    padding = torch.zeros_like(ids_of(1, 3))
+    row = torch.cat([*documents, padding], dim=1)
+    positions = torch.cat([*(torch.arange(n) for n in lengths), torch.zeros(3, dtype=torch.long)])[None]
+    owner = torch.tensor([[place for place, n in enumerate(lengths) for _ in range(n)] + [-1] * 3])
+    marks = torch.cat([*(after_first(d) for d in documents), torch.zeros_like(padding, dtype=torch.bool)], dim=1)
+    device = dist.world().device
+    packed, _ = engine(row, marks, position_ids=positions.to(device), document_ids=owner.to(device))
+    torch.testing.assert_close(packed, apart, atol=1e-5, rtol=1e-5)
+
+
+def test_document_mask_by_hand() -> None:
+    owners = [0, 0, 1, 1, -1]
+    found = document_mask(torch.tensor([owners]))[0, 0]
+    for place, mine in enumerate(owners):
+        for other, theirs in enumerate(owners):
+            assert found[place, other].item() == (other <= place and mine == theirs)
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "gemma2", "bloom", "cohere", "mixtral"])
+def test_padding_on_the_right_changes_nothing(family: str, tmp_path: Path) -> None:
+    language_model(config_of(family)).save_pretrained(tmp_path)
+    engine = build_policy(source_in(tmp_path), frozen())
+    short, long = ids_of(1, 5, seed=2), ids_of(1, 12, seed=3)
+    alone, _ = engine(short, after_first(short))
+    marks = after_first(torch.cat([torch.nn.functional.pad(short, (0, 7)), long]))
+    marks[0, 5:] = False
+    together, _ = engine(torch.cat([torch.nn.functional.pad(short, (0, 7)), long]), marks)
+    torch.testing.assert_close(together[:4], alone, atol=1e-5, rtol=1e-5)
+    other, _ = engine(torch.cat([torch.nn.functional.pad(short, (0, 7), value=9), long]), marks)
+    torch.testing.assert_close(other, together, atol=1e-6, rtol=1e-6)  # whatever the padding token is
+
+
+def test_only_the_marked_tokens_come_back_in_row_major_order(tmp_path: Path) -> None:
+    language_model(config_of("llama")).save_pretrained(tmp_path)
+    engine, ids = build_policy(source_in(tmp_path), frozen()), ids_of(3, 6)
+    every, _ = engine(ids, after_first(ids))
+    marks = torch.zeros_like(ids, dtype=torch.bool)
+    marks[0, 4], marks[2, 1], marks[2, 5] = True, True, True
+    some, _ = engine(ids, marks)
+    assert some.tolist() == pytest.approx([every[3].item(), every[10].item(), every[14].item()], abs=1e-6)
+    none, entropies = engine(ids, torch.zeros_like(marks))
+    assert none.shape == entropies.shape == (0,)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "cohere"])
+def test_gradients_are_those_of_the_models_own_logits(family: str, tmp_path: Path) -> None:
+    model = language_model(config_of(family))
+    model.save_pretrained(tmp_path)
+    engine = build_policy(source_in(tmp_path), trained())
+    verify(engine, max_length=32)
+    ids = ids_of(2, 9)
+    logprobs, entropies = engine(ids, after_first(ids), temperature=0.7)
+    engine.backward(logprobs.sum() + 0.3 * entropies.sum())
+    logs = torch.log_softmax(model.double()(input_ids=ids.cpu()).logits[:, :-1] / 0.7, -1)
+    chosen = logs.gather(-1, ids.cpu()[:, 1:, None]).sum()
+    (chosen - 0.3 * (logs.exp() * logs).sum()).backward()
+    wanted = dict(model.named_parameters())
+    for name, parameter in engine.module.named_parameters():
+        assert parameter.grad is not None, name
+        gradient = dist.full_tensor(parameter.grad).cpu()
+        torch.testing.assert_close(gradient, wanted[name[3:]].grad.float(), atol=2e-4, rtol=2e-3, msg=name)
+
+
+@pytest.mark.parametrize("family", SCORED)
+def test_scorer_gives_the_classifiers_logit_at_the_last_token(family: str, tmp_path: Path) -> None:
+    model = classifier(config_of(family))
+    model.save_pretrained(tmp_path)
+    engine = build_scorer(source_in(tmp_path), frozen(), pad_id=0)
+    lengths = [9, 4, 6]
+    ids = ids_of(3, 9)
+    for row, length in enumerate(lengths):
+        ids[row, length:] = 0
+    values = engine(ids)
+    assert values.shape == (3, 9) and values.dtype == torch.float32
+    with torch.no_grad():
+        own = model(input_ids=ids.cpu(), attention_mask=(ids != 0).long().cpu()).logits[:, 0]
+    found = [values[row, length - 1].item() for row, length in enumerate(lengths)]
+    assert found == pytest.approx(own.tolist(), abs=2e-5)
+    for row, length in enumerate(lengths):  # a value has seen the tokens up to its own and no others
+        prefix = engine(ids[row : row + 1, : length - 1])[0, -1].item()
+        assert values[row, length - 2].item() == pytest.approx(prefix, abs=2e-5)
+
+
+def test_bf16_scores_keep_more_than_three_digits(tmp_path: Path) -> None:
+    classifier(config_of("llama")).save_pretrained(tmp_path)
+    engine = build_scorer(source_in(tmp_path), frozen("bf16"), pad_id=0)
+    values = engine(ids_of(4, 9))
+    assert values.dtype == torch.float32
+    assert not torch.equal(values, values.bfloat16().float())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_frozen_bf16_model_is_the_trained_one_bit_for_bit(family: str, tmp_path: Path) -> None:
+    """PPO's KL to the reference must begin at zero, so both must compute the same, rotary frequencies included."""
+    language_model(config_of(family)).save_pretrained(tmp_path)
+    still, learns = (build_policy(source_in(tmp_path), choice("bf16")) for choice in (frozen, trained))
+    ids = ids_of(4, 60)
+    with still.scoring() as first, learns.scoring() as second:
+        assert torch.equal(first(ids, after_first(ids))[0], second(ids, after_first(ids))[0])
+
+
+def test_the_modules_are_what_engines_hold(tmp_path: Path) -> None:
+    language_model(config_of("opt")).save_pretrained(tmp_path)
+    assert isinstance(build_policy(source_in(tmp_path), frozen()).module, Policy)
+    assert isinstance(build_scorer(source_in(tmp_path), frozen(), pad_id=0).module, Scorer)

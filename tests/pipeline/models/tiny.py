@@ -1,0 +1,119 @@
+"""Tiny models of many families, saved as transformers saves them; sources and settings to build engines from."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+
+from engine import OptimizerConfig
+from engine.parallel import dist
+from pipeline.config.schema import EngineSettings
+from pipeline.models.build import EngineChoice
+from pipeline.models.source import ModelSource
+
+VOCABULARY = 96
+LLAMA_LIKE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MIXTURE = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "opt": {
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    },
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neox": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    },
+    "llama": {**LLAMA_LIKE, "tie_word_embeddings": False},
+    "qwen3": {**LLAMA_LIKE, "head_dim": 8, "tie_word_embeddings": True},
+    "gemma2": {**LLAMA_LIKE, "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0},
+    "cohere": {**LLAMA_LIKE, "logit_scale": 0.25},
+    "granite": {**LLAMA_LIKE, "logits_scaling": 3.0},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mixtral": {**LLAMA_LIKE, **MIXTURE, "num_local_experts": 4},
+    "qwen3_moe": {**LLAMA_LIKE, **MIXTURE, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 24},
+}
+
+
+def config_of(family: str, **changes: Any) -> PretrainedConfig:
+    """The family's configuration, ids of special tokens inside the vocabulary."""
+    fields = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    return AutoConfig.for_model(family, **{**fields, **FAMILIES[family], **changes})
+
+
+def shaken(model: torch.nn.Module, seed: int = 1) -> torch.nn.Module:
+    """All parameters moved by noise, biases and norms too, so that one that is left out shows."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model.eval()
+
+
+def language_model(config: PretrainedConfig, seed: int = 1) -> Any:
+    """A transformers model, in fp32 and evaluation mode."""
+    torch.manual_seed(seed)
+    return shaken(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed)
+
+
+def classifier(config: PretrainedConfig, seed: int = 1) -> Any:
+    """A transformers sequence classifier with one label."""
+    torch.manual_seed(seed)
+    config.num_labels = 1
+    return shaken(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), seed)
+
+
+def attention_of(config: PretrainedConfig) -> str:
+    """What the family can do."""
+    return "eager" if config.model_type in ("gemma2", "bloom") else "sdpa"
+
+
+def source_in(folder: Path, seed: int = 1) -> ModelSource:
+    """The model of a folder."""
+    config = AutoConfig.from_pretrained(folder)
+    return ModelSource("tiny", config, folder, seed, attention_of(config), False)
+
+
+def source_drawn(config: PretrainedConfig, seed: int = 1) -> ModelSource:
+    """Random weights."""
+    return ModelSource("tiny", config, None, seed, attention_of(config), False)
+
+
+def frozen(dtype: str = "fp32", zero_stage: int = 0) -> EngineChoice:
+    """An engine that only computes."""
+    return EngineChoice(EngineSettings(dtype=dtype, zero_stage=zero_stage))  # type: ignore[arg-type]
+
+
+def trained(dtype: str = "fp32", zero_stage: int = 0, lr: float = 1e-3, **rest: Any) -> EngineChoice:
+    """An engine that learns."""
+    optimizer = OptimizerConfig(lr=lr, total_steps=10, schedule="constant", max_grad_norm=0.0)
+    return EngineChoice(EngineSettings(dtype=dtype, zero_stage=zero_stage), optimizer, **rest)  # type: ignore[arg-type]
+
+
+def ids_of(rows: int, length: int, seed: int = 1) -> Tensor:
+    """(rows, length) token ids, none of them special, where engines compute."""
+    drawn = torch.randint(2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return drawn.to(dist.world().device)
+
+
+def after_first(ids: Tensor) -> Tensor:
+    """A mask of all tokens that have one before them."""
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, 0] = False
+    return mask
