@@ -1,7 +1,8 @@
 """A stage for the launcher's tests: no torch, and FAKE_STAGE says how it behaves.
 
 ok: leaves a model and a summary. Anything else is "behaviour" or "behaviour:rank" for one rank alone:
-user (a UserError), crash (a RuntimeError), kill (SIGKILL to itself), hang (sleeps), deaf (sleeps, ignores SIGTERM).
+user (a UserError), crash (a RuntimeError), kill (SIGKILL to itself), hang (sleeps), deaf (sleeps, ignores SIGTERM),
+echo (rank 1 has a UserError, rank 0 crashes because of it).
 """
 
 import json
@@ -16,9 +17,14 @@ from pathlib import Path
 def run(config, folder):
     rank, rest = os.environ["RANK"], os.environ.get("FAKE_STAGE", "ok")
     behaviour, _, only = rest.partition(":")
-    (folder / f"rank-{rank}.json").write_text(json.dumps({**os.environ, "PID": os.getpid()}))
+    (folder / f"rank-{rank}.json").write_text(json.dumps({**os.environ, "PID": os.getpid(), "GROUP": os.getpgrp()}))
     if only and only != rank:
         time.sleep(60)
+    if behaviour == "echo":
+        behaviour = "user" if rank == "1" else "crash"
+        while not (folder / "rank-1.json").exists():
+            time.sleep(0.01)
+        time.sleep(0.2 if rank == "0" else 0.0)
     act(behaviour)
     if rank == "0":
         (folder / "starts").open("a").write("x")

@@ -235,6 +235,22 @@ def test_cfg_job_shows_and_runs_nothing(tmp_path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_mistake_is_said_by_the_first_rank_alone(capsys, monkeypatch):
+    from pipeline.launch.command import main
+
+    for rank, said in (("0", "error: sft.lrr: there is no such key; did you mean sft.lr?\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["model=gpt2", "sft.lrr=1"]) == 2
+        assert capsys.readouterr().err == said
+
+
+def test_debug_shows_the_traceback():
+    from pipeline.launch.command import main
+
+    with pytest.raises(UserError):
+        main(["model=gpt2", "sft.lrr=1", "debug=true"])
+
+
 def test_a_stages_module_is_train_with_that_stage(capsys):
     from pipeline.launch.command import main
 

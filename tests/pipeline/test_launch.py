@@ -46,11 +46,18 @@ def test_ranks_learn_who_they_are(fake, monkeypatch):
         ("0", "0", "2", "127.0.0.1"), ("1", "1", "2", "127.0.0.1"),
     ]  # fmt: skip
     assert env[0]["MASTER_PORT"] == env[1]["MASTER_PORT"]
+    assert len({env[0]["GROUP"], env[1]["GROUP"], os.getpgrp()}) == 3
     assert env[0]["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 def test_a_mistake_of_the_user_is_said_once(fake, monkeypatch):
     monkeypatch.setenv("FAKE_STAGE", "user")
+    end = ends(fake)
+    assert (end.status, end.message) == (2, "data.path=x.jsonl: line 3 is not JSON")
+
+
+def test_the_cause_is_told_from_its_echo(fake, monkeypatch):
+    monkeypatch.setenv("FAKE_STAGE", "echo")
     end = ends(fake)
     assert (end.status, end.message) == (2, "data.path=x.jsonl: line 3 is not JSON")
 
