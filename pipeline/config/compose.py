@@ -1,7 +1,7 @@
 """From a command line to plain dictionaries: Hydra composes `conf/`, one dictionary a job.
 
-The order, later wins: the schema's defaults; what the run of `actor=` was configured with; the option
-files of `conf/`; the recipe for this model and data, where there is one; the command line.
+The order, later wins: the schema's defaults; what the run of `actor=` was configured with; the option files
+of model and data; the recipe for the two, where there is one; the other option files; the command line.
 
 Hydra's compose interface is used, not `hydra.main`: nothing is logged, no folder is made, no directory
 changed, and a mistake ends in one line. Flags: -m (one job for each value of a list), --cfg job, --help.
@@ -140,15 +140,16 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recipe(overrides: Sequence[str], skip: bool) -> list[str]:
-    """The recipe that fits model and data: `<model>-<data>.yaml`, or `<model>.yaml`, or none."""
+    """The recipe that fits: `<model>-<data>.yaml`, `<data>.yaml` (the default model only), `<model>.yaml`, or none."""
     values = {key: value for _, key, value in map(split, overrides)}
     if "recipe" in values:
         return []
     own_model = "model" not in values and values.keys() & {"model.path", "model.hub"}
     own_data = "data" not in values and values.keys() & {"data.path", "data.sources"}
-    chosen = {**_default_options(), **values}
-    names = [chosen["model"]] if own_data else [f"{chosen['model']}-{chosen['data']}", chosen["model"]]
-    found = next((name for name in names if name in groups().get("recipe", [])), None)
+    usual = _default_options()
+    model, data = values.get("model", usual["model"]), values.get("data", usual["data"])
+    names = [f"{model}-{data}", *([data] if model == usual["model"] else []), model]
+    found = next((name for name in (names[-1:] if own_data else names) if name in groups().get("recipe", [])), None)
     return [f"recipe={found}"] if found and not own_model and not skip else []
 
 

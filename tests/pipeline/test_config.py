@@ -1,5 +1,6 @@
 """Command lines become configurations, and mistakes become one line that says what to write."""
 
+import shutil
 import subprocess
 import sys
 import time
@@ -70,6 +71,31 @@ def test_path_with_an_option_keeps_the_option():
     config = config_of("model.path=/models/x")
     assert (config.model.name, config.model.path) == ("opt-1.3b", "/models/x")
     assert config.model.architecture is not None
+
+
+def test_the_recipe_fits_model_and_data(tmp_path, monkeypatch):
+    """Told by the learning rate of a made conf/: each recipe sets its own."""
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    shutil.rmtree(conf / "recipe")
+    (conf / "recipe").mkdir()
+    for number, name in enumerate(["demo", "tiny", "gpt2-gsm8k"], start=1):
+        text = f"# @package _global_\nsft: {{lr: {number}, epochs: {number}}}\n"
+        (conf / "recipe" / f"{name}.yaml").write_text(text)
+    (conf / "model" / "tiny.yaml").write_text("name: tiny\nhub: a/b\n")
+    monkeypatch.setattr("pipeline.config.overrides.CONF", conf)
+    monkeypatch.setattr("pipeline.config.compose.CONF", conf)
+
+    def lr(*overrides: str) -> float:
+        return compose(overrides)["sft"]["lr"]
+
+    assert lr() == 1
+    assert lr("data=gsm8k") == lr("data.path=/a/b.jsonl") == 2
+    assert lr("model=gpt2", "data=gsm8k") == 3
+    assert lr("model=gpt2") == lr("model.path=/a/b") == 1e-5
+    assert lr("sft.lr=7") == 7
+    assert lr("sft=lora") == 1e-4
+    assert lr("model=gpt2", "recipe=demo") == 1
 
 
 def test_numbers_are_names_too():
