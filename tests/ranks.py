@@ -3,6 +3,7 @@
 import io
 import multiprocessing
 import os
+import queue
 import socket
 import traceback
 from collections.abc import Callable
@@ -29,7 +30,7 @@ def run_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[
     found: dict[int, Any] = {}
     try:
         for _ in workers:
-            rank, value, error = results.get(timeout=240)
+            rank, value, error = _next(results, workers)
             if error is not None:
                 raise AssertionError(f"rank {rank}:\n{error}")
             found[rank] = torch.load(io.BytesIO(value), weights_only=False)
@@ -41,7 +42,20 @@ def run_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[
     return [found[rank] for rank in range(size)]
 
 
-def _rank(function: Callable[..., Any], rank: int, size: int, port: int, results: Any, arguments: tuple[Any, ...]) -> None:
+def _next(results: Any, workers: list[Any]) -> tuple[int, bytes, str | None]:
+    """The next result; an error where all processes are gone without one (a function that they can't import)."""
+    for _ in range(240):
+        alive = any(worker.is_alive() for worker in workers)
+        try:
+            return results.get(timeout=1)  # type: ignore[no-any-return]
+        except queue.Empty:
+            assert alive, "the ranks ended without a result; their output says why"
+    raise AssertionError("no result within 240 s")
+
+
+def _rank(
+    function: Callable[..., Any], rank: int, size: int, port: int, results: Any, arguments: tuple[Any, ...]
+) -> None:
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

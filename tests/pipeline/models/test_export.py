@@ -1,0 +1,226 @@
+"""Exported folders load with transformers alone and give the same numbers, from one rank and from two."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+
+from engine import Engine
+from engine.parallel import dist
+from pipeline.config.schema import LoraConfig
+from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
+from pipeline.models import export
+from pipeline.models.build import build_policy, build_scorer
+from pipeline.models.export import export_policy, export_scorer
+from tests.pipeline.models.tiny import (
+    after_first,
+    classifier,
+    config_of,
+    frozen,
+    ids_of,
+    language_model,
+    source_drawn,
+    source_in,
+    trained,
+)
+from tests.ranks import run_ranks
+
+MODELS = ["llama", "opt", "gpt2", "qwen3", "mixtral", "qwen3_moe"]
+LORA = LoraConfig(rank=2, alpha=4.0)
+
+
+def tokenizer() -> ChatTokenizer:
+    return train_tokenizer(["a few words to count", "and some more words"], 270)
+
+
+def logprobs_of(module: nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return module(ids, after_first(ids))[0].cpu()
+
+
+def loaded_logprobs(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        logs = torch.log_softmax(model(input_ids=ids.cpu()).logits.float()[:, :-1], -1)
+    return logs.gather(-1, ids.cpu()[:, 1:, None]).flatten()
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, atol=3e-5, rtol=1e-5)
+
+
+def moved(engine: Engine) -> Engine:
+    """After one update that moves everything that learns."""
+    ids = ids_of(2, 9, seed=4)
+    mine = ids[dist.world().rank :: dist.world().size]
+    engine.update([mine], lambda module, batch: (-module(batch, after_first(batch))[0].sum(), {}), 16)
+    return engine
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_trained_language_model_loads_and_says_the_same(family: str, tmp_path: Path) -> None:
+    language_model(config_of(family)).save_pretrained(tmp_path / "base")
+    source = source_in(tmp_path / "base")
+    engine = moved(build_policy(source, trained(lr=0.02)))
+    export_policy(engine, source, tokenizer(), tmp_path / "out")
+    ids = ids_of(2, 9)
+    with engine.scoring() as module:
+        ours = logprobs_of(module, ids)
+    close(loaded_logprobs(tmp_path / "out", ids), ours)
+    assert (ours - loaded_logprobs(tmp_path / "base", ids)).abs().max() > 0.01
+    again = build_policy(source_in(tmp_path / "out"), frozen())  # and our own way round
+    close(logprobs_of(again.module, ids), ours)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mixtral"])
+def test_a_reward_model_loads_with_its_head_and_its_level(family: str, tmp_path: Path) -> None:
+    classifier(config_of(family)).save_pretrained(tmp_path / "base")
+    source = source_in(tmp_path / "base")
+    engine = build_scorer(source, frozen(), pad_id=0)
+    export_scorer(engine, source, tokenizer(), tmp_path / "out", extra={"reward_mean": 0.25, "reward_std": 1.5})
+    model: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    ids = ids_of(3, 8)
+    with torch.no_grad():
+        logits = model(input_ids=ids.cpu(), attention_mask=torch.ones_like(ids).cpu()).logits
+    assert logits.shape == (3, 1) and model.config.reward_mean == 0.25 and model.config.reward_std == 1.5
+    close(engine(ids)[:, -1].cpu(), logits[:, 0])
+    assert source_in(tmp_path / "out").config.reward_mean == 0.25
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_adapters_are_merged_and_peft_is_not_needed(family: str, tmp_path: Path) -> None:
+    language_model(config_of(family)).save_pretrained(tmp_path / "base")
+    source = source_in(tmp_path / "base")
+    engine = moved(build_policy(source, trained(lr=0.1, lora=LORA)))
+    export_policy(engine, source, tokenizer(), tmp_path / "out")
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) <= set(load_file(tmp_path / "base/model.safetensors"))
+    ids = ids_of(2, 9)
+    with engine.scoring() as module:
+        ours = logprobs_of(module, ids)
+    close(loaded_logprobs(tmp_path / "out", ids), ours)
+    assert (ours - loaded_logprobs(tmp_path / "base", ids)).abs().max() > 0.01
+    names = {p.name for p in (tmp_path / "out").iterdir()}
+    assert not any("adapter" in name for name in names)
+
+
+def test_a_merged_export_loads_where_peft_is_not_installed(tmp_path: Path) -> None:
+    language_model(config_of("llama")).save_pretrained(tmp_path / "base")
+    source = source_in(tmp_path / "base")
+    export_policy(build_policy(source, trained(lora=LORA)), source, tokenizer(), tmp_path / "out")
+    code = (
+        "import sys; sys.modules['peft'] = None\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"AutoModelForCausalLM.from_pretrained({str(tmp_path / 'out')!r})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_files_beside_the_weights(family: str, tmp_path: Path) -> None:
+    config = config_of(family, attention_dropout=0.3)
+    source, made = source_drawn(config), tokenizer()
+    export_policy(build_policy(source, trained()), source, made, tmp_path / "out")
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}  # nothing half-made is left
+    generation = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert generation.eos_token_id == list(made.end_ids) and generation.pad_token_id == made.pad_id
+    assert generation.do_sample and generation.temperature in (None, 1.0)
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["attention_dropout"] == 0.3 and saved["dtype"] == "float32"
+    assert saved["architectures"] == [type(AutoModelForCausalLM.from_config(config)).__name__]
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs("a few words")["input_ids"] == made.hf("a few words")["input_ids"]
+    assert theirs.chat_template == made.hf.chat_template
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_sixteen_bit_engines_export_sixteen_bits(dtype: str, stored: torch.dtype, tmp_path: Path) -> None:
+    source = source_drawn(config_of("llama"))
+    engine = build_policy(source, trained(dtype))
+    export_policy(engine, source, tokenizer(), tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {stored}
+    masters = dict(engine.module.named_parameters())
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, dist.full_tensor(masters[f"lm.{name}"].detach()).cpu().to(stored))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == stored
+
+
+def test_large_models_are_cut_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "FILE_BYTES", 16000)
+    language_model(config_of("llama")).save_pretrained(tmp_path / "base")
+    source = source_in(tmp_path / "base")
+    export_policy(build_policy(source, frozen()), source, tokenizer(), tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) > 2 and {p.name for p in files} == set(index["weight_map"].values())
+    assert all(p.stat().st_size < 20000 for p in files)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for p in files for t in load_file(p).values())
+    assert not list((tmp_path / "out").glob("part-*"))
+    ids = ids_of(2, 9)
+    close(loaded_logprobs(tmp_path / "out", ids), loaded_logprobs(tmp_path / "base", ids))
+
+
+def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "stale").touch()
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp" / "half").touch()
+    source = source_drawn(config_of("llama"))
+    export_policy(build_policy(source, frozen()), source, tokenizer(), tmp_path / "out")
+    names = {p.name for p in (tmp_path / "out").iterdir()}
+    assert "model.safetensors" in names and not names & {"stale", "half"}
+
+
+def on_two_ranks(folder: Path) -> dict[str, Any]:
+    """ZeRO-3: load every model, score, train a little, export; draw random weights."""
+    torch.set_num_threads(1)
+    ids, found, made = ids_of(2, 9), {}, tokenizer()
+    for family in MODELS:
+        source = source_in(folder / family)
+        engine = build_policy(source, trained(zero_stage=3, lr=0.02))
+        with engine.scoring() as module:
+            found[family] = logprobs_of(module, ids)
+        export_policy(moved(engine), source, made, folder / f"{family}-out")
+    source = source_in(folder / "llama")
+    engine = moved(build_policy(source, trained(zero_stage=3, lr=0.1, lora=LORA)))
+    with engine.scoring() as module:
+        found["lora"] = logprobs_of(module, ids)
+    export_policy(engine, source, made, folder / "lora-out")
+    scorer = build_scorer(source, frozen(zero_stage=3), pad_id=0)
+    found["values"] = scorer(ids)
+    export_scorer(scorer, source, made, folder / "scorer-out", extra={})
+    for seed in (1, 2):
+        drawn = build_policy(source_drawn(config_of("opt"), seed), trained(zero_stage=3))
+        found[f"drawn-{seed}"] = {n: dist.full_tensor(p.detach()) for n, p in drawn.module.named_parameters()}
+    return found
+
+
+def test_two_ranks_load_train_and_export_what_one_does(tmp_path: Path) -> None:
+    for family in MODELS:
+        language_model(config_of(family)).save_pretrained(tmp_path / family, max_shard_size="30KB")
+    first, second = run_ranks(on_two_ranks, 2, tmp_path)
+    ids = ids_of(2, 9)
+    for family in MODELS:
+        assert torch.equal(first[family], second[family])
+        close(first[family], loaded_logprobs(tmp_path / family, ids))
+        engine = moved(build_policy(source_in(tmp_path / family), trained(lr=0.02)))
+        with engine.scoring() as module:
+            close(loaded_logprobs(tmp_path / f"{family}-out", ids), logprobs_of(module, ids))
+    close(first["lora"], loaded_logprobs(tmp_path / "lora-out", ids))
+    close(first["values"], build_scorer(source_in(tmp_path / "llama"), frozen(), pad_id=0)(ids).cpu())
+    close(first["values"], build_scorer(source_in(tmp_path / "scorer-out"), frozen(), pad_id=0)(ids).cpu())
+    for seed in (1, 2):
+        alone = build_policy(source_drawn(config_of("opt"), seed), frozen())
+        for name, parameter in alone.module.named_parameters():
+            for result in (first, second):
+                assert torch.equal(result[f"drawn-{seed}"][name], dist.full_tensor(parameter.detach()).cpu()), name
+    embedding = "lm.model.decoder.embed_tokens.weight"
+    assert not torch.equal(first["drawn-1"][embedding], first["drawn-2"][embedding])
