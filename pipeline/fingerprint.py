@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.schema import DataConfig, ModelConfig, RunConfig
+from pipeline.config.schema import ROLE_ENGINES, DataConfig, ModelConfig, RunConfig
 
 WATCHING = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_examples", "ratio_tolerance"}
 HOW = {"micro_batch_tokens"}
 ENGINE_KEYS = ("dtype", "loss_scale_power", "loss_scale_window")
-ROLE_ENGINES = ("actor_engine", "critic_engine", "reference_engine", "reward_engine")
 
 
 class HashCache:

@@ -157,7 +157,7 @@ def logged_in() -> bool:
 
 
 class Progress:
-    """A bar with the few figures that matter on a terminal; elsewhere a line now and then, the first and last always."""
+    """A bar with the few figures that matter on a terminal; elsewhere a line now and then, first and last always."""
 
     def __init__(
         self,

@@ -11,11 +11,17 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.config.overrides import closest
-from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, RunConfig
+from pipeline.config.schema import (
+    ROLE_ENGINES,
+    DataConfig,
+    EngineSettings,
+    ModelConfig,
+    RunConfig,
+    inner_section,
+)
 from pipeline.errors import UserError
 
 STAGES = ("sft", "reward", "ppo")
-ROLE_ENGINES = ("actor_engine", "critic_engine", "reference_engine", "reward_engine")
 
 
 def validate(raw: Mapping[str, Any]) -> RunConfig:
@@ -114,22 +120,10 @@ def describe(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
         found[key] = field.description or ""
-        inner = _section(field.annotation)
+        inner = inner_section(field.annotation)
         if inner is not None:
             found.update(describe(inner, f"{key}."))
     return found
-
-
-def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, if it holds one: `X` or `X | None`."""
-    for choice in (annotation, *getattr(annotation, "__args__", ())):
-        if isinstance(choice, type) and issubclass(choice, BaseModel) and not _is_list(annotation):
-            return choice
-    return None
-
-
-def _is_list(annotation: Any) -> bool:
-    return getattr(annotation, "__origin__", None) in (list, dict)
 
 
 # Pairs that can't go together

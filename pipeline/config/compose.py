@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
-from pipeline.config.overrides import CONF, groups, quoted, rewrite, split
+from pipeline.config.overrides import CONF, default_options, groups, quoted, rewrite, split
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
 
@@ -146,18 +146,11 @@ def _recipe(overrides: Sequence[str], skip: bool) -> list[str]:
         return []
     own_model = "model" not in values and values.keys() & {"model.path", "model.hub"}
     own_data = "data" not in values and values.keys() & {"data.path", "data.sources"}
-    usual = _default_options()
+    usual = default_options()
     model, data = values.get("model", usual["model"]), values.get("data", usual["data"])
     names = [f"{model}-{data}", *([data] if model == usual["model"] else []), model]
     found = next((name for name in (names[-1:] if own_data else names) if name in groups().get("recipe", [])), None)
     return [f"recipe={found}"] if found and not own_model and not skip else []
-
-
-def _default_options() -> dict[str, str]:
-    import yaml
-
-    entries = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    return {key: value for entry in entries if isinstance(entry, dict) for key, value in entry.items()}
 
 
 def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -183,5 +176,5 @@ def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     own = {"model": own_model, "data": values.keys() & {"data", "data.path", "data.sources"}}
     for group in (group for group, given in own.items() if given):
         settings.pop(group, None)
-    kept = [group for group in _default_options() if group != "tracking" and group not in values]
+    kept = [group for group in default_options() if group != "tracking" and group not in values]
     return settings, [f"~{group}" for group in kept if not own.get(group)]

@@ -6,12 +6,11 @@
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pipeline.config.overrides import CONF, groups
-from pipeline.config.schema import RunConfig
+from pipeline.config.overrides import default_options, groups
+from pipeline.config.schema import RunConfig, inner_section
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
@@ -62,7 +61,7 @@ Short forms:
 def help_text() -> str:
     """What `--help` prints: commands, groups with their options, the main keys."""
     lines = [USAGE, "", "Groups:"]
-    chosen = _chosen()
+    chosen = default_options()
     for group, options in groups().items():
         marked = [f"{option} (default)" if option == chosen.get(group) != "default" else option for option in options]
         lines += _wrapped(f"  {group:<9}", ", ".join(marked))
@@ -79,31 +78,18 @@ def _wrapped(head: str, text: str, width: int = 118) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
 
 
-def _chosen() -> dict[str, Any]:
-    entries = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    return {key: value for entry in entries if isinstance(entry, dict) for key, value in entry.items()}
-
-
 def _field(key: str) -> FieldInfo:
     section: type[BaseModel] = RunConfig
     *parents, leaf = key.split(".")
     for parent in parents:
-        section = _section(section.model_fields[parent]) or section
+        section = inner_section(section.model_fields[parent].annotation) or section
     return section.model_fields[leaf]
-
-
-def _section(field: FieldInfo) -> type[BaseModel] | None:
-    """The section a field holds: itself, an optional one, or one in a list."""
-    for choice in (field.annotation, *get_args(field.annotation)):
-        if isinstance(choice, type) and issubclass(choice, BaseModel):
-            return choice
-    return None
 
 
 def page() -> str:
     """docs/configuration.md as text."""
     parts = [INTRODUCTION, "## Groups\n"]
-    chosen = _chosen()
+    chosen = default_options()
     for group, options in groups().items():
         default = f" (default `{chosen[group]}`)" if chosen.get(group) else ""
         parts.append(f"- `{group}`{default}: {', '.join(f'`{option}`' for option in options)}")
@@ -116,7 +102,7 @@ def _table(title: str, section: type[BaseModel], prefix: str) -> list[str]:
     rows, deeper = [], []
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
-        inner = _section(field)
+        inner = inner_section(field.annotation, in_lists=True)
         if inner is not None and key != "reward_model":
             number = "N." if get_origin(field.annotation) is list else ""
             deeper.append((key, inner, f"{key}.{number}"))

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import yaml
+
 from pipeline.errors import UserError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -23,6 +25,12 @@ def groups() -> dict[str, list[str]]:
     """Every group of `conf/` with its options, as files stand there."""
     folders = sorted(folder for folder in CONF.iterdir() if folder.is_dir())
     return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
+
+
+def default_options() -> dict[str, str | None]:
+    """The option that each group has without the command line, from conf/config.yaml."""
+    entries = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    return {key: value for entry in entries if isinstance(entry, dict) for key, value in entry.items()}
 
 
 def split(token: str) -> tuple[str, str, str | None]:

@@ -5,7 +5,7 @@ This is the one place where a default stands. Hydra composes `conf/` into a dict
 """
 
 import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -17,6 +17,16 @@ class Section(BaseModel):
     """A group of keys. Unknown keys are refused; a number where text is asked (`name=7`) is read as text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), coerce_numbers_to_str=True)
+
+
+def inner_section(annotation: Any, *, in_lists: bool = False) -> type[BaseModel] | None:
+    """The section a key holds: `X`, `X | None`, and with `in_lists` `list[X]`; None for plain values."""
+    if get_origin(annotation) in (list, dict) and not in_lists:
+        return None
+    for choice in (annotation, *get_args(annotation)):
+        if isinstance(choice, type) and issubclass(choice, BaseModel):
+            return choice
+    return None
 
 
 class LoraConfig(Section):
@@ -113,6 +123,10 @@ class RewardSection(StageSection):
     init: Literal["auto", "sft", "base"] = Field("auto", description="starting weights: this run's SFT model or the base model; auto prefers SFT unless reward_model is set")
     centering: float = Field(0.01, ge=0, description="coefficient of (chosen + rejected)^2, keeps scores around 0")
     use_margin: bool = Field(False, description="subtract the data's margin from the score difference")
+
+
+ROLE_ENGINES = ("actor_engine", "critic_engine", "reference_engine", "reward_engine")
+"""PPO's keys that change the engine of one of its models."""
 
 
 class PpoSection(StageSection):

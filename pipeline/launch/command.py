@@ -22,7 +22,7 @@ from pipeline.launch.control import Control, Lost
 from pipeline.launch.folder import RunFolder, open_folder
 from pipeline.launch.processes import StageEnd, launch_stage
 from pipeline.launch.ranks import Ranks, check_given, count_gpus, given_ranks, own_ranks
-from pipeline.launch.worker import CRASHED, INTERRUPTED, USER_ERROR
+from pipeline.launch.worker import CRASHED, INTERRUPTED, USER_ERROR, advise
 from pipeline.manifest import Manifest, move_aside, stage_consumes, write_whole
 
 
@@ -47,6 +47,11 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
             raise
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             print(f"error: {problem}", file=sys.stderr)
+        return USER_ERROR
+    except OSError as problem:
+        if advise(problem) is None:
+            raise
+        print(f"error: {advise(problem)}", file=sys.stderr)
         return USER_ERROR
     except StageFailed as problem:
         return problem.status

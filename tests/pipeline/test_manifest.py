@@ -190,6 +190,16 @@ def test_the_lock_ends_with_its_process(tmp_path):
     open_folder(config, ["sft"]).close()
 
 
+def test_a_full_disk_is_said(train, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pipeline.manifest.os.fsync", full)
+    status, said = train("name=x", "stage=sft")
+    assert status == 2
+    assert "the disk is full" in said
+
+
 def test_a_broken_manifest_is_said(train):
     train("name=x", "stage=sft")
     Path("runs/x/manifest.json").write_text("{")
