@@ -1,27 +1,27 @@
-"""The rollout engine: answers from a causal language model, by batches, with a key-value cache.
+"""The rollout engine: answers from a causal language model.
 
-Prompts are sorted by length and decoded `batch_size` at a time, padded on the left. Rows that have ended leave the
-batch once a good share of it has (the cache is compacted). What a row says depends on its prompt, the sampling settings
-and its stream only: not on the order of the prompts, the batch size or the world size.
-
-Left out, for now: refilling the places of finished rows, sharing a prompt's cache between samples.
+Models that let their attention be reached by name decode by slots (`continuous.py`): no padding, a place that falls free
+is taken at once. Others decode in padded batches (`padded.py`), which is said once. Either way what is said to a prompt
+depends on it, the sampling settings and its stream only: not on the order of the prompts, the batch size or the world
+size.
 """
 
-import inspect
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from engine.rollout import kv_cache
-from engine.rollout.kv_cache import BufferedCache
-from engine.rollout.sampling import Sampling, forbid, sample, uniforms
+from engine.parallel import dist
+from engine.rollout.attention import Unserved
+from engine.rollout.continuous import Drawn, SlotDecoder
+from engine.rollout.padded import run_padded
+from engine.rollout.sampling import Sampling
 
-COMPACT_BELOW = 0.75  # share of live rows at which the others leave: a copy of the cache against work on dead rows
-PREFILL_TOKENS = 8192  # tokens of prompts run at once, padding included: bounds the activations
-PREFILL_FILL = 0.75  # a prompt shorter than this share of the longest beside it starts a group of its own
+log = logging.getLogger(__name__)
+_told: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,19 @@ class Generation:
 
 
 class Rollouts:
-    """Generates with a plain causal language model of transformers: no hooks, no dropout, whole weights on `device`."""
+    """Generates with a plain causal language model of transformers: no hooks, no dropout, whole weights on `device`.
 
-    def __init__(self, module: nn.Module, device: torch.device | str) -> None:
-        self.module, self.device = module, torch.device(device)
+    `cache_bytes` bounds the key-value cache (by default half of the memory that is free); fewer sequences than asked
+    for run at a time where it is short. `slots` False decodes in padded batches. After the weights were changed, call
+    `refresh`.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device | str, cache_bytes: int | None = None, *, slots: bool = True
+    ) -> None:
+        self.module, self.device, self.cache_bytes = module, torch.device(device), cache_bytes
+        self._slots: SlotDecoder | None = None
+        self._fallback = None if slots else "it was told so"  # why the model does not decode by slots
 
     def generate(
         self,
@@ -48,174 +57,79 @@ class Rollouts:
         sampling: Sampling,
         streams: Sequence[int],
         batch_size: int = 64,
+        samples: int = 1,
     ) -> list[Generation]:
-        """One answer a prompt (token ids), in the prompts' order.
+        """`samples` answers a prompt (token ids), in the prompts' order, a prompt's own side by side.
 
-        `streams` names the random stream of each: the same stream, seed and prompt give the same answer.
+        `streams` names the random stream of each answer: the same stream, seed and prompt give the same answer.
+        `batch_size` is how many are decoded at a time. Equal prompts are run once.
         Raises ValueError for a prompt that is empty or too long for the model, and FloatingPointError where the model's
         output is not a number.
         """
+        prompts = [prompt for prompt in prompts for _ in range(samples)]
         if len(streams) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need as many streams, not {len(streams)}")
+            raise ValueError(f"{len(prompts)} answers need as many streams, not {len(streams)}")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]), reverse=True)
-        answers: dict[int, Generation] = {}
-        for start in range(0, len(order), batch_size):
-            members = order[start : start + batch_size]
-            batch = self._decode([prompts[i] for i in members], sampling, [streams[i] for i in members])
-            answers.update(zip(members, batch, strict=True))
-        return [answers[index] for index in range(len(prompts))]
+        token_ids: list[list[int]] = [[] for _ in prompts]
+        logprobs: list[list[float]] = [[] for _ in prompts]
+        for drawn in self._run(prompts, sampling, streams, batch_size):
+            for place, token, logprob in drawn:
+                token_ids[place].append(token)
+                logprobs[place].append(logprob)
+        finished = [ids[-1] in sampling.end_ids for ids in token_ids]
+        return [Generation(*answer) for answer in zip(token_ids, logprobs, finished, strict=True)]
 
     def stream(self, prompt: Sequence[int], sampling: Sampling, stream: int = 0) -> Iterator[int]:
         """The tokens of one answer, each as soon as it is drawn, the end token included."""
-        for _, tokens, logprobs in _Decoding(self.module, self.device, [prompt], sampling, [stream]):
-            _check_numbers([float(logprobs[0])])
-            yield int(tokens[0])
+        for drawn in self._run([prompt], sampling, [stream], 1):
+            yield drawn[0][1]
 
-    def _decode(
-        self, prompts: list[Sequence[int]], sampling: Sampling, streams: list[int]
-    ) -> list[Generation]:
-        """One batch of answers."""
-        shape = (len(prompts), sampling.max_new_tokens)
-        token_ids = torch.full(shape, sampling.pad_id, dtype=torch.long, device=self.device)
-        logprobs = torch.zeros(shape, device=self.device)
-        decoding = _Decoding(self.module, self.device, prompts, sampling, streams)
-        steps = 0
-        for steps, (rows, tokens, chosen) in enumerate(decoding, start=1):
-            token_ids[rows, steps - 1] = tokens
-            logprobs[rows, steps - 1] = chosen
-        drawn = zip(token_ids[:, :steps].tolist(), logprobs[:, :steps].tolist(), strict=True)
-        return [_cut(ids, values, sampling.end_ids) for ids, values in drawn]
+    def refresh(self) -> None:
+        """Forget what was derived from the weights."""
+        if self._slots is not None:
+            self._slots.packs.refresh()
 
+    def release(self) -> None:
+        """Free the cache and all that was derived from the weights; the next call takes them again."""
+        if self._slots is not None:
+            self._slots.release()
 
-def _cut(token_ids: list[int], logprobs: list[float], end_ids: tuple[int, ...]) -> Generation:
-    """End a row after its first end token."""
-    length = next((place + 1 for place, token in enumerate(token_ids) if token in end_ids), None)
-    _check_numbers(logprobs[:length])
-    return Generation(token_ids[:length], logprobs[:length], finished=length is not None)
+    @property
+    def fallback(self) -> str | None:
+        """Why this model decodes in padded batches; None where it decodes by slots."""
+        self._decoder()
+        return self._fallback
 
+    def _run(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, streams: Sequence[int], batch_size: int
+    ) -> Iterator[list[Drawn]]:
+        """What each step drew, checked."""
+        if not prompts:
+            return
+        _check_lengths([len(prompt) for prompt in prompts], sampling.max_new_tokens, self.module.config)
+        decoder = self._decoder()
+        if decoder is None:
+            steps = run_padded(self.module, self.device, prompts, sampling, streams, batch_size)
+        else:
+            steps = decoder.run(prompts, sampling, streams, min(batch_size, len(prompts)))
+        for drawn in steps:
+            if any(logprob != logprob for _, _, logprob in drawn):
+                raise FloatingPointError("the model's logits are not numbers (NaN); its weights may have diverged")
+            yield drawn
 
-def _check_numbers(logprobs: Sequence[float]) -> None:
-    if any(value != value for value in logprobs):
-        raise FloatingPointError("the model's logits are not numbers (NaN); its weights may have diverged")
-
-
-class _Decoding:
-    """The decoding of one batch, longest prompt first.
-
-    Iterating yields, a step, (rows (b,), tokens (b,), log-probabilities (b,)). `rows` are places in the batch as it
-    began. Rows that have ended may go on being yielded until they are dropped.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        streams: Sequence[int],
-    ) -> None:
-        self.module, self.device, self.sampling = module, device, sampling
-        config: Any = module.config
-        self.prompt_lengths = [len(prompt) for prompt in prompts]
-        self.accepts = _accepted(module)
-        _check_lengths(self.prompt_lengths, sampling.max_new_tokens, config)
-        self.width = self.prompt_lengths[0]
-        capacity = self.width + sampling.max_new_tokens
-        self.cache = kv_cache.allocate(config, len(prompts), capacity)
-        self.rows = torch.arange(len(prompts), device=device)
-        self.lengths = torch.tensor(self.prompt_lengths, device=device)[:, None]  # (b, 1)
-        self.mask = (torch.arange(capacity, device=device) >= self.width - self.lengths).long()  # (b, capacity)
-        self.padded = self.prompt_lengths[-1] < self.width
-        self.prompt_ids = torch.tensor(
-            [[sampling.pad_id] * (self.width - len(prompt)) + list(prompt) for prompt in prompts], device=device
-        )  # (b, width)
-        self.ends = torch.tensor(sampling.end_ids, dtype=torch.long, device=device)
-        self.ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        places = torch.arange(sampling.max_new_tokens, device=device)
-        self.draws = uniforms(sampling.seed, torch.tensor(streams, device=device)[:, None], places)  # (b, max new)
-
-    @torch.inference_mode()
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        asks_every = 1 if self.device.type == "cpu" else 8  # a GPU has to be waited for
-        logits = self._prefill()
-        for step in range(self.sampling.max_new_tokens):
-            if step < self.sampling.min_new_tokens:
-                logits = forbid(logits, self.sampling.end_ids)
-            tokens, logprobs = sample(logits, self.sampling, self.draws[:, step])
-            yield self.rows, tokens, logprobs
-            if step + 1 == self.sampling.max_new_tokens:
-                return
-            self.ended |= (tokens[:, None] == self.ends).any(-1)
-            if (step + 1) % asks_every == 0:
-                live = (~self.ended).nonzero()[:, 0]
-                if len(live) == 0:
-                    return
-                if len(live) <= COMPACT_BELOW * len(self.rows):
-                    tokens = tokens[live]
-                    self._keep(live)
-            used = self.width + step + 1
-            mask = self.mask[:, :used] if self.padded else None
-            logits = self._forward(tokens[:, None], self.lengths + step, mask)
-
-    def _prefill(self) -> Tensor:
-        """Run the prompts; returns the logits (b, V) of what follows each."""
-        positions = (torch.arange(self.width, device=self.device) - self.width + self.lengths).clamp_(min=0)
-        mask = self.mask[:, : self.width]
-        if not isinstance(self.cache, BufferedCache):
-            return self._forward(self.prompt_ids, positions, mask if self.padded else None)
-        logits = []
-        for rows in _prefill_groups(self.prompt_lengths):
-            first = self.width - self.prompt_lengths[rows.start]  # all before is padding
-            padded = self.prompt_lengths[rows.stop - 1] < self.prompt_lengths[rows.start]
-            self.cache.window(rows, first)
-            group = (tensor[rows, first:] for tensor in (self.prompt_ids, positions, mask))
-            token_ids, places, visible = group
-            logits.append(self._forward(token_ids, places, visible if padded else None))
-        self.cache.window(slice(None), 0, self.width)
-        return torch.cat(logits)
-
-    def _forward(self, token_ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """Run new tokens (b, new) at positions (b, new); mask (b, used) is 0 on padding, all that is cached included.
-
-        Returns the logits (b, V) of the last one.
-        """
-        extra: dict[str, Any] = {}
-        if "position_ids" in self.accepts:
-            extra["position_ids"] = positions
-        if "logits_to_keep" in self.accepts:
-            extra["logits_to_keep"] = 1
-        output = self.module(
-            input_ids=token_ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, **extra
-        )
-        logits: Tensor = output.logits[:, -1]
-        return logits
-
-    def _keep(self, live: Tensor) -> None:
-        """Go on with these rows only."""
-        self.cache.reorder_cache(live)  # type: ignore[arg-type]
-        self.rows, self.lengths, self.mask = self.rows[live], self.lengths[live], self.mask[live]
-        self.draws, self.ended = self.draws[live], self.ended[live]
-
-
-def _prefill_groups(lengths: Sequence[int]) -> list[slice]:
-    """Cut rows of falling length into groups to prefill together, with little padding in each."""
-    groups, start = [], 0
-    for row, length in enumerate(lengths):
-        crowded = (row - start + 1) * lengths[start] > PREFILL_TOKENS
-        if row > start and (crowded or length < PREFILL_FILL * lengths[start]):
-            groups.append(slice(start, row))
-            start = row
-    return [*groups, slice(start, len(lengths))]
-
-
-def _accepted(module: nn.Module) -> set[str]:
-    """The arguments of the module's forward. Raises ValueError for a model without a key-value cache."""
-    names = set(inspect.signature(module.forward).parameters)
-    if "past_key_values" not in names:
-        raise ValueError(f"{type(module).__name__} keeps no key-value cache, so it can't be decoded here")
-    return names
+    def _decoder(self) -> SlotDecoder | None:
+        """The slot decoder, made at first use; None for a model that falls back."""
+        if self._slots is None and self._fallback is None:
+            try:
+                self._slots = SlotDecoder(self.module, self.device, self.cache_bytes)
+            except Unserved as reason:
+                self._fallback = str(reason)
+                name = type(self.module).__name__
+                if name not in _told and dist.world().leads:
+                    _told.add(name)
+                    log.warning("%s generates in padded batches, more slowly: %s", name, reason)
+        return self._slots
 
 
 def _check_lengths(lengths: Sequence[int], max_new_tokens: int, config: Any) -> None:

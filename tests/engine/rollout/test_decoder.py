@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.rollout import decoder
+from engine.rollout import continuous
 from engine.rollout.decoder import Generation, Rollouts
 from engine.rollout.sampling import Sampling
 from tests.engine.rollout.families import ENDS, FAMILIES, VOCABULARY, build, greedy_by_definition, ragged_prompts
@@ -87,8 +87,11 @@ def test_a_stream_decodes_no_further_than_it_is_read(llama: nn.Module, monkeypat
     calls = []
     forward = llama.forward
     monkeypatch.setattr(llama, "forward", lambda **inputs: calls.append(1) or forward(**inputs))
-    monkeypatch.setattr(decoder, "_accepted", lambda _: {"position_ids", "logits_to_keep"})
-    read = list(itertools.islice(Rollouts(llama, "cpu").stream(PROMPTS[0], Sampling(50)), 3))
+    monkeypatch.setattr(continuous, "_check_served", lambda _: True)  # which reads the forward's signature
+    rollouts = Rollouts(llama, "cpu")
+    assert rollouts.fallback is None
+    calls.clear()  # the trial of the slot decoder
+    read = list(itertools.islice(rollouts.stream(PROMPTS[0], Sampling(50)), 3))
     assert len(read) == 3 and len(calls) == 3
 
 
@@ -101,33 +104,6 @@ def test_no_end_before_the_minimum(llama: nn.Module) -> None:
         assert answer.finished == (answer.token_ids[-1] in everything)
         assert not set(answer.token_ids[:-1]) & set(everything)
     assert min(len(answer.token_ids) for answer in answers) == 5
-
-
-def test_finished_rows_leave_the_batch(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work shrinks with the live rows; what they say does not change."""
-    prompts = [prompt for prompt in PROMPTS if len(prompt) > 1]  # so that a forward of one token is a decoding step
-    plain = Rollouts(llama, "cpu").generate(prompts, GREEDY, STREAMS[1:])
-    sizes: list[int] = []
-    forward = decoder._Decoding._forward
-
-    def watched(self: decoder._Decoding, token_ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        if token_ids.shape[1] == 1:
-            sizes.append(token_ids.shape[0])
-        return forward(self, token_ids, *rest)
-
-    monkeypatch.setattr(decoder._Decoding, "_forward", watched)
-    monkeypatch.setattr(decoder, "COMPACT_BELOW", 0.99)
-    answers = Rollouts(llama, "cpu").generate(prompts, GREEDY, STREAMS[1:])
-    assert [a.token_ids for a in answers] == [a.token_ids for a in plain]
-    live = [sum(len(a.token_ids) > step for a in answers) for step in range(1, 12)]
-    assert sizes == [rows for rows in live if rows > 0] and sizes[0] > sizes[-1]
-
-
-def test_prompts_are_prefilled_in_groups_of_like_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decoder._prefill_groups([10, 9, 8, 7, 6, 3, 3, 1]) == [slice(0, 3), slice(3, 5), slice(5, 7), slice(7, 8)]
-    monkeypatch.setattr(decoder, "PREFILL_TOKENS", 25)
-    assert decoder._prefill_groups([10, 10, 10, 10, 10]) == [slice(0, 2), slice(2, 4), slice(4, 5)]
-    assert decoder._prefill_groups([100]) == [slice(0, 1)]
 
 
 def test_a_model_with_states_falls_back_to_its_own_cache() -> None:

@@ -1,0 +1,108 @@
+"""Attention over the slot cache, reached by name through transformers' attention interface.
+
+Models that declare `_supports_attention_backend` look their attention function up by the name in their configuration,
+and hand it every keyword that their forward was called with. So a forward with `slots=Step(...)`, under the name
+registered here, writes its keys and values into the slot cache and attends over it, in the model's own code. No mask
+function belongs to the name, so transformers makes no mask: each sequence's length and the layer's window say it all.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from engine.rollout.slots import Group, Step
+
+NAME = "zerochat_slots"
+CHANGES_SCORES = ("position_bias", "s_aux", "head_mask", "alibi")  # arguments that this function would have to heed
+
+
+class Unserved(Exception):
+    """The model asks for something that this attention doesn't do."""
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    slots: Step | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query (1, heads, N, head size), key and value (1, key heads, N, head size) of the step's N tokens.
+
+    Returns (1, N, heads, value's head size). Raises Unserved.
+    """
+    odd = [name for name in CHANGES_SCORES if others.get(name) is not None]
+    if slots is None or odd or attention_mask is not None or others.get("is_causal") is False:
+        raise Unserved(f"{type(module).__name__} asks for {', '.join(odd) or 'another kind of attention'}")
+    layer = slots.cache.write(module.layer_idx, slots.rows, key[0].transpose(0, 1), value[0].transpose(0, 1))  # type: ignore[arg-type]
+    queries = query[0].transpose(0, 1)  # (N, heads, head size)
+    parts = []
+    for part, first, last, mask in slots.seen(sliding_window):
+        mine = queries[part.begin : part.end]
+        single = isinstance(part, Group)
+        q = mine[:, :, None] if single else mine.transpose(0, 1)[None]
+        span = slice(part.slot, part.slot + (len(part.lengths) if isinstance(part, Group) else 1))
+        k, v = layer.keys[span, first:last].transpose(1, 2), layer.values[span, first:last].transpose(1, 2)
+        out = attend(q, k, v, mask, scaling=scaling, softcap=softcap)
+        parts.append(out[:, :, 0] if single else out[0].transpose(0, 1))
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return joined[None], None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None, softcap: float | None
+) -> Tensor:
+    """query (n, heads, L, size), key and value (n, key heads, T, size), mask True on what is seen, broadcasting to
+    (n, heads, L, T) -> (n, heads, L, value's size). Without a mask the L queries are the last, and see all before them.
+    """
+    n, heads, length, size = query.shape
+    groups = heads // key.shape[1]
+    if groups > 1 and length == 1:  # the heads that share a key go as its queries
+        query = query.reshape(n, -1, groups, size)
+    elif groups > 1:
+        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    causal = mask is None and length > 1
+    if softcap is None:
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
+    else:
+        out = _capped(query, key, value, mask, causal, scaling, softcap)
+    return out.reshape(n, heads, length, value.shape[-1])
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float | None, softcap: float
+) -> Tensor:
+    """Attention with scores squashed to +-softcap (Gemma 2, 2024), which the fused functions don't offer."""
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.tanh(scores / softcap) * softcap
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+@contextmanager
+def routed(module: nn.Module) -> Iterator[None]:
+    """Within the block the module attends by `slot_attention`."""
+    config: Any = module.config
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+AttentionInterface.register(NAME, slot_attention)

@@ -1,0 +1,192 @@
+"""Decoding by slots: sequences of any lengths side by side, new ones taking the place of those that end.
+
+A forward carries its tokens in one row (1, N), whichever sequence they belong to, so nothing is padded. What a sequence
+says depends on its prompt, the sampling settings and its stream, not on its slot or on what runs beside it.
+"""
+
+import inspect
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.rollout.attention import Unserved, routed
+from engine.rollout.packed import PackedLinears
+from engine.rollout.sampling import Sampling, forbid, sample, uniforms
+from engine.rollout.scheduler import Answering, Scheduler
+from engine.rollout.slots import Group, SlotCache, Step, cut_into_groups
+
+PREFILL_TOKENS = 2048  # tokens of prompts a forward carries at most: bounds the activations
+REGROUP_EVERY = 16  # steps
+ROUND_CAPACITY = 64
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
+
+Drawn = tuple[int, int, float]  # the prompt's place, the token, its log-probability
+
+
+class SlotDecoder:
+    """A model that attends over a slot cache, which it keeps between calls.
+
+    Making one tries the model with one token; raises Unserved, saying why, where the model can't be decoded so.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, cache_bytes: int | None = None) -> None:
+        self.module, self.device, self.cache_bytes = module, device, cache_bytes
+        self.packs = PackedLinears(module)
+        self.keeps_logits = _check_served(module)
+        self.cache: SlotCache | None = None
+        self.token_bytes, self.token_numbers = self._probe()
+
+    def release(self) -> None:
+        """Free the cache and the packed weights."""
+        self.cache = None
+        self.packs.refresh()
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, streams: Sequence[int], slots: int
+    ) -> Iterator[list[Drawn]]:
+        """Answer the prompts; yields what each forward drew. A sequence ends at an end token or at its full length."""
+        cache = self._cache_for(max(len(prompt) for prompt in prompts) + sampling.max_new_tokens, slots)
+        scheduler = Scheduler(prompts, min(slots, cache.slots), PREFILL_TOKENS)
+        return iter(_Decoding(self, cache, scheduler, sampling, streams))
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Sequence[int], positions: Sequence[int], step: Step, keep: Sequence[int]) -> Tensor:
+        """Run N tokens at their positions; returns the logits (len(keep), V) after the tokens at columns `keep`."""
+        extra: dict[str, Any] = {}
+        columns = None if len(keep) == len(token_ids) else torch.tensor(keep or [0], device=self.device)
+        if self.keeps_logits and columns is not None:
+            extra["logits_to_keep"], columns = columns, None
+        with routed(self.module), self.packs.applied():
+            output = self.module(
+                input_ids=torch.tensor([token_ids], device=self.device),
+                position_ids=torch.tensor([positions], device=self.device),
+                use_cache=False,
+                slots=step,
+                **extra,
+            )
+        logits: Tensor = output.logits[0]
+        return logits if columns is None else logits[columns]
+
+    def _probe(self) -> tuple[int, int]:
+        """Run one token; returns the bytes of a token in the cache, and its numbers a layer."""
+        cache = SlotCache(1, 1)
+        step = Step(cache, torch.zeros(1, dtype=torch.long, device=self.device), [Group(0, 1, 0, (1,))], [])
+        try:
+            self.forward([0], [0], step, [0])
+        except TypeError as problem:  # an argument that the model does not pass on
+            raise Unserved(str(problem)) from problem
+        expected = self.module.config.get_text_config(decoder=True).num_hidden_layers  # type: ignore[union-attr, operator]
+        if len(cache.layers) != expected:
+            raise Unserved(f"{len(cache.layers)} of its {expected} layers attend by name")
+        return cache.token_bytes, cache.token_numbers
+
+    def _cache_for(self, tokens: int, slots: int) -> SlotCache:
+        """The cache at hand if it is large enough, else one for at most `slots` sequences of `tokens`, within bounds."""
+        bound = free_bytes(self.device) // 2 if self.cache_bytes is None else self.cache_bytes
+        capacity = -(-tokens // ROUND_CAPACITY) * ROUND_CAPACITY
+        affordable = max(1, bound // (self.token_bytes * capacity))
+        cache = self.cache
+        if cache is None or cache.capacity < tokens or cache.slots < min(slots, affordable):
+            self.cache = cache = None  # free the old one first
+            self.cache = cache = SlotCache(min(slots, affordable), capacity)
+        return cache
+
+
+class _Decoding:
+    """One call's work."""
+
+    def __init__(
+        self, decoder: SlotDecoder, cache: SlotCache, scheduler: Scheduler, sampling: Sampling, streams: Sequence[int]
+    ) -> None:
+        self.decoder, self.cache, self.scheduler, self.sampling = decoder, cache, scheduler, sampling
+        device = decoder.device
+        places = torch.arange(sampling.max_new_tokens, device=device)
+        self.draws = uniforms(sampling.seed, torch.tensor(streams, device=device)[:, None], places)  # (prompts, max new)
+        self._cuts: list[tuple[int, int]] = []
+        self._cut_slots: list[int] = []
+        self._cut_age = 0
+
+    def __iter__(self) -> Iterator[list[Drawn]]:
+        while self.scheduler.busy:
+            with torch.inference_mode():
+                drawn = self._step()
+            if drawn:
+                yield drawn
+                self._finish(drawn)
+
+    def _step(self) -> list[Drawn]:
+        """One forward, and a token for each sequence whose tokens are all in the cache."""
+        scheduler, cache = self.scheduler, self.cache
+        for source, target, tokens in scheduler.admit():
+            cache.copy_prefix(source, target, tokens)
+        chunks, members = scheduler.chunks()
+        decoding = list(scheduler.decoding)
+        token_ids, positions = [s.last for s in decoding], [s.cached for s in decoding]
+        rows = [s.slot * cache.capacity + s.cached for s in decoding]
+        for chunk, member in zip(chunks, members, strict=True):
+            token_ids += member.prompt[chunk.start : chunk.length]
+            positions += range(chunk.start, chunk.length)
+            rows += range(chunk.slot * cache.capacity + chunk.start, chunk.slot * cache.capacity + chunk.length)
+        step = Step(cache, torch.tensor(rows, device=self.decoder.device), self._groups(decoding), chunks)
+        whole = [(c.end - 1, m) for c, m in zip(chunks, members, strict=True) if c.length == len(m.prompt)]
+        keep = [*range(len(decoding)), *(column for column, _ in whole)]
+        logits = self.decoder.forward(token_ids, positions, step, keep)
+        for sequence in decoding:
+            sequence.cached += 1
+        scheduler.ran(members, chunks)
+        return self._draw(logits, [*decoding, *(member for _, member in whole)]) if keep else []
+
+    def _groups(self, decoding: Sequence[Answering]) -> list[Group]:
+        slots, lengths = [s.slot for s in decoding], [s.cached + 1 for s in decoding]
+        if slots != self._cut_slots or self._cut_age >= REGROUP_EVERY:
+            self._cuts = cut_into_groups(slots, lengths, self.decoder.token_numbers)
+            self._cut_slots, self._cut_age = slots, 0
+        self._cut_age += 1
+        return [Group(begin, end, slots[begin], tuple(lengths[begin:end])) for begin, end in self._cuts]
+
+    def _draw(self, logits: Tensor, sequences: Sequence[Answering]) -> list[Drawn]:
+        """Draw the next token of each sequence: logits (n, V)."""
+        sampling = self.sampling
+        early = [row for row, s in enumerate(sequences) if s.drawn < sampling.min_new_tokens]
+        if early and sampling.end_ids:
+            logits[early] = forbid(logits[early], sampling.end_ids)
+        draws = self.draws[[s.request for s in sequences], [s.drawn for s in sequences]]
+        tokens, logprobs = sample(logits, sampling, draws)
+        drawn = list(zip([s.request for s in sequences], tokens.tolist(), logprobs.tolist(), strict=True))
+        for sequence, (_, token, _) in zip(sequences, drawn, strict=True):
+            sequence.last, sequence.drawn = token, sequence.drawn + 1
+        return drawn
+
+    def _finish(self, drawn: Sequence[Drawn]) -> None:
+        ended = {request for request, token, _ in drawn if token in self.sampling.end_ids}
+        ended |= {s.request for s in self.scheduler.decoding if s.drawn == self.sampling.max_new_tokens}
+        if ended:
+            self.scheduler.finish(ended)
+
+
+def _check_served(module: nn.Module) -> bool:
+    """Raise Unserved for a model whose class rules the slot cache out; returns whether it computes chosen logits only."""
+    config: Any = module.config
+    text = config.get_text_config(decoder=True)
+    names = set(inspect.signature(module.forward).parameters)
+    if not getattr(module, "_supports_attention_backend", False) or "position_ids" not in names:
+        raise Unserved("its attention can't be reached by name")
+    odd = set(getattr(text, "layer_types", None) or ()) - SERVED_LAYERS
+    if odd or getattr(text, "num_kv_shared_layers", 0):
+        raise Unserved(f"it has layers of another kind ({', '.join(sorted(odd)) or 'with shared keys'})")
+    return "logits_to_keep" in names
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be taken on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -1,0 +1,88 @@
+"""Linear layers with weights packed for oneDNN, for small batches on CPUs.
+
+A product of a few rows with a large matrix is bound by reading the matrix; packed beforehand into blocks it is read at
+twice the speed (in bf16 bit for bit with the same result), where PyTorch's own linear repacks it at each call. A pack is
+a copy, so it lives for one flip and is made again when the weights may have changed.
+
+Left out: matrices of experts, which are not linear layers; quantised weights.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+ROWS = 16  # the batch size that packs are laid out for
+FEWEST_NUMBERS = {torch.bfloat16: 1 << 14, torch.float32: 1 << 18}  # in smaller weights the call costs more than it saves
+FP32_ROWS = (4, 256)  # with fewer rows PyTorch's own fp32 product is as fast, with more the packing is hidden
+
+
+class PackedLinears:
+    """Packs of a module's linear layers; `applied` puts them to work. Nothing is packed off CPUs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._packs: dict[nn.Module, Callable[[Tensor], Tensor]] | None = None
+
+    def refresh(self) -> None:
+        """Pack again at the next use; for the time being the memory is free."""
+        self._packs = None
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within the block the module's linear layers compute with packed weights."""
+        if self._packs is None:
+            self._packs = dict(_packs(self.module))
+        for layer, forward in self._packs.items():
+            layer.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for layer in self._packs or ():
+                layer.__dict__.pop("forward", None)
+
+    def __len__(self) -> int:
+        return len(self._packs or ())
+
+
+def available(dtype: torch.dtype) -> bool:
+    """Whether this PyTorch can pack and multiply weights of `dtype` here; the operators are not public."""
+    ops: Any = torch.ops.mkldnn
+    if not torch.backends.mkldnn.is_available() or dtype not in FEWEST_NUMBERS:
+        return False
+    if not hasattr(ops, "_reorder_linear_weight") or not hasattr(ops, "_linear_pointwise"):
+        return False
+    return dtype != torch.bfloat16 or bool(ops._is_mkldnn_bf16_supported())
+
+
+def _packs(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+    for layer in module.modules():
+        if type(layer) not in (nn.Linear, Conv1D) or "forward" in layer.__dict__:
+            continue
+        weight: Tensor = layer.weight.detach()  # type: ignore[union-attr, operator, assignment]
+        if weight.device.type != "cpu" or weight.numel() < FEWEST_NUMBERS.get(weight.dtype, 1 << 62):
+            continue
+        if available(weight.dtype):
+            yield layer, _packed_forward(layer, weight)
+
+
+def _packed_forward(layer: nn.Module, weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """The layer's forward with its weight packed; (..., in) -> (..., out)."""
+    out_by_in = weight.t().contiguous() if isinstance(layer, Conv1D) else weight
+    pack = torch.ops.mkldnn._reorder_linear_weight(out_by_in, ROWS)
+    multiply = torch.ops.mkldnn._linear_pointwise
+    bias = layer.bias.detach() if layer.bias is not None else None  # type: ignore[operator, union-attr]
+    plain = type(layer).forward
+
+    def forward(x: Tensor) -> Tensor:
+        result: Tensor = multiply(x, pack, bias, "none", [], "")
+        return result
+
+    def forward_fp32(x: Tensor) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        return forward(x) if FP32_ROWS[0] <= rows <= FP32_ROWS[1] else plain(layer, x)
+
+    return forward_fp32 if weight.dtype == torch.float32 else forward

@@ -1,0 +1,112 @@
+"""Continuous batching: which sequence is in which slot, and what the next forward carries.
+
+Prompts wait in a queue. A slot that falls free takes the next one at once, whose prompt then runs in chunks beside the
+single tokens of the sequences that decode, so that a long prompt does not hold those up. A prompt that begins as one
+that is in the cache already takes that part from there; samples of one prompt run it once. After Yu et al., 2022
+("Orca: a distributed serving system for transformer-based generative models").
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.rollout.slots import Chunk
+
+SHARED_AT_LEAST = 16  # tokens of a common beginning that are worth a copy
+
+
+@dataclass
+class Answering:
+    """A prompt that is being answered. `cached` of its tokens are in the slot; `drawn` tokens stand of the answer."""
+
+    request: int
+    prompt: Sequence[int]
+    slot: int
+    cached: int = 0
+    drawn: int = 0
+    last: int = 0  # the token drawn last, which the next forward takes
+
+
+@dataclass
+class Scheduler:
+    """The queue and the slots. `admit` fills free slots, `chunks` says what of the prompts runs next."""
+
+    prompts: Sequence[Sequence[int]]
+    slots: int
+    prefill_tokens: int
+    decoding: list[Answering] = field(default_factory=list)  # by slot
+    filling: list[Answering] = field(default_factory=list)  # in order of admission
+
+    def __post_init__(self) -> None:
+        """Long prompts first: neighbours in the cache are then of like length, and equal prompts stand together."""
+        order = sorted(range(len(self.prompts)), key=lambda i: (-len(self.prompts[i]), tuple(self.prompts[i])))
+        self._waiting = order[::-1]  # the next is the last
+        self._free = list(range(self.slots))
+        self._resident: dict[int, tuple[Sequence[int], int]] = {}  # slot -> prompt, tokens of it in the cache
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.decoding or self.filling or self._waiting)
+
+    def admit(self) -> list[tuple[int, int, int]]:
+        """Give free slots to waiting prompts; returns the copies to make: (source slot, target slot, tokens)."""
+        copies = []
+        room = self.prefill_tokens - sum(len(s.prompt) - s.cached for s in self.filling)
+        put_off: list[int] = []
+        while self._waiting and self._free and room > 0:
+            request = self._waiting.pop()
+            prompt = self.prompts[request]
+            if any(_shared(prompt, other.prompt) >= max(SHARED_AT_LEAST, len(prompt) // 2) for other in self.filling):
+                put_off.append(request)  # its prompt will be in the cache soon
+                continue
+            source, tokens = self._best_source(prompt)
+            slot = heapq.heappop(self._free)
+            if tokens and source != slot:
+                copies.append((source, slot, tokens))
+            self._resident[slot] = (prompt, tokens)
+            self.filling.append(Answering(request, prompt, slot, cached=tokens))
+            room -= len(prompt) - tokens
+        self._waiting.extend(reversed(put_off))
+        return copies
+
+    def _best_source(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """The slot that holds most of the prompt's beginning, and how much; the last token always runs."""
+        found = [(min(_shared(prompt, held), tokens, len(prompt) - 1), -slot)
+                 for slot, (held, tokens) in self._resident.items()]  # fmt: skip
+        tokens, slot = max(found, default=(0, 0))
+        return (-slot, tokens) if tokens >= SHARED_AT_LEAST else (0, 0)
+
+    def chunks(self) -> tuple[list[Chunk], list[Answering]]:
+        """What of the prompts runs beside the decoding sequences, and the sequence of each."""
+        chunks, members, column, room = [], [], len(self.decoding), self.prefill_tokens
+        for sequence in self.filling:
+            tokens = min(room, len(sequence.prompt) - sequence.cached)
+            if tokens > 0:
+                chunks.append(Chunk(column, column + tokens, sequence.slot, sequence.cached))
+                members.append(sequence)
+                column, room = column + tokens, room - tokens
+        return chunks, members
+
+    def ran(self, members: Sequence[Answering], chunks: Sequence[Chunk]) -> None:
+        """Note that chunks are in the cache; sequences whose prompt is complete begin to decode."""
+        for sequence, chunk in zip(members, chunks, strict=True):
+            sequence.cached = chunk.length
+            self._resident[sequence.slot] = (sequence.prompt, sequence.cached)
+        self.decoding.extend(s for s in self.filling if s.cached == len(s.prompt))
+        self.decoding.sort(key=lambda s: s.slot)
+        self.filling = [s for s in self.filling if s.cached < len(s.prompt)]
+
+    def finish(self, ended: set[int]) -> None:
+        """Free the slots of these requests. What they hold may be copied from until it is overwritten."""
+        for sequence in self.decoding:
+            if sequence.request in ended:
+                heapq.heappush(self._free, sequence.slot)
+        self.decoding = [s for s in self.decoding if s.request not in ended]
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two prompts begin with in common."""
+    for place, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return place
+    return min(len(one), len(other))
