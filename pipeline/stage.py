@@ -110,6 +110,17 @@ def check_vocabulary(source: ModelSource, tokenizer: ChatTokenizer) -> None:
         )
 
 
+def adopt_special_ids(source: ModelSource, tokenizer: ChatTokenizer) -> None:
+    """Random weights take the tokenizer's special ids; the family's defaults belong to another vocabulary.
+
+    With those, OPT would give the token of its default padding id no gradient, and config.json would name wrong ends.
+    """
+    if source.folder is None:
+        source.config.bos_token_id = tokenizer.hf.bos_token_id
+        source.config.eos_token_id = tokenizer.end_id
+        source.config.pad_token_id = None if tokenizer.pad_id in tokenizer.end_ids else tokenizer.pad_id
+
+
 def context_length(source: ModelSource) -> int | None:
     """How many positions the model has, where its configuration says."""
     return getattr(source.config.get_text_config(), "max_position_embeddings", None)

@@ -15,6 +15,7 @@ from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
 from pipeline.run import StageRun
 from pipeline.stage import (
+    adopt_special_ids,
     base_source,
     check_vocabulary,
     evaluation_prompts,
@@ -36,6 +37,7 @@ def run(config: RunConfig, folder: Path) -> None:
     tokenizer = run_tokenizer(config, folder.parent)
     source = base_source(config)
     check_vocabulary(source, tokenizer)
+    adopt_special_ids(source, tokenizer)
     require_context(source, section.max_length, "sft.max_length")
     records = stage_records(config, "sft")
     train, notes = encode_conversations(
