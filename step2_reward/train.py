@@ -11,12 +11,15 @@ from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import PairBatch, batch_indices
 from pipeline.data.encode import encode_preferences
-from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
+from pipeline.errors import UserError
+from pipeline.manifest import stage_inputs
 from pipeline.models.build import EngineChoice, build_scorer
 from pipeline.models.export import export_scorer
 from pipeline.models.source import ModelSource, resolve
 from pipeline.run import StageRun
 from pipeline.stage import (
+    adopt_special_ids,
     base_source,
     check_vocabulary,
     optimizer_config,
@@ -37,9 +40,9 @@ REFERENCE_ANSWERS = 512
 def run(config: RunConfig, folder: Path) -> None:
     """Train, evaluate, export. `folder` is RUN/reward."""
     section = config.reward
-    tokenizer = run_tokenizer(config, folder.parent)
-    source = starting_point(config, folder.parent)
+    source, tokenizer = starting_point(config, folder.parent)
     check_vocabulary(source, tokenizer)
+    adopt_special_ids(source, tokenizer)
     require_context(source, section.max_length, "reward.max_length")
     records = stage_records(config, "reward")
     train, notes = encode_preferences(tokenizer, records.train, max_length=section.max_length)
@@ -80,13 +83,22 @@ def run(config: RunConfig, folder: Path) -> None:
         stage.finish({**shares, **level, "skipped": {**records.skipped, **notes}})
 
 
-def starting_point(config: RunConfig, run_dir: Path) -> ModelSource:
-    """The weights the reward model starts from: this run's SFT model, or a base model."""
-    section, sft = config.reward, run_dir / "sft"
-    finished = (sft / "model" / "config.json").exists()
-    if section.init == "sft" or (section.init == "auto" and config.reward_model is None and finished):
-        return stage_source(config, sft)
-    return base_source(config) if config.reward_model is None else resolve(config.reward_model, config.seed)
+def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatTokenizer]:
+    """The weights the reward model starts from, an SFT model's or a base model's, and the policy's tokenizer."""
+    sft = stage_inputs(config, run_dir, "reward").get("sft")
+    given = Path(config.actor) if config.actor is not None else sft
+    tokenizer = run_tokenizer(config, run_dir, given)
+    if sft is not None:
+        return stage_source(config, sft), tokenizer
+    if config.reward_model is None:
+        return base_source(config), tokenizer
+    source = resolve(config.reward_model, config.seed)
+    if source.folder is not None and load_tokenizer(str(source.folder)).fingerprint() != tokenizer.fingerprint():
+        raise UserError(
+            f"reward_model={source.name} has another tokenizer than the policy, so it would read other text than the "
+            "policy writes; choose one of the policy's family, or leave reward_model out"
+        )
+    return source, tokenizer
 
 
 def own_pad(tokenizer: ChatTokenizer) -> int | None:

@@ -13,6 +13,7 @@ from pipeline.config.check import engine_settings
 from pipeline.config.schema import RunConfig
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
+from pipeline.manifest import stage_inputs
 from pipeline.models.build import EngineChoice, adapters_off, build_policy, build_scorer
 from pipeline.models.checks import verify
 from pipeline.models.modules import Policy
@@ -55,11 +56,9 @@ def find(config: RunConfig, run_dir: Path) -> Sources:
 
     Raises UserError where one is missing or of another kind.
     """
-    actor_folder = Path(config.actor) if config.actor else run_dir / "sft"
-    reward_folder = Path(config.reward_path) if config.reward_path else run_dir / "reward"
-    for folder, stage, key in ((actor_folder, "sft", "actor"), (reward_folder, "reward", "reward")):
-        if not folder.exists():
-            raise UserError(f"ppo needs a model in {folder}: run stage={stage} first, or give {key}=FOLDER")
+    folders = stage_inputs(config, run_dir, "ppo")
+    actor_folder, reward_folder = folders["actor"], folders["reward"]
+    assert actor_folder is not None and reward_folder is not None
     actor = stage_source(config, actor_folder)
     reward = resolve(config.reward_model or config.model, config.seed, folder=reward_folder)
     check_kind(actor, wanted="ForCausalLM")

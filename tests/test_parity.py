@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.parallel import dist
+from pipeline.launch.worker import read_config
 from tests.ranks import run_ranks
 from tests.tiny import STAGES, lay_out, metrics, tiny_config
 
@@ -26,7 +27,7 @@ def run_stages(parent: str, zero_stages: list[int]) -> None:
             lay_out(run_dir, config)
         dist.barrier()
         for stage, package in STAGES.items():
-            import_module(f"{package}.train").run(config, run_dir / stage)
+            import_module(f"{package}.train").run(read_config(run_dir / stage), run_dir / stage)
 
 
 def test_ranks_and_zero_stages_do_not_change_the_curves(tmp_path: Path) -> None:

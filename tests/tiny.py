@@ -45,7 +45,8 @@ def tiny_config(**sections: dict[str, Any]) -> RunConfig:
 
 
 def lay_out(run_dir: Path, config: RunConfig) -> None:
-    """Write the configuration where workers look for it."""
+    """Write the configuration where workers look for it. No launcher keeps a manifest here, so the inputs are named."""
+    config = config.model_copy(update={"actor": str(run_dir / "sft"), "reward_path": str(run_dir / "reward")})
     for stage in STAGES:
         (run_dir / stage).mkdir(parents=True, exist_ok=True)
         (run_dir / stage / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
