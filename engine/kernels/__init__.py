@@ -1,5 +1,67 @@
-"""Kernels: one public name each. This module picks the implementation."""
+"""Kernels: one public name each, which picks the implementation.
 
-from engine.kernels.token_logprobs import token_logprobs
+Triton serves CUDA tensors, torch every other device, under the same signature; the torch functions, each in a file
+with the kernel's name, say what the names mean and are what the Triton ones are tested against. Triton is imported
+when a CUDA tensor first comes along.
+"""
 
-__all__ = ["token_logprobs"]
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor
+
+from engine.kernels import decode_attention as _decode_attention
+from engine.kernels import token_logprobs as _token_logprobs
+
+__all__ = ["decode_attention", "token_logprobs"]
+
+_HAS_TRITON = find_spec("triton") is not None  # PyTorch's CUDA builds for Linux bring it
+_TORCH: dict[str, Callable[..., Any]] = {
+    "decode_attention": _decode_attention.decode_attention,
+    "token_logprobs": _token_logprobs.token_logprobs,
+}
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of `targets` (N,) and entropies, (N,) fp32 each: see token_logprobs.py."""
+    pick = _pick("token_logprobs", hidden)
+    logprobs, entropy = pick(hidden, weight, targets, temperature, bias, softcap)
+    return logprobs, entropy
+
+
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+    alibi: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention (B, H, Dv) of one query token a sequence over its part of a cache: see decode_attention.py."""
+    out: Tensor = _pick("decode_attention", query)(
+        query, keys, values, slots, lengths, scale, window, alibi, softcap
+    )
+    return out
+
+
+def _pick(name: str, tensor: Tensor) -> Callable[..., Any]:
+    return _triton(name) if tensor.is_cuda and _HAS_TRITON else _TORCH[name]
+
+
+@cache
+def _triton(name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(import_module(f"engine.kernels.{name}_triton"), name)
+    return function

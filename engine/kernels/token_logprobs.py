@@ -42,6 +42,13 @@ def token_logprobs(
     (Gemma 2). Hidden and weight may be fp32, bf16 or fp16; logits and all that follows are fp32. Once differentiable in
     hidden, weight and bias. Raises ValueError where the shapes don't fit or the temperature is not positive.
     """
+    check(hidden, weight, targets, temperature)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, bias, _Head(temperature, softcap))
+    return logprobs, entropy
+
+
+def check(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> None:
+    """Raise ValueError where shapes or temperature are not those of a head."""
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         raise ValueError(
             f"hidden (N, D), weight (V, D), targets (N,) do not fit: {tuple(hidden.shape)}, {tuple(weight.shape)}, "
@@ -49,8 +56,6 @@ def token_logprobs(
         )
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, bias, _Head(temperature, softcap))
-    return logprobs, entropy
 
 
 @dataclass(frozen=True)

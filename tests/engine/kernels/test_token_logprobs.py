@@ -8,37 +8,9 @@ import torch
 from torch import Tensor
 
 from engine.kernels import token_logprobs
+from tests.engine.kernels.oracle import close, in_float64, make
 
 kernel = importlib.import_module("engine.kernels.token_logprobs")
-
-Leaves = tuple[Tensor, Tensor, Tensor | None]
-
-
-def make(tokens: int, vocabulary: int, width: int, *, bias: bool = False, dtype: torch.dtype = torch.float32) -> Leaves:
-    torch.manual_seed(tokens + vocabulary)
-    hidden = torch.randn(tokens, width).to(dtype).requires_grad_()
-    weight = (2 * torch.randn(vocabulary, width) / width**0.5).to(dtype).requires_grad_()
-    return hidden, weight, torch.randn(vocabulary).to(dtype).requires_grad_() if bias else None
-
-
-def in_float64(
-    leaves: Leaves, targets: Tensor, temperature: float, softcap: float | None
-) -> tuple[Leaves, Tensor, Tensor]:
-    """The definition, whole logits at once: fresh leaves, log-probabilities, entropies."""
-    hidden, weight, bias = (None if x is None else x.detach().double().requires_grad_() for x in leaves)
-    assert hidden is not None and weight is not None
-    z = hidden @ weight.T
-    if bias is not None:
-        z = z + bias
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    logp = torch.log_softmax(z / temperature, -1)
-    return (hidden, weight, bias), logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-
-
-def close(ours: Tensor, exact: Tensor, tolerance: float) -> None:
-    torch.testing.assert_close(ours.double(), exact, atol=tolerance * exact.abs().max().item(), rtol=0)
-
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("bias", [False, True])

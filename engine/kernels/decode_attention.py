@@ -1,0 +1,69 @@
+"""Attention of one query token a sequence over a ragged slot cache, with grouped heads.
+
+    o = sum_t softmax_t(scale q k_t + slope (t - n + 1)) v_t     over max(0, n - window) <= t < n
+
+n is the sequence's length with the query's own token, whose key and value are in the cache already; query head h reads
+key head h // (H / Hkv) (Ainslie et al., 2023, arXiv:2305.13245); slopes are ALiBi's (Press et al., 2022,
+arXiv:2108.12409).
+
+This is the torch implementation, for every device, and the reference for the faster one beside it.
+"""
+
+import torch
+from torch import Tensor
+
+
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+    alibi: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """(B, H, Dv) in the query's dtype, zeros where the length is 0.
+
+    query: (B, H, D); keys: (S, Hkv, T, D), values: (S, Hkv, T, Dv): one layer's cache; slots: (B,) the cache rows;
+    lengths: (B,) tokens in use, at most T; alibi: (H,) slopes; `softcap` c bounds scores to c tanh(score / c) before
+    ALiBi (Gemma 2). Scores and sums are fp32. No gradient. Raises ValueError where the shapes don't fit.
+    """
+    check(query, keys, values, slots, lengths, window, alibi)
+    heads, groups = query.shape[1], query.shape[1] // keys.shape[1]
+    with torch.no_grad():
+        longest = int(lengths.max()) if len(lengths) else 0
+        k = keys[slots, :, :longest].float().repeat_interleave(groups, 1)  # (B, H, T, D)
+        v = values[slots, :, :longest].float().repeat_interleave(groups, 1)
+        scores = torch.einsum("bhd,bhtd->bht", query.float(), k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        places = torch.arange(longest, device=query.device)
+        ago = lengths[:, None] - 1 - places  # (B, T)
+        if alibi is not None:
+            scores = scores - alibi.float().view(1, heads, 1) * ago[:, None]
+        seen = (ago >= 0) if window is None else (ago >= 0) & (ago < window)
+        scores = scores.masked_fill(~seen[:, None], float("-inf"))
+        weights = torch.softmax(scores, -1).masked_fill(~seen[:, None], 0)  # a row of length 0 has seen nothing
+        v = v.masked_fill(~seen[:, None, :, None], 0)  # what lies there may be NaN
+        return torch.einsum("bht,bhtd->bhd", weights, v).to(query.dtype)
+
+
+def check(
+    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, window: int | None,
+    alibi: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise ValueError where the shapes don't fit."""
+    batch, heads, width = query.shape
+    if keys.shape[:3] != values.shape[:3] or keys.shape[3] != width or heads % keys.shape[1]:
+        raise ValueError(
+            f"query (B, H, D), keys (S, Hkv, T, D), values (S, Hkv, T, Dv) do not fit: {tuple(query.shape)}, "
+            f"{tuple(keys.shape)}, {tuple(values.shape)}"
+        )
+    if slots.shape != (batch,) or lengths.shape != (batch,):
+        raise ValueError(f"slots and lengths must be ({batch},), not {tuple(slots.shape)} and {tuple(lengths.shape)}")
+    if alibi is not None and alibi.shape != (heads,):
+        raise ValueError(f"alibi must be one slope a head, ({heads},), not {tuple(alibi.shape)}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 token, not {window}")

@@ -1,0 +1,80 @@
+"""What kernels are compared with: definitions in float64, and one measure of closeness."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+Leaves = tuple[Tensor, Tensor, Tensor | None]
+
+
+def make(tokens: int, vocabulary: int, width: int, *, bias: bool = False, dtype: torch.dtype = torch.float32) -> Leaves:
+    torch.manual_seed(tokens + vocabulary)
+    hidden = torch.randn(tokens, width).to(dtype).requires_grad_()
+    weight = (2 * torch.randn(vocabulary, width) / width**0.5).to(dtype).requires_grad_()
+    return hidden, weight, torch.randn(vocabulary).to(dtype).requires_grad_() if bias else None
+
+
+def in_float64(
+    leaves: Leaves, targets: Tensor, temperature: float, softcap: float | None
+) -> tuple[Leaves, Tensor, Tensor]:
+    """The definition, whole logits at once: fresh leaves, log-probabilities, entropies."""
+    hidden, weight, bias = (None if x is None else x.detach().double().requires_grad_() for x in leaves)
+    assert hidden is not None and weight is not None
+    z = hidden @ weight.T
+    if bias is not None:
+        z = z + bias
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    logp = torch.log_softmax(z / temperature, -1)
+    return (hidden, weight, bias), logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def close(ours: Tensor, exact: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(ours.double(), exact, atol=tolerance * exact.abs().max().item(), rtol=0)
+
+
+def ragged_cache(
+    heads: int, key_heads: int, *, width: int, lengths: list[int], capacity: int, dtype: torch.dtype = torch.float32,
+    of_values: int | None = None, alibi: bool = False, **extras: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of decode_attention: slots in disorder, NaN wherever a sequence has no token."""
+    torch.manual_seed(heads + capacity)
+    batch, slots = len(lengths), len(lengths) + 2
+    keys = torch.randn(slots, key_heads, capacity, width)
+    values = torch.randn(slots, key_heads, capacity, of_values or width)
+    rows = torch.randperm(slots)[:batch]
+    unused = torch.ones(slots, capacity, dtype=torch.bool)
+    for row, length in zip(rows, lengths, strict=True):
+        unused[row, :length] = False
+    for cache in (keys, values):
+        cache.masked_fill_(unused[:, None, :, None], float("nan"))
+    slopes = {"alibi": (2.0 ** -torch.arange(1.0, heads + 1)).to(DEVICE)} if alibi else {}
+    return {
+        "query": (2 * torch.randn(batch, heads, width)).to(DEVICE, dtype), "keys": keys.to(DEVICE, dtype),
+        "values": values.to(DEVICE, dtype), "slots": rows.to(DEVICE), "lengths": torch.tensor(lengths).to(DEVICE),
+        "scale": width**-0.5, **slopes, **extras,
+    }  # fmt: skip
+
+
+def attention_in_float64(
+    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, window: int | None = None,
+    alibi: Tensor | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """The definition, one sequence and one head after the other."""
+    (batch, heads, _), group = query.shape, query.shape[1] // keys.shape[1]
+    out = torch.zeros(batch, heads, values.shape[3], dtype=torch.float64, device=query.device)
+    for b in range(batch):
+        n = int(lengths[b])
+        begin = 0 if window is None else max(0, n - window)
+        for h in range(heads if n else 0):
+            k, v = (cache[slots[b], h // group, begin:n].double() for cache in (keys, values))
+            scores = scale * (k @ query[b, h].double())
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if alibi is not None:
+                scores = scores + alibi[h].double() * torch.arange(begin - n + 1, 1, device=scores.device)
+            out[b, h] = torch.softmax(scores, 0) @ v
+    return out
