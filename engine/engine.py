@@ -20,6 +20,7 @@ from engine.config import EngineConfig, OptimizerConfig
 from engine.parallel import dist, zero
 from engine.rollout.decoder import Rollouts
 from engine.rollout.hybrid import Twin
+from engine.rollout.selfcheck import Checked, selfcheck
 
 Batch = TypeVar("Batch")
 LossFn = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, float | Tensor]]]
@@ -60,6 +61,10 @@ class Engine:
         self._rollout_path = rollout_path
         self._blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
         self._twin: Twin | None = None
+        self._rollouts: Rollouts | None = None
+        self._flips = 0
+        self.selfcheck_every = 50  # flips, beside the first two; 0 never checks
+        self.checked: list[Checked] = []  # what the last flip's self-check said; empty where there was none
         self.module = self._lay_out(module, fill)
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
         self.optimizer = optim.build(self.module, optimizer) if optimizer is not None else None
@@ -179,11 +184,32 @@ class Engine:
             dtype = precision.TORCH_DTYPE[self.config.dtype]
             self._twin = Twin(self._blueprint, self.module.get_submodule(self._rollout_path), dtype)
         self._twin.refresh()
+        if self._rollouts is None:
+            self._rollouts = Rollouts(self._twin.module, dist.world().device)
+        self._flips += 1
         try:
-            yield Rollouts(self._twin.module, dist.world().device)
+            self.checked = self._selfcheck(self._rollouts)
+            yield self._rollouts
         finally:
+            self._rollouts.refresh()
             if not keep:
+                self._rollouts.release()
                 self._twin.release()
+
+    def _selfcheck(self, rollouts: Rollouts) -> list[Checked]:
+        """On the first flips and now and then: does the generator say what its module says? Alike on every rank."""
+        every = self.selfcheck_every
+        if every == 0 or (self._flips > 2 and self._flips % every):
+            return []
+        checked: list[Checked] = []
+        problem: ValueError | None = None
+        try:
+            checked = selfcheck(rollouts)
+        except ValueError as error:
+            problem = error
+        if dist.max_over_ranks(float(problem is not None)) > 0:
+            raise problem or ValueError("another rank's generator is not its model; its message says more")
+        return checked
 
     def start_averaging(self, decay: float) -> None:
         """Keep an exponential moving average of the trained parameters, fp32, sharded as they are."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engine import Generation, Sampling
 from engine.parallel import dist
+from engine.rollout.selfcheck import compare
 from pipeline.data.batch import plan
 from step3_ppo.models import Models
 
@@ -78,8 +79,20 @@ def generate(
             streams=[first_stream + i for i in places],
             batch_size=batch_size,
         )
+    check_generator(models, pad_id=sampling.pad_id)
     found = {i: g for part in dist.gather_objects(list(zip(places, mine, strict=True))) for i, g in part}
     return [found[i] for i in range(len(prompts))]
+
+
+def check_generator(models: Models, *, pad_id: int) -> None:
+    """Score what the flip's self-check said by the trainer's own forward. Raises ValueError where they differ."""
+    checked = models.actor.checked
+    if not checked:
+        return
+    batch = rows([c.prompt for c in checked], [c.answer.token_ids for c in checked], [*range(len(checked))], pad_id)
+    with models.actor.scoring() as module:
+        logprobs, _ = policy_logprobs(module, batch, temperature=1.0)
+    compare(checked, logprobs.split([len(c.answer.token_ids) for c in checked]), "the trainer's forward")
 
 
 def rows(prompts: list[list[int]], responses: list[list[int]], places: list[int], pad_id: int) -> Rows:

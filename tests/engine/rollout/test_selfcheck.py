@@ -1,0 +1,89 @@
+"""The self-check: silent where the generator is the model, and pointed where it is not."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine.rollout import attention, selfcheck
+from engine.rollout.decoder import Rollouts
+from engine.rollout.slots import SlotCache
+from tests.engine.rollout.families import FAMILIES, build
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes(family: str) -> None:
+    model = build(family)
+    for dtype in DTYPES:
+        checked = selfcheck.selfcheck(Rollouts(in_dtype(model, dtype), "cpu"))
+        assert [len(one.prompt) for one in checked] == [5, 12]
+        assert all(len(one.answer.token_ids) == selfcheck.NEW_TOKENS for one in checked)
+
+
+def test_a_short_context_shortens_the_prompts() -> None:
+    model = build("gpt2", n_positions=14)
+    assert [len(one.prompt) for one in selfcheck.selfcheck(Rollouts(model, "cpu"))] == [5, 6]
+
+
+def test_a_layer_that_attends_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that the fast path forgets, in the second layer only."""
+    model = build("gemma2", sliding_window=6, layer_types=["full_attention", "sliding_attention"])
+    right = attention.slot_attention
+
+    def forgetful(module: nn.Module, *states: Any, sliding_window: int | None = None, **rest: Any) -> Any:
+        return right(module, *states, sliding_window=None, **rest)
+
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, forgetful)
+    with pytest.raises(ValueError, match=r"not the model Gemma2ForCausalLM.* model\.layers\.1\..*slot cache does not"):
+        selfcheck.selfcheck(Rollouts(model, "cpu"))
+
+
+def test_keys_in_the_wrong_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = SlotCache.write
+
+    def reversed_(self: SlotCache, layer_index: int, rows: torch.Tensor, *states: torch.Tensor) -> Any:
+        return right(self, layer_index, rows.flip(0), *states)
+
+    rollouts = Rollouts(build("llama"), "cpu")
+    selfcheck.selfcheck(rollouts)
+    monkeypatch.setattr(SlotCache, "write", reversed_)
+    with pytest.raises(ValueError, match=r"model\.layers\.0\."):
+        selfcheck.selfcheck(rollouts)
+
+
+def test_packs_of_older_weights_are_noticed() -> None:
+    """What a flip without `refresh` would do."""
+    torch.manual_seed(0)
+    model = in_dtype(build("opt", hidden_size=128, word_embed_proj_dim=128, ffn_dim=256), torch.bfloat16)
+    rollouts = Rollouts(model, "cpu")
+    selfcheck.selfcheck(rollouts)
+    assert rollouts._slots is not None
+    if not len(rollouts._slots.packs):
+        pytest.skip("this PyTorch packs no weights")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    with pytest.raises(ValueError, match="weights of an earlier step"):
+        selfcheck.selfcheck(rollouts)
+    rollouts.refresh()
+    selfcheck.selfcheck(rollouts)
+
+
+def test_other_logprobs_are_refused() -> None:
+    checked = selfcheck.selfcheck(Rollouts(build("llama"), "cpu"))
+    right = [torch.tensor(one.answer.logprobs) for one in checked]
+    selfcheck.compare(checked, right, "the trainer")
+    right[1] = right[1] - 0.1
+    with pytest.raises(ValueError, match="the trainer gives.*differ by 0.1"):
+        selfcheck.compare(checked, right, "the trainer")
