@@ -1,0 +1,97 @@
+"""SFT: the loss over the tokens that count, however rows are packed, padded and cut into micro-batches."""
+
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine import Engine
+from pipeline.data.encode import TokenItem
+from pipeline.models.build import build_policy
+from step1_sft.batches import micro_batches
+from step1_sft.evaluate import held_out_loss
+from step1_sft.loss import sft_loss
+from step1_sft.train import loss_of
+from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
+
+LENGTHS = [9, 3, 14, 5, 2, 7, 11]
+
+
+def items() -> list[TokenItem]:
+    """Conversations of random tokens; about half of their tokens count, in some the first one as well."""
+    source, made = random.Random(3), []
+    for length in LENGTHS:
+        counts = [source.random() < 0.5 for _ in range(length)]
+        counts[-1] = True
+        made.append(TokenItem(np.array([source.randint(2, 95) for _ in counts], dtype=np.int32), np.array(counts)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    language_model(config_of("llama")).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def nats(folder: Path) -> list[float]:
+    """The negative log-probability of each token that counts, conversation by conversation, by transformers."""
+    model, found = AutoModelForCausalLM.from_pretrained(folder).double(), []
+    for item in items():
+        with torch.no_grad():
+            logs = torch.log_softmax(model(input_ids=torch.tensor(item.ids[None]).long()).logits[0], -1)
+        found += [-logs[t - 1, item.ids[t]].item() for t in range(1, len(item.ids)) if item.counts[t]]
+    return found
+
+
+def update(folder: Path, *, packing: bool, budget: int, max_length: int) -> tuple[Engine, float, float, int]:
+    engine = build_policy(source_in(folder), trained())
+    batches, count = micro_batches(items(), budget=budget, packing=packing, max_length=max_length, pad_id=0)
+    done = engine.update(batches, loss_of, count)
+    return engine, done.loss, done.grad_norm, len(batches)
+
+
+@pytest.mark.parametrize(
+    ("packing", "budget", "max_length"), [(False, 1000, 16), (False, 20, 16), (True, 1000, 16), (True, 32, 16)]
+)
+def test_an_update_is_the_mean_over_counted_tokens(
+    folder: Path, nats: list[float], packing: bool, budget: int, max_length: int
+) -> None:
+    _, loss, norm, micro = update(folder, packing=packing, budget=budget, max_length=max_length)
+    assert loss == pytest.approx(math.fsum(nats) / len(nats), rel=1e-5)
+    assert norm == pytest.approx(update(folder, packing=False, budget=1, max_length=16)[2], rel=1e-3)
+    assert (micro > 1) == (budget < 1000)
+
+
+def test_counts_and_masks_agree() -> None:
+    wanted = sum(int(item.counts[1:].sum()) for item in items())
+    for packing in (True, False):
+        batches, count = micro_batches(items(), budget=24, packing=packing, max_length=16, pad_id=0)
+        assert count == wanted == sum(int(batch.score_mask.sum()) for batch in batches)
+        assert all((batch.document_ids is not None) == packing for batch in batches)
+        real = sum(len(item.ids) for item in items())
+        assert sum(int((batch.input_ids != 0).sum()) for batch in batches) == real
+
+
+def test_held_out_loss(folder: Path, nats: list[float]) -> None:
+    engine = build_policy(source_in(folder), trained(dropout=0.2))
+    found = held_out_loss(engine, items(), budget=30, pad_id=0)
+    assert found == pytest.approx(math.fsum(nats) / len(nats), rel=1e-5)  # in nats a token, dropout off
+    assert math.isnan(held_out_loss(engine, [], budget=30, pad_id=0))
+
+
+def test_the_loss_is_a_sum() -> None:
+    assert sft_loss(torch.tensor([-1.0, -2.5])).item() == 3.5
+    assert sft_loss(torch.zeros(0)).item() == 0
+
+
+def test_imitating_lowers_the_loss(folder: Path) -> None:
+    engine = build_policy(source_in(folder), trained(lr=0.02))
+    batches, count = micro_batches(items(), budget=64, packing=True, max_length=16, pad_id=0)
+    losses = [engine.update(batches, loss_of, count).loss for _ in range(12)]
+    assert losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,40 @@
+"""Bradley-Terry with margin and centring, by hand."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from step2_reward.loss import bradley_terry_loss, last_scores
+
+
+@pytest.mark.parametrize(("centering", "margin"), [(0.0, 0.0), (0.01, 0.0), (0.3, 1.0)])
+def test_bradley_terry(centering: float, margin: float) -> None:
+    source = random.Random(1)
+    pairs = [(source.gauss(0, 2), source.gauss(0, 2), margin * source.random()) for _ in range(50)]
+    wanted = 0.0
+    for chosen, rejected, m in pairs:
+        probability = 1 / (1 + math.exp(-(chosen - rejected - m)))
+        wanted += -math.log(probability) + centering * (chosen + rejected) ** 2
+    chosen, rejected, margins = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    found = bradley_terry_loss(chosen, rejected, margins, centering=centering)
+    assert found.item() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_gradient_pushes_apart_and_to_the_middle() -> None:
+    chosen, rejected = torch.tensor([3.0], requires_grad=True), torch.tensor([2.0], requires_grad=True)
+    bradley_terry_loss(chosen, rejected, torch.zeros(1), centering=0.1).backward()
+    wrong = 1 / (1 + math.exp(1.0))  # sigmoid of the loser's lead
+    assert chosen.grad.item() == pytest.approx(-wrong + 0.2 * 5)
+    assert rejected.grad.item() == pytest.approx(wrong + 0.2 * 5)
+
+
+def test_far_apart_scores_stay_finite() -> None:
+    loss = bradley_terry_loss(torch.tensor([-500.0]), torch.tensor([500.0]), torch.zeros(1), centering=0.0)
+    assert loss.item() == 1000
+
+
+def test_last_scores() -> None:
+    values = torch.arange(12.0).reshape(3, 4)
+    assert last_scores(values, torch.tensor([1, 4, 2])).tolist() == [0, 7, 9]

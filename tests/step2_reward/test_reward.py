@@ -1,0 +1,124 @@
+"""Stage 2 beside its loss: updates over pairs, scores of pairs, the accuracies that are reported."""
+
+import math
+import random
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from pipeline.data.batch import collate_pairs
+from pipeline.data.encode import PairItem
+from pipeline.models.build import build_scorer
+from step2_reward.batches import longer, micro_batches
+from step2_reward.evaluate import Scored, accuracies, score_pairs
+from step2_reward.train import loss_of, reference_level
+from tests.pipeline.models.tiny import classifier, config_of, frozen, source_in, trained
+
+SIZES = [(5, 9), (12, 4), (3, 3), (7, 10), (2, 6)]
+
+
+def pairs() -> list[PairItem]:
+    source = random.Random(5)
+
+    def ids(length: int) -> np.ndarray:
+        return np.array([source.randint(2, 95) for _ in range(length)], dtype=np.int32)
+
+    return [PairItem(ids(a), ids(b), 0.5 * place, f"source-{place % 2}") for place, (a, b) in enumerate(SIZES)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    classifier(config_of("llama")).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def own(folder: Path) -> list[tuple[float, float]]:
+    """Scores of both sides, one sequence at a time, by transformers."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).double()
+
+    def score(ids: np.ndarray) -> float:
+        with torch.no_grad():
+            return model(input_ids=torch.tensor(ids[None]).long()).logits.item()
+
+    return [(score(pair.chosen), score(pair.rejected)) for pair in pairs()]
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_every_pair_once_both_sides_together(budget: int) -> None:
+    batches, places = micro_batches(pairs(), budget=budget, pad_id=0)
+    assert sorted(place for where in places for place in where) == list(range(5))
+    for batch, where in zip(batches, places, strict=True):
+        assert len(where) == 1 or batch.input_ids.numel() <= budget
+        assert batch.lengths.tolist() == [SIZES[p][0] for p in where] + [SIZES[p][1] for p in where]
+        assert batch.margins.tolist() == [0.5 * p for p in where]
+    assert longer(pairs()[1]) == 12
+
+
+@pytest.mark.parametrize(("centering", "use_margin", "budget"), [(0.0, False, 10_000), (0.02, True, 40)])
+def test_an_update_is_the_mean_over_pairs(
+    folder: Path, own: list[tuple[float, float]], centering: float, use_margin: bool, budget: int
+) -> None:
+    engine = build_scorer(source_in(folder), trained(), pad_id=0)
+    batches, _ = micro_batches(pairs(), budget=budget, pad_id=0)
+    update = engine.update(batches, loss_of(centering, use_margin=use_margin), len(SIZES))
+    wanted = 0.0
+    for place, (chosen, rejected) in enumerate(own):
+        lead = chosen - rejected - (0.5 * place if use_margin else 0.0)
+        wanted += math.log1p(math.exp(-lead)) + centering * (chosen + rejected) ** 2
+    assert update.loss == pytest.approx(wanted / len(SIZES), rel=1e-4)
+    assert update.sums["accuracy"] == sum(chosen > rejected for chosen, rejected in own)
+    assert update.sums["margin"] == pytest.approx(sum(c - r for c, r in own), rel=1e-4)
+
+
+def test_a_batch_without_pairs_takes_part_and_adds_nothing(folder: Path) -> None:
+    engine = build_scorer(source_in(folder), trained(), pad_id=0)
+    full, _ = micro_batches(pairs(), budget=10_000, pad_id=0)
+    alone = engine.update(full, loss_of(0.01, use_margin=False), 5)
+    again = build_scorer(source_in(folder), trained(), pad_id=0)
+    nothing = collate_pairs([], 0).to(full[0].input_ids.device)
+    both = again.update([*full, nothing], loss_of(0.01, use_margin=False), 5)
+    assert both.loss == pytest.approx(alone.loss) and both.grad_norm == pytest.approx(alone.grad_norm, rel=1e-5)
+    assert both.sums == pytest.approx(alone.sums)
+
+
+def test_scores_of_pairs_come_back_in_order(folder: Path, own: list[tuple[float, float]]) -> None:
+    engine = build_scorer(source_in(folder), frozen(), pad_id=0)
+    found = score_pairs(engine, pairs(), budget=40, pad_id=0)
+    for scored, pair, (chosen, rejected) in zip(found, pairs(), own, strict=True):
+        assert scored.pair.source == pair.source and len(scored.pair.chosen) == len(pair.chosen)
+        assert (scored.chosen, scored.rejected) == pytest.approx((chosen, rejected), abs=3e-5)
+    assert score_pairs(engine, [], budget=40, pad_id=0) == []
+
+
+def test_accuracies_by_hand() -> None:
+    scores = [(1.0, 0.0), (0.0, 1.0), (2.0, 2.0), (3.0, 1.0), (5.0, -1.0)]  # a tie is not right
+    found = accuracies([Scored(pair, *score) for pair, score in zip(pairs(), scores, strict=True)])
+    assert found == {
+        "eval_accuracy": 3 / 5,
+        "eval_accuracy_by_source": {"source-0": 2 / 3, "source-1": 1 / 2},
+        "eval_accuracy_chosen_longer": 0.0,  # the second only
+        "eval_accuracy_rejected_longer": 1.0,  # first, fourth and fifth; the third is as long
+        "eval_pairs": 5.0,
+    }
+    assert accuracies([])["eval_accuracy"] is None
+
+
+def test_the_reference_level_is_that_of_the_chosen_answers() -> None:
+    chosen = [1.0, 2.0, 4.0, 0.5, 3.0]
+    found = reference_level([Scored(pair, score, 99.0) for pair, score in zip(pairs(), chosen, strict=True)])
+    assert found["reward_mean"] == pytest.approx(statistics.fmean(chosen))
+    assert found["reward_std"] == pytest.approx(statistics.pstdev(chosen))
+
+
+def test_learning_raises_the_accuracy(folder: Path) -> None:
+    engine = build_scorer(source_in(folder), trained(lr=0.02), pad_id=0)
+    batches, _ = micro_batches(pairs(), budget=64, pad_id=0)
+    for _ in range(12):
+        update = engine.update(batches, loss_of(0.0, use_margin=False), len(SIZES))
+    assert update.sums["accuracy"] == len(SIZES)

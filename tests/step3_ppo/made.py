@@ -1,0 +1,86 @@
+"""Random ragged tables, as lists of float64 to work on by hand and as the tensors that the code gets; tiny models."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.parallel import dist
+from pipeline.config.schema import LoraConfig
+from pipeline.models.build import build_policy, build_scorer
+from step3_ppo.models import Models
+from step3_ppo.rollout import Rollout
+from tests.pipeline.models.tiny import classifier, config_of, frozen, language_model, source_in, trained
+
+Table = list[list[float]]
+
+
+def lengths_of(rows: int, longest: int, seed: int) -> list[int]:
+    """Ragged lengths from 1 to `longest`; one row has all of it."""
+    source = random.Random(seed)
+    return [longest] + [source.randint(1, longest) for _ in range(rows - 1)]
+
+
+def table(lengths: list[int], seed: int, *, scale: float = 1.0, shift: float = 0.0) -> Table:
+    """One list of numbers a row, of its length."""
+    source = random.Random(seed)
+    return [[source.gauss(shift, scale) for _ in range(length)] for length in lengths]
+
+
+def tensor(rows: Table, *, junk: float = 7.5) -> Tensor:
+    """(B, R) fp32; what lies behind a row's end is junk that nobody may read."""
+    widest = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[junk] * (widest - len(row))] for row in rows])
+
+
+def mask_of(lengths: list[int]) -> Tensor:
+    """(B, R) bool, True up to each length."""
+    return torch.tensor([[place < length for place in range(max(lengths))] for length in lengths])
+
+
+def close(found: Tensor, wanted: Table, *, tolerance: float = 2e-5) -> None:
+    """Equal within the rows, and zero behind them."""
+    for place, row in enumerate(wanted):
+        for t in range(found.shape[1]):
+            expected = row[t] if t < len(row) else 0.0
+            assert abs(found[place, t].item() - expected) <= tolerance * max(1.0, abs(expected)), (place, t)
+
+
+def rollout_of(prompt_lengths: list[int], response_lengths: list[int], seed: int = 1) -> Rollout:
+    """A rollout of random tokens and numbers; every other answer has an end token."""
+    source = random.Random(seed)
+    prompts = [[source.randint(2, 95) for _ in range(n)] for n in prompt_lengths]
+    responses = [[source.randint(2, 95) for _ in range(n)] for n in response_lengths]
+    tables = [tensor(table(response_lengths, seed + k, scale=0.5, shift=-2), junk=0.0) for k in range(4)]
+    device = dist.world().device
+    return Rollout(
+        prompts=prompts,
+        responses=responses,
+        finished=torch.tensor([place % 2 == 0 for place in range(len(prompts))], device=device),
+        response_mask=mask_of(response_lengths).to(device),
+        scores=torch.tensor([source.gauss(0, 2) for _ in prompts], device=device),
+        logprobs=tables[0].to(device),
+        reference=tables[1].to(device),
+        values=tables[2].to(device),
+        generator=tables[3].to(device),
+    )
+
+
+def saved_models(folder: Path, family: str = "llama") -> None:
+    """An actor and a reward model of one family, in `folder`/actor and `folder`/reward."""
+    language_model(config_of(family), seed=1).save_pretrained(folder / "actor")
+    classifier(config_of(family), seed=2).save_pretrained(folder / "reward")
+
+
+def models_in(folder: Path, *, zero_stage: int = 0, lora: LoraConfig | None = None, **actor: Any) -> Models:
+    """PPO's four engines; the critic starts from the reward model, whose scores are around 0.5."""
+    source, reward = source_in(folder / "actor"), source_in(folder / "reward")
+    return Models(
+        actor=build_policy(source, trained(zero_stage=zero_stage, lora=lora, **actor), generates=True),
+        critic=build_scorer(reward, trained(zero_stage=zero_stage), pad_id=0),
+        reference=None if lora else build_policy(source, frozen(zero_stage=zero_stage)),
+        reward=build_scorer(reward, frozen(zero_stage=zero_stage), pad_id=0),
+        reward_mean=0.5,
+    )

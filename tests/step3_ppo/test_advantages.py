@@ -1,0 +1,121 @@
+"""Rewards, GAE, whitening and the KL controller against loops by hand in float64."""
+
+import math
+
+import pytest
+import torch
+
+from step3_ppo.advantages import (
+    KlController,
+    gae,
+    kl_k1,
+    kl_k3,
+    masked_mean,
+    masked_variance,
+    shaped_rewards,
+    whiten,
+)
+from tests.step3_ppo.made import Table, close, lengths_of, mask_of, table, tensor
+
+LENGTHS = lengths_of(6, 9, seed=1)
+
+
+def rewards_by_hand(scores: list[float], kl: Table, kl_coef: float) -> Table:
+    """The score at the last token, the penalty at every one."""
+    made = [[-kl_coef * k for k in row] for row in kl]
+    for row, score in zip(made, scores, strict=True):
+        row[-1] += score
+    return made
+
+
+def gae_by_hand(rewards: Table, values: Table, gamma: float, lam: float) -> tuple[Table, Table]:
+    """The sum of discounted deltas (equation 16), written out, not the recursion."""
+    advantages, returns = [], []
+    for reward, value in zip(rewards, values, strict=True):
+        following = [*value[1:], 0.0]
+        deltas = [r + gamma * after - v for r, after, v in zip(reward, following, value, strict=True)]
+        row = [
+            math.fsum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(deltas)))
+            for t in range(len(deltas))
+        ]
+        advantages.append(row)
+        returns.append([a + v for a, v in zip(row, value, strict=True)])
+    return advantages, returns
+
+
+def test_kl_estimators() -> None:
+    ours, theirs = table(LENGTHS, 2, scale=0.7, shift=-2), table(LENGTHS, 3, scale=0.7, shift=-2)
+    k1 = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(ours, theirs, strict=True)]
+    k3 = [[math.exp(b - a) - 1 - (b - a) for a, b in zip(x, y, strict=True)] for x, y in zip(ours, theirs, strict=True)]
+    close(kl_k1(tensor(ours), tensor(theirs)), k1)
+    close(kl_k3(tensor(ours), tensor(theirs)), k3)
+    assert min(v for row in k1 for v in row) < 0 <= min(v for row in k3 for v in row)
+    assert torch.isfinite(kl_k3(torch.tensor([-200.0, 0.0]), torch.tensor([0.0, -200.0]))).all()
+
+
+def test_both_estimators_mean_the_kl() -> None:
+    """Expected over p, k1 and k3 are KL(p, q), in closed form."""
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    true = 0.5 * math.log(0.5 / 0.2) + 0.3 * math.log(0.3 / 0.2) + 0.2 * math.log(0.2 / 0.6)
+    assert (p * kl_k1(p.log(), q.log())).sum().item() == pytest.approx(true, rel=1e-5)
+    assert (p * kl_k3(p.log(), q.log())).sum().item() == pytest.approx(true, rel=1e-5)
+
+
+def test_the_score_is_at_the_last_response_token_and_the_penalty_at_each() -> None:
+    kl = table(LENGTHS, 4)
+    scores = [row[0] for row in table([1] * len(LENGTHS), 5, scale=3)]
+    found = shaped_rewards(torch.tensor(scores), tensor(kl), mask_of(LENGTHS), kl_coef=0.13)
+    close(found, rewards_by_hand(scores, kl, 0.13))
+    last = shaped_rewards(torch.ones(2), torch.zeros(2, 4), mask_of([3, 4]), kl_coef=1.0)
+    assert last.tolist() == [[0, 0, 1, 0], [0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.97, 0.0)])
+def test_gae(gamma: float, lam: float) -> None:
+    rewards, values = table(LENGTHS, 6), table(LENGTHS, 7, scale=2)
+    advantages, returns = gae(tensor(rewards), tensor(values), mask_of(LENGTHS), gamma=gamma, lam=lam)
+    wanted = gae_by_hand(rewards, values, gamma, lam)
+    close(advantages, wanted[0])
+    close(returns, wanted[1])
+
+
+def test_without_discount_the_return_is_the_sum_of_rewards() -> None:
+    rewards, values = table(LENGTHS, 8), table(LENGTHS, 9)
+    _, returns = gae(tensor(rewards), tensor(values), mask_of(LENGTHS), gamma=1.0, lam=1.0)
+    close(returns, [[math.fsum(row[t:]) for t in range(len(row))] for row in rewards])
+
+
+def test_mean_variance_and_whitening_over_the_mask_of_the_whole_batch() -> None:
+    rows = table(LENGTHS, 10, scale=3, shift=5)
+    flat = [v for row in rows for v in row]
+    mean = math.fsum(flat) / len(flat)
+    variance = math.fsum((v - mean) ** 2 for v in flat) / len(flat)
+    x, mask = tensor(rows, junk=1e6), mask_of(LENGTHS)
+    assert masked_mean(x, mask).item() == pytest.approx(mean, rel=1e-6)
+    assert masked_variance(x, mask).item() == pytest.approx(variance, rel=1e-5)
+    white = whiten(x, mask)
+    close(white, [[(v - mean) / math.sqrt(variance + 1e-8) for v in row] for row in rows])
+    assert abs(white[mask].mean().item()) < 1e-6
+    assert white[mask].std(unbiased=False).item() == pytest.approx(1, abs=1e-5)
+
+
+def test_nothing_to_average_is_zero_and_equal_values_whiten_to_zero() -> None:
+    empty = torch.zeros(2, 3, dtype=torch.bool)
+    assert masked_mean(torch.ones(2, 3), empty).item() == 0
+    assert masked_variance(torch.ones(2, 3), empty).item() == 0
+    assert whiten(torch.full((2, 3), 4.0), torch.ones(2, 3, dtype=torch.bool)).abs().max().item() == 0
+
+
+@pytest.mark.parametrize(
+    ("kl", "error"), [(9.0, 0.2), (6.3, 0.05), (5.7, -0.05), (1.0, -0.2), (6.0, 0.0)], ids=str
+)
+def test_kl_controller_steers_by_the_clipped_error(kl: float, error: float) -> None:
+    """Ziegler et al.: e = clip(KL / target - 1, -0.2, 0.2), coefficient *= 1 + e * n / horizon."""
+    before = KlController(0.15, 6.0, 10000)
+    after = before.after(kl, 512)
+    assert after.coef == pytest.approx(0.15 * (1 + error * 512 / 10000), rel=1e-12)
+    assert (after.target, after.horizon) == (6.0, 10000)
+
+
+def test_kl_controller_stands_still_without_a_target() -> None:
+    assert KlController(0.05, None, 10000).after(100.0, 512).coef == 0.05

@@ -1,0 +1,76 @@
+"""The figures of a rollout by hand: padding never counts."""
+
+import math
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipeline.config.schema import PpoSection
+from step3_ppo.figures import explained_variance, mean_figures, rollout_figures, sequence_kl
+from step3_ppo.rollout import Rollout
+from step3_ppo.update import targets_of
+from tests.step3_ppo.made import rollout_of
+
+PROMPTS, RESPONSES = [3, 6, 2, 5, 4], [4, 1, 6, 2, 5]
+
+
+def dirty(rollout: Rollout) -> Rollout:
+    """The same with junk behind the ends of answers."""
+    tables = {
+        name: torch.where(rollout.response_mask, getattr(rollout, name), torch.tensor(3.3))
+        for name in ("logprobs", "reference", "values")
+    }
+    return replace(rollout, **tables)
+
+
+def test_rollout_figures() -> None:
+    rollout = rollout_of(PROMPTS, RESPONSES)
+    targets = targets_of(rollout, PpoSection(), kl_coef=0.1)
+    rows = list(zip(rollout.logprobs.tolist(), rollout.reference.tolist(), RESPONSES, strict=True))
+    k1 = [math.fsum(a - b for a, b in zip(x[:n], y[:n], strict=True)) for x, y, n in rows]
+    k3 = [math.fsum(math.exp(b - a) - 1 + a - b for a, b in zip(x[:n], y[:n], strict=True)) for x, y, n in rows]
+    drawn = zip(rollout.generator.tolist(), rollout.logprobs.tolist(), RESPONSES, strict=True)
+    gaps = [abs(math.exp(g) - math.exp(t)) for x, y, n in drawn for g, t in zip(x[:n], y[:n], strict=True)]
+    scores = rollout.scores.tolist()
+    wanted = {
+        "score": statistics.fmean(scores),
+        "score_std": statistics.pstdev(scores),
+        "kl": statistics.fmean(k1),
+        "kl_k3": statistics.fmean(k3),
+        "response_length": statistics.fmean(RESPONSES),
+        "eos_rate": 3 / 5,
+        "generator_gap": statistics.fmean(gaps),
+    }
+    found = rollout_figures(rollout, targets)
+    explained = found.pop("explained_variance")
+    assert found == pytest.approx(wanted, rel=1e-4)
+    assert explained == explained_variance(rollout.values, targets.returns, rollout.response_mask)
+
+
+def test_a_sequences_kl_is_a_sum_over_its_tokens_only() -> None:
+    rollout = rollout_of(PROMPTS, RESPONSES)
+    assert sequence_kl(dirty(rollout)) == pytest.approx(sequence_kl(rollout), rel=1e-6)
+    logprobs, reference = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), torch.tensor([[-1.5, -2.5], [-1.0, 0.0]])
+    two = replace(rollout_of([1, 1], [2, 1]), logprobs=logprobs, reference=reference)
+    assert sequence_kl(two) == pytest.approx((1.0 - 2.0) / 2)  # negative is possible
+
+
+def test_explained_variance() -> None:
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    returns = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 99.0]])
+    values = torch.tensor([[1.5, 2.0, 2.0], [4.0, 6.0, -50.0]])
+    kept = [(r, v) for r, v, m in zip(returns.flatten(), values.flatten(), mask.flatten(), strict=True) if m]
+    errors = [(r - v).item() for r, v in kept]
+    wanted = 1 - statistics.pvariance(errors) / statistics.pvariance([r.item() for r, _ in kept])
+    assert explained_variance(values, returns, mask) == pytest.approx(wanted, rel=1e-5)
+    assert explained_variance(returns + 7, returns, mask) == pytest.approx(1.0)  # a constant error explains all
+    assert explained_variance(torch.zeros(2, 3), returns, mask) == pytest.approx(0.0, abs=1e-6)
+    assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0)
+    assert explained_variance(values, torch.ones(2, 3), mask) == 0.0  # nothing to explain
+
+
+def test_means_over_the_steps_of_a_rollout() -> None:
+    assert mean_figures([{"a": 1.0, "b": 4.0}, {"a": 2.0, "b": 0.0}]) == {"a": 1.5, "b": 2.0}
+    assert mean_figures([]) == {}

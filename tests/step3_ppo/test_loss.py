@@ -1,0 +1,117 @@
+"""The clipped losses token by token in float64, their gradients, and what they count."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from step3_ppo.loss import log_ratio, policy_loss, value_loss
+
+N = 300
+
+
+def made(seed: int, scale: float, shift: float = 0.0) -> list[float]:
+    source = random.Random(seed)
+    return [source.gauss(shift, scale) for _ in range(N)]
+
+
+def policy_by_hand(new: list[float], old: list[float], advantages: list[float], clip: float, dual: float | None):
+    """(loss, clipped tokens, approximate KL, sum of ratios) by cases, not by a maximum of two tensors."""
+    loss = kl = ratios = 0.0
+    clipped = 0
+    for a, b, advantage in zip(new, old, advantages, strict=True):
+        ratio = math.exp(a - b)
+        held = ratio
+        if advantage > 0 and ratio > 1 + clip:
+            held, clipped = 1 + clip, clipped + 1
+        if advantage < 0 and ratio < 1 - clip:
+            held, clipped = 1 - clip, clipped + 1
+        if dual is not None and advantage < 0 and ratio > dual:
+            held = dual
+        loss -= advantage * held
+        kl += ratio - 1 - (a - b)
+        ratios += ratio
+    return loss, clipped, kl, ratios
+
+
+@pytest.mark.parametrize(("clip", "dual"), [(0.2, None), (0.2, 3.0), (0.1, 1.5)])
+def test_policy_loss(clip: float, dual: float | None) -> None:
+    old, advantages = made(1, 0.5, -2), made(2, 1.5)
+    new = [b + d for b, d in zip(old, made(3, 0.8), strict=True)]
+    loss, clipped, kl, ratios = policy_by_hand(new, old, advantages, clip, dual)
+    if dual is not None:
+        assert loss != pytest.approx(policy_by_hand(new, old, advantages, clip, None)[0], rel=1e-3)
+    found, sums = policy_loss(
+        torch.tensor(new), torch.tensor(old), torch.tensor(advantages), clip=clip, dual_clip=dual
+    )
+    assert found.item() == pytest.approx(loss, rel=1e-5)
+    assert 0 < clipped < N and sums["clip_fraction"] == clipped
+    assert float(sums["approx_kl"]) == pytest.approx(kl, rel=1e-4)
+    assert float(sums["ratio"]) == pytest.approx(ratios, rel=1e-5)
+
+
+def test_policy_gradient_by_cases() -> None:
+    """d loss / d logprob is -A r where the ratio counts, and nothing where it is held."""
+    old, advantages = made(1, 0.5, -2), made(2, 1.5)
+    new = torch.tensor([b + d for b, d in zip(old, made(3, 0.8), strict=True)], requires_grad=True)
+    loss, _ = policy_loss(new, torch.tensor(old), torch.tensor(advantages), clip=0.2, dual_clip=3.0)
+    loss.backward()
+    for a, b, advantage, gradient in zip(new.tolist(), old, advantages, new.grad.tolist(), strict=True):
+        ratio = math.exp(a - b)
+        held = (advantage > 0 and ratio > 1.2) or (advantage < 0 and (ratio < 0.8 or ratio > 3))
+        assert gradient == pytest.approx(0.0 if held else -advantage * ratio, rel=1e-4, abs=1e-9)
+
+
+def test_at_the_old_policy_it_is_the_policy_gradient() -> None:
+    logprobs, advantages = torch.tensor(made(4, 1, -2), requires_grad=True), torch.tensor(made(5, 1))
+    loss, sums = policy_loss(logprobs, logprobs.detach(), advantages, clip=0.2, dual_clip=3.0)
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, -advantages)
+    assert (float(sums["clip_fraction"]), float(sums["approx_kl"]), float(sums["ratio"])) == (0, 0, N)
+
+
+def test_ratios_stay_finite() -> None:
+    far = log_ratio(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]))
+    assert far.tolist() == [20.0, -20.0]
+    loss, sums = policy_loss(
+        torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([-1.0]), clip=0.2, dual_clip=3.0
+    )
+    assert loss.item() == 3.0 and math.isfinite(float(sums["approx_kl"]))
+
+
+def value_by_hand(values: list[float], old: list[float], returns: list[float], clip: float | None):
+    loss, clipped = 0.0, 0
+    for v, o, r in zip(values, old, returns, strict=True):
+        near = v if clip is None else min(max(v, o - clip), o + clip)
+        plain, held = (v - r) ** 2, (near - r) ** 2
+        loss += 0.5 * max(plain, held)
+        clipped += held > plain
+    return loss, clipped
+
+
+@pytest.mark.parametrize("clip", [None, 0.2, 0.5])
+def test_value_loss(clip: float | None) -> None:
+    old, returns = made(6, 1), made(7, 2)
+    values = [o + d for o, d in zip(old, made(8, 0.5), strict=True)]
+    wanted, clipped = value_by_hand(values, old, returns, clip)
+    found, sums = value_loss(torch.tensor(values), torch.tensor(old), torch.tensor(returns), clip=clip)
+    assert found.item() == pytest.approx(wanted, rel=1e-5)
+    assert float(sums["value_clip_fraction"]) == clipped
+    assert (clipped == 0) == (clip is None)
+
+
+def test_a_value_clipped_away_from_its_return_gets_no_gradient() -> None:
+    values = torch.tensor([1.0, 1.0, 0.1], requires_grad=True)
+    loss, _ = value_loss(values, torch.zeros(3), torch.tensor([2.0, -2.0, 2.0]), clip=0.2)
+    loss.backward()
+    # The first would come nearer but is held at 0.2; the second is on the wrong side, the third moved little.
+    torch.testing.assert_close(values.grad, torch.tensor([0.0, 3.0, -1.9]))
+
+
+def test_no_tokens_are_no_loss_but_still_a_graph() -> None:
+    empty = torch.zeros(0, requires_grad=True)
+    policy, _ = policy_loss(empty, empty.detach(), empty.detach(), clip=0.2, dual_clip=3.0)
+    value, _ = value_loss(empty, empty.detach(), empty.detach(), clip=0.2)
+    (policy + value).backward()
+    assert policy.item() == value.item() == 0

@@ -1,0 +1,148 @@
+"""Rows of sequences, and what the four models say of answers, against each sequence on its own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from engine import Generation, Sampling
+from pipeline.config.schema import LoraConfig, PpoSection
+from step3_ppo.rollout import Rollout, collect, generate, my_rows, rows
+from step3_ppo.update import Targets, minibatches, targets_of, update_critic, update_policy
+from tests.ranks import run_ranks
+from tests.step3_ppo.made import models_in, rollout_of, saved_models
+
+PROMPTS, RESPONSES = [3, 6, 2, 5, 4, 2, 7], [4, 1, 6, 2, 5, 3, 2]
+SAMPLING = Sampling(max_new_tokens=6, end_ids=(5, 6), pad_id=0, seed=3)
+SECTION = PpoSection(minibatches=2, entropy_coef=0.02, micro_batch_tokens=24)
+
+
+def generations() -> tuple[list[list[int]], list[Generation]]:
+    made = rollout_of(PROMPTS, RESPONSES)
+    drawn = [
+        Generation(response, [-0.1 * (t + 1) for t in range(len(response))], place % 2 == 0)
+        for place, response in enumerate(made.responses)
+    ]
+    return made.prompts, drawn
+
+
+def test_rows_by_hand() -> None:
+    batch = rows([[7, 8], [9], [5, 5, 5]], [[1, 2, 3], [4], [6]], [1, 0], pad_id=0)
+    assert batch.places == [1, 0]
+    assert batch.input_ids.tolist() == [[9, 4, 0, 0, 0], [7, 8, 1, 2, 3]]
+    assert batch.score_mask.tolist() == [[False, True, False, False, False], [False, False, True, True, True]]
+    assert batch.lengths.tolist() == [2, 5]
+
+
+def test_a_rank_without_work_has_one_token_that_does_not_count() -> None:
+    batch = rows([], [], [], pad_id=3)
+    assert batch.input_ids.tolist() == [[3]] and not batch.score_mask.any() and batch.lengths.tolist() == [1]
+
+
+@pytest.mark.parametrize("budget", [1, 20, 10_000])
+def test_every_sequence_once_within_the_budget(budget: int) -> None:
+    made = rollout_of(PROMPTS, RESPONSES)
+    chosen = [6, 1, 2, 4]
+    batches = my_rows(made.prompts, made.responses, chosen, 0, budget)
+    assert sorted(place for batch in batches for place in batch.places) == sorted(chosen)
+    for batch in batches:
+        assert len(batch.places) == 1 or batch.input_ids.numel() <= budget
+        for row, place in enumerate(batch.places):
+            start, end = PROMPTS[place], PROMPTS[place] + RESPONSES[place]
+            assert batch.input_ids[row, :end].tolist() == made.prompts[place] + made.responses[place]
+            assert batch.score_mask[row].nonzero().flatten().tolist() == list(range(start, end))
+
+
+def test_a_rollout_counts_its_tokens() -> None:
+    made = rollout_of(PROMPTS, RESPONSES)
+    assert len(made) == 7 and made.tokens() == sum(RESPONSES) and made.tokens([1, 3]) == 3
+    assert made.lengths == [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+
+
+def check_collected(found: Rollout, folder: Path, temperature: float, *, reference: str = "actor") -> None:
+    """Every number from transformers' own forward over that sequence alone."""
+    policy = AutoModelForCausalLM.from_pretrained(folder / "actor")
+    first = AutoModelForCausalLM.from_pretrained(folder / reference)
+    scorer: Any = AutoModelForSequenceClassification.from_pretrained(folder / "reward")
+    for place, (prompt, response) in enumerate(zip(found.prompts, found.responses, strict=True)):
+        ids = torch.tensor([prompt + response])
+        with torch.no_grad():
+            logs = [torch.log_softmax(m(input_ids=ids).logits[0] / temperature, -1) for m in (policy, first)]
+            hidden = scorer.model(input_ids=ids).last_hidden_state[0]
+            values = (hidden @ scorer.score.weight[0]).tolist()
+        for t, token in enumerate(response):
+            before = len(prompt) + t - 1  # the position that has seen all tokens before this one
+            assert found.logprobs[place, t].item() == pytest.approx(logs[0][before, token].item(), abs=3e-5)
+            assert found.reference[place, t].item() == pytest.approx(logs[1][before, token].item(), abs=3e-5)
+            assert found.values[place, t].item() == pytest.approx(values[before], abs=3e-5)
+            assert found.generator[place, t].item() == pytest.approx(-0.1 * (t + 1))
+        assert found.scores[place].item() == pytest.approx(values[-1] - 0.5, abs=3e-5)
+        for table in (found.logprobs, found.reference, found.values, found.generator):
+            assert table[place, len(response) :].abs().sum() == 0
+        assert found.response_mask[place].sum().item() == len(response)
+        assert found.finished[place].item() == (place % 2 == 0)
+
+
+@pytest.mark.parametrize(("temperature", "budget"), [(1.0, 10_000), (0.7, 20)])
+def test_collected_numbers_are_each_models_own(temperature: float, budget: int, tmp_path: Path) -> None:
+    saved_models(tmp_path)
+    prompts, drawn = generations()
+    models = models_in(tmp_path)
+    found = collect(models, prompts, drawn, temperature=temperature, pad_id=0, budget=budget)
+    check_collected(found, tmp_path, temperature)
+
+
+def test_the_reference_of_adapters_is_the_model_under_them(tmp_path: Path) -> None:
+    saved_models(tmp_path)
+    prompts, drawn = generations()
+    models = models_in(tmp_path, lora=LoraConfig(rank=2))
+    with torch.no_grad():
+        for name, parameter in models.actor.module.named_parameters():
+            if ".lora_B" in name:
+                parameter.fill_(0.1)
+    found = collect(models, prompts, drawn, temperature=1.0, pad_id=0, budget=64)
+    base = collect(models_in(tmp_path), prompts, drawn, temperature=1.0, pad_id=0, budget=64)
+    torch.testing.assert_close(found.reference, base.reference, atol=3e-5, rtol=1e-5)
+    assert (found.logprobs - base.logprobs).abs().max() > 0.01
+
+
+def one_step(folder: Path, zero_stage: int) -> dict[str, Any]:
+    """Generate, collect, two optimizer steps on each of two minibatches; all that should not depend on ranks."""
+    torch.set_num_threads(1)
+    models = models_in(folder, zero_stage=zero_stage)
+    prompts = rollout_of(PROMPTS, RESPONSES).prompts
+    drawn = generate(models, prompts, SAMPLING, first_stream=40, batch_size=4)
+    rollout = collect(models, prompts, drawn, temperature=0.9, pad_id=0, budget=24)
+    targets: Targets = targets_of(rollout, SECTION, kl_coef=0.1)
+    updates, seen = [], []
+    for minibatch in minibatches(rollout, parts=2, seed=8, pad_id=0, budget=24):
+        actor, largest = update_policy(models, minibatch, rollout, targets, SECTION, temperature=0.9)
+        critic = update_critic(models, minibatch, rollout, targets, SECTION)
+        norms = {"largest": largest, "grad_norm": actor.grad_norm, "critic_grad_norm": critic.grad_norm}
+        updates.append({"loss": actor.loss, "value_loss": critic.loss, **norms, **actor.sums, **critic.sums})
+        seen.append([batch.places for batch in minibatch.batches])
+    final = collect(models, prompts, drawn, temperature=0.9, pad_id=0, budget=1000)
+    return {"drawn": drawn, "rollout": rollout, "updates": updates, "seen": seen, "final": final}
+
+
+def test_two_ranks_make_the_step_that_one_makes(tmp_path: Path) -> None:
+    saved_models(tmp_path)
+    alone = one_step(tmp_path, 0)
+    first, second = run_ranks(one_step, 2, tmp_path, 3)
+    for step in range(2):  # equally many micro-batches, every sequence on one rank
+        assert len(first["seen"][step]) == len(second["seen"][step])
+        theirs = [place for result in (first, second) for batch in result["seen"][step] for place in batch]
+        ours = [place for batch in alone["seen"][step] for place in batch]
+        assert sorted(theirs) == sorted(ours)
+    for result in (first, second):
+        assert [g.token_ids for g in result["drawn"]] == [g.token_ids for g in alone["drawn"]]
+        for step in range(2):
+            assert result["updates"][step] == pytest.approx(alone["updates"][step], rel=2e-3, abs=2e-4)
+        for which in ("rollout", "final"):
+            for name in ("scores", "logprobs", "reference", "values", "generator", "response_mask", "finished"):
+                found, wanted = getattr(result[which], name), getattr(alone[which], name).cpu()
+                torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3, msg=name)
+    moved = alone["final"].logprobs - alone["rollout"].logprobs
+    assert moved.abs().max() > 1e-3

@@ -1,0 +1,181 @@
+"""What PPO starts from, its loop on tiny models, and its held-out answers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Sampling
+from engine.parallel import dist
+from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, PpoSection, RolloutSection, RunConfig
+from pipeline.data.records import Message, Prompt
+from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
+from pipeline.errors import UserError
+from pipeline.insight.evaluate import Sample, read_samples, write_samples
+from pipeline.models.build import build_policy, build_scorer
+from pipeline.models.export import export_policy, export_scorer
+from pipeline.models.modules import Policy
+from pipeline.models.source import resolve
+from pipeline.run import StageRun
+from step3_ppo.evaluate import Examiner, HeldOut, earlier_answers, write_table
+from step3_ppo.models import build, find
+from step3_ppo.train import Ppo
+from step3_ppo.update import targets_of
+from tests.pipeline.models.tiny import classifier, config_of, frozen, language_model, source_in
+
+VOCABULARY = 288
+
+
+def tokenizer(*texts: str) -> ChatTokenizer:
+    return train_tokenizer(["some words to learn from", "and more words", *texts], 280)
+
+
+def config(folder: Path, **ppo: Any) -> RunConfig:
+    section = {"batch_size": 6, "epochs": 1.0, "lr": 0.01, "critic_lr": 0.01, "warmup": 0.0, "schedule": "constant"}
+    return RunConfig(
+        actor=str(folder / "sft"),
+        reward_path=str(folder / "reward"),
+        model=ModelConfig(name="tiny", path=str(folder / "sft" / "model"), attention="sdpa"),
+        data=DataConfig(name="none"),
+        engine=EngineSettings(dtype="fp32"),
+        rollout=RolloutSection(max_new_tokens=6, batch_size=4, temperature=0.9),
+        ppo=PpoSection(**{**section, **ppo}),
+    )
+
+
+def run_folder(folder: Path, family: str = "llama", *, actor: Any = None, reward: Any = None) -> None:
+    """A run with finished stages sft and reward."""
+    changes = {"vocab_size": VOCABULARY}
+    language_model(config_of(family, **changes)).save_pretrained(folder / "a")
+    classifier(config_of("llama", **changes)).save_pretrained(folder / "r")
+    policy, scorer = source_in(folder / "a"), source_in(folder / "r")
+    export_policy(build_policy(policy, frozen()), policy, actor or tokenizer(), folder / "sft" / "model")
+    extra = {"reward_mean": 0.75}
+    engine = build_scorer(scorer, frozen(), pad_id=0)
+    export_scorer(engine, scorer, reward or tokenizer(), folder / "reward" / "model", extra=extra)
+
+
+def test_a_missing_model_is_named_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="actor"):
+        find(config(tmp_path), tmp_path)
+    with pytest.raises(UserError, match=r"stage=sft .*actor=FOLDER"):
+        find(config(tmp_path).model_copy(update={"actor": None}), tmp_path)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    run_folder(tmp_path, reward=tokenizer("zzz zzz zzz zzz zzz zzz"))
+    with pytest.raises(UserError, match="another tokenizer"):
+        find(config(tmp_path), tmp_path)
+
+
+def test_models_in_each_others_place_are_refused(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    swapped = config(tmp_path).model_copy(update={"actor": str(tmp_path / "reward")})
+    with pytest.raises(UserError, match="ForCausalLM is needed"):
+        find(swapped, tmp_path)
+    swapped = config(tmp_path).model_copy(update={"reward_path": str(tmp_path / "sft")})
+    with pytest.raises(UserError, match="ForSequenceClassification is needed"):
+        find(swapped, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "gpt2"])
+def test_actor_and_reference_begin_as_the_same_policy(family: str, tmp_path: Path) -> None:
+    run_folder(tmp_path, family)
+    made = config(tmp_path, reference_engine={"zero_stage": 3})
+    models = build(made, find(made, tmp_path), actor_steps=2, critic_steps=2)
+    assert isinstance(models.actor.module, Policy) and models.reference is not None
+    assert models.actor.module.use_logits == models.reference.module.use_logits == (family == "granite")
+    assert models.reference.config.zero_stage == 3 and models.actor.config.zero_stage == 0
+    assert models.reward_mean == 0.75
+    assert models.critic.optimizer_config is not None and models.critic.optimizer_config.lr == 0.01
+    assert models.reward.optimizer is None and models.reference.optimizer is None
+
+
+def ppo_of(folder: Path, **keys: Any) -> tuple[Ppo, StageRun]:
+    made = config(folder, **keys)
+    sources = find(made, folder)
+    prompts = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
+    ppo = Ppo(made, folder / "ppo", sources, prompts)
+    engines = {"actor": ppo.models.actor, "critic": ppo.models.critic}
+    return ppo, StageRun(folder / "ppo", ppo.section, ppo.steps, engines)
+
+
+def weights(engine: Any) -> list[torch.Tensor]:
+    return [dist.full_tensor(p.detach()).clone() for p in engine.module.parameters()]
+
+
+def test_the_loop_begins_on_policy_and_moves_both_models(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    ppo, stage = ppo_of(tmp_path, update_epochs=2, minibatches=2, critic_warmup=1, micro_batch_tokens=100)
+    assert ppo.steps == 2
+    actor, critic = weights(ppo.models.actor), weights(ppo.models.critic)
+    for step in (1, 2):
+        rollout = ppo.rollout(step, stage)
+        assert len(rollout) == 6 and ppo.kl.coef == 0.05
+        if step == 1:
+            assert torch.equal(rollout.logprobs, rollout.reference)  # KL 0: nothing has been learned yet
+        learned = ppo.learn(step, rollout, targets_of(rollout, ppo.section, kl_coef=0.05))
+        moved = [not torch.equal(a, b) for a, b in zip(actor, weights(ppo.models.actor), strict=True)]
+        if step == 1:  # only the critic learns
+            assert not any(moved) and "first_ratio" not in learned and learned["lr"] == 0.0
+            assert not all(torch.equal(a, b) for a, b in zip(critic, weights(ppo.models.critic), strict=True))
+        else:
+            assert any(moved) and learned["first_ratio"] == pytest.approx(1, abs=1e-5)
+            assert learned["first_ratio_max_deviation"] < 1e-4 and learned["lr"] == 0.01
+        assert learned["critic_lr"] == 0.01
+    assert ppo.models.actor.step_count == 4 and ppo.models.critic.step_count == 8
+    assert stage.phases["generate"] > 0 and stage.phases["score"] > 0
+
+
+def test_a_rollout_off_the_policy_stops_the_run(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    ppo, stage = ppo_of(tmp_path)
+    rollout = ppo.rollout(1, stage)
+    rollout.logprobs.add_(0.1)
+    with pytest.raises(UserError, match=r"the first minibatch's ratio is off by 0\.095"):
+        ppo.learn(1, rollout, targets_of(rollout, ppo.section, kl_coef=0.05))
+
+
+def prompts() -> list[Prompt]:
+    return [Prompt((Message("user", text),), "made") for text in ("some words", "more", "and some more words")]
+
+
+def test_held_out_answers_are_scored_at_their_end_less_the_level(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    made = config(tmp_path)
+    sources = find(made, tmp_path)
+    models = build(made, sources, actor_steps=1, critic_steps=1)
+    sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
+    examiner = Examiner(prompts(), sources.tokenizer, sampling, 64)
+    judged = examiner.judge(models, ["words", "to learn", ""])
+    scorer = build_scorer(resolve(made.model, 1, folder=tmp_path / "reward"), frozen(), pad_id=0)
+    for prompt, answer, score in zip(prompts(), judged.answers, judged.scores, strict=True):
+        ids = sources.tokenizer.encode_prompt(prompt.messages) + sources.tokenizer.encode_answer(answer)
+        wanted = scorer(torch.tensor([ids], device=dist.world().device))[0, -1].item() - 0.75
+        assert score == pytest.approx(wanted, abs=3e-5)
+    assert judged.gold is None and judged.figures == {"eval_score": pytest.approx(sum(judged.scores) / 3)}
+    first, second = examiner.examine(models), examiner.examine(models)
+    assert first == second and len(first.answers) == 3  # the same noise each time
+
+
+def test_earlier_answers_are_all_or_nothing(tmp_path: Path) -> None:
+    made = prompts()
+    write_samples(tmp_path / "samples.jsonl", [Sample(p.messages, {"base": f"a{i}"}) for i, p in enumerate(made)])
+    assert earlier_answers(made[::-1], tmp_path, "base") == ["a2", "a1", "a0"]
+    assert earlier_answers(made, tmp_path, "sft") is None
+    assert earlier_answers([*made, Prompt((Message("user", "new"),), "made")], tmp_path, "base") is None
+    assert earlier_answers(made, tmp_path / "nowhere", "base") is None
+
+
+def test_the_table_has_every_models_answer(tmp_path: Path) -> None:
+    results = {
+        "sft": HeldOut(["a", "b", "c"], [0.1, 0.2, 0.3], [1.0, 0.0, 0.5]),
+        "ppo": HeldOut(["d", "e", "f"], [1.1, 1.2, 1.3], None),
+    }
+    write_table(prompts(), results, tmp_path)
+    rows = read_samples(tmp_path / "samples.jsonl")
+    assert [row.answers for row in rows] == [{"sft": s, "ppo": p} for s, p in zip("abc", "def", strict=True)]
+    assert rows[1].scores == {"sft": 0.2, "ppo": 1.2} and rows[1].gold == {"sft": 0.0}
+    assert json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])["prompt"][0]["content"] == "some words"

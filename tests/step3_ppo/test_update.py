@@ -1,0 +1,179 @@
+"""Targets and updates on a small made rollout, against loops by hand in float64."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from engine.parallel import dist
+from pipeline.config.schema import PpoSection
+from pipeline.data.batch import TokenBatch
+from step3_ppo.ptx import PtxBatch
+from step3_ppo.rollout import Rollout
+from step3_ppo.update import answer_scores, means, minibatches, targets_of, update_critic, update_policy
+from tests.step3_ppo.made import Table, close, models_in, rollout_of, saved_models
+from tests.step3_ppo.test_advantages import gae_by_hand, rewards_by_hand
+from tests.step3_ppo.test_loss import policy_by_hand, value_by_hand
+
+PROMPTS, RESPONSES = [3, 6, 2, 5, 4], [4, 1, 6, 2, 5]
+
+
+def rows_of(values: torch.Tensor, rollout: Rollout) -> Table:
+    """(B, R) as ragged lists of float64."""
+    return [row[: len(r)] for row, r in zip(values.double().tolist(), rollout.responses, strict=True)]
+
+
+def earned_by_hand(rollout: Rollout, penalty: float, clip: float | None) -> list[float]:
+    found = []
+    for score, finished in zip(rollout.scores.tolist(), rollout.finished.tolist(), strict=True):
+        held = score if clip is None else max(-clip, min(clip, score))
+        found.append(held if finished else held - penalty)
+    return found
+
+
+@pytest.mark.parametrize(("penalty", "clip"), [(0.0, None), (1.0, None), (1.5, 0.8)])
+def test_answers_earn_their_clipped_score_less_the_missing_end(penalty: float, clip: float | None) -> None:
+    rollout = rollout_of(PROMPTS, RESPONSES)
+    found = answer_scores(rollout, missing_end_penalty=penalty, score_clip=clip)
+    assert found.tolist() == pytest.approx(earned_by_hand(rollout, penalty, clip), abs=1e-6)
+
+
+@pytest.mark.parametrize("whitened", [True, False])
+def test_targets(whitened: bool) -> None:
+    rollout = rollout_of(PROMPTS, RESPONSES)
+    section = PpoSection(gamma=0.98, lam=0.9, whiten_advantages=whitened, missing_end_penalty=0.7, score_clip=1.1)
+    found = targets_of(rollout, section, kl_coef=0.13)
+    ours, theirs = rows_of(rollout.logprobs, rollout), rows_of(rollout.reference, rollout)
+    kl = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(ours, theirs, strict=True)]
+    rewards = rewards_by_hand(earned_by_hand(rollout, 0.7, 1.1), kl, 0.13)
+    advantages, returns = gae_by_hand(rewards, rows_of(rollout.values, rollout), 0.98, 0.9)
+    if whitened:
+        flat = [a for row in advantages for a in row]
+        mean = math.fsum(flat) / len(flat)
+        spread = math.sqrt(math.fsum((a - mean) ** 2 for a in flat) / len(flat) + 1e-8)
+        advantages = [[(a - mean) / spread for a in row] for row in advantages]
+    close(found.rewards.cpu(), rewards)
+    close(found.returns.cpu(), returns)
+    close(found.advantages.cpu(), advantages)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_minibatches_hold_every_sequence_once(parts: int) -> None:
+    rollout = rollout_of(PROMPTS, RESPONSES)
+    seen: dict[int, list[list[int]]] = {}
+    for seed in (1, 2):
+        made = minibatches(rollout, parts=parts, seed=seed, pad_id=0, budget=18)
+        seen[seed] = [sorted(place for batch in m.batches for place in batch.places) for m in made]
+        assert len(made) == parts
+        assert sorted(place for places in seen[seed] for place in places) == list(range(5))
+        assert max(map(len, seen[seed])) - min(map(len, seen[seed])) <= 1
+        for minibatch, places in zip(made, seen[seed], strict=True):
+            assert minibatch.tokens == sum(RESPONSES[place] for place in places)
+            assert minibatch.tokens == sum(int(batch.score_mask.sum()) for batch in minibatch.batches)
+    assert (seen[1] == seen[2]) == (parts == 1)
+    again = minibatches(rollout, parts=parts, seed=1, pad_id=0, budget=18)
+    assert [[b.places for b in m.batches] for m in again] == [
+        [b.places for b in m.batches] for m in minibatches(rollout, parts=parts, seed=1, pad_id=0, budget=18)
+    ]
+
+
+def own_policy(folder: Path, rollout: Rollout, temperature: float) -> tuple[list[float], list[float], torch.nn.Module]:
+    """Log-probabilities and entropies of all response tokens, row by row, by transformers in float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "actor").double()
+    logprobs, entropies = [], []
+    for prompt, response in zip(rollout.prompts, rollout.responses, strict=True):
+        logs = torch.log_softmax(model(input_ids=torch.tensor([prompt + response])).logits[0] / temperature, -1)
+        for t, token in enumerate(response, start=len(prompt) - 1):
+            logprobs.append(logs[t, token])
+            entropies.append(-(logs[t].exp() * logs[t]).sum())
+    return logprobs, entropies, model
+
+
+def test_one_update_of_the_policy(tmp_path: Path) -> None:
+    saved_models(tmp_path)
+    models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
+    section = PpoSection(entropy_coef=0.05, clip=0.2, dual_clip=1.3)
+    targets = targets_of(rollout, section, kl_coef=0.1)
+    new, entropies, model = own_policy(tmp_path, rollout, 0.8)
+    # Old log-probabilities near the new ones, so that some tokens are clipped and some are not.
+    shift = iter(torch.randn(len(new), generator=torch.Generator().manual_seed(1)).mul(0.3).tolist())
+    old = [[x.item() + next(shift) for x in part] for part in split(new)]
+    rollout.logprobs.copy_(padded(old))
+    advantages = [a for row in rows_of(targets.advantages, rollout) for a in row]
+    flat = [x for row in old for x in row]
+    wanted, clipped, kl, ratios = policy_by_hand([x.item() for x in new], flat, advantages, 0.2, 1.3)
+    bonus = math.fsum(e.item() for e in entropies)
+    (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
+    assert len(minibatch.batches) > 1
+    update, largest = update_policy(models, minibatch, rollout, targets, section, temperature=0.8)
+    count = sum(RESPONSES)
+    assert update.loss == pytest.approx((wanted - 0.05 * bonus) / count, rel=1e-3)
+    figures = means(update, minibatch.tokens)
+    assert figures["clip_fraction"] == clipped / count and 0 < clipped < count
+    assert figures["approx_kl"] == pytest.approx(kl / count, rel=1e-3)
+    assert figures["ratio"] == pytest.approx(ratios / count, rel=1e-4)
+    assert figures["entropy"] == pytest.approx(bonus / count, rel=1e-4)
+    deviations = [abs(math.exp(a.item() - b) - 1) for a, b in zip(new, flat, strict=True)]
+    assert figures["deviation"] == pytest.approx(math.fsum(deviations) / count, rel=1e-3)
+    assert largest == pytest.approx(max(deviations), rel=1e-3)
+    # The gradient: -A r of the tokens that count, less the entropy's, through transformers' own graph.
+    terms = -0.05 * sum(entropies)
+    for logprob, before, advantage in zip(new, flat, advantages, strict=True):
+        ratio = (logprob - before).exp()
+        held = (advantage > 0 and ratio > 1.2) or (advantage < 0 and (ratio < 0.8 or ratio > 1.3))
+        if not held:
+            terms = terms - advantage * ratio
+    (terms / count).backward()
+    norm = math.sqrt(math.fsum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
+    assert update.grad_norm == pytest.approx(norm, rel=1e-3)
+
+
+def split(flat: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    taken = iter(flat)
+    return [[next(taken) for _ in range(n)] for n in RESPONSES]
+
+
+def padded(table: Table) -> torch.Tensor:
+    return torch.tensor([[*row, *[0.0] * (max(RESPONSES) - len(row))] for row in table])
+
+
+def test_one_update_of_the_critic(tmp_path: Path) -> None:
+    saved_models(tmp_path)
+    models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
+    section = PpoSection(value_clip=0.4)
+    targets = targets_of(rollout, section, kl_coef=0.1)
+    scorer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").double()
+    values = []
+    for prompt, response in zip(rollout.prompts, rollout.responses, strict=True):
+        hidden = scorer.model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0]
+        found = hidden @ scorer.score.weight[0]
+        values += found[len(prompt) - 1 : -1].tolist()
+    old = [v for row in rows_of(rollout.values, rollout) for v in row]
+    returns = [v for row in rows_of(targets.returns, rollout) for v in row]
+    wanted, clipped = value_by_hand(values, old, returns, 0.4)
+    (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
+    update = update_critic(models, minibatch, rollout, targets, section)
+    assert update.loss == pytest.approx(wanted / sum(RESPONSES), rel=1e-4)
+    assert means(update, minibatch.tokens)["value_clip_fraction"] == clipped / sum(RESPONSES)
+    assert 0 < clipped < sum(RESPONSES)
+
+
+def test_the_mix_of_conversations_adds_its_mean_loss(tmp_path: Path) -> None:
+    saved_models(tmp_path)
+    rollout, section = rollout_of(PROMPTS, RESPONSES), PpoSection()
+    targets = targets_of(rollout, section, kl_coef=0.1)
+    (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=64)
+    ids = torch.tensor([[7, 9, 11, 13, 15], [8, 10, 12, 0, 0]])
+    counts = torch.tensor([[False, False, True, True, True], [False, True, True, False, False]])
+    device = dist.world().device
+    mixed = TokenBatch(ids.to(device), counts.to(device), torch.zeros_like(ids).to(device), None)
+    logs = torch.log_softmax(AutoModelForCausalLM.from_pretrained(tmp_path / "actor")(input_ids=ids).logits, -1)
+    nats = [-logs[row, t - 1, ids[row, t]].item() for row, t in counts.nonzero().tolist()]
+    plain, _ = update_policy(models_in(tmp_path), minibatch, rollout, targets, section, temperature=1.0)
+    ptx = PtxBatch([mixed], len(nats), coef=0.3)
+    update, _ = update_policy(models_in(tmp_path), minibatch, rollout, targets, section, temperature=1.0, ptx=ptx)
+    mean = math.fsum(nats) / len(nats)
+    assert update.loss == pytest.approx(plain.loss + 0.3 * mean, rel=1e-4)
+    assert means(update, minibatch.tokens)["ptx_loss"] == pytest.approx(mean, rel=1e-5)
