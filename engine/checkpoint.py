@@ -4,6 +4,7 @@ A checkpoint is written into `NAME.tmp` and renamed when every rank is done, so 
 tensors are copied before `save` returns; the writing itself goes on in the background.
 """
 
+import errno
 import json
 import shutil
 from collections.abc import Mapping
@@ -58,7 +59,8 @@ class Checkpointer:
         error = pending.exception()
         failures = [failure for failure in dist.gather_objects(_reason(error) if error else None) if failure]
         if failures:
-            raise OSError(f"a checkpoint could not be written: {failures[0]}") from error
+            number, reason = failures[0]
+            raise OSError(number, f"a checkpoint could not be written: {reason}") from error
 
     def load(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Fill the engines from a checkpoint. Returns (shared, mine); mine is None where the world size changed."""
@@ -117,10 +119,11 @@ def _settle(settled: Future[None], done: Future[Any], staging: Path, folder: Pat
         settled.set_result(None)
 
 
-def _reason(error: BaseException) -> str:
-    """What went wrong on the first rank where something did, without the stack that torch adds."""
+def _reason(error: BaseException) -> tuple[int, str]:
+    """The error number and what went wrong on the first rank where something did, without the stack that torch adds."""
     failures = getattr(error, "failures", None)
-    return str(next(iter(failures.values()))[0] if failures else error)
+    first = next(iter(failures.values()))[0] if failures else error
+    return getattr(first, "errno", None) or errno.EIO, getattr(first, "strerror", None) or str(first)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -207,10 +207,10 @@ def test_a_full_disk_is_one_message_and_the_older_checkpoint_stays(
     assert names(tmp_path) == ["step-1"]
 
 
-def test_other_troubles_of_writing_are_named() -> None:
-    with pytest.raises(UserError, match="Read-only"), explained_disk(Path("x")):
+def test_other_troubles_of_writing_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Read-only"), explained_disk(tmp_path):
         raise OSError(errno.EROFS, "Read-only file system")
-    with pytest.raises(ZeroDivisionError), explained_disk(Path("x")):
+    with pytest.raises(ZeroDivisionError), explained_disk(tmp_path):
         raise ZeroDivisionError
 
 
