@@ -45,7 +45,7 @@ def slot_attention(
     odd = [name for name in CHANGES_SCORES if others.get(name) is not None]
     if slots is None or odd or attention_mask is not None or others.get("is_causal") is False:
         raise Unserved(f"{type(module).__name__} asks for {', '.join(odd) or 'another kind of attention'}")
-    layer = slots.cache.write(module.layer_idx, slots.rows, key[0].transpose(0, 1), value[0].transpose(0, 1))  # type: ignore[arg-type]
+    layer = slots.cache.write(module.layer_idx, slots.rows(key.shape[1]), key[0], value[0])  # type: ignore[arg-type]
     queries = query[0].transpose(0, 1)  # (N, heads, head size)
     parts = []
     for part, first, last, mask in slots.seen(sliding_window):
@@ -53,7 +53,7 @@ def slot_attention(
         single = isinstance(part, Group)
         q = mine[:, :, None] if single else mine.transpose(0, 1)[None]
         span = slice(part.slot, part.slot + (len(part.lengths) if isinstance(part, Group) else 1))
-        k, v = layer.keys[span, first:last].transpose(1, 2), layer.values[span, first:last].transpose(1, 2)
+        k, v = layer.keys[span, :, first:last], layer.values[span, :, first:last]
         out = attend(q, k, v, mask, scaling=scaling, softcap=softcap)
         parts.append(out[:, :, 0] if single else out[0].transpose(0, 1))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -19,7 +19,8 @@ from engine.rollout.sampling import Sampling, forbid, sample, uniforms
 from engine.rollout.scheduler import Answering, Scheduler
 from engine.rollout.slots import Group, SlotCache, Step, cut_into_groups
 
-PREFILL_TOKENS = 2048  # tokens of prompts a forward carries at most: bounds the activations
+# Tokens of prompts a forward carries at most: bounds the activations, which on CPUs should stay in the caches.
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
 REGROUP_EVERY = 16  # steps
 ROUND_CAPACITY = 64
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
@@ -50,12 +51,12 @@ class SlotDecoder:
     ) -> Iterator[list[Drawn]]:
         """Answer the prompts; yields what each forward drew. A sequence ends at an end token or at its full length."""
         cache = self._cache_for(max(len(prompt) for prompt in prompts) + sampling.max_new_tokens, slots)
-        scheduler = Scheduler(prompts, min(slots, cache.slots), PREFILL_TOKENS)
+        scheduler = Scheduler(prompts, min(slots, cache.slots), PREFILL_TOKENS.get(self.device.type, 1024))
         return iter(_Decoding(self, cache, scheduler, sampling, streams))
 
     @torch.inference_mode()
-    def forward(self, token_ids: Sequence[int], positions: Sequence[int], step: Step, keep: Sequence[int]) -> Tensor:
-        """Run N tokens at their positions; returns the logits (len(keep), V) after the tokens at columns `keep`."""
+    def forward(self, token_ids: Sequence[int], step: Step, keep: Sequence[int]) -> Tensor:
+        """Run a step's N tokens; returns the logits (len(keep), V) after those at columns `keep`."""
         extra: dict[str, Any] = {}
         columns = None if len(keep) == len(token_ids) else torch.tensor(keep or [0], device=self.device)
         if self.keeps_logits and columns is not None:
@@ -63,7 +64,7 @@ class SlotDecoder:
         with routed(self.module), self.packs.applied():
             output = self.module(
                 input_ids=torch.tensor([token_ids], device=self.device),
-                position_ids=torch.tensor([positions], device=self.device),
+                position_ids=step.positions[None],
                 use_cache=False,
                 slots=step,
                 **extra,
@@ -73,10 +74,9 @@ class SlotDecoder:
 
     def _probe(self) -> tuple[int, int]:
         """Run one token; returns the bytes of a token in the cache, and its numbers a layer."""
-        cache = SlotCache(1, 1)
-        step = Step(cache, torch.zeros(1, dtype=torch.long, device=self.device), [Group(0, 1, 0, (1,))], [])
+        cache, zero = SlotCache(1, 1), torch.zeros(1, dtype=torch.long, device=self.device)
         try:
-            self.forward([0], [0], step, [0])
+            self.forward([0], Step(cache, zero, zero, [Group(0, 1, 0, (1,))], []), [0])
         except TypeError as problem:  # an argument that the model does not pass on
             raise Unserved(str(problem)) from problem
         expected = self.module.config.get_text_config(decoder=True).num_hidden_layers  # type: ignore[union-attr, operator]
@@ -126,15 +126,16 @@ class _Decoding:
         chunks, members = scheduler.chunks()
         decoding = list(scheduler.decoding)
         token_ids, positions = [s.last for s in decoding], [s.cached for s in decoding]
-        rows = [s.slot * cache.capacity + s.cached for s in decoding]
+        slots = [s.slot for s in decoding]
         for chunk, member in zip(chunks, members, strict=True):
             token_ids += member.prompt[chunk.start : chunk.length]
             positions += range(chunk.start, chunk.length)
-            rows += range(chunk.slot * cache.capacity + chunk.start, chunk.slot * cache.capacity + chunk.length)
-        step = Step(cache, torch.tensor(rows, device=self.decoder.device), self._groups(decoding), chunks)
+            slots += [chunk.slot] * (chunk.length - chunk.start)
+        where = torch.tensor([slots, positions], device=self.decoder.device)
+        step = Step(cache, where[0], where[1], self._groups(decoding), chunks)
         whole = [(c.end - 1, m) for c, m in zip(chunks, members, strict=True) if c.length == len(m.prompt)]
         keep = [*range(len(decoding)), *(column for column, _ in whole)]
-        logits = self.decoder.forward(token_ids, positions, step, keep)
+        logits = self.decoder.forward(token_ids, step, keep)
         for sequence in decoding:
             sequence.cached += 1
         scheduler.ran(members, chunks)

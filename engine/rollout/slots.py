@@ -1,9 +1,9 @@
 """The slot cache: keys and values of many sequences in memory of a fixed size, and what one forward sees of it.
 
-A slot holds one sequence, its tokens in order; a layer is one tensor (slots, capacity, heads, head size). Tokens are
+A slot holds one sequence, its tokens in order; a layer is one tensor (slots, heads, capacity, head size). Tokens are
 written where they belong in one indexed copy, whatever mixture of sequences a forward carries, and nothing is moved
-afterwards: attention reads slices in place. The layout keeps a token's heads together: one query attends over it as fast
-as over heads laid apart, and writing a token or copying a prefix touches memory in one piece.
+afterwards: attention reads slices in place. A head's tokens lie together, so that one query streams through memory: that
+was measured an eighth faster than a token's heads together.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ CALL_COST = 45_000  # cached numbers that attention reads in the time one more c
 
 @dataclass
 class SlotLayer:
-    """keys, values: (slots, capacity, heads, head size); heads and sizes of the two may differ."""
+    """keys, values: (slots, heads, capacity, head size); sizes of the two may differ."""
 
     keys: Tensor
     values: Tensor
@@ -31,35 +31,36 @@ class SlotCache:
         self.layers: dict[int, SlotLayer] = {}
 
     def write(self, layer_index: int, rows: Tensor, keys: Tensor, values: Tensor) -> SlotLayer:
-        """Put keys and values (N, heads, head size) at rows (N,), each slot * capacity + position."""
+        """Put keys and values (heads, N, head size) at rows (heads * N,) of a layer seen as (all, head size)."""
         if layer_index not in self.layers:
             self.layers[layer_index] = SlotLayer(self._allocate(keys), self._allocate(values))
         layer = self.layers[layer_index]
-        layer.keys.flatten(0, 1).index_copy_(0, rows, keys)
-        layer.values.flatten(0, 1).index_copy_(0, rows, values)
+        layer.keys.view(-1, keys.shape[-1]).index_copy_(0, rows, keys.reshape(-1, keys.shape[-1]))
+        layer.values.view(-1, values.shape[-1]).index_copy_(0, rows, values.reshape(-1, values.shape[-1]))
         return layer
 
     def _allocate(self, states: Tensor) -> Tensor:
         """Zeros: what a mask hides has a weight of zero, which would not hide a NaN left in memory."""
-        return states.new_zeros(self.slots, self.capacity, *states.shape[1:])
+        heads, _, size = states.shape
+        return states.new_zeros(self.slots, heads, self.capacity, size)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Give slot `target` the first `length` tokens of slot `source`."""
         for layer in self.layers.values():
-            layer.keys[target, :length] = layer.keys[source, :length]
-            layer.values[target, :length] = layer.values[source, :length]
+            layer.keys[target, :, :length] = layer.keys[source, :, :length]
+            layer.values[target, :, :length] = layer.values[source, :, :length]
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers that have been written."""
         tensors = [tensor for layer in self.layers.values() for tensor in (layer.keys, layer.values)]
-        return sum(tensor[0, 0].numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor[0, :, 0].numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def token_numbers(self) -> int:
         """Numbers of one token in one layer, keys and values; 1 before anything is written."""
         first = next(iter(self.layers.values()), None)
-        return 1 if first is None else first.keys[0, 0].numel() + first.values[0, 0].numel()
+        return 1 if first is None else first.keys[0, :, 0].numel() + first.values[0, :, 0].numel()
 
 
 @dataclass(frozen=True)
@@ -119,19 +120,28 @@ class Chunk:
 class Step:
     """What one forward carries: first a token of each decoding sequence, then chunks of prompts.
 
-    rows (N,): where each of its tokens is cached.
+    slots, positions (N,): where each of its tokens is cached.
     """
 
     cache: SlotCache
-    rows: Tensor
+    slots: Tensor
+    positions: Tensor
     groups: Sequence[Group]
     chunks: Sequence[Chunk]
+    _rows: dict[int, Tensor] = field(default_factory=dict)
     _seen: dict[int | None, list[tuple[Group | Chunk, int, int, Tensor | None]]] = field(default_factory=dict)
+
+    def rows(self, heads: int) -> Tensor:
+        """(heads * N,): where the tokens go in a layer of so many heads, seen as (slots * heads * capacity, size)."""
+        if heads not in self._rows:
+            head = torch.arange(heads, device=self.slots.device)[:, None]
+            self._rows[heads] = ((self.slots * heads + head) * self.cache.capacity + self.positions).flatten()
+        return self._rows[heads]
 
     def seen(self, window: int | None) -> list[tuple[Group | Chunk, int, int, Tensor | None]]:
         """Each part with the span of positions it reads and its mask, for a layer's sliding window."""
         if window not in self._seen:
-            device = self.rows.device
+            device = self.slots.device
             self._seen[window] = [(part, *part.seen(window, device)) for part in (*self.groups, *self.chunks)]
         return self._seen[window]
 
