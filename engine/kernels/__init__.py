@@ -14,13 +14,18 @@ from typing import Any
 from torch import Tensor
 
 from engine.kernels import decode_attention as _decode_attention
+from engine.kernels import gae as _gae
+from engine.kernels import sample as _sample
 from engine.kernels import token_logprobs as _token_logprobs
+from engine.rollout.sampling import Sampling
 
-__all__ = ["decode_attention", "token_logprobs"]
+__all__ = ["decode_attention", "gae", "sample", "token_logprobs"]
 
 _HAS_TRITON = find_spec("triton") is not None  # PyTorch's CUDA builds for Linux bring it
 _TORCH: dict[str, Callable[..., Any]] = {
     "decode_attention": _decode_attention.decode_attention,
+    "gae": _gae.gae,
+    "sample": _sample.sample,
     "token_logprobs": _token_logprobs.token_logprobs,
 }
 
@@ -55,6 +60,20 @@ def decode_attention(
         query, keys, values, slots, lengths, scale, window, alibi, softcap
     )
     return out
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Advantages, returns (B, R) and the advantages' count, mean and squared deviations (3,): see gae.py."""
+    advantages, returns, moments = _pick("gae", rewards)(rewards, values, mask, gamma=gamma, lam=lam)
+    return advantages, returns, moments
+
+
+def sample(
+    logits: Tensor, streams: Tensor, positions: Tensor, how: Sampling, *, min_p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Tokens (B,) and their log-probabilities (B,) fp32, drawn from logits (B, V): see sample.py."""
+    tokens, logprobs = _pick("sample", logits)(logits, streams, positions, how, min_p=min_p)
+    return tokens, logprobs
 
 
 def _pick(name: str, tensor: Tensor) -> Callable[..., Any]:

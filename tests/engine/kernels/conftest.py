@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
-WITH_TRITON = ("token_logprobs", "decode_attention")
+WITH_TRITON = ("token_logprobs", "decode_attention", "sample", "gae")
 
 if find_spec("triton") is None:
     collect_ignore = [f"test_{name}_triton.py" for name in WITH_TRITON] + ["test_table.py"]

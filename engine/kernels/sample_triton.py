@@ -1,0 +1,280 @@
+"""`sample` in Triton: the same function as in sample.py, for GPUs, without sorting the vocabulary.
+
+A first kernel walks the logits, tiles of the vocabulary side by side: maximum and total weight of each tile. Unfiltered
+rows then need one tile more: the totals say in which one the cumulative sum passes u. The logits are read once and a
+tile; nothing as wide as the vocabulary is written.
+
+Filtered rows are drawn from likelihood order, yet nothing is sorted. All that the draw needs of the order is where its
+cumulative count (top-k) or weight (top-p, and the draw itself) passes a given value, and that is a search for a logit:
+floats compare as integers once their sign is folded, so the search halves an interval of integers twice in each pass
+over the row, which lies in the L2 cache after the first, and finds the very logit after 16 passes at most. Ties are
+taken by index, as a stable sort would.
+
+Sums run in another order than the torch path's, so that a token may differ where u falls within rounding, about 1e-6,
+of the border between two.
+
+Left out: rows held in registers over all passes (vocabularies up to 65,536), rows shared by several programs.
+"""
+
+from math import log
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.sample import check
+from engine.rollout.sampling import Sampling
+
+TILE = 4096
+# Weights of e^-104 and less are 0 in fp32; log-probabilities of tokens so unlikely never matter.
+DEPTH = tl.constexpr(104.0)
+NOWHERE = tl.constexpr(2**30)
+SIZE = 2**64
+
+
+def sample(
+    logits: Tensor, streams: Tensor, positions: Tensor, how: Sampling, *, min_p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """As `engine.kernels.sample.sample`."""
+    check(logits, streams, positions, min_p)
+    batch, vocabulary = logits.shape
+    tokens = streams.new_empty(batch)
+    logprobs = logits.new_empty(batch, dtype=torch.float32)
+    if batch == 0:
+        return tokens, logprobs
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    greedy = how.temperature == 0
+    inverse = 1.0 if greedy else 1.0 / how.temperature
+    tiles = triton.cdiv(vocabulary, TILE)
+    stats = logits.new_empty(2, batch, tiles, dtype=torch.float32)
+    tile_kernel[(batch, tiles)](
+        logits, stats[0], stats[1], vocabulary, logits.stride(0), tiles, inverse, TILE=TILE, num_warps=8
+    )
+    common: Any = (logits, stats[0], stats[1], streams, positions, tokens, logprobs, vocabulary, logits.stride(0), tiles)
+    constants: Any = {"TILE": TILE, "TILES": triton.next_power_of_2(tiles)}
+    state = _mix(how.seed % SIZE)
+    state = state - SIZE if state >= SIZE // 2 else state
+    if greedy or (how.top_k == 0 and how.top_p == 1 and min_p == 0):
+        draw_kernel[(batch,)](*common, inverse, state, GREEDY=greedy, **constants, num_warps=8)
+    else:
+        top_k = how.top_k if 0 < how.top_k < vocabulary else 0
+        depth = min(DEPTH.value, -log(min_p)) if min_p > 0 else DEPTH.value
+        filtered_kernel[(batch,)](
+            *common, inverse, state, depth, top_k, how.top_p, HAS_TOP_K=top_k > 0, HAS_TOP_P=how.top_p < 1, **constants,
+            num_warps=16,
+        )  # fmt: skip
+    return tokens, logprobs
+
+
+def _mix(x: int) -> int:
+    """splitmix64, as in engine.rollout.sampling: of a number in [0, 2^64)."""
+    x = (x + 0x9E3779B97F4A7C15) % SIZE
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % SIZE
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % SIZE
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _mixed(x):
+    """splitmix64 of uint64."""
+    x = x + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _uniform(state, streams, positions, row):
+    """The row's number in [0, 1) fp32."""
+    stream = tl.load(streams + row).to(tl.uint64)
+    position = tl.load(positions + row).to(tl.uint64)
+    bits = _mixed(_mixed(stream + state.to(tl.uint64)) + position)
+    return (bits >> 40).to(tl.float32) * (1.0 / 16777216)
+
+
+@triton.jit
+def _tile(logits, start, vocabulary, inverse_temperature, TILE: tl.constexpr):
+    """z (TILE,) fp32 of a row from `start` on, -inf beyond the vocabulary."""
+    places = start + tl.arange(0, TILE)
+    z = tl.load(logits + places, mask=places < vocabulary, other=float("-inf")).to(tl.float32)
+    return z * inverse_temperature
+
+
+@triton.jit
+def tile_kernel(
+    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, TILE: tl.constexpr
+):  # fmt: skip
+    """Maximum and sum e^(z - maximum) of a tile of a row: (B, tiles) fp32 each."""
+    row = tl.program_id(0)
+    tile = tl.program_id(1)
+    z = _tile(logits + row.to(tl.int64) * stride, tile * TILE, vocabulary, inverse_temperature, TILE)
+    m = tl.max(z, 0)
+    base = tl.where(m == float("-inf"), 0.0, m)  # a tile of nothing has weight 0, not NaN
+    tl.store(highest + row * tiles + tile, m)
+    tl.store(totals + row * tiles + tile, tl.sum(tl.exp(z - base), 0))
+
+
+@triton.jit(do_not_specialize=["state"])
+def draw_kernel(
+    logits, highest, totals, streams, positions, tokens, logprobs, vocabulary, stride, tiles, inverse_temperature,
+    state, GREEDY: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """The token whose share of the cumulative sum, in the order of the vocabulary, u falls in; or the likeliest."""
+    row = tl.program_id(0)
+    tile = tl.arange(0, TILES)
+    m = tl.load(highest + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
+    top = tl.max(m, 0)
+    weights = tl.exp(m - top) * tl.load(totals + row * tiles + tile, mask=tile < tiles, other=0.0)
+    sums = tl.cumsum(weights, 0)
+    total = tl.max(sums, 0)
+    if GREEDY:
+        chosen = tl.min(tl.where(m == top, tile, NOWHERE), 0)
+        target = total
+        before = total
+    else:
+        target = _uniform(state, streams, positions, row) * total
+        chosen = tl.min(tl.where((sums > target) & (weights > 0), tile, NOWHERE), 0)
+        last = tl.max(tl.where(weights > 0, tile, 0), 0)
+        chosen = tl.where(chosen == NOWHERE, last, chosen)
+        before = tl.max(tl.where(tile < chosen, sums, 0.0), 0)
+    chosen = tl.minimum(chosen, tiles - 1)
+    z = _tile(logits + row.to(tl.int64) * stride, chosen * TILE, vocabulary, inverse_temperature, TILE)
+    place = tl.arange(0, TILE)
+    if GREEDY:
+        found = tl.min(tl.where(z == top, place, NOWHERE), 0)
+        last = 0 * found
+    else:
+        e = tl.exp(z - top)
+        found = tl.min(tl.where((before + tl.cumsum(e, 0) > target) & (e > 0), place, NOWHERE), 0)
+        last = tl.max(tl.where(e > 0, place, 0), 0)
+    found = tl.where(found == NOWHERE, last, found)  # the last bit of a sum: the last token with a weight
+    tl.store(tokens + row, chosen * TILE + found)
+    # A NaN anywhere in the row is in the total.
+    of_token = tl.sum(tl.where(place == found, z, 0.0), 0)
+    tl.store(logprobs + row, of_token - top - tl.log(tl.sum(weights, 0)))
+
+
+@triton.jit
+def _key(z):
+    """int32 in the order of fp32 `z`; both zeros are one."""
+    bits = (z + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    """The fp32 of a key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _above(logits, vocabulary, inverse_temperature, top, a, b, c, TILE: tl.constexpr):
+    """Weight and number of the tokens whose keys are at least a, b and c: six scalars."""
+    weight_a = tl.zeros((TILE,), dtype=tl.float32)
+    weight_b = tl.zeros((TILE,), dtype=tl.float32)
+    weight_c = tl.zeros((TILE,), dtype=tl.float32)
+    count_a = tl.zeros((TILE,), dtype=tl.int32)
+    count_b = tl.zeros((TILE,), dtype=tl.int32)
+    count_c = tl.zeros((TILE,), dtype=tl.int32)
+    for step in range(tl.cdiv(vocabulary, TILE)):
+        z = _tile(logits, step * TILE, vocabulary, inverse_temperature, TILE)
+        key = _key(z)
+        e = tl.exp(z - top)
+        weight_a += tl.where(key >= a, e, 0.0)
+        weight_b += tl.where(key >= b, e, 0.0)
+        weight_c += tl.where(key >= c, e, 0.0)
+        count_a += (key >= a).to(tl.int32)
+        count_b += (key >= b).to(tl.int32)
+        count_c += (key >= c).to(tl.int32)
+    return (
+        tl.sum(weight_a, 0), tl.sum(weight_b, 0), tl.sum(weight_c, 0),
+        tl.sum(count_a, 0), tl.sum(count_b, 0), tl.sum(count_c, 0),
+    )  # fmt: skip
+
+
+@triton.jit
+def _search(
+    logits, vocabulary, inverse_temperature, top, low, target, BY_COUNT: tl.constexpr, STRICT: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The largest key k in [low, key(top)] with amount(keys >= k) at least (strictly: above) the target; `low` serves.
+
+    Returns k, and weight and number of the tokens with larger keys.
+    """
+    lo = low.to(tl.int64)
+    hi = _key(top).to(tl.int64) + 1
+    weight = 0.0 * top
+    count = 0 * low
+    while hi - lo > 1:
+        b = lo + (hi - lo) // 2
+        a = lo + (b - lo) // 2
+        c = b + (hi - b) // 2
+        weight_a, weight_b, weight_c, count_a, count_b, count_c = _above(
+            logits, vocabulary, inverse_temperature, top, a.to(tl.int32), b.to(tl.int32), c.to(tl.int32), TILE
+        )
+        if BY_COUNT:
+            in_a, in_b, in_c = count_a >= target, count_b >= target, count_c >= target
+        elif STRICT:
+            in_a, in_b, in_c = weight_a > target, weight_b > target, weight_c > target
+        else:
+            in_a, in_b, in_c = weight_a >= target, weight_b >= target, weight_c >= target
+        # The first of a, b, c that misses is the new end; the amounts above it are what it missed with.
+        weight = tl.where(in_c, weight, tl.where(in_b, weight_c, tl.where(in_a, weight_b, weight_a)))
+        count = tl.where(in_c, count, tl.where(in_b, count_c, tl.where(in_a, count_b, count_a)))
+        hi = tl.where(in_c, hi, tl.where(in_b, c, tl.where(in_a, b, a)))
+        lo = tl.where(in_c, c, tl.where(in_b, b, tl.where(in_a & (a > lo), a, lo)))
+        hi = tl.maximum(hi, lo + 1)
+    return lo.to(tl.int32), weight, count
+
+
+@triton.jit(do_not_specialize=["state", "top_k"])
+def filtered_kernel(
+    logits, highest, totals, streams, positions, tokens, logprobs, vocabulary, stride, tiles, inverse_temperature,
+    state, depth, top_k, top_p, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """The token whose share of the cumulative sum of what the filters keep, in falling likelihood, u falls in.
+
+    `low` is the smallest key kept and `ties` how many of its tokens are; `kept` is the weight of all that is kept.
+    """
+    row = tl.program_id(0)
+    tile = tl.arange(0, TILES)
+    stats = row * tiles + tile
+    top = tl.max(tl.load(highest + stats, mask=tile < tiles, other=float("-inf")), 0)
+    whole = tl.sum(tl.load(totals + stats, mask=tile < tiles, other=0.0), 0)  # NaN where the row has one
+    logits += row.to(tl.int64) * stride
+    low = _key(top - depth)
+    kept, _, _, number, _, _ = _above(logits, vocabulary, inverse_temperature, top, low, low, low, TILE)
+    ties = 0 * number + NOWHERE
+    if HAS_TOP_K:
+        if number > top_k:
+            low, weight, count = _search(logits, vocabulary, inverse_temperature, top, low, top_k, True, False, TILE)
+            ties = top_k - count
+            kept = weight + ties.to(tl.float32) * tl.exp(_value(low) - top)
+    if HAS_TOP_P:
+        target = top_p * kept
+        key, weight, count = _search(logits, vocabulary, inverse_temperature, top, low, target, False, False, TILE)
+        one = tl.exp(_value(key) - top)
+        ties = tl.where(key == low, ties, NOWHERE)
+        ties = tl.minimum(tl.maximum(tl.ceil((target - weight) / one), 1.0), ties.to(tl.float32)).to(tl.int32)
+        low = key
+        kept = weight + ties.to(tl.float32) * one
+    target = _uniform(state, streams, positions, row) * kept
+    key, weight, _ = _search(logits, vocabulary, inverse_temperature, top, low, target, False, True, TILE)
+    wanted = tl.floor((target - weight) / tl.exp(_value(key) - top))
+    wanted = tl.minimum(tl.maximum(wanted, 0.0), (tl.where(key == low, ties, NOWHERE) - 1).to(tl.float32)).to(tl.int32)
+    token = 0 * key - 1
+    last = 0 * key
+    passed = 0 * key
+    for step in range(tl.cdiv(vocabulary, TILE)):
+        z = _tile(logits, step * TILE, vocabulary, inverse_temperature, TILE)
+        places = step * TILE + tl.arange(0, TILE)
+        same = ((_key(z) == key) & (places < vocabulary)).to(tl.int32)
+        rank = passed + tl.cumsum(same, 0) - 1
+        token = tl.maximum(token, tl.max(tl.where((same > 0) & (rank == wanted), places, -1), 0))
+        last = tl.maximum(last, tl.max(tl.where(same > 0, places, 0), 0))
+        passed += tl.sum(same, 0)
+    tl.store(tokens + row, tl.where(token < 0, last, token))
+    tl.store(logprobs + row, _value(key) - top - tl.log(kept) + 0.0 * whole)
