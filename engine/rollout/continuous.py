@@ -6,7 +6,7 @@ says depends on its prompt, the sampling settings and its stream, not on its slo
 
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.rollout.attention import Unserved, routed
 from engine.rollout.packed import PackedLinears
-from engine.rollout.sampling import Sampling, forbid, sample, uniforms
+from engine.rollout.sampling import Sampling, forbid, penalise, sample, uniforms
 from engine.rollout.scheduler import Answering, Scheduler
 from engine.rollout.slots import Group, SlotCache, Step, cut_into_groups
 
@@ -47,12 +47,17 @@ class SlotDecoder:
         self.packs.refresh()
 
     def run(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, streams: Sequence[int], slots: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        streams: Sequence[int],
+        slots: int,
+        ends: Callable[[int, int], bool],
     ) -> Iterator[list[Drawn]]:
-        """Answer the prompts; yields what each forward drew. A sequence ends at an end token or at its full length."""
+        """Answer the prompts; yields what each forward drew. `ends` says if a prompt's answer ends with a token."""
         cache = self._cache_for(max(len(prompt) for prompt in prompts) + sampling.max_new_tokens, slots)
         scheduler = Scheduler(prompts, min(slots, cache.slots), PREFILL_TOKENS.get(self.device.type, 1024))
-        return iter(_Decoding(self, cache, scheduler, sampling, streams))
+        return iter(_Decoding(self, cache, scheduler, sampling, streams, ends))
 
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], step: Step, keep: Sequence[int]) -> Tensor:
@@ -100,12 +105,19 @@ class _Decoding:
     """One call's work."""
 
     def __init__(
-        self, decoder: SlotDecoder, cache: SlotCache, scheduler: Scheduler, sampling: Sampling, streams: Sequence[int]
+        self,
+        decoder: SlotDecoder,
+        cache: SlotCache,
+        scheduler: Scheduler,
+        sampling: Sampling,
+        streams: Sequence[int],
+        ends: Callable[[int, int], bool],
     ) -> None:
-        self.decoder, self.cache, self.scheduler, self.sampling = decoder, cache, scheduler, sampling
+        self.decoder, self.cache, self.scheduler, self.sampling, self.ends = decoder, cache, scheduler, sampling, ends
         device = decoder.device
         places = torch.arange(sampling.max_new_tokens, device=device)
         self.draws = uniforms(sampling.seed, torch.tensor(streams, device=device)[:, None], places)  # (prompts, max new)
+        self._seen: Tensor | None = None  # (slots, V), for the repetition penalty
         self._cuts: list[tuple[int, int]] = []
         self._cut_slots: list[int] = []
         self._cut_age = 0
@@ -155,6 +167,8 @@ class _Decoding:
         early = [row for row, s in enumerate(sequences) if s.drawn < sampling.min_new_tokens]
         if early and sampling.end_ids:
             logits[early] = forbid(logits[early], sampling.end_ids)
+        if sampling.repetition_penalty != 1:
+            logits = penalise(logits, self._seen_by(sequences, logits.shape[-1]), sampling.repetition_penalty)
         draws = self.draws[[s.request for s in sequences], [s.drawn for s in sequences]]
         tokens, logprobs = sample(logits, sampling, draws)
         drawn = list(zip([s.request for s in sequences], tokens.tolist(), logprobs.tolist(), strict=True))
@@ -162,8 +176,20 @@ class _Decoding:
             sequence.last, sequence.drawn = token, sequence.drawn + 1
         return drawn
 
+    def _seen_by(self, sequences: Sequence[Answering], vocabulary: int) -> Tensor:
+        """(n, V): which tokens stand in each sequence."""
+        if self._seen is None:
+            self._seen = torch.zeros(self.cache.slots, vocabulary, dtype=torch.bool, device=self.decoder.device)
+        for sequence in sequences:
+            if sequence.drawn == 0:
+                self._seen[sequence.slot] = False
+                self._seen[sequence.slot, list(sequence.prompt)] = True
+            else:
+                self._seen[sequence.slot, sequence.last] = True
+        return self._seen[[sequence.slot for sequence in sequences]]
+
     def _finish(self, drawn: Sequence[Drawn]) -> None:
-        ended = {request for request, token, _ in drawn if token in self.sampling.end_ids}
+        ended = {request for request, token, _ in drawn if self.ends(request, token)}
         ended |= {s.request for s in self.scheduler.decoding if s.drawn == self.sampling.max_new_tokens}
         if ended:
             self.scheduler.finish(ended)

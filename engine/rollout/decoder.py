@@ -7,7 +7,7 @@ size.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from engine.parallel import dist
 from engine.rollout.attention import Unserved
 from engine.rollout.continuous import Drawn, SlotDecoder
 from engine.rollout.padded import run_padded
-from engine.rollout.sampling import Sampling
+from engine.rollout.sampling import Ending, Sampling
 
 log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -58,11 +58,13 @@ class Rollouts:
         streams: Sequence[int],
         batch_size: int = 64,
         samples: int = 1,
+        text: Callable[[list[int]], str] | None = None,
     ) -> list[Generation]:
         """`samples` answers a prompt (token ids), in the prompts' order, a prompt's own side by side.
 
         `streams` names the random stream of each answer: the same stream, seed and prompt give the same answer.
-        `batch_size` is how many are decoded at a time. Equal prompts are run once.
+        `batch_size` is how many are decoded at a time. Equal prompts are run once. `text` turns token ids into text, for
+        stop strings.
         Raises ValueError for a prompt that is empty or too long for the model, and FloatingPointError where the model's
         output is not a number.
         """
@@ -73,16 +75,23 @@ class Rollouts:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         token_ids: list[list[int]] = [[] for _ in prompts]
         logprobs: list[list[float]] = [[] for _ in prompts]
-        for drawn in self._run(prompts, sampling, streams, batch_size):
+        ending = Ending(sampling, text)
+        for drawn in self._run(prompts, sampling, streams, batch_size, ending):
             for place, token, logprob in drawn:
                 token_ids[place].append(token)
                 logprobs[place].append(logprob)
-        finished = [ids[-1] in sampling.end_ids for ids in token_ids]
+        finished = [place in ending.ended for place in range(len(prompts))]
         return [Generation(*answer) for answer in zip(token_ids, logprobs, finished, strict=True)]
 
-    def stream(self, prompt: Sequence[int], sampling: Sampling, stream: int = 0) -> Iterator[int]:
+    def stream(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stream: int = 0,
+        text: Callable[[list[int]], str] | None = None,
+    ) -> Iterator[int]:
         """The tokens of one answer, each as soon as it is drawn, the end token included."""
-        for drawn in self._run([prompt], sampling, [stream], 1):
+        for drawn in self._run([prompt], sampling, [stream], 1, Ending(sampling, text)):
             yield drawn[0][1]
 
     def refresh(self) -> None:
@@ -102,7 +111,12 @@ class Rollouts:
         return self._fallback
 
     def _run(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, streams: Sequence[int], batch_size: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        streams: Sequence[int],
+        batch_size: int,
+        ending: Ending,
     ) -> Iterator[list[Drawn]]:
         """What each step drew, checked."""
         if not prompts:
@@ -110,9 +124,9 @@ class Rollouts:
         _check_lengths([len(prompt) for prompt in prompts], sampling.max_new_tokens, self.module.config)
         decoder = self._decoder()
         if decoder is None:
-            steps = run_padded(self.module, self.device, prompts, sampling, streams, batch_size)
+            steps = run_padded(self.module, self.device, prompts, sampling, streams, batch_size, ending)
         else:
-            steps = decoder.run(prompts, sampling, streams, min(batch_size, len(prompts)))
+            steps = decoder.run(prompts, sampling, streams, min(batch_size, len(prompts)), ending)
         for drawn in steps:
             if any(logprob != logprob for _, _, logprob in drawn):
                 raise FloatingPointError("the model's logits are not numbers (NaN); its weights may have diverged")

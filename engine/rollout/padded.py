@@ -5,7 +5,7 @@ compacted); the places of those that ended are not filled again.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine.rollout import kv_cache
 from engine.rollout.kv_cache import BufferedCache
-from engine.rollout.sampling import Sampling, forbid, sample, uniforms
+from engine.rollout.sampling import Sampling, forbid, penalise, sample, uniforms
 
 COMPACT_BELOW = 0.75  # share of live rows at which the others leave: a copy of the cache against work on dead rows
 PREFILL_TOKENS = 8192  # tokens of prompts run at once, padding included: bounds the activations
@@ -27,25 +27,31 @@ def run_padded(
     sampling: Sampling,
     streams: Sequence[int],
     batch_size: int,
+    ends: Callable[[int, int], bool],
 ) -> Iterator[list[tuple[int, int, float]]]:
-    """Answer the prompts, `batch_size` at a time; yields what each step drew: (the prompt's place, token, log-prob)."""
+    """Answer the prompts, `batch_size` at a time; yields what each step drew: (the prompt's place, token, log-prob).
+
+    `ends` says if a prompt's answer ends with a token.
+    """
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]), reverse=True)
     for start in range(0, len(order), batch_size):
         members = order[start : start + batch_size]
         ended: set[int] = set()
         batch = PaddedDecoding(module, device, [prompts[i] for i in members], sampling, [streams[i] for i in members])
         for rows, tokens, logprobs in batch:
-            drawn = zip([members[row] for row in rows.tolist()], tokens.tolist(), logprobs.tolist(), strict=True)
+            places = [members[row] for row in rows.tolist()]
+            drawn = zip(places, tokens.tolist(), logprobs.tolist(), strict=True)
             live = [one for one in drawn if one[0] not in ended]
-            ended |= {place for place, token, _ in live if token in sampling.end_ids}
             yield live
+            ended |= {place for place, token, _ in live if ends(place, token)}
+            batch.ended = torch.tensor([place in ended for place in places], device=device)
 
 
 class PaddedDecoding:
     """The decoding of one batch, longest prompt first.
 
     Iterating yields, a step, (rows (b,), tokens (b,), log-probabilities (b,)). `rows` are places in the batch as it
-    began. Rows that have ended may go on being yielded until they are dropped.
+    began. Whoever iterates sets `ended` (b,) for those rows; such rows may still be yielded until they are dropped.
     """
 
     def __init__(
@@ -70,7 +76,7 @@ class PaddedDecoding:
         self.prompt_ids = torch.tensor(
             [[sampling.pad_id] * (self.width - len(prompt)) + list(prompt) for prompt in prompts], device=device
         )  # (b, width)
-        self.ends = torch.tensor(sampling.end_ids, dtype=torch.long, device=device)
+        self.seen: Tensor | None = None  # (b, V), for the repetition penalty
         self.ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         places = torch.arange(sampling.max_new_tokens, device=device)
         self.draws = uniforms(sampling.seed, torch.tensor(streams, device=device)[:, None], places)  # (b, max new)
@@ -78,15 +84,16 @@ class PaddedDecoding:
     @torch.inference_mode()
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         asks_every = 1 if self.device.type == "cpu" else 8  # a GPU has to be waited for
-        logits = self._prefill()
+        logits, tokens = self._prefill(), None
         for step in range(self.sampling.max_new_tokens):
             if step < self.sampling.min_new_tokens:
                 logits = forbid(logits, self.sampling.end_ids)
+            if self.sampling.repetition_penalty != 1:
+                logits = penalise(logits, self._seen_with(tokens, logits.shape[-1]), self.sampling.repetition_penalty)
             tokens, logprobs = sample(logits, self.sampling, self.draws[:, step])
             yield self.rows, tokens, logprobs
             if step + 1 == self.sampling.max_new_tokens:
                 return
-            self.ended |= (tokens[:, None] == self.ends).any(-1)
             if (step + 1) % asks_every == 0:
                 live = (~self.ended).nonzero()[:, 0]
                 if len(live) == 0:
@@ -97,6 +104,16 @@ class PaddedDecoding:
             used = self.width + step + 1
             mask = self.mask[:, :used] if self.padded else None
             logits = self._forward(tokens[:, None], self.lengths + step, mask)
+
+    def _seen_with(self, tokens: Tensor | None, vocabulary: int) -> Tensor:
+        """(b, V): which tokens stand in each row, those drawn last (b,) included."""
+        if self.seen is None:
+            self.seen = torch.zeros(len(self.rows), vocabulary, dtype=torch.bool, device=self.device)
+            for row, length in enumerate(self.prompt_lengths):
+                self.seen[row, self.prompt_ids[row, self.width - length :]] = True
+        if tokens is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+        return self.seen
 
     def _prefill(self) -> Tensor:
         """Run the prompts; returns the logits (b, V) of what follows each."""
@@ -136,6 +153,7 @@ class PaddedDecoding:
         self.cache.reorder_cache(live)  # type: ignore[arg-type]
         self.rows, self.lengths, self.mask = self.rows[live], self.lengths[live], self.mask[live]
         self.draws, self.ended = self.draws[live], self.ended[live]
+        self.seen = self.seen[live] if self.seen is not None else None
 
 
 def _prefill_groups(lengths: Sequence[int]) -> list[slice]:

@@ -6,10 +6,11 @@ Pure functions of tensors. A sequence has a random stream of its own: the number
 around it, and all devices draw the same numbers.
 
 Tokens come from the inverse of the cumulative distribution: one uniform number a row instead of noise over the whole
-vocabulary. Left out: min-p, repetition penalty, stop strings.
+vocabulary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ from torch import Tensor
 class Sampling:
     """How answers are drawn.
 
-    `temperature` 0 takes the likeliest token; `top_k` 0 and `top_p` 1 filter nothing. An answer ends with the first of
-    `end_ids` (included) or after `max_new_tokens`; no end token is drawn before `min_new_tokens` tokens stand.
+    `temperature` 0 takes the likeliest token. `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing; `min_p` drops tokens
+    with less than this share of the likeliest one's probability (Nguyen et al., 2024). `repetition_penalty` above 1
+    makes tokens that stand in prompt or answer less likely (Keskar et al., 2019, "CTRL"); 1 changes nothing.
+    An answer ends with the first of `end_ids` (included), with the token that completes one of the strings `stop`, or
+    after `max_new_tokens`; no end token is drawn before `min_new_tokens` tokens stand.
     `pad_id` fills rows up; it may be one of `end_ids`, no mask is ever made from ids.
     """
 
@@ -32,6 +36,9 @@ class Sampling:
     pad_id: int = 0
     seed: int = 0
     min_new_tokens: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -42,6 +49,12 @@ class Sampling:
             raise ValueError(f"top_k must be 0 (off) or a positive number, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be between 0 (off) and 1, not {self.min_p}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty must be 1 (off) or another positive number, not {self.repetition_penalty}")
+        if not all(self.stop):
+            raise ValueError("stop must not hold the empty string: it would end every answer at once")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ValueError(f"min_new_tokens must be between 0 and {self.max_new_tokens}, not {self.min_new_tokens}")
 
@@ -72,12 +85,13 @@ def sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
     if sampling.top_k == 0 and sampling.top_p == 1:
-        return _invert(logits.softmax(-1), uniforms)
+        return _invert(_without_unlikely(logits.softmax(-1), sampling.min_p), uniforms)
     ranked, tokens = _ranked(logits, sampling.top_k)
     probabilities = ranked.softmax(-1)
     if sampling.top_p < 1:
         before = probabilities.cumsum(-1) - probabilities  # mass of all likelier tokens
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0)
+    probabilities = _without_unlikely(probabilities, sampling.min_p)
     places, logprobs = _invert(probabilities, uniforms)
     return tokens.gather(-1, places[:, None])[:, 0], logprobs
 
@@ -86,6 +100,52 @@ def forbid(logits: Tensor, ids: tuple[int, ...]) -> Tensor:
     """Logits (B, V) without the tokens `ids`; in place."""
     logits[:, list(ids)] = float("-inf")
     return logits
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Logits (B, V) with those of tokens seen (B, V) divided by `penalty` where positive, multiplied where negative."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+@dataclass
+class Ending:
+    """Says of each token drawn whether it ends its answer, and remembers which answers ended.
+
+    `text` turns token ids into text; only stop strings need it.
+    """
+
+    sampling: Sampling
+    text: Callable[[list[int]], str] | None = None
+    ended: set[int] = field(default_factory=set)
+    _answers: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.sampling.stop and self.text is None:
+            raise ValueError("stop strings need text=, a function that turns token ids into text")
+        # Every token is a byte at least; a few more, as the first ones may decode otherwise than in their place.
+        self._tail = max((len(stop.encode()) for stop in self.sampling.stop), default=0) + 8
+
+    def __call__(self, answer: int, token: int) -> bool:
+        ends = token in self.sampling.end_ids or self._stops(answer, token)
+        if ends:
+            self.ended.add(answer)
+        return ends
+
+    def _stops(self, answer: int, token: int) -> bool:
+        if self.text is None or not self.sampling.stop:
+            return False
+        said = self._answers.setdefault(answer, [])
+        said.append(token)
+        if len(said) < self.sampling.min_new_tokens:
+            return False
+        before, after = self.text(said[-self._tail : -1]), self.text(said[-self._tail :])
+        return any(after.count(stop) > before.count(stop) for stop in self.sampling.stop)
+
+
+def _without_unlikely(probabilities: Tensor, min_p: float) -> Tensor:
+    if min_p == 0:
+        return probabilities
+    return probabilities.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), 0)
 
 
 def _ranked(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from torch import nn
 
 from engine.rollout import padded
 from engine.rollout.padded import PaddedDecoding, run_padded
-from engine.rollout.sampling import Sampling
+from engine.rollout.sampling import Ending, Sampling
 from tests.engine.rollout.families import ENDS, build, greedy_by_definition, ragged_prompts
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
@@ -21,7 +21,7 @@ def llama() -> nn.Module:
 
 def answers_of(model: nn.Module, prompts: list[list[int]], streams: list[int], batch_size: int = 64) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in prompts]
-    for drawn in run_padded(model, torch.device("cpu"), prompts, GREEDY, streams, batch_size):
+    for drawn in run_padded(model, torch.device("cpu"), prompts, GREEDY, streams, batch_size, Ending(GREEDY)):
         for place, token, _ in drawn:
             answers[place].append(token)
     return answers
