@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.rollout.sampling import Sampling, forbid, sample, uniforms
+from engine.rollout.sampling import Ending, Sampling, forbid, penalise, sample, uniforms
 
 ONE = Sampling(max_new_tokens=1)
 
@@ -65,14 +65,23 @@ def draws(logits: Tensor, sampling: Sampling, count: int = 40000) -> tuple[Tenso
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.7, 0, 1.0), (1.0, 5, 1.0), (0.8, 0, 0.7), (1.3, 9, 0.8)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.6, 0, 1.0, 0.0),
+        (1.7, 0, 1.0, 0.0),
+        (1.0, 5, 1.0, 0.0),
+        (0.8, 0, 0.7, 0.0),
+        (1.3, 9, 0.8, 0.0),
+        (1.3, 0, 1.0, 0.2),
+        (0.9, 12, 0.95, 0.1),
+    ],
 )
-def test_tokens_follow_the_filtered_softmax(temperature: float, top_k: int, top_p: float) -> None:
+def test_tokens_follow_the_filtered_softmax(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     torch.manual_seed(1)
     logits = 1.5 * torch.randn(20)
-    expected = filtered(logits, temperature, top_k, top_p)
-    tokens, logprobs = draws(logits, Sampling(1, temperature=temperature, top_k=top_k, top_p=top_p, seed=11))
+    expected = filtered(logits, temperature, top_k, top_p, min_p)
+    tokens, logprobs = draws(logits, Sampling(1, temperature, top_k, top_p, min_p=min_p, seed=11))
     kept = expected > 0
     counts = torch.bincount(tokens, minlength=20)
     assert counts[~kept].sum() == 0
@@ -81,7 +90,7 @@ def test_tokens_follow_the_filtered_softmax(temperature: float, top_k: int, top_
     torch.testing.assert_close(logprobs.double(), expected.log()[tokens], atol=2e-6, rtol=0)
 
 
-def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     """The distribution by definition, float64, token by token."""
     scaled = (logits.double() / temperature).tolist()
     order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
@@ -90,6 +99,8 @@ def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Te
     kept, mass = [], 0.0
     for token in order:
         if mass >= top_p:
+            break
+        if math.exp(scaled[token] - scaled[order[0]]) < min_p:
             break
         kept.append(token)
         mass += math.exp(scaled[token]) / total
@@ -147,6 +158,35 @@ def test_logits_that_are_no_numbers_show_in_the_logprob() -> None:
         assert logprobs.isnan().all()
 
 
+def test_the_penalty_pulls_seen_tokens_down_on_both_sides_of_zero() -> None:
+    logits = torch.tensor([[3.0, 3.0, -2.0, -2.0, 0.0]])
+    seen = torch.tensor([[True, False, True, False, True]])
+    assert penalise(logits, seen, 2.0).tolist() == [[1.5, 3.0, -4.0, -2.0, 0.0]]
+
+
+def letters(token_ids: list[int]) -> str:
+    return "".join(chr(97 + token) for token in token_ids)
+
+
+def test_an_answer_ends_with_the_token_that_completes_a_stop_string() -> None:
+    ending = Ending(Sampling(99, end_ids=(25,), stop=("cab", "x")), letters)
+    assert [ending(0, token) for token in (2, 0, 2, 0, 1)] == [False] * 4 + [True]
+    assert [ending(1, token) for token in (0, 1, 25)] == [False, False, True]
+    assert [ending(2, token) for token in (2, 0)] == [False] * 2  # another answer's tokens don't count
+    assert ending.ended == {0, 1}
+
+
+def test_a_stop_string_within_a_token_counts_and_one_before_the_minimum_does_not() -> None:
+    ending = Ending(Sampling(99, stop=("b c",), min_new_tokens=2), lambda ids: "".join(f"a{i}b c" for i in ids))
+    assert not ending(0, 7)
+    assert ending(0, 8)
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(ValueError, match="text="):
+        Ending(Sampling(9, stop=("a",)))
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -157,8 +197,11 @@ def test_logits_that_are_no_numbers_show_in_the_logprob() -> None:
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("min_new_tokens", 5),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("stop", ("x", "")),
     ],
 )
-def test_bad_settings_are_named(key: str, value: float) -> None:
+def test_bad_settings_are_named(key: str, value: float | tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=key):
         Sampling(**({"max_new_tokens": 4} | {key: value}))  # type: ignore[arg-type]

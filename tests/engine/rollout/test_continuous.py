@@ -1,0 +1,203 @@
+"""Decoding by slots: what runs when, what is shared, and that none of it changes an answer."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from engine.rollout import continuous, packed
+from engine.rollout.decoder import Generation, Rollouts
+from engine.rollout.sampling import Sampling
+from engine.rollout.scheduler import Scheduler
+from engine.rollout.slots import Chunk, Group, Step, cut_into_groups
+from tests.engine.rollout.families import ENDS, VOCABULARY, build, greedy_by_definition, ragged_prompts
+
+PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
+STREAMS = list(range(len(PROMPTS)))
+GREEDY = Sampling(12, temperature=0, end_ids=ENDS)
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    return build("llama")
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """The steps that run."""
+    steps: list[Step] = []
+    forward = continuous.SlotDecoder.forward
+
+    def keep(self: continuous.SlotDecoder, ids: Sequence[int], step: Step, columns: Sequence[int]) -> torch.Tensor:
+        steps.append(step)
+        return forward(self, ids, step, columns)
+
+    monkeypatch.setattr(continuous.SlotDecoder, "forward", keep)
+    return steps
+
+
+def by_definition(model: nn.Module, prompts: Sequence[list[int]], answers: Sequence[Generation]) -> None:
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens, logprobs = greedy_by_definition(model, prompt, GREEDY.max_new_tokens)
+        assert answer.token_ids == tokens
+        assert answer.logprobs == pytest.approx(logprobs, abs=2e-4)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "mistral", "gemma2", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize(("slots", "chunk"), [(1, 1024), (3, 4), (5, 9)])
+def test_few_slots_and_chunked_prompts_say_the_same(
+    family: str, slots: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refilled slots hold other sequences' keys behind their own; chunks see what is cached, within the window."""
+    monkeypatch.setitem(continuous.PREFILL_TOKENS, "cpu", chunk)
+    model = build(family)
+    by_definition(model, PROMPTS, Rollouts(model, "cpu").generate(PROMPTS, GREEDY, STREAMS, batch_size=slots))
+
+
+def test_no_token_is_computed_twice_or_for_nothing(llama: nn.Module, watched: list[Step]) -> None:
+    answers = Rollouts(llama, "cpu").generate(PROMPTS, GREEDY, STREAMS, batch_size=3)
+    steps = watched[1:]  # the first is the trial
+    assert sum(len(step.slots) for step in steps) == sum(
+        len(prompt) + len(answer.token_ids) - 1 for prompt, answer in zip(PROMPTS, answers, strict=True)
+    )
+    busy = [sum(len(group.lengths) for group in step.groups) + len(step.chunks) for step in steps]
+    assert max(busy) == 3
+    last_prompt = max(place for place, step in enumerate(steps) if step.chunks)
+    assert all(rows == 3 for rows in busy[: last_prompt + 1]), "a slot was idle while a prompt waited"
+
+
+def test_samples_share_the_prompt(llama: nn.Module, watched: list[Step]) -> None:
+    prompts = ragged_prompts(30, 21)
+    sampling = Sampling(6, seed=3)
+    streams = list(range(8))
+    shared = Rollouts(llama, "cpu").generate(prompts, sampling, streams, samples=4)
+    chunks = sum(chunk.end - chunk.begin for step in watched[1:] for chunk in step.chunks)
+    assert chunks == 30 + 3 + 21 + 3  # the others run its last token only
+    apart = [Rollouts(llama, "cpu").generate([prompts[i // 4]], sampling, [i])[0] for i in streams]
+    assert [answer.token_ids for answer in shared] == [answer.token_ids for answer in apart]
+    for one, other in zip(shared, apart, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-4)
+    assert len({tuple(answer.token_ids) for answer in shared}) == 8
+
+
+def test_a_common_beginning_is_copied(llama: nn.Module, watched: list[Step]) -> None:
+    start, *rest = ragged_prompts(20, 3, 4, 5)
+    prompts = [start + end for end in rest]
+    by_definition(llama, prompts, Rollouts(llama, "cpu").generate(prompts, GREEDY, [0, 1, 2], batch_size=2))
+    assert sum(chunk.end - chunk.begin for step in watched[1:] for chunk in step.chunks) == 20 + 3 + 4 + 5
+
+
+def test_the_cache_stays_within_its_bound(llama: nn.Module, watched: list[Step]) -> None:
+    rollouts = Rollouts(llama, "cpu")
+    assert rollouts.fallback is None and rollouts._slots is not None
+    token = rollouts._slots.token_bytes
+    assert token == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, bytes
+    bounded = Rollouts(llama, "cpu", cache_bytes=2 * 64 * token + 5)
+    watched.clear()
+    by_definition(llama, PROMPTS, bounded.generate(PROMPTS, GREEDY, STREAMS))
+    assert watched[-1].cache.slots == 2 and watched[-1].cache.capacity == 64
+    bounded.release()
+    assert bounded._slots is not None and bounded._slots.cache is None
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_the_penalty_counts_prompt_and_answer(family: str) -> None:
+    """Against the definition; the answers without it repeat themselves."""
+    model = build(family)
+    sampling = Sampling(10, temperature=0, repetition_penalty=1.7)
+    answers = Rollouts(model, "cpu").generate(PROMPTS, sampling, STREAMS, batch_size=3)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        ids = list(prompt)
+        for token in answer.token_ids:
+            with torch.no_grad():
+                logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+            seen = list(set(ids))
+            logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 1.7, logits[seen] * 1.7)
+            assert token == int(logits.argmax())
+            ids.append(token)
+    plain = Rollouts(model, "cpu").generate(PROMPTS, replace(sampling, repetition_penalty=1.0), STREAMS)
+    assert [a.token_ids for a in plain] != [a.token_ids for a in answers]
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_stop_strings_end_an_answer(family: str) -> None:
+    rollouts = Rollouts(build(family), "cpu")
+    whole = rollouts.generate(PROMPTS, Sampling(12, seed=5), STREAMS)
+    stop = tuple(f"<{a.token_ids[4]}><{a.token_ids[5]}>" for a in whole[:3])
+
+    def text(ids: list[int]) -> str:
+        return "".join(f"<{token}>" for token in ids)
+
+    cut = rollouts.generate(PROMPTS, Sampling(12, seed=5, stop=stop), STREAMS, batch_size=3, text=text)
+    for one, other in zip(cut, whole, strict=True):
+        ends = [n for n in range(1, 13) if text(other.token_ids[:n]).endswith(stop)]
+        assert one.token_ids == other.token_ids[: ends[0] if ends else 12] and one.finished == bool(ends)
+    assert sum(answer.finished for answer in cut) >= 3
+    said = list(rollouts.stream(PROMPTS[0], Sampling(12, seed=5, stop=stop), 0, text=text))
+    assert said == cut[0].token_ids
+
+
+def test_the_model_is_left_as_it_was(llama: nn.Module) -> None:
+    llama.config._attn_implementation = "sdpa"
+    stream = Rollouts(llama, "cpu").stream(PROMPTS[0], Sampling(9))
+    next(stream)
+    assert llama.config._attn_implementation == "sdpa"  # even while a stream waits
+    assert not any("forward" in module.__dict__ for module in llama.modules())
+
+
+def test_groups_are_the_cheapest_cut() -> None:
+    assert cut_into_groups([], [], 64) == []
+    assert cut_into_groups([0, 1, 2, 3], [50, 50, 50, 50], 1) == [(0, 4)]
+    assert cut_into_groups([0, 1, 3, 4], [50, 50, 50, 50], 1) == [(0, 2), (2, 4)]  # neighbours only
+    lengths = [500, 490, 20, 22, 21, 480]
+    assert cut_into_groups(list(range(6)), lengths, 1536) == [(0, 2), (2, 5), (5, 6)]
+
+
+def test_masks_show_what_a_query_may_see() -> None:
+    cpu = torch.device("cpu")
+    assert Group(0, 2, 0, (7, 7)).seen(None, cpu) == (0, 7, None)
+    assert Group(0, 2, 0, (7, 7)).seen(3, cpu) == (4, 7, None)
+    first, last, mask = Group(0, 2, 0, (5, 7)).seen(3, cpu)
+    assert (first, last) == (2, 7) and mask is not None
+    assert mask[:, 0, 0].int().tolist() == [[1, 1, 1, 0, 0], [0, 0, 1, 1, 1]]
+    assert Chunk(0, 4, 0, 0).seen(4, cpu) == (0, 4, None)
+    first, last, mask = Chunk(0, 3, 0, 4).seen(3, cpu)
+    assert (first, last) == (2, 7) and mask is not None
+    assert mask.int().tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+
+
+def test_a_freed_slot_goes_to_the_next_prompt() -> None:
+    scheduler = Scheduler([[1, 2], [3], [4, 5, 6]], slots=2, prefill_tokens=100)
+    assert scheduler.admit() == []
+    chunks, members = scheduler.chunks()
+    assert [(c.slot, c.begin, c.end) for c in chunks] == [(0, 0, 3), (1, 3, 5)]
+    scheduler.ran(members, chunks)
+    scheduler.finish({2})
+    scheduler.admit()
+    chunks, members = scheduler.chunks()
+    assert [(c.slot, c.begin, c.end) for c in chunks] == [(0, 1, 2)] and members[0].request == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_packed_weights_give_the_same_products(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not packed.available(dtype):
+        pytest.skip("this PyTorch packs no weights of this type here")
+    monkeypatch.setitem(packed.FEWEST_NUMBERS, dtype, 1)
+    model = copy.deepcopy(build(family)).to(dtype)
+    ids = torch.arange(24).remainder(VOCABULARY).view(2, 12)
+    packs = packed.PackedLinears(model)
+    with torch.no_grad():
+        plain = model(ids).logits
+        with packs.applied():
+            ours = model(ids).logits
+        again = model(ids).logits
+    layers = sum(type(module) in (nn.Linear, packed.Conv1D) for module in model.modules())
+    assert len(packs) == layers > 8
+    assert torch.equal(plain, again)
+    torch.testing.assert_close(ours, plain, atol=3e-5 if dtype == torch.float32 else 0.3, rtol=0.02)
