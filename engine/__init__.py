@@ -1,8 +1,9 @@
 """A ZeRO engine for any `nn.Module`, on PyTorch's FSDP2, with a hybrid flip between training and generation."""
 
 from engine.checkpoint import Checkpointer
-from engine.config import EngineConfig, LossScale, OptimizerConfig
+from engine.config import EngineConfig, OptimizerConfig
 from engine.engine import Engine, Update
+from engine.entry import initialize
 from engine.kernels import token_logprobs
 from engine.rollout.decoder import Generation, Rollouts
 from engine.rollout.sampling import Sampling
@@ -12,10 +13,10 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Generation",
-    "LossScale",
     "OptimizerConfig",
     "Rollouts",
     "Sampling",
     "Update",
+    "initialize",
     "token_logprobs",
 ]

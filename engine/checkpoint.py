@@ -7,15 +7,16 @@ tensors are copied before `save` returns; the writing itself goes on in the back
 import errno
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 
+from engine import optim
 from engine.engine import Engine
 from engine.parallel import dist
 
@@ -65,6 +66,8 @@ class Checkpointer:
     def load(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Fill the engines from a checkpoint. Returns (shared, mine); mine is None where the world size changed."""
         state = json.loads((folder / "state.json").read_text())
+        for name, engine in self.engines.items():
+            _make_room(engine, state["engines"][name])
         tensors = {name: _tensors(engine) for name, engine in self.engines.items()}
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), process_group=dist.host_group())
         for name, engine in self.engines.items():
@@ -81,29 +84,52 @@ def complete(parent: Path) -> list[Path]:
 
 
 def _tensors(engine: Engine) -> dict[str, Tensor]:
-    """Parameters that are trained and their moments, by name, as DTensors; loading writes into these very tensors."""
+    """What is trained, its optimizer's tensors and the module's buffers, by name; loading writes into these tensors."""
     assert engine.optimizer is not None
-    state: dict[str, Tensor] = {}
-    for name, parameter in engine.module.named_parameters():
-        if parameter.requires_grad:
-            state[f"parameter.{name}"] = parameter.detach()
-            state[f"exp_avg.{name}"] = engine.optimizer.state[parameter]["exp_avg"]
-            state[f"exp_avg_sq.{name}"] = engine.optimizer.state[parameter]["exp_avg_sq"]
-    return state | {f"average.{name}": mean for name, mean in engine.average.items()}
+    trained = {f"parameter.{n}": p.detach() for n, p in engine.module.named_parameters() if p.requires_grad}
+    moments = {name: tensor for name, tensor in optim.states(engine.module, engine.optimizer) if tensor.ndim}
+    averages = {f"average.{name}": mean for name, mean in engine.average.items()}
+    return trained | moments | averages | {f"buffer.{name}": buffer for name, buffer in _buffers(engine.module)}
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that a state dict has: running statistics, not what is computed at construction."""
+    for path, owner in module.named_modules():
+        for leaf, buffer in owner._buffers.items():
+            if buffer is not None and leaf not in owner._non_persistent_buffers_set:
+                yield f"{path}.{leaf}" if path else leaf, buffer
 
 
 def _scalars(engine: Engine) -> dict[str, Any]:
+    """What goes into JSON: counters, and numbers of the optimizer's state."""
     assert engine.optimizer is not None
-    taken = next((int(s["step"]) for s in engine.optimizer.state.values()), 0)
-    return {"step_count": engine.step_count, "adam_steps": taken, "scaler": engine.scaler.state()}
+    found = dict(optim.states(engine.module, engine.optimizer))
+    return {
+        "step_count": engine.step_count,
+        "scaler": engine.scaler.state(),
+        "moments": [name for name, tensor in found.items() if tensor.ndim],
+        "numbers": {name: tensor.item() for name, tensor in found.items() if not tensor.ndim},
+    }
+
+
+def _make_room(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Give the optimizer exactly the states that the checkpoint has: a parameter without a gradient has none yet."""
+    assert engine.optimizer is not None
+    if saved["moments"] or saved["numbers"]:
+        optim.make_states(engine.optimizer)
+    kept = {name.partition(".")[2] for name in [*saved["moments"], *saved["numbers"]]}
+    for name, parameter in engine.module.named_parameters():
+        if name not in kept:
+            engine.optimizer.state.pop(parameter, None)
 
 
 def _restore_scalars(engine: Engine, saved: Mapping[str, Any]) -> None:
     assert engine.optimizer is not None
     engine.step_count = saved["step_count"]
     engine.scaler.restore(saved["scaler"])
-    for state in engine.optimizer.state.values():
-        state["step"].fill_(float(saved["adam_steps"]))
+    for name, tensor in optim.states(engine.module, engine.optimizer):
+        if not tensor.ndim:
+            tensor.fill_(saved["numbers"][name])
 
 
 def _settle(settled: Future[None], done: Future[Any], staging: Path, folder: Path, *, leads: bool) -> None:

@@ -4,8 +4,9 @@ The vocabulary is ZeRO's (Rajbhandari et al., 2020, arXiv:1910.02054): stage 0 r
 optimizer states, 2 gradients as well, 3 parameters as well.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -13,24 +14,33 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True)
 class LossScale:
-    """Dynamic loss scaling of fp16: start at 2**initial_power, halve on overflow, double after `window` good steps."""
+    """Dynamic loss scaling of fp16: start at 2**initial_power, halve on overflow, double after `window` good steps.
+
+    `refill` fills the hysteresis after every good step. `static` is a scale that never changes instead.
+    """
 
     initial_power: int = 16
     window: int = 1000
     hysteresis: int = 2
     minimum: float = 1.0
+    refill: bool = False
+    static: float | None = None
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with decoupled decay (Loshchilov & Hutter, 2019) and a schedule over optimizer steps.
+    """An optimizer, its learning rate over optimizer steps, and the clipping before it.
 
-    `lr` is the peak rate; `warmup_steps` rise linearly to it, then `schedule` falls to
-    `lr * final_lr_ratio` at `total_steps`. `max_grad_norm` is the global L2 norm; 0 turns clipping off.
+    `name` is adamw (decoupled decay; Loshchilov & Hutter, 2019), adam, lion or any class of torch.optim, in any case of
+    letters; `betas` and `eps` are those of the first three, `options` further keyword arguments of the class.
+    `decay` says who decays: `matrices` leaves biases and norms alone.
+
+    `lr` is the peak rate; `warmup_steps` rise linearly to it, then `schedule` falls to `lr * final_lr_ratio` at
+    `total_steps`. Without `total_steps` the rate stays. `max_grad_norm` is the global L2 norm; 0 turns clipping off.
     """
 
     lr: float
-    total_steps: int
+    total_steps: int | None = None
     warmup_steps: int = 0
     schedule: Schedule = "cosine"
     final_lr_ratio: float = 0.0
@@ -38,11 +48,14 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    name: str = "adamw"
+    decay: Literal["matrices", "all"] = "matrices"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.lr < 0:
             raise ValueError(f"lr must be at least 0, not {self.lr}")
-        if self.total_steps < 1:
+        if self.total_steps is not None and self.total_steps < 1:
             raise ValueError(f"total_steps must be at least 1, not {self.total_steps}")
 
 
@@ -50,7 +63,10 @@ class OptimizerConfig:
 class EngineConfig:
     """How a module is laid out over the ranks, and in which precision it computes.
 
-    `offload` keeps the shards in host memory and brings a unit to the device when it is needed.
+    `offload` keeps the shards in host memory and brings a unit to the device when it is needed. `shard_ranks` are the
+    neighbouring ranks that share one copy of the model (HSDP); None is all of them. `gradient_accumulation` is the
+    micro-batches of one step in a loop that calls `backward` and `step`; `update` counts its own. Gradients are reduced
+    in `reduce_dtype`.
     """
 
     zero_stage: int = 0
@@ -59,7 +75,12 @@ class EngineConfig:
     activation_checkpointing: bool = False
     compile_blocks: bool = False
     loss_scale: LossScale = field(default_factory=LossScale)
+    gradient_accumulation: int = 1
+    reduce_dtype: Precision = "fp32"
+    shard_ranks: int | None = None
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {self.zero_stage}")
+        if self.gradient_accumulation < 1:
+            raise ValueError(f"gradient_accumulation must be at least 1, not {self.gradient_accumulation}")

@@ -1,14 +1,16 @@
 """The engine: one module laid out over the ranks, its optimizer, and the update.
 
-A loss is a sum. The caller says over how many items of the global batch it runs, and `update` divides once, so that the
-number of ranks and micro-batches does not change an update.
+Two ways to train. `update` takes all micro-batches of a step and a loss that is a sum; the caller says over how many
+items of the global batch it runs, and one division makes the mean, so that the number of ranks and micro-batches does
+not change an update. `backward` and `step` serve a plain loop, whose loss is the mean over a micro-batch.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +29,15 @@ LossFn = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, float | Tensor]]]
 
 
 @dataclass(frozen=True)
+class Step:
+    """The gradient norm of an optimizer step before clipping, its learning rate, and whether it was skipped."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
 class Update:
     """What one optimizer step did. `sums` are the metrics summed over micro-batches and ranks, `loss` is the mean."""
 
@@ -41,7 +52,8 @@ class Engine:
     """A module, sharded, with its optimizer. Made by `engine.initialize`.
 
     `module` is called like the module that went in. `rollout_path` names the submodule that generates text, for
-    `generating`.
+    `generating`. `scheduler` is the learning rate by optimizer step (from 0; a skipped step does not count) and takes
+    the place of the optimizer configuration's; `betas` likewise, for schedules that cycle the momentum.
     """
 
     def __init__(
@@ -52,10 +64,14 @@ class Engine:
         optimizer: OptimizerConfig | None = None,
         fill: Callable[[nn.Module], None] | None = None,
         rollout_path: str | None = None,
+        scheduler: Callable[[int], float] | None = None,
+        betas: Callable[[int], tuple[float, float]] | None = None,
     ) -> None:
         self.config, self.optimizer_config = config, optimizer
         self.step_count = 0
-        self._accumulated = False
+        self._scheduler, self._betas = scheduler, betas
+        self._begun = False
+        self._micro_batches = 0
         self._decay = 0.0
         self.average: dict[str, Tensor] = {}
         self._rollout_path = rollout_path
@@ -82,12 +98,15 @@ class Engine:
         if config.compile_blocks:
             for block in zero.units(module):
                 block.compile()
-        policy = precision.policy(config.dtype) if self.optimizer_config is not None else precision.policy("fp32")
+        trains = self.optimizer_config is not None
+        policy = precision.policy(config.dtype, config.reduce_dtype) if trains else precision.policy("fp32")
         device = torch.device("cpu") if config.offload == "cpu" else dist.world().device
         on_meta = any(p.is_meta for p in module.parameters())
         if not on_meta:
             module.to(device)
-        zero.shard(module, stage=config.zero_stage, policy=policy, offload=config.offload == "cpu")
+        zero.shard(
+            module, stage=config.zero_stage, policy=policy, offload=config.offload == "cpu", ranks=config.shard_ranks
+        )
         if on_meta:
             _materialize(module, device)
         if fill is not None:
@@ -97,29 +116,46 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def backward(self, loss_sum: Tensor, *, count: float = 1.0, last: bool = True) -> None:
-        """Add the gradient of `loss_sum / count` summed over ranks. `last` is False while more micro-batches follow.
+    @property
+    def device(self) -> torch.device:
+        """Where inputs belong."""
+        return dist.world().device
 
-        FSDP2 averages gradients over ranks; the factor `size` makes that a sum.
+    def backward(self, loss: Tensor, *, count: float | None = None, last: bool | None = None) -> None:
+        """Add the gradient of a micro-batch's loss.
+
+        Without `count`, `loss` is the mean over this rank's micro-batch, and what is added up is the mean over ranks
+        and over `gradient_accumulation` micro-batches. With it, `loss` is a sum, and the gradient of `loss / count`
+        summed over ranks is added. `last` says that no more micro-batches follow before the step; by default that is
+        counted for means, and True for sums.
         """
-        if not self._accumulated:
+        if last is None:
+            last = count is not None or self._micro_batches + 1 >= self.config.gradient_accumulation
+        if not self._begun:
             self.begin(last=last)
-        (loss_sum * (dist.world().size * self.scaler.scale / count)).backward()
-        self._accumulated = True
+        # FSDP2 averages gradients over ranks; the factor `size` makes that a sum.
+        factor = 1.0 / self.config.gradient_accumulation if count is None else dist.world().size / count
+        (loss * (factor * self.scaler.scale)).backward()
+        self._micro_batches += 1
+        self._begun = False
 
     def begin(self, *, last: bool) -> None:
-        """Prepare the coming forward and backward; `backward` does so itself for a lone micro-batch."""
+        """Prepare the coming forward and backward; `backward` does so itself where nobody did."""
         zero.before_micro_batch(self.module, stage=self.config.zero_stage, last=last)
+        self._begun = True
 
-    def step(self) -> tuple[float, float, bool]:
-        """Clip, update and clear. Returns the gradient norm, the learning rate, and whether the step was skipped.
+    def step(self) -> Step | None:
+        """Clip, update and clear, when `gradient_accumulation` micro-batches are in; until then nothing, and None."""
+        if self._micro_batches < self.config.gradient_accumulation:
+            return None
+        return self._step()
 
-        A step with a non-finite gradient is skipped on every rank alike.
-        """
+    def _step(self) -> Step:
+        """A step with a non-finite gradient is skipped on every rank alike."""
         assert self.optimizer is not None and self.optimizer_config is not None, "a frozen engine has no step"
         config, gradients = self.optimizer_config, [p.grad for p in self.module.parameters() if p.grad is not None]
         norm = dist.squared_norm(gradients).sqrt().item() / self.scaler.scale
-        lr = optim.learning_rate(config, self.step_count)
+        lr = self._set_rates(self.optimizer)
         skipped = not _finite(norm)
         if not skipped:
             factor = 1.0 / self.scaler.scale
@@ -127,15 +163,24 @@ class Engine:
                 factor *= min(1.0, config.max_grad_norm / (norm + 1e-6))
             if factor != 1.0:
                 torch._foreach_mul_([dist.local(g) for g in gradients], factor)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
             self.optimizer.step()
             self._update_average()
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.update(skipped)
         self.step_count += 1
-        self._accumulated = False
-        return norm, lr, skipped
+        self._micro_batches = 0
+        return Step(norm, lr, skipped)
+
+    def _set_rates(self, optimizer: torch.optim.Optimizer) -> float:
+        """Give the optimizer the coming step's learning rate (and betas, where those are scheduled)."""
+        assert self.optimizer_config is not None
+        taken = self.step_count - self.scaler.skipped
+        lr = self._scheduler(taken) if self._scheduler else optim.learning_rate(self.optimizer_config, self.step_count)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+            if self._betas is not None and "betas" in group:
+                group["betas"] = self._betas(taken)
+        return lr
 
     def update(self, micro_batches: Sequence[Batch], loss_fn: "LossFn[Batch]", count: float) -> Update:
         """One optimizer step over this rank's micro-batches; every rank passes as many.
@@ -148,7 +193,6 @@ class Engine:
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             self.begin(last=last)
-            self._accumulated = True
             loss_sum, metrics = loss_fn(self.module, micro_batch)
             self.backward(loss_sum, count=count, last=last)
             total = total + loss_sum.detach()
@@ -157,8 +201,26 @@ class Engine:
         local = {name: float(value) for name, value in sums.items()} | {"loss": float(total)}
         everywhere = dist.sum_over_ranks(local)
         loss = everywhere.pop("loss") / count
-        norm, lr, skipped = self.step()
-        return Update(loss, everywhere, norm, lr, skipped)
+        done = self._step()
+        return Update(loss, everywhere, done.grad_norm, done.lr, done.skipped)
+
+    def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write parameters, optimizer and counters into a folder, sharded; returns when it is whole on disk.
+
+        `extra` is kept with it (JSON, the same on every rank). Every rank calls. Raises OSError where writing fails.
+        """
+        from engine.checkpoint import Checkpointer
+
+        checkpointer = Checkpointer({"engine": self})
+        checkpointer.save(Path(folder), extra or {})
+        checkpointer.wait()
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Take over what `save` wrote, at any number of ranks and any stage; returns its `extra`. Every rank calls."""
+        from engine.checkpoint import Checkpointer
+
+        zero.release(self.module)
+        return Checkpointer({"engine": self}).load(Path(folder))[0]
 
     @contextmanager
     def scoring(self) -> Iterator[nn.Module]:

@@ -1,18 +1,35 @@
-"""AdamW with decoupled decay (Loshchilov & Hutter, 2019, arXiv:1711.05101), and the learning rate by step."""
+"""Optimizers by name, and the learning rate by step.
 
+AdamW: Loshchilov & Hutter, 2019, arXiv:1711.05101. Left out: optimizers that look at whole rows, columns or matrices of
+a parameter, or call the loss again; a rank holds shards, and a loss has been through backward when they step.
+"""
+
+import inspect
 import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.config import OptimizerConfig
+from engine.lion import Lion
+
+ADAMS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+UNFIT = {
+    "lbfgs": "it calls the loss several times a step",
+    "sparseadam": "it wants sparse gradients",
+    "adafactor": "it averages over whole rows and columns, and a rank holds shards",
+    "rprop": "it writes by index, which shards do not take",
+    "muon": "it multiplies whole matrices, and a rank holds shards",
+}
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
     """The rate of optimizer step `step` (from 0): linear warm-up to the peak, then the schedule to the final ratio."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
+    if config.schedule == "constant" or config.total_steps is None:
         return config.lr
     span = max(1, config.total_steps - config.warmup_steps)
     done = min(1.0, (step - config.warmup_steps) / span)
@@ -20,23 +37,93 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     return config.lr * (1.0 - fall * (1.0 - config.final_lr_ratio))
 
 
-def build(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the module's trainable parameters; vectors and scalars (biases, norms) are not decayed.
+def build(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer over the module's trainable parameters; with `decay="matrices"` vectors and scalars don't decay.
 
-    Moments are made at once, so that memory is known before the first step and a checkpoint can be read in place.
+    Adam's moments are made at once, so that memory is known before the first step. Raises ValueError for a name or an
+    option that does not exist or can't work on shards.
     """
+    kind = optimizer_class(config.name)
     trainable = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )
-    for parameter in trainable:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+    keywords = {"lr": config.lr, **_own_keywords(config), **config.options}
+    accepted = inspect.signature(kind).parameters
+    for key in keywords:
+        if key not in accepted:
+            raise ValueError(f"optimizer {config.name} has no option {key}; it has {', '.join(sorted(accepted))}")
+    decays = "weight_decay" in accepted
+    if config.weight_decay and not decays:
+        raise ValueError(f"optimizer {config.name} knows no weight decay: weight_decay=0, or adamw")
+    groups: list[dict[str, Any]] = [{"params": part, "weight_decay": rate} for part, rate in _parts(trainable, config)]
+    if not decays:
+        groups = [{"params": trainable}]
+    optimizer: torch.optim.Optimizer = kind([g for g in groups if g["params"]], **keywords)
+    if kind in ADAMS.values():
+        _make_moments(optimizer, trainable, ("exp_avg", "exp_avg_sq", *_third(config.options)))
     return optimizer
+
+
+def optimizer_class(name: str) -> Any:
+    """The class of an optimizer's name. Raises ValueError where there is none, or none that fits."""
+    low = name.lower()
+    if low in UNFIT:
+        raise ValueError(f"optimizer {name}: {UNFIT[low]}; use adamw or lion")
+    if low == "lion":
+        return Lion
+    known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
+    if low not in known:
+        names = ", ".join(sorted([*(key for key in known if key not in UNFIT), "lion"]))
+        raise ValueError(f"there is no optimizer {name}; there are {names}")
+    return known[low]
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+
+
+def _own_keywords(config: OptimizerConfig) -> dict[str, Any]:
+    """What the configuration's fields say to this class."""
+    if config.name.lower() in ADAMS:
+        return {"betas": config.betas, "eps": config.eps, "fused": True}
+    return {"betas": config.betas} if config.name.lower() == "lion" else {}
+
+
+def _parts(trainable: list[nn.Parameter], config: OptimizerConfig) -> list[tuple[list[nn.Parameter], float]]:
+    """Parameters and their decay."""
+    if config.decay == "all":
+        return [(trainable, config.weight_decay)]
+    matrices = [p for p in trainable if p.ndim >= 2]
+    return [(matrices, config.weight_decay), ([p for p in trainable if p.ndim < 2], 0.0)]
+
+
+def _third(options: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("max_exp_avg_sq",) if options.get("amsgrad") else ()
+
+
+def _make_moments(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], names: tuple[str, ...]) -> None:
+    for parameter in parameters:
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        optimizer.state[parameter] = {"step": step, **{name: torch.zeros_like(parameter) for name in names}}
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """Make the states that an optimizer makes at its first step, to load into; parameters stay as they are."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if all(optimizer.state.get(p) for p in parameters):
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def states(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the optimizer's state as (kind.parameter name, tensor)."""
+    for name, parameter in module.named_parameters():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield f"{kind}.{name}", value

@@ -13,11 +13,11 @@ from engine.config import LossScale, Precision
 TORCH_DTYPE: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def policy(dtype: Precision) -> MixedPrecisionPolicy:
-    """FSDP2's casts for a module with fp32 parameters that computes in `dtype`."""
-    if dtype == "fp32":
+def policy(dtype: Precision, reduce: Precision = "fp32") -> MixedPrecisionPolicy:
+    """FSDP2's casts for a module with fp32 parameters that computes in `dtype` and reduces gradients in `reduce`."""
+    if dtype == reduce == "fp32":
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=TORCH_DTYPE[dtype], reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy(param_dtype=TORCH_DTYPE[dtype], reduce_dtype=TORCH_DTYPE[reduce])
 
 
 @dataclass
@@ -39,16 +39,18 @@ class LossScaler:
 
     def __post_init__(self) -> None:
         if self.enabled:
-            self.scale = 2.0**self.config.initial_power
+            self.scale = self.config.static or 2.0**self.config.initial_power
         self.budget = self.config.hysteresis
 
     def update(self, overflow: bool) -> None:
         """Take note of one step. Raises FloatingPointError if the scale can't fall any further."""
         self.skipped += overflow
-        if self.enabled:
+        if self.enabled and self.config.static is None:
             if overflow:
                 self._back_off()
             else:
+                if self.config.refill:
+                    self.budget = self.config.hysteresis
                 good = self.steps - self.last_overflow - 1
                 if good > 0 and good % self.config.window == 0:
                     self.budget = self.config.hysteresis

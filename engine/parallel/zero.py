@@ -23,10 +23,19 @@ def units(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def shard(module: nn.Module, *, stage: int, policy: MixedPrecisionPolicy, offload: bool) -> None:
-    """Lay a module out over the ranks, in place. Its parameters become DTensors."""
+def shard(
+    module: nn.Module, *, stage: int, policy: MixedPrecisionPolicy, offload: bool, ranks: int | None = None
+) -> None:
+    """Lay a module out over the ranks, in place. Its parameters become DTensors.
+
+    `ranks` neighbours share one copy (stages 1 to 3), all ranks by default. Raises ValueError where the world does not
+    divide by it.
+    """
     size = dist.world().size
-    mesh = dist.mesh(replicate=size, shard=1) if stage == 0 else dist.mesh(replicate=1, shard=size)
+    together = 1 if stage == 0 else ranks or size
+    if size % together:
+        raise ValueError(f"shard_ranks={together} does not divide the {size} ranks")
+    mesh = dist.mesh(replicate=size // together, shard=together)
     where = CPUOffloadPolicy() if offload else OffloadPolicy()
     for block in units(module):
         fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy, offload_policy=where)

@@ -19,7 +19,8 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from engine import Engine, EngineConfig, LossScale, OptimizerConfig
+from engine import Engine, EngineConfig, OptimizerConfig
+from engine.config import LossScale
 from engine.loading import SafetensorsFolder, copy_rows, draw_parameters, read_parameters
 from pipeline.config.schema import EngineSettings, LoraConfig
 from pipeline.errors import UserError

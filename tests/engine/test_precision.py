@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine import Engine, EngineConfig, LossScale, OptimizerConfig
+from engine import Engine, EngineConfig, OptimizerConfig
+from engine.config import LossScale
 from engine.parallel import dist
 from engine.precision import LossScaler, policy
 

@@ -1,0 +1,237 @@
+"""Every key of a DeepSpeed configuration and what becomes of it here.
+
+Defaults are those of DeepSpeed's code (deepspeed/runtime/zero/config.py, offload_config.py, precision_config.py,
+constants.py), which differ from its manual in places. `read.py` checks a file against this table, `page.py` prints it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Verdict = Literal["honoured", "accepted", "refused"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One dotted key.
+
+    honoured: does what it says. accepted: any value, has nothing to do here, for the reason in `note`. refused: only
+    the default (or another value that switches it off) is taken; `note` says what to use instead. `only` are the values
+    that an honoured key may have, where others are refused. `takes` is what a value must be.
+    """
+
+    name: str
+    default: Any
+    verdict: Verdict
+    note: str
+    takes: Literal["bool", "int", "number", "text", "list", "section", "any"] = "any"
+    only: tuple[Any, ...] = ()
+
+
+def _rows(verdict: Verdict, prefix: str, *rows: tuple[Any, ...]) -> list[Key]:
+    """Keys of one verdict below one prefix: (name, default, takes, note[, only])."""
+    return [
+        Key(f"{prefix}{name}", default, verdict, note, takes, *rest) for name, default, takes, note, *rest in rows
+    ]
+
+
+_BUCKETS = "FSDP2 gathers and reduces one block of layers at a time"
+_NO_DEVICE_CODE = "the engine has no such switch to turn: FSDP2 decides"
+_FP32_MASTERS = "masters, gradients and moments are fp32; leave it false"
+_ZEROPP = "gathers and reductions are not quantized yet; leave it false (bf16.enabled halves what is sent)"
+_WATCH = "metrics go to metrics.jsonl and wandb (tracking=)"
+
+BATCH = _rows(
+    "honoured", "",
+    ("train_batch_size", None, "int", "checked: micro-batch x accumulation x ranks. Stages have <stage>.batch_size"),
+    ("train_micro_batch_size_per_gpu", None, "int",
+     "told back as micro_batch_size, for the loop's loader. Stages have <stage>.micro_batch_tokens"),
+    ("gradient_accumulation_steps", None, "int",
+     "step() acts on every n-th call. Stages split a batch by tokens and need no number"),
+    ("gradient_clipping", 1.0, "number", "global L2 norm; 0 does not clip"),
+    ("communication_data_type", None, "text", "precision of gradient reductions; None is fp32 here",
+     (None, "fp32", "bf16", "fp16", "bfp16")),
+)  # fmt: skip
+
+TRAINING = [
+    *_rows(
+        "accepted", "",
+        ("prescale_gradients", False, "bool", "gradients are reduced in fp32 and cannot overflow on the way"),
+        ("gradient_predivide_factor", 1.0, "number", "gradients are reduced in fp32 and cannot overflow on the way"),
+        ("gradient_accumulation_dtype", None, "text", "gradients accumulate in fp32"),
+        ("data_types.grad_accum_dtype", None, "text", "gradients accumulate in fp32"),
+        ("steps_per_print", None, "int", "every step is logged (<stage>.log_every)"),
+        ("wall_clock_breakdown", False, "bool", "seconds by phase are always in summary.json"),
+        ("memory_breakdown", False, "bool", "python -m engine.memory tells beforehand"),
+        ("dump_state", False, "bool", "the whole configuration is in the run folder"),
+        ("zero_allow_untested_optimizer", False, "bool", "optimizers that can't work on shards are refused by name"),
+        ("zero_force_ds_cpu_optimizer", True, "bool", "the optimizer is torch's fused one on every device"),
+        ("disable_allgather", False, "bool", _BUCKETS),
+        ("dataloader_drop_last", False, "bool", "the data loader is the caller's"),
+        ("use_node_local_storage", False, "bool", "rank folders of a checkpoint are files of one folder"),
+        ("checkpoint", None, "section", "checkpoints are sharded, whole or absent, and written in the background"),
+        ("nebula", None, "section", "checkpoints are written in the background as they are"),
+        ("tensorboard", None, "section", _WATCH),
+        ("wandb", None, "section", _WATCH),
+        ("csv_monitor", None, "section", _WATCH),
+        ("comet", None, "section", _WATCH),
+        ("comms_logger", None, "section", "torch.profiler sees the collectives"),
+        ("flops_profiler", None, "section", "tokens a second are logged each step"),
+        ("aio.block_size", 1048576, "int", "for nvme offload, which is refused"),
+        ("aio.queue_depth", 8, "int", "for nvme offload, which is refused"),
+        ("aio.intra_op_parallelism", 1, "int", "for nvme offload, which is refused"),
+        ("aio.thread_count", 1, "int", "for nvme offload, which is refused"),
+        ("aio.single_submit", False, "bool", "for nvme offload, which is refused"),
+        ("aio.overlap_events", True, "bool", "for nvme offload, which is refused"),
+        ("aio.use_gds", False, "bool", "for nvme offload, which is refused"),
+    ),
+    *_rows(
+        "refused", "",
+        ("amp", None, "section", "NVIDIA apex is not used: bf16.enabled or fp16.enabled"),
+        ("sparse_gradients", False, "bool", "gradients are dense; leave it false"),
+        ("sparse_attention", None, "section", "attention is the model's own (model.attention=); leave it out"),
+        ("autotuning", None, "section", "python -m engine.memory shows what fits; leave it out"),
+        ("elasticity", None, "section", "a run goes on at another number of ranks as it is; leave it out"),
+        ("curriculum_learning", None, "section", "order the data yourself; leave it out"),
+        ("data_efficiency", None, "section", "sample the data yourself; leave it out"),
+        ("progressive_layer_drop", None, "section", "all layers train; leave it out"),
+        ("compression_training", None, "section", "the engine trains whole models or LoRA adapters; leave it out"),
+        ("quantize_training", None, "section", "the engine trains in bf16, fp16 or fp32; leave it out"),
+        ("eigenvalue", None, "section", "belongs to quantize_training; leave it out"),
+        ("pipeline", None, "section", "no pipeline parallelism yet: zero_optimization.stage=3 shards big models"),
+        ("tensor_parallel", None, "section", "no tensor parallelism yet: zero_optimization.stage=3 shards big models"),
+        ("sequence_parallel_size", 1, "int", "no sequence parallelism: activation_checkpointing fits long sequences"),
+    ),
+]  # fmt: skip
+
+PRECISION = [
+    *_rows(
+        "honoured", "fp16.",
+        ("enabled", False, "bool", "compute in fp16, fp32 masters, loss scaling"),
+        ("loss_scale", 0, "number", "a fixed scale; 0 is dynamic"),
+        ("initial_scale_power", 16, "int", "first scale is 2**this"),
+        ("loss_scale_window", 1000, "int", "good steps before the scale doubles"),
+        ("hysteresis", 2, "int", "overflows before the scale halves; stage 0 has none, in DeepSpeed as here"),
+        ("consecutive_hysteresis", False, "bool", "a good step refills the hysteresis"),
+        ("min_loss_scale", 1, "number", "the scale falls no lower; an overflow there stops the run"),
+    ),
+    *_rows("accepted", "fp16.", ("auto_cast", False, "bool", "floating-point inputs are always cast")),
+    *_rows("refused", "fp16.", ("fp16_master_weights_and_grads", False, "bool", _FP32_MASTERS)),
+    *_rows("honoured", "bf16.", ("enabled", False, "bool", "compute in bf16, fp32 masters")),
+    *_rows(
+        "accepted", "bf16.",
+        ("immediate_grad_update", False, "bool", "gradients are reduced in fp32 as they come"),
+        ("check_grad_overflow", True, "bool", "a step with a non-finite gradient is always skipped and counted"),
+    ),
+    *_rows(
+        "refused", "bf16.",
+        ("bf16_master_weights_and_grads", False, "bool", _FP32_MASTERS),
+        ("bf16_optimizer_states", False, "bool", _FP32_MASTERS),
+    ),
+    *_rows(
+        "refused", "torch_autocast.",
+        ("enabled", False, "bool", "the engine casts whole modules: bf16.enabled=true"),
+        ("dtype", None, "text", "the engine casts whole modules: bf16.enabled=true"),
+        ("lower_precision_safe_modules", None, "list", "the engine casts whole modules: bf16.enabled=true"),
+    ),
+]  # fmt: skip
+
+ZERO = [
+    *_rows(
+        "honoured", "zero_optimization.",
+        ("stage", 0, "int", "0 off, 1 optimizer states, 2 gradients too, 3 parameters too", (0, 1, 2, 3)),
+        ("mics_shard_size", -1, "int", "ranks that share one copy of the model (HSDP); -1 is all"),
+        ("offload_param.device", "none", "text", "cpu keeps shards on the host (stage 3)", (None, "none", "cpu")),
+        ("offload_optimizer.device", "none", "text",
+         "cpu keeps optimizer states and the fp32 shards on the host (stages 1-3)", (None, "none", "cpu")),
+    ),
+    *_rows(
+        "accepted", "zero_optimization.",
+        ("contiguous_gradients", True, "bool", "a block's gradients are reduced out of one buffer as it is"),
+        ("reduce_scatter", True, "bool", "always, from stage 1 on"),
+        ("allgather_partitions", True, "bool", "always, from stage 1 on"),
+        ("use_multi_rank_bucket_allreduce", True, "bool", _BUCKETS),
+        ("reduce_bucket_size", 5e8, "number", _BUCKETS),
+        ("allgather_bucket_size", 5e8, "number", _BUCKETS),
+        ("overlap_comm", None, "bool", "always: FSDP2 reduces behind backward and gathers ahead of it"),
+        ("load_from_fp32_weights", True, "bool", "masters are always loaded as they are on disk"),
+        ("sub_group_size", 1e9, "number", "the optimizer steps over all shards at once"),
+        ("stage3_prefetch_bucket_size", 5e7, "number", "the next block is gathered while one computes"),
+        ("stage3_param_persistence_threshold", 1e5, "number", "small parameters come with their block's gather"),
+        ("stage3_model_persistence_threshold", None, "number", "small parameters come with their block's gather"),
+        ("stage3_max_live_parameters", 1e9, "number", "two blocks at most are whole at once"),
+        ("stage3_max_reuse_distance", 1e9, "number", "a block is released after use and gathered again in backward"),
+        ("stage3_gather_16bit_weights_on_model_save", False, "bool", "export always writes whole weights"),
+        ("stage3_gather_fp16_weights_on_model_save", False, "bool", "export always writes whole weights"),
+        ("stage3_module_granularity_threshold", 0, "int", "the elements of nn.ModuleList are the grain"),
+        ("stage3_use_all_reduce_for_fetch_params", False, "bool", _NO_DEVICE_CODE),
+        ("stage3_allgather_sequential", False, "bool", _NO_DEVICE_CODE),
+        ("ignore_unused_parameters", True, "bool", "parameters without a gradient are left alone"),
+        ("round_robin_gradients", False, "bool", _BUCKETS),
+        ("legacy_stage1", False, "bool", "there is one stage 1"),
+        ("elastic_checkpoint", False, "bool", "checkpoints load at any number of ranks"),
+        ("memory_efficient_linear", True, "bool", _NO_DEVICE_CODE),
+        ("override_module_apply", True, "bool", "modules are built on the meta device"),
+        ("pipeline_loading_checkpoint", False, "bool", "each rank reads its own slices"),
+        ("mics_hierarchical_params_gather", False, "bool", "NCCL chooses the way of a gather"),
+        ("enable_sanity_checks", False, "bool", _NO_DEVICE_CODE),
+        ("log_trace_cache_warnings", False, "bool", _NO_DEVICE_CODE),
+        ("offload_param.nvme_path", None, "text", "for nvme offload, which is refused"),
+        ("offload_param.buffer_count", 5, "int", "for nvme offload, which is refused"),
+        ("offload_param.buffer_size", 1e8, "number", "for nvme offload, which is refused"),
+        ("offload_param.max_in_cpu", 1e9, "number", "for nvme offload, which is refused"),
+        ("offload_param.pin_memory", True, "bool", "host shards are always pinned where there is a GPU"),
+        ("offload_optimizer.nvme_path", None, "text", "for nvme offload, which is refused"),
+        ("offload_optimizer.buffer_count", 4, "int", "for nvme offload, which is refused"),
+        ("offload_optimizer.pin_memory", True, "bool", "host shards are always pinned where there is a GPU"),
+        ("offload_optimizer.pipeline_read", False, "bool", "for nvme offload, which is refused"),
+        ("offload_optimizer.pipeline_write", False, "bool", "for nvme offload, which is refused"),
+        ("offload_optimizer.fast_init", False, "bool", "for nvme offload, which is refused"),
+        ("offload_optimizer.cpuadam_cores_perc", 0.8, "number", "OMP_NUM_THREADS says how many cores torch takes"),
+    ),
+    *_rows(
+        "refused", "zero_optimization.",
+        ("zero_hpz_partition_size", 1, "int", "no second copy inside a node: mics_shard_size=GPUS_A_NODE keeps "
+         "gathers inside it"),
+        ("zero_quantized_weights", False, "bool", _ZEROPP),
+        ("zero_quantized_gradients", False, "bool", _ZEROPP),
+        ("zero_quantized_nontrainable_weights", False, "bool", _ZEROPP),
+        ("zeropp_loco_param", None, "section", _ZEROPP),
+        ("offload_optimizer.ratio", 1.0, "number", "all of the optimizer goes to the host; leave it 1.0"),
+        ("offload_optimizer.super_offload", False, "bool", "offload_optimizer.device=cpu; leave it false"),
+        ("cpu_offload", False, "bool", "DeepSpeed gave this key up: offload_optimizer.device=cpu"),
+        ("cpu_offload_params", False, "bool", "DeepSpeed gave this key up: offload_param.device=cpu"),
+    ),
+]  # fmt: skip
+
+OTHERS = [
+    *_rows(
+        "honoured", "activation_checkpointing.",
+        ("partition_activations", False, "bool", "true recomputes every block; kept inputs stay with their rank"),
+        ("number_checkpoints", None, "int", "any number recomputes every block"),
+    ),
+    *_rows(
+        "accepted", "activation_checkpointing.",
+        ("contiguous_memory_optimization", False, "bool", "the allocator's matter: PYTORCH_ALLOC_CONF"),
+        ("synchronize_checkpoint_boundary", False, "bool", "nothing to synchronize"),
+        ("profile", False, "bool", "torch.profiler sees it"),
+    ),
+    *_rows(
+        "refused", "activation_checkpointing.",
+        ("cpu_checkpointing", False, "bool", "kept inputs stay on the device: partition_activations=true recomputes"),
+    ),
+    *_rows(
+        "accepted", "hybrid_engine.",
+        ("enabled", False, "bool", "engine.generating() is always there"),
+        ("max_out_tokens", 512, "int", "the cache is sized by each batch (rollout.max_new_tokens)"),
+        ("release_inference_cache", False, "bool", "engine.generating(keep=False) frees its buffers"),
+        ("pin_parameters", True, "bool", "weights are gathered once a flip"),
+        ("tp_gather_partition_size", 8, "int", "generation has no tensor parallelism"),
+        ("enable_cuda_graph", False, "bool", "the rollout engine decides by itself"),
+    ),
+    *_rows(
+        "refused", "hybrid_engine.",
+        ("inference_tp_size", 1, "int", "each rank generates its own share; leave it 1"),
+    ),
+]  # fmt: skip
+
+KEYS: dict[str, Key] = {key.name: key for key in [*BATCH, *PRECISION, *ZERO, *OTHERS, *TRAINING]}

@@ -1,0 +1,121 @@
+"""The optimizer section: type and params become an `OptimizerConfig`.
+
+DeepSpeed's "Adam" is AdamW unless adam_w_mode is false. Names it does not know are torch.optim's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine import optim
+from engine.config import OptimizerConfig
+from engine.deepspeed.closest import refuse_unknown
+
+
+@dataclass(frozen=True)
+class Known:
+    """An optimizer that DeepSpeed names: our name and its parameters with their defaults."""
+
+    name: str
+    parameters: dict[str, Any]
+
+
+_ADAM = {
+    "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True,
+    "torch_adam": False, "fused": True, "amsgrad": False, "set_grad_none": True, "fp32_optimizer_states": True,
+}  # fmt: skip
+OPTIMIZERS = {
+    "Adam": Known("adamw", _ADAM),
+    "AdamW": Known("adamw", _ADAM),
+    "Lion": Known("lion", {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0}),
+    "Adagrad": Known("adagrad", {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
+    "SGD": Known("sgd", {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}),
+}
+_ONE_BIT = "no compressed momentum yet: AdamW, with communication_data_type=bf16 for half the bytes"
+REFUSED_OPTIMIZERS = {
+    "OneBitAdam": _ONE_BIT,
+    "ZeroOneAdam": _ONE_BIT,
+    "OneBitLamb": _ONE_BIT,
+    "Lamb": "its trust ratio wants whole parameters, and a rank holds shards: AdamW",
+    "FusedLamb": "its trust ratio wants whole parameters, and a rank holds shards: AdamW",
+    "MuAdam": "widths are not scaled (package mup): AdamW with the rate you found",
+    "MuAdamW": "widths are not scaled (package mup): AdamW with the rate you found",
+    "MuSGD": "widths are not scaled (package mup): SGD with the rate you found",
+    **{name: f"{why}: AdamW or Lion" for name, why in (
+        ("Muon", optim.UNFIT["muon"]), ("LBFGS", optim.UNFIT["lbfgs"]), ("Adafactor", optim.UNFIT["adafactor"]),
+        ("SparseAdam", optim.UNFIT["sparseadam"]), ("Rprop", optim.UNFIT["rprop"]),
+    )},
+}  # fmt: skip
+
+
+def translate(section: Mapping[str, Any], base: OptimizerConfig | None, clipping: float | None) -> OptimizerConfig:
+    """The optimizer of a file's section. Raises ValueError for what can't be.
+
+    `base` has what the section says "auto" for, the rate where it gives none, the schedule, and who decays.
+    """
+    known, kind, given = _checked(section)
+    values = _resolved(given, known.parameters if known else {"lr": 1e-3}, base)
+    name = _name(kind, known, values)
+    betas = values.get("betas", (0.9, 0.999))
+    frame = base or OptimizerConfig(lr=0.0, schedule="constant", decay="all")
+    return replace(
+        frame,
+        lr=float(values["lr"]),
+        betas=(float(betas[0]), float(betas[1])),
+        eps=float(values.get("eps", 1e-8)),
+        weight_decay=float(values.get("weight_decay", 0.0)),
+        max_grad_norm=frame.max_grad_norm if clipping is None else clipping,
+        name=name,
+        options=_options(name, values),
+    )
+
+
+def _checked(section: Mapping[str, Any]) -> tuple[Known | None, str, dict[str, Any]]:
+    """What DeepSpeed knows of the type, the type, its parameters as given."""
+    refuse_unknown(section, ("type", "params", "legacy_fusion"), "optimizer")
+    kind, given = section.get("type"), dict(section.get("params") or {})
+    if not isinstance(kind, str):
+        raise ValueError('optimizer.type is missing: "AdamW", "Lion", "Adagrad", "SGD" or a name of torch.optim')
+    for name, why in REFUSED_OPTIMIZERS.items():
+        if name.lower() == kind.lower():
+            raise ValueError(f"optimizer.type={kind}: {why}")
+    if given.get("max_grad_norm"):
+        raise ValueError(f"optimizer.params.max_grad_norm: use gradient_clipping={given['max_grad_norm']} instead")
+    given.pop("max_grad_norm", None)
+    known = next((known for name, known in OPTIMIZERS.items() if name.lower() == kind.lower()), None)
+    if known is not None:
+        refuse_unknown(given, tuple(known.parameters), "optimizer.params")
+    return known, kind, given
+
+
+def _options(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the class that `OptimizerConfig` has no field for."""
+    if name in optim.ADAMS:
+        return {"amsgrad": True} if values.get("amsgrad") else {}
+    fields = ("lr", "weight_decay", "betas") if name == "lion" else ("lr", "weight_decay")
+    return {key: value for key, value in values.items() if key not in fields}
+
+
+def _resolved(given: dict[str, Any], defaults: Mapping[str, Any], base: OptimizerConfig | None) -> dict[str, Any]:
+    """Values with defaults and "auto" filled in."""
+    found = {**defaults, **given}
+    own = {} if base is None else {key: getattr(base, key) for key in ("lr", "betas", "eps", "weight_decay")}
+    if "lr" not in given and "lr" in own:
+        found["lr"] = own["lr"]
+    for key, value in found.items():
+        if value == "auto":
+            found[key] = own.get(key, defaults.get(key))
+    return found
+
+
+def _name(kind: str, known: Known | None, given: dict[str, Any]) -> str:
+    if known is None:
+        optim.optimizer_class(kind)
+        return kind.lower()
+    if known.name != "adamw":
+        return known.name
+    if not given.get("bias_correction", True):
+        raise ValueError("optimizer.params.bias_correction=false: Adam always corrects its moments here; leave it true")
+    # With torch_adam the type alone tells the two apart; without, DeepSpeed's Adam decays as AdamW does.
+    decoupled = kind.lower() == "adamw" if given.get("torch_adam") else given.get("adam_w_mode", True)
+    return "adamw" if decoupled or kind.lower() == "adamw" else "adam"

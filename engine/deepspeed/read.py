@@ -1,0 +1,254 @@
+"""A user's DeepSpeed configuration becomes the engine's own values, or one message says what to write instead.
+
+Order: the file is opened, every key is checked against `keys.py`, "auto" and absent keys are filled from the caller's
+own settings (else DeepSpeed's defaults), and what is left is translated. A boolean section switch that DeepSpeed reads
+as absent (an empty section) is absent here too.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig, LossScale, OptimizerConfig, Precision
+from engine.deepspeed import optimizers, schedulers
+from engine.deepspeed.closest import closest
+from engine.deepspeed.keys import KEYS, Key
+
+RENAMED = {"bfloat16": "bf16"}
+FREE = ("optimizer", "scheduler")
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "int": ((int, float), "a whole number"),
+    "number": ((int, float), "a number"),
+    "text": ((str,), "text"),
+    "list": ((list, tuple), "[a, b, ...]"),
+    "section": ((dict,), "{key: value, ...}"),
+    "any": ((object,), "a value"),
+}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a file comes to.
+
+    `optimizer` is None where neither file nor caller has one, `scheduler` and `betas` where the file has none. The
+    batch sizes are None where the file leaves them open. `notes` has one line for each key that does nothing here.
+    """
+
+    engine: EngineConfig
+    optimizer: OptimizerConfig | None
+    scheduler: Callable[[int], float] | None
+    betas: Callable[[int], tuple[float, float]] | None
+    micro_batch_size: int | None
+    train_batch_size: int | None
+    notes: tuple[str, ...]
+
+
+def open_file(path: str | Path) -> dict[str, Any]:
+    """A JSON file as a dictionary. Raises ValueError where there is none, or a key stands in it twice."""
+    place = Path(path).expanduser()
+    if not place.is_file():
+        raise ValueError(f"{path}: there is no such file (looked from {Path.cwd()})")
+    try:
+        found = json.loads(place.read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold one JSON object")
+    return found
+
+
+def read(
+    config: Mapping[str, Any] | str | Path,
+    *,
+    ranks: int = 1,
+    optimizer: OptimizerConfig | None = None,
+    base: EngineConfig | None = None,
+) -> Choices:
+    """Check a configuration and translate it. Raises ValueError with what to write instead.
+
+    `optimizer` and `base` are the caller's own settings for what the file leaves open; without `base` DeepSpeed's
+    defaults hold (stage 0, fp32).
+    """
+    raw = dict(config) if isinstance(config, Mapping) else open_file(config)
+    raw = {RENAMED.get(key, key): value for key, value in raw.items()}
+    said = _Said({key: value for key, value in _leaves(raw) if value != "auto"})
+    for key, value in said.values.items():
+        _check(key, value)
+    engine = _engine(said, base or EngineConfig(dtype="fp32"))
+    micro, accumulation, whole = batch_triple(said, ranks)
+    if accumulation is not None:
+        engine = replace(engine, gradient_accumulation=accumulation)
+    clipping = said.get("gradient_clipping")
+    chosen = optimizer if clipping is None or optimizer is None else replace(optimizer, max_grad_norm=clipping)
+    if raw.get("optimizer"):
+        chosen = optimizers.translate(raw["optimizer"], optimizer, clipping)
+    rates = schedulers.Rates(None, None)
+    if raw.get("scheduler"):
+        if chosen is None:
+            raise ValueError("scheduler: there is no optimizer to schedule; add the optimizer section, or optimizer=")
+        rates = schedulers.translate(raw["scheduler"], chosen)
+    return Choices(engine, chosen, rates.lr, rates.betas, micro, whole, tuple(_notes(said)))
+
+
+class _Said:
+    """The dotted keys that a file gives values for ("auto" is none)."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def get(self, key: str) -> Any:
+        """The file's value, None where it has none."""
+        assert key in KEYS, key
+        return self.values.get(key)
+
+    def value(self, key: str) -> Any:
+        """The file's value, else DeepSpeed's default."""
+        found = self.get(key)
+        return KEYS[key].default if found is None else found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"{key} stands twice in one section; keep one")
+    return dict(pairs)
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys with their values; a section that the table knows as one is one."""
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if not prefix and name in FREE:
+            continue
+        if isinstance(value, Mapping) and not (key in KEYS and KEYS[key].takes == "section"):
+            if not any(known.startswith(f"{key}.") for known in KEYS):
+                yield key, value
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _check(name: str, value: Any) -> None:
+    """Refuse an unknown key, a value of the wrong kind, a value that is not offered."""
+    key = KEYS.get(name)
+    if key is None:
+        raise ValueError(_unknown(name))
+    if value is None:
+        return
+    kinds, wanted = KINDS[key.takes]
+    wrong = not isinstance(value, kinds) or (isinstance(value, bool) and key.takes in ("int", "number"))
+    if wrong or (key.takes == "int" and value != int(value)):
+        raise ValueError(f"{name}={json.dumps(value)}: write {wanted}, as JSON")
+    if key.verdict == "refused" and not _off(key, value):
+        raise ValueError(f"{name}={json.dumps(value)}: {key.note}")
+    if key.only and value not in key.only:
+        offered = ", ".join(str(choice) for choice in key.only if choice is not None)
+        raise ValueError(f"{name}={value}: here it may be {offered}")
+
+
+def _off(key: Key, value: Any) -> bool:
+    """True where a refused key has the value that asks for nothing."""
+    if key.takes == "section":
+        return not value or value.get("enabled") is False
+    return value in (key.default, None, False)
+
+
+def _unknown(name: str) -> str:
+    known = [*KEYS, *FREE]
+    parent, _, leaf = name.rpartition(".")
+    beside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == parent]
+    near = closest(leaf, beside)
+    if near is not None:
+        return f"{name}: DeepSpeed has no such key; did you mean {f'{parent}.' if parent else ''}{near}?"
+    same = next((key for key in known if key.rpartition(".")[2] == leaf), None) or closest(name, known)
+    meant = f"; did you mean {same}?" if same else " (docs/deepspeed.md lists all)"
+    return f"{name}: DeepSpeed has no such key{meant}"
+
+
+def batch_triple(said: _Said, ranks: int) -> tuple[int | None, int | None, int | None]:
+    """(micro-batch, accumulation, global batch): any two make the third. Raises ValueError where three don't agree."""
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    for name in names:
+        value = said.get(name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1")
+    micro, steps, whole = (None if said.get(name) is None else int(said.get(name)) for name in names)
+    if whole is not None:
+        if micro is None:
+            micro = whole // (ranks * (steps or 1))
+            steps = steps or 1
+        steps = steps or whole // (micro * ranks)
+        if micro * steps * ranks != whole:
+            raise ValueError(
+                f"train_batch_size={whole} is not micro-batch {micro} x accumulation {steps} x {ranks} ranks; "
+                f"train_batch_size={max(1, micro) * max(1, steps) * ranks} would be, or leave one of the three out"
+            )
+    elif micro is not None:
+        steps = steps or 1
+        whole = micro * steps * ranks
+    return micro, steps, whole
+
+
+def _engine(said: _Said, base: EngineConfig) -> EngineConfig:
+    """The layout and precision, over the caller's own."""
+    stage = said.get("zero_optimization.stage")
+    stage = base.zero_stage if stage is None else int(stage)
+    reduce = {None: base.reduce_dtype, "fp32": "fp32", "bf16": "bf16", "bfp16": "bf16", "fp16": "fp16"}
+    shard = said.get("zero_optimization.mics_shard_size")
+    recompute = said.get("activation_checkpointing.partition_activations")
+    recompute = bool(recompute) or said.get("activation_checkpointing.number_checkpoints") is not None
+    return replace(
+        base,
+        zero_stage=stage,
+        dtype=_dtype(said, base.dtype),
+        offload=_offload(said, stage, base),
+        activation_checkpointing=recompute or base.activation_checkpointing,
+        loss_scale=_loss_scale(said, stage, base.loss_scale),
+        reduce_dtype=reduce[said.get("communication_data_type")],
+        shard_ranks=base.shard_ranks if shard is None or shard < 1 else int(shard),
+    )
+
+
+def _dtype(said: _Said, own: Precision) -> Precision:
+    fp16, bf16 = said.get("fp16.enabled"), said.get("bf16.enabled")
+    if fp16 and bf16:
+        raise ValueError("fp16.enabled and bf16.enabled are both true; keep one")
+    if fp16 or bf16:
+        return "fp16" if fp16 else "bf16"
+    return "fp32" if fp16 is False and bf16 is False else own
+
+
+def _offload(said: _Said, stage: int, base: EngineConfig) -> Any:
+    places = {part: said.value(f"zero_optimization.offload_{part}.device") for part in ("param", "optimizer")}
+    if places["param"] == "cpu" and stage != 3:
+        raise ValueError(f"zero_optimization.offload_param.device=cpu needs zero_optimization.stage=3, not {stage}")
+    if places["optimizer"] == "cpu" and stage == 0:
+        raise ValueError("zero_optimization.offload_optimizer.device=cpu needs zero_optimization.stage=1, 2 or 3")
+    return "cpu" if "cpu" in places.values() else base.offload
+
+
+def _loss_scale(said: _Said, stage: int, own: LossScale) -> LossScale:
+    """DeepSpeed's scale, where the file speaks of fp16; its stage 0 has no hysteresis."""
+    if not any(key.startswith("fp16.") for key in said.values):
+        return own
+    fixed = float(said.value("fp16.loss_scale"))
+    return LossScale(
+        initial_power=int(said.value("fp16.initial_scale_power")),
+        window=int(said.value("fp16.loss_scale_window")),
+        hysteresis=1 if stage == 0 else int(said.value("fp16.hysteresis")),
+        minimum=float(said.value("fp16.min_loss_scale")),
+        refill=bool(said.value("fp16.consecutive_hysteresis")),
+        static=fixed or None,
+    )
+
+
+def _notes(said: _Said) -> Iterator[str]:
+    """One line for every key that is accepted and asks for something that is not done."""
+    for name, value in said.values.items():
+        key = KEYS[name]
+        if key.verdict == "accepted" and value is not None and value != key.default:
+            yield f"{name} has nothing to do here: {key.note}"

@@ -1,0 +1,246 @@
+"""The engine in loops of one's own: three kinds of module, one and two ranks, against plain PyTorch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BertConfig, BertForSequenceClassification
+
+from engine import Engine, EngineConfig, OptimizerConfig, initialize
+from engine.parallel import dist
+from tests.ranks import run_ranks
+
+STEPS, ROWS = 3, 8
+OPTIMIZER = OptimizerConfig(lr=0.02, betas=(0.9, 0.999), weight_decay=0.01, decay="all", max_grad_norm=0.0)
+
+
+class ConvNet(nn.Module):
+    """A small vision model, normed by groups (batch statistics differ with the share of the batch)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.ReLU()
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.body(images).mean((2, 3)))
+
+
+def bert() -> nn.Module:
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    return BertForSequenceClassification(
+        BertConfig(vocab_size=50, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **shape)
+    )
+
+
+def regression_loss(model: Callable[..., Any], x: Tensor, seed: int) -> Tensor:
+    return F.mse_loss(model(x), x.sum(1, keepdim=True) + seed)
+
+
+def classes(rows: Tensor, kinds: int) -> Tensor:
+    return rows.flatten(1).sum(1).long() % kinds
+
+
+def bert_loss(model: Callable[..., Any], x: Tensor, seed: int) -> Tensor:
+    return model(input_ids=x, attention_mask=(x > 4).long(), labels=classes(x, 3)).loss
+
+
+def image_loss(model: Callable[..., Any], x: Tensor, seed: int) -> Tensor:
+    return F.cross_entropy(model(x), classes(x * 10, 4))
+
+
+def rows_of(kind: str, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    if kind == "bert":
+        return torch.randint(0, 50, (ROWS, 7), generator=generator)
+    return torch.randn(*((ROWS, 6) if kind == "linear" else (ROWS, 3, 8, 8)), generator=generator)
+
+
+MAKE: dict[str, Callable[[], nn.Module]] = {"linear": lambda: nn.Linear(6, 1), "bert": bert, "image": ConvNet}
+LOSS = {"linear": regression_loss, "bert": bert_loss, "image": image_loss}
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(4)
+    return MAKE[kind]()
+
+
+def plain(kind: str) -> dict[str, Tensor]:
+    """The loop as everybody writes it."""
+    model = model_of(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.01)
+    for step in range(STEPS):
+        LOSS[kind](model, rows_of(kind, step), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def engine_of(kind: str, **layout: Any) -> Engine:
+    return initialize(model_of(kind), EngineConfig(dtype="fp32", **layout), optimizer=OPTIMIZER)
+
+
+def moved(kind: str, accumulation: int, **layout: Any) -> dict[str, Tensor]:
+    """The same on the engine, each rank with its share, in `accumulation` micro-batches."""
+    engine = engine_of(kind, gradient_accumulation=accumulation, **layout)
+    world = dist.world()
+    for step in range(STEPS):
+        steps = []
+        for rows in rows_of(kind, step)[world.rank :: world.size].chunk(accumulation):
+            engine.backward(LOSS[kind](engine, rows.to(engine.device), step))
+            steps.append(engine.step())
+        assert [done is None for done in steps] == [True] * (accumulation - 1) + [False]
+        assert steps[-1].lr == 0.02 and not steps[-1].skipped
+    return weights(engine)
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    return {name: dist.full_tensor(p.detach()).cpu().clone() for name, p in engine.module.named_parameters()}
+
+
+def close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        # A gradient that is 0 but for rounding (a bias under a softmax over rows) moves Adam by its sign.
+        if not name.endswith("key.bias"):
+            torch.testing.assert_close(found[name], weight, atol=tolerance, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", list(MAKE))
+def test_one_rank_is_plain_pytorch(kind: str) -> None:
+    close(moved(kind, 1), plain(kind))
+    close(moved(kind, 4, zero_stage=3), plain(kind))
+
+
+def on_two_ranks(folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"linear": moved("linear", 2, zero_stage=1), "bert": moved("bert", 2, zero_stage=2)}
+    found |= {"image": moved("image", 1, zero_stage=0), "groups": moved("bert", 1, zero_stage=3, shard_ranks=1)}
+    engine = engine_of("bert", zero_stage=3)
+    assert engine.load(folder) == {"epoch": 1}
+    found |= {"loaded": weights(engine), "step": engine.step_count}
+    try:
+        engine_of("linear", zero_stage=3, shard_ranks=4)
+    except ValueError as error:
+        found["error"] = str(error)
+    return found
+
+
+def test_two_ranks_are_plain_pytorch_and_read_one_ranks_folder(tmp_path: Path) -> None:
+    engine = engine_of("bert")
+    engine.backward(bert_loss(engine, rows_of("bert", 0), 0))
+    engine.step()
+    engine.save(tmp_path / "saved", {"epoch": 1})
+    for found in run_ranks(on_two_ranks, 2, tmp_path / "saved"):
+        for kind in MAKE:
+            close(found[kind], plain(kind))
+        close(found["groups"], plain("bert"))
+        close(found["loaded"], weights(engine), 0.0)
+        assert found["step"] == 1 and "shard_ranks=4 does not divide the 2 ranks" in found["error"]
+
+
+OTHERS: list[tuple[str, float, dict[str, Any]]] = [
+    ("sgd", 0.0, {"momentum": 0.9, "dampening": 0.1}),
+    ("adagrad", 0.1, {}),
+    ("RMSprop", 0.0, {"momentum": 0.5}),
+    ("nadam", 0.0, {}),
+    ("Adamax", 0.0, {}),
+    ("ASGD", 0.0, {}),
+    ("RAdam", 0.0, {}),
+    ("Adadelta", 0.0, {}),
+    ("adam", 0.1, {"amsgrad": True}),
+    ("lion", 0.1, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "decay", "options"), OTHERS)
+def test_any_optimizer_goes_on_from_its_checkpoint(
+    name: str, decay: float, options: dict[str, Any], tmp_path: Path
+) -> None:
+    config = OptimizerConfig(lr=0.05, name=name, weight_decay=decay, decay="all", max_grad_norm=0.0, options=options)
+    first, second = (initialize(model_of("image"), EngineConfig(dtype="fp32"), optimizer=config) for _ in range(2))
+    reference = model_of("image")
+    named = {"weight_decay": decay} if decay else {}
+    spelt = {"sgd": "SGD", "adagrad": "Adagrad", "nadam": "NAdam", "adam": "Adam"}
+    kind = getattr(torch.optim, spelt.get(name, name), None)
+    other = kind(reference.parameters(), lr=0.05, **named, **options) if kind else None
+    if name == "adam":
+        other.param_groups[0]["betas"] = (0.9, 0.95)
+    for step in range(4):
+        for engine in (first, second) if step >= 2 else (first,):
+            engine.backward(image_loss(engine, rows_of("image", step), step))
+            engine.step()
+        if other is not None:
+            image_loss(reference, rows_of("image", step), step).backward()
+            other.step()
+            other.zero_grad()
+        if step == 1:
+            first.save(tmp_path / "at-2")
+            second.load(tmp_path / "at-2")
+    close(weights(second), weights(first), 0.0)
+    if other is not None:
+        close(weights(first), dict(reference.named_parameters()))
+
+
+def test_lion_by_hand() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    config = OptimizerConfig(lr=0.1, name="Lion", betas=(0.5, 0.75), weight_decay=0.2, decay="all", max_grad_norm=0.0)
+    engine = initialize(model, EngineConfig(dtype="fp32"), optimizer=config)
+    weight, momentum = 1.0, 0.0
+    for gradient in (4.0, -1.0, -2.0):  # the second step follows the momentum, against its own gradient
+        engine.backward((engine(torch.tensor([[gradient]]))).sum())
+        engine.step()
+        mixed = 0.5 * momentum + 0.5 * gradient
+        weight = weight * (1 - 0.1 * 0.2) - 0.1 * (1 if mixed > 0 else -1 if mixed < 0 else 0)
+        momentum = 0.75 * momentum + 0.25 * gradient
+        assert weights(engine)["weight"].item() == pytest.approx(weight, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "adamx"}, "there is no optimizer adamx; there are .*adamw"),
+        ({"name": "LBFGS"}, "calls the loss several times"),
+        ({"name": "Muon"}, "whole matrices"),
+        ({"name": "Rprop"}, "writes by index"),
+        ({"name": "sgd", "options": {"momentun": 0.9}}, "has no option momentun; it has .*momentum"),
+    ],
+)
+def test_optimizers_that_cannot_be_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        initialize(nn.Linear(2, 2), EngineConfig(dtype="fp32"), optimizer=OptimizerConfig(lr=0.1, **keys))
+
+
+class HalfUsed(nn.Module):
+    """Batch statistics, and a layer that no output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.used, self.unused = nn.BatchNorm1d(3), nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(self.norm(x))
+
+
+def test_running_statistics_and_unused_parameters_are_kept(tmp_path: Path) -> None:
+    def made() -> Engine:
+        torch.manual_seed(1)
+        sgd = OptimizerConfig(lr=0.1, name="sgd", options={"momentum": 0.9})
+        return initialize(HalfUsed(), EngineConfig(dtype="fp32"), optimizer=sgd)
+
+    engine, other = made(), made()
+    engine.backward(engine(torch.randn(5, 3) * 3 + 7).square().mean())
+    engine.step()
+    engine.save(tmp_path / "saved")
+    other.load(tmp_path / "saved")
+    close(weights(other), weights(engine), 0.0)
+    for (name, ours), (_, theirs) in zip(other.module.named_buffers(), engine.module.named_buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert float(dict(other.module.named_buffers())["norm.running_mean"].sum()) > 1.0

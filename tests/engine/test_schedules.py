@@ -1,0 +1,69 @@
+"""DeepSpeed's schedules at steps worked out by hand from its formulas; step 0 is before its first iteration."""
+
+import math
+
+import pytest
+
+from engine import schedules
+
+
+def test_warm_up_is_logarithmic() -> None:
+    """gamma = ln(iteration + 1) / ln(warm-up); iteration 0 gives ln 1 = 0, iteration 3 of 4 gives 1."""
+    found = [schedules.warmup_lr(step, maximum=3.0, minimum=1.0, warmup_steps=4) for step in range(7)]
+    assert found == pytest.approx([1.0, 1.0, 2.0, 1.0 + 2 * math.log(3) / math.log(4), 3.0, 3.0, 3.0])
+    assert schedules.warmup_lr(501, maximum=1e-3) == pytest.approx(1e-3 * math.log(501) / math.log(1000))
+
+
+def test_warm_up_in_a_line() -> None:
+    found = [schedules.warmup_lr(step, maximum=4.0, warmup_steps=4, kind="linear") for step in range(7)]
+    assert found == pytest.approx([0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 4.0])
+    assert schedules.warmup_lr(1, maximum=4.0, warmup_steps=1, kind="linear") == 0.0  # at least two steps
+
+
+def test_warm_up_and_fall() -> None:
+    keys = {"total_steps": 6, "maximum": 8.0, "warmup_steps": 2}
+    found = [schedules.warmup_decay_lr(step, kind="linear", **keys) for step in range(10)]
+    assert found == pytest.approx([0.0, 0.0, 4.0, 8.0, 6.0, 4.0, 2.0, 0.0, 0.0, 0.0])
+    raised = schedules.warmup_decay_lr(5, total_steps=6, maximum=8.0, minimum=4.0, warmup_steps=2)
+    assert raised == pytest.approx(4.0 + 4.0 * 2 / 4)
+
+
+def test_warm_up_and_cosine() -> None:
+    """After the warm-up the cosine is one iteration ahead: (iteration - warm-up + 1) / (total - warm-up)."""
+
+    def rate(step: int) -> float:
+        keys = {"total_steps": 6, "warmup_steps": 2, "minimum_ratio": 0.5, "final_ratio": 0.1}
+        return schedules.warmup_cosine_lr(step, peak=2.0, **keys)
+
+    def falling(done: float) -> float:
+        return 2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+
+    found = [rate(step) for step in range(9)]
+    assert found[:3] == pytest.approx([0.0, 1.0, 2.0])  # 0 first, then 0.5 of the peak, then ln 2 / ln 2
+    assert found[3:7] == pytest.approx([falling(0.25), falling(0.5), falling(0.75), 0.2])
+    assert found[7:] == pytest.approx([0.2, 0.2])
+
+
+def test_range_test() -> None:
+    keys = {"minimum": 0.1, "step_size": 4, "rate": 2.0}
+    smooth = [schedules.range_test_lr(step, **keys) for step in (0, 1, 4, 10)]
+    assert smooth == pytest.approx([0.1, 0.15, 0.3, 0.6])
+    stairs = [schedules.range_test_lr(step, staircase=True, **keys) for step in (0, 3, 4, 10)]
+    assert stairs == pytest.approx([0.1, 0.1, 0.3, 0.5])
+
+
+def test_one_cycle_up_down_and_decay() -> None:
+    keys = {"first": 2, "second": 4, "decay_step_size": 2}
+    found = [schedules.one_cycle_lr(step, minimum=1.0, maximum=5.0, decay_rate=0.5, **keys) for step in range(11)]
+    assert found[:6] == pytest.approx([1.0, 3.0, 5.0, 4.0, 3.0, 2.0])
+    assert found[6:] == pytest.approx([1.0, 1 / 1.25, 1 / 1.5, 1 / 1.75, 1 / 2.0])
+    betas = [schedules.one_cycle_betas(step, decay_rate=-0.2, **keys) for step in (0, 1, 2, 4, 8)]
+    assert [second for _, second in betas] == [0.99] * 5
+    assert [first for first, _ in betas] == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9 * (1 - 0.2)])
+
+
+def test_one_cycle_in_stairs() -> None:
+    found = [schedules.one_cycle_lr(step, minimum=0.0, maximum=4.0, first=4, first_stairs=2) for step in range(9)]
+    assert found == pytest.approx([0.0, 0.0, 2.0, 2.0, 4.0, 2.0, 2.0, 0.0, 0.0])
+    flat = schedules.one_cycle_lr(30, minimum=0.5, maximum=4.0, first=4)
+    assert flat == 0.5
