@@ -56,9 +56,7 @@ def decode_attention(
     softcap: float | None = None,
 ) -> Tensor:
     """Attention (B, H, Dv) of one query token a sequence over its part of a cache: see decode_attention.py."""
-    out: Tensor = _pick("decode_attention", query)(
-        query, keys, values, slots, lengths, scale, window, alibi, softcap
-    )
+    out: Tensor = _pick("decode_attention", query)(query, keys, values, slots, lengths, scale, window, alibi, softcap)
     return out
 
 
@@ -68,11 +66,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     return advantages, returns, moments
 
 
-def sample(
-    logits: Tensor, streams: Tensor, positions: Tensor, how: Sampling, *, min_p: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, streams: Tensor, positions: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
     """Tokens (B,) and their log-probabilities (B,) fp32, drawn from logits (B, V): see sample.py."""
-    tokens, logprobs = _pick("sample", logits)(logits, streams, positions, how, min_p=min_p)
+    tokens, logprobs = _pick("sample", logits)(logits, streams, positions, how)
     return tokens, logprobs
 
 

@@ -107,7 +107,7 @@ def share_kernel(
     m = tl.full((BG,), LOWEST, dtype=tl.float32)
     s = tl.zeros((BG,), dtype=tl.float32)
     acc = tl.zeros((BG, BV), dtype=tl.float32)
-    for step in range(0, tl.cdiv(tl.maximum(last - first, 0), BT)):
+    for step in range(tl.cdiv(tl.maximum(last - first, 0), BT)):
         places = first + step * BT + tl.arange(0, BT)
         used = places < last
         at = places.to(tl.int64)
@@ -123,7 +123,8 @@ def share_kernel(
         shrink = tl.exp(m - above)
         weights = tl.exp(scores - above[:, None])
         s = s * shrink + tl.sum(weights, 1)
-        v = tl.load(values + at[:, None] * stride_vt + dv[None, :], mask=used[:, None] & (dv < of_values)[None, :], other=0.0)
+        inside = used[:, None] & (dv < of_values)[None, :]
+        v = tl.load(values + at[:, None] * stride_vt + dv[None, :], mask=inside, other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         m = above
     exist = group < GROUP

@@ -34,38 +34,39 @@ NOWHERE = tl.constexpr(2**30)
 SIZE = 2**64
 
 
-def sample(
-    logits: Tensor, streams: Tensor, positions: Tensor, how: Sampling, *, min_p: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, streams: Tensor, positions: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
     """As `engine.kernels.sample.sample`."""
-    check(logits, streams, positions, min_p)
+    check(logits, streams, positions)
     batch, vocabulary = logits.shape
-    tokens = streams.new_empty(batch)
-    logprobs = logits.new_empty(batch, dtype=torch.float32)
+    tokens, logprobs = streams.new_empty(batch), logits.new_empty(batch, dtype=torch.float32)
     if batch == 0:
         return tokens, logprobs
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     greedy = how.temperature == 0
-    inverse = 1.0 if greedy else 1.0 / how.temperature
+    top_k = how.top_k if how.top_k < vocabulary else 0
+    filtered = not greedy and (how.top_k > 0 or how.top_p < 1)
+    min_p = 0.0 if greedy else how.min_p
     tiles = triton.cdiv(vocabulary, TILE)
     stats = logits.new_empty(2, batch, tiles, dtype=torch.float32)
-    tile_kernel[(batch, tiles)](
-        logits, stats[0], stats[1], vocabulary, logits.stride(0), tiles, inverse, TILE=TILE, num_warps=8
-    )
-    common: Any = (logits, stats[0], stats[1], streams, positions, tokens, logprobs, vocabulary, logits.stride(0), tiles)
+    row = (logits, stats[0], stats[1], vocabulary, logits.stride(0), tiles, 1.0 if greedy else 1.0 / how.temperature)
     constants: Any = {"TILE": TILE, "TILES": triton.next_power_of_2(tiles)}
-    state = _mix(how.seed % SIZE)
-    state = state - SIZE if state >= SIZE // 2 else state
-    if greedy or (how.top_k == 0 and how.top_p == 1 and min_p == 0):
-        draw_kernel[(batch,)](*common, inverse, state, GREEDY=greedy, **constants, num_warps=8)
+    out = (streams, positions, tokens, logprobs, _state(how.seed), min_p)
+    tile_kernel[(batch, tiles)](*row, TILE=TILE, num_warps=8)
+    if filtered:
+        kinds = {"HAS_TOP_K": top_k > 0, "HAS_TOP_P": how.top_p < 1, "HAS_MIN_P": min_p > 0}
+        floor = log(min_p) if min_p > 0 else 0.0
+        filtered_kernel[(batch,)](*row, *out, top_k, how.top_p, floor, **kinds, **constants, num_warps=16)
     else:
-        top_k = how.top_k if 0 < how.top_k < vocabulary else 0
-        depth = min(DEPTH.value, -log(min_p)) if min_p > 0 else DEPTH.value
-        filtered_kernel[(batch,)](
-            *common, inverse, state, depth, top_k, how.top_p, HAS_TOP_K=top_k > 0, HAS_TOP_P=how.top_p < 1, **constants,
-            num_warps=16,
-        )  # fmt: skip
+        if min_p > 0:
+            keep_kernel[(batch, tiles)](*row, min_p, **constants, num_warps=8)
+        draw_kernel[(batch,)](*row, *out, GREEDY=greedy, **constants, num_warps=8)
     return tokens, logprobs
+
+
+def _state(seed: int) -> int:
+    """The generator's state before a stream is added, an int64: splitmix64 of the seed."""
+    state = _mix(seed % SIZE)
+    return state - SIZE if state >= SIZE // 2 else state
 
 
 def _mix(x: int) -> int:
@@ -104,7 +105,7 @@ def _tile(logits, start, vocabulary, inverse_temperature, TILE: tl.constexpr):
 
 @triton.jit
 def tile_kernel(
-    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, TILE: tl.constexpr
+    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, TILE: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum e^(z - maximum) of a tile of a row: (B, tiles) fp32 each."""
     row = tl.program_id(0)
@@ -116,10 +117,26 @@ def tile_kernel(
     tl.store(totals + row * tiles + tile, tl.sum(tl.exp(z - base), 0))
 
 
+@triton.jit
+def keep_kernel(
+    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, min_p, TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """The totals of tile_kernel without the tokens below `min_p` times the row's likeliest, unknown until then."""
+    row = tl.program_id(0)
+    here = row * tiles + tl.program_id(1)
+    tile = tl.arange(0, TILES)
+    top = tl.max(tl.load(highest + row * tiles + tile, mask=tile < tiles, other=float("-inf")), 0)
+    z = _tile(logits + row.to(tl.int64) * stride, tl.program_id(1) * TILE, vocabulary, inverse_temperature, TILE)
+    m = tl.load(highest + here)
+    base = tl.where(m == float("-inf"), 0.0, m)
+    tl.store(totals + here, tl.sum(tl.where(tl.exp(z - top) < min_p, 0.0, tl.exp(z - base)), 0))
+
+
 @triton.jit(do_not_specialize=["state"])
 def draw_kernel(
-    logits, highest, totals, streams, positions, tokens, logprobs, vocabulary, stride, tiles, inverse_temperature,
-    state, GREEDY: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, streams, positions, tokens, logprobs,
+    state, min_p, GREEDY: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The token whose share of the cumulative sum, in the order of the vocabulary, u falls in; or the likeliest."""
     row = tl.program_id(0)
@@ -147,6 +164,7 @@ def draw_kernel(
         last = 0 * found
     else:
         e = tl.exp(z - top)
+        e = tl.where(e < min_p, 0.0, e)
         found = tl.min(tl.where((before + tl.cumsum(e, 0) > target) & (e > 0), place, NOWHERE), 0)
         last = tl.max(tl.where(e > 0, place, 0), 0)
     found = tl.where(found == NOWHERE, last, found)  # the last bit of a sum: the last token with a weight
@@ -231,9 +249,9 @@ def _search(
 
 @triton.jit(do_not_specialize=["state", "top_k"])
 def filtered_kernel(
-    logits, highest, totals, streams, positions, tokens, logprobs, vocabulary, stride, tiles, inverse_temperature,
-    state, depth, top_k, top_p, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr,
+    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, streams, positions, tokens, logprobs,
+    state, min_p, top_k, top_p, floor, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The token whose share of the cumulative sum of what the filters keep, in falling likelihood, u falls in.
 
@@ -245,10 +263,10 @@ def filtered_kernel(
     top = tl.max(tl.load(highest + stats, mask=tile < tiles, other=float("-inf")), 0)
     whole = tl.sum(tl.load(totals + stats, mask=tile < tiles, other=0.0), 0)  # NaN where the row has one
     logits += row.to(tl.int64) * stride
-    low = _key(top - depth)
+    low = _key(top - DEPTH)
     kept, _, _, number, _, _ = _above(logits, vocabulary, inverse_temperature, top, low, low, low, TILE)
     ties = 0 * number + NOWHERE
-    if HAS_TOP_K:
+    if HAS_TOP_K:  # noqa: SIM102  known when compiling; the other is not
         if number > top_k:
             low, weight, count = _search(logits, vocabulary, inverse_temperature, top, low, top_k, True, False, TILE)
             ties = top_k - count
@@ -261,6 +279,12 @@ def filtered_kernel(
         ties = tl.minimum(tl.maximum(tl.ceil((target - weight) / one), 1.0), ties.to(tl.float32)).to(tl.int32)
         low = key
         kept = weight + ties.to(tl.float32) * one
+    if HAS_MIN_P:
+        key = _key(top + floor)  # floor: the logarithm of min_p
+        if key > low:
+            kept, _, _, _, _, _ = _above(logits, vocabulary, inverse_temperature, top, key, key, key, TILE)
+            low = key
+            ties = 0 * number + NOWHERE
     target = _uniform(state, streams, positions, row) * kept
     key, weight, _ = _search(logits, vocabulary, inverse_temperature, top, low, target, False, True, TILE)
     wanted = tl.floor((target - weight) / tl.exp(_value(key) - top))

@@ -52,15 +52,18 @@ class Tiles:
     stages: int
 
 
-def tiles_for(tokens: int, dtype: torch.dtype, capability: int) -> Tiles:
-    """Tiles for so many tokens on a GPU of this compute capability (80, 90, 100)."""
+def tiles_for(tokens: int, dtype: torch.dtype, capability: int, softcap: float | None = None) -> Tiles:
+    """Tiles for so many tokens on a GPU of this compute capability (80, 90, 100).
+
+    The soft cap's slope takes registers, which a tile of 256 columns has none left of: it would spill.
+    """
     if dtype == torch.float32:
         return Tiles(16, 64, 32, 4, 3) if tokens <= 16 else Tiles(64, 64, 32, 4, 3)
     if tokens <= 16:
         return Tiles(16, 128, 128, 4, 4)  # the weight's bandwidth is all: many bytes in flight
     if tokens <= 64:
         return Tiles(64, 128, 64, 4, 4)
-    return Tiles(128, 256, 64, 8, 3) if capability >= 90 else Tiles(128, 128, 64, 8, 3)
+    return Tiles(128, 256, 64, 8, 3) if capability >= 90 and softcap is None else Tiles(128, 128, 64, 8, 3)
 
 
 def token_logprobs(
@@ -93,7 +96,7 @@ def _logits(
     softcap, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """z (BM, BN) fp32 of a tile and the slope of the soft cap at it; LOWEST beyond the vocabulary.
+    """z (BM, BN) fp32 of a tile; LOWEST beyond the vocabulary.
 
     Beyond the last token or column the last one is read again. Addresses are 64 bits for the tile and 32 within it.
     """
@@ -115,24 +118,21 @@ def _logits(
             z = tl.dot(a, tl.load(weight + start + w, mask=left[:, None], other=0.0), z, input_precision=PRECISION)
     if HAS_BIAS:
         z += tl.load(bias + first_column + existing).to(tl.float32)[None, :]
-    slope = inverse_temperature
     if HAS_SOFTCAP:
-        bounded = 1.0 - 2.0 / (tl.exp(2.0 * z / softcap) + 1.0)  # tanh, without overflow
-        z = softcap * bounded
-        slope = inverse_temperature * (1.0 - bounded * bounded)
+        z = softcap * (1.0 - 2.0 / (tl.exp(2.0 * z / softcap) + 1.0))  # tanh, without overflow
     z = z * inverse_temperature
     z = tl.where(z < LOWEST, LOWEST, z)  # a comparison lets NaN pass
-    return tl.where((columns < vocabulary - first_column)[None, :], z, LOWEST), slope
+    return tl.where((columns < vocabulary - first_column)[None, :], z, LOWEST)
 
 
 @triton.jit
 def forward_kernel(
-    hidden, weight, bias, targets, highest, totals, moments, target_logits,
-    tokens, vocabulary, width, stride_h, stride_w, inverse_temperature, softcap,
-    splits, tiles_a_split, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-):
-    """m, s, t of one tile of tokens over one split: (splits, N) fp32 each; the target's logit (N,) where it falls in."""
+    hidden, weight, bias, targets, highest, totals, moments, target_logits, tokens, vocabulary, width, stride_h,
+    stride_w, inverse_temperature, softcap, splits, tiles_a_split, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """m, s, t of one tile of tokens over one split, (splits, N) fp32 each, and the target's logit (N,) if there."""
     tile, split = _program(tl.cdiv(tokens, BM), splits, GROUP)
     places = tile * BM + tl.arange(0, BM)
     rows = tl.minimum(places, tokens - 1)
@@ -143,9 +143,9 @@ def forward_kernel(
     chosen = tl.zeros((BM,), dtype=tl.float32)
     first = split * tiles_a_split * BN
     last = tl.minimum(first + tiles_a_split * BN, vocabulary)
-    for step in range(0, tl.cdiv(last - first, BN)):
+    for step in range(tl.cdiv(last - first, BN)):
         start = first + step * BN
-        z, _ = _logits(
+        z = _logits(
             hidden, weight, bias, tile * BM, start, tokens, vocabulary, width, stride_h, stride_w, inverse_temperature,
             softcap, BM, BN, BD, EVEN, HAS_BIAS, HAS_SOFTCAP, PRECISION,
         )  # fmt: skip
@@ -167,8 +167,7 @@ def forward_kernel(
 
 @triton.jit
 def join_kernel(
-    highest, totals, moments, target_logits, logprobs, entropies, lses, tokens,
-    splits, BM: tl.constexpr,
+    highest, totals, moments, target_logits, logprobs, entropies, lses, tokens, splits, BM: tl.constexpr
 ):  # fmt: skip
     """(splits, N) m, s, t and (N,) target logits -> (N,) log-probabilities, entropies, log-sum-exps."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -176,7 +175,7 @@ def join_kernel(
     m = tl.full((BM,), LOWEST, dtype=tl.float32)
     s = tl.zeros((BM,), dtype=tl.float32)
     t = tl.zeros((BM,), dtype=tl.float32)
-    for split in range(0, splits):
+    for split in range(splits):
         here = split * tokens + rows
         m_here = tl.load(highest + here, mask=exist, other=0.0)
         s_here = tl.load(totals + here, mask=exist, other=1.0)
@@ -195,18 +194,17 @@ def join_kernel(
 
 @triton.jit
 def backward_kernel(
-    hidden, weight, bias, targets, lses, entropies, of_logprob, of_entropy,
-    d_logits, tokens, first, last, width, stride_h, stride_w,
-    inverse_temperature, softcap, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    PRECISION: tl.constexpr,
+    hidden, weight, bias, targets, lses, entropies, of_logprob, of_entropy, d_logits, tokens, first, last, width,
+    stride_h, stride_w, inverse_temperature, softcap, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the logits [first, last) before temperature and soft cap: (N, last - first), one tile a program."""
+    """The gradient of the logits [first, last) before temperature and soft cap, (N, last - first): a tile a program."""
     tile, column_tile = _program(tl.cdiv(tokens, BM), tl.cdiv(last - first, BN), GROUP)
     places = tile * BM + tl.arange(0, BM)
     rows = tl.minimum(places, tokens - 1)
     start = column_tile * BN  # of the columns from `first` on
-    z, slope = _logits(
+    z = _logits(
         hidden, weight, bias, tile * BM, first + start, tokens, last, width, stride_h, stride_w, inverse_temperature,
         softcap, BM, BN, BD, EVEN, HAS_BIAS, HAS_SOFTCAP, PRECISION,
     )  # fmt: skip
@@ -219,7 +217,10 @@ def backward_kernel(
     columns = tl.arange(0, BN)
     target = tl.load(targets + rows).to(tl.int32) - first - start
     dz = tl.where(columns[None, :] == target[:, None], g, 0.0) - tl.exp(logp) * pull
-    dz = (dz * slope).to(d_logits.dtype.element_ty)
+    if HAS_SOFTCAP:
+        bounded = z / (softcap * inverse_temperature)
+        dz *= 1.0 - bounded * bounded
+    dz = (dz * inverse_temperature).to(d_logits.dtype.element_ty)
     out = d_logits + (tile * BM).to(tl.int64) * (last - first) + start
     inside = (places < tokens)[:, None] & (columns < last - first - start)[None, :]
     tl.store(out + tl.arange(0, BM)[:, None] * (last - first) + columns[None, :], dz, mask=inside)
@@ -276,7 +277,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets = _rows(hidden.to(common)), _rows(weight.to(common)), targets.contiguous()
         bias = None if bias is None else bias.contiguous()
         capability = torch.cuda.get_device_capability(hidden.device)[0] * 10 if hidden.is_cuda else 90
-        ctx.head = _Head(1.0 / temperature, softcap, tiles_for(hidden.shape[0], common, capability))
+        ctx.head = _Head(1.0 / temperature, softcap, tiles_for(hidden.shape[0], common, capability, softcap))
         if hidden.shape[0] == 0:
             logprobs = entropy = lse = hidden.new_empty(0, dtype=torch.float32)
             entropy = lse.clone()

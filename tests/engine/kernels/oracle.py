@@ -60,8 +60,8 @@ def ragged_cache(
 
 
 def attention_in_float64(
-    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, window: int | None = None,
-    alibi: Tensor | None = None, softcap: float | None = None,
+    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float,
+    window: int | None = None, alibi: Tensor | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """The definition, one sequence and one head after the other."""
     (batch, heads, _), group = query.shape, query.shape[1] // keys.shape[1]

@@ -23,7 +23,8 @@ def test_matches_float64(dtype: torch.dtype, heads: tuple[int, int], extras: dic
 def test_splits_do_not_matter(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
     monkeypatch.setattr(kernel, "_splits", lambda *args: splits)
     case = ragged_cache(2, 1, width=16, lengths=[2, 33, 199], capacity=256)
-    torch.testing.assert_close(kernel.decode_attention(**case).double(), attention_in_float64(**case), atol=2e-6, rtol=0)
+    ours = kernel.decode_attention(**case)
+    torch.testing.assert_close(ours.double(), attention_in_float64(**case), atol=2e-6, rtol=0)
 
 
 def test_caches_may_be_views() -> None:

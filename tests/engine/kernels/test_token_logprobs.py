@@ -12,6 +12,7 @@ from tests.engine.kernels.oracle import close, in_float64, make
 
 kernel = importlib.import_module("engine.kernels.token_logprobs")
 
+
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("blocks", [1, 5])

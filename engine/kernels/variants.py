@@ -1,0 +1,129 @@
+"""The kernels as they are launched, for compiling them ahead of time: argument types, constants, options."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.kernels import decode_attention_triton as attention
+from engine.kernels import gae_triton, sample_triton
+from engine.kernels import token_logprobs_triton as logprobs
+
+TRITON_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+ALIGNED = ("width", "of_values", "vocabulary", "length")  # and every stride: multiples of 16 in real models
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with one set of constants. `types` are those of arguments that are not int32."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+    def signature(self) -> dict[str, str]:
+        names = self.kernel.arg_names
+        return {n: "constexpr" if n in self.constants else self.types.get(n, "i32") for n in names}
+
+    def attributes(self) -> dict[tuple[int], list[list[Any]]]:
+        """What Triton finds out about arguments at a launch: pointers and sizes that are multiples of 16."""
+        known = enumerate(self.signature().items())
+        divisible = (i for i, (n, t) in known if t[0] == "*" or n in ALIGNED or n.startswith("stride"))
+        return {(i,): [["tt.divisibility", 16]] for i in divisible}
+
+
+def variants(capability: int) -> list[Variant]:
+    """All that is compiled for GPUs of this compute capability (80, 90, 100)."""
+    makers: list[Callable[[int], Iterator[Variant]]] = [_token_logprobs, _decode_attention, _sample, _gae]
+    return [variant for maker in makers for variant in maker(capability)]
+
+
+def _variant(name: str, kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Variant:
+    """Sorts Triton's own options out of the constants, as a launch does."""
+    options = {key: constants[key] for key in constants if key.startswith("num_")}
+    return Variant(name, kernel, types, {k: v for k, v in constants.items() if k not in options}, options)
+
+
+def _pointers(of: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, f"*{of}")
+
+
+def _token_logprobs(capability: int) -> Iterator[Variant]:
+    floats = [
+        "highest",
+        "totals",
+        "moments",
+        "target_logits",
+        "lses",
+        "entropies",
+        "of_logprob",
+        "of_entropy",
+        "logprobs",
+    ]
+    for tokens, dtype, whole in ((4096, torch.bfloat16, False), (4096, torch.bfloat16, True),
+                                 (16, torch.bfloat16, False), (4096, torch.float32, False)):  # fmt: skip
+        of = TRITON_TYPES[dtype]
+        types = {
+            **_pointers("fp32", *floats), **_pointers(of, "hidden", "weight", "bias", "d_logits"), "targets": "*i64",
+            "inverse_temperature": "fp32", "softcap": "fp32",
+        }  # fmt: skip
+        softcap = 30.0 if whole else None
+        head = logprobs._Head(1.0, softcap, logprobs.tiles_for(tokens, dtype, capability, softcap))
+        options = head.options(1024, torch.empty(0) if whole else None, dtype)
+        if not whole:
+            options["bias"] = None
+        label = f"{of}, {'bias and soft cap' if whole else f'{head.tiles.tokens} tokens a tile'}"
+        yield _variant(f"token_logprobs forward, {label}", logprobs.forward_kernel, types, options)
+        constants = {**options, "HAS_ENTROPY": True}
+        yield _variant(f"token_logprobs backward, {label}", logprobs.backward_kernel, types, constants)
+    yield _variant("token_logprobs join", logprobs.join_kernel, _pointers("fp32", *floats), {"BM": 64, "num_warps": 2})
+
+
+def _decode_attention(capability: int) -> Iterator[Variant]:
+    cases = ((64, 1, torch.bfloat16, False), (128, 8, torch.bfloat16, True), (64, 1, torch.float32, False))
+    for width, group, dtype, extras in cases:
+        of = TRITON_TYPES[dtype]
+        types = {
+            **_pointers(of, "query", "keys", "values"), **_pointers("i64", "slots", "lengths"),
+            **_pointers("fp32", "alibi", "partial", "highest", "totals"), "scale": "fp32", "softcap": "fp32",
+        }  # fmt: skip
+        constants = {
+            **attention.launch_options(width, width, group, dtype), "GROUP": group, "HAS_WINDOW": extras,
+            "HAS_ALIBI": extras, "HAS_SOFTCAP": extras, "PRECISION": "ieee", **({} if extras else {"alibi": None}),
+        }  # fmt: skip
+        label = (
+            f"{of}, {group} head{'s' if group > 1 else ''} of {width}{', window, ALiBi and soft cap' if extras else ''}"
+        )
+        yield _variant(f"decode_attention, {label}", attention.share_kernel, types, constants)
+    types = {**_pointers("fp32", "partial", "highest", "totals"), "out": "*bf16"}
+    constants = {"SPLITS": attention.MOST_SPLITS, "BV": 128, "num_warps": 4}
+    yield _variant("decode_attention join", attention.join_kernel, types, constants)
+
+
+def _sample(capability: int) -> Iterator[Variant]:
+    types = {
+        **_pointers("fp32", "logits", "highest", "totals", "logprobs"),
+        **_pointers("i64", "streams", "positions", "tokens"),
+        **dict.fromkeys(("inverse_temperature", "min_p", "top_p", "floor"), "fp32"), "state": "i64",
+    }  # fmt: skip
+    tile = sample_triton.TILE
+    yield _variant("sample tiles", sample_triton.tile_kernel, types, {"TILE": tile, "num_warps": 8})
+    constants = {"TILE": tile, "TILES": 64, "num_warps": 8}
+    yield _variant("sample tiles without the unlikely", sample_triton.keep_kernel, types, constants)
+    for greedy in (False, True):
+        constants = {"GREEDY": greedy, "TILE": tile, "TILES": 64, "num_warps": 8}
+        yield _variant(f"sample {'likeliest' if greedy else 'draw'}", sample_triton.draw_kernel, types, constants)
+    constants = {"HAS_TOP_K": True, "HAS_TOP_P": True, "HAS_MIN_P": True, "TILE": tile, "TILES": 64, "num_warps": 16}
+    yield _variant("sample draw, filtered", sample_triton.filtered_kernel, types, constants)
+
+
+def _gae(capability: int) -> Iterator[Variant]:
+    types = {
+        **_pointers("fp32", "rewards", "values", "advantages", "returns", "moments", "of_rows"), "mask": "*i1",
+        "gamma": "fp32", "decay": "fp32",
+    }  # fmt: skip
+    yield _variant("gae rows", gae_triton.row_kernel, types, {"TILE": gae_triton.TILE, "num_warps": 4})
+    yield _variant("gae moments", gae_triton.moments_kernel, types, {"TILE": 1024, "num_warps": 4})

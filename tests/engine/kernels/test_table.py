@@ -1,0 +1,28 @@
+"""Every kernel compiles to machine code for three generations of GPUs, fits them, and takes what the page says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from engine.kernels.table import Compiled
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_kernels_compile_and_the_page_says_what_they_take() -> None:
+    """In a process of its own: here the kernels are declared for the interpreter."""
+    command = [sys.executable, "-m", "engine.kernels.table", "--check"]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_programs_at_once() -> None:
+    def programs(registers: int, shared: int, warps: int, capability: int = 90) -> int:
+        return Compiled(registers, 0, shared, warps, "").programs(capability)
+
+    assert programs(128, 0, 4) == 4  # 128 x 128 registers of 65,536
+    assert programs(65, 0, 8) == 3  # registers are given out in eights: 72
+    assert programs(32, 100 * 1024, 4) == 2 and programs(32, 100 * 1024, 4, capability=80) == 1
+    assert programs(16, 0, 1) == 32
