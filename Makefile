@@ -20,6 +20,7 @@ lint: setup
 
 docs: setup
 	@$(PY) -m pipeline.config.document
+	@$(PY) -m engine.deepspeed.document
 
 setup:
 	@bash .ci/setup

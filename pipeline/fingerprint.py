@@ -17,6 +17,7 @@ from pipeline.config.schema import ROLE_ENGINES, DataConfig, ModelConfig, RunCon
 WATCHING = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_examples", "ratio_tolerance"}
 HOW = {"micro_batch_tokens"}
 ENGINE_KEYS = ("dtype", "loss_scale_power", "loss_scale_window")
+DEEPSPEED_KEYS = ("optimizer", "scheduler", "gradient_clipping", "fp16", "bf16", "bfloat16", "communication_data_type")
 
 
 class HashCache:
@@ -68,6 +69,7 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     """The keys that matter to a stage's result, flat: {"seed": 1, "sft.lr": 1e-5, ...}."""
     whole = config.model_dump(mode="json")
     chosen: dict[str, Any] = {"seed": whole["seed"], "engine": {key: whole["engine"][key] for key in ENGINE_KEYS}}
+    chosen["engine"] |= _deepspeed_settings(whole["engine"])
     chosen["model"] = _model_settings(config.model)
     if stage == "reward" and config.reward_model is not None:
         chosen["reward_model"] = _model_settings(config.reward_model)
@@ -75,11 +77,19 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     section = {key: value for key, value in whole[stage].items() if key not in WATCHING | HOW}
     for role in ROLE_ENGINES:
         if role in section:
-            section[role] = {key: value for key, value in section[role].items() if key in ENGINE_KEYS}
+            own = section[role]
+            section[role] = {key: value for key, value in own.items() if key in ENGINE_KEYS} | _deepspeed_settings(own)
     chosen[stage] = section
     if stage == "ppo":
         chosen["rollout"] = {key: value for key, value in whole["rollout"].items() if key != "batch_size"}
     return flat(chosen)
+
+
+def _deepspeed_settings(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """What a DeepSpeed configuration changes of a result; its ZeRO and batch keys don't."""
+    file = engine.get("deepspeed")
+    said = {key: value for key, value in file.items() if key in DEEPSPEED_KEYS} if isinstance(file, Mapping) else {}
+    return {"deepspeed": said} if said else {}
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -22,8 +22,9 @@ An existing file is taken as it is: `engine.deepspeed=ds_config.json` on the com
 - Saying two different things in the file and in `engine.*` is refused.
 - `accepted` means that any value is taken and nothing is done, for the reason given. `refused` means that only the
   value that switches it off is taken. Unknown keys are refused with the closest known one.
-- In the stages a learning rate in the file takes the place of `sft.lr`, `reward.lr` and `ppo.lr`; the critic keeps
-  `ppo.critic_lr`, and biases and norms are not decayed. A schedule in the file counts optimizer steps.
+- In the stages a learning rate in the file takes the place of the stages' own, the critic's too
+  (`ppo.critic_engine.deepspeed=` takes another file); biases and norms are not decayed. A schedule in the file counts
+  optimizer steps.
 
 Defaults are those of DeepSpeed's code. Where its manual differs the code counts: clipping is on (1.0) even when unset.
 """

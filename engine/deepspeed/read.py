@@ -63,22 +63,21 @@ def open_file(path: str | Path) -> dict[str, Any]:
 def read(
     config: Mapping[str, Any] | str | Path,
     *,
-    ranks: int = 1,
+    ranks: int | None = 1,
     optimizer: OptimizerConfig | None = None,
     base: EngineConfig | None = None,
 ) -> Choices:
     """Check a configuration and translate it. Raises ValueError with what to write instead.
 
     `optimizer` and `base` are the caller's own settings for what the file leaves open; without `base` DeepSpeed's
-    defaults hold (stage 0, fp32).
+    defaults hold (stage 0, fp32). `ranks=None` leaves the batch sizes alone, where nobody knows the ranks yet.
     """
     raw = dict(config) if isinstance(config, Mapping) else open_file(config)
-    raw = {RENAMED.get(key, key): value for key, value in raw.items()}
-    said = _Said({key: value for key, value in _leaves(raw) if value != "auto"})
+    said = _said(raw)
     for key, value in said.values.items():
         _check(key, value)
     engine = _engine(said, base or EngineConfig(dtype="fp32"))
-    micro, accumulation, whole = batch_triple(said, ranks)
+    micro, accumulation, whole = batch_triple(said, ranks) if ranks is not None else (None, None, None)
     if accumulation is not None:
         engine = replace(engine, gradient_accumulation=accumulation)
     clipping = said.get("gradient_clipping")
@@ -90,7 +89,14 @@ def read(
         if chosen is None:
             raise ValueError("scheduler: there is no optimizer to schedule; add the optimizer section, or optimizer=")
         rates = schedulers.translate(raw["scheduler"], chosen)
-    return Choices(engine, chosen, rates.lr, rates.betas, micro, whole, tuple(_notes(said)))
+    return Choices(engine, chosen, rates.lr, rates.betas, micro, whole, tuple(notes(raw)))
+
+
+def checked(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """The content of a file that can be read, before anybody knows ranks or steps. Raises ValueError."""
+    raw = dict(config) if isinstance(config, Mapping) else open_file(config)
+    read(raw, ranks=None, optimizer=OptimizerConfig(lr=1e-5, total_steps=1))
+    return raw
 
 
 class _Said:
@@ -108,6 +114,11 @@ class _Said:
         """The file's value, else DeepSpeed's default."""
         found = self.get(key)
         return KEYS[key].default if found is None else found
+
+
+def _said(raw: Mapping[str, Any]) -> _Said:
+    renamed = {RENAMED.get(key, key): value for key, value in raw.items()}
+    return _Said({key: value for key, value in _leaves(renamed) if value != "auto"})
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -246,9 +257,9 @@ def _loss_scale(said: _Said, stage: int, own: LossScale) -> LossScale:
     )
 
 
-def _notes(said: _Said) -> Iterator[str]:
+def notes(config: Mapping[str, Any]) -> Iterator[str]:
     """One line for every key that is accepted and asks for something that is not done."""
-    for name, value in said.values.items():
+    for name, value in _said(config).values.items():
         key = KEYS[name]
         if key.verdict == "accepted" and value is not None and value != key.default:
             yield f"{name} has nothing to do here: {key.note}"

@@ -203,6 +203,26 @@ def _engine_mistakes(config: RunConfig) -> Iterable[str]:
         except ValidationError as problem:
             for line in _messages(problem, EngineSettings):
                 yield f"ppo.{name}.{line}"
+    yield from _deepspeed_mistakes(config.engine)
+
+
+def _deepspeed_mistakes(settings: EngineSettings) -> Iterable[str]:
+    """A file and our keys that say two different things."""
+    if settings.deepspeed is None:
+        return
+    from engine import EngineConfig
+    from engine.deepspeed import read
+
+    own: dict[str, Any] = {"zero_stage": settings.zero_stage, "offload": settings.offload, "dtype": settings.dtype}
+    said = {key: value for key, value in own.items() if value != EngineSettings.model_fields[key].default}
+    file = {key: value for key, value in settings.deepspeed.items() if key not in ("optimizer", "scheduler")}
+    theirs = read(file, ranks=None, base=EngineConfig(**said)).engine
+    for key, value in said.items():
+        if getattr(theirs, key) != value:
+            yield (
+                f"engine.{key}={value}, but engine.deepspeed says {getattr(theirs, key)}: leave engine.{key} out, "
+                'or change the file ("auto" leaves it to engine.*)'
+            )
 
 
 # What depends on the machine
@@ -266,4 +286,8 @@ def warnings(config: RunConfig) -> list[str]:
             f"rollout.top_k={rollout.top_k} rollout.top_p={rollout.top_p:g}: PPO samples from a cut distribution and "
             "trains the whole one; rollout.top_k=0 rollout.top_p=1 is what its ratios assume"
         )
+    if config.engine.deepspeed is not None:
+        from engine.deepspeed import notes
+
+        found += [f"engine.deepspeed: {line}" for line in notes(config.engine.deepspeed)]
     return found

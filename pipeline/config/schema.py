@@ -7,10 +7,22 @@ This is the one place where a default stands. Hydra composes `conf/` into a dict
 import os
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path as typed, with a leading ~ spelt out."""
+
+
+def _deepspeed_file(value: Any) -> Any:
+    """The content of a DeepSpeed configuration, so that a run keeps what it was started with. Raises ValueError."""
+    if value is None:
+        return None
+    from engine.deepspeed import checked  # here: it brings torch along
+
+    return checked(value)
+
+
+DeepSpeedFile = Annotated[dict[str, Any] | None, BeforeValidator(_deepspeed_file)]
 
 
 class Section(BaseModel):
@@ -88,6 +100,7 @@ class EngineSettings(Section):
     compile_blocks: bool = Field(False, description="torch.compile each transformer block")
     loss_scale_power: int = Field(16, ge=0, le=32, description="fp16: initial loss scale is 2**this")
     loss_scale_window: int = Field(1000, ge=1, description="fp16: good steps before the scale doubles")
+    deepspeed: DeepSpeedFile = Field(None, description="DeepSpeed configuration (JSON file): what it says counts, see docs/deepspeed.md")
 
 
 class StageSection(Section):

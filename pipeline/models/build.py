@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.config import LossScale
 from engine.loading import SafetensorsFolder, copy_rows, draw_parameters, read_parameters
+from engine.parallel import dist
 from pipeline.config.schema import EngineSettings, LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.modules import Policy, Scorer
@@ -37,7 +38,28 @@ class EngineChoice:
     lora: LoraConfig | None = None
     dropout: float = 0.0
 
+    def layout(self) -> dict[str, Any]:
+        """Configuration, optimizer and schedule of the engine: a DeepSpeed file's, over the keys of our own."""
+        file = self.settings.deepspeed
+        if file is None:
+            return {"config": self.engine_config(), "optimizer": self.optimizer}
+        from engine.deepspeed import read
+
+        if self.optimizer is None:
+            file = {key: value for key, value in file.items() if key not in ("optimizer", "scheduler")}
+        try:
+            found = read(file, ranks=dist.world().size, optimizer=self.optimizer, base=self.engine_config())
+        except ValueError as error:
+            raise UserError(f"engine.deepspeed: {error}") from None
+        return {
+            "config": found.engine,
+            "optimizer": found.optimizer,
+            "scheduler": found.scheduler,
+            "betas": found.betas,
+        }
+
     def engine_config(self) -> EngineConfig:
+        """What the keys of `engine` say."""
         settings = self.settings
         dtype = settings.dtype
         if dtype == "auto":
@@ -58,8 +80,7 @@ def build_policy(source: ModelSource, choice: EngineChoice, *, generates: bool =
     lm = _on_meta(source, AutoModelForCausalLM, choice)
     return Engine(
         Policy(lm),
-        choice.engine_config(),
-        optimizer=choice.optimizer,
+        **choice.layout(),
         fill=lambda module: _fill(module, "lm.", lm, source, choice),
         rollout_path="lm" if generates else None,
     )
@@ -81,8 +102,7 @@ def build_scorer(source: ModelSource, choice: EngineChoice, *, pad_id: int | Non
         )
     return Engine(
         Scorer(model),
-        choice.engine_config(),
-        optimizer=choice.optimizer,
+        **choice.layout(),
         fill=lambda module: _fill(module, "model.", model, source, choice),
     )
 

@@ -1,0 +1,237 @@
+"""DeepSpeed configurations: every key of the table is known, what is said counts, what can't be is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine import EngineConfig, OptimizerConfig, initialize
+from engine.config import LossScale
+from engine.deepspeed import read
+from engine.deepspeed.document import PAGE, page
+from engine.deepspeed.keys import KEYS
+
+OWN = OptimizerConfig(lr=3e-4, total_steps=50, warmup_steps=5, weight_decay=0.2)
+
+CHAT = {
+    # What DeepSpeed-Chat writes for its actor, step 3.
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "steps_per_print": 10,
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu"},
+        "stage3_param_persistence_threshold": 1e4,
+        "stage3_max_live_parameters": 3e7,
+        "stage3_prefetch_bucket_size": 3e7,
+        "memory_efficient_linear": False,
+    },
+    "fp16": {"enabled": True, "loss_scale_window": 100},
+    "gradient_clipping": 1.0,
+    "prescale_gradients": False,
+    "wall_clock_breakdown": False,
+    "hybrid_engine": {
+        "enabled": True, "max_out_tokens": 512, "inference_tp_size": 1, "release_inference_cache": False,
+        "pin_parameters": True, "tp_gather_partition_size": 8,
+    },
+    "tensorboard": {"enabled": False, "output_path": "x/", "job_name": "y"},
+}  # fmt: skip
+
+
+def test_a_chat_configuration_as_it_is() -> None:
+    found = read(CHAT, ranks=4)
+    assert found.engine == EngineConfig(
+        zero_stage=3, dtype="fp16", offload="cpu", gradient_accumulation=2, loss_scale=LossScale(window=100)
+    )
+    assert (found.micro_batch_size, found.train_batch_size, found.optimizer) == (4, 32, None)
+    told = "\n".join(found.notes)
+    assert "stage3_max_live_parameters has nothing to do here" in told and "loss_scale_window" not in told
+    assert "wall_clock_breakdown" not in told  # it asks for nothing
+
+
+def test_true_defaults() -> None:
+    found = read({"optimizer": {"type": "Adam"}})
+    assert found.engine == EngineConfig(zero_stage=0, dtype="fp32")
+    assert found.optimizer == OptimizerConfig(
+        lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, max_grad_norm=1.0, name="adamw", decay="all",
+        schedule="constant",
+    )  # fmt: skip
+    scale = read({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}).engine.loss_scale
+    assert scale == LossScale(initial_power=16, window=1000, hysteresis=2, minimum=1.0, refill=False, static=None)
+    assert read({"fp16": {"enabled": True}}).engine.loss_scale.hysteresis == 1  # stage 0 has none
+
+
+def test_what_the_file_says_counts_and_auto_is_ours() -> None:
+    file = {
+        "zero_optimization": {"stage": "auto"},
+        "bf16": {"enabled": "auto"},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.8, 0.9], "weight_decay": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
+        },
+    }
+    found = read(file, optimizer=OWN, base=EngineConfig(zero_stage=2, dtype="bf16", compile_blocks=True))
+    assert found.engine == EngineConfig(zero_stage=2, dtype="bf16", compile_blocks=True)
+    assert found.optimizer is not None and found.scheduler is not None
+    assert (found.optimizer.lr, found.optimizer.betas, found.optimizer.weight_decay) == (3e-4, (0.8, 0.9), 0.2)
+    assert (found.optimizer.max_grad_norm, found.optimizer.decay) == (0.5, "matrices")
+    assert found.scheduler(6) == pytest.approx(3e-4)  # iteration 5: five warm-up steps are done
+    assert found.scheduler(51) == 0.0
+    neither = {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
+    assert read(neither, base=EngineConfig(dtype="bf16")).engine.dtype == "fp32"
+    assert read({}, optimizer=OWN).optimizer == OWN
+
+
+def test_layout_keys() -> None:
+    file = {
+        "zero_optimization": {"stage": 3, "mics_shard_size": 2},
+        "communication_data_type": "bf16",
+        "activation_checkpointing": {"partition_activations": True},
+        "bfloat16": {"enabled": True},
+        "fp16": {"loss_scale": 128, "consecutive_hysteresis": True},
+    }
+    engine = read(file).engine
+    assert (engine.shard_ranks, engine.reduce_dtype, engine.activation_checkpointing) == (2, "bf16", True)
+    assert engine.dtype == "bf16" and engine.loss_scale.static == 128.0 and engine.loss_scale.refill
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ((32, 4, None), (4, 2, 32)),
+        ((32, None, 2), (4, 2, 32)),
+        ((None, 4, 2), (4, 2, 32)),
+        ((32, None, None), (8, 1, 32)),
+        ((None, 4, None), (4, 1, 16)),
+        ((32, 4, 2), (4, 2, 32)),
+        ((None, None, 3), (None, 3, None)),
+    ],
+)
+def test_batch_triple_on_four_ranks(given: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    found = read({name: value for name, value in zip(names, given, strict=True) if value is not None}, ranks=4)
+    assert (found.micro_batch_size, found.engine.gradient_accumulation, found.train_batch_size) == wanted
+
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+def warm_up(**params: Any) -> dict[str, Any]:
+    return {"optimizer": ADAMW, "scheduler": {"type": "WarmupLR", "params": params}}
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}, "=30 is not .* x 1 ranks; train_batch_size=28"),
+        ({"zero_optimisation": {"stage": 2}}, "did you mean zero_optimization"),
+        ({"zero_optimization": {"stag": 2}}, r"zero_optimization.stag: .*did you mean zero_optimization.stage\?"),
+        ({"zero_optimization": {"loss_scale_window": 2}}, r"did you mean fp16.loss_scale_window\?"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4: here it may be 0, 1, 2, 3"),
+        ({"zero_optimization": {"overlap_comm": "yes"}}, 'overlap_comm="yes": write true or false'),
+        ({"zero_optimization": {"reduce_bucket_size": True}}, "write a number"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "device=nvme: here .* none, cpu"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs .*stage=3, not 2"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "needs zero_optimization.stage=1"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "leave it false"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true; keep one"),
+        ({"amp": {"enabled": True}}, "bf16.enabled or fp16.enabled"),
+        ({"hybrid_engine": {"inference_tp_size": 2}}, "leave it 1"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam: .*AdamW"),
+        ({"optimizer": {"type": "Lamb"}}, "trust ratio"),
+        ({"optimizer": {"type": "AdamWW"}}, "there is no optimizer AdamWW"),
+        ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing"),
+        ({"optimizer": {"type": "AdamW", "params": {"beta": 1}}}, "optimizer.params: .*did you mean betas"),
+        ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 2}}}, "use gradient_clipping=2"),
+        ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "always corrects"),
+        ({"scheduler": {"type": "WarmupLR"}}, "no optimizer to schedule"),
+        ({"optimizer": ADAMW, "scheduler": {"type": "WarmupRL"}}, "did you mean WarmupLR"),
+        ({"optimizer": ADAMW, "scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps is missing"),
+        (warm_up(warmup_steps=1), "did you mean warmup_num_steps"),
+        (warm_up(warmup_type="sine"), "write log or linear"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_what_to_write(file: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(file)
+
+
+def test_files(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    with pytest.raises(ValueError, match="there is no such file"):
+        read(file)
+    file.write_text('{"zero_optimization": {"stage": 1, "stage": 2}}')
+    with pytest.raises(ValueError, match="stage stands twice"):
+        read(file)
+    file.write_text("{,}")
+    with pytest.raises(ValueError, match="is not JSON"):
+        read(file)
+    file.write_text(json.dumps(CHAT))
+    assert read(file, ranks=4) == read(CHAT, ranks=4)
+
+
+def test_optimizers_and_their_options() -> None:
+    def chosen(kind: str, **params: Any) -> OptimizerConfig:
+        found = read({"optimizer": {"type": kind, "params": params}}).optimizer
+        assert found is not None
+        return found
+
+    assert chosen("adam", adam_w_mode=False).name == "adam" and chosen("AdamW", adam_w_mode=False).name == "adamw"
+    assert chosen("Adam", torch_adam=True).name == "adam"
+    assert chosen("LION", lr=2e-4).betas == (0.9, 0.999)
+    assert chosen("adagrad").lr == 1e-2 and chosen("adagrad").options == {"eps": 1e-10}
+    assert chosen("SGD", momentum=0.9).options == {"momentum": 0.9, "dampening": 0.0, "nesterov": False}
+    assert chosen("NAdam", lr=1.0, betas=[0.8, 0.9]).options == {"betas": [0.8, 0.9]}
+
+
+def test_a_file_drives_a_loop() -> None:
+    """One cycle of rate and momentum, two micro-batches a step, against plain PyTorch with the numbers written out."""
+    file = {
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}},
+        "scheduler": {
+            "type": "OneCycle", "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.03, "cycle_first_step_size": 2},
+        },
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    plain = nn.Linear(3, 2)
+    plain.load_state_dict(model.state_dict())
+    optimizer = torch.optim.AdamW(plain.parameters(), weight_decay=0.1)
+    engine = initialize(model, file)
+    # (lr, beta 1): DeepSpeed starts at the lower momentum, then it falls and rises against the rate.
+    for rate, momentum in ((0.01, 0.8), (0.02, 0.85), (0.03, 0.8), (0.02, 0.85)):
+        halves = torch.randn(8, 3).chunk(2)
+        for half in halves:
+            engine.backward(engine(half).square().mean())
+            done = engine.step()
+        (sum(plain(half).square().mean() for half in halves) / 2).backward()
+        optimizer.param_groups[0] |= {"lr": rate, "betas": (momentum, 0.99)}
+        optimizer.step()
+        optimizer.zero_grad()
+        assert done is not None and done.lr == pytest.approx(rate)
+    for ours, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs)
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == page(), "run python -m engine.deepspeed.document"
+
+
+def test_the_reference_tables_keys_are_known() -> None:
+    wanted = """train_batch_size zero_optimization.round_robin_gradients zero_optimization.zero_hpz_partition_size
+    zero_optimization.stage3_max_reuse_distance zero_optimization.offload_param.max_in_cpu aio.use_gds fp16.auto_cast
+    zero_optimization.offload_optimizer.cpuadam_cores_perc bf16.immediate_grad_update fp16.min_loss_scale
+    gradient_predivide_factor zero_force_ds_cpu_optimizer activation_checkpointing.profile
+    hybrid_engine.tp_gather_partition_size zero_optimization.sub_group_size zero_optimization.zeropp_loco_param"""
+    assert not set(wanted.split()) - set(KEYS)
+    assert all(key.note for key in KEYS.values())

@@ -1,0 +1,55 @@
+"""`engine.deepspeed=FILE` on the command line: read once, kept in the configuration, laid over our own keys."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import OptimizerConfig
+from pipeline.config.check import validate, warnings
+from pipeline.config.schema import EngineSettings
+from pipeline.errors import UserError
+from pipeline.fingerprint import stage_settings
+from pipeline.models.build import EngineChoice
+from tests.tiny import tiny_config
+
+FILE = {
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 1e6},
+    "optimizer": {"type": "Lion", "params": {"lr": 5e-4}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+}
+
+
+def raw(file: Any, **engine: Any) -> dict[str, Any]:
+    return {**tiny_config().model_dump(mode="json", exclude={"engine"}), "engine": {"deepspeed": file, **engine}}
+
+
+def test_a_file_is_kept_by_content_and_says_what_does_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "ds.json"
+    place.write_text(json.dumps(FILE))
+    config = validate(raw(str(place)))
+    assert config.engine.deepspeed == FILE
+    assert any("reduce_bucket_size has nothing to do here" in line for line in warnings(config))
+    assert stage_settings(config, "sft")["engine.deepspeed.optimizer.type"] == "Lion"
+    assert not any("deepspeed" in key for key in stage_settings(tiny_config(), "sft"))
+
+
+def test_mistakes_are_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"engine.deepspeed=.*nothing.json.*no such file"):
+        validate(raw(str(tmp_path / "nothing.json")))
+    with pytest.raises(UserError, match=r"engine.deepspeed=.*zero_optimization.stage=7"):
+        validate(raw({"zero_optimization": {"stage": 7}}))
+    with pytest.raises(UserError, match=r"engine.zero_stage=3, but engine.deepspeed says 2: leave"):
+        validate(raw(FILE, zero_stage=3))
+    assert validate(raw({"zero_optimization": {"stage": "auto"}}, zero_stage=3)).engine.zero_stage == 3
+
+
+def test_the_file_lies_over_the_stages_optimizer() -> None:
+    settings = EngineSettings(deepspeed=FILE, dtype="fp32", activation_checkpointing=True)
+    own = OptimizerConfig(lr=1e-5, total_steps=9, weight_decay=0.1, max_grad_norm=0.3)
+    layout = EngineChoice(settings, own).layout()
+    assert layout["config"].zero_stage == 2 and layout["config"].activation_checkpointing
+    assert (layout["optimizer"].name, layout["optimizer"].lr, layout["optimizer"].max_grad_norm) == ("lion", 5e-4, 0.3)
+    assert layout["scheduler"](9) == 5e-4
+    assert EngineChoice(settings).layout()["optimizer"] is None
