@@ -1,0 +1,148 @@
+"""Answers of a policy, useful tokens a second: our rollout engine against transformers' `generate`, random weights, CPU.
+
+Tokens after a sequence's end don't count. In `ragged` each answer has a length drawn beforehand; `generate` takes the
+prompts in batches of as many as we have slots, in the given order, and runs each batch to its longest answer. The peer's
+figure is the better of its dynamic and its static cache.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.measure import in_turn, median, spread
+from benchmarks.record import Result
+from engine.rollout.continuous import SlotDecoder
+from engine.rollout.sampling import Sampling
+
+CASES = ("equal", "ragged", "single", "tiny")
+CACHES = ("dynamic", "static")
+DTYPE = torch.bfloat16
+OPT_125M: dict[str, Any] = {
+    "model_type": "opt", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072,
+    "word_embed_proj_dim": 768, "vocab_size": 50272, "max_position_embeddings": 2048,
+}  # fmt: skip
+TINY: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": 384, "num_hidden_layers": 2, "num_attention_heads": 12,
+    "num_key_value_heads": 12, "head_dim": 32, "intermediate_size": 1024, "vocab_size": 800,
+    "max_position_embeddings": 512, "tie_word_embeddings": True, "initializer_range": 0.05,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model's shape, prompts, how long each answer is, and how many are decoded at a time."""
+
+    shape: Mapping[str, Any]
+    prompts: list[list[int]]
+    lengths: list[int]
+    slots: int
+
+
+@dataclass
+class Lengths:
+    """Ends each answer at its length."""
+
+    lengths: Sequence[int]
+    drawn: dict[int, int] = field(default_factory=dict)
+
+    def __call__(self, answer: int, token: int) -> bool:
+        self.drawn[answer] = self.drawn.get(answer, 0) + 1
+        return self.drawn[answer] == self.lengths[answer]
+
+
+def run(cases: Sequence[str], rounds: int) -> list[Result]:
+    """Measure `cases`, ours and the peers in turn."""
+    return [_measure(case, rounds) for case in cases]
+
+
+def work(case: str) -> Work:
+    """The work of a case, the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+
+    def prompts(shape: Mapping[str, Any], lengths: Sequence[int]) -> list[list[int]]:
+        return [torch.randint(10, shape["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
+
+    if case == "equal":
+        return Work(OPT_125M, prompts(OPT_125M, [128] * 16), [128] * 16, 16)
+    if case == "single":
+        return Work(OPT_125M, prompts(OPT_125M, [128]), [128], 1)
+    if case == "tiny":
+        return Work(TINY, prompts(TINY, [32] * 32), [64] * 32, 32)
+    shown = torch.randint(16, 257, (64,), generator=generator).tolist()
+    tail = torch.rand(64, generator=generator).log().neg() * 62 + 8  # exponential: most are short, a few very long
+    return Work(OPT_125M, prompts(OPT_125M, shown), tail.clamp(8, 256).round().int().tolist(), 16)
+
+
+def _measure(case: str, rounds: int) -> Result:
+    task = work(case)
+    torch.manual_seed(0)
+    fields = dict(task.shape)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    module = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+    module.generation_config.eos_token_id = None  # ends come from the work's lengths alone
+    decoder = SlotDecoder(module, torch.device("cpu"))
+    calls: dict[str, Callable[[], float]] = {"ours": partial(_rate, task, partial(_ours, decoder, task))}
+    for cache in CACHES:
+        calls[cache] = partial(_rate, task, partial(_generate, module, task, cache))
+    for call in calls.values():  # the first run pays for allocation
+        call()
+    rates = in_turn(calls, rounds)
+    peers = {cache: median(rates[cache]) for cache in CACHES}
+    return Result(
+        bench="rollout",
+        case=case,
+        ours=median(rates["ours"]),
+        unit="useful tokens/s",
+        lower_is_better=False,
+        peer=max(peers.values()),
+        detail={
+            "dtype": str(DTYPE).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "generate_dynamic": peers["dynamic"],
+            "generate_static": peers["static"],
+            "spread": spread(rates["ours"]),
+            "spread_peer": spread(rates[max(peers, key=lambda name: peers[name])]),
+        },
+    )
+
+
+def _rate(task: Work, generate: Callable[[], None]) -> float:
+    began = perf_counter()
+    generate()
+    return sum(task.lengths) / (perf_counter() - began)
+
+
+def _ours(decoder: SlotDecoder, task: Work) -> None:
+    decoder.packs.refresh()  # as after each flip
+    sampling = Sampling(max(task.lengths))
+    streams = list(range(len(task.prompts)))
+    steps = decoder.run(task.prompts, sampling, streams, task.slots, Lengths(task.lengths))
+    drawn = sum(len(step) for step in steps)
+    assert drawn == sum(task.lengths), f"{drawn} tokens were drawn, not {sum(task.lengths)}"
+
+
+def _generate(module: nn.Module, task: Work, cache: str) -> None:
+    """transformers' `generate`, batch after batch, padded on the left."""
+    for start in range(0, len(task.prompts), task.slots):
+        prompts = task.prompts[start : start + task.slots]
+        width = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        with torch.inference_mode():
+            said: Tensor = module.generate(  # type: ignore[operator, assignment]
+                ids,
+                attention_mask=seen,
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=max(task.lengths[start : start + task.slots]),
+                cache_implementation="static" if cache == "static" else None,
+                pad_token_id=0,
+                disable_compile=True,
+            )
+        assert said.shape[1] == width + max(task.lengths[start : start + task.slots])
