@@ -1,8 +1,8 @@
-"""Answers of a policy, useful tokens a second: our rollout engine against transformers' `generate`, random weights, CPU.
+"""Useful tokens a second of answers: our rollout engine against transformers' `generate`, random weights, on the CPU.
 
 Tokens after a sequence's end don't count. In `ragged` each answer has a length drawn beforehand; `generate` takes the
-prompts in batches of as many as we have slots, in the given order, and runs each batch to its longest answer. The peer's
-figure is the better of its dynamic and its static cache.
+prompts in batches of as many as we have slots, in the given order, and runs each batch to its longest answer. The
+peer's figure is the better of its dynamic and its static cache.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -90,7 +90,7 @@ class SlotDecoder:
         return cache.token_bytes, cache.token_numbers
 
     def _cache_for(self, tokens: int, slots: int) -> SlotCache:
-        """The cache at hand if it is large enough, else one for at most `slots` sequences of `tokens`, within bounds."""
+        """The cache at hand if it is large enough, else one for at most `slots` sequences of `tokens`, in bounds."""
         bound = free_bytes(self.device) // 2 if self.cache_bytes is None else self.cache_bytes
         capacity = -(-tokens // ROUND_CAPACITY) * ROUND_CAPACITY
         affordable = max(1, bound // (self.token_bytes * capacity))
@@ -116,7 +116,7 @@ class _Decoding:
         self.decoder, self.cache, self.scheduler, self.sampling, self.ends = decoder, cache, scheduler, sampling, ends
         device = decoder.device
         places = torch.arange(sampling.max_new_tokens, device=device)
-        self.draws = uniforms(sampling.seed, torch.tensor(streams, device=device)[:, None], places)  # (prompts, max new)
+        self.draws = uniforms(sampling.seed, torch.tensor(streams, device=device)[:, None], places)  # (n, max new)
         self._seen: Tensor | None = None  # (slots, V), for the repetition penalty
         self._cuts: list[tuple[int, int]] = []
         self._cut_slots: list[int] = []
@@ -196,14 +196,15 @@ class _Decoding:
 
 
 def _check_served(module: nn.Module) -> bool:
-    """Raise Unserved for a model whose class rules the slot cache out; returns whether it computes chosen logits only."""
+    """Raise Unserved for a model that can't use the slot cache; returns whether it can compute chosen logits only."""
     config: Any = module.config
-    text = config.get_text_config(decoder=True)
+    text: Any = config.get_text_config(decoder=True)
     names = set(inspect.signature(module.forward).parameters)
     if not getattr(module, "_supports_attention_backend", False) or "position_ids" not in names:
         raise Unserved("its attention can't be reached by name")
-    odd = set(getattr(text, "layer_types", None) or ()) - SERVED_LAYERS
-    if odd or getattr(text, "num_kv_shared_layers", 0):
+    kinds: list[str] = getattr(text, "layer_types", None) or []
+    odd, shares_keys = set(kinds) - SERVED_LAYERS, bool(getattr(text, "num_kv_shared_layers", None))
+    if odd or shares_keys:
         raise Unserved(f"it has layers of another kind ({', '.join(sorted(odd)) or 'with shared keys'})")
     return "logits_to_keep" in names
 

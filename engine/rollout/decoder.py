@@ -1,8 +1,8 @@
 """The rollout engine: answers from a causal language model.
 
-Models that let their attention be reached by name decode by slots (`continuous.py`): no padding, a place that falls free
-is taken at once. Others decode in padded batches (`padded.py`), which is said once. Either way what is said to a prompt
-depends on it, the sampling settings and its stream only: not on the order of the prompts, the batch size or the world
+Models that let their attention be reached by name decode by slots (`continuous.py`): no padding, a place that falls
+free is taken at once. Others decode in padded batches (`padded.py`), which is said once. Either way an answer depends
+on its prompt, the sampling settings and its stream only: not on the order of the prompts, the batch size or the world
 size.
 """
 
@@ -63,8 +63,8 @@ class Rollouts:
         """`samples` answers a prompt (token ids), in the prompts' order, a prompt's own side by side.
 
         `streams` names the random stream of each answer: the same stream, seed and prompt give the same answer.
-        `batch_size` is how many are decoded at a time. Equal prompts are run once. `text` turns token ids into text, for
-        stop strings.
+        `batch_size` is how many are decoded at a time. Equal prompts are run once. `text` turns token ids into text,
+        for stop strings.
         Raises ValueError for a prompt that is empty or too long for the model, and FloatingPointError where the model's
         output is not a number.
         """

@@ -1,8 +1,8 @@
 """Linear layers with weights packed for oneDNN, for small batches on CPUs.
 
 A product of a few rows with a large matrix is bound by reading the matrix; packed beforehand into blocks it is read at
-twice the speed (in bf16 bit for bit with the same result), where PyTorch's own linear repacks it at each call. A pack is
-a copy, so it lives for one flip and is made again when the weights may have changed.
+twice the speed (in bf16 bit for bit with the same result), where PyTorch's own linear repacks it at each call. A pack
+is a copy, so it lives for one flip and is made again when the weights may have changed.
 
 Left out: matrices of experts, which are not linear layers; quantised weights.
 """
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 ROWS = 16  # the batch size that packs are laid out for
-FEWEST_NUMBERS = {torch.bfloat16: 1 << 14, torch.float32: 1 << 18}  # in smaller weights the call costs more than it saves
+# Numbers below which the call costs more than it saves.
+FEWEST_NUMBERS = {torch.bfloat16: 1 << 14, torch.float32: 1 << 18}
 FP32_ROWS = (4, 256)  # with fewer rows PyTorch's own fp32 product is as fast, with more the packing is hidden
 
 

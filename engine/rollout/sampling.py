@@ -52,7 +52,7 @@ class Sampling:
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be between 0 (off) and 1, not {self.min_p}")
         if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty must be 1 (off) or another positive number, not {self.repetition_penalty}")
+            raise ValueError(f"repetition_penalty must be a positive number, 1 for none, not {self.repetition_penalty}")
         if not all(self.stop):
             raise ValueError("stop must not hold the empty string: it would end every answer at once")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:

@@ -1,8 +1,9 @@
 """Is the fast generator the model? A few fixed prompts, decoded greedily and scored again by the plain forward.
 
-Wrong text out of a fast generator is the oldest complaint about hybrid engines: it trains a policy on what another model
-said, and nothing stops. So the tokens must be those that transformers' own forward finds likeliest, and carry its
-log-probabilities, within what rounding explains; else the check names the first layer that differs, and the likely cause.
+Wrong text out of a fast generator is the oldest complaint about hybrid engines: it trains a policy on what another
+model said, and nothing stops. So the tokens must be those that transformers' own forward finds likeliest, and carry its
+log-probabilities, within what rounding explains; else the check names the first layer that differs, and the likely
+cause.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,8 +56,8 @@ def compare(checked: Sequence[Checked], logprobs: Sequence[Tensor], source: str)
         gap = (torch.tensor(one.answer.logprobs) - theirs.float().cpu()).abs()
         if not bool((gap <= one.tolerance).all()):
             raise ValueError(
-                f"{source} gives the generator's tokens other log-probabilities: they differ by {gap.max():.2g}, rounding "
-                f"explains {one.tolerance:.2g}. Rollouts would be off-policy. Likely cause: a layer that computes "
+                f"{source} gives the generator's tokens other log-probabilities: they differ by {gap.max():.2g}, "
+                f"rounding explains {one.tolerance:.2g}. Rollouts are off-policy. Likely cause: a layer that computes "
                 "otherwise in training than in evaluation, or weights that the flip did not carry over"
             )
 
@@ -81,7 +82,7 @@ def disagreement(logits: Tensor, answer: Generation, tolerance: float) -> str | 
         if not bool(short[place] <= tolerance):
             return f"token {place} is {int(tokens[place])}, the plain forward says {int(best[place])}"
         if not bool(gaps[place] <= tolerance):
-            return f"the log-probability of token {place} is off by {gaps[place]:.2g} (rounding explains {tolerance:.2g})"
+            return f"the log-probability of token {place} is off by {gaps[place]:.2g} (rounding: {tolerance:.2g})"
     return None
 
 

@@ -2,8 +2,8 @@
 
 A slot holds one sequence, its tokens in order; a layer is one tensor (slots, heads, capacity, head size). Tokens are
 written where they belong in one indexed copy, whatever mixture of sequences a forward carries, and nothing is moved
-afterwards: attention reads slices in place. A head's tokens lie together, so that one query streams through memory: that
-was measured an eighth faster than a token's heads together.
+afterwards: attention reads slices in place. A head's tokens lie together, so that one query streams through memory:
+that was measured an eighth faster than a token's heads together.
 """
 
 from collections.abc import Sequence
@@ -142,7 +142,8 @@ class Step:
         """Each part with the span of positions it reads and its mask, for a layer's sliding window."""
         if window not in self._seen:
             device = self.slots.device
-            self._seen[window] = [(part, *part.seen(window, device)) for part in (*self.groups, *self.chunks)]
+            parts: list[Group | Chunk] = [*self.groups, *self.chunks]
+            self._seen[window] = [(part, *part.seen(window, device)) for part in parts]
         return self._seen[window]
 
 

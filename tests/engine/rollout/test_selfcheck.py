@@ -85,5 +85,5 @@ def test_other_logprobs_are_refused() -> None:
     right = [torch.tensor(one.answer.logprobs) for one in checked]
     selfcheck.compare(checked, right, "the trainer")
     right[1] = right[1] - 0.1
-    with pytest.raises(ValueError, match="the trainer gives.*differ by 0.1"):
+    with pytest.raises(ValueError, match=r"the trainer gives.*differ by 0\.1"):
         selfcheck.compare(checked, right, "the trainer")
