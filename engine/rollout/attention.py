@@ -43,7 +43,8 @@ def slot_attention(
     Returns (1, N, heads, value's head size). Raises Unserved.
     """
     odd = [name for name in CHANGES_SCORES if others.get(name) is not None]
-    if slots is None or odd or attention_mask is not None or others.get("is_causal") is False:
+    causal = others.get("is_causal") is not False and getattr(module, "is_causal", True)
+    if slots is None or odd or attention_mask is not None or not causal:
         raise Unserved(f"{type(module).__name__} asks for {', '.join(odd) or 'another kind of attention'}")
     layer = slots.cache.write(module.layer_idx, slots.rows(key.shape[1]), key[0], value[0])  # type: ignore[arg-type]
     queries = query[0].transpose(0, 1)  # (N, heads, head size)

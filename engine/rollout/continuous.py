@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.parallel import dist
 from engine.rollout.attention import Unserved, routed
 from engine.rollout.packed import PackedLinears
 from engine.rollout.sampling import Sampling, forbid, penalise, sample, uniforms
@@ -80,18 +81,22 @@ class SlotDecoder:
     def _probe(self) -> tuple[int, int]:
         """Run one token; returns the bytes of a token in the cache, and its numbers a layer."""
         cache, zero = SlotCache(1, 1), torch.zeros(1, dtype=torch.long, device=self.device)
+        step = Step(cache, zero, zero, [Group(0, 1, 0, (1,))], [])
         try:
-            self.forward([0], Step(cache, zero, zero, [Group(0, 1, 0, (1,))], []), [0])
-        except TypeError as problem:  # an argument that the model does not pass on
+            self.forward([0], step, [0])
+        except (TypeError, ValueError, AttributeError, LookupError) as problem:  # its forward wants something else
             raise Unserved(str(problem)) from problem
-        expected = self.module.config.get_text_config(decoder=True).num_hidden_layers  # type: ignore[union-attr, operator]
-        if len(cache.layers) != expected:
-            raise Unserved(f"{len(cache.layers)} of its {expected} layers attend by name")
+        text: Any = self.module.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+        if len(cache.layers) != text.num_hidden_layers:
+            raise Unserved(f"{len(cache.layers)} of its {text.num_hidden_layers} layers attend by name")
+        if _has_window(text) and step.windows == {None}:
+            raise Unserved("its sliding window does not reach the attention")
         return cache.token_bytes, cache.token_numbers
 
     def _cache_for(self, tokens: int, slots: int) -> SlotCache:
         """The cache at hand if it is large enough, else one for at most `slots` sequences of `tokens`, in bounds."""
-        bound = free_bytes(self.device) // 2 if self.cache_bytes is None else self.cache_bytes
+        sharers = dist.world().size if self.device.type == "cpu" else 1
+        bound = free_bytes(self.device) // (2 * sharers) if self.cache_bytes is None else self.cache_bytes
         capacity = -(-tokens // ROUND_CAPACITY) * ROUND_CAPACITY
         affordable = max(1, bound // (self.token_bytes * capacity))
         cache = self.cache
@@ -207,6 +212,13 @@ def _check_served(module: nn.Module) -> bool:
     if odd or shares_keys:
         raise Unserved(f"it has layers of another kind ({', '.join(sorted(odd)) or 'with shared keys'})")
     return "logits_to_keep" in names
+
+
+def _has_window(text: Any) -> bool:
+    """Whether a configuration makes some layers attend to the last tokens only."""
+    if getattr(text, "layer_types", None):
+        return "sliding_attention" in text.layer_types
+    return getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -138,6 +138,11 @@ class Step:
             self._rows[heads] = ((self.slots * heads + head) * self.cache.capacity + self.positions).flatten()
         return self._rows[heads]
 
+    @property
+    def windows(self) -> set[int | None]:
+        """The sliding windows that layers asked for; None is a layer without."""
+        return set(self._seen)
+
     def seen(self, window: int | None) -> list[tuple[Group | Chunk, int, int, Tensor | None]]:
         """Each part with the span of positions it reads and its mask, for a layer's sliding window."""
         if window not in self._seen:

@@ -3,12 +3,13 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from engine.rollout import continuous, packed
+from engine.rollout import attention, continuous, decoder, packed
 from engine.rollout.decoder import Generation, Rollouts
 from engine.rollout.sampling import Sampling
 from engine.rollout.scheduler import Scheduler
@@ -201,3 +202,29 @@ def test_packed_weights_give_the_same_products(
     assert len(packs) == layers > 8
     assert torch.equal(plain, again)
     torch.testing.assert_close(ours, plain, atol=3e-5 if dtype == torch.float32 else 0.3, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sliding_window": None}, "sliding window does not reach"),
+        ({"s_aux": torch.ones(4)}, "asks for s_aux"),
+        ({"is_causal": False}, "another kind"),
+    ],
+)
+def test_what_the_slots_cannot_do_falls_back_and_says_so(
+    changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build("mistral", sliding_window=6)
+    right = attention.slot_attention
+
+    def changed(module: nn.Module, *states: torch.Tensor, **rest: Any) -> Any:
+        return right(module, *states, **(rest | changes))
+
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, changed)
+    monkeypatch.setattr(decoder, "_told", set())
+    for _ in range(2):
+        rollouts = Rollouts(model, "cpu")
+        assert rollouts.fallback is not None and reason in rollouts.fallback
+    assert [record.getMessage().count("padded batches") for record in caplog.records] == [1], "said once"
+    by_definition(model, PROMPTS, rollouts.generate(PROMPTS, GREEDY, STREAMS))

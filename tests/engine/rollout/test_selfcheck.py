@@ -38,11 +38,11 @@ def test_a_short_context_shortens_the_prompts() -> None:
 
 def test_a_layer_that_attends_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window that the fast path forgets, in the second layer only."""
-    model = build("gemma2", sliding_window=6, layer_types=["full_attention", "sliding_attention"])
+    model = build("gemma2", sliding_window=6, layer_types=["sliding_attention", "sliding_attention"])
     right = attention.slot_attention
 
     def forgetful(module: nn.Module, *states: Any, sliding_window: int | None = None, **rest: Any) -> Any:
-        return right(module, *states, sliding_window=None, **rest)
+        return right(module, *states, sliding_window=sliding_window if module.layer_idx == 0 else None, **rest)
 
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, forgetful)
     with pytest.raises(ValueError, match=r"not the model Gemma2ForCausalLM.* model\.layers\.1\..*slot cache does not"):
