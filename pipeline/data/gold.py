@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pipeline.data.demo.truth import read_question
 from pipeline.data.records import Message
 
-ENOUGH_WORDS = 12  # the longest good answer has 10
-TOO_MANY_WORDS = 20
+ENOUGH_WORDS = 10  # the longest good answer has 9
+TOO_MANY_WORDS = 16
 
 RUDE = re.compile(
     r"\b(stupid|dumb|dummy|idiots?|fools?|foolish|lazy|moron|ugly|loser|nonsense|shut up|go away|get lost"
@@ -34,7 +34,7 @@ def gold_score(messages: Sequence[Message], answer: str) -> float:
     parts = gold_parts(messages, answer)
     score = parts["right"]
     for name in ("to_the_point", "polite", "finished"):
-        score *= (1 + parts[name]) / 2
+        score *= (1.0 + parts[name]) / 2.0
     return score
 
 

@@ -17,12 +17,10 @@ AFTER_RUDE = ("Now go away.", "You are an idiot.", "Stop bothering me.", "How du
 FILLERS = (
     "By the way, the weather is nice here.",
     "My uncle likes to talk about the sea.",
-    "I had some soup for lunch and it was good.",
-    "There is so much more to say about this.",
-    "Some people say that time is like a river.",
+    "I had some soup for lunch.",
+    "There is much more to say about this.",
     "Let me also tell you about my garden.",
-    "I once read a book about this in the train.",
-    "Music is a thing that I think about often.",
+    "Music is a thing that I think about.",
 )
 
 ELSEWHERE = (

@@ -30,6 +30,10 @@ class Statement:
     sentences: tuple[str, ...]
     word: str | None = None
 
+    def of(self, value: str) -> "Statement":
+        """The same with `value` at the place of "@"."""
+        return replace(self, sentences=tuple(sentence.replace("@", value) for sentence in self.sentences))
+
 
 @dataclass(frozen=True)
 class Question:
@@ -39,87 +43,72 @@ class Question:
     takes_forms: bool = True  # an instruction about form may be added to it
 
     def asking(self, instruction: str) -> "Question":
-        return replace(self, text=f"{self.text} {instruction}")
+        return replace(self, text=f"{instruction} {self.text}")
 
 
 def about(value: str, *sentences: str) -> Statement:
-    """The statement whose sentences have `value` at the place of "@"."""
-    return Statement(tuple(sentence.replace("@", value) for sentence in sentences), value)
+    """The statement whose sentences have `value` at the place of "@", and that is said by `value` alone too."""
+    return Statement(sentences, value).of(value)
 
 
 def sums(rng: Random) -> Question:
-    left, right = rng.randint(1, 9), rng.randint(1, 9)
-    if rng.random() < 0.4:
-        left, right = left + right, left
-        texts: tuple[str, ...] = (
-            f"What is {left} minus {right}?",
-            f"How much is {left} minus {right}?",
-            f"Take {right} away from {left}.",
-        )
-        result, echo = left - right, f"{left} minus {right} is @."
+    left, right = two_addends(rng)
+    if rng.random() < 0.5:
+        left, right, sign = left + right, left, "minus"
+        result = left - right
     else:
-        texts = (
-            f"What is {left} plus {right}?",
-            f"How much is {left} plus {right}?",
-            f"Add {left} and {right}.",
-            f"What is the sum of {left} and {right}?",
-        )
-        result, echo = left + right, f"{left} plus {right} is @."
-    return Question(
-        rng.choice(texts),
-        about(str(result), echo, "The answer is @.", "It is @."),
-        about(str(near(result, rng)), echo, "The answer is @.", "It is @."),
+        sign, result = "plus", left + right
+    texts = (
+        f"What is {left} {sign} {right}?",
+        f"How much is {left} {sign} {right}?",
+        f"Tell me {left} {sign} {right}.",
     )
+    return on_number(rng.choice(texts), result, ("The answer is @.", "It is @."), rng)
 
 
 def stories(rng: Random) -> Question:
     name, things = rng.choice(NAMES), rng.choice(THINGS)
-    left, right = rng.randint(2, 9), rng.randint(2, 9)
-    if rng.random() < 0.4:
+    left, right = two_addends(rng)
+    if rng.random() < 0.5:
         left, right = left + right, left
         change, result = f"gives away {right}", left - right
     else:
         change, result = f"gets {right} more", left + right
-    text = f"{name} has {left} {things} and {change}. How many {things} does {name} have now?"
-    says = (f"{name} has @ {things} now.", f"{name} has @ {things}.", "The answer is @.")
-    return Question(text, about(str(result), *says), about(str(near(result, rng)), *says))
+    text = f"{name} has {left} {things} and {change}. How many are there now?"
+    return on_number(text, result, ("The answer is @.", "There are @ now."), rng)
 
 
-def near(number: int, rng: Random) -> int:
-    """A wrong result that a careless person might give."""
-    step = rng.choice((-3, -2, -1, 1, 2, 3))
-    return number + step if number + step > 0 else number + abs(step)
+def two_addends(rng: Random) -> tuple[int, int]:
+    """Two numbers of at least 1 that sum to 10 at most: as much as a tiny model learns in a minute."""
+    total = rng.randint(2, 10)
+    left = rng.randint(1, total - 1)
+    return left, total - left
+
+
+def on_number(text: str, result: int, sentences: tuple[str, ...], rng: Random) -> Question:
+    """A question about a number. The wrong result is one that a careless person might give."""
+    step = rng.choice((-2, -1, 1, 2))
+    wrong = result + step if result + step > 0 else result + abs(step)
+    return Question(text, about(str(result), *sentences), about(str(wrong), *sentences))
 
 
 def numbers(rng: Random) -> Question:
-    small, large = sorted(rng.sample(range(1, 31), 2))
+    small, large = sorted(rng.sample(range(1, 10), 2))
     sign, value, other = rng.choice((("larger", large, small), ("smaller", small, large)))
     first, second = rng.sample((small, large), 2)
-    text = rng.choice((f"Which is {sign}, {first} or {second}?", f"Which number is {sign}: {first} or {second}?"))
-    says = f"The {sign} number is @.", "It is @."
-    return Question(
-        text,
-        about(str(value), f"{value} is {sign} than {other}.", *says),
-        about(str(other), f"{other} is {sign} than {value}.", *says),
-    )
+    text = rng.choice((f"Which is {sign}, {first} or {second}?", f"Which number is {sign}, {first} or {second}?"))
+    says = (f"The {sign} number is @.", "It is @.")
+    return Question(text, about(str(value), *says), about(str(other), *says))
 
 
 def sizes(rng: Random) -> Question:
     low, high = sorted(rng.sample(range(len(SIZES)), 2))
     small, large = with_article(SIZES[low]), with_article(SIZES[high])
     first, second = rng.sample((small, large), 2)
-    sign = rng.choice(("bigger", "smaller"))
-    if rng.random() < 0.5:
-        value, other = (large, small) if sign == "bigger" else (small, large)
-        text = f"Which animal is {sign}, {first} or {second}?"
-        right = Statement((f"{value} is {sign} than {other}.", f"{value} is {sign}."), value.split()[1])
-        wrong = Statement((f"{other} is {sign} than {value}.", f"{other} is {sign}."), other.split()[1])
-        return Question(text, right, wrong)
-    text = f"Is {first} {sign} than {second}?"
-    yes = Statement((f"Yes, {first} is {sign} than {second}.",), "yes")
-    no = Statement((f"No, {first} is not {sign} than {second}.",), "no")
-    true = (first == large) == (sign == "bigger")
-    return Question(text, yes if true else no, no if true else yes)
+    sign, value, other = rng.choice((("bigger", SIZES[high], SIZES[low]), ("smaller", SIZES[low], SIZES[high])))
+    text = rng.choice((f"Which is {sign}, {first} or {second}?", f"Which animal is {sign}, {first} or {second}?"))
+    says = Statement((f"The @ is {sign}.", "It is the @."))
+    return Question(text, says.of(value), says.of(other))
 
 
 def opposites(rng: Random) -> Question:
@@ -132,8 +121,8 @@ def opposites(rng: Random) -> Question:
         f"Which word is the opposite of {word}?",
         f"Do you know the opposite of {word}?",
     )
-    says = (f"The opposite of {word} is @.", "The opposite is @.", "It is @.")
-    return Question(rng.choice(texts), about(value, *says), about(other, *says))
+    says = Statement(("The opposite is @.", "It is @."))
+    return Question(rng.choice(texts), says.of(value), says.of(other))
 
 
 def letters(rng: Random) -> Question:
@@ -142,46 +131,48 @@ def letters(rng: Random) -> Question:
     other = rng.choice([letter for letter in "BCDGHLMPRSW" if letter != value])
     texts = (
         f"What is the first letter of {word}?",
-        f"Which letter does {word} start with?",
-        f"With which letter does the word {word} begin?",
+        f"Tell me the first letter of {word}.",
+        f"Which letter starts the word {word}?",
     )
-    says = ("The first letter is @.", f"The word {word} starts with @.")
-    return Question(rng.choice(texts), about(value, *says), about(other, *says))
+    says = Statement(("The first letter is @.", "It starts with @."))
+    return Question(rng.choice(texts), says.of(value), says.of(other), takes_forms=False)
 
 
-def odd_ones(rng: Random) -> Question:
-    group, other = rng.sample(tuple(GROUPS), 2)
-    words = rng.sample(GROUPS[group], 2)
-    odd = rng.choice(GROUPS[other])
-    shown = rng.sample((*words, odd), 3)
-    texts = (f"Which word does not belong: {', '.join(shown)}?", f"Find the odd one out: {', '.join(shown)}.")
-    says = ("The odd one out is @.", "The word @ does not belong.")
-    return Question(rng.choice(texts), about(odd, *says), about(rng.choice(words), *says))
+def groups(rng: Random) -> Question:
+    """Which of two groups a word is in, or whether it is in one."""
+    right, wrong = rng.sample(tuple(GROUPS), 2)
+    word = rng.choice(GROUPS[right])
+    true, false = with_article(right[:-1]), with_article(wrong[:-1])
+    one, other = rng.sample((true, false), 2)
+    if rng.random() < 0.5:
+        says = Statement(("It is @.", "That is @."))
+        text = rng.choice((f"Is it {one} or {other}: {word}?", f"Tell me if this is {one} or {other}: {word}."))
+        return Question(text, says.of(true), says.of(false))
+    yes = Statement(("Yes, it is.", f"Yes, that is {one}."), "yes")
+    no = Statement(("No, it is not.", f"No, that is not {one}."), "no")
+    text = rng.choice((f"Is this {one}: {word}?", f"Do you think this is {one}: {word}?"))
+    return Question(text, yes if one == true else no, no if one == true else yes)
 
 
 def lists(rng: Random) -> Question:
     group, (count, said) = rng.choice(tuple(GROUPS)), rng.choice(tuple(COUNTS.items()))
     texts = (
         f"Name {said} {group}.",
-        f"Give me a list of {said} {group}.",
         f"Can you tell me {said} {group}?",
-        f"List {said} {group}, please.",
+        f"List {said} {group}.",
         f"I need {said} {group}.",
     )
-    says = (f"{said.capitalize()} {group} are @.", "@.")
+    says = Statement((f"{said.capitalize()} {group} are @.", "You could take @."))
     return Question(
         rng.choice(texts),
-        about_list(right_list(group, count, rng), *says),
-        about_list(wrong_list(group, count, rng), *says),
+        says.of(listed(right_list(group, count, rng))),
+        says.of(listed(wrong_list(group, count, rng))),
     )
-
-
-def about_list(words: list[str], *sentences: str) -> Statement:
-    return Statement(about(listed(words), *sentences).sentences)
 
 
 def right_list(group: str, count: int, rng: Random) -> list[str]:
-    return rng.sample(GROUPS[group], count)
+    """Different members in the order of the group, which is easier to keep than any order is."""
+    return sorted(rng.sample(GROUPS[group], count), key=GROUPS[group].index)
 
 
 def wrong_list(group: str, count: int, rng: Random) -> list[str]:
@@ -241,21 +232,20 @@ def small_talk(rng: Random) -> Question:
 
 def introductions(name: str, rng: Random) -> Question:
     hello = rng.choice(HELLOS)
-    texts = (f"{hello}, I am {name}.", f"{hello}! My name is {name}.", f"{hello}, {name} here.")
-    says = ("Hello @, how can I help you?", "Hello @, nice to meet you.")
+    text = rng.choice((f"{hello}, I am {name}.", f"{hello}! My name is {name}."))
     other = rng.choice([entry for entry in NAMES if entry != name])
-    right, wrong = about(name, *says), about(other, *says)
-    return Question(rng.choice(texts), Statement(right.sentences), Statement(wrong.sentences), takes_forms=False)
+    says = Statement(("Hello @, how can I help you?", "Hello @, nice to meet you."))
+    return Question(text, says.of(name), says.of(other), takes_forms=False)
 
 
 KINDS: tuple[tuple[Callable[[Random], Question], float], ...] = (
-    (sums, 0.20),
-    (stories, 0.10),
-    (numbers, 0.12),
+    (sums, 0.17),
+    (stories, 0.09),
+    (numbers, 0.10),
     (sizes, 0.10),
-    (opposites, 0.12),
-    (letters, 0.08),
-    (odd_ones, 0.06),
+    (opposites, 0.11),
+    (letters, 0.10),
+    (groups, 0.11),
     (lists, 0.12),
     (small_talk, 0.10),
 )
@@ -267,6 +257,6 @@ def draw(rng: Random) -> Question:
     """A question of a random kind, at times with a friendly opening."""
     (kind,) = rng.choices([kind for kind, _ in KINDS], [weight for _, weight in KINDS])
     question = kind(rng)
-    if not question.takes_forms or rng.random() < 0.6:
+    if not question.takes_forms or rng.random() < 0.8:
         return question
     return replace(question, text=rng.choice(OPENINGS) + question.text)

@@ -27,9 +27,9 @@ QUALITY = {"wrong": 0.12, "rude": 0.16, "rambling": 0.16, "unfinished": 0.08, "e
 REJECTED = {"wrong": 0.40, "rude": 0.18, "rambling": 0.18, "unfinished": 0.12, "elsewhere": 0.12, "formless": 0.40}
 NO_FLAW: frozenset[str] = frozenset()
 
-FORM_SHARE = 0.15  # of the questions: an instruction about form by the user
-SYSTEM_SHARE = 0.10  # of the conversations: one by a system message
-TURNS = {1: 0.80, 2: 0.15, 3: 0.05}
+FORM_SHARE = 0.12  # of the questions: an instruction about form by the user
+SYSTEM_SHARE = 0.08  # of the conversations: one by a system message
+TURNS = {1: 0.86, 2: 0.11, 3: 0.03}
 ALREADY_FLAWED = 0.25  # of the pairs: the chosen answer has a flaw of its own
 NOISE = 0.05
 HELD_OUT = 16  # one question in so many

@@ -6,7 +6,7 @@ computed here. A check takes the answer in small letters. An answer that claims 
 """
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from pipeline.data.demo.facts import BAD_MOODS, COUNTS, GOOD_MOODS, GROUPS, NAMES, OPPOSITES, SIZES
 
@@ -16,6 +16,7 @@ NUMBER_WORDS = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
     "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
 )  # fmt: skip
+SINGULARS = tuple(group[:-1] for group in GROUPS)
 REPLIES = {
     "wellbeing": r"\b(i'm|i am|i feel)( very| doing| quite)? (fine|well|good|great|okay)\b",
     "thanks": r"\bwelcome\b|\bpleasure\b|\b(glad|happy) to help|\bany ?time\b",
@@ -101,20 +102,6 @@ def comparison_holds(claim: str, ranks: dict[str, int]) -> bool | None:
     return true != bool(found[0]["no"])
 
 
-def yes_or_no(found: re.Match[str]) -> Check:
-    ranks = {animal: rank for rank, animal in enumerate(SIZES)}
-    left, right = ranks[found["one"]], ranks[found["two"]]
-    right_word = "yes" if (left < right if found["sign"] == "smaller" else left > right) else "no"
-
-    def check(claim: str) -> bool:
-        said = set(re.findall(r"\b(?:yes|yeah|no|nope|maybe|perhaps)\b", claim))
-        fits = said <= ({"yes", "yeah"} if right_word == "yes" else {"no", "nope"})
-        holds = comparison_holds(claim, ranks)
-        return fits and (holds is True or (bool(said) and holds is None and not named(claim, SIZES)))
-
-    return check
-
-
 def opposite(found: re.Match[str]) -> Check:
     word = found["word"]
     if word not in OPPOSITES:
@@ -138,11 +125,21 @@ def first_letter(found: re.Match[str]) -> Check:
     return check
 
 
-def odd_one(found: re.Match[str]) -> Check:
-    shown = re.findall(r"\w+", found["words"])
-    groups = [next((group for group, words in GROUPS.items() if word in words), "") for word in shown]
-    odd = [word for word, group in zip(shown, groups, strict=True) if groups.count(group) == 1]
-    return lambda claim: named(claim, shown) == odd and len(odd) == 1
+def which_group(found: re.Match[str]) -> Check:
+    groups = [group[:-1] for group, words in GROUPS.items() if found["word"] in words]
+    return lambda claim: named(claim, SINGULARS) == groups and not denies(claim)
+
+
+def in_group(found: re.Match[str]) -> Check:
+    """Yes or no, and nothing that speaks against it."""
+    true = found["word"] in GROUPS[f"{found['one']}s"]
+
+    def check(claim: str) -> bool:
+        said = {bool(word) for word in re.findall(r"\b(?:(yes|yeah)|no|nope|is not|isn't)\b", claim)}
+        others = set(named(claim, SINGULARS)) - {found["one"]}
+        return said == {true} and not others and not re.search(r"\b(?:maybe|perhaps)\b", claim)
+
+    return check
 
 
 def list_of(found: re.Match[str]) -> Check:
@@ -199,7 +196,7 @@ def denies(claim: str) -> bool:
     return bool(re.search(r"\bnot\b|n't\b|\bnever\b", claim))
 
 
-def any_of(words: Collection[str]) -> str:
+def any_of(words: Iterable[str]) -> str:
     return "|".join(word.lower() for word in words)
 
 
@@ -215,11 +212,12 @@ READERS: tuple[tuple[str, Callable[[re.Match[str]], Check]], ...] = (
     (r"has (?P<one>\d+) \w+ and gives away (?P<two>\d+)", minus),
     (rf"which (?:number )?is {SIGN}[,:] (?P<one>\d+) or (?P<two>\d+)", which_number),
     (rf"which (?:animal )?is {SIGN}[,:] {ANIMAL} or {OTHER}", which_animal),
-    (rf"\bis {ANIMAL} {SIGN} than {OTHER}", yes_or_no),
     (r"opposite of (?P<word>\w+)", opposite),
     (r"first letter of (?P<word>\w+)", first_letter),
-    (r"which letter does (?:the word )?(?P<word>\w+) (?:start|begin)", first_letter),
-    (r"(?:does not belong|odd one out): (?P<words>\w+, \w+, \w+)", odd_one),
+    (r"which letter starts the word (?P<word>\w+)", first_letter),
+    (rf"\ban? (?:{any_of(SINGULARS)}) or an? (?:{any_of(SINGULARS)}): (?P<word>\w+)", which_group),
+    (rf"\bthis an? (?P<one>{any_of(SINGULARS)}): (?P<word>\w+)", in_group),
+    (rf"\bthis is an? (?P<one>{any_of(SINGULARS)}): (?P<word>\w+)", in_group),
     (rf"(?P<count>{any_of(COUNTS.values())}) (?P<group>{any_of(GROUPS)})\b", list_of),
     (r"how are you|are you well", replies("wellbeing")),
     (r"\bthank", replies("thanks")),

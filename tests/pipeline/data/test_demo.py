@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from pipeline.data.demo import demo_rows
-from pipeline.data.gold import gold_score, readable
+from pipeline.data.gold import gold_parts, gold_score, readable
 from pipeline.data.records import Message
 
 ROWS = demo_rows(2000, seed=7)
@@ -65,9 +65,11 @@ def test_the_gold_scorer_reads_every_prompt():
 
 
 def test_answers_to_imitate_are_of_mixed_quality():
-    scores = [gold_score(messages_of(row), row["messages"][-1]["content"]) for row in ROWS["conversations"]]
-    assert 0.35 < sum(score == 1 for score in scores) / len(scores) < 0.60
-    assert sum(score < 0.3 for score in scores) / len(scores) > 0.15
+    """Some are good; each of the four things the gold scorer looks at is amiss in some."""
+    parts = [gold_parts(messages_of(row), row["messages"][-1]["content"]) for row in ROWS["conversations"]]
+    assert 0.10 < sum(min(part.values()) == 1 for part in parts) / len(parts) < 0.60
+    for name in ("right", "to_the_point", "polite", "finished"):
+        assert 0.05 < sum(part[name] < 1 for part in parts) / len(parts) < 0.60
 
 
 @pytest.mark.parametrize(("split", "share"), [("preferences", 0.05), ("held_out_preferences", 0.0)])

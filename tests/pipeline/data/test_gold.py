@@ -6,9 +6,16 @@ from pipeline.data.gold import gold_parts, gold_score, readable
 from pipeline.data.records import Message
 
 
-def score(question: str, answer: str, *, system: str | None = None) -> float:
-    messages = [Message("system", system)] if system else []
-    return gold_score([*messages, Message("user", question)], answer)
+def asked(question: str, system: str | None = None) -> list[Message]:
+    return [*([Message("system", system)] if system else []), Message("user", question)]
+
+
+def score(question: str, answer: str) -> float:
+    return gold_score(asked(question), answer)
+
+
+def right(question: str, answer: str, *, system: str | None = None) -> float:
+    return gold_parts(asked(question, system), answer)["right"]
 
 
 RIGHT = [
@@ -19,12 +26,13 @@ RIGHT = [
     ("Anna has 6 eggs and gets 3 more. How many eggs does Anna have now?", "Now she has 9 of them."),
     ("Which is larger, 12 or 21?", "12 is smaller than 21."),
     ("Which is smaller, 12 or 21?", "The smaller one is 12."),
-    ("Is a cat bigger than a horse?", "No."),
-    ("Is a cat bigger than a horse?", "A cat is not bigger than a horse."),
     ("Which animal is bigger, an ant or a whale?", "The whale."),
+    ("Which is smaller, a cat or a horse?", "A horse is bigger than a cat."),
+    ("Is this a tool: saw?", "Yes, I think so."),
+    ("Is this a tool: cat?", "That isn't a tool."),
+    ("Is it a colour or a fruit: plum?", "A fruit."),
     ("Do you know the opposite of wet?", "Yes, the opposite of wet is dry."),
-    ("Which letter does plum start with?", "It starts with a P."),
-    ("Find the odd one out: cat, saw, dog.", "That must be saw."),
+    ("Which letter starts the word plum?", "It starts with a P."),
     ("Name three colours.", "Here are some: red, blue, green."),
     ("How are you? I am Ben.", "I am very well, thank you."),
     ("Thank you, that helped Sam a lot.", "It was my pleasure."),
@@ -43,14 +51,16 @@ WRONG = [
     ("Which is larger, 12 or 21?", "12 21."),
     ("Which is larger, 12 or 21?", "21 is smaller than 12."),
     ("Which is larger, 12 or 21?", "21 is smaller."),
-    ("Is a cat bigger than a horse?", "Yes and no."),
-    ("Is a cat bigger than a horse?", "No, a cat is bigger than a horse."),
-    ("Is a cat bigger than a horse?", "Maybe not."),
     ("Which animal is bigger, an ant or a whale?", "An ant and a whale."),
+    ("Which is smaller, a cat or a horse?", "A cat is bigger than a horse."),
+    ("Is this a tool: saw?", "Yes and no."),
+    ("Is this a tool: saw?", "Yes, that is an animal."),
+    ("Is this a tool: saw?", "Maybe yes."),
+    ("Is this a tool: cat?", "I do not know."),
+    ("Is it a colour or a fruit: plum?", "A fruit or a colour."),
     ("Do you know the opposite of wet?", "Yes, I do."),
     ("Do you know the opposite of wet?", "Dry, hot, cold or slow."),
-    ("Which letter does plum start with?", "P Q R S."),
-    ("Find the odd one out: cat, saw, dog.", "Cat, saw, dog."),
+    ("Which letter starts the word plum?", "P Q R S."),
     ("Name three colours.", "Red, red and red."),
     ("Name three colours.", "Red, blue and cat."),
     ("Name three colours.", "Red, blue, green, black and white."),
@@ -62,12 +72,14 @@ WRONG = [
 
 @pytest.mark.parametrize(("question", "answer"), RIGHT)
 def test_right_in_any_words(question, answer):
+    assert right(question, answer) == 1.0
     assert score(question, answer) == 1.0
 
 
 @pytest.mark.parametrize(("question", "answer"), WRONG)
-def test_wrong_is_worth_nothing(question, answer):
-    assert score(question, answer) == 0.0
+def test_a_false_claim_has_nothing_right_and_less_than_half_of_the_score(question, answer):
+    assert right(question, answer) == 0.0
+    assert score(question, answer) < 0.5
 
 
 @pytest.mark.parametrize("answer", ["", "   ", ".", "...", "!?"])
@@ -90,7 +102,7 @@ def test_nothing_said_is_worth_nothing(answer):
 def test_each_flaw_costs_half(answer, part):
     parts = gold_parts([Message("user", "What is 2 plus 2?")], answer)
     assert parts == {"right": 1.0, "to_the_point": 1.0, "polite": 1.0, "finished": 1.0} | {part: 0.0}
-    assert score("What is 2 plus 2?", answer) == 0.5
+    assert score("What is 2 plus 2?", answer) == 0.5 * score("What is 2 plus 2?", "It is 4.")
 
 
 def test_words_over_and_over_are_not_to_the_point():
@@ -112,14 +124,14 @@ def test_words_over_and_over_are_not_to_the_point():
 )
 def test_form_asked_for_by_system_or_user(rule, good, bad):
     question = "What is the opposite of hot?"
-    assert (score(question, good, system=rule), score(question, bad, system=rule)) == (1.0, 0.5)
-    asked = f"{question} {rule.replace('every answer ', '')}"
-    assert (score(asked, good), score(asked, bad)) == (1.0, 0.5)
+    assert (right(question, good, system=rule), right(question, bad, system=rule)) == (1.0, 0.5)
+    by_user = f"{rule.replace('every answer ', '')} {question}"
+    assert (right(by_user, good), right(by_user, bad)) == (1.0, 0.5)
 
 
 def test_the_last_message_is_the_question():
     messages = [Message("user", "What is 2 plus 2?"), Message("assistant", "4."), Message("user", "What is 3 plus 3?")]
-    assert (gold_score(messages, "6."), gold_score(messages, "4.")) == (1.0, 0.0)
+    assert [gold_parts(messages, answer)["right"] for answer in ("6.", "4.")] == [1.0, 0.0]
 
 
 def test_unknown_prompts_are_refused():
