@@ -7,9 +7,8 @@ It reads the prompt's text alone, computes the right answer itself and looks at 
     polite        no insult, no shouting
     finished      ends like a sentence
 
-`gold_score` is 0.4 for a wrong answer to 1 for a right one, times, for each of the other three, a factor between one half
-and one. So the best of manners without a right answer ends at 0.4, and nothing is won by naming every number. An answer
-that says nothing has 0.05.
+`gold_score` is `right` times, for each of the other three, a factor between one half and one. So nothing is won by being
+polite and wrong, by naming every number, or by saying nothing.
 
 It judges what an answer claims, not its exact words: "It is 7.", "3 plus 4 is 7." and "Seven!" are
 equally right. Prompts that it can't read raise ValueError (`readable` asks beforehand).
@@ -23,7 +22,6 @@ from pipeline.data.records import Message
 
 ENOUGH_WORDS = 10  # the longest good answer has 9
 TOO_MANY_WORDS = 16
-WRONG_BUT_CIVIL = 0.4
 
 RUDE = re.compile(
     r"\b(stupid|dumb|dummy|idiots?|fools?|foolish|lazy|moron|ugly|loser|nonsense|shut up|go away|get lost"
@@ -34,7 +32,7 @@ RUDE = re.compile(
 def gold_score(messages: Sequence[Message], answer: str) -> float:
     """How good the answer to the last message is, in [0, 1]."""
     parts = gold_parts(messages, answer)
-    score = WRONG_BUT_CIVIL + (1.0 - WRONG_BUT_CIVIL) * parts["right"]
+    score = parts["right"]
     for name in ("to_the_point", "polite", "finished"):
         score *= (1.0 + parts[name]) / 2.0
     return score
