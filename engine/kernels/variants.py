@@ -1,7 +1,7 @@
 """The kernels as they are launched, for compiling them ahead of time: argument types, constants, options."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,12 @@ class Variant:
         known = enumerate(self.signature().items())
         divisible = (i for i, (n, t) in known if t[0] == "*" or n in ALIGNED or n.startswith("stride"))
         return {(i,): [["tt.divisibility", 16]] for i in divisible}
+
+    def of_ones(self) -> "Variant":
+        """As for the smallest launch: Triton compiles a kernel anew where a count is 1, with the 1 for a constant."""
+        fixed = {"state", "top_k", *(n for n in self.kernel.arg_names if n in ALIGNED or n.startswith("stride"))}
+        ones = {name: 1 for name, of in self.signature().items() if of == "i32" and name not in fixed}
+        return replace(self, constants={**self.constants, **ones})
 
 
 def variants(capability: int) -> list[Variant]:

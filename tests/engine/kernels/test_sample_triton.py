@@ -70,7 +70,7 @@ def test_forbidden_tokens_and_nan() -> None:
     for filters in ({}, {"temperature": 0.0}, {"top_k": 3, "top_p": 0.5}, {"min_p": 0.1}):
         tokens, logprobs = draw(kernel.sample, logits, torch.arange(2, device=DEVICE), **filters)
         assert tokens.tolist() == [4321, 4321] and logprobs.abs().max() < 1e-6
-    logits[1, 17] = float("nan")
+    logits[1, 17] = torch.tensor(float("nan")).copysign(torch.tensor(-1.0))  # as 0 / 0 gives; orders below all else
     for filters in ({}, {"min_p": 0.5}, {"temperature": 0.0}, {"top_k": 3, "top_p": 0.5}):
         tokens, logprobs = draw(kernel.sample, logits, torch.arange(2, device=DEVICE), **filters)
         assert logprobs.isnan().tolist() == [False, True] and 0 <= int(tokens[1]) < 5000
