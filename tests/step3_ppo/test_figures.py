@@ -19,8 +19,8 @@ PROMPTS, RESPONSES = [3, 6, 2, 5, 4], [4, 1, 6, 2, 5]
 def dirty(rollout: Rollout) -> Rollout:
     """The same with junk behind the ends of answers."""
     tables = {
-        name: torch.where(rollout.response_mask, getattr(rollout, name), torch.tensor(3.3))
-        for name in ("logprobs", "reference", "values")
+        name: torch.where(rollout.response_mask, getattr(rollout, name), torch.tensor(junk))
+        for name, junk in (("logprobs", 3.3), ("reference", -1.1), ("values", 8.0))
     }
     return replace(rollout, **tables)
 
