@@ -20,14 +20,16 @@ from engine.rollout.sampling import Sampling
 
 LENGTHS = (5, 12)  # tokens of the prompts: unequal, so that a slot taken for another shows
 NEW_TOKENS = 8
-# Differences of log-probability that rounding explains, for logits up to 1; they grow with the largest logit.
+# Mean differences of log-probability that rounding explains, for logits up to 1; they grow with the largest logit. A
+# single token's may be twice as large. Measured: an eighth of it in bf16, a third with large adapters merged.
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+EXPERTS = 4.0  # times as much where rounding may send a token to another expert
 LAYER_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # relative, of hidden states
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A prompt with what was said to it, greedily, and its log-probabilities, which may be off by `tolerance`."""
+    """A prompt with what was said to it, greedily; its log-probabilities may be off by `tolerance` on average."""
 
     prompt: list[int]
     answer: Generation
@@ -42,7 +44,7 @@ def selfcheck(rollouts: Rollouts) -> list[Checked]:
     checked = []
     for prompt, answer in zip(prompts, answers, strict=True):
         logits = _plain_logits(rollouts.module, rollouts.device, prompt, answer.token_ids)
-        tolerance = TOLERANCE.get(logits.dtype, 3e-2) * max(1.0, logits.abs().max().item())
+        tolerance = _tolerance(rollouts.module, logits)
         found = disagreement(logits.double(), answer, tolerance)
         if found is not None:
             raise ValueError(_explain(rollouts, prompt, how, found))
@@ -54,7 +56,7 @@ def compare(checked: Sequence[Checked], logprobs: Sequence[Tensor], source: str)
     """Hold checked answers against log-probabilities (n,) from `source`. Raises ValueError where they differ."""
     for one, theirs in zip(checked, logprobs, strict=True):
         gap = (torch.tensor(one.answer.logprobs) - theirs.float().cpu()).abs()
-        if not bool((gap <= one.tolerance).all()):
+        if not bool((gap <= 2 * one.tolerance).all() and gap.mean() <= one.tolerance):
             raise ValueError(
                 f"{source} gives the generator's tokens other log-probabilities: they differ by {gap.max():.2g}, "
                 f"rounding explains {one.tolerance:.2g}. Rollouts are off-policy. Likely cause: a layer that computes "
@@ -79,10 +81,12 @@ def disagreement(logits: Tensor, answer: Generation, tolerance: float) -> str | 
     short = likeliest - logits.gather(-1, tokens[:, None])[:, 0]
     gaps = (logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].cpu() - torch.tensor(answer.logprobs)).abs()
     for place in range(len(tokens)):
-        if not bool(short[place] <= tolerance):
+        if not bool(short[place] <= 2 * tolerance):
             return f"token {place} is {int(tokens[place])}, the plain forward says {int(best[place])}"
-        if not bool(gaps[place] <= tolerance):
+        if not bool(gaps[place] <= 2 * tolerance):
             return f"the log-probability of token {place} is off by {gaps[place]:.2g} (rounding: {tolerance:.2g})"
+    if not bool(gaps.mean() <= tolerance):
+        return f"log-probabilities are off by {gaps.mean():.2g} on average (rounding: {tolerance:.2g})"
     return None
 
 
@@ -108,8 +112,16 @@ def _explain(rollouts: Rollouts, prompt: list[int], how: Sampling, found: str) -
 def _agrees(rollouts: Rollouts, prompt: list[int], how: Sampling) -> bool:
     answer = rollouts.generate([prompt], how, [0])[0]
     logits = _plain_logits(rollouts.module, rollouts.device, prompt, answer.token_ids)
-    tolerance = TOLERANCE.get(logits.dtype, 3e-2) * max(1.0, logits.abs().max().item())
-    return disagreement(logits.double(), answer, tolerance) is None
+    return disagreement(logits.double(), answer, _tolerance(rollouts.module, logits)) is None
+
+
+def _tolerance(module: nn.Module, logits: Tensor) -> float:
+    """What rounding explains of a log-probability, by the logits' precision and size."""
+    config: Any = module.config
+    text = config.get_text_config(decoder=True)
+    mixture = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    rounding = TOLERANCE.get(logits.dtype, 3e-2) * max(1.0, logits.abs().max().item())
+    return rounding * (EXPERTS if mixture and logits.dtype != torch.float32 else 1.0)
 
 
 def first_difference(rollouts: Rollouts, prompt: list[int], how: Sampling) -> str | None:
