@@ -7,8 +7,8 @@ It reads the prompt's text alone, computes the right answer itself and looks at 
     polite        no insult, no shouting
     finished      ends like a sentence
 
-`gold_score` is `right` times, for each of the other three, a factor between one half and one. So nothing is won by being
-polite and wrong, by naming every number, or by saying nothing.
+`gold_score` is `right` times, for each of the other three, a factor between one half and one. So
+nothing is won by being polite and wrong, by naming every number, or by saying nothing.
 
 It judges what an answer claims, not its exact words: "It is 7.", "3 plus 4 is 7." and "Seven!" are
 equally right. Prompts that it can't read raise ValueError (`readable` asks beforehand).
