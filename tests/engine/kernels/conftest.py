@@ -1,25 +1,35 @@
 """Triton's interpreter runs the kernels where there is no GPU; where there is one, the tests run them compiled.
 
-Triton decides when a kernel is declared, so everything is imported under the switch here, and the switch is put back:
-nothing else in the test session is to see it.
+Triton decides when a function is declared, its own included, so Triton and the kernels are imported under the switch
+here, anew if something of the test session imported Triton before; then the switch is put back.
 """
 
 import importlib
 import os
+import sys
 from importlib.util import find_spec
 
 import torch
 
 WITH_TRITON = ("token_logprobs", "decode_attention", "sample", "gae")
 
+
+def import_for_the_interpreter() -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
+        if not name.startswith("triton._C"):  # compiled, and loads only once
+            del sys.modules[name]
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        importlib.import_module("tests.engine.kernels.interpreter").multiply_bf16_as_numbers()
+        for name in WITH_TRITON:
+            importlib.import_module(f"engine.kernels.{name}_triton")
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+
+
 if find_spec("triton") is None:
     collect_ignore = [f"test_{name}_triton.py" for name in WITH_TRITON] + ["test_table.py"]
-else:
-    before = os.environ.get("TRITON_INTERPRET")
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
-        importlib.import_module("tests.engine.kernels.interpreter").multiply_bf16_as_numbers()
-    for name in WITH_TRITON:
-        importlib.import_module(f"engine.kernels.{name}_triton")
-    if before is None:
-        os.environ.pop("TRITON_INTERPRET", None)
+elif not torch.cuda.is_available():
+    import_for_the_interpreter()
