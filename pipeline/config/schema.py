@@ -72,7 +72,9 @@ class SourceConfig(Section):
     split: str = Field("train", description="split of the hub set to train on")
     eval_split: str | None = Field(None, description="split of the hub set held out; otherwise a share of `split` is")
     builtin: Literal["demo"] | None = Field(None, description="data that zerochat makes itself")
-    weight: float = Field(1.0, gt=0, description="share of this source in the mix, relative to the others")
+    weight: float | None = Field(
+        None, gt=0, description="share of this source in the mix, relative to the others; null for all uses every row of all"
+    )
     stages: list[Literal["sft", "reward", "ppo"]] = Field(
         ["sft", "reward", "ppo"], description="stages this source serves"
     )
