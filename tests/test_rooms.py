@@ -17,7 +17,7 @@ ALLOWED = {
     "train": {"pipeline", "engine"},
     "chat": {"pipeline", "engine"},
 }
-NOT_IN_ENGINE = {"hydra", "omegaconf", "wandb", "pydantic", "datasets", "yaml"}
+NOT_IN_ENGINE = {"hydra", "omegaconf", "wandb", "pydantic", "datasets"}
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "barrier", "broadcast", "broadcast_object_list", "destroy_process_group", "gather", "gather_object",

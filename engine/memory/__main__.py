@@ -1,0 +1,116 @@
+"""python -m engine.memory model=opt-13b gpus=8: what DeepSpeed's estimators print, our own prediction, this machine."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.memory.estimates import all_estimates
+from engine.memory.machine import Machine, this_machine
+from engine.memory.shapes import Shape, shape_of
+from engine.memory.stages import Demand, Workload, ppo_demand, reward_demand, sft_demand
+
+GIB = 2**30
+KEYS: dict[str, Any] = {
+    "model": "opt-1.3b", "critic": None, "gpus": 1, "nodes": 1, "dtype": "bf16", "checkpointing": False,
+    "micro_batch_tokens": 8192, "max_length": 1024, "prompt": 512, "answer": 256, "rollout_batch": 64,
+}  # fmt: skip
+USAGE = (
+    "python -m engine.memory model=NAME|FOLDER|JSON gpus=8\n"
+    "  keys, with their defaults: " + ", ".join(f"{key}={value}" for key, value in KEYS.items() if value is not None)
+    + "\n  critic=NAME is the reward model's base and the critic's; gpus are those of one node"
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the tables; 2 for a mistake."""
+    try:
+        keys = parse(arguments)
+        actor = shape_of(keys["model"])
+        critic = shape_of(keys["critic"]) if keys["critic"] else actor
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(tables(actor, critic, keys, this_machine())))
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE words over the defaults. Raises ValueError."""
+    found = dict(KEYS)
+    for word in arguments:
+        key, equals, text = word.lstrip("-").partition("=")
+        if key in ("h", "help") or not equals or key not in KEYS:
+            raise ValueError(f"{word}: there is no such key\n{USAGE}")
+        found[key] = _value(key, text)
+    if found["dtype"] not in ("bf16", "fp16", "fp32"):
+        raise ValueError(f"dtype={found['dtype']}: write bf16, fp16 or fp32")
+    return found
+
+
+def _value(key: str, text: str) -> Any:
+    if isinstance(KEYS[key], bool):
+        if text not in ("true", "false"):
+            raise ValueError(f"{key}={text}: write true or false")
+        return text == "true"
+    if isinstance(KEYS[key], int):
+        if not text.isdigit() or int(text) < 1:
+            raise ValueError(f"{key}={text}: write a whole number, at least 1")
+        return int(text)
+    return text
+
+
+def tables(actor: Shape, critic: Shape, keys: dict[str, Any], machine: Machine) -> Iterator[str]:
+    """The lines of all tables."""
+    ranks = keys["gpus"] * keys["nodes"]
+    yield f"{actor.name}: {actor.parameters / 1e6:,.0f} M parameters, largest layer {actor.largest_layer / 1e6:,.0f} M"
+    yield _capacity(machine)
+    yield f"\nDeepSpeed's estimate of model states, {keys['gpus']} GPUs a node x {keys['nodes']} nodes (GiB)"
+    yield f"  {'':34}{'a GPU':>9}{'a host':>9}"
+    for row in all_estimates(actor.parameters, actor.largest_layer, gpus=keys["gpus"], nodes=keys["nodes"]):
+        yield f"  {row.name:34}{row.device / GIB:9.2f}{row.host / GIB:9.2f}"
+    yield f"\nThis engine, bytes a device at the height of each stage, {ranks} ranks, {keys['dtype']} (GiB)"
+    yield f"  {'':24}{'states':>9}{'sft':>9}{'reward':>9}{'ppo':>9}{'host':>9}   highest phase of ppo"
+    work = Workload(ranks=ranks, dtype=keys["dtype"], **{key: keys[key] for key in _SHARED})
+    for name, choice in _choices(work):
+        yield _row(name, actor, critic, choice, machine, keys["gpus"])
+
+
+_SHARED = ("checkpointing", "micro_batch_tokens", "max_length", "prompt", "answer", "rollout_batch")
+
+
+def _choices(work: Workload) -> Iterator[tuple[str, Workload]]:
+    """From fastest to leanest."""
+    for stage in range(4):
+        yield f"zero{stage}", replace(work, stage=stage)
+    yield "zero3, recomputing", replace(work, stage=3, checkpointing=True)
+    yield "zero3, shards on host", replace(work, stage=3, checkpointing=True, offload=True)
+
+
+def _row(name: str, actor: Shape, critic: Shape, work: Workload, machine: Machine, gpus: int) -> str:
+    demands = (sft_demand(actor, work), reward_demand(critic, work), ppo_demand(actor, critic, work))
+    states = sum(demands[0].phases["train"][owner] for owner in ("states", "gathered", "gradients", "reducing"))
+    cells = "".join(_cell(demand, machine) for demand in demands)
+    host = max(demand.host for demand in demands) * gpus
+    return f"  {name:24}{states / GIB:9.2f}{cells}{host / GIB:9.2f}   {_owners(demands[2])}"
+
+
+def _cell(demand: Demand, machine: Machine) -> str:
+    over = machine.device is not None and demand.peak > machine.device
+    return f"{demand.peak / GIB:8.2f}{'!' if over else ' '}"
+
+
+def _owners(demand: Demand) -> str:
+    parts = sorted(demand.phases[demand.worst].items(), key=lambda part: -part[1])
+    return f"{demand.worst}: " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size > GIB / 20)
+
+
+def _capacity(machine: Machine) -> str:
+    host = f"{machine.host / GIB:.1f} GiB of host memory"
+    if machine.device is None:
+        return f"this machine: no GPU, {host}"
+    return f"this machine: {machine.devices} GPUs of {machine.device / GIB:.1f} GiB, {host} (! does not fit)"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

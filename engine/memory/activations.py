@@ -1,0 +1,126 @@
+"""What a forward pass keeps for backward, measured on the meta device: the model runs without numbers, and autograd
+tells which tensors it would save.
+
+Attention through `scaled_dot_product_attention` is counted as the fused kernels are: queries, keys, values, output and
+one number a query; eager attention as it is, with its (T, T) weights. One block and two are run; the rest is linear.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModel, PretrainedConfig
+
+from engine.config import Precision
+from engine.memory.shapes import Shape
+from engine.memory.states import SIZE
+from engine.precision import TORCH_DTYPE
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that one forward keeps: outside of the blocks, in each block, and a block's input alone."""
+
+    outside: int
+    block: int
+    block_input: int
+    blocks: int
+
+    def total(self, *, checkpointing: bool) -> int:
+        """All of it; with checkpointing the blocks' inputs, and one block that is computed again."""
+        if checkpointing:
+            return self.outside + self.blocks * self.block_input + self.block
+        return self.outside + self.blocks * self.block
+
+
+def activations(shape: Shape, *, rows: int, length: int, dtype: Precision) -> Activations:
+    """Activations of `rows` sequences of `length` tokens in a forward with gradients."""
+    one, two = (_saved(shape, count, rows, length, dtype) for count in (1, 2))
+    return Activations(
+        outside=max(0, one - (two - one)),
+        block=two - one,
+        block_input=rows * length * shape.width * SIZE[dtype],
+        blocks=shape.blocks,
+    )
+
+
+def _saved(shape: Shape, blocks: int, rows: int, length: int, dtype: Precision) -> int:
+    """Bytes that autograd saves in the body of a model cut to `blocks` blocks."""
+    with torch.device("meta"):
+        body = AutoModel.from_config(_cut(shape.config, blocks), attn_implementation=shape.attention)
+        body = body.to(TORCH_DTYPE[dtype]).train()
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        positions = torch.arange(length).expand(rows, -1)
+    own = {_storage(t) for t in [*body.parameters(), *body.buffers()]}
+    seen: dict[int, int] = {}
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in own:
+            seen[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            kept.append(tensor)  # alive, so that no other gets its place
+        return tensor
+
+    with _fused_attention(), saved_tensors_hooks(keep, lambda tensor: tensor):
+        _run(body, ids, positions)
+    return sum(seen.values())
+
+
+def _run(body: nn.Module, ids: Tensor, positions: Tensor) -> Any:
+    # Without a mask some families make one by looking at values, which meta tensors have not.
+    rows, length = ids.shape
+    mask = torch.zeros(rows, 1, length, length, dtype=torch.bool, device="meta")
+    try:
+        return body(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
+    except TypeError:
+        return body(input_ids=ids, attention_mask=mask, use_cache=False)
+
+
+def _cut(config: PretrainedConfig, blocks: int) -> PretrainedConfig:
+    cut = copy.deepcopy(config)
+    text = cut.get_text_config()
+    text.num_hidden_layers = blocks
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:blocks]
+    for key, value in text.to_dict().items():
+        if isinstance(value, float) and ("dropout" in key or key.endswith(("pdrop", "layerdrop"))):
+            setattr(text, key, 0.0)
+    return cut
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Fused(torch.autograd.Function):
+    """Attention's shapes: what the fused kernels save, and an output like the queries."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows, heads, length, _ = query.shape
+        # Laid out by token, as the kernels write it, so that joining the heads copies nothing.
+        output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("shapes only")
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Within the block the library's attention only says what it would keep."""
+    functional = nn.functional
+    before = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = lambda q, k, v, *_, **__: _Fused.apply(q, k, v)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before  # type: ignore[assignment]

@@ -1,0 +1,94 @@
+"""The shape of a model, counted on the meta device: nothing is allocated, no weight is read."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from engine.parallel import zero
+
+NAMED = Path(__file__).resolve().parents[2] / "conf" / "model"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one causal language model.
+
+    parameters: P, tied ones once. largest_layer: the most that one module owns itself. root: parameters outside of the
+    blocks (embeddings and head). block: of the largest block. cache_per_token: numbers in one token's key-value cache.
+    """
+
+    name: str
+    config: PretrainedConfig
+    attention: str
+    parameters: int
+    largest_layer: int
+    root: int
+    block: int
+    blocks: int
+    width: int
+    vocabulary: int
+    cache_per_token: int
+
+
+def shape_of(model: str | dict[str, Any]) -> Shape:
+    """The shape of a folder with a config.json, of an option's name (conf/model), or of an architecture.
+
+    An architecture is a dictionary, or its JSON, with model_type and the fields of transformers' configuration. Raises
+    ValueError for what is none of these.
+    """
+    attention = "sdpa"
+    if isinstance(model, str) and model.lstrip().startswith("{"):
+        model = json.loads(model)
+    if isinstance(model, dict):
+        return measured(str(model.get("name", model.get("model_type"))), _config(model), attention)
+    folder = Path(model).expanduser()
+    if (folder / "config.json").is_file():
+        return measured(folder.name, AutoConfig.from_pretrained(folder), attention)
+    option = NAMED / f"{model}.yaml"
+    if not option.is_file():
+        names = ", ".join(sorted(place.stem for place in NAMED.glob("*.yaml")))
+        raise ValueError(f"model={model} is no folder with a config.json and no name of conf/model: {names}")
+    import yaml
+
+    found = yaml.safe_load(option.read_text(encoding="utf-8"))
+    return measured(model, _config(found["architecture"]), found.get("attention", attention))
+
+
+def _config(architecture: dict[str, Any]) -> PretrainedConfig:
+    fields = {key: value for key, value in architecture.items() if key not in ("model_type", "name")}
+    if "model_type" not in architecture:
+        raise ValueError("architecture: model_type is missing, the family in transformers' words (opt, llama, qwen3)")
+    return AutoConfig.for_model(architecture["model_type"], **fields)
+
+
+def measured(name: str, config: PretrainedConfig, attention: str = "sdpa") -> Shape:
+    """Build it on the meta device and count."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    total = _count(model)
+    blocks = [_count(block) for block in zero.units(model)]
+    text = config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return Shape(
+        name=name,
+        config=config,
+        attention=attention,
+        parameters=total,
+        largest_layer=max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()),
+        root=total - sum(blocks),
+        block=max(blocks, default=0),
+        blocks=len(blocks),
+        width=text.hidden_size,
+        vocabulary=text.vocab_size,
+        cache_per_token=2 * text.num_hidden_layers * groups * head,
+    )
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

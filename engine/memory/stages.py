@@ -1,0 +1,140 @@
+"""What each stage of the pipeline needs of a device, by owner: states, activations, logits, cache, the models of PPO.
+
+Heights are added where things live at the same time: all models rest, one of them works, on one micro-batch.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.config import Precision
+from engine.memory.activations import activations
+from engine.memory.shapes import Shape
+from engine.memory.states import SIZE, ModelStates, frozen_states, model_states
+
+LOGIT_BLOCK = 2**25  # logits that are held at once (engine/kernels/token_logprobs.py)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How models are laid out and fed. Lengths are tokens; `rollout_batch` sequences are decoded together."""
+
+    ranks: int = 1
+    stage: int = 0
+    dtype: Precision = "bf16"
+    offload: bool = False
+    checkpointing: bool = False
+    micro_batch_tokens: int = 8192
+    max_length: int = 1024
+    prompt: int = 512
+    answer: int = 256
+    rollout_batch: int = 64
+    accumulates: bool = True
+    trained_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Bytes on one device by owner, at the height of each phase, and bytes on the host a rank."""
+
+    phases: dict[str, dict[str, int]]
+    host: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def peak(self) -> int:
+        """The height of the highest phase."""
+        return max(sum(owners.values()) for owners in self.phases.values())
+
+    @property
+    def worst(self) -> str:
+        """The highest phase."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+
+def sft_demand(shape: Shape, work: Workload) -> Demand:
+    """Fine-tuning: training, and answering held-out prompts."""
+    states = _trained(shape, work)
+    return Demand(
+        {
+            "train": {"states": states.resting, **_training(shape, work, states)},
+            "generate": {"states": states.resting, **_generating(shape, work)},
+        },
+        states.host,
+    )
+
+
+def reward_demand(shape: Shape, work: Workload) -> Demand:
+    """The reward model: training; its head has one output."""
+    states = _trained(shape, work)
+    return Demand({"train": {"states": states.resting, **_training(shape, work, states, logits=False)}}, states.host)
+
+
+def ppo_demand(actor: Shape, critic: Shape, work: Workload, *, own_reference: bool = True) -> Demand:
+    """PPO: actor and critic rest with their optimizers, reference and reward model in compute precision.
+
+    `own_reference` is False where the reference is the actor under its adapters.
+    """
+    actors, critics = _trained(actor, work), _trained(critic, work)
+    reference, reward = (_frozen(shape, work) for shape in (actor, critic))
+    rest = {"actor": actors.resting, "critic": critics.resting}
+    rest |= {"reference": reference.resting if own_reference else 0, "reward": reward.resting}
+    twin = _twin(actor, work)
+    scoring = max(reference.gathered if own_reference else 0, reward.gathered, actors.gathered, critics.gathered)
+    kept = rest | {"twin": twin}
+    return Demand(
+        {
+            "generate": rest | _generating(actor, work),
+            "score": kept | {"gathered": scoring, "logits": _logits(actor, work)},
+            "train actor": kept | _training(actor, work, actors),
+            "train critic": kept | _training(critic, work, critics, logits=False),
+        },
+        actors.host + critics.host + reference.host + reward.host,
+    )
+
+
+def _trained(shape: Shape, work: Workload) -> ModelStates:
+    return model_states(
+        shape.parameters, root=shape.root, block=shape.block, stage=work.stage, ranks=work.ranks, dtype=work.dtype,
+        trained=round(shape.parameters * work.trained_share), accumulates=work.accumulates, offload=work.offload,
+    )  # fmt: skip
+
+
+def _frozen(shape: Shape, work: Workload) -> ModelStates:
+    return frozen_states(
+        shape.parameters, root=shape.root, block=shape.block, stage=work.stage, ranks=work.ranks, dtype=work.dtype,
+        offload=work.offload,
+    )  # fmt: skip
+
+
+def _training(shape: Shape, work: Workload, states: ModelStates, *, logits: bool = True) -> dict[str, int]:
+    """What a micro-batch brings."""
+    rows = max(1, work.micro_batch_tokens // work.max_length)
+    kept = activations(shape, rows=rows, length=work.max_length, dtype=work.dtype)
+    return {
+        "gathered": states.gathered,
+        "gradients": states.gradients,
+        "reducing": states.passing,
+        "activations": kept.total(checkpointing=work.checkpointing),
+        "logits": _logits(shape, work) if logits else 0,
+    }
+
+
+def _logits(shape: Shape, work: Workload) -> int:
+    """A block of logits three times (they, their softmax, their gradient), and gradients of hidden states in fp32."""
+    tokens = max(work.micro_batch_tokens, work.max_length)
+    return 12 * min(tokens * shape.vocabulary, LOGIT_BLOCK) + 4 * tokens * shape.width
+
+
+def _generating(shape: Shape, work: Workload) -> dict[str, int]:
+    """The flip's gathered weights, and the cache of the sequences that are decoded together."""
+    tokens = work.rollout_batch * (work.prompt + work.answer)
+    return {
+        "twin": _twin(shape, work),
+        "cache": tokens * shape.cache_per_token * SIZE[work.dtype],
+        "logits": 4 * 2 * work.rollout_batch * shape.vocabulary,
+    }
+
+
+def _twin(shape: Shape, work: Workload) -> int:
+    """The weights to generate with: shared where nothing is sharded, cast or on the host."""
+    shared = work.dtype == "fp32" and not work.offload and (work.stage == 0 or work.ranks == 1)
+    return 0 if shared else SIZE[work.dtype] * shape.parameters

@@ -1,0 +1,109 @@
+"""DeepSpeed's example figures, shapes counted without weights, activations against autograd's own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoConfig, AutoModel, LlamaConfig, OPTConfig
+
+from engine.memory import Workload, ppo_demand, sft_demand, shape_of
+from engine.memory.__main__ import GIB, main, parse
+from engine.memory.activations import activations
+from engine.memory.estimates import all_estimates, zero3
+from engine.memory.shapes import measured
+
+
+def rounded(gpus: int) -> list[float]:
+    """OPT-1.3B: 1,315,758,080 parameters, the largest layer 50,272 x 2,048."""
+    return [float(f"{row.device / GIB:.3g}") for row in all_estimates(1_315_758_080, 50272 * 2048, gpus=gpus)]
+
+
+def test_deepspeeds_examples() -> None:
+    assert rounded(1) == [24.5, 2.45, 22.4, 2.83, 0.384]
+    assert rounded(8)[0] == 5.21 and rounded(8)[2] == 3.14
+    host = zero3(1_315_758_080, 50272 * 2048, gpus=1, optimizer=True, weights=True).host
+    assert host / GIB == pytest.approx(33.1, abs=0.05)
+    for name, wanted in (("opt-13b", 27.9), ("opt-66b", 139.4)):
+        shape = shape_of(name)
+        row = zero3(shape.parameters, shape.largest_layer, gpus=8, optimizer=False, weights=False)
+        assert row.device / GIB == pytest.approx(wanted, abs=0.05), name
+
+
+def test_shapes(tmp_path: Path) -> None:
+    shape = shape_of("opt-1.3b")
+    assert (shape.parameters, shape.largest_layer, shape.blocks) == (1_315_758_080, 50272 * 2048, 24)
+    assert shape.root + 24 * shape.block == shape.parameters  # tied embeddings once
+    assert shape.cache_per_token == 2 * 24 * 2048
+    tiny = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 64}
+    tiny |= {"vocab_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    by_json = shape_of(json.dumps(tiny))
+    assert by_json.cache_per_token == 2 * 3 * 2 * 16
+    AutoConfig.for_model("llama", **{k: v for k, v in tiny.items() if k != "model_type"}).save_pretrained(tmp_path)
+    assert shape_of(str(tmp_path)).parameters == by_json.parameters
+    with pytest.raises(ValueError, match=r"no name of conf/model: .*opt-13b"):
+        shape_of("opt-13")
+
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+CONFIGS = {
+    "opt": OPTConfig(ffn_dim=256, word_embed_proj_dim=64, max_position_embeddings=80, dropout=0.0, **SMALL),
+    "llama": LlamaConfig(intermediate_size=160, num_key_value_heads=2, max_position_embeddings=80, **SMALL),
+}
+
+
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_activations_are_what_autograd_saves(family: str) -> None:
+    shape = measured(family, CONFIGS[family])
+    body = AutoModel.from_config(CONFIGS[family], attn_implementation="sdpa").train()
+    own = {t.untyped_storage().data_ptr() for t in [*body.parameters(), *body.buffers()]}
+    saved: dict[int, int] = {}
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in own:
+            saved[place] = tensor.untyped_storage().nbytes()
+            kept.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        places = torch.arange(64).expand(3, -1)
+        mask = torch.ones(64, 64, dtype=torch.bool).tril().expand(3, 1, 64, 64)
+        if family == "opt":
+            mask = None  # with one the CPU's attention lays its output out by heads
+        body(input_ids=places, position_ids=places, attention_mask=mask, use_cache=False)
+    found = activations(shape, rows=3, length=64, dtype="fp32")
+    assert found.total(checkpointing=False) == pytest.approx(sum(saved.values()), rel=0.05)
+    assert found.block_input == 3 * 64 * 64 * 4
+
+
+def test_demands_move_as_they_should() -> None:
+    shape = shape_of("opt-125m")
+    base = Workload(ranks=8, stage=2)
+    peaks = {stage: sft_demand(shape, Workload(ranks=8, stage=stage)).phases["train"] for stage in range(4)}
+    totals = [sum(peaks[stage].values()) for stage in range(4)]
+    assert totals == sorted(totals, reverse=True)
+    less = sft_demand(shape, Workload(ranks=8, stage=2, checkpointing=True)).phases["train"]["activations"]
+    assert less < peaks[2]["activations"] / 3
+    half = sft_demand(shape, Workload(ranks=8, stage=2, micro_batch_tokens=4096)).phases["train"]["activations"]
+    assert half == pytest.approx(peaks[2]["activations"] / 2, rel=0.01)
+    four = ppo_demand(shape, shape, base)
+    assert four.phases["generate"]["cache"] == 64 * 768 * 2 * 12 * 768 * 2
+    assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "twin"}
+    assert ppo_demand(shape, shape, base, own_reference=False).peak < four.peak
+    assert ppo_demand(shape, shape, Workload(ranks=8, stage=3, offload=True)).host > 2 * 12 * shape.parameters // 8
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=opt-125m", "gpus=2", "max_length=128", "micro_batch_tokens=512", "critic=opt-125m"]) == 0
+    told = capsys.readouterr().out
+    assert "125 M parameters" in told and "zero3, shards on host" in told and "cache" in told
+    assert main(["model=nothing"]) == 2 and "conf/model" in capsys.readouterr().err
+    assert main(["gpu=2"]) == 2 and "gpus=1" in capsys.readouterr().err
+    for wrong in ("gpus=0", "dtype=int4", "checkpointing=maybe"):
+        with pytest.raises(ValueError, match=wrong.split("=")[0]):
+            parse([wrong])
