@@ -159,8 +159,8 @@ class _Loading:
 
     def _mixed(self, parts: list[tuple[_Configured, list[Record]]], seed: int) -> list[Record]:
         sizes = [len(train) for _, train in parts]
-        weights = [each.config.weight for each, _ in parts]
-        used = sizes if len(parts) == 1 or None in weights else mixed_sizes(sizes, weights)
+        weights = [each.config.weight for each, _ in parts if each.config.weight is not None]
+        used = sizes if len(parts) == 1 or len(weights) < len(parts) else mixed_sizes(sizes, weights)
         self._count("more than the source's weight", sum(sizes) - sum(used))
         mixed: list[Record] = []
         for place, ((each, train), size) in enumerate(zip(parts, used, strict=True)):
