@@ -36,7 +36,7 @@ def test_draws_what_torch_draws(index: int, filters: dict[str, Any]) -> None:
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_p": 0.99, "min_p": 0.3}], ids=str)
 def test_ties_go_by_index(monkeypatch: pytest.MonkeyPatch, filters: dict[str, Any]) -> None:
     monkeypatch.setattr(kernel, "TILE", 128)
-    logits = torch.randint(-3, 4, (5, 150), device=DEVICE).to(torch.bfloat16)
+    logits = torch.randint(-3, 4, (5, 300), device=DEVICE).to(torch.bfloat16)
     streams = torch.arange(5, device=DEVICE)
     ours, theirs = draw(kernel.sample, logits, streams, **filters), draw(by_name, logits, streams, **filters)
     assert torch.equal(ours[0], theirs[0])
