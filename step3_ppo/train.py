@@ -38,6 +38,7 @@ class Ppo:
         inner = self.section.update_epochs * self.section.minibatches
         actor_steps = max(1, self.steps - self.section.critic_warmup) * inner
         self.models: Models = build(config, sources, actor_steps=actor_steps, critic_steps=self.steps * inner)
+        self.models.actor.selfcheck_every = config.rollout.selfcheck_every
         if self.section.ema is not None:
             self.models.actor.start_averaging(self.section.ema)
         self.ptx = ptx_mix(config, self.tokenizer)

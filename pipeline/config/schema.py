@@ -177,6 +177,9 @@ class RolloutSection(Section):
     max_new_tokens: int = Field(256, ge=1, description="tokens an answer may have, its end token included")
     max_prompt_tokens: int = Field(512, ge=1, description="longer prompts are dropped, and counted")
     batch_size: int = Field(64, ge=1, description="sequences decoded together on a rank")
+    selfcheck_every: int = Field(
+        50, ge=0, description="flips between checks of the generator against the plain forward, beside the first two; 0 never checks"
+    )
 
 
 class EvaluationSection(Section):
