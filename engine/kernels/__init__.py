@@ -13,20 +13,20 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.kernels import decode_attention as _decode_attention
-from engine.kernels import gae as _gae
-from engine.kernels import sample as _sample
-from engine.kernels import token_logprobs as _token_logprobs
+from engine.kernels.decode_attention import decode_attention as _decode_attention
+from engine.kernels.gae import gae as _gae
+from engine.kernels.sample import sample as _sample
+from engine.kernels.token_logprobs import token_logprobs as _token_logprobs
 from engine.rollout.sampling import Sampling
 
 __all__ = ["decode_attention", "gae", "sample", "token_logprobs"]
 
 _HAS_TRITON = find_spec("triton") is not None  # PyTorch's CUDA builds for Linux bring it
 _TORCH: dict[str, Callable[..., Any]] = {
-    "decode_attention": _decode_attention.decode_attention,
-    "gae": _gae.gae,
-    "sample": _sample.sample,
-    "token_logprobs": _token_logprobs.token_logprobs,
+    "decode_attention": _decode_attention,
+    "gae": _gae,
+    "sample": _sample,
+    "token_logprobs": _token_logprobs,
 }
 
 
