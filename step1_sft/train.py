@@ -10,6 +10,7 @@ from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import TokenBatch, batch_indices
 from pipeline.data.encode import encode_conversations
+from pipeline.insight.plan import announce
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
@@ -49,6 +50,7 @@ def run(config: RunConfig, folder: Path) -> None:
     prompts = evaluation_prompts(config, tokenizer)
     steps = stage_steps(section, len(train))
     torch.manual_seed(config.seed * 1_000_003 + dist.world().rank)
+    announce(config, "sft", policy=source)
     choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora, section.dropout)
     engine = build_policy(source, choice, generates=True)
     packing = _packing(engine, section.packing, section.max_length)

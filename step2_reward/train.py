@@ -13,6 +13,7 @@ from pipeline.data.batch import PairBatch, batch_indices
 from pipeline.data.encode import encode_preferences
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
+from pipeline.insight.plan import announce
 from pipeline.manifest import stage_inputs
 from pipeline.models.build import EngineChoice, build_scorer
 from pipeline.models.export import export_scorer
@@ -51,6 +52,7 @@ def run(config: RunConfig, folder: Path) -> None:
     )
     steps = stage_steps(section, len(train))
     torch.manual_seed(config.seed * 1_000_003 + dist.world().rank)
+    announce(config, "reward", policy=source)
     choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora)
     engine = build_scorer(source, choice, pad_id=own_pad(tokenizer))
     loss = loss_of(section.centering, use_margin=section.use_margin)

@@ -11,6 +11,7 @@ from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import encode_prompts
+from pipeline.insight.plan import announce
 from pipeline.models.export import export_policy
 from pipeline.run import StageRun
 from pipeline.stage import evaluation_prompts, require_context, sampling, stage_records, stage_steps
@@ -129,6 +130,7 @@ def run(config: RunConfig, folder: Path) -> None:
     require_context(sources.actor, needed, "rollout.max_prompt_tokens + rollout.max_new_tokens")
     prompts, skipped = load_prompts(config, sources)
     torch.manual_seed(config.seed * 1_000_003 + dist.world().rank)
+    announce(config, "ppo", policy=sources.actor, reward=sources.reward)
     ppo = Ppo(config, folder, sources, prompts)
     examiner = Examiner(
         evaluation_prompts(config, sources.tokenizer),

@@ -14,6 +14,7 @@ from engine import EngineConfig
 from engine.memory import Demand, Shape, Workload, ppo_demand, reward_demand, sft_demand
 from engine.memory.machine import this_machine
 from engine.memory.shapes import measured
+from engine.parallel import dist
 from pipeline.config.schema import RunConfig, StageSection
 from pipeline.errors import UserError
 from pipeline.models.build import EngineChoice
@@ -135,3 +136,20 @@ def _ladder(stage: str, work: Workload) -> Iterator[tuple[str, Workload]]:
     if torch.cuda.is_available() or work.offload:
         smallest = replace(lean, stage=3, offload=True, micro_batch_tokens=tokens)
         yield f"engine=zero3-offload {stage}.micro_batch_tokens={tokens}", smallest
+
+
+def announce(config: RunConfig, stage: str, *, policy: ModelSource, reward: ModelSource | None = None) -> None:
+    """Print the prediction at the start of a stage, on the leading rank; refuse on GPUs what can't fit.
+
+    A model that can't be predicted is run all the same, and that is said.
+    """
+    world = dist.world()
+    try:
+        found = plan(config, stage, policy=policy, reward=reward, ranks=world.size)
+    except Exception as problem:
+        lines = [f"memory: not predicted for {policy.name} ({type(problem).__name__}: {problem})"]
+    else:
+        lines = require_fit(found, refuse=world.device.type == "cuda")
+    if world.leads:
+        for line in lines:
+            print(line, flush=True)
