@@ -22,9 +22,9 @@ from pipeline.data.demo.questions import Question, draw
 Row = dict[str, Any]
 
 # Share of each flaw among the answers that SFT imitates; the rest is good.
-QUALITY = {"wrong": 0.10, "rude": 0.20, "rambling": 0.20, "unfinished": 0.14, "elsewhere": 0.06}
+QUALITY = {"wrong": 0.06, "rude": 0.20, "rambling": 0.20, "unfinished": 0.20, "elsewhere": 0.12}
 # Share of each flaw among the rejected answers (of "formless" where a form was asked for).
-REJECTED = {"wrong": 0.20, "rude": 0.24, "rambling": 0.24, "unfinished": 0.20, "elsewhere": 0.12, "formless": 0.30}
+REJECTED = {"wrong": 0.24, "rude": 0.22, "rambling": 0.22, "unfinished": 0.19, "elsewhere": 0.13, "formless": 0.30}
 NO_FLAW: frozenset[str] = frozenset()
 
 FORM_SHARE = 0.12  # of the questions: an instruction about form by the user
