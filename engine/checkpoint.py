@@ -1,17 +1,20 @@
 """Sharded training state on disk, through `torch.distributed.checkpoint`: whole or absent, loadable at any world size.
 
 A checkpoint is written into `NAME.tmp` and renamed when every rank is done, so a folder without `.tmp` is whole. The
-tensors are copied before `save` returns; the writing itself goes on in the background.
+tensors are copied before `save` returns, and the writing itself goes on in the background; where the host has no room
+for the copies, training waits for the writing instead.
 """
 
 import errno
 import json
+import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -19,6 +22,8 @@ from torch import Tensor, nn
 from engine import optim
 from engine.engine import Engine
 from engine.parallel import dist
+
+COPIES_OF_FREE_MEMORY = 0.5  # share of the host's free memory that copies may take
 
 
 class Checkpointer:
@@ -46,8 +51,12 @@ class Checkpointer:
         dist.barrier()
         tensors = {name: _tensors(engine) for name, engine in self.engines.items()}
         writer = dcp.FileSystemWriter(staging, single_file_per_rank=True)
-        saving = dcp.async_save(tensors, storage_writer=writer, process_group=dist.background_group())
         settled: Future[None] = Future()
+        group = dist.background_group()
+        if _copies_fit(tensors):
+            saving: Any = dcp.async_save(tensors, storage_writer=writer, process_group=group)
+        else:
+            saving = _done(lambda: dcp.save(tensors, storage_writer=writer, process_group=group))
         self._pending = settled
         # The coordinator finishes after every rank has written: its metadata file is the last one.
         cast(Future[Any], saving).add_done_callback(lambda done: _settle(settled, done, staging, folder, leads=leads))
@@ -75,6 +84,26 @@ class Checkpointer:
         same = state["ranks"] == dist.world().size
         mine = json.loads((folder / f"rank-{dist.world().rank}.json").read_text()) if same else None
         return state["shared"], mine
+
+
+def _copies_fit(tensors: Mapping[str, Mapping[str, Tensor]]) -> bool:
+    """Whether every rank's host has room for the copies that writing in the background needs; else training waits."""
+    local = [dist.local(tensor) for part in tensors.values() for tensor in part.values()]
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world().size))
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in local) * ranks_here
+    return dist.max_over_ranks(needed / psutil.virtual_memory().available) < COPIES_OF_FREE_MEMORY
+
+
+def _done(save: Callable[[], Any]) -> Future[Any]:
+    """Do it now, and say how it went as a background save does."""
+    future: Future[Any] = Future()
+    try:
+        future.set_result(save())
+    except BaseException as problem:  # torch's CheckpointException is no Exception
+        if isinstance(problem, KeyboardInterrupt | SystemExit):
+            raise
+        future.set_exception(problem)
+    return future
 
 
 def complete(parent: Path) -> list[Path]:

@@ -256,3 +256,25 @@ def test_without_averaging_nothing_is_swapped() -> None:
     before = state_of(engine)
     with engine.averaged():
         same(state_of(engine), before)
+
+
+def test_a_host_without_room_for_copies_writes_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "COPIES_OF_FREE_MEMORY", 0.0)
+    monkeypatch.setattr(checkpoint.dcp, "async_save", lambda *_, **__: pytest.fail("made copies"))
+    engine = engine_of(0)
+    wanted = advance(engine, 0, 1)
+    checkpointer = written(engine, tmp_path / "step-2")
+    assert complete(tmp_path) == [tmp_path / "step-2"]
+    other = engine_of(0, seed=2)
+    Checkpointer({"net": other}).load(tmp_path / "step-2")
+    same(state_of(other), wanted)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.dcp, "save", full)
+    checkpointer.save(tmp_path / "step-3", {"step": 3})
+    with pytest.raises(OSError, match="could not be written") as caught:
+        checkpointer.wait()
+    assert caught.value.errno == errno.ENOSPC
+    assert complete(tmp_path) == [tmp_path / "step-2"]
