@@ -9,6 +9,7 @@ from pipeline.data.load import StageRecords, load_stage
 from pipeline.data.records import Conversation, Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
 from pipeline.errors import UserError
+from pipeline.insight.evaluate import answer_prompts
 from pipeline.models.source import ModelSource, download, model_folder, resolve
 
 
@@ -148,9 +149,8 @@ def answers_of(engine: Engine, tokenizer: ChatTokenizer, prompts: list[Prompt], 
     """Answers to prompts, all on every rank, the work spread over ranks. The noise belongs to the prompt's place."""
     world = dist.world()
     places = list(range(world.rank, len(prompts), world.size))
-    ids = [tokenizer.encode_prompt(prompts[place].messages) for place in places]
     with engine.generating() as rollouts:
-        mine = [tokenizer.decode(g.token_ids) for g in rollouts.generate(ids, how, streams=places)]
+        mine = answer_prompts(rollouts, tokenizer, [prompts[place] for place in places], how, streams=places)
     found = {place: text for part in dist.gather_objects(list(zip(places, mine, strict=True))) for place, text in part}
     return [found[i] for i in range(len(prompts))]
 

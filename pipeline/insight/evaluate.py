@@ -95,16 +95,18 @@ def answer_prompts(
     prompts: Sequence[Prompt],
     sampling: "Sampling",
     *,
+    streams: Sequence[int] | None = None,
     batch_size: int = 64,
 ) -> list[str]:
     """One answer a prompt, in the order of `prompts`.
 
-    The random stream of a prompt is its index, so each model that answers the same list meets the same noise.
+    `streams` names the random stream of each (None: its index), so each model that answers meets the same noise.
     """
     if not prompts:
         return []
     prompt_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
-    generations = rollouts.generate(prompt_ids, sampling, list(range(len(prompts))), batch_size=batch_size)
+    places = list(range(len(prompts))) if streams is None else list(streams)
+    generations = rollouts.generate(prompt_ids, sampling, places, batch_size=batch_size)
     return [tokenizer.decode(generation.token_ids) for generation in generations]
 
 
