@@ -13,7 +13,7 @@ from typing import Protocol, cast
 from benchmarks.measure import BenchFailed
 from benchmarks.record import RESULTS, Result, append
 
-BENCHES = {"stages": "benchmarks.stages", "rollout": "benchmarks.rollout"}
+BENCHES = {"stages": "benchmarks.stages", "rollout": "benchmarks.rollout", "zero": "benchmarks.zero"}
 
 
 class Bench(Protocol):

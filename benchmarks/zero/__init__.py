@@ -1,0 +1,19 @@
+"""The ZeRO engine: equal curves, bytes a rank, offload tiers, start, checkpoints, and DeepSpeed on the same work.
+
+A case is a module of this folder with a function `measure(rounds) -> Result`. Those of `LONG` run by name only.
+"""
+
+import importlib
+from collections.abc import Sequence
+
+from benchmarks.record import Result
+
+MODULES: dict[str, str] = {}
+LONG: tuple[str, ...] = ()
+CASES = tuple(MODULES)
+
+
+def run(cases: Sequence[str], rounds: int) -> list[Result]:
+    """Measure `cases`, one after the other; the long ones only where fewer than all are asked for."""
+    wanted = [case for case in cases if case not in LONG or set(cases) != set(CASES)]
+    return [importlib.import_module(f"benchmarks.zero.{MODULES[case]}").measure(rounds) for case in wanted]
