@@ -6,7 +6,7 @@ registered here, writes its keys and values into the slot cache and attends over
 function belongs to the name, so transformers makes no mask: each sequence's length and the layer's window say it all.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,10 +42,9 @@ def slot_attention(
 
     Returns (1, N, heads, value's head size). Raises Unserved.
     """
-    odd = [name for name in CHANGES_SCORES if others.get(name) is not None]
-    causal = others.get("is_causal") is not False and getattr(module, "is_causal", True)
-    if slots is None or odd or attention_mask is not None or not causal:
-        raise Unserved(f"{type(module).__name__} asks for {', '.join(odd) or 'another kind of attention'}")
+    if slots is None or attention_mask is not None:
+        raise Unserved(f"{type(module).__name__} asks for another kind of attention")
+    check_served(module, others)
     layer = slots.cache.write(module.layer_idx, slots.rows(key.shape[1]), key[0], value[0])  # type: ignore[arg-type]
     queries = query[0].transpose(0, 1)  # (N, heads, head size)
     parts = []
@@ -59,6 +58,13 @@ def slot_attention(
         parts.append(out[:, :, 0] if single else out[0].transpose(0, 1))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined[None], None
+
+
+def check_served(module: nn.Module, others: Mapping[str, Any]) -> None:
+    """Raise Unserved where a layer's further arguments would change what attention over the slots computes."""
+    odd = [name for name in CHANGES_SCORES if others.get(name) is not None]
+    if odd or others.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise Unserved(f"{type(module).__name__} asks for {', '.join(odd) or 'another kind of attention'}")
 
 
 def attend(
@@ -95,11 +101,11 @@ def _capped(
 
 
 @contextmanager
-def routed(module: nn.Module) -> Iterator[None]:
-    """Within the block the module attends by `slot_attention`."""
+def routed(module: nn.Module, name: str = NAME) -> Iterator[None]:
+    """Within the block the module attends by the function that is registered as `name`."""
     config: Any = module.config
     before = config._attn_implementation
-    config._attn_implementation = NAME
+    config._attn_implementation = name
     try:
         yield
     finally:

@@ -70,6 +70,12 @@ def uniforms(seed: int, streams: Tensor, position: int | Tensor) -> Tensor:
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24  # the top 24 bits: exact in fp32
 
 
+def under_seed(seed: int, streams: Tensor) -> Tensor:
+    """Streams that draw under seed 0 what `streams` draw under `seed`: a seed is a shift of its streams."""
+    zero = torch.zeros_like(streams)
+    return streams + _mix(zero + _as_int64(seed)) - _mix(zero)
+
+
 def sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token a row: logits (B, V), uniforms (B,) -> tokens (B,) int64, log-probabilities (B,) fp32.
 
