@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Schedule = Literal["constant", "linear", "cosine"]
+Tier = Literal["none", "cpu", "nvme"]
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,22 @@ class OptimizerConfig:
 class EngineConfig:
     """How a module is laid out over the ranks, and in which precision it computes.
 
-    `offload` keeps the shards in host memory and brings a unit to the device when it is needed. `shard_ranks` are the
-    neighbouring ranks that share one copy of the model (HSDP); None is all of them. `gradient_accumulation` is the
+    `offload_optimizer` keeps fp32 masters and moments in host memory or in files and steps there; the share
+    `offload_ratio` of the parameters does, the rest steps on the device. `offload_parameters` keeps the shards there,
+    and brings a unit to the device when it is needed. Files are made under `nvme_path` (the temporary folder by
+    default); `sub_group_size` parameters are stepped together. `shard_ranks` are the neighbouring ranks that share one
+    copy of the model (HSDP); None is all of them. `gradient_accumulation` is the
     micro-batches of one step in a loop that calls `backward` and `step`; `update` counts its own. Gradients are reduced
     in `reduce_dtype`.
     """
 
     zero_stage: int = 0
     dtype: Precision = "bf16"
-    offload: Literal["none", "cpu"] = "none"
+    offload_optimizer: Tier = "none"
+    offload_parameters: Tier = "none"
+    offload_ratio: float = 1.0
+    nvme_path: str | None = None
+    sub_group_size: int = 2**23
     activation_checkpointing: bool = False
     compile_blocks: bool = False
     loss_scale: LossScale = field(default_factory=LossScale)
@@ -84,3 +92,9 @@ class EngineConfig:
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {self.zero_stage}")
         if self.gradient_accumulation < 1:
             raise ValueError(f"gradient_accumulation must be at least 1, not {self.gradient_accumulation}")
+        if self.offload_parameters == "nvme" and self.zero_stage != 3:
+            raise ValueError(f"offload_parameters=nvme needs zero_stage=3, not {self.zero_stage}")
+        if not 0.0 <= self.offload_ratio <= 1.0:
+            raise ValueError(f"offload_ratio must be between 0 and 1, not {self.offload_ratio}")
+        if self.sub_group_size < 1024:
+            raise ValueError(f"sub_group_size must be at least 1024 parameters, not {self.sub_group_size}")

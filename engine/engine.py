@@ -100,13 +100,12 @@ class Engine:
                 block.compile()
         trains = self.optimizer_config is not None
         policy = precision.policy(config.dtype, config.reduce_dtype) if trains else precision.policy("fp32")
-        device = torch.device("cpu") if config.offload == "cpu" else dist.world().device
+        on_host = config.offload_parameters == "cpu"
+        device = torch.device("cpu") if on_host else dist.world().device
         on_meta = any(p.is_meta for p in module.parameters())
         if not on_meta:
             module.to(device)
-        zero.shard(
-            module, stage=config.zero_stage, policy=policy, offload=config.offload == "cpu", ranks=config.shard_ranks
-        )
+        zero.shard(module, stage=config.zero_stage, policy=policy, offload=on_host, ranks=config.shard_ranks)
         if on_meta:
             _materialize(module, device)
         if fill is not None:

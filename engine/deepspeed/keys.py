@@ -38,6 +38,10 @@ _BUCKETS = "FSDP2 gathers and reduces one block of layers at a time"
 _NO_DEVICE_CODE = "the engine has no such switch to turn: FSDP2 decides"
 _FP32_MASTERS = "masters, gradients and moments are fp32; leave it false"
 _ZEROPP = "gathers and reductions are not quantized yet; leave it false (bf16.enabled halves what is sent)"
+_PLACES = (None, "none", "cpu", "nvme")
+_NVME_PATH = "folder of the run's private files; the temporary folder unless said"
+_PINNED = "what crosses between host and GPU is always pinned"
+_AIO = "requests of a few MiB from a few threads, straight to the disk (O_DIRECT)"
 _WATCH = "metrics go to metrics.jsonl and wandb (tracking=)"
 
 BATCH = _rows(
@@ -76,13 +80,13 @@ TRAINING = [
         ("comet", None, "section", _WATCH),
         ("comms_logger", None, "section", "torch.profiler sees the collectives"),
         ("flops_profiler", None, "section", "tokens a second are logged each step"),
-        ("aio.block_size", 1048576, "int", "for nvme offload, which is refused"),
-        ("aio.queue_depth", 8, "int", "for nvme offload, which is refused"),
-        ("aio.intra_op_parallelism", 1, "int", "for nvme offload, which is refused"),
-        ("aio.thread_count", 1, "int", "for nvme offload, which is refused"),
-        ("aio.single_submit", False, "bool", "for nvme offload, which is refused"),
-        ("aio.overlap_events", True, "bool", "for nvme offload, which is refused"),
-        ("aio.use_gds", False, "bool", "for nvme offload, which is refused"),
+        ("aio.block_size", 1048576, "int", _AIO),
+        ("aio.queue_depth", 8, "int", _AIO),
+        ("aio.intra_op_parallelism", 1, "int", _AIO),
+        ("aio.thread_count", 1, "int", _AIO),
+        ("aio.single_submit", False, "bool", _AIO),
+        ("aio.overlap_events", True, "bool", _AIO),
+        ("aio.use_gds", False, "bool", "files are read through host memory, where the step is taken"),
     ),
     *_rows(
         "refused", "",
@@ -140,9 +144,13 @@ ZERO = [
         "honoured", "zero_optimization.",
         ("stage", 0, "int", "0 off, 1 optimizer states, 2 gradients too, 3 parameters too", (0, 1, 2, 3)),
         ("mics_shard_size", -1, "int", "ranks that share one copy of the model (HSDP); -1 is all"),
-        ("offload_param.device", "none", "text", "cpu keeps shards on the host (stage 3)", (None, "none", "cpu")),
+        ("offload_param.device", "none", "text", "where the shards live between uses (stage 3)", _PLACES),
+        ("offload_param.nvme_path", None, "text", _NVME_PATH),
         ("offload_optimizer.device", "none", "text",
-         "cpu keeps optimizer states and the fp32 shards on the host (stages 1-3)", (None, "none", "cpu")),
+         "where fp32 masters and moments live, and the step is taken (stages 1-3)", _PLACES),
+        ("offload_optimizer.nvme_path", None, "text", _NVME_PATH),
+        ("offload_optimizer.ratio", 1.0, "number", "share of the parameters that step there; the rest on the device"),
+        ("sub_group_size", 1e9, "number", f"parameters that an offloaded step takes at once; {2**23} unless said"),
     ),
     *_rows(
         "accepted", "zero_optimization.",
@@ -154,7 +162,6 @@ ZERO = [
         ("allgather_bucket_size", 5e8, "number", _BUCKETS),
         ("overlap_comm", None, "bool", "always: FSDP2 reduces behind backward and gathers ahead of it"),
         ("load_from_fp32_weights", True, "bool", "masters are always loaded as they are on disk"),
-        ("sub_group_size", 1e9, "number", "the optimizer steps over all shards at once"),
         ("stage3_prefetch_bucket_size", 5e7, "number", "the next block is gathered while one computes"),
         ("stage3_param_persistence_threshold", 1e5, "number", "small parameters come with their block's gather"),
         ("stage3_model_persistence_threshold", None, "number", "small parameters come with their block's gather"),
@@ -175,17 +182,15 @@ ZERO = [
         ("mics_hierarchical_params_gather", False, "bool", "NCCL chooses the way of a gather"),
         ("enable_sanity_checks", False, "bool", _NO_DEVICE_CODE),
         ("log_trace_cache_warnings", False, "bool", _NO_DEVICE_CODE),
-        ("offload_param.nvme_path", None, "text", "for nvme offload, which is refused"),
-        ("offload_param.buffer_count", 5, "int", "for nvme offload, which is refused"),
-        ("offload_param.buffer_size", 1e8, "number", "for nvme offload, which is refused"),
-        ("offload_param.max_in_cpu", 1e9, "number", "for nvme offload, which is refused"),
-        ("offload_param.pin_memory", True, "bool", "host shards are always pinned where there is a GPU"),
-        ("offload_optimizer.nvme_path", None, "text", "for nvme offload, which is refused"),
-        ("offload_optimizer.buffer_count", 4, "int", "for nvme offload, which is refused"),
-        ("offload_optimizer.pin_memory", True, "bool", "host shards are always pinned where there is a GPU"),
-        ("offload_optimizer.pipeline_read", False, "bool", "for nvme offload, which is refused"),
-        ("offload_optimizer.pipeline_write", False, "bool", "for nvme offload, which is refused"),
-        ("offload_optimizer.fast_init", False, "bool", "for nvme offload, which is refused"),
+        ("offload_param.buffer_count", 5, "int", "shards are mapped files: the page cache is the buffer"),
+        ("offload_param.buffer_size", 1e8, "number", "shards are mapped files: the page cache is the buffer"),
+        ("offload_param.max_in_cpu", 1e9, "number", "shards are mapped files: the page cache is the buffer"),
+        ("offload_param.pin_memory", True, "bool", _PINNED),
+        ("offload_optimizer.buffer_count", 4, "int", "a few sub-groups are always in flight: sub_group_size"),
+        ("offload_optimizer.pin_memory", True, "bool", _PINNED),
+        ("offload_optimizer.pipeline_read", False, "bool", "reads always go ahead of the step"),
+        ("offload_optimizer.pipeline_write", False, "bool", "writes always go on behind the step"),
+        ("offload_optimizer.fast_init", False, "bool", "moments are first written by the first step"),
         ("offload_optimizer.cpuadam_cores_perc", 0.8, "number", "OMP_NUM_THREADS says how many cores torch takes"),
     ),
     *_rows(
@@ -196,7 +201,6 @@ ZERO = [
         ("zero_quantized_gradients", False, "bool", _ZEROPP),
         ("zero_quantized_nontrainable_weights", False, "bool", _ZEROPP),
         ("zeropp_loco_param", None, "section", _ZEROPP),
-        ("offload_optimizer.ratio", 1.0, "number", "all of the optimizer goes to the host; leave it 1.0"),
         ("offload_optimizer.super_offload", False, "bool", "offload_optimizer.device=cpu; leave it false"),
         ("cpu_offload", False, "bool", "DeepSpeed gave this key up: offload_optimizer.device=cpu"),
         ("cpu_offload_params", False, "bool", "DeepSpeed gave this key up: offload_param.device=cpu"),

@@ -216,7 +216,7 @@ def _engine(said: _Said, base: EngineConfig) -> EngineConfig:
         base,
         zero_stage=stage,
         dtype=_dtype(said, base.dtype),
-        offload=_offload(said, stage, base),
+        **_offload(said, stage, base),
         activation_checkpointing=recompute or base.activation_checkpointing,
         loss_scale=_loss_scale(said, stage, base.loss_scale),
         reduce_dtype=reduce[said.get("communication_data_type")],
@@ -233,13 +233,25 @@ def _dtype(said: _Said, own: Precision) -> Precision:
     return "fp32" if fp16 is False and bf16 is False else own
 
 
-def _offload(said: _Said, stage: int, base: EngineConfig) -> Any:
-    places = {part: said.value(f"zero_optimization.offload_{part}.device") for part in ("param", "optimizer")}
-    if places["param"] == "cpu" and stage != 3:
-        raise ValueError(f"zero_optimization.offload_param.device=cpu needs zero_optimization.stage=3, not {stage}")
-    if places["optimizer"] == "cpu" and stage == 0:
-        raise ValueError("zero_optimization.offload_optimizer.device=cpu needs zero_optimization.stage=1, 2 or 3")
-    return "cpu" if "cpu" in places.values() else base.offload
+def _offload(said: _Said, stage: int, base: EngineConfig) -> dict[str, Any]:
+    """The engine's offload keys that the file speaks of."""
+    section = "zero_optimization"
+    optimizer, shards = (said.get(f"{section}.offload_{part}.device") for part in ("optimizer", "param"))
+    if shards in ("cpu", "nvme") and stage != 3:
+        raise ValueError(f"{section}.offload_param.device={shards} needs {section}.stage=3, not {stage}")
+    if optimizer in ("cpu", "nvme") and stage == 0:
+        raise ValueError(f"{section}.offload_optimizer.device={optimizer} needs {section}.stage=1, 2 or 3")
+    paths = {said.get(f"{section}.offload_{part}.nvme_path") for part in ("optimizer", "param")} - {None}
+    if len(paths) > 1:
+        raise ValueError(f"{section}: offload_optimizer.nvme_path and offload_param.nvme_path differ; name one folder")
+    ratio, sub_group = said.get(f"{section}.offload_optimizer.ratio"), said.get(f"{section}.sub_group_size")
+    return {
+        "offload_optimizer": optimizer or base.offload_optimizer,
+        "offload_parameters": shards or base.offload_parameters,
+        "offload_ratio": base.offload_ratio if ratio is None else float(ratio),
+        "nvme_path": next(iter(paths), base.nvme_path),
+        "sub_group_size": base.sub_group_size if sub_group is None else int(sub_group),
+    }
 
 
 def _loss_scale(said: _Said, stage: int, own: LossScale) -> LossScale:

@@ -84,7 +84,9 @@ def _choices(work: Workload) -> Iterator[tuple[str, Workload]]:
     for stage in range(4):
         yield f"zero{stage}", replace(work, stage=stage)
     yield "zero3, recomputing", replace(work, stage=3, checkpointing=True)
-    yield "zero3, shards on host", replace(work, stage=3, checkpointing=True, offload=True)
+    lean = replace(work, stage=3, checkpointing=True)
+    yield "zero3, shards on host", replace(lean, offload_optimizer="cpu", offload_parameters="cpu")
+    yield "zero3, all on NVMe", replace(lean, offload_optimizer="nvme", offload_parameters="nvme")
 
 
 def _row(name: str, actor: Shape, critic: Shape, work: Workload, machine: Machine, gpus: int) -> str:

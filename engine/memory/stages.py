@@ -5,7 +5,7 @@ Heights are added where things live at the same time: all models rest, one of th
 
 from dataclasses import dataclass, field
 
-from engine.config import Precision
+from engine.config import Precision, Tier
 from engine.memory.activations import activations
 from engine.memory.shapes import Shape
 from engine.memory.states import SIZE, ModelStates, frozen_states, model_states
@@ -20,7 +20,8 @@ class Workload:
     ranks: int = 1
     stage: int = 0
     dtype: Precision = "bf16"
-    offload: bool = False
+    offload_optimizer: Tier = "none"
+    offload_parameters: Tier = "none"
     checkpointing: bool = False
     micro_batch_tokens: int = 8192
     max_length: int = 1024
@@ -33,10 +34,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class Demand:
-    """Bytes on one device by owner, at the height of each phase, and bytes on the host a rank."""
+    """Bytes on one device by owner, at the height of each phase, and bytes on the host and in files a rank."""
 
     phases: dict[str, dict[str, int]]
     host: int = 0
+    nvme: int = 0
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -59,13 +61,15 @@ def sft_demand(shape: Shape, work: Workload) -> Demand:
             "generate": {"states": states.resting, **_generating(shape, work)},
         },
         states.host,
+        states.nvme,
     )
 
 
 def reward_demand(shape: Shape, work: Workload) -> Demand:
     """The reward model: training; its head has one output."""
     states = _trained(shape, work)
-    return Demand({"train": {"states": states.resting, **_training(shape, work, states, logits=False)}}, states.host)
+    train = {"states": states.resting, **_training(shape, work, states, logits=False)}
+    return Demand({"train": train}, states.host, states.nvme)
 
 
 def ppo_demand(actor: Shape, critic: Shape, work: Workload, *, own_reference: bool = True) -> Demand:
@@ -88,20 +92,22 @@ def ppo_demand(actor: Shape, critic: Shape, work: Workload, *, own_reference: bo
             "train critic": kept | _training(critic, work, critics, logits=False),
         },
         actors.host + critics.host + reference.host + reward.host,
+        actors.nvme + critics.nvme + reference.nvme + reward.nvme,
     )
 
 
 def _trained(shape: Shape, work: Workload) -> ModelStates:
     return model_states(
         shape.parameters, root=shape.root, block=shape.block, stage=work.stage, ranks=work.ranks, dtype=work.dtype,
-        trained=round(shape.parameters * work.trained_share), accumulates=work.accumulates, offload=work.offload,
+        trained=round(shape.parameters * work.trained_share), accumulates=work.accumulates,
+        offload_optimizer=work.offload_optimizer, offload_parameters=work.offload_parameters,
     )  # fmt: skip
 
 
 def _frozen(shape: Shape, work: Workload) -> ModelStates:
     return frozen_states(
         shape.parameters, root=shape.root, block=shape.block, stage=work.stage, ranks=work.ranks, dtype=work.dtype,
-        offload=work.offload,
+        offload_parameters=work.offload_parameters,
     )  # fmt: skip
 
 
@@ -136,5 +142,6 @@ def _generating(shape: Shape, work: Workload) -> dict[str, int]:
 
 def _twin(shape: Shape, work: Workload) -> int:
     """The weights to generate with: shared where nothing is sharded, cast or on the host."""
-    shared = work.dtype == "fp32" and not work.offload and (work.stage == 0 or work.ranks == 1)
+    whole = work.offload_parameters == "none" and (work.stage == 0 or work.ranks == 1)
+    shared = whole and (work.dtype == "fp32" or work.offload_optimizer != "none")
     return 0 if shared else SIZE[work.dtype] * shape.parameters

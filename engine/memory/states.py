@@ -1,22 +1,30 @@
-"""Bytes of model states that a rank holds under our engine, by ZeRO stage.
+"""Bytes of model states that a rank holds under our engine, by ZeRO stage and offload tier.
 
 What FSDP2 keeps, with P parameters, N ranks a copy, d bytes of compute precision (measured, and tested, against the
 tensors that live): fp32 masters 4P/N and Adam 8P/N always; at stages 0 to 2 gathered copies of dP from forward until
 backward has used them; fp32 gradients, whole (4P) at stage 0, and at stage 1 while micro-batches accumulate, else 4P/N.
 Stage 0 has N = 1. Stage 3 gathers the root (embeddings and head) for the whole pass, and two blocks at a time. A unit
 in backward has its gradient twice more: in compute precision, and in fp32 on its way to the others.
+
+With an offloaded optimizer the device holds shards in compute precision, dP/N; masters, moments and the step's reduced
+gradients are on the host (dP/N where a step reduces once: stages 0 and 1, or a lone micro-batch; else 4P/N). On NVMe
+masters and moments are in files, and the host has `SUB_GROUPS_IN_FLIGHT` sub-groups of them beside the gradients.
 """
 
 from dataclasses import dataclass
 
-from engine.config import Precision
+from engine.config import EngineConfig, Precision, Tier
 
 SIZE: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+SUB_GROUPS_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Bytes a rank. `resting` is held all the time, the others while it trains or scores."""
+    """Bytes a rank. `resting` is held all the time, the others while it trains or scores.
+
+    Those are on the device; `host` and `nvme` are the most that a step holds there.
+    """
 
     masters: int
     moments: int
@@ -24,11 +32,13 @@ class ModelStates:
     gradients: int
     passing: int
     host: int = 0
+    parameters: int = 0
+    nvme: int = 0
 
     @property
     def resting(self) -> int:
         """Between steps, on the device."""
-        return self.masters + self.moments
+        return self.parameters + self.masters + self.moments
 
     @property
     def working(self) -> int:
@@ -52,13 +62,15 @@ def model_states(
     trained: int | None = None,
     accumulates: bool = True,
     moments: int = 2,
-    offload: bool = False,
+    offload_optimizer: Tier = "none",
+    offload_parameters: Tier = "none",
+    ratio: float = 1.0,
+    sub_group: int = EngineConfig.sub_group_size,
 ) -> ModelStates:
     """States of a model that is trained; `trained` parameters of it (None: all), `moments` fp32 values a parameter.
 
     `root` and `block` are parameters of FSDP units: outside of the blocks, and of the largest block. `accumulates` says
-    that a step has several micro-batches.
-    With `offload` the shards are on the host.
+    that a step has several micro-batches. `ratio` is the share of them whose optimizer is offloaded.
     """
     size, shards = SIZE[dtype], 1 if stage == 0 else ranks
     learning = parameters if trained is None else trained
@@ -70,10 +82,33 @@ def model_states(
         gathered, gradients = max(gathered, gradients), 0
     held = (4 * parameters // shards, 4 * moments * learning // shards)
     passing = max(root, block) * (size + 4) if learning else 0
-    if offload:
+    if offload_optimizer == "none":
+        if offload_parameters == "none":
+            return ModelStates(*held, gathered, gradients, passing)
         host = sum(held) + 4 * learning // shards
-        return ModelStates(0, 0, gathered, gradients if whole_gradients and stage == 1 else 0, passing, host)
-    return ModelStates(*held, gathered, gradients, passing)
+        return ModelStates(0, 0, gathered, gradients if stage == 1 else 0, passing, host)
+    away = ratio * learning / shards
+    states = 4 * (1 + moments)
+    reduced = 4 if accumulates and stage >= 2 else size
+    on_host, on_nvme = reduced * away, 0.0
+    if offload_optimizer == "cpu":
+        on_host += states * away
+    else:
+        on_nvme = states * away
+        on_host += states * min(away, SUB_GROUPS_IN_FLIGHT * sub_group)
+    here = learning / shards - away
+    shard = size * parameters / shards
+    waiting = 4 * learning if accumulates and stage < 2 else reduced * here
+    return ModelStates(
+        masters=round(4 * here),
+        moments=round(4 * moments * here),
+        gathered=gathered,
+        gradients=round(waiting),
+        passing=passing,
+        host=round(on_host + (shard if offload_parameters == "cpu" else 0)),
+        parameters=round(shard if offload_parameters == "none" else 0),
+        nvme=round(on_nvme + (shard if offload_parameters == "nvme" else 0)),
+    )
 
 
 def frozen_states(
@@ -84,10 +119,15 @@ def frozen_states(
     stage: int,
     ranks: int,
     dtype: Precision = "bf16",
-    offload: bool = False,
+    offload_parameters: Tier = "none",
 ) -> ModelStates:
     """States of a model that only computes: parameters in compute precision, gathered while they are used."""
     size, shards = SIZE[dtype], 1 if stage == 0 else ranks
     held = size * parameters // shards
     gathered = size * (min(parameters, root + 2 * block) if stage == 3 else parameters)
-    return ModelStates(0 if offload else held, 0, gathered, 0, 0, held if offload else 0)
+    return ModelStates(
+        0, 0, gathered, 0, 0,
+        parameters=held if offload_parameters == "none" else 0,
+        host=held if offload_parameters == "cpu" else 0,
+        nvme=held if offload_parameters == "nvme" else 0,
+    )  # fmt: skip

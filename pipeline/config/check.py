@@ -203,7 +203,17 @@ def _engine_mistakes(config: RunConfig) -> Iterable[str]:
         except ValidationError as problem:
             for line in _messages(problem, EngineSettings):
                 yield f"ppo.{name}.{line}"
+    yield from _offload_mistakes("engine", config.engine)
     yield from _deepspeed_mistakes(config.engine)
+
+
+def _offload_mistakes(key: str, settings: EngineSettings) -> Iterable[str]:
+    if settings.offload_parameters == "nvme" and settings.zero_stage != 3 and settings.deepspeed is None:
+        yield f"{key}.offload_parameters=nvme needs {key}.zero_stage=3, not {settings.zero_stage}: engine=zero3-nvme"
+    if settings.offload_parameters == "nvme" and settings.offload_optimizer == "none" and settings.deepspeed is None:
+        yield f"{key}.offload_parameters=nvme needs {key}.offload_optimizer=nvme or cpu: engine=zero3-nvme"
+    if settings.nvme_path is not None and not Path(settings.nvme_path).is_dir():
+        yield f"{key}.nvme_path={settings.nvme_path}: there is no such folder"
 
 
 def _deepspeed_mistakes(settings: EngineSettings) -> Iterable[str]:
@@ -213,7 +223,8 @@ def _deepspeed_mistakes(settings: EngineSettings) -> Iterable[str]:
     from engine import EngineConfig
     from engine.deepspeed import read
 
-    own: dict[str, Any] = {"zero_stage": settings.zero_stage, "offload": settings.offload, "dtype": settings.dtype}
+    keys = ("zero_stage", "dtype", "offload_optimizer", "offload_parameters", "nvme_path")
+    own: dict[str, Any] = {key: getattr(settings, key) for key in keys}
     said = {key: value for key, value in own.items() if value != EngineSettings.model_fields[key].default}
     file = {key: value for key, value in settings.deepspeed.items() if key not in ("optimizer", "scheduler")}
     theirs = read(file, ranks=None, base=EngineConfig(**said)).engine

@@ -97,7 +97,11 @@ class DataConfig(Section):
 class EngineSettings(Section):
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too")
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="compute precision, fp32 masters; auto is bf16 on a GPU and fp32 on a CPU")
-    offload: Literal["none", "cpu"] = Field("none", description="cpu keeps shards in host memory between uses")
+    offload_optimizer: Literal["none", "cpu", "nvme"] = Field("none", description="where fp32 masters and moments live and step: device, host memory, files")
+    offload_parameters: Literal["none", "cpu", "nvme"] = Field("none", description="where parameter shards live between uses; nvme needs zero_stage=3")
+    offload_ratio: float = Field(1.0, ge=0, le=1, description="share of the parameters whose optimizer is offloaded; the rest steps on the device")
+    nvme_path: FilePath | None = Field(None, description="folder for the run's private files of the nvme tiers; default the temporary folder")
+    sub_group_size: int = Field(2**23, ge=1024, description="parameters that an offloaded optimizer steps at once; host memory of the nvme tier grows with it")
     activation_checkpointing: bool = Field(False, description="recompute activations in backward: a third more compute, far less memory")
     compile_blocks: bool = Field(False, description="torch.compile each transformer block")
     loss_scale_power: int = Field(16, ge=0, le=32, description="fp16: initial loss scale is 2**this")

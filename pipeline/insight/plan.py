@@ -83,7 +83,8 @@ def workload(config: RunConfig, stage: str, ranks: int) -> Workload:
         ranks=ranks,
         stage=engine.zero_stage,
         dtype=engine.dtype,
-        offload=engine.offload == "cpu",
+        offload_optimizer=engine.offload_optimizer,
+        offload_parameters=engine.offload_parameters,
         checkpointing=engine.activation_checkpointing,
         micro_batch_tokens=section.micro_batch_tokens,
         max_length=length,
@@ -133,8 +134,10 @@ def _ladder(stage: str, work: Workload) -> Iterator[tuple[str, Workload]]:
         tokens = max(work.max_length, tokens // 2)
         smaller = replace(lean, stage=level, micro_batch_tokens=tokens)
         yield f"{words} {stage}.micro_batch_tokens={tokens}", smaller
-    if torch.cuda.is_available() or work.offload:
-        smallest = replace(lean, stage=3, offload=True, micro_batch_tokens=tokens)
+    if torch.cuda.is_available() or work.offload_parameters != "none":
+        smallest = replace(
+            lean, stage=3, offload_optimizer="cpu", offload_parameters="cpu", micro_batch_tokens=tokens
+        )
         yield f"engine=zero3-offload {stage}.micro_batch_tokens={tokens}", smallest
 
 

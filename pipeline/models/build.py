@@ -67,7 +67,11 @@ class EngineChoice:
         return EngineConfig(
             zero_stage=settings.zero_stage,
             dtype=dtype,
-            offload=settings.offload,
+            offload_optimizer=settings.offload_optimizer,
+            offload_parameters=settings.offload_parameters,
+            offload_ratio=settings.offload_ratio,
+            nvme_path=settings.nvme_path,
+            sub_group_size=settings.sub_group_size,
             activation_checkpointing=settings.activation_checkpointing,
             compile_blocks=settings.compile_blocks,
             loss_scale=LossScale(initial_power=settings.loss_scale_power, window=settings.loss_scale_window),

@@ -149,7 +149,7 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         ("ppo.lora.dropout=0.1", "ppo.lora.dropout=0"),
         ("ppo.minibatches=3", "ppo.batch_size=64 does not divide over ppo.minibatches=3: ppo.batch_size=63 or 66"),
         ("ppo.actor_engine.zero_stag=3", "ppo.actor_engine.zero_stag: there is no such key; did you mean"),
-        ("ppo.critic_engine.offload=disk", "ppo.critic_engine.offload=disk: write none or cpu"),
+        ("ppo.critic_engine.offload_optimizer=disk", "offload_optimizer=disk: write none, cpu or nvme"),
         ("rollout.max_new_tokens=4096", "ppo.max_length=4608, or shorter ones"),
         ("model.hub=null", "model has no weights to load"),
         ("data.stage_shares.sftt=1", "data.stage_shares.sftt"),

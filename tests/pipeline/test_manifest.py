@@ -223,7 +223,7 @@ def test_only_what_matters_is_a_setting():
     def settings(*more: str) -> dict:
         return stage_settings(validate(compose([*BASE, *more])), "ppo")
 
-    how = ("ranks=2", "engine.zero_stage=3", "rollout.batch_size=8", "ppo.actor_engine.offload=cpu")
+    how = ("ranks=2", "engine.zero_stage=3", "rollout.batch_size=8", "ppo.actor_engine.offload_optimizer=cpu")
     watching = ("ppo.save_every=3", "tracking.project=x", "name=y", "sft.lr=1")
     plain = settings()
     assert settings(*how, *watching) == plain

@@ -46,7 +46,8 @@ CHAT = {
 def test_a_chat_configuration_as_it_is() -> None:
     found = read(CHAT, ranks=4)
     assert found.engine == EngineConfig(
-        zero_stage=3, dtype="fp16", offload="cpu", gradient_accumulation=2, loss_scale=LossScale(window=100)
+        zero_stage=3, dtype="fp16", offload_optimizer="cpu", offload_parameters="cpu", gradient_accumulation=2,
+        loss_scale=LossScale(window=100),
     )
     assert (found.micro_batch_size, found.train_batch_size, found.optimizer) == (4, 32, None)
     told = "\n".join(found.notes)
@@ -138,7 +139,7 @@ def warm_up(**params: Any) -> dict[str, Any]:
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4: here it may be 0, 1, 2, 3"),
         ({"zero_optimization": {"overlap_comm": "yes"}}, 'overlap_comm="yes": write true or false'),
         ({"zero_optimization": {"reduce_bucket_size": True}}, "write a number"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "device=nvme: here .* none, cpu"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, "device=disk: here .* nvme"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs .*stage=3, not 2"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "needs zero_optimization.stage=1"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "leave it false"),

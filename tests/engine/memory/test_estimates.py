@@ -95,7 +95,8 @@ def test_demands_move_as_they_should() -> None:
     assert four.phases["generate"]["cache"] == 64 * 768 * 2 * 12 * 768 * 2
     assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "twin"}
     assert ppo_demand(shape, shape, base, own_reference=False).peak < four.peak
-    assert ppo_demand(shape, shape, Workload(ranks=8, stage=3, offload=True)).host > 2 * 12 * shape.parameters // 8
+    away = Workload(ranks=8, stage=3, offload_optimizer="cpu", offload_parameters="cpu")
+    assert ppo_demand(shape, shape, away).host > 2 * 12 * shape.parameters // 8
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

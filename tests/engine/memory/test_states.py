@@ -149,7 +149,13 @@ def test_optimizer_adapters_and_offload() -> None:
     assert model_states(1000, stage=2, moments=1, **sizes).moments == 1000
     lora = model_states(1000, stage=2, trained=10, **sizes)
     assert (lora.masters, lora.moments, lora.gradients) == (1000, 20, 10)
-    host = model_states(1000, stage=3, offload=True, **sizes)
+    host = model_states(1000, stage=3, offload_parameters="cpu", **sizes)
     assert (host.resting, host.host, host.gathered) == (0, 4000, 1400)
+    away = model_states(1000, stage=2, offload_optimizer="cpu", **sizes)
+    assert (away.resting, away.gradients, away.host, away.nvme) == (500, 0, 250 * (4 + 8 + 4), 0)
+    files = model_states(1000, stage=3, offload_optimizer="nvme", offload_parameters="nvme", sub_group=10, **sizes)
+    assert (files.resting, files.host, files.nvme) == (0, 250 * 4 + 4 * 10 * 12, 250 * 14)
+    half = model_states(1000, stage=2, offload_optimizer="cpu", ratio=0.6, **sizes)
+    assert (half.resting, half.gradients, half.host) == (500 + 100 * 12, 400, 150 * 16)
     lone = model_states(1000, stage=1, accumulates=False, **sizes)
     assert lone.gathered + lone.gradients == 2000  # copies go as gradients come
