@@ -19,12 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 from engine import optim, precision
 from engine.config import EngineConfig, OptimizerConfig
+from engine.healing import Healer, Pass
 from engine.parallel import dist, zero
 from engine.rollout.decoder import Rollouts
 from engine.rollout.hybrid import Twin
 from engine.rollout.selfcheck import Checked, selfcheck
 
 Batch = TypeVar("Batch")
+Score = TypeVar("Score")
 LossFn = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, float | Tensor]]]
 
 
@@ -82,6 +84,7 @@ class Engine:
         self.selfcheck_every = 50  # flips, beside the first two; 0 never checks
         self.checked: list[Checked] = []  # what the last flip's self-check said; empty where there was none
         self.module = self._lay_out(module, fill)
+        self.healer = Healer(self.module, self._discard)
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
         self.optimizer = optim.build(self.module, optimizer) if optimizer is not None else None
         if self.optimizer is None:
@@ -181,27 +184,59 @@ class Engine:
                 group["betas"] = self._betas(taken)
         return lr
 
-    def update(self, micro_batches: Sequence[Batch], loss_fn: "LossFn[Batch]", count: float) -> Update:
+    def update(
+        self,
+        micro_batches: Sequence[Batch],
+        loss_fn: "LossFn[Batch]",
+        count: float,
+        *,
+        before_step: Callable[[Mapping[str, float]], None] | None = None,
+    ) -> Update:
         """One optimizer step over this rank's micro-batches; every rank passes as many.
 
         `loss_fn(module, micro_batch)` returns the loss summed over its items and a dictionary of metrics, summed
-        likewise. `count` is the number of items in the global batch.
+        likewise. `count` is the number of items in the global batch. `before_step` sees the sums of the global batch
+        while the parameters are still those that made them; what it raises stops the update. Micro-batches that are
+        `Divisible` (engine/healing) are halved where memory runs out, and the passes of this step done again.
         """
+
+        def learn(micro_batch: Any, which: Pass) -> tuple[Tensor, dict[str, float | Tensor]]:
+            self.begin(last=which.last)
+            loss_sum, metrics = loss_fn(self.module, micro_batch)
+            self.backward(loss_sum, count=count, last=which.last)
+            kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+            return loss_sum.detach(), kept
+
+        passes = [done for pieces in self.healer.run("train", micro_batches, learn) for done in pieces]
         sums: dict[str, float | Tensor] = {}
         total: float | Tensor = 0.0
-        for index, micro_batch in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            self.begin(last=last)
-            loss_sum, metrics = loss_fn(self.module, micro_batch)
-            self.backward(loss_sum, count=count, last=last)
-            total = total + loss_sum.detach()
+        for loss_sum, metrics in passes:
+            total = total + loss_sum
             for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + (value.detach() if isinstance(value, Tensor) else value)
+                sums[name] = sums.get(name, 0.0) + value
         local = {name: float(value) for name, value in sums.items()} | {"loss": float(total)}
         everywhere = dist.sum_over_ranks(local)
         loss = everywhere.pop("loss") / count
+        if before_step is not None:
+            before_step(everywhere)
         done = self._step()
         return Update(loss, everywhere, done.grad_norm, done.lr, done.skipped)
+
+    def _discard(self) -> None:
+        """Throw away the passes since the last step: their gradients, and parameters that they gathered."""
+        zero.discard(self.module)
+        self._micro_batches, self._begun = 0, False
+
+    def score(
+        self, micro_batches: Sequence[Batch], work: Callable[[nn.Module, Batch], Sequence[Score]]
+    ) -> list[list[Score]]:
+        """`work` on each micro-batch within `scoring`: one result a row, in order. Every rank passes equally many.
+
+        Micro-batches that are `Divisible` are halved where memory runs out.
+        """
+        with self.scoring() as module:
+            found = self.healer.run("score", micro_batches, lambda batch, _: work(module, batch))
+        return [[row for piece in pieces for row in piece] for pieces in found]
 
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write parameters, optimizer and counters into a folder, sharded; returns when it is whole on disk.

@@ -5,7 +5,7 @@ from pathlib import Path
 from engine import Engine, OptimizerConfig, Sampling
 from engine.parallel import dist
 from pipeline.config.schema import RolloutSection, RunConfig, StageSection
-from pipeline.data.load import StageRecords, load_stage
+from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, load_stage
 from pipeline.data.records import Conversation, Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
 from pipeline.errors import UserError
@@ -161,4 +161,10 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
     if dist.world().leads and records.skipped:
         skipped = ", ".join(f"{count} {why}" for why, count in sorted(records.skipped.items()))
         print(f"{stage}: skipped rows: {skipped}", flush=True)
+        if KEPT_FOR_OTHERS in records.skipped:
+            print(
+                f"{stage}: trains on {len(records.train)} rows; the stages share a source's prompts out by "
+                "data.stage_shares, or a source's `stages` says which it serves",
+                flush=True,
+            )
     return records

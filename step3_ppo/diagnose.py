@@ -26,7 +26,7 @@ SUSPECTS = {
 def check_first_ratio(
     models: Models, rollout: Rollout, deviation: float, *, temperature: float, pad_id: int, tolerance: float | None
 ) -> None:
-    """Stop if the mean |ratio - 1| of the first minibatch exceeds the tolerance; called before that update counts."""
+    """Stop if the mean |ratio - 1| of the first minibatch exceeds the tolerance. To be called before its step."""
     limit = TOLERANCE[models.actor.config.dtype] if tolerance is None else tolerance
     if deviation <= limit:
         return

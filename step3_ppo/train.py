@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -80,11 +81,15 @@ class Ppo:
                 seed=shuffle,
                 pad_id=self.tokenizer.pad_id,
                 budget=ppo.micro_batch_tokens,
+                packing=self.models.pack,
             ):
-                figures = self._learn_policy(minibatch, rollout, targets) if step > ppo.critic_warmup else {"lr": 0.0}
-                if not first and "ratio" in figures:
-                    first = {"first_ratio": figures["ratio"], "first_ratio_max_deviation": figures["largest"]}
-                    self._check_ratio(rollout, figures["deviation"])
+                figures = {"lr": 0.0}
+                if step > ppo.critic_warmup:
+                    figures = self._learn_policy(minibatch, rollout, targets, first=not first)
+                    first = first or {
+                        "first_ratio": figures["ratio"],
+                        "first_ratio_max_deviation": figures["largest"],
+                    }
                 critic = update_critic(self.models, minibatch, rollout, targets, ppo)
                 figures |= means(critic, minibatch.tokens)
                 figures |= {"value_loss": critic.loss, "critic_grad_norm": critic.grad_norm, "critic_lr": critic.lr}
@@ -93,7 +98,9 @@ class Ppo:
         averaged = {k: v for k, v in mean_figures(trained).items() if k not in ("ratio", "largest", "deviation")}
         return averaged | first | rates
 
-    def _learn_policy(self, minibatch: Minibatch, rollout: Rollout, targets: Targets) -> dict[str, float]:
+    def _learn_policy(
+        self, minibatch: Minibatch, rollout: Rollout, targets: Targets, *, first: bool
+    ) -> dict[str, float]:
         actor = self.models.actor
         update, largest = update_policy(
             self.models,
@@ -102,7 +109,8 @@ class Ppo:
             targets,
             self.section,
             temperature=self.config.rollout.temperature,
-            ptx=self.ptx.batch(actor.step_count) if self.ptx else None,
+            ptx=self.ptx.batch(actor.step_count, packing=self.models.pack) if self.ptx else None,
+            check=partial(self._check_ratio, rollout) if first else None,
         )
         figures = {"policy_loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr, "largest": largest}
         return means(update, minibatch.tokens) | figures

@@ -1,6 +1,6 @@
 """One minibatch: the clipped update of the policy and of the critic."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,14 +49,19 @@ def targets_of(rollout: Rollout, ppo: PpoSection, *, kl_coef: float) -> Targets:
     return Targets(whiten(advantages, mask) if ppo.whiten_advantages else advantages, returns, rewards)
 
 
-def minibatches(rollout: Rollout, *, parts: int, seed: int, pad_id: int, budget: int) -> list[Minibatch]:
+def minibatches(
+    rollout: Rollout, *, parts: int, seed: int, pad_id: int, budget: int, packing: bool = False
+) -> list[Minibatch]:
     """Cut the rollout into `parts` optimizer steps, shuffled by `seed`, the same on every rank."""
     order = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(seed)).tolist()
     if parts == 1:
         order = list(range(len(rollout)))
     chosen = [sorted(order[part::parts]) for part in range(parts)]
     return [
-        Minibatch(my_rows(rollout.prompts, rollout.responses, places, pad_id, budget), rollout.tokens(places))
+        Minibatch(
+            my_rows(rollout.prompts, rollout.responses, places, pad_id, budget, packing=packing),
+            rollout.tokens(places),
+        )
         for places in chosen
     ]
 
@@ -70,8 +75,12 @@ def update_policy(
     *,
     temperature: float,
     ptx: PtxBatch | None = None,
+    check: Callable[[float], None] | None = None,
 ) -> tuple[Update, float]:
-    """One step of the actor; metrics are sums over the minibatch's tokens. Also the largest |ratio - 1| of them all."""
+    """One step of the actor; metrics are sums over the minibatch's tokens. Also the largest |ratio - 1| of them all.
+
+    `check` is told the mean |ratio - 1| before the step; what it raises leaves the parameters as they were.
+    """
     largest = torch.zeros((), device=rollout.logprobs.device)
 
     def clipped(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
@@ -88,14 +97,19 @@ def update_policy(
 
     def imitated(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, Sums]:
         assert ptx is not None
-        loss = -module(batch.input_ids, batch.score_mask)[0].sum() * (minibatch.tokens / ptx.tokens)
+        logprobs, _ = module(batch.input_ids, batch.score_mask, documents=batch.documents)
+        loss = -logprobs.sum() * (minibatch.tokens / ptx.tokens)
         return ptx.coef * loss, {"ptx_loss": loss}
 
     def loss(module: nn.Module, batch: Rows | TokenBatch) -> tuple[Tensor, Sums]:
         return clipped(module, batch) if isinstance(batch, Rows) else imitated(module, batch)
 
     batches: list[Rows | TokenBatch] = [*minibatch.batches, *(ptx.batches if ptx else [])]
-    update = models.actor.update(batches, loss, minibatch.tokens)
+    def look(sums: Mapping[str, float]) -> None:
+        if check is not None:
+            check(sums["deviation"] / minibatch.tokens)
+
+    update = models.actor.update(batches, loss, minibatch.tokens, before_step=look)
     return update, dist.max_over_ranks(largest.item())
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+KEPT_FOR_OTHERS = "kept for other stages"  # why a row of a shared source is not trained on
+
 _NEEDS = {"sft": "answers to imitate", "reward": "prompt + chosen + rejected", "ppo": "prompts"}
 
 
@@ -121,7 +123,7 @@ class _Loading:
         if each.source.has_held_out:
             self._count("prompt is held out", len(rows) - len(train))
         mine = [record for record, table in train if self._is_mine(each, table, record)]
-        self._count("kept for other stages", len(train) - len(mine))
+        self._count(KEPT_FOR_OTHERS, len(train) - len(mine))
         if not mine:
             raise UserError(
                 f"{each.source.name}: of {len(rows)} usable rows none is left for stage {self.stage} after "

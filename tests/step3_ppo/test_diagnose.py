@@ -78,6 +78,22 @@ def test_temperature(drawn_at: float, trained_at: float, tmp_path: Path) -> None
         check(models, rollout, deviation, trained_at)
 
 
+def test_the_check_comes_before_the_step(tmp_path: Path) -> None:
+    saved_models(tmp_path)
+    models = models_in(tmp_path)
+    rollout = scored(models, 1.0)
+    (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=30)
+    targets = targets_of(rollout, PpoSection(), kl_coef=0.1)
+    before = [p.detach().clone() for p in models.actor.module.parameters()]
+
+    def refuse(deviation: float) -> None:
+        raise UserError(f"{deviation}")
+
+    with pytest.raises(UserError):
+        update_policy(models, minibatch, rollout, targets, PpoSection(), temperature=0.7, check=refuse)
+    assert all(torch.equal(a, b) for a, b in zip(before, models.actor.module.parameters(), strict=True))
+
+
 def leaking(module: torch.nn.Module) -> Callable[[], None]:
     """Let every token see the whole row, padding included."""
     embedding = module.get_submodule("lm.model.embed_tokens")
