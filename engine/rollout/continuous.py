@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from engine.parallel import dist
 from engine.rollout.attention import Unserved, routed
+from engine.rollout.on_device.rounds import DeviceDecoding, Rounds
 from engine.rollout.packed import PackedLinears
 from engine.rollout.sampling import Sampling, forbid, penalise, sample, uniforms
 from engine.rollout.scheduler import Answering, Scheduler
@@ -40,11 +41,13 @@ class SlotDecoder:
         self.packs = PackedLinears(module)
         self.keeps_logits = _check_served(module)
         self.cache: SlotCache | None = None
+        self.on_device = device.type == "cuda"  # then steps are captured, and the host follows a round behind
+        self._rounds: Rounds | None = None
         self.token_bytes, self.token_numbers = self._probe()
 
     def release(self) -> None:
-        """Free the cache and the packed weights."""
-        self.cache = None
+        """Free the cache, the packed weights and the graphs."""
+        self.cache = self._rounds = None
         self.packs.refresh()
 
     def run(
@@ -56,9 +59,16 @@ class SlotDecoder:
         ends: Callable[[int, int], bool],
     ) -> Iterator[list[Drawn]]:
         """Answer the prompts; yields what each forward drew. `ends` says if a prompt's answer ends with a token."""
-        cache = self._cache_for(max(len(prompt) for prompt in prompts) + sampling.max_new_tokens, slots)
-        scheduler = Scheduler(prompts, min(slots, cache.slots), PREFILL_TOKENS.get(self.device.type, 1024))
-        return iter(_Decoding(self, cache, scheduler, sampling, streams, ends))
+        spare = int(self.on_device)  # a slot for rows that only fill a step up
+        cache = self._cache_for(max(len(prompt) for prompt in prompts) + sampling.max_new_tokens, slots + spare)
+        slots = max(1, min(slots, cache.slots - spare))
+        scheduler = Scheduler(prompts, slots, PREFILL_TOKENS.get(self.device.type, 1024))
+        if not self.on_device:
+            return iter(_Decoding(self, cache, scheduler, sampling, streams, ends))
+        if self._rounds is None or not self._rounds.fit(cache):
+            self._rounds = None  # free the old graphs first
+            self._rounds = Rounds(self.module, cache, self.device)
+        return iter(DeviceDecoding(self._rounds, self.forward, scheduler, sampling, streams, ends))
 
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], step: Step, keep: Sequence[int]) -> Tensor:
@@ -98,10 +108,10 @@ class SlotDecoder:
         sharers = dist.world().size if self.device.type == "cpu" else 1
         bound = free_bytes(self.device) // (2 * sharers) if self.cache_bytes is None else self.cache_bytes
         capacity = -(-tokens // ROUND_CAPACITY) * ROUND_CAPACITY
-        affordable = max(1, bound // (self.token_bytes * capacity))
+        affordable = max(1 + int(self.on_device), bound // (self.token_bytes * capacity))
         cache = self.cache
         if cache is None or cache.capacity < tokens or cache.slots < min(slots, affordable):
-            self.cache = cache = None  # free the old one first
+            self.cache = self._rounds = cache = None  # free the old one first
             self.cache = cache = SlotCache(min(slots, affordable), capacity)
         return cache
 

@@ -1,0 +1,122 @@
+"""A static step as CUDA graphs, one a number of rows: captured once, then replayed without Python in between.
+
+The numbers of rows are few (`bucket`); a step with fewer is filled up with the scratch slot. Graphs share one memory
+pool, as no two run at a time, and hold no tensor that outlives a replay: what a step keeps lies outside (`DecodeState`,
+the cache). They are bound to the addresses of weights, cache and state.
+
+A model whose forward asks the device for a number can't be captured. That is found out by running a step under
+PyTorch's own check for such questions, before anything is captured; the step is then called as it is.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from engine.rollout.on_device.static_step import StaticStep
+
+log = logging.getLogger(__name__)
+_told: set[str] = set()
+
+
+def bucket(rows: int) -> int:
+    """The least of 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, ... that holds so many rows: a third too many at most."""
+    size = 1
+    while size < rows:
+        size *= 2
+    return size * 3 // 4 if size >= 32 and rows <= size * 3 // 4 else size
+
+
+class Replays:
+    """A static step for any number of rows. `captures` False calls it as it is."""
+
+    def __init__(self, step: StaticStep, *, captures: bool) -> None:
+        self.step, self.captures = step, captures
+        self._inputs: dict[int, Tensor] = {}  # the slots of a step, by bucket
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        if captures:
+            # One stream: its cuBLAS workspace is then there before the first capture and serves all of them.
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    @torch.inference_mode()
+    def run(self, slots: Sequence[int], times: int) -> None:
+        """Run the step `times` times for these slots; returns before the device is done."""
+        size = bucket(len(slots))
+        device, scratch = self.step.state.rows.device, self.step.state.scratch
+        if size not in self._inputs:
+            self._inputs[size] = torch.full((size,), scratch, dtype=torch.int64, device=device)
+        chosen = self._inputs[size]
+        replay = self._replay(size, chosen)
+        chosen.copy_(upload([*slots, *[scratch] * (size - len(slots))], device), non_blocking=True)
+        for _ in range(times):
+            replay()
+
+    def _replay(self, size: int, slots: Tensor) -> Callable[[], None]:
+        """One step for the slots (size,) that lie at this address."""
+        if self.captures and size not in self._graphs:
+            try:
+                self._graphs[size] = self._capture(slots)
+            except RuntimeError as problem:
+                self.captures = False
+                _say_once(type(self.step.module).__name__, problem)
+        return self._graphs[size].replay if size in self._graphs else lambda: self.step(slots)
+
+    def _capture(self, slots: Tensor) -> torch.cuda.CUDAGraph:
+        """Needs a GPU. All slots are the scratch one while it warms up. Raises RuntimeError."""
+        slots.fill_(self.step.state.scratch)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(self._stream):
+                self._warm_up(slots)
+                return self._record(slots)
+        finally:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _warm_up(self, slots: Tensor) -> None:
+        """Run the step twice: kernels compile and workspaces are made, which may wait; then nothing may."""
+        place = self.step.state.place
+        before = place.clone()
+        try:
+            self.step.state.place.zero_()
+            self.step(slots)
+            with _refuse_to_wait():
+                self.step(slots)
+        finally:
+            place.copy_(before)
+
+    def _record(self, slots: Tensor) -> torch.cuda.CUDAGraph:
+        """The step as a graph. `torch.cuda.graph` would stay on its stream where ending the capture fails."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Threads of offload and checkpoints may go on allocating meanwhile: hence not "global".
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            self.step(slots)
+        finally:
+            graph.capture_end()
+        return graph
+
+
+def upload(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """int64 numbers on the device, without waiting for it."""
+    numbers = torch.tensor(values, dtype=torch.int64)
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
+@contextmanager
+def _refuse_to_wait() -> Iterator[None]:
+    """Within the block what makes the host wait for the device raises RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _say_once(name: str, problem: Exception) -> None:
+    if name not in _told:
+        _told.add(name)
+        log.warning("%s decodes without CUDA graphs, more slowly: %s", name, str(problem).splitlines()[0])

@@ -1,0 +1,125 @@
+"""Static steps, run eagerly on a CPU, say token for token what the slot decoder says: the code that a GPU captures."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.rollout import continuous
+from engine.rollout.continuous import SlotDecoder
+from engine.rollout.decoder import Rollouts
+from engine.rollout.on_device import rounds
+from engine.rollout.on_device.graphs import bucket
+from engine.rollout.sampling import Sampling, under_seed, uniforms
+from tests.engine.rollout.families import ENDS, build, ragged_prompts
+
+PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
+STREAMS = [4, 9, 2, 7, 0, 11, 3, 5]
+DRAWN = Sampling(12, temperature=0.8, end_ids=ENDS, seed=6)
+SETTINGS: list[Sampling] = [
+    replace(DRAWN, temperature=0),
+    replace(DRAWN, top_k=20, top_p=0.9),
+    replace(DRAWN, min_p=0.05, min_new_tokens=5),
+    replace(DRAWN, repetition_penalty=1.6),
+    replace(DRAWN, max_new_tokens=1),
+]
+
+
+def on_device(model: Any, cache_bytes: int | None = None) -> Rollouts:
+    """A generator that decodes as it would on a GPU."""
+    rollouts = Rollouts(model, "cpu", cache_bytes)
+    assert rollouts.fallback is None and rollouts._slots is not None
+    rollouts._slots.on_device = True
+    return rollouts
+
+
+def same(model: Any, ours: Rollouts, sampling: Sampling, slots: int = 3, **rest: Any) -> None:
+    by_slots = Rollouts(model, "cpu").generate(PROMPTS, sampling, STREAMS, slots, **rest)
+    by_steps = ours.generate(PROMPTS, sampling, STREAMS, slots, **rest)
+    for one, other in zip(by_steps, by_slots, strict=True):
+        assert one.token_ids == other.token_ids and one.finished == other.finished
+        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-4)
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "mistral", "gemma2", "gemma3_text", "mixtral"])
+def test_says_what_the_slot_decoder_says(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(continuous.PREFILL_TOKENS, "cpu", 9)  # prompts in chunks, beside sequences that decode
+    model = build(family)
+    same(model, on_device(model), DRAWN)
+
+
+@pytest.mark.parametrize("window", [1, 3, 8])
+@pytest.mark.parametrize("slots", [1, 5, 64])
+def test_the_host_may_look_as_seldom_as_it_likes(window: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "WINDOW", window)
+    model = build("llama")
+    same(model, on_device(model), DRAWN, slots)
+
+
+def test_one_decoder_under_many_settings() -> None:
+    """State, steps and cache are those of the calls before; more settings than are kept."""
+    model = build("llama")
+    ours = on_device(model)
+    for sampling in [*SETTINGS, DRAWN, replace(DRAWN, seed=8), *SETTINGS[:2]]:
+        same(model, ours, sampling)
+    assert ours._slots is not None and ours._slots._rounds is not None
+    assert len(ours._slots._rounds._replays) == rounds.SETTINGS_KEPT
+
+
+def test_stop_strings_and_samples() -> None:
+    model = build("llama")
+    whole = Rollouts(model, "cpu").generate(PROMPTS, replace(DRAWN, end_ids=()), STREAMS)
+    stop = tuple(f"<{a.token_ids[4]}>" for a in whole[:3])
+    same(model, on_device(model), replace(DRAWN, end_ids=(), stop=stop),
+         text=lambda ids: "".join(f"<{token}>" for token in ids))  # fmt: skip
+    prompts = ragged_prompts(30, 21)
+    shared = on_device(model).generate(prompts, DRAWN, list(range(8)), samples=4)
+    apart = Rollouts(model, "cpu").generate(prompts, DRAWN, list(range(8)), samples=4)
+    assert [a.token_ids for a in shared] == [a.token_ids for a in apart]
+
+
+def test_a_stream_that_is_left_leaves_nothing_behind() -> None:
+    model = build("llama")
+    ours = on_device(model)
+    next(ours.stream(PROMPTS[0], DRAWN, 1))
+    same(model, ours, DRAWN)
+
+
+def test_a_slot_is_spared_within_the_bound() -> None:
+    model = build("llama")
+    token = 2 * 2 * 2 * 8 * 4
+    ours = on_device(model, cache_bytes=4 * 64 * token)
+    same(model, ours, DRAWN, slots=8)
+    assert isinstance(ours._slots, SlotDecoder) and ours._slots.cache is not None
+    assert ours._slots.cache.slots == 4
+
+
+def test_weights_elsewhere_take_new_steps() -> None:
+    model = build("llama")
+    ours = on_device(model)
+    same(model, ours, DRAWN)
+    before = ours._slots._rounds  # type: ignore[union-attr]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    same(model, ours, DRAWN)
+    assert ours._slots._rounds is before  # type: ignore[union-attr]
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    same(model, ours, DRAWN)
+    assert ours._slots._rounds is not before  # type: ignore[union-attr]
+    ours.release()
+    assert ours._slots._rounds is None  # type: ignore[union-attr]
+
+
+def test_buckets() -> None:
+    assert [bucket(n) for n in (1, 2, 3, 5, 9, 17, 24, 25, 33, 49, 65, 97, 129)] == [
+        1, 2, 4, 8, 16, 24, 24, 32, 48, 64, 96, 128, 192
+    ]  # fmt: skip
+
+
+def test_a_seed_is_a_shift_of_the_streams() -> None:
+    streams, places = torch.tensor([[0], [5], [-3], [2**62]]), torch.arange(7)
+    for seed in (0, 1, 2**64 - 1, -9):
+        shifted = under_seed(seed, streams)
+        assert torch.equal(uniforms(0, shifted, places), uniforms(seed, streams, places))
