@@ -4,7 +4,7 @@ LoRA: Hu et al., 2021, arXiv:2106.09685. The live parameters are only read: a ba
 16 bit drifts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +33,23 @@ def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def adapter_delta(layer: nn.Module, device: torch.device) -> Tensor:
     """The sum of scaling * B @ A over a LoRA layer's active adapters, fp32, in the layout of the layer's weight."""
-    total: Tensor | None = None
-    for adapter in layer.active_adapters:  # type: ignore[union-attr]
-        down = dist.full_tensor(layer.lora_A[adapter].weight.detach()).to(device).float()  # type: ignore[index, union-attr]
-        up = dist.full_tensor(layer.lora_B[adapter].weight.detach()).to(device).float()  # type: ignore[index, union-attr]
-        delta = layer.scaling[adapter] * (up @ down)  # type: ignore[index]
-        total = delta if total is None else total + delta
-    assert total is not None
-    return total.T if getattr(layer, "fan_in_fan_out", False) else total
+    factors = [
+        (scaling, dist.full_tensor(down).to(device).float(), dist.full_tensor(up).to(device).float())
+        for scaling, down, up in active_matrices(layer)
+    ]
+    return update_rows(layer, factors, slice(None))
+
+
+def active_matrices(layer: nn.Module) -> list[tuple[float, Tensor, Tensor]]:
+    """(scaling, A (r, in), B (out, r)) of each of a LoRA layer's active adapters, as they are: they may be sharded."""
+    return [
+        (layer.scaling[name], layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach())  # type: ignore[index, union-attr]
+        for name in layer.active_adapters  # type: ignore[union-attr]
+    ]
+
+
+def update_rows(layer: nn.Module, factors: Sequence[tuple[float, Tensor, Tensor]], rows: slice) -> Tensor:
+    """Some rows of the sum of scaling * B @ A, in the layout of the layer's weight, which may be stored transposed."""
+    transposed = getattr(layer, "fan_in_fan_out", False)
+    terms = [s * ((up @ down[:, rows]).T if transposed else up[rows] @ down) for s, down, up in factors]
+    return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]

@@ -6,7 +6,7 @@ without them there is one rank. GPUs talk through NCCL, hosts through Gloo.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,19 +14,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is. `device` is where its modules live."""
+    """Who this process is. `device` is where its modules live.
+
+    `tensor` neighbouring ranks hold one module between them and see the same data; data is spread over `data_size`
+    such groups.
+    """
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
+    tensor: int = 1
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the data is this rank's."""
+        return self.rank // self.tensor
+
+    @property
+    def data_size(self) -> int:
+        """In how many shares data is cut."""
+        return self.size // self.tensor
 
     @property
     def leads(self) -> bool:
@@ -35,6 +50,7 @@ class World:
 
 
 _world: World | None = None
+_meshes: dict[tuple[int, ...], DeviceMesh] = {}
 _host_group: dist.ProcessGroup | None = None
 _background_group: dist.ProcessGroup | None = None
 
@@ -77,6 +93,20 @@ def stop() -> None:
     if _world is not None and dist.is_initialized():
         dist.destroy_process_group()
     _world = _host_group = _background_group = None
+    _meshes.clear()
+
+
+def arrange(*, tensor: int) -> World:
+    """Put every `tensor` neighbouring ranks on the same data. Raises ValueError where the world does not divide by it.
+
+    For the whole process: engines that live side by side have the same arrangement.
+    """
+    global _world
+    now = world()
+    if now.size % tensor:
+        raise ValueError(f"tensor_parallel={tensor} does not divide the {now.size} ranks")
+    _world = replace(now, tensor=tensor)
+    return _world
 
 
 def world() -> World:
@@ -98,9 +128,23 @@ def background_group() -> dist.ProcessGroup:
     return _background_group
 
 
+def beside_training(group: dist.ProcessGroup | None) -> bool:
+    """True for the groups of the host and the background, whose collectives are no part of a pass over a module."""
+    return group is not None and group in (_host_group, _background_group)
+
+
 def mesh(*, replicate: int, shard: int) -> DeviceMesh:
-    """The device mesh (replicate, shard) of ZeRO; replicate * shard is the world size."""
-    return init_device_mesh(world().device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+    """The device mesh (replicate, shard), or (replicate, shard, tensor) with tensor groups of neighbours.
+
+    replicate * shard is the number of shares that data is cut in. One mesh for each shape: what is laid out on parts of
+    it can be composed.
+    """
+    tensor = world().tensor
+    shape = (replicate, shard) if tensor == 1 else (replicate, shard, tensor)
+    if shape not in _meshes:
+        names = ("replicate", "shard", "tensor")[: len(shape)]
+        _meshes[shape] = init_device_mesh(world().device.type, shape, mesh_dim_names=names)
+    return _meshes[shape]
 
 
 def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -110,12 +154,23 @@ def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Te
     return tensor
 
 
+def gather_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors side by side in the last dimension; all have the same shape."""
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
-    """Add up named numbers over ranks, in float64. Every rank passes the same names."""
+    """Add up named numbers over the shares of the data, in float64. Every rank passes the same names.
+
+    Ranks of one tensor group have the same share, and the same numbers; these count once.
+    """
     names = sorted(values)
     if world().size == 1 or not names:
         return dict(values)
-    total = torch.tensor([float(values[name]) for name in names], dtype=torch.float64)
+    first = world().rank % world().tensor == 0
+    total = torch.tensor([float(values[name]) if first else 0.0 for name in names], dtype=torch.float64)
     dist.all_reduce(total, group=host_group())
     return dict(zip(names, total.tolist(), strict=True))
 
@@ -155,19 +210,56 @@ def barrier() -> None:
 
 def is_whole(tensor: Tensor) -> bool:
     """True where the local part of a tensor is all of it."""
-    if not isinstance(tensor, DTensor):
-        return True
-    return all(
-        not placement.is_shard() or size == 1
-        for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    )
+    return not isinstance(tensor, DTensor) or not _spread(tensor)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor on every rank. Where the local part is whole it is returned itself, not a copy."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return local(tensor) if is_whole(tensor) else tensor.full_tensor()
+    for dim in reversed(_spread(tensor)):  # one mesh dimension after another: DTensor warns of doing it at once
+        placements = [Replicate() if at == dim else kept for at, kept in enumerate(tensor.placements)]
+        tensor = tensor.redistribute(placements=placements)
+    return local(tensor)
+
+
+def in_rows(tensor: Tensor) -> bool:
+    """True for a tensor that is cut over the ranks of one group by its first dimension, as FSDP2 does, and no other."""
+    if not isinstance(tensor, DTensor):
+        return False
+    cuts = [p for p, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if p.is_shard() and size > 1]
+    return len(cuts) == 1 and type(cuts[0]) is Shard and cuts[0].dim == 0 and shards(tensor) > 1
+
+
+def shards(tensor: Tensor) -> int:
+    """Over how many ranks FSDP2 cut a tensor."""
+    if not isinstance(tensor, DTensor) or "shard" not in (tensor.device_mesh.mesh_dim_names or ()):
+        return 1
+    return tensor.device_mesh["shard"].size()
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """An all-gather on its way. `mine` is held until it has arrived."""
+
+    mine: Tensor
+    parts: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        """(ranks, numbers): what each rank of the group sent."""
+        if self.work is not None:
+            self.work.wait()
+        return self.parts
+
+
+def start_all_gather(mine: Tensor, like: Tensor) -> Gathering:
+    """Send `mine` (numbers,) to all ranks that hold shards of the sharded tensor `like`; they all send as many."""
+    assert isinstance(like, DTensor)
+    group = like.device_mesh.get_group("shard")
+    parts = mine.new_empty(shards(like), len(mine))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
+    return Gathering(mine, parts, gather(parts.view(-1), mine, group=group, async_op=True))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -177,13 +269,27 @@ def local(tensor: Tensor) -> Tensor:
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of squares over whole, possibly sharded tensors: () float32, the same number on every rank."""
-    parts = [local(t) for t in tensors]
     device = world().device
     total = torch.zeros((), dtype=torch.float32, device=device)
-    if parts:
+    for dims, parts in _by_sharding(tensors).items():
         norms = torch._foreach_norm([p.float() if p.dtype != torch.float32 else p for p in parts])
-        total += torch.stack([n.to(device) for n in norms]).square().sum()
-    sharded = next((t for t in tensors if isinstance(t, DTensor)), None)
-    if sharded is not None and not is_whole(sharded):
-        all_reduce_sum(total, group=sharded.device_mesh.get_group("shard"))
+        squares = torch.stack([n.to(device) for n in norms]).square().sum()
+        for mesh, dim in dims:
+            all_reduce_sum(squares, group=mesh.get_group(dim))
+        total += squares
     return total
+
+
+def _by_sharding(tensors: Sequence[Tensor]) -> dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]]:
+    """Local parts by the mesh dimensions over which the wholes are spread."""
+    found: dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]] = {}
+    for tensor in tensors:
+        dims = tuple((tensor.device_mesh, dim) for dim in _spread(tensor)) if isinstance(tensor, DTensor) else ()
+        found.setdefault(dims, []).append(local(tensor))
+    return found
+
+
+def _spread(tensor: DTensor) -> list[int]:
+    """The mesh dimensions over which a tensor is in parts."""
+    mesh = tensor.device_mesh
+    return [dim for dim, kept in enumerate(tensor.placements) if not kept.is_replicate() and mesh.size(dim) > 1]

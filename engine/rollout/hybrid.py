@@ -1,22 +1,29 @@
 """The hybrid flip: a twin of a training module that generates.
 
 A training module is sharded, hooked and in full precision; generation wants whole parameters in compute precision and
-no hooks. The twin is the same architecture, plain. `refresh` fills it from the live module: a parameter that is
-sharded, of another precision or under an adapter is gathered, cast and merged into a buffer that is allocated once; any
-other shares the live parameter's memory, so that nothing is copied. The live module is only read: a base that is
-rewritten and restored in 16 bit drifts.
+no hooks. The twin is the same architecture, plain. `refresh` fills it from the live module: parameters that are sharded,
+of another precision or under an adapter are gathered, cast and merged (`gather.py`) into one stretch of memory that is
+allocated once, and on CPUs shared by the ranks of a host; any other shares the live parameter's memory, so that nothing
+is copied. What is frozen is gathered once. The live module is only read: a base that is rewritten and restored in
+16 bit drifts.
 
-Left out: gathers in buckets, tensor-parallel layouts, moving optimizer states away.
+Left out: tensor-parallel layouts.
 """
 
+import math
 import time
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from engine.merging import adapter_delta
 from engine.parallel import dist
+from engine.parallel.host_memory import share
+from engine.rollout.gather import Piece, gather
+
+ALIGNED = 64  # bytes: where a parameter begins
 
 
 @dataclass(frozen=True)
@@ -27,10 +34,20 @@ class _Origin:
     adapter: nn.Module | None
 
 
+@dataclass(frozen=True)
+class _Buffers:
+    """The memory of what is gathered, by name. `shared` is True where all ranks have the same."""
+
+    whole: Tensor
+    named: Mapping[str, Tensor]
+    shared: bool
+
+
 class Twin:
     """The generation side of a training module: `module`, after `refresh`.
 
-    `seconds` and `bytes` tell of the last flip; bytes are what was written into buffers, 0 where everything is shared.
+    `seconds`, `bytes` and `changed` tell of the last flip: bytes are what was written into buffers, 0 where everything
+    is shared; `changed` are the modules whose parameters may be others than before.
     """
 
     def __init__(
@@ -45,9 +62,11 @@ class Twin:
         """
         self.device = device or dist.world().device
         self.dtype, self.seconds, self.bytes = dtype, 0.0, 0
+        self.changed: set[nn.Module] = set()
         self.module = _plain(blueprint)
         self._source = source
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: _Buffers | None = None
+        self._seen: dict[str, tuple[int, int, int]] = {}  # frozen parameters in the buffers, as they were when read
         self.release()
         origins = _origins(source)
         lacking = [name for name, _, _ in _slots(self.module) if name not in origins]
@@ -57,16 +76,20 @@ class Twin:
     @torch.no_grad()
     def refresh(self) -> None:
         """Take over the live parameters as they are now. Collective; what FSDP2 keeps gathered is released before."""
-        began, self.bytes = time.perf_counter(), 0
+        began = time.perf_counter()
         origins = _origins(self._source)
         first_name: dict[tuple[int, int], str] = {}  # tied parameters are filled once
-        filled: dict[str, nn.Parameter] = {}
-        for name, owner, leaf in _slots(self.module):
-            origin = origins[name]
-            first = first_name.setdefault((id(origin.parameter), id(origin.adapter)), name)
-            if first == name:
-                filled[name] = nn.Parameter(self._fill(name, origin), requires_grad=False)
-            owner._parameters[leaf] = filled[first]
+        for name, _, _ in _slots(self.module):
+            first_name.setdefault((id(origins[name].parameter), id(origins[name].adapter)), name)
+        wanted = {name: origins[name] for name in first_name.values() if not self._can_share(origins[name])}
+        buffers = self._buffers_for(wanted)
+        due = self._due({name: Piece(o.parameter, o.adapter, buffers.named[name]) for name, o in wanted.items()})
+        if buffers.shared:
+            dist.barrier()  # until the last rank has ceased to read
+        self.bytes = gather(list(due.values()), shared=buffers.shared)
+        if buffers.shared:
+            dist.barrier()
+        self._hand_out(origins, first_name, kept=wanted.keys() - due.keys())
         self._share_buffers()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -78,26 +101,60 @@ class Twin:
             parameter = owner._parameters[leaf]
             assert parameter is not None
             owner._parameters[leaf] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-        self._buffers.clear()
+        self._buffers = None
+        self._seen.clear()
 
-    def _fill(self, name: str, origin: _Origin) -> Tensor:
-        """The twin's tensor: the live one where that can be shared, else this name's buffer, filled."""
-        live, adapter = origin.parameter.detach(), origin.adapter
-        if adapter is None and not dist.is_whole(live):
-            live = live.to(self.dtype)  # cast before the gather: fewer bytes on the wire
-        whole = dist.full_tensor(live)
-        if adapter is None and dist.is_whole(live) and whole.dtype == self.dtype and whole.device == self.device:
-            self._buffers.pop(name, None)
-            return whole
-        if name not in self._buffers:
-            self._buffers[name] = torch.empty(whole.shape, dtype=self.dtype, device=self.device)
-        buffer = self._buffers[name]
-        if adapter is None:
-            buffer.copy_(whole)
-        else:
-            buffer.copy_(whole.float() + adapter_delta(adapter, whole.device))  # a new tensor: `whole` may be live
-        self.bytes += buffer.numel() * buffer.element_size()
-        return buffer
+    def _can_share(self, origin: _Origin) -> bool:
+        """Whether the twin can use the live parameter's own memory."""
+        live = origin.parameter
+        return (
+            origin.adapter is None
+            and dist.is_whole(live)
+            and live.dtype == self.dtype
+            and dist.local(live.detach()).device == self.device
+        )
+
+    def _buffers_for(self, wanted: Mapping[str, _Origin]) -> _Buffers:
+        """Memory for these parameters: what there is, if it is for the same ones."""
+        if self._buffers is not None and self._buffers.named.keys() == wanted.keys():
+            return self._buffers
+        self._buffers = None
+        self._seen.clear()
+        sizes = {name: math.prod(origin.parameter.shape) * self.dtype.itemsize for name, origin in wanted.items()}
+        total = sum(-(-size // ALIGNED) * ALIGNED for size in sizes.values())
+        common = share(total) if total and dist.world().size > 1 and self.device.type == "cpu" else None
+        memory = torch.empty(total, dtype=torch.uint8, device=self.device) if common is None else common
+        named, at = {}, 0
+        for name, size in sizes.items():
+            named[name] = memory[at : at + size].view(self.dtype).view(wanted[name].parameter.shape)
+            at += -(-size // ALIGNED) * ALIGNED
+        self._buffers = _Buffers(memory, named, common is not None)
+        return self._buffers
+
+    def _due(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+        """The pieces to gather: all but the frozen ones that are in their buffers already, on all ranks."""
+        seen = {name: _stamp(piece.live) for name, piece in pieces.items() if piece.frozen}
+        kept = sorted(name for name, stamp in seen.items() if self._seen.get(name) == stamp)
+        self._seen = seen
+        agreed = len(set(dist.gather_objects(zlib.crc32(" ".join(kept).encode())))) == 1
+        return {name: piece for name, piece in pieces.items() if not agreed or name not in kept}
+
+    def _hand_out(
+        self, origins: Mapping[str, _Origin], first_name: Mapping[tuple[int, int], str], kept: set[str]
+    ) -> None:
+        """Give the twin's modules their parameters, tied ones the same; notes whose are not `kept`."""
+        assert self._buffers is not None
+        parameters: dict[str, nn.Parameter] = {}
+        self.changed = set()
+        for name, owner, leaf in _slots(self.module):
+            origin = origins[name]
+            first = first_name[id(origin.parameter), id(origin.adapter)]
+            if first not in parameters:
+                tensor = self._buffers.named.get(first, dist.local(origin.parameter.detach()))
+                parameters[first] = nn.Parameter(tensor, requires_grad=False)
+            owner._parameters[leaf] = parameters[first]
+            if first not in kept:
+                self.changed.add(owner)
 
     def _share_buffers(self) -> None:
         """Buffers (rotary frequencies and the like) are the live module's, wherever it has values for them."""
@@ -108,6 +165,12 @@ class Twin:
                 if own is not None:
                     use = own if theirs is None or theirs.is_meta else theirs.detach()
                     owner._buffers[leaf] = use.to(self.device)
+
+
+def _stamp(live: Tensor) -> tuple[int, int, int]:
+    """Changes where a parameter is written to in place, as a sharded tensor or as this rank's part, or put elsewhere."""
+    part = dist.local(live)  # without gradients: the part itself, which counts what is written to it
+    return part.data_ptr(), part._version, live._version
 
 
 def _plain(blueprint: nn.Module) -> nn.Module:
