@@ -260,6 +260,9 @@ def _indivisible(key: str, size: int, parts: int, over: str) -> str:
 
 def check_paths(config: RunConfig) -> None:
     """Files and folders that the configuration names have to be there. Raises UserError."""
+    for key, given in (("actor", config.actor), ("reward", config.reward_path)):  # a model path may be made from them
+        if given is not None:
+            model_folder(given, key)
     for key, model in (("model", config.model), ("reward_model", config.reward_model)):
         if model is None:
             continue
