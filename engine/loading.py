@@ -6,17 +6,20 @@ No rank holds more of a file than its shard, and one whole parameter at most whe
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from engine.parallel import dist
 
+Region = tuple[tuple[slice, ...], ...]
+"""Part of a tensor: for each dimension one slice, or several that stand side by side (in one dimension at most)."""
 
 class SafetensorsFolder:
     """The tensors of a folder of safetensors files, read slice by slice."""
@@ -33,33 +36,86 @@ class SafetensorsFolder:
     def names(self) -> list[str]:
         return list(self.files)
 
-    def read(self, name: str, rows: slice) -> Tensor:
-        """Rows of one tensor's first dimension (all of a scalar)."""
+    def read(self, name: str, region: Region) -> Tensor:
+        """Part of one tensor (all of a scalar)."""
         with safe_open(self.folder / self.files[name], framework="pt") as file:
             view = file.get_slice(name)
-            return view[rows] if view.get_shape() else file.get_tensor(name)
+            return cut(view, region) if view.get_shape() else file.get_tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         with safe_open(self.folder / self.files[name], framework="pt") as file:
             return tuple(file.get_slice(name).get_shape())
 
 
+def local_region(parameter: Tensor) -> Region:
+    """Which part of the whole parameter this rank holds.
+
+    A tensor group splits first (engine/parallel/tensor.py), then FSDP2 cuts the rows of what is left into chunks.
+    """
+    region = [[range(length)] for length in parameter.shape]
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for at, name in reversed(list(enumerate(mesh.mesh_dim_names or ()))):
+            placement: Any = parameter.placements[at]
+            if not placement.is_replicate():
+                # FSDP2 calls its chunks strided where a tensor group split the same dimension; plain chunks they are.
+                pieces = getattr(placement, "split_factor", 1) if name == "tensor" else 1
+                rank, size = mesh.get_local_rank(at), mesh.size(at)
+                region[placement.dim] = [_chunk(part, rank, size) for part in _pieces(region[placement.dim], pieces)]
+    return tuple(tuple(slice(part.start, part.stop) for part in parts) for parts in region)
+
+
 def local_rows(parameter: Tensor) -> slice:
-    """Which rows of the whole parameter this rank holds. FSDP2 shards the first dimension."""
-    if not isinstance(parameter, DTensor) or not parameter.shape:
-        return slice(None)
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return slice(offset[0], offset[0] + shape[0])
+    """The rows this rank holds of a parameter that is cut by rows only."""
+    return local_region(parameter)[0][0] if parameter.shape else slice(None)
+
+
+def _pieces(parts: list[range], count: int) -> list[range]:
+    assert len(parts) == 1, "a dimension in several pieces is not cut again"
+    length = len(parts[0]) // count
+    return [parts[0][i * length : (i + 1) * length] for i in range(count)]
+
+
+def _chunk(part: range, rank: int, ranks: int) -> range:
+    length = -(-len(part) // ranks)
+    return part[rank * length : (rank + 1) * length]
+
+
+def cut(whole: Any, region: Region) -> Tensor:
+    """The region of a tensor, or of anything that is sliced like one."""
+    if max(map(len, region)) == 1:
+        return whole[tuple(part for (part,) in region)]  # type: ignore[no-any-return]
+    (dim,) = (at for at, parts in enumerate(region) if len(parts) > 1)
+    rest = [parts[0] for parts in region]
+    return torch.cat([whole[(*rest[:dim], part, *rest[dim + 1 :])] for part in region[dim]], dim)
+
+
+_also: dict[int, Callable[[Tensor], None]] = {}
+
+
+@contextmanager
+def also_into(keepers: Mapping[int, Callable[[Tensor], None]]) -> Iterator[None]:
+    """Within the block `keepers[id(parameter)]` sees what is written into a parameter, before it is rounded to it."""
+    _also.update(keepers)
+    try:
+        yield
+    finally:
+        _also.clear()
+
+
+def _write(parameter: Tensor, values: Tensor) -> None:
+    """This rank's part of it."""
+    dist.local(parameter).copy_(values)
+    keep = _also.get(id(parameter))
+    if keep is not None:
+        keep(values)
 
 
 @torch.no_grad()
-def copy_rows(parameter: Tensor, whole: Tensor) -> None:
-    """Take this rank's rows of a whole tensor."""
-    target = dist.local(parameter)
-    if target.numel():
-        target.copy_(whole[local_rows(parameter)] if whole.ndim else whole)
+def copy_local(parameter: Tensor, whole: Tensor) -> None:
+    """Take this rank's part of a whole tensor."""
+    if dist.local(parameter).numel():
+        _write(parameter, cut(whole, local_region(parameter)) if whole.ndim else whole)
 
 
 @torch.no_grad()
@@ -74,9 +130,8 @@ def read_parameters(
                 f"{folder.folder}: {there} has shape {folder.shape(there)}, the model wants {tuple(parameter.shape)}; "
                 "its config.json does not belong to these weights"
             )
-        target = dist.local(parameter)
-        if target.numel():
-            target.copy_(folder.read(there, local_rows(parameter)))
+        if dist.local(parameter).numel():
+            _write(parameter, folder.read(there, local_region(parameter)))
 
 
 @torch.no_grad()
@@ -86,7 +141,7 @@ def draw_parameters(
     """Fill parameters with random values that do not depend on how they are sharded.
 
     Each module that owns some of `names` is copied with whole parameters on the host, `initialize(copy, name)` writes
-    them as it does for a plain model, and each rank takes its rows. The seed is that of (seed, module name).
+    them as it does for a plain model, and each rank takes its part. The seed is that of (seed, module name).
     """
     wanted: dict[str, list[str]] = {}
     for name in names:
@@ -104,4 +159,4 @@ def draw_parameters(
         for leaf in leaves:
             drawn, parameter = whole._parameters[leaf], live._parameters[leaf]
             assert drawn is not None and parameter is not None
-            copy_rows(parameter, drawn)
+            copy_local(parameter, drawn)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -293,3 +294,39 @@ def _spread(tensor: DTensor) -> list[int]:
     """The mesh dimensions over which a tensor is in parts."""
     mesh = tensor.device_mesh
     return [dim for dim, kept in enumerate(tensor.placements) if not kept.is_replicate() and mesh.size(dim) > 1]
+
+
+def sum_over_parts(numbers: Sequence[tuple[Tensor, float]]) -> float:
+    """The sum of (tensor, a number of our part of it) over all parts, in float64, the same on every rank.
+
+    Every rank passes the same tensors in the same order.
+    """
+    sums: dict[tuple[tuple[DeviceMesh, int], ...], float] = {}
+    for tensor, number in numbers:
+        dims = tuple((tensor.device_mesh, dim) for dim in _spread(tensor)) if isinstance(tensor, DTensor) else ()
+        sums[dims] = sums.get(dims, 0.0) + number
+    total = 0.0
+    for dims, number in sums.items():
+        value = torch.tensor(number, dtype=torch.float64, device=world().device)
+        for mesh, dim in dims:
+            all_reduce_sum(value, group=mesh.get_group(dim))
+        total += value.item()
+    return total
+
+
+def laid_out_like(parameter: Tensor, part: Tensor) -> Tensor:
+    """A tensor over the ranks as `parameter` is, of which `part` is ours, on the host or where the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return part.view(parameter.shape)
+    mesh = parameter.device_mesh
+    if part.device.type != mesh.device_type:
+        mesh = _host_mesh(mesh)
+    return DTensor.from_local(
+        part.view(local(parameter).shape), mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+
+
+@cache
+def _host_mesh(there: DeviceMesh) -> DeviceMesh:
+    return DeviceMesh("cpu", there.mesh, mesh_dim_names=there.mesh_dim_names)

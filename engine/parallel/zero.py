@@ -5,8 +5,10 @@ whole gradients live. FSDP2 always keeps optimizer states with the shard.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from engine.parallel import dist
@@ -23,19 +25,23 @@ def units(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def shard(
-    module: nn.Module, *, stage: int, policy: MixedPrecisionPolicy, offload: bool, ranks: int | None = None
-) -> None:
-    """Lay a module out over the ranks, in place. Its parameters become DTensors.
+def layout(*, stage: int, ranks: int | None = None) -> DeviceMesh:
+    """The mesh of a stage. `ranks` neighbours (tensor groups) share one copy from stage 1 on, all of them by default.
 
-    `ranks` neighbours share one copy (stages 1 to 3), all ranks by default. Raises ValueError where the world does not
-    divide by it.
+    Raises ValueError where the world does not divide by it.
     """
-    size = dist.world().size
+    size = dist.world().data_size
     together = 1 if stage == 0 else ranks or size
     if size % together:
         raise ValueError(f"shard_ranks={together} does not divide the {size} ranks")
-    mesh = dist.mesh(replicate=size // together, shard=together)
+    return dist.mesh(replicate=size // together, shard=together)
+
+
+def shard(
+    module: nn.Module, *, stage: int, policy: MixedPrecisionPolicy, offload: bool, ranks: int | None = None
+) -> None:
+    """Lay a module out over the ranks, in place. Its parameters become DTensors on `layout`'s mesh."""
+    mesh = layout(stage=stage, ranks=ranks)["replicate", "shard"]
     where = CPUOffloadPolicy() if offload else OffloadPolicy()
     for block in units(module):
         fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy, offload_policy=where)
@@ -53,6 +59,43 @@ def release(module: nn.Module) -> None:
     """Drop gathered parameters, so that the next use gathers what the optimizer wrote meanwhile."""
     for unit in _fsdp_modules(module):
         unit.reshard()
+
+
+def discard(module: nn.Module) -> None:
+    """Forget a pass that was left half done, with all its gradients: the module is as before its forward.
+
+    FSDP2 has no public way back from the middle of a pass. What ends a backward there puts everything to rest, so that
+    is called, with reducing off and nothing to reduce. Private names, the same from torch 2.11 to 2.13.
+    """
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(False)
+    module.set_reshard_after_backward(True)
+    states = [unit._get_fsdp_state() for unit in _fsdp_modules(module)]
+    groups = [group for state in states for group in _groups(state)]
+    for group in groups:
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+            parameter.sharded_param.grad = None
+        group._partial_reduce_output = None
+    root = module._get_fsdp_state()
+    root._state_ctx.iter_forward_root = None
+    root._comm_ctx.all_gather_state = None
+    if root._is_root:  # None before its first forward
+        root._root_post_backward_final_callback()
+    for group in groups:
+        if not group.is_sharded:
+            group._to_sharded()
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.to_sharded()  # one that failed between gathering and use is not known to its group
+
+
+def _groups(state: Any) -> list[Any]:
+    """The parameter groups of an FSDP state: a list since torch 2.12, one or None before."""
+    found = getattr(state, "_fsdp_param_groups", None)
+    return list(found) if found is not None else [g for g in (state._fsdp_param_group,) if g is not None]
 
 
 def _fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.config import LossScale
-from engine.loading import SafetensorsFolder, copy_rows, draw_parameters, read_parameters
+from engine.loading import SafetensorsFolder, copy_local, draw_parameters, read_parameters
 from engine.parallel import dist
 from pipeline.config.schema import EngineSettings, LoraConfig
 from pipeline.errors import UserError
@@ -236,7 +236,7 @@ def _read_through_transformers(
     lacking = [name for name, own in plain.items() if own in report["missing_keys"]]
     for name, own in plain.items():
         if own in whole and name not in lacking:
-            copy_rows(parameters[name], whole[own])
+            copy_local(parameters[name], whole[own])
     return lacking
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
-from engine.loading import SafetensorsFolder, copy_rows, draw_parameters, local_rows, read_parameters
+from engine.loading import SafetensorsFolder, copy_local, draw_parameters, local_region, read_parameters
 from engine.parallel import dist
 
 TENSORS = {"w": torch.arange(20.0).reshape(5, 4), "b": torch.arange(5.0), "s": torch.tensor(3.0)}
@@ -30,9 +30,11 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> SafetensorsFolder:
 def test_names_shapes_and_rows(folder: SafetensorsFolder) -> None:
     assert sorted(folder.names()) == ["b", "s", "w"]
     assert folder.shape("w") == (5, 4) and folder.shape("s") == ()
-    assert torch.equal(folder.read("w", slice(1, 3)), TENSORS["w"][1:3])
-    assert torch.equal(folder.read("w", slice(None)), TENSORS["w"])
-    assert torch.equal(folder.read("s", slice(None)), TENSORS["s"])
+    assert torch.equal(folder.read("w", ((slice(1, 3),), (slice(4),))), TENSORS["w"][1:3])
+    assert torch.equal(folder.read("w", ((slice(None),), (slice(None),))), TENSORS["w"])
+    assert torch.equal(folder.read("s", ()), TENSORS["s"])
+    inner, outer = folder.read("w", ((slice(5),), (slice(0, 1), slice(2, 4)))), TENSORS["w"]
+    assert torch.equal(inner, torch.cat([outer[:, 0:1], outer[:, 2:4]], 1))
 
 
 def test_parameters_take_what_the_folder_has_in_their_own_precision(folder: SafetensorsFolder) -> None:
@@ -47,9 +49,9 @@ def test_another_shape_is_refused_with_both_shapes(folder: SafetensorsFolder) ->
 
 
 def test_plain_tensors_are_all_ours() -> None:
-    assert local_rows(torch.zeros(3, 2)) == slice(None)
+    assert local_region(torch.zeros(3, 2)) == ((slice(0, 3),), (slice(0, 2),))
     target = torch.zeros(3, 2)
-    copy_rows(target, torch.ones(3, 2))
+    copy_local(target, torch.ones(3, 2))
     assert target.sum().item() == 6
 
 
