@@ -18,14 +18,13 @@ from step1_sft.batches import micro_batches
 EVALUATION_SEED = 20011
 
 
-def held_out_loss(engine: Engine, items: Sequence[TokenItem], *, budget: int, pad_id: int) -> float:
+def held_out_loss(engine: Engine, items: Sequence[TokenItem], *, budget: int, packing: bool, pad_id: int) -> float:
     """Mean cross-entropy a token, in nats, over held-out conversations; nan where there are none."""
-    longest = max((len(item.ids) for item in items), default=1)
-    batches, count = micro_batches(items, budget=budget, packing=False, max_length=longest, pad_id=pad_id)
+    batches, count = micro_batches(items, budget=budget, packing=packing, pad_id=pad_id)
     total = torch.zeros((), dtype=torch.float64)
     with engine.scoring() as module:
         for batch in batches:
-            total -= module(batch.input_ids, batch.score_mask)[0].double().sum().cpu()
+            total -= module(batch.input_ids, batch.score_mask, documents=batch.documents)[0].double().sum().cpu()
     return dist.sum_over_ranks({"loss": total.item()})["loss"] / count if count else float("nan")
 
 

@@ -1,6 +1,7 @@
 """Stage 1: what is loaded, the loop, what is left behind."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,22 +55,18 @@ def run(config: RunConfig, folder: Path) -> None:
     choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora, section.dropout)
     engine = build_policy(source, choice, generates=True)
     packing = _packing(engine, section.packing, section.max_length)
-    with open_watchers(config, "sft", folder, steps) as watchers, StageRun(
-        folder, section, steps, {"policy": engine}, watchers=watchers
-    ) as stage:
+    cut: dict[str, Any] = {"budget": section.micro_batch_tokens, "packing": packing, "pad_id": tokenizer.pad_id}
+    with (
+        open_watchers(config, "sft", folder, steps) as watchers,
+        StageRun(folder, section, steps, {"policy": engine}, watchers=watchers) as stage,
+    ):
         done = stage.restore()
         if done == 0:
             with stage.phase("evaluate"):
                 answer("base", config, engine, tokenizer, prompts, folder)
         for step in range(done + 1, steps + 1):
             indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
-            batches, count = micro_batches(
-                [train[i] for i in indices],
-                budget=section.micro_batch_tokens,
-                packing=packing,
-                max_length=section.max_length,
-                pad_id=tokenizer.pad_id,
-            )
+            batches, count = micro_batches([train[i] for i in indices], **cut)
             with stage.phase("train"):
                 update = engine.update(batches, loss_of, count)
             stage.tokens += sum(len(train[i].ids) for i in indices)
@@ -78,9 +75,7 @@ def run(config: RunConfig, folder: Path) -> None:
             figures |= {"skipped_steps": engine.scaler.skipped}
             if stage.evaluates(step) and held_out:
                 with stage.phase("evaluate"):
-                    figures["eval_loss"] = held_out_loss(
-                        engine, held_out, budget=section.micro_batch_tokens, pad_id=tokenizer.pad_id
-                    )
+                    figures["eval_loss"] = held_out_loss(engine, held_out, **cut)
                 stage.note_best("eval_loss", figures["eval_loss"], higher=False)
             stage.log(step, figures)
             stage.save(step)
@@ -102,7 +97,5 @@ def _packing(engine: Engine, wanted: bool, max_length: int) -> bool:
 
 def loss_of(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
     """The summed loss of a micro-batch."""
-    logprobs, _ = module(
-        batch.input_ids, batch.score_mask, position_ids=batch.position_ids, document_ids=batch.document_ids
-    )
+    logprobs, _ = module(batch.input_ids, batch.score_mask, documents=batch.documents)
     return sft_loss(logprobs), {}

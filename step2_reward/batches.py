@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine.parallel import dist
-from pipeline.data.batch import PairBatch, collate_pairs, plan
+from pipeline.data.batch import PairBatch, collate_pairs, pack_pairs, plan, shared_tokens
 from pipeline.data.encode import PairItem
 
 
@@ -12,13 +12,23 @@ def longer(pair: PairItem) -> int:
     return max(len(pair.chosen), len(pair.rejected))
 
 
-def micro_batches(pairs: Sequence[PairItem], *, budget: int, pad_id: int) -> tuple[list[PairBatch], list[list[int]]]:
+def together(pair: PairItem) -> int:
+    """Tokens of both sides, what they begin with counted once."""
+    return len(pair.chosen) + len(pair.rejected) - shared_tokens(pair)
+
+
+def micro_batches(
+    pairs: Sequence[PairItem], *, budget: int, packing: bool, pad_id: int
+) -> tuple[list[PairBatch], list[list[int]]]:
     """This rank's micro-batches of a global batch, and which pairs each holds (places in `pairs`).
 
-    budget: tokens a micro-batch, both sides and padding included.
+    budget: tokens a micro-batch, both sides and padding included; packing: each is one row without padding, in which
+    the sides of a pair share what they begin with.
     """
     world = dist.world()
-    lengths = [longer(pair) for pair in pairs]
-    planned = plan(lengths, ranks=world.size, budget=max(1, budget // 2), packing=False, max_length=max(lengths))
-    mine = planned[world.rank]
-    return [collate_pairs([pairs[i] for i in places], pad_id).to(world.device) for places in mine], mine
+    if packing:
+        planned = plan([together(pair) for pair in pairs], ranks=world.size, budget=budget, packing=True)
+    else:
+        planned = plan([longer(pair) for pair in pairs], ranks=world.size, budget=max(1, budget // 2), packing=False)
+    mine, collate = planned[world.rank], pack_pairs if packing else collate_pairs
+    return [collate([pairs[i] for i in places], pad_id).to(world.device) for places in mine], mine

@@ -23,15 +23,16 @@ class Scored:
         return self.chosen > self.rejected
 
 
-def score_pairs(engine: Engine, pairs: Sequence[PairItem], *, budget: int, pad_id: int) -> list[Scored]:
+def score_pairs(engine: Engine, pairs: Sequence[PairItem], *, budget: int, packing: bool, pad_id: int) -> list[Scored]:
     """Score pairs, the work spread over ranks; all of them, in order, on every rank."""
     if not pairs:
         return []
-    batches, places = micro_batches(pairs, budget=budget, pad_id=pad_id)
+    batches, places = micro_batches(pairs, budget=budget, packing=packing, pad_id=pad_id)
     mine: dict[int, tuple[float, float]] = {}
     with engine.scoring() as module:
         for batch, where in zip(batches, places, strict=True):
-            scores, count = last_scores(module(batch.input_ids), batch.lengths).tolist(), len(where)
+            values = module(batch.input_ids, documents=batch.documents)
+            scores, count = last_scores(values, batch.ends).tolist(), len(where)
             mine |= dict(zip(where, zip(scores[:count], scores[count : 2 * count], strict=True), strict=True))
     found = {place: scores for part in dist.gather_objects(mine) for place, scores in part.items()}
     return [Scored(pair, *found[index]) for index, pair in enumerate(pairs)]

@@ -14,6 +14,6 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, *, cen
     return (ranking + centering * (chosen + rejected).square()).sum()
 
 
-def last_scores(values: Tensor, lengths: Tensor) -> Tensor:
-    """(B, T) values and (B,) lengths -> (B,) the values at each row's last token."""
-    return values.gather(1, (lengths - 1)[:, None]).squeeze(1)
+def last_scores(values: Tensor, ends: Tensor) -> Tensor:
+    """(B, T) values and (S,) places in them, flattened -> (S,) the values there."""
+    return values.flatten()[ends]

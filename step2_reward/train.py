@@ -2,6 +2,7 @@
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from pipeline.errors import UserError
 from pipeline.insight.plan import announce
 from pipeline.manifest import stage_inputs
 from pipeline.models.build import EngineChoice, build_scorer
+from pipeline.models.checks import verify
 from pipeline.models.export import export_scorer
 from pipeline.models.source import ModelSource, resolve
 from pipeline.run import StageRun
@@ -56,10 +58,12 @@ def run(config: RunConfig, folder: Path) -> None:
     choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora)
     engine = build_scorer(source, choice, pad_id=own_pad(tokenizer))
     loss = loss_of(section.centering, use_margin=section.use_margin)
-    cut = {"budget": section.micro_batch_tokens, "pad_id": tokenizer.pad_id}
-    with open_watchers(config, "reward", folder, steps) as watchers, StageRun(
-        folder, section, steps, {"reward": engine}, watchers=watchers
-    ) as stage:
+    packing = verify(engine, max_length=section.max_length).packing
+    cut: dict[str, Any] = {"budget": section.micro_batch_tokens, "packing": packing, "pad_id": tokenizer.pad_id}
+    with (
+        open_watchers(config, "reward", folder, steps) as watchers,
+        StageRun(folder, section, steps, {"reward": engine}, watchers=watchers) as stage,
+    ):
         for step in range(stage.restore() + 1, steps + 1):
             indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
             batches, _ = micro_batches([train[i] for i in indices], **cut)
@@ -112,7 +116,8 @@ def loss_of(centering: float, *, use_margin: bool) -> LossFn[PairBatch]:
     """The summed loss of a micro-batch, and how many pairs it ranks right, by what margin."""
 
     def loss(module: nn.Module, batch: PairBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
-        scores, count = last_scores(module(batch.input_ids), batch.lengths), len(batch.margins)
+        values = module(batch.input_ids, documents=batch.documents)
+        scores, count = last_scores(values, batch.ends), len(batch.margins)
         chosen, rejected = scores[:count], scores[count : 2 * count]
         margins = batch.margins if use_margin else torch.zeros_like(batch.margins)
         difference = (chosen - rejected).detach()

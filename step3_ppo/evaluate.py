@@ -48,7 +48,9 @@ class Examiner:
         """Score given answers, as text: whoever wrote them, an end token is taken as given."""
         prompts = [self.tokenizer.encode_prompt(p.messages) for p in self.prompts]
         responses = [self.tokenizer.encode_answer(answer) for answer in answers]
-        batches = my_rows(prompts, responses, range(len(prompts)), self.tokenizer.pad_id, self.budget)
+        batches = my_rows(
+            prompts, responses, range(len(prompts)), self.tokenizer.pad_id, self.budget, packing=models.pack
+        )
         scores = score_rows(models, batches)
         return HeldOut(list(answers), [scores[i] for i in range(len(answers))], gold_scores(self.prompts, answers))
 

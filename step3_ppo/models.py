@@ -15,8 +15,8 @@ from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 from pipeline.manifest import stage_inputs
 from pipeline.models.build import EngineChoice, adapters_off, build_policy, build_scorer
-from pipeline.models.checks import verify
-from pipeline.models.modules import Policy
+from pipeline.models.checks import adopt, verify
+from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, model_folder, resolve
 from pipeline.stage import optimizer_config, stage_source
 
@@ -30,6 +30,12 @@ class Models:
     reference: Engine | None
     reward: Engine
     reward_mean: float
+
+    @property
+    def pack(self) -> bool:
+        """Whether all four take several sequences in a row without padding."""
+        engines = [self.actor, self.critic, self.reward, self.reference or self.actor]
+        return all(isinstance(e.module, Policy | Scorer) and e.module.packs for e in engines)
 
     @contextmanager
     def referring(self) -> Iterator[nn.Module]:
@@ -88,16 +94,13 @@ def build(config: RunConfig, sources: Sources, *, actor_steps: int, critic_steps
         generates=True,
     )
     reference = None if adapters else build_policy(sources.actor, choice(section.reference_engine))
-    _score_alike(actor, reference, section.max_length)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    verify(actor, max_length=longest)
+    if reference is not None:
+        adopt(reference, actor)
     critic_optimizer = optimizer_config(section, steps=critic_steps, lr=section.critic_lr)
     critic = build_scorer(sources.reward, choice(section.critic_engine, optimizer=critic_optimizer), pad_id=pad_id)
     reward = build_scorer(sources.reward, choice(section.reward_engine), pad_id=pad_id)
+    verify(critic, max_length=longest)
+    adopt(reward, critic)
     return Models(actor, critic, reference, reward, float(getattr(sources.reward.config, "reward_mean", 0.0)))
-
-
-def _score_alike(actor: Engine, reference: Engine | None, max_length: int) -> None:
-    """Find out how the actor's log-probabilities are computed rightly; the reference computes them in the same way."""
-    verify(actor, max_length=max_length)
-    if reference is not None:
-        assert isinstance(actor.module, Policy) and isinstance(reference.module, Policy)
-        reference.module.use_logits = actor.module.use_logits

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig
-from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, plan
+from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_tokens, plan
 from pipeline.data.encode import TokenItem, encode_conversations
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.stage import stage_records
@@ -30,15 +30,14 @@ class PtxMix:
     pad_id: int
     seed: int
 
-    def batch(self, step: int) -> PtxBatch:
+    def batch(self, step: int, *, packing: bool = False) -> PtxBatch:
         """The conversations of optimizer step `step` (from 0)."""
         world = dist.world()
         chosen = [self.items[i] for i in batch_indices(len(self.items), self.size, self.seed, step)]
         lengths = [len(item.ids) for item in chosen]
-        planned = plan(lengths, ranks=world.size, budget=self.budget, packing=False, max_length=max(lengths))
-        batches = [
-            collate_tokens([chosen[i] for i in places], self.pad_id).to(world.device) for places in planned[world.rank]
-        ]
+        planned = plan(lengths, ranks=world.size, budget=self.budget, packing=packing)[world.rank]
+        collate = pack_tokens if packing else collate_tokens
+        batches = [collate([chosen[i] for i in places], self.pad_id).to(world.device) for places in planned]
         return PtxBatch(batches, sum(int(item.counts[1:].sum()) for item in chosen), self.coef)
 
 

@@ -7,6 +7,7 @@ ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from engine import Generation, Sampling
 from engine.parallel import dist
 from engine.rollout.selfcheck import compare
-from pipeline.data.batch import plan
+from pipeline.data.batch import padded, plan
+from pipeline.data.documents import Documents
 from step3_ppo.models import Models
 
 
@@ -22,14 +24,17 @@ from step3_ppo.models import Models
 class Rows:
     """Some sequences as a forward takes them.
 
-    places: which sequences; input_ids (b, T), padded on the right; score_mask (b, T), True on response tokens;
-    lengths (b,), padding not counted.
+    places: which b sequences; input_ids (b, T), padded on the right, or (1, N) with `documents`, without padding;
+    score_mask, of the same shape, True on response tokens; ends (b,) where each one's last token lies in the flattened
+    ids; counts: response tokens of each.
     """
 
     places: list[int]
     input_ids: Tensor
     score_mask: Tensor
-    lengths: Tensor
+    ends: Tensor
+    counts: list[int]
+    documents: Documents | None = None
 
 
 @dataclass(frozen=True)
@@ -95,42 +100,58 @@ def check_generator(models: Models, *, pad_id: int) -> None:
     compare(checked, logprobs.split([len(c.answer.token_ids) for c in checked]), "the trainer's forward")
 
 
-def rows(prompts: list[list[int]], responses: list[list[int]], places: list[int], pad_id: int) -> Rows:
-    """Put sequences side by side. No sequences give one padding token, so that a rank without work can take part."""
-    device = dist.world().device
-    lengths = [len(prompts[i]) + len(responses[i]) for i in places] or [1]
-    ids = torch.full((len(lengths), max(lengths)), pad_id, dtype=torch.long)
+def rows(
+    prompts: list[list[int]], responses: list[list[int]], places: list[int], pad_id: int, *, packing: bool = False
+) -> Rows:
+    """Put sequences side by side, in a row each or all in one. No sequences give one padding token, so that a rank
+    without work can take part.
+    """
+    counts = [len(responses[i]) for i in places]
+    sequences = [prompts[i] + responses[i] for i in places] or [[pad_id]]
+    lengths = [len(sequence) for sequence in sequences]
+    if packing:
+        documents = Documents(tuple(lengths))
+        ids, ends = torch.tensor([[*chain.from_iterable(sequences)]]), documents.ends()
+    else:
+        documents, ids = None, padded(sequences, pad_id)[0]
+        ends = [row * ids.shape[1] + length - 1 for row, length in enumerate(lengths)]
     mask = torch.zeros(ids.shape, dtype=torch.bool)
-    for row, i in enumerate(places):
-        ids[row, : lengths[row]] = torch.tensor(prompts[i] + responses[i])
-        mask[row, len(prompts[i]) : lengths[row]] = True
-    return Rows(places, ids.to(device), mask.to(device), torch.tensor(lengths, device=device))
+    for end, count in zip(ends, counts, strict=False):
+        mask.view(-1)[end + 1 - count : end + 1] = True
+    device = dist.world().device
+    return Rows(places, ids.to(device), mask.to(device), torch.tensor(ends, device=device), counts, documents)
 
 
 def my_rows(
-    prompts: list[list[int]], responses: list[list[int]], places: Sequence[int], pad_id: int, budget: int
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    places: Sequence[int],
+    pad_id: int,
+    budget: int,
+    *,
+    packing: bool = False,
 ) -> list[Rows]:
     """This rank's micro-batches of some sequences; every rank gets equally many."""
     world = dist.world()
     lengths = [len(prompts[i]) + len(responses[i]) for i in places]
-    planned = plan(lengths, ranks=world.size, budget=budget, packing=False, max_length=max(lengths))[world.rank]
-    return [rows(prompts, responses, [places[j] for j in micro], pad_id) for micro in planned]
+    planned = plan(lengths, ranks=world.size, budget=budget, packing=packing)[world.rank]
+    return [rows(prompts, responses, [places[j] for j in micro], pad_id, packing=packing) for micro in planned]
 
 
 def policy_logprobs(module: nn.Module, batch: Rows, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies (N,) of the response tokens of a micro-batch."""
-    logprobs, entropies = module(batch.input_ids, batch.score_mask, temperature=temperature)
+    logprobs, entropies = module(batch.input_ids, batch.score_mask, temperature=temperature, documents=batch.documents)
     return logprobs, entropies
 
 
 def critic_values(module: nn.Module, batch: Rows) -> Tensor:
     """Values (N,) before each response token: what the critic expects when it has seen all tokens before."""
-    return module(batch.input_ids)[:, :-1][batch.score_mask[:, 1:]]
+    return module(batch.input_ids, documents=batch.documents)[:, :-1][batch.score_mask[:, 1:]]
 
 
 def end_scores(module: nn.Module, batch: Rows) -> Tensor:
-    """(b,) the reward model's score at the last token of each row."""
-    return module(batch.input_ids).gather(1, (batch.lengths - 1)[:, None]).squeeze(1)
+    """(b,) the reward model's score at the last token of each sequence."""
+    return module(batch.input_ids, documents=batch.documents).flatten()[batch.ends]
 
 
 def score_rows(models: Models, batches: Sequence[Rows]) -> dict[int, float]:
@@ -154,7 +175,7 @@ def collect(
 ) -> Rollout:
     """Score answers with all four models, by the trainer's own forward, with dropout off."""
     responses = [g.token_ids for g in generations]
-    batches = my_rows(prompts, responses, range(len(prompts)), pad_id, budget)
+    batches = my_rows(prompts, responses, range(len(prompts)), pad_id, budget, packing=models.pack)
     mine: dict[str, dict[int, Tensor]] = {"logprobs": {}, "reference": {}, "values": {}}
     with models.actor.scoring() as module:
         for batch in batches:
@@ -187,8 +208,7 @@ def collect(
 def _keep(kept: dict[int, Tensor], batch: Rows, flat: Tensor) -> None:
     """Cut (N,) back into one tensor a sequence, on the host."""
     if batch.places:
-        counts = batch.score_mask.sum(1).tolist()
-        kept.update(zip(batch.places, flat.float().cpu().split(counts), strict=True))
+        kept.update(zip(batch.places, flat.float().cpu().split(batch.counts), strict=True))
 
 
 def _table(parts: dict[int, Tensor], size: int) -> Tensor:

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.data.documents import Documents
 from pipeline.data.encode import PairItem, TokenItem
-from pipeline.data.planning import packed_rows, plan
+from pipeline.data.planning import plan
 
 __all__ = [
     "PairBatch",
@@ -23,8 +24,11 @@ __all__ = [
     "collate_pairs",
     "collate_tokens",
     "epoch_order",
+    "pack_pairs",
     "pack_tokens",
+    "padded",
     "plan",
+    "shared_tokens",
 ]
 
 
@@ -38,31 +42,33 @@ class _Batch:
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch(_Batch):
-    """Right-padded rows, each of one document, or of several where packed.
+    """Right-padded rows, each of one document, or one row of several documents.
 
     input_ids (B, T) long
     score_mask (B, T) bool: True where this token is a target that counts; never the first token of a document
-    position_ids (B, T) long: from 0 in every document; 0 in the padding
-    document_ids (B, T) long: document of the row, from 0; -1 in the padding. None where rows are not packed
+    documents: where the documents of a single row lie; None where each has a row of its own
     """
 
     input_ids: Tensor
     score_mask: Tensor
-    position_ids: Tensor
-    document_ids: Tensor | None
+    documents: Documents | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class PairBatch(_Batch):
-    """input_ids (2B, T) long: chosen rows, then rejected rows, right padded; lengths (2B,) long; margins (B,) float.
+    """B pairs: right-padded rows, chosen ones and then rejected ones, or one row of documents.
 
-    A batch of no pairs has two rows of padding, so that a forward pass runs, and B = 0 margins.
+    input_ids (2B, T) or (1, N) long; ends (2B,) long: where each side's last token lies in the flattened ids, chosen
+    sides, then rejected sides; margins (B,) float. In one row the two sides of a pair share the tokens they begin with.
+
+    A batch of no pairs has two tokens of padding, so that a forward pass runs, and B = 0 margins.
     """
 
     input_ids: Tensor
-    lengths: Tensor
+    ends: Tensor
     margins: Tensor
     sources: tuple[str, ...]
+    documents: Documents | None = None
 
 
 @lru_cache(maxsize=8)
@@ -78,45 +84,76 @@ def batch_indices(n: int, batch_size: int, seed: int, step: int) -> list[int]:
 
 
 def collate_tokens(items: Sequence[TokenItem], pad_id: int) -> TokenBatch:
-    """One row an item. No items: one row of padding in which nothing counts."""
-    return _token_batch([[item] for item in items], pad_id, packed=False)
+    """One row an item. No items: one token of padding, which does not count."""
+    ids = padded([item.ids for item in items], pad_id)[0]
+    score_mask = torch.zeros(ids.shape, dtype=torch.bool)
+    for row, item in zip(score_mask, items, strict=False):
+        row[: len(item.counts)] = torch.as_tensor(item.counts)
+    score_mask[:, 0] = False
+    return TokenBatch(ids, score_mask)
 
 
-def pack_tokens(items: Sequence[TokenItem], pad_id: int, max_length: int) -> TokenBatch:
-    """Rows of several items, up to `max_length` tokens. No items: one row of padding in which nothing counts."""
-    rows = packed_rows([len(item.ids) for item in items], max_length)
-    return _token_batch([[items[index] for index in row] for row in rows], pad_id, packed=True)
+def pack_tokens(items: Sequence[TokenItem], pad_id: int) -> TokenBatch:
+    """All items in one row. No items: one token of padding, which does not count."""
+    if not items:
+        return TokenBatch(torch.tensor([[pad_id]]), torch.tensor([[False]]), Documents((1,)))
+    documents = Documents(tuple(len(item.ids) for item in items))
+    score_mask = torch.as_tensor(np.concatenate([item.counts for item in items]))[None].clone()
+    score_mask[0, list(documents.starts)] = False
+    return TokenBatch(_row([item.ids for item in items]), score_mask, documents)
 
 
 def collate_pairs(items: Sequence[PairItem], pad_id: int) -> PairBatch:
     """Chosen rows, then rejected rows."""
-    rows = [item.chosen for item in items] + [item.rejected for item in items]
-    lengths = [len(row) for row in rows] or [1, 1]
-    input_ids = torch.full((len(lengths), max(lengths)), pad_id, dtype=torch.long)
-    for place, row in enumerate(rows):
-        input_ids[place, : len(row)] = _long(row)
+    sides = [item.chosen for item in items] + [item.rejected for item in items]
+    ids, lengths = padded(sides or [np.array([pad_id])] * 2, pad_id)
+    ends = torch.arange(len(lengths)) * ids.shape[1] + torch.tensor(lengths) - 1
+    return PairBatch(ids, ends, *_labels(items))
+
+
+def pack_pairs(items: Sequence[PairItem], pad_id: int) -> PairBatch:
+    """All pairs in one row: of each what both sides begin with, the rest of the chosen side, of the rejected side."""
+    if not items:
+        return PairBatch(torch.tensor([[pad_id, pad_id]]), torch.tensor([0, 1]), *_labels([]), Documents((1, 1)))
+    parts: list[Any] = []
+    prefixes: list[int | None] = []
+    sides: list[tuple[int, int]] = []
+    for item in items:
+        common, first = shared_tokens(item), len(parts)
+        if common:
+            parts.append(item.chosen[:common])
+            prefixes.append(None)
+        sides.append((len(parts), len(parts) + 1))
+        parts += [item.chosen[common:], item.rejected[common:]]
+        prefixes += [first if common else None] * 2
+    documents = Documents(tuple(len(part) for part in parts), tuple(prefixes))
+    ends = torch.tensor(documents.ends())[torch.tensor(sides).T.flatten()]
+    return PairBatch(_row(parts), ends, *_labels(items), documents)
+
+
+def shared_tokens(item: PairItem) -> int:
+    """Tokens that both sides of a pair begin with, their last ones left out."""
+    shorter = min(len(item.chosen), len(item.rejected)) - 1
+    different = np.flatnonzero(item.chosen[:shorter] != item.rejected[:shorter])
+    return int(different[0]) if len(different) else shorter
+
+
+def _labels(items: Sequence[PairItem]) -> tuple[Tensor, tuple[str, ...]]:
     margins = torch.tensor([item.margin for item in items], dtype=torch.float32)
-    return PairBatch(input_ids, torch.tensor(lengths), margins, tuple(item.source for item in items))
+    return margins, tuple(item.source for item in items)
 
 
-def _token_batch(rows: Sequence[Sequence[TokenItem]], pad_id: int, *, packed: bool) -> TokenBatch:
-    lengths = [sum(len(item.ids) for item in row) for row in rows] or [1]
-    shape = (len(lengths), max(lengths))
-    input_ids = torch.full(shape, pad_id, dtype=torch.long)
-    score_mask = torch.zeros(shape, dtype=torch.bool)
-    position_ids = torch.zeros(shape, dtype=torch.long)
-    document_ids = torch.full(shape, -1, dtype=torch.long)
+def padded(rows: Sequence[Any], pad_id: int) -> tuple[Tensor, list[int]]:
+    """(B, T) long of rows padded on the right, and their lengths. No rows: one token of padding."""
+    lengths = [len(row) for row in rows] or [1]
+    ids = torch.full((len(lengths), max(lengths)), pad_id, dtype=torch.long)
     for place, row in enumerate(rows):
-        start = 0
-        for document, item in enumerate(row):
-            span = slice(start, start + len(item.ids))
-            input_ids[place, span] = _long(item.ids)
-            score_mask[place, span] = torch.as_tensor(np.asarray(item.counts, dtype=np.bool_))
-            score_mask[place, start] = False
-            position_ids[place, span] = torch.arange(len(item.ids))
-            document_ids[place, span] = document
-            start = span.stop
-    return TokenBatch(input_ids, score_mask, position_ids, document_ids if packed else None)
+        ids[place, : len(row)] = _long(row)
+    return ids, lengths
+
+
+def _row(parts: Sequence[Any]) -> Tensor:
+    return _long(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))[None]
 
 
 def _long(ids: Any) -> Tensor:

@@ -1,17 +1,21 @@
 """Does this model give the same numbers the fast way as by its own forward? Asked once, before anything is trained."""
 
-import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine import Engine
 from engine.parallel import dist
-from pipeline.models.modules import Policy
+from engine.rollout.attention import Unserved
+from pipeline.data.documents import Documents
+from pipeline.models.attention import attention_of, use_documents
+from pipeline.models.modules import Policy, Scorer
 
 # Two ways to the same fp32 number differ by rounding; a wrong mask or a missing scale differs by far more.
 TOLERANCE = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 2e-1}
+SHORT = (9, 7, 5)  # tokens of the documents that are tried
 
 
 @dataclass(frozen=True)
@@ -23,45 +27,86 @@ class Abilities:
 
 
 def verify(engine: Engine, *, max_length: int) -> Abilities:
-    """Compare head(hidden) with the model's own logits, packed rows with separate ones; fall back where they differ.
+    """Compare head(hidden) with a policy's own logits, documents in one row with separate rows; fall back if need be.
 
-    Collective. Sets `Policy.use_logits` where the head alone is not the whole way to the logits.
+    Collective, for an engine around a `Policy` or a `Scorer`. Sets `Policy.use_logits` where the head alone is not the
+    whole way to the logits, and `packs` where the model takes documents of up to `max_length` tokens.
     """
-    policy = engine.module
-    assert isinstance(policy, Policy)
-    notes = []
+    module = engine.module
+    assert isinstance(module, Policy | Scorer)
     tolerance = TOLERANCE[engine.config.dtype]
-    vocabulary = policy.lm.config.get_text_config().vocab_size
-    row = (torch.arange(1, 17, device=dist.world().device) * 7919 % vocabulary)[None]
-    scored = torch.ones_like(row, dtype=torch.bool)
-    scored[:, 0] = False
+    notes = []
     with engine.scoring():
-        fast, _ = policy(row, scored)
-        policy.use_logits = True
-        plain, _ = policy(row, scored)
-        policy.use_logits = _differs(fast, plain, tolerance)
-        if policy.use_logits:
-            notes.append("this model scales its logits after the head, so whole logits are computed")
-        packing = _packs(policy, row, tolerance, max_length)
-    if not packing:
-        notes.append("this model does not take packed rows; batches are bucketed by length instead")
-    return Abilities(packing, tuple(notes))
+        if isinstance(module, Policy):
+            module.use_logits = _needs_logits(module, tolerance)
+            if module.use_logits:
+                notes.append("this model scales its logits after the head, so whole logits are computed")
+        module.packs = _packs(module, tolerance, max_length)
+    if not module.packs:
+        notes.append("this model does not take several sequences in a row; batches are padded, by length, instead")
+    return Abilities(module.packs, tuple(notes))
 
 
-def _packs(policy: Policy, row: Tensor, tolerance: float, max_length: int) -> bool:
-    """Whether two documents in one row get the log-probabilities they get apart."""
-    if "position_ids" not in inspect.signature(policy.lm.forward).parameters:
+def adopt(engine: Engine, like: Engine) -> None:
+    """Let another engine around the same architecture compute in the way that `like` was found to."""
+    module, model = engine.module, like.module
+    assert isinstance(module, Policy | Scorer) and isinstance(model, Policy | Scorer)
+    if isinstance(module, Policy) and isinstance(model, Policy):
+        module.use_logits = model.use_logits
+    module.packs = model.packs and use_documents(module.backbone)
+
+
+def _needs_logits(policy: Policy, tolerance: float) -> bool:
+    row = _tokens(policy, 16)
+    fast = _numbers(policy, row)
+    policy.use_logits = True
+    return _differs(fast, _numbers(policy, row), tolerance)
+
+
+def _packs(module: Policy | Scorer, tolerance: float, max_length: int) -> bool:
+    """Whether documents in one row get the numbers they get apart, one longer than the model's window among them.
+
+    Where they do, the model keeps attending by document; otherwise its attention stays as it was.
+    """
+    model = module.backbone
+    lengths = (max(SHORT[0], _beyond_window(model.config.get_text_config(), max_length)), *SHORT[1:])
+    first, second, third = _tokens(module, sum(lengths)).split(lengths, dim=1)
+    apart = [_numbers(module, first), _numbers(module, second), _numbers(module, torch.cat([first, third], dim=1))]
+    before: str = model.config._attn_implementation
+    if not use_documents(model):
         return False
-    window = getattr(policy.lm.config.get_text_config(), "sliding_window", None)
-    if window is not None and max_length > window:
-        return False  # the mask of packed rows would replace the window's
-    first, second = row[:, :9], row[:, 9:]
-    positions = torch.cat([torch.arange(9), torch.arange(7)]).to(row.device)[None]
-    documents = torch.cat([torch.zeros(9), torch.ones(7)]).long().to(row.device)[None]
-    scored = positions > 0
-    packed, _ = policy(row, scored, position_ids=positions, document_ids=documents)
-    apart = torch.cat([policy(first, scored[:, :9])[0], policy(second, scored[:, 9:])[0]])
-    return not _differs(packed, apart, tolerance)
+    # The third goes on from the first, so its own numbers are the last ones of the two together.
+    after = apart[2][-(len(third[0]) - isinstance(module, Policy)) :]
+    documents = Documents(lengths, (None, None, 0))
+    try:
+        together = _numbers(module, torch.cat([first, second, third], dim=1), documents)
+        found = not _differs(together, torch.cat([apart[0], apart[1], after]), tolerance)
+    except Unserved:
+        found = False
+    if not found:
+        attention_of(model, before)
+    return found
+
+
+def _beyond_window(text: Any, max_length: int) -> int:
+    """Tokens that don't fit the smallest window of a layer; 0 where no sequence is as long."""
+    windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return max((window + 8 for window in windows if window and max_length > window), default=0)
+
+
+def _numbers(module: Policy | Scorer, row: Tensor, documents: Documents | None = None) -> Tensor:
+    """(N,) log-probabilities of all tokens but the first of a document, or the values of all."""
+    if isinstance(module, Scorer):
+        return module(row, documents=documents)[0]
+    scored = torch.ones_like(row, dtype=torch.bool)
+    scored[0, list(documents.starts) if documents else [0]] = False
+    logprobs: Tensor = module(row, scored, documents=documents)[0]
+    return logprobs
+
+
+def _tokens(module: Policy | Scorer, count: int) -> Tensor:
+    vocabulary = module.backbone.config.get_text_config().vocab_size
+    return (torch.arange(1, count + 1, device=dist.world().device) * 7919 % vocabulary)[None]
 
 
 def _differs(a: Tensor, b: Tensor, tolerance: float) -> bool:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from engine import Engine
 from pipeline.data.encode import TokenItem
 from pipeline.models.build import build_policy
+from pipeline.models.checks import verify
 from step1_sft.batches import micro_batches
 from step1_sft.evaluate import held_out_loss
 from step1_sft.loss import sft_loss
@@ -49,40 +50,40 @@ def nats(folder: Path) -> list[float]:
     return found
 
 
-def update(folder: Path, *, packing: bool, budget: int, max_length: int) -> tuple[Engine, float, float, int]:
+def update(folder: Path, *, packing: bool, budget: int) -> tuple[Engine, float, float, int]:
     engine = build_policy(source_in(folder), trained())
-    batches, count = micro_batches(items(), budget=budget, packing=packing, max_length=max_length, pad_id=0)
+    if packing:
+        assert verify(engine, max_length=16).packing
+    batches, count = micro_batches(items(), budget=budget, packing=packing, pad_id=0)
     done = engine.update(batches, loss_of, count)
     return engine, done.loss, done.grad_norm, len(batches)
 
 
-@pytest.mark.parametrize(
-    ("packing", "budget", "max_length"), [(False, 1000, 16), (False, 20, 16), (True, 1000, 16), (True, 32, 16)]
-)
-def test_an_update_is_the_mean_over_counted_tokens(
-    folder: Path, nats: list[float], packing: bool, budget: int, max_length: int
-) -> None:
-    _, loss, norm, micro = update(folder, packing=packing, budget=budget, max_length=max_length)
+@pytest.mark.parametrize(("packing", "budget"), [(False, 1000), (False, 20), (True, 1000), (True, 32)])
+def test_an_update_is_the_mean_over_counted_tokens(folder: Path, nats: list[float], packing: bool, budget: int) -> None:
+    _, loss, norm, micro = update(folder, packing=packing, budget=budget)
     assert loss == pytest.approx(math.fsum(nats) / len(nats), rel=1e-5)
-    assert norm == pytest.approx(update(folder, packing=False, budget=1, max_length=16)[2], rel=1e-3)
+    assert norm == pytest.approx(update(folder, packing=False, budget=1)[2], rel=1e-4)
     assert (micro > 1) == (budget < 1000)
 
 
 def test_counts_and_masks_agree() -> None:
     wanted = sum(int(item.counts[1:].sum()) for item in items())
     for packing in (True, False):
-        batches, count = micro_batches(items(), budget=24, packing=packing, max_length=16, pad_id=0)
+        batches, count = micro_batches(items(), budget=24, packing=packing, pad_id=0)
         assert count == wanted == sum(int(batch.score_mask.sum()) for batch in batches)
-        assert all((batch.document_ids is not None) == packing for batch in batches)
+        assert all((batch.documents is not None) == packing for batch in batches)
         real = sum(len(item.ids) for item in items())
         assert sum(int((batch.input_ids != 0).sum()) for batch in batches) == real
 
 
 def test_held_out_loss(folder: Path, nats: list[float]) -> None:
     engine = build_policy(source_in(folder), trained(dropout=0.2))
-    found = held_out_loss(engine, items(), budget=30, pad_id=0)
-    assert found == pytest.approx(math.fsum(nats) / len(nats), rel=1e-5)  # in nats a token, dropout off
-    assert math.isnan(held_out_loss(engine, [], budget=30, pad_id=0))
+    wanted = pytest.approx(math.fsum(nats) / len(nats), rel=1e-5)  # in nats a token, dropout off
+    assert held_out_loss(engine, items(), budget=30, packing=False, pad_id=0) == wanted
+    assert verify(engine, max_length=16).packing
+    assert held_out_loss(engine, items(), budget=30, packing=True, pad_id=0) == wanted
+    assert math.isnan(held_out_loss(engine, [], budget=30, packing=True, pad_id=0))
 
 
 def test_the_loss_is_a_sum() -> None:
@@ -92,6 +93,7 @@ def test_the_loss_is_a_sum() -> None:
 
 def test_imitating_lowers_the_loss(folder: Path) -> None:
     engine = build_policy(source_in(folder), trained(lr=0.02))
-    batches, count = micro_batches(items(), budget=64, packing=True, max_length=16, pad_id=0)
+    assert verify(engine, max_length=16).packing
+    batches, count = micro_batches(items(), budget=64, packing=True, pad_id=0)
     losses = [engine.update(batches, loss_of, count).loss for _ in range(12)]
     assert losses[-1] < 0.5 * losses[0]

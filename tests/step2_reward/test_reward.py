@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from pipeline.data.batch import collate_pairs
+from engine import Engine
+from pipeline.data.batch import collate_pairs, pack_pairs
 from pipeline.data.encode import PairItem
 from pipeline.models.build import build_scorer
+from pipeline.models.checks import verify
 from step2_reward.batches import longer, micro_batches
 from step2_reward.evaluate import Scored, accuracies, score_pairs
 from step2_reward.train import loss_of, reference_level
@@ -49,23 +51,32 @@ def own(folder: Path) -> list[tuple[float, float]]:
     return [(score(pair.chosen), score(pair.rejected)) for pair in pairs()]
 
 
+def scorer_in(folder: Path, packing: bool, **rest: float) -> Engine:
+    engine = build_scorer(source_in(folder), trained(**rest), pad_id=0)
+    assert not packing or verify(engine, max_length=16).packing
+    return engine
+
+
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
-def test_every_pair_once_both_sides_together(budget: int) -> None:
-    batches, places = micro_batches(pairs(), budget=budget, pad_id=0)
+def test_every_pair_once_both_sides_together(budget: int, packing: bool) -> None:
+    batches, places = micro_batches(pairs(), budget=budget, packing=packing, pad_id=0)
     assert sorted(place for where in places for place in where) == list(range(5))
     for batch, where in zip(batches, places, strict=True):
         assert len(where) == 1 or batch.input_ids.numel() <= budget
-        assert batch.lengths.tolist() == [SIZES[p][0] for p in where] + [SIZES[p][1] for p in where]
+        last = [pairs()[p].chosen[-1] for p in where] + [pairs()[p].rejected[-1] for p in where]
+        assert batch.input_ids.flatten()[batch.ends].tolist() == last
         assert batch.margins.tolist() == [0.5 * p for p in where]
     assert longer(pairs()[1]) == 12
 
 
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(("centering", "use_margin", "budget"), [(0.0, False, 10_000), (0.02, True, 40)])
 def test_an_update_is_the_mean_over_pairs(
-    folder: Path, own: list[tuple[float, float]], centering: float, use_margin: bool, budget: int
+    folder: Path, own: list[tuple[float, float]], centering: float, use_margin: bool, budget: int, packing: bool
 ) -> None:
-    engine = build_scorer(source_in(folder), trained(), pad_id=0)
-    batches, _ = micro_batches(pairs(), budget=budget, pad_id=0)
+    engine = scorer_in(folder, packing)
+    batches, _ = micro_batches(pairs(), budget=budget, packing=packing, pad_id=0)
     update = engine.update(batches, loss_of(centering, use_margin=use_margin), len(SIZES))
     wanted = 0.0
     for place, (chosen, rejected) in enumerate(own):
@@ -76,24 +87,44 @@ def test_an_update_is_the_mean_over_pairs(
     assert update.sums["margin"] == pytest.approx(sum(c - r for c, r in own), rel=1e-4)
 
 
-def test_a_batch_without_pairs_takes_part_and_adds_nothing(folder: Path) -> None:
-    engine = build_scorer(source_in(folder), trained(), pad_id=0)
-    full, _ = micro_batches(pairs(), budget=10_000, pad_id=0)
+def test_answers_that_share_a_prompt_train_as_apart(folder: Path) -> None:
+    made = [
+        PairItem(
+            np.concatenate([pair.chosen[:2], pair.chosen]), np.concatenate([pair.chosen[:2], pair.rejected]), 0, ""
+        )
+        for pair in pairs()
+    ]
+    done = {}
+    for packing in (False, True):
+        engine = scorer_in(folder, packing)
+        batches, _ = micro_batches(made, budget=40, packing=packing, pad_id=0)
+        update = engine.update(batches, loss_of(0.01, use_margin=False), len(made))
+        done[packing] = (update.loss, update.grad_norm, sum(batch.input_ids.numel() for batch in batches))
+    assert done[True][:2] == pytest.approx(done[False][:2], rel=1e-5)
+    assert done[True][2] == sum(len(pair.chosen) + len(pair.rejected) - 2 for pair in made) < done[False][2]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_batch_without_pairs_takes_part_and_adds_nothing(folder: Path, packing: bool) -> None:
+    engine = scorer_in(folder, packing)
+    full, _ = micro_batches(pairs(), budget=10_000, packing=packing, pad_id=0)
     alone = engine.update(full, loss_of(0.01, use_margin=False), 5)
-    again = build_scorer(source_in(folder), trained(), pad_id=0)
-    nothing = collate_pairs([], 0).to(full[0].input_ids.device)
+    again = scorer_in(folder, packing)
+    nothing = (pack_pairs if packing else collate_pairs)([], 0).to(full[0].input_ids.device)
     both = again.update([*full, nothing], loss_of(0.01, use_margin=False), 5)
     assert both.loss == pytest.approx(alone.loss) and both.grad_norm == pytest.approx(alone.grad_norm, rel=1e-5)
     assert both.sums == pytest.approx(alone.sums)
 
 
-def test_scores_of_pairs_come_back_in_order(folder: Path, own: list[tuple[float, float]]) -> None:
+@pytest.mark.parametrize("packing", [False, True])
+def test_scores_of_pairs_come_back_in_order(folder: Path, own: list[tuple[float, float]], packing: bool) -> None:
     engine = build_scorer(source_in(folder), frozen(), pad_id=0)
-    found = score_pairs(engine, pairs(), budget=40, pad_id=0)
+    assert not packing or verify(engine, max_length=16).packing
+    found = score_pairs(engine, pairs(), budget=40, packing=packing, pad_id=0)
     for scored, pair, (chosen, rejected) in zip(found, pairs(), own, strict=True):
         assert scored.pair.source == pair.source and len(scored.pair.chosen) == len(pair.chosen)
         assert (scored.chosen, scored.rejected) == pytest.approx((chosen, rejected), abs=3e-5)
-    assert score_pairs(engine, [], budget=40, pad_id=0) == []
+    assert score_pairs(engine, [], budget=40, packing=packing, pad_id=0) == []
 
 
 def test_accuracies_by_hand() -> None:
@@ -117,8 +148,8 @@ def test_the_reference_level_is_that_of_the_chosen_answers() -> None:
 
 
 def test_learning_raises_the_accuracy(folder: Path) -> None:
-    engine = build_scorer(source_in(folder), trained(lr=0.02), pad_id=0)
-    batches, _ = micro_batches(pairs(), budget=64, pad_id=0)
+    engine = scorer_in(folder, True, lr=0.02)
+    batches, _ = micro_batches(pairs(), budget=64, packing=True, pad_id=0)
     for _ in range(12):
         update = engine.update(batches, loss_of(0.0, use_margin=False), len(SIZES))
     assert update.sums["accuracy"] == len(SIZES)

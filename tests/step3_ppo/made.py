@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.parallel import dist
 from pipeline.config.schema import LoraConfig
 from pipeline.models.build import build_policy, build_scorer
+from pipeline.models.checks import verify
 from step3_ppo.models import Models
 from step3_ppo.rollout import Rollout
 from tests.pipeline.models.tiny import classifier, config_of, frozen, language_model, source_in, trained
@@ -74,13 +75,19 @@ def saved_models(folder: Path, family: str = "llama") -> None:
     classifier(config_of(family), seed=2).save_pretrained(folder / "reward")
 
 
-def models_in(folder: Path, *, zero_stage: int = 0, lora: LoraConfig | None = None, **actor: Any) -> Models:
+def models_in(
+    folder: Path, *, zero_stage: int = 0, lora: LoraConfig | None = None, packing: bool = False, **actor: Any
+) -> Models:
     """PPO's four engines; the critic starts from the reward model, whose scores are around 0.5."""
     source, reward = source_in(folder / "actor"), source_in(folder / "reward")
-    return Models(
+    models = Models(
         actor=build_policy(source, trained(zero_stage=zero_stage, lora=lora, **actor), generates=True),
         critic=build_scorer(reward, trained(zero_stage=zero_stage), pad_id=0),
         reference=None if lora else build_policy(source, frozen(zero_stage=zero_stage)),
         reward=build_scorer(reward, frozen(zero_stage=zero_stage), pad_id=0),
         reward_mean=0.5,
     )
+    for engine in (models.actor, models.critic, models.reward, *([models.reference] if models.reference else [])):
+        assert not packing or verify(engine, max_length=32).packing
+    assert models.pack == packing
+    return models

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from engine import Generation, Sampling
 from pipeline.config.schema import LoraConfig, PpoSection
+from pipeline.data.documents import Documents
 from step3_ppo.rollout import Rollout, collect, generate, my_rows, rows
 from step3_ppo.update import Targets, minibatches, targets_of, update_critic, update_policy
 from tests.ranks import run_ranks
@@ -33,26 +34,34 @@ def test_rows_by_hand() -> None:
     assert batch.places == [1, 0]
     assert batch.input_ids.tolist() == [[9, 4, 0, 0, 0], [7, 8, 1, 2, 3]]
     assert batch.score_mask.tolist() == [[False, True, False, False, False], [False, False, True, True, True]]
-    assert batch.lengths.tolist() == [2, 5]
+    assert batch.input_ids.flatten()[batch.ends].tolist() == [4, 3] and batch.counts == [1, 3]
+    batch = rows([[7, 8], [9], [5, 5, 5]], [[1, 2, 3], [4], [6]], [1, 0], pad_id=0, packing=True)
+    assert batch.input_ids.tolist() == [[9, 4, 7, 8, 1, 2, 3]] and batch.documents == Documents((2, 5))
+    assert batch.score_mask.int().tolist() == [[0, 1, 0, 0, 1, 1, 1]]
+    assert batch.ends.tolist() == [1, 6] and batch.counts == [1, 3]
 
 
-def test_a_rank_without_work_has_one_token_that_does_not_count() -> None:
-    batch = rows([], [], [], pad_id=3)
-    assert batch.input_ids.tolist() == [[3]] and not batch.score_mask.any() and batch.lengths.tolist() == [1]
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_rank_without_work_has_one_token_that_does_not_count(packing: bool) -> None:
+    batch = rows([], [], [], pad_id=3, packing=packing)
+    assert batch.input_ids.tolist() == [[3]] and not batch.score_mask.any() and batch.ends.tolist() == [0]
 
 
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("budget", [1, 20, 10_000])
-def test_every_sequence_once_within_the_budget(budget: int) -> None:
+def test_every_sequence_once_within_the_budget(budget: int, packing: bool) -> None:
     made = rollout_of(PROMPTS, RESPONSES)
     chosen = [6, 1, 2, 4]
-    batches = my_rows(made.prompts, made.responses, chosen, 0, budget)
+    batches = my_rows(made.prompts, made.responses, chosen, 0, budget, packing=packing)
     assert sorted(place for batch in batches for place in batch.places) == sorted(chosen)
     for batch in batches:
         assert len(batch.places) == 1 or batch.input_ids.numel() <= budget
-        for row, place in enumerate(batch.places):
-            start, end = PROMPTS[place], PROMPTS[place] + RESPONSES[place]
-            assert batch.input_ids[row, :end].tolist() == made.prompts[place] + made.responses[place]
-            assert batch.score_mask[row].nonzero().flatten().tolist() == list(range(start, end))
+        for last, place in zip(batch.ends.tolist(), batch.places, strict=True):
+            start, end = last + 1 - PROMPTS[place] - RESPONSES[place], last + 1
+            assert batch.input_ids.flatten()[start:end].tolist() == made.prompts[place] + made.responses[place]
+            wanted = [False] * PROMPTS[place] + [True] * RESPONSES[place]
+            assert batch.score_mask.flatten()[start:end].tolist() == wanted
+        assert batch.score_mask.sum() == sum(batch.counts) == sum(RESPONSES[place] for place in batch.places)
 
 
 def test_a_rollout_counts_its_tokens() -> None:
@@ -85,11 +94,12 @@ def check_collected(found: Rollout, folder: Path, temperature: float, *, referen
         assert found.finished[place].item() == (place % 2 == 0)
 
 
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(("temperature", "budget"), [(1.0, 10_000), (0.7, 20)])
-def test_collected_numbers_are_each_models_own(temperature: float, budget: int, tmp_path: Path) -> None:
+def test_collected_numbers_are_each_models_own(temperature: float, budget: int, packing: bool, tmp_path: Path) -> None:
     saved_models(tmp_path)
     prompts, drawn = generations()
-    models = models_in(tmp_path)
+    models = models_in(tmp_path, packing=packing)
     found = collect(models, prompts, drawn, temperature=temperature, pad_id=0, budget=budget)
     check_collected(found, tmp_path, temperature)
 
@@ -108,16 +118,16 @@ def test_the_reference_of_adapters_is_the_model_under_them(tmp_path: Path) -> No
     assert (found.logprobs - base.logprobs).abs().max() > 0.01
 
 
-def one_step(folder: Path, zero_stage: int) -> dict[str, Any]:
-    """Generate, collect, two optimizer steps on each of two minibatches; all that should not depend on ranks."""
+def one_step(folder: Path, zero_stage: int, packing: bool = False) -> dict[str, Any]:
+    """Generate, collect, an optimizer step on each of two minibatches; all that should not depend on ranks."""
     torch.set_num_threads(1)
-    models = models_in(folder, zero_stage=zero_stage)
+    models = models_in(folder, zero_stage=zero_stage, packing=packing)
     prompts = rollout_of(PROMPTS, RESPONSES).prompts
     drawn = generate(models, prompts, SAMPLING, first_stream=40, batch_size=4)
     rollout = collect(models, prompts, drawn, temperature=0.9, pad_id=0, budget=24)
     targets: Targets = targets_of(rollout, SECTION, kl_coef=0.1)
     updates, seen = [], []
-    for minibatch in minibatches(rollout, parts=2, seed=8, pad_id=0, budget=24):
+    for minibatch in minibatches(rollout, parts=2, seed=8, pad_id=0, budget=24, packing=packing):
         actor, largest = update_policy(models, minibatch, rollout, targets, SECTION, temperature=0.9)
         critic = update_critic(models, minibatch, rollout, targets, SECTION)
         norms = {"largest": largest, "grad_norm": actor.grad_norm, "critic_grad_norm": critic.grad_norm}
@@ -127,10 +137,10 @@ def one_step(folder: Path, zero_stage: int) -> dict[str, Any]:
     return {"drawn": drawn, "rollout": rollout, "updates": updates, "seen": seen, "final": final}
 
 
-def test_two_ranks_make_the_step_that_one_makes(tmp_path: Path) -> None:
+def test_two_ranks_without_padding_make_the_step_that_one_makes_with_it(tmp_path: Path) -> None:
     saved_models(tmp_path)
     alone = one_step(tmp_path, 0)
-    first, second = run_ranks(one_step, 2, tmp_path, 3)
+    first, second = run_ranks(one_step, 2, tmp_path, 3, True)
     for step in range(2):  # equally many micro-batches, every sequence on one rank
         assert len(first["seen"][step]) == len(second["seen"][step])
         theirs = [place for result in (first, second) for batch in result["seen"][step] for place in batch]

@@ -168,7 +168,7 @@ def test_the_mix_of_conversations_adds_its_mean_loss(tmp_path: Path) -> None:
     ids = torch.tensor([[7, 9, 11, 13, 15], [8, 10, 12, 0, 0]])
     counts = torch.tensor([[False, False, True, True, True], [False, True, True, False, False]])
     device = dist.world().device
-    mixed = TokenBatch(ids.to(device), counts.to(device), torch.zeros_like(ids).to(device), None)
+    mixed = TokenBatch(ids.to(device), counts.to(device))
     logs = torch.log_softmax(AutoModelForCausalLM.from_pretrained(tmp_path / "actor")(input_ids=ids).logits, -1)
     nats = [-logs[row, t - 1, ids[row, t]].item() for row, t in counts.nonzero().tolist()]
     plain, _ = update_policy(models_in(tmp_path), minibatch, rollout, targets, section, temperature=1.0)

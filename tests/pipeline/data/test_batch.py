@@ -11,11 +11,13 @@ from pipeline.data.batch import (
     collate_pairs,
     collate_tokens,
     epoch_order,
+    pack_pairs,
     pack_tokens,
     plan,
+    shared_tokens,
 )
+from pipeline.data.documents import Documents
 from pipeline.data.encode import PairItem, TokenItem
-from pipeline.data.planning import packed_rows
 
 PAD = 9
 
@@ -31,97 +33,113 @@ def test_plans_use_every_index_once_within_the_budget(ranks: int, packing: bool)
     for _ in range(150):
         n, longest = rng.randrange(0, 40), rng.choice([4, 30, 300])
         lengths = [rng.randint(1, longest) for _ in range(n)]
-        budget, max_length = rng.choice([8, 64, 512]), rng.choice([longest, 2 * longest])
-        cut = plan(lengths, ranks=ranks, budget=budget, packing=packing, max_length=max_length)
+        budget = rng.choice([8, 64, 512])
+        cut = plan(lengths, ranks=ranks, budget=budget, packing=packing)
         assert len(cut) == ranks and len({len(batches) for batches in cut}) == 1
         assert sorted(index for batches in cut for batch in batches for index in batch) == list(range(n))
-        assert cut == plan(lengths, ranks=ranks, budget=budget, packing=packing, max_length=max_length)
+        assert cut == plan(lengths, ranks=ranks, budget=budget, packing=packing)
         for batches in cut:
             assert all(batches[i] or not any(batches[i:]) for i in range(len(batches)))  # empty ones at the end
             for batch in batches:
-                assert shape(batch, lengths, packing, max_length) <= budget or len(batch) == 1
+                assert shape(batch, lengths, packing) <= budget or len(batch) == 1
         if n >= ranks:
             loads = [sum(lengths[index] for batch in batches for index in batch) for batches in cut]
             assert max(loads) - min(loads) <= max(lengths)
 
 
-def shape(batch: list[int], lengths: list[int], packing: bool, max_length: int) -> int:
+def shape(batch: list[int], lengths: list[int], packing: bool) -> int:
     """Tokens of the batch's tensor, padding included."""
     inside = [lengths[index] for index in batch]
     if not inside:
         return 0
     items = [item(*[1] * length, counts="1" * length) for length in inside]
-    made = pack_tokens(items, PAD, max_length) if packing else collate_tokens(items, PAD)
+    made = pack_tokens(items, PAD) if packing else collate_tokens(items, PAD)
     return made.input_ids.numel()
 
 
 def test_empty_micro_batches_are_the_last_resort() -> None:
-    assert plan([5], ranks=2, budget=8, packing=False, max_length=8) == [[[0]], [[]]]
+    assert plan([5], ranks=2, budget=8, packing=False) == [[[0]], [[]]]
     # rank 0 holds the long one and needs 1 micro-batch, rank 1 would need 2
-    cut = plan([40, 9, 9, 9, 9, 9], ranks=2, budget=40, packing=False, max_length=40)
+    cut = plan([40, 9, 9, 9, 9, 9], ranks=2, budget=40, packing=False)
     assert [len(batches) for batches in cut] == [2, 2]
     assert cut[0] == [[0], []]
-    cut = plan([8, 8, 8, 8, 8, 8], ranks=1, budget=16, packing=False, max_length=8)
+    cut = plan([8, 8, 8, 8, 8, 8], ranks=1, budget=16, packing=False)
     assert cut == [[[0, 1], [2, 3], [4, 5]]]
     # rank 1's row of two documents is halved, to keep step with rank 0, whose two don't fit one row
-    cut = plan([8, 7, 3, 3], ranks=2, budget=10, packing=True, max_length=10)
+    cut = plan([8, 7, 3, 3], ranks=2, budget=10, packing=True)
     assert cut == [[[0], [3]], [[1], [2]]]
 
 
 def test_the_largest_micro_batch_runs_first() -> None:
-    assert plan([6, 5, 5], ranks=1, budget=10, packing=False, max_length=6) == [[[1, 2], [0]]]
+    assert plan([6, 5, 5], ranks=1, budget=10, packing=False) == [[[1, 2], [0]]]
 
 
 def test_similar_lengths_share_a_micro_batch() -> None:
-    cut = plan([100, 3, 98, 2, 4, 99], ranks=1, budget=300, packing=False, max_length=100)
+    cut = plan([100, 3, 98, 2, 4, 99], ranks=1, budget=300, packing=False)
     assert cut == [[[0, 5, 2], [4, 1, 3]]]
 
 
-def test_packing_fills_rows() -> None:
-    assert packed_rows([6, 5, 4, 3, 2], capacity=10) == [[0, 2], [1, 3, 4]]
-    assert packed_rows([12, 5], capacity=10) == [[0], [1]]
+def test_packing_fills_micro_batches_evenly() -> None:
+    assert plan([6, 5, 4, 3, 2], ranks=1, budget=11, packing=True) == [[[0, 3, 4], [1, 2]]]
+    assert plan([6, 5, 4, 3, 2], ranks=1, budget=10, packing=True) == [[[0, 2], [1, 3, 4]]]  # even ones do not fit
+    assert plan([12, 5], ranks=1, budget=10, packing=True) == [[[0], [1]]]
     lengths = [random.Random(i).randint(1, 50) for i in range(200)]
-    rows = packed_rows(lengths, capacity=64)
-    assert len(rows) <= 1.1 * sum(lengths) / 64 + 1
-    some = [index for row in rows[::3] for index in row]
-    again = packed_rows([lengths[index] for index in some], capacity=64)
-    assert [[some[place] for place in row] for row in again] == rows[::3]
+    (cut,) = plan(lengths, ranks=1, budget=640, packing=True)
+    assert len(cut) == -(-sum(lengths) // 640)
+    tokens = [sum(lengths[index] for index in batch) for batch in cut]
+    assert max(tokens) - min(tokens) <= 2
 
 
 def test_rows_of_one_document() -> None:
     batch = collate_tokens([item(5, 6, 7, counts="011"), item(8, 9, counts="11")], PAD)
     assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, PAD]]
     assert batch.score_mask.tolist() == [[False, True, True], [False, True, False]]  # a first token has no prediction
-    assert batch.position_ids.tolist() == [[0, 1, 2], [0, 1, 0]]
-    assert batch.document_ids is None and batch.input_ids.dtype == torch.long
+    assert batch.documents is None and batch.input_ids.dtype == torch.long
 
 
-def test_packed_rows_keep_documents_apart() -> None:
-    batch = pack_tokens([item(5, 6, counts="11"), item(1, 2, 3, counts="101"), item(7, 8, 8, 8, counts="0111")], PAD, 5)
-    assert batch.input_ids.tolist() == [[7, 8, 8, 8, PAD], [1, 2, 3, 5, 6]]
-    assert batch.document_ids is not None
-    assert batch.document_ids.tolist() == [[0, 0, 0, 0, -1], [0, 0, 0, 1, 1]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0], [0, 1, 2, 0, 1]]
-    assert batch.score_mask.int().tolist() == [[0, 1, 1, 1, 0], [0, 0, 1, 0, 1]]
+def test_one_row_of_documents() -> None:
+    batch = pack_tokens([item(5, 6, counts="11"), item(1, 2, 3, counts="101"), item(7, 8, 8, 8, counts="0111")], PAD)
+    assert batch.input_ids.tolist() == [[5, 6, 1, 2, 3, 7, 8, 8, 8]]
+    assert batch.documents == Documents((2, 3, 4))
+    assert batch.score_mask.int().tolist() == [[0, 1, 0, 0, 1, 0, 1, 1, 1]]
 
 
 def test_empty_batches_count_nothing() -> None:
-    for batch in (collate_tokens([], PAD), pack_tokens([], PAD, 5)):
+    for batch in (collate_tokens([], PAD), pack_tokens([], PAD)):
         assert batch.input_ids.tolist() == [[PAD]] and not batch.score_mask.any()
-    pairs = collate_pairs([], PAD)
-    assert pairs.input_ids.tolist() == [[PAD], [PAD]] and len(pairs.margins) == 0
-    assert pairs.lengths.tolist() == [1, 1] and pairs.sources == ()
+    assert collate_pairs([], PAD).input_ids.tolist() == [[PAD], [PAD]]
+    assert pack_pairs([], PAD).input_ids.tolist() == [[PAD, PAD]]
+    for pairs in (collate_pairs([], PAD), pack_pairs([], PAD)):
+        assert pairs.ends.tolist() == [0, 1] and len(pairs.margins) == 0 and pairs.sources == ()
+
+
+FIRST = PairItem(np.array([1, 2, 3]), np.array([1, 4]), 0.5, "a")
+SECOND = PairItem(np.array([5]), np.array([6, 7, 8, 9]), 0.0, "b")
 
 
 def test_pairs_are_chosen_rows_then_rejected_rows() -> None:
-    first = PairItem(np.array([1, 2, 3]), np.array([1, 4]), 0.5, "a")
-    second = PairItem(np.array([5]), np.array([6, 7, 8, 9]), 0.0, "b")
-    batch = collate_pairs([first, second], PAD)
+    batch = collate_pairs([FIRST, SECOND], PAD)
     assert batch.input_ids.tolist() == [[1, 2, 3, PAD], [5, PAD, PAD, PAD], [1, 4, PAD, PAD], [6, 7, 8, 9]]
-    assert batch.lengths.tolist() == [3, 1, 2, 4]
+    assert batch.input_ids.flatten()[batch.ends].tolist() == [3, 5, 4, 9]
     assert batch.margins.tolist() == [0.5, 0.0] and batch.sources == ("a", "b")
     moved = batch.to("meta")
     assert moved.input_ids.device.type == "meta" and moved.sources == ("a", "b")
+
+
+def test_pairs_in_one_row_share_what_they_begin_with() -> None:
+    batch = pack_pairs([FIRST, SECOND], PAD)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    assert batch.documents == Documents((1, 2, 1, 1, 4), (None, 0, 0, None, None))
+    assert batch.input_ids.flatten()[batch.ends].tolist() == [3, 5, 4, 9]
+    assert batch.margins.tolist() == [0.5, 0.0] and batch.sources == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "shared"),
+    [([1, 2, 3], [1, 2, 4], 2), ([1, 2, 3], [1, 2], 1), ([1], [1, 2], 0), ([5, 2], [6, 2], 0), ([1, 2], [1, 2], 1)],
+)
+def test_each_side_keeps_a_token_of_its_own(chosen: list[int], rejected: list[int], shared: int) -> None:
+    assert shared_tokens(PairItem(np.array(chosen), np.array(rejected), 0.0, "")) == shared
 
 
 def test_epochs_follow_one_another() -> None:

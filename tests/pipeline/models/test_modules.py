@@ -10,9 +10,8 @@ from torch import Tensor
 from engine.parallel import dist
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.checks import verify
-from pipeline.models.modules import Policy, Scorer, document_mask
+from pipeline.models.modules import Policy, Scorer
 from tests.pipeline.models.tiny import (
-    FAMILIES,
     after_first,
     classifier,
     config_of,
@@ -67,35 +66,6 @@ def test_without_the_check_a_scaled_model_would_be_wrong(family: str, tmp_path: 
     verify(engine, max_length=32)
     after, _ = engine(ids, after_first(ids))
     assert (before - after).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_packed_rows_equal_separate_rows_or_the_model_says_so(family: str, tmp_path: Path) -> None:
-    language_model(config_of(family)).save_pretrained(tmp_path)
-    engine = build_policy(source_in(tmp_path), frozen())
-    packs = verify(engine, max_length=32).packing
-    assert packs == (family != "bloom")  # alibi counts positions by itself
-    if not packs:
-        return
-    lengths = [7, 4, 5]
-    documents = [ids_of(1, length, seed=length) for length in lengths]
-    apart = torch.cat([engine(d, after_first(d))[0] for d in documents])
-    padding = torch.zeros_like(ids_of(1, 3))
-    row = torch.cat([*documents, padding], dim=1)
-    positions = torch.cat([*(torch.arange(n) for n in lengths), torch.zeros(3, dtype=torch.long)])[None]
-    owner = torch.tensor([[place for place, n in enumerate(lengths) for _ in range(n)] + [-1] * 3])
-    marks = torch.cat([*(after_first(d) for d in documents), torch.zeros_like(padding, dtype=torch.bool)], dim=1)
-    device = dist.world().device
-    packed, _ = engine(row, marks, position_ids=positions.to(device), document_ids=owner.to(device))
-    torch.testing.assert_close(packed, apart, atol=1e-5, rtol=1e-5)
-
-
-def test_document_mask_by_hand() -> None:
-    owners = [0, 0, 1, 1, -1]
-    found = document_mask(torch.tensor([owners]))[0, 0]
-    for place, mine in enumerate(owners):
-        for other, theirs in enumerate(owners):
-            assert found[place, other].item() == (other <= place and mine == theirs)
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "gemma2", "bloom", "cohere", "mixtral"])

@@ -43,6 +43,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**LLAMA_LIKE, "tie_word_embeddings": False},
     "qwen3": {**LLAMA_LIKE, "head_dim": 8, "tie_word_embeddings": True},
     "gemma2": {**LLAMA_LIKE, "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0},
+    "gemma3_text": {**LLAMA_LIKE, "head_dim": 8, "query_pre_attn_scalar": 8},
+    "mistral": LLAMA_LIKE,
     "cohere": {**LLAMA_LIKE, "logit_scale": 0.25},
     "granite": {**LLAMA_LIKE, "logits_scaling": 3.0},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},

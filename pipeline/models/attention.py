@@ -1,0 +1,153 @@
+"""Sequences side by side in one row, none of which sees another: batches without padding.
+
+A row of N tokens is N tokens of work in every linear layer, however the lengths differ; attention runs within each
+document. transformers lets an attention function be registered by name and hands it every keyword that the model was
+called with, so a forward with `documents=Documents(...)` reaches it in the model's own code. No mask function belongs
+to the name, so no mask of N x N is ever made: documents and the layer's window say it all.
+
+On CUDA one call of a variable-length kernel serves all documents; elsewhere, and where the kernel doesn't fit, there
+is one call a document.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+from engine.rollout.attention import CHANGES_SCORES, Unserved, attend
+from pipeline.data.documents import Documents, Ragged
+
+NAME = "zerochat_documents"
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+LARGEST_HEAD = 256  # of the variable-length kernel
+
+
+def use_documents(model: PreTrainedModel) -> bool:
+    """Let a model attend by this file, padded rows included. False, and nothing changes, where it can't be asked to."""
+    text: Any = model.config.get_text_config()
+    takes_name = getattr(model, "_supports_attention_backend", False)
+    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    capped_dropout = getattr(text, "attn_logit_softcapping", None) and getattr(text, "attention_dropout", 0.0)
+    if not takes_name or not takes_positions or capped_dropout:
+        return False
+    attention_of(model, NAME)
+    return True
+
+
+def attention_of(model: PreTrainedModel, name: str) -> str:
+    """Make a model attend by the function of this name; the name before."""
+    before: str = model.config._attn_implementation
+    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+        config._attn_implementation = name
+    return before
+
+
+def document_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    documents: Documents | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query (B, heads, T, size), key and value (B, key heads, T, size); B = 1 and T = N with `documents`.
+
+    Causal: a token sees those before it, of its own document where there are some, at most `sliding_window` of them,
+    itself included. Returns (B, T, heads, value's size). Raises Unserved.
+    """
+    odd = [name for name in CHANGES_SCORES if others.get(name) is not None]
+    causal = others.get("is_causal") is not False and getattr(module, "is_causal", True)
+    if odd or attention_mask is not None or not causal:
+        raise Unserved(f"{type(module).__name__} asks for {', '.join(odd) or 'another kind of attention'}")
+    how = _How(scaling, sliding_window, softcap, dropout)
+    if documents is None:
+        return how.attend(query, key, value).transpose(1, 2), None
+    if query.is_cuda and how.fits_kernel(query, value):
+        return _by_kernel(query[0], key[0], value[0], documents.ragged(query.device), how)[None], None
+    return _one_by_one(query, key, value, documents, how), None
+
+
+@dataclass(frozen=True)
+class _How:
+    """What a layer asks of its attention."""
+
+    scaling: float | None
+    window: int | None
+    softcap: float | None
+    dropout: float
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(B, heads, Q, size) queries, the last Q of K tokens, over (B, key heads, K, size)."""
+        mask = self.mask(query.shape[2], key.shape[2], query.device)
+        if self.softcap is not None:
+            return attend(query, key, value, mask, scaling=self.scaling, softcap=self.softcap)
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=self.dropout, is_causal=mask is None, scale=self.scaling
+        )
+
+    def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """(Q, K) True where a query may look; None where that is what plain causal attention does."""
+        narrow = self.window is not None and keys > self.window
+        if queries == keys and not narrow:
+            return None
+        distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+        seen = distance >= 0
+        return seen & (distance < self.window) if narrow else seen
+
+    def fits_kernel(self, query: Tensor, value: Tensor) -> bool:
+        """Whether the variable-length kernel does this."""
+        plain = self.softcap is None and self.dropout == 0.0 and query.dtype in KERNEL_DTYPES
+        return plain and query.shape[-1] == value.shape[-1] <= LARGEST_HEAD and query.shape[-1] % 8 == 0
+
+
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How) -> Tensor:
+    """One call a document. Split and joined as a whole: slices would each pass back a gradient as wide as the row."""
+    lengths = list(documents.lengths)
+    queries, keys, values = (t.split(lengths, dim=2) for t in (query, key, value))
+    out = []
+    for place in range(len(lengths)):
+        before = documents.prefix(place)
+        mine = (keys[place], values[place])
+        if before is not None:
+            mine = (torch.cat([keys[before], mine[0]], dim=2), torch.cat([values[before], mine[1]], dim=2))
+        out.append(how.attend(queries[place], *mine).transpose(1, 2))
+    return torch.cat(out, dim=1)
+
+
+def _by_kernel(query: Tensor, key: Tensor, value: Tensor, ragged: Ragged, how: _How) -> Tensor:
+    """(heads, N, size) queries -> (N, heads, size), all documents in one call; causal from the last token back."""
+    from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and later
+
+    groups = query.shape[0] // key.shape[0]
+    q, k, v = (t.transpose(0, 1) for t in (query, key, value))
+    if ragged.keys is not None:
+        k, v = k.index_select(0, ragged.keys), v.index_select(0, ragged.keys)
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    return varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        ragged.query_starts,
+        ragged.key_starts,
+        ragged.longest_query,
+        ragged.longest_key,
+        scale=how.scaling,
+        window_size=(-1 if how.window is None else how.window - 1, 0),
+    )
+
+
+AttentionInterface.register(NAME, document_attention)

@@ -1,0 +1,181 @@
+"""Sequences side by side in one row give the numbers and gradients that they give in rows of their own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import Engine
+from engine.parallel import dist
+from pipeline.data.documents import Documents
+from pipeline.models.attention import NAME, attention_of, document_attention
+from pipeline.models.build import build_policy, build_scorer
+from pipeline.models.checks import adopt, verify
+from tests.pipeline.models.tiny import (
+    FAMILIES,
+    after_first,
+    classifier,
+    config_of,
+    frozen,
+    ids_of,
+    language_model,
+    source_in,
+    trained,
+)
+
+LENGTHS = (7, 4, 12, 1, 5)
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 5},
+    "gemma2": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+}
+TRAINED = ["opt", "gpt2", "llama", "qwen3", "gemma2", "gemma3_text"]
+
+
+def sequences() -> list[Tensor]:
+    return [ids_of(1, length, seed=length) for length in LENGTHS]
+
+
+def gradients(engine: Engine) -> dict[str, Tensor]:
+    found = {name: dist.full_tensor(p.grad).cpu().clone() for name, p in engine.module.named_parameters()}
+    engine.optimizer.zero_grad()
+    return found
+
+
+def policy_in(folder: Path, family: str, **changes: Any) -> Engine:
+    language_model(config_of(family, **changes)).save_pretrained(folder)
+    return build_policy(source_in(folder), trained())
+
+
+def marks_of(documents: Documents, row: Tensor) -> Tensor:
+    marks = torch.ones_like(row, dtype=torch.bool)
+    marks[0, list(documents.starts)] = False
+    return marks
+
+
+def check_policy(engine: Engine, before: str, temperature: float = 0.8) -> None:
+    """Rows of their own by the attention of `before`, then one row by document."""
+    weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(3))
+    weights = weights.to(dist.world().device)
+    own = attention_of(engine.module.lm, before)
+    apart = [engine(row, after_first(row), temperature=temperature) for row in sequences()]
+    logprobs, entropies = (torch.cat(part) for part in zip(*apart, strict=True))
+    engine.backward((weights * logprobs + 0.3 * weights.flip(0) * entropies).sum())
+    wanted = gradients(engine)
+    attention_of(engine.module.lm, own)
+    row, documents = torch.cat(sequences(), dim=1), Documents(LENGTHS)
+    found, spread = engine(row, marks_of(documents, row), temperature=temperature, documents=documents)
+    torch.testing.assert_close(found, logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(spread, entropies, atol=1e-5, rtol=1e-5)
+    engine.backward((weights * found + 0.3 * weights.flip(0) * spread).sum())
+    for name, gradient in gradients(engine).items():
+        torch.testing.assert_close(gradient, wanted[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_every_family_takes_documents_or_says_so(family: str, tmp_path: Path) -> None:
+    engine = policy_in(tmp_path, family)
+    before = engine.module.lm.config._attn_implementation
+    found = verify(engine, max_length=32)
+    assert found.packing == engine.module.packs == (family != "bloom")  # it has no positions to give
+    assert found.packing == (not any("padded" in note for note in found.notes))
+    assert (engine.module.lm.config._attn_implementation == NAME) == found.packing
+    if family in TRAINED:
+        check_policy(engine, before)
+
+
+@pytest.mark.parametrize("family", list(WINDOWED))
+def test_windows_are_kept(family: str, tmp_path: Path) -> None:
+    engine = policy_in(tmp_path, family, **WINDOWED[family])
+    before = engine.module.lm.config._attn_implementation
+    assert verify(engine, max_length=32).packing
+    check_policy(engine, before)
+
+
+def test_a_window_that_is_not_kept_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AttentionInterface
+
+    def without_window(*inputs: Any, sliding_window: int | None = None, **rest: Any) -> Any:
+        return document_attention(*inputs, **rest)
+
+    engine = policy_in(tmp_path, "mistral", sliding_window=5)
+    monkeypatch.setitem(AttentionInterface._global_mapping, NAME, without_window)
+    before = engine.module.lm.config._attn_implementation
+    assert not verify(engine, max_length=32).packing
+    assert engine.module.lm.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "gemma2"])
+def test_two_answers_share_one_pass_over_their_prompt(family: str, tmp_path: Path) -> None:
+    classifier(config_of(family)).save_pretrained(tmp_path)
+    engine = build_scorer(source_in(tmp_path), trained(), pad_id=0)
+    prompt, first, second, other = (ids_of(1, n, seed=n) for n in (6, 4, 9, 5))
+    before = engine.module.model.config._attn_implementation
+    assert verify(engine, max_length=32).packing
+    attention_of(engine.module.model, before)
+    apart = [engine(row)[0] for row in (torch.cat([prompt, first], 1), torch.cat([prompt, second], 1), other)]
+    (apart[0][-1] - 2 * apart[1][-1] + 3 * apart[2][1]).backward()
+    wanted = gradients(engine)
+    attention_of(engine.module.model, NAME)
+    documents = Documents((6, 4, 9, 5), (None, 0, 0, None))
+    values = engine(torch.cat([prompt, first, second, other], 1), documents=documents)[0]
+    torch.testing.assert_close(values[:10], apart[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(values[10:19], apart[1][6:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(values[19:], apart[2], atol=1e-5, rtol=1e-5)
+    (values[9] - 2 * values[18] + 3 * values[20]).backward()
+    for name, gradient in gradients(engine).items():
+        torch.testing.assert_close(gradient, wanted[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_padded_rows_are_as_before(tmp_path: Path) -> None:
+    engine, ids = policy_in(tmp_path, "gemma2", sliding_window=5), ids_of(3, 11)
+    before = engine(ids, after_first(ids))[0]
+    assert verify(engine, max_length=32).packing
+    torch.testing.assert_close(engine(ids, after_first(ids))[0], before, atol=1e-5, rtol=1e-5)
+
+
+def test_the_reference_computes_as_the_actor_does(tmp_path: Path) -> None:
+    actor = policy_in(tmp_path, "llama")
+    reference = build_policy(source_in(tmp_path), frozen())
+    verify(actor, max_length=32)
+    adopt(reference, actor)
+    row, documents = torch.cat(sequences(), dim=1), Documents(LENGTHS)
+    both = [engine(row, marks_of(documents, row), documents=documents)[0] for engine in (actor, reference)]
+    assert reference.module.packs and torch.equal(*both)
+
+
+def test_documents_by_hand() -> None:
+    documents = Documents((3, 2, 4), (None, 0, None))
+    assert documents.starts == (0, 3, 5) and documents.ends() == [2, 4, 8]
+    assert documents.positions(torch.device("cpu")).tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
+    ragged = documents.ragged(torch.device("cpu"))
+    assert ragged.query_starts.tolist() == [0, 3, 5, 9] and ragged.key_starts.tolist() == [0, 3, 8, 12]
+    assert ragged.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert (ragged.longest_query, ragged.longest_key) == (4, 5)
+    assert Documents((3, 2)).ragged(torch.device("cpu")).keys is None
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_over_documents_by_hand(window: int | None) -> None:
+    documents = Documents((3, 2, 4), (None, 0, None))
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, heads, 9, 4, generator=generator) for heads in (4, 2, 2))
+    found, _ = document_attention(
+        torch.nn.Identity(), query, key, value, documents=documents, scaling=0.3, sliding_window=window
+    )
+    order = [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (2, 0), (2, 1), (2, 2), (2, 3)]  # document, position
+    for place, (owner, position) in enumerate(order):
+        seen = [
+            other
+            for other, (theirs, before) in enumerate(order)
+            if theirs in ((owner, 0) if owner == 1 else (owner,))
+            and before <= position
+            and (window is None or position - before < window)
+        ]
+        for head in range(4):
+            scores = (key[0, head // 2, seen] @ query[0, head, place]) * 0.3
+            wanted = scores.softmax(0) @ value[0, head // 2, seen]
+            torch.testing.assert_close(found[0, place, head], wanted, atol=1e-6, rtol=1e-5)
