@@ -1,0 +1,219 @@
+"""Passes over micro-batches, healed: where one runs out of memory on any rank, smaller ones make the same sums.
+
+What is healed: memory that runs out in the forward, the loss or the backward of a micro-batch, on any ranks, under any
+ZeRO stage. A rank that fails goes through the collectives that are left of its passes with zeros (engine/parallel/
+replay.py), at the end all ranks agree, throw gradients and results away, put the random state and the buffers back, cut
+every micro-batch that is as large as the failed one, and do all of it again. What can't be cut any more, and what runs
+out elsewhere (building the engine, the optimizer's step, a checkpoint), ends with a message that says what to change.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from engine.healing.divisible import Divisible
+from engine.healing.failure import attempt
+from engine.parallel import dist, zero
+from engine.parallel.replay import Note
+
+Batch = TypeVar("Batch")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Which pass of how it is: its collectives depend on no more. `name` tells training from scoring."""
+
+    name: str
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank says of an attempt: the failed micro-batch's size (0: none), if it can be cut, and all sizes."""
+
+    failed: int
+    divisible: bool
+    reason: str
+    sizes: tuple[int, ...]
+
+
+class Healer:
+    """Runs the passes of one module.
+
+    `limit` is the size above which micro-batches are cut beforehand, since a larger one did not fit (None: nothing
+    failed yet); `times` counts the attempts that were done again.
+    """
+
+    def __init__(self, module: nn.Module, discard: Callable[[], None]) -> None:
+        """`discard` throws away what half a step left: gradients, and parameters that were gathered."""
+        self.module, self._discard = module, discard
+        self.limit: int | None = None
+        self.times = 0
+        self._notes: dict[Pass, Note] = {}
+
+    def run(self, name: str, batches: Sequence[Batch], work: Callable[[Batch, Pass], T]) -> list[list[T]]:
+        """`work` on each micro-batch: for each of them a list, of one result, or one for each piece it was cut into.
+
+        Every rank passes equally many. Micro-batches that are not all `Divisible` run as they are. Raises ValueError on
+        every rank where what failed can't be cut.
+        """
+        divisible = all(isinstance(batch, Divisible) for batch in batches)
+        if not divisible or not batches or dist.world().tensor > 1:  # a tensor group's collectives grow with the batch
+            return [[work(batch, _kind(name, place, len(batches)))] for place, batch in enumerate(batches)]
+        pieces: list[list[Any]] = [[batch] for batch in batches]
+        if self.limit is not None:
+            pieces = _within(pieces, self.limit)
+        before = _State(self.module)
+        healed = False
+        while True:
+            flat = [piece for group in pieces for piece in group]
+            self._learn(name, flat, work, before)
+            results, report = self._attempt(name, flat, work)
+            if dist.max_over_ranks(float(report.failed)) == 0:
+                if healed:
+                    self._tell()
+                return _grouped(results, [len(group) for group in pieces])
+            del results
+            healed = True
+            self._discard()
+            before.restore()
+            pieces = self._smaller(pieces, dist.gather_objects(report))
+
+    def _attempt(
+        self, name: str, flat: Sequence[Any], work: Callable[[Any, Pass], T]
+    ) -> tuple[list[T], _Report]:
+        """All passes, or those until one fails and the collectives of the others."""
+        results: list[T] = []
+        sizes = tuple(piece.size for piece in flat)
+        for place, piece in enumerate(flat):
+            kind = _kind(name, place, len(flat))
+            result, calls, reason = self._noted(piece, kind, work)
+            if reason is not None:
+                results.clear()
+                self._notes_of(kind).finish(calls)
+                for later in range(place + 1, len(flat)):
+                    self._notes_of(_kind(name, later, len(flat))).finish(0)
+                return [], _Report(piece.size, piece.halves() is not None, reason, sizes)
+            results.append(result)
+        return results, _Report(0, True, "", sizes)
+
+    def _noted(self, piece: Any, kind: Pass, work: Callable[[Any, Pass], T]) -> tuple[Any, int, str | None]:
+        """The result of a pass, how many collectives it got through, and why it failed, where it did."""
+        if dist.world().size == 1:
+            result, reason = attempt(lambda: work(piece, kind))
+            return result, 0, reason
+        note = Note()
+        with note.taken():
+            result, reason = attempt(lambda: work(piece, kind))
+        if reason is None:
+            self._notes[kind] = note
+        return result, len(note.calls), reason
+
+    def _notes_of(self, kind: Pass) -> Note:
+        return self._notes[kind] if dist.world().size > 1 else Note()
+
+    def _learn(self, name: str, flat: Sequence[Any], work: Callable[[Any, Pass], T], before: "_State") -> None:
+        """Find out by passes over nothing which collectives the passes to come have, where that is not known yet."""
+        count = min(len(flat), 3)
+        if dist.world().size == 1 or all(_kind(name, place, count) in self._notes for place in range(count)):
+            return
+        zero.release(self.module)
+        for place in range(count):
+            _, _, reason = self._noted(flat[0].nothing(), _kind(name, place, count), work)
+            if reason is not None:
+                raise ValueError(f"no memory is left for even a pass over nothing ({reason}). {ADVICE}")
+        self._discard()
+        before.restore()
+
+    def _smaller(self, pieces: list[list[Any]], reports: Sequence[_Report]) -> list[list[Any]]:
+        """Cut what is as large as the smallest that failed, alike on every rank."""
+        failures = [report for report in reports if report.failed]
+        for report in failures:
+            if not report.divisible:
+                raise ValueError(
+                    f"out of memory with a micro-batch of one sequence of {report.failed} tokens, which can't be "
+                    f"halved ({report.reason}). {ADVICE}"
+                )
+        failed = min(report.failed for report in failures)
+        largest = [max(column) for column in zip(*(report.sizes for report in reports), strict=True)]
+        self.times += 1
+        smaller = _cut(pieces, [size >= failed for size in largest])
+        mine = max(piece.size for group in smaller for piece in group)
+        self.limit = min(failed - 1, int(dist.max_over_ranks(mine)))
+        return smaller
+
+    def _tell(self) -> None:
+        if dist.world().leads:
+            print(
+                f"memory: it ran out; micro-batches of at most {self.limit} tokens fit, and are used from now on. "
+                "The step was done again, with the same result",
+                flush=True,
+            )
+
+
+ADVICE = (
+    "Shorter sequences (max_length), engine.activation_checkpointing=true, a higher ZeRO stage, an offload tier "
+    "(engine=zero3-offload) or adapters (lora.rank) need less"
+)
+
+
+class _State:
+    """What a pass changes beside gradients: the random generators, and buffers that training writes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.random = torch.get_rng_state()
+        self.device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        self.buffers = {name: buffer.clone() for name, buffer in _written(module).items()}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        torch.set_rng_state(self.random)
+        if self.device is not None:
+            torch.cuda.set_rng_state(self.device)
+        for name, buffer in _written(self.module).items():
+            buffer.copy_(self.buffers[name])
+
+
+def _written(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a state dict has: running statistics, not what is computed at construction."""
+    return {
+        f"{path}.{leaf}": buffer
+        for path, owner in module.named_modules()
+        for leaf, buffer in owner._buffers.items()
+        if buffer is not None and leaf not in owner._non_persistent_buffers_set
+    }
+
+
+def _kind(name: str, place: int, count: int) -> Pass:
+    return Pass(name, place == 0, place == count - 1)
+
+
+def _cut(pieces: Sequence[Sequence[Any]], chosen: Sequence[bool]) -> list[list[Any]]:
+    """Halve the chosen of all pieces, counted through; where a rank can't, its second half is a batch of nothing."""
+    wanted = iter(chosen)
+
+    def parts(piece: Any) -> Sequence[Any]:
+        return (piece.halves() or (piece, piece.nothing())) if next(wanted) else (piece,)
+
+    return [[part for piece in group for part in parts(piece)] for group in pieces]
+
+
+def _within(pieces: list[list[Any]], limit: int) -> list[list[Any]]:
+    """Cut beforehand what is above `limit` on any rank, as far as that goes."""
+    while True:
+        large = [piece.size > limit and piece.halves() is not None for group in pieces for piece in group]
+        chosen = [any(column) for column in zip(*dist.gather_objects(large), strict=True)]
+        if not any(chosen):
+            return pieces
+        pieces = _cut(pieces, chosen)
+
+
+def _grouped(results: Sequence[T], counts: Sequence[int]) -> list[list[T]]:
+    rest = iter(results)
+    return [[next(rest) for _ in range(count)] for count in counts]
