@@ -48,7 +48,7 @@ class SlotDecoder:
     def release(self) -> None:
         """Free the cache, the packed weights and the graphs."""
         self.cache = self._rounds = None
-        self.packs.refresh()
+        self.packs.release()
 
     def run(
         self,

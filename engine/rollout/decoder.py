@@ -7,7 +7,7 @@ size.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,10 +94,12 @@ class Rollouts:
         for drawn in self._run([prompt], sampling, [stream], 1, Ending(sampling, text)):
             yield drawn[0][1]
 
-    def refresh(self) -> None:
-        """Forget what was derived from the weights."""
-        if self._slots is not None:
-            self._slots.packs.refresh()
+    def refresh(self, changed: Collection[nn.Module] | None = None) -> None:
+        """Derive anew what was derived from the weights: those of some modules are others now, by default of all."""
+        if self._slots is None:
+            self._decoder()  # it derives what it needs
+        else:
+            self._slots.packs.refresh(changed)
 
     def release(self) -> None:
         """Free the cache and all that was derived from the weights; the next call takes them again."""

@@ -26,10 +26,6 @@ class Piece:
     adapter: nn.Module | None
     target: Tensor
 
-    @property
-    def frozen(self) -> bool:
-        return not self.live.requires_grad and self.adapter is None
-
 
 @torch.no_grad()
 def gather(pieces: Sequence[Piece], *, shared: bool = False) -> int:
@@ -107,7 +103,7 @@ def _whole_matrices(adapters: Sequence[nn.Module]) -> Matrices:
 
 
 def _exchanged(pieces: Sequence[Piece], matrices: Matrices) -> Iterator[tuple[Piece, int, Tensor]]:
-    """(piece, first row, rows) of each rank's part of all pieces; a bucket is filled while the one before it is on its way."""
+    """(piece, first row, rows) of each rank's part of all pieces; a bucket is filled while the last is on its way."""
     flying: tuple[list[Piece], dist.Gathering] | None = None
     for bucket in _buckets(pieces):
         outgoing = dist.start_all_gather(_filled(bucket, matrices), bucket[0].live)

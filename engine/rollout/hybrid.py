@@ -1,10 +1,10 @@
 """The hybrid flip: a twin of a training module that generates.
 
 A training module is sharded, hooked and in full precision; generation wants whole parameters in compute precision and
-no hooks. The twin is the same architecture, plain. `refresh` fills it from the live module: parameters that are sharded,
-of another precision or under an adapter are gathered, cast and merged (`gather.py`) into one stretch of memory that is
-allocated once, and on CPUs shared by the ranks of a host; any other shares the live parameter's memory, so that nothing
-is copied. What is frozen is gathered once. The live module is only read: a base that is rewritten and restored in
+no hooks. The twin is the same architecture, plain. `refresh` fills it from the live module: what is sharded, of another
+precision or under an adapter is gathered, cast and merged (`gather.py`) into one stretch of memory that is allocated
+once, and on CPUs shared by the ranks of a host; any other parameter shares the live one's memory, so that nothing is
+copied. What is frozen is gathered once. The live module is only read: a base that is rewritten and restored in
 16 bit drifts.
 
 Left out: tensor-parallel layouts.
@@ -81,15 +81,17 @@ class Twin:
         first_name: dict[tuple[int, int], str] = {}  # tied parameters are filled once
         for name, _, _ in _slots(self.module):
             first_name.setdefault((id(origins[name].parameter), id(origins[name].adapter)), name)
-        wanted = {name: origins[name] for name in first_name.values() if not self._can_share(origins[name])}
+        firsts = {name: origins[name] for name in first_name.values()}
+        wanted = {name: origin for name, origin in firsts.items() if not self._can_share(origin)}
         buffers = self._buffers_for(wanted)
-        due = self._due({name: Piece(o.parameter, o.adapter, buffers.named[name]) for name, o in wanted.items()})
+        kept = self._unchanged(firsts)
+        due = [Piece(o.parameter, o.adapter, buffers.named[name]) for name, o in wanted.items() if name not in kept]
         if buffers.shared:
             dist.barrier()  # until the last rank has ceased to read
-        self.bytes = gather(list(due.values()), shared=buffers.shared)
+        self.bytes = gather(due, shared=buffers.shared)
         if buffers.shared:
             dist.barrier()
-        self._hand_out(origins, first_name, kept=wanted.keys() - due.keys())
+        self._hand_out(origins, first_name, kept)
         self._share_buffers()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -131,13 +133,14 @@ class Twin:
         self._buffers = _Buffers(memory, named, common is not None)
         return self._buffers
 
-    def _due(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-        """The pieces to gather: all but the frozen ones that are in their buffers already, on all ranks."""
-        seen = {name: _stamp(piece.live) for name, piece in pieces.items() if piece.frozen}
+    def _unchanged(self, origins: Mapping[str, _Origin]) -> set[str]:
+        """The frozen parameters that the twin has as they are, on all ranks."""
+        frozen = {name: o.parameter for name, o in origins.items() if o.adapter is None}
+        seen = {name: _stamp(live) for name, live in frozen.items() if not live.requires_grad}
         kept = sorted(name for name, stamp in seen.items() if self._seen.get(name) == stamp)
         self._seen = seen
         agreed = len(set(dist.gather_objects(zlib.crc32(" ".join(kept).encode())))) == 1
-        return {name: piece for name, piece in pieces.items() if not agreed or name not in kept}
+        return set(kept) if agreed else set()
 
     def _hand_out(
         self, origins: Mapping[str, _Origin], first_name: Mapping[tuple[int, int], str], kept: set[str]
@@ -168,7 +171,7 @@ class Twin:
 
 
 def _stamp(live: Tensor) -> tuple[int, int, int]:
-    """Changes where a parameter is written to in place, as a sharded tensor or as this rank's part, or put elsewhere."""
+    """Changes where a parameter is written to in place, whole or this rank's part of it, or put elsewhere."""
     part = dist.local(live)  # without gradients: the part itself, which counts what is written to it
     return part.data_ptr(), part._version, live._version
 

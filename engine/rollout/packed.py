@@ -2,12 +2,12 @@
 
 A product of a few rows with a large matrix is bound by reading the matrix; packed beforehand into blocks it is read at
 twice the speed (in bf16 bit for bit with the same result), where PyTorch's own linear repacks it at each call. A pack
-is a copy, so it lives for one flip and is made again when the weights may have changed.
+is a copy, and is made again when the weight may have changed.
 
 Left out: matrices of experts, which are not linear layers; quantised weights.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,27 +26,38 @@ class PackedLinears:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._packs: dict[nn.Module, Callable[[Tensor], Tensor]] | None = None
+        self._packs: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+        self._made = False
 
-    def refresh(self) -> None:
-        """Pack again at the next use; for the time being the memory is free."""
-        self._packs = None
+    def refresh(self, changed: Collection[nn.Module] | None = None) -> None:
+        """Pack what is not packed, and again these layers, or all: their weights are others now.
+
+        One at a time, so that each goes where an older one was: new memory costs more than packing does.
+        """
+        for layer, weight in _packable(self.module):
+            if changed is None or layer in changed or layer not in self._packs:
+                self._packs[layer] = _packed_forward(layer, weight)
+        self._made = True
+
+    def release(self) -> None:
+        """Free the packs; they are made again at the next use."""
+        self._packs, self._made = {}, False
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within the block the module's linear layers compute with packed weights."""
-        if self._packs is None:
-            self._packs = dict(_packs(self.module))
+        if not self._made:
+            self.refresh()
         for layer, forward in self._packs.items():
             layer.__dict__["forward"] = forward
         try:
             yield
         finally:
-            for layer in self._packs or ():
+            for layer in self._packs:
                 layer.__dict__.pop("forward", None)
 
     def __len__(self) -> int:
-        return len(self._packs or ())
+        return len(self._packs)
 
 
 def available(dtype: torch.dtype) -> bool:
@@ -59,7 +70,7 @@ def available(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(ops._is_mkldnn_bf16_supported())
 
 
-def _packs(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+def _packable(module: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
     for layer in module.modules():
         if type(layer) not in (nn.Linear, Conv1D) or "forward" in layer.__dict__:
             continue
@@ -67,7 +78,7 @@ def _packs(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[Tensor], Te
         if weight.device.type != "cpu" or weight.numel() < FEWEST_NUMBERS.get(weight.dtype, 1 << 62):
             continue
         if available(weight.dtype):
-            yield layer, _packed_forward(layer, weight)
+            yield layer, weight
 
 
 def _packed_forward(layer: nn.Module, weight: Tensor) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,93 @@
+"""Turning a training module into a generator and back: the twin, its rollout engine, the check that it is the model.
+
+Entering gathers the parameters into the twin, and packs its matrices where that pays; leaving keeps or frees all of it.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from engine.parallel import dist
+from engine.rollout.decoder import Rollouts
+from engine.rollout.hybrid import Twin
+from engine.rollout.parking import parked
+from engine.rollout.selfcheck import Checked, selfcheck
+
+SELFCHECK_FIRST = 2  # flips that are always checked
+
+
+class Flip:
+    """The generation side of one training module.
+
+    `seconds` is how long the last flip took, in and (once it is left) out, packing included; `bytes` are those written
+    into the twin's buffers. `checked` is what the last flip's self-check said; empty where there was none.
+    """
+
+    def __init__(self, blueprint: nn.Module, source: nn.Module, dtype: torch.dtype) -> None:
+        """See `Twin`, which takes the blueprint over when it is first needed."""
+        self._blueprint, self._source, self._dtype = blueprint, source, dtype
+        self._twin: Twin | None = None
+        self._rollouts: Rollouts | None = None
+        self._count = 0
+        self.selfcheck_every = 50  # flips, beside the first two; 0 never checks
+        self.checked: list[Checked] = []
+        self.seconds, self.bytes = 0.0, 0
+
+    @contextmanager
+    def entered(self, *, keep: bool, park: torch.optim.Optimizer | None = None) -> Iterator[Rollouts]:
+        """Within the block there is a generator with the live weights as they are now.
+
+        `keep` holds buffers, packs and cache for next time. The states of the optimizer `park` are on the host
+        meanwhile.
+        """
+        with ExitStack() as stack:
+            began = time.perf_counter()
+            if park is not None:
+                stack.enter_context(parked(park))
+            rollouts = self._enter()
+            self.seconds = time.perf_counter() - began
+            try:
+                self.checked = self._selfcheck(rollouts)
+                yield rollouts
+            finally:
+                began = time.perf_counter()
+                if not keep:
+                    self.release()
+                stack.close()
+                self.seconds += time.perf_counter() - began
+
+    def release(self) -> None:
+        """Free the twin's parameters, what was derived from them, and the cache."""
+        if self._rollouts is not None:
+            self._rollouts.release()
+        if self._twin is not None:
+            self._twin.release()
+
+    def _enter(self) -> Rollouts:
+        if self._twin is None:
+            self._twin = Twin(self._blueprint, self._source, self._dtype)
+            self._rollouts = Rollouts(self._twin.module, dist.world().device)
+        assert self._rollouts is not None
+        self._twin.refresh()
+        self._rollouts.refresh(self._twin.changed)
+        self._count += 1
+        self.bytes = self._twin.bytes
+        return self._rollouts
+
+    def _selfcheck(self, rollouts: Rollouts) -> list[Checked]:
+        """On the first flips and now and then: does the generator say what its module says? Alike on every rank."""
+        every = self.selfcheck_every
+        if every == 0 or (self._count > SELFCHECK_FIRST and self._count % every):
+            return []
+        checked: list[Checked] = []
+        problem: ValueError | None = None
+        try:
+            checked = selfcheck(rollouts)
+        except ValueError as error:
+            problem = error
+        if dist.max_over_ranks(float(problem is not None)) > 0:
+            raise problem or ValueError("another rank's generator is not its model; its message says more")
+        return checked
