@@ -6,8 +6,9 @@ not change an update. `backward` and `step` serve a plain loop, whose loss is th
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from engine import optim, precision
 from engine.config import EngineConfig, OptimizerConfig
 from engine.healing import Healer, Pass
+from engine.loading import copy_local
+from engine.offload import OffloadedOptimizer, full_precision
 from engine.parallel import dist, zero
 from engine.rollout.decoder import Rollouts
 from engine.rollout.hybrid import Twin
@@ -83,17 +86,41 @@ class Engine:
         self._flips = 0
         self.selfcheck_every = 50  # flips, beside the first two; 0 never checks
         self.checked: list[Checked] = []  # what the last flip's self-check said; empty where there was none
-        self.module = self._lay_out(module, fill)
+        self._values = full_precision(module) if self._offloads else {}
+        self.module = self._lay_out(module)
         self.healer = Healer(self.module, self._discard)
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
-        self.optimizer = optim.build(self.module, optimizer) if optimizer is not None else None
+        self.optimizer = self._build(optimizer) if optimizer is not None else None
+        self._fill(fill)
         if self.optimizer is None:
             self.module.eval().requires_grad_(False)
 
-    def _lay_out(self, module: nn.Module, fill: Callable[[nn.Module], None] | None) -> nn.Module:
-        """Shard, allocate, fill. Parameters are fp32 masters where they are trained, else in compute precision."""
+    @property
+    def _offloads(self) -> bool:
+        """Whether the optimizer has a tier of its own; else masters and moments are where the shards are."""
+        return self.optimizer_config is not None and self.config.offload_optimizer != "none"
+
+    def _build(self, config: OptimizerConfig) -> torch.optim.Optimizer | OffloadedOptimizer:
+        if self._offloads:
+            return OffloadedOptimizer(self.module, config, self.config)
+        return optim.build(self.module, config)
+
+    def _fill(self, fill: Callable[[nn.Module], None] | None) -> None:
+        """Give parameters their values, and offloaded masters theirs in full precision."""
+        offloaded = self.optimizer if isinstance(self.optimizer, OffloadedOptimizer) else None
+        with offloaded.filling() if offloaded is not None else nullcontext():
+            for name, parameter in self.module.named_parameters():
+                if name in self._values:
+                    copy_local(parameter, self._values.pop(name))
+            if fill is not None:
+                fill(self.module)
+
+    def _lay_out(self, module: nn.Module) -> nn.Module:
+        """Shard and allocate. Parameters are fp32 masters where they are trained and not offloaded, else in compute
+        precision.
+        """
         config = self.config
-        if self.optimizer_config is None:
+        if self.optimizer_config is None or self._offloads:
             _cast_parameters(module, precision.TORCH_DTYPE[config.dtype])
         if config.activation_checkpointing and self.optimizer_config is not None:
             for block in zero.units(module):
@@ -111,8 +138,6 @@ class Engine:
         zero.shard(module, stage=config.zero_stage, policy=policy, offload=on_host, ranks=config.shard_ranks)
         if on_meta:
             _materialize(module, device)
-        if fill is not None:
-            fill(module)
         return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,8 +180,8 @@ class Engine:
     def _step(self) -> Step:
         """A step with a non-finite gradient is skipped on every rank alike."""
         assert self.optimizer is not None and self.optimizer_config is not None, "a frozen engine has no step"
-        config, gradients = self.optimizer_config, [p.grad for p in self.module.parameters() if p.grad is not None]
-        norm = dist.squared_norm(gradients).sqrt().item() / self.scaler.scale
+        config, gradients = self.optimizer_config, self._gradients()
+        norm = math.sqrt(gradients.squared_norm()) / self.scaler.scale
         lr = self._set_rates(self.optimizer)
         skipped = not _finite(norm)
         if not skipped:
@@ -164,16 +189,20 @@ class Engine:
             if config.max_grad_norm > 0:
                 factor *= min(1.0, config.max_grad_norm / (norm + 1e-6))
             if factor != 1.0:
-                torch._foreach_mul_([dist.local(g) for g in gradients], factor)
+                gradients.scale(factor)
             self.optimizer.step()
             self._update_average()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         self.scaler.update(skipped)
         self.step_count += 1
         self._micro_batches = 0
         return Step(norm, lr, skipped)
 
-    def _set_rates(self, optimizer: torch.optim.Optimizer) -> float:
+    def _gradients(self) -> optim.Gradients | OffloadedOptimizer:
+        """The step's gradients: the module's, or those that an offloaded optimizer has taken from it."""
+        return self.optimizer if isinstance(self.optimizer, OffloadedOptimizer) else optim.Gradients(self.module)
+
+    def _set_rates(self, optimizer: torch.optim.Optimizer | OffloadedOptimizer) -> float:
         """Give the optimizer the coming step's learning rate (and betas, where those are scheduled)."""
         assert self.optimizer_config is not None
         taken = self.step_count - self.scaler.skipped
@@ -225,6 +254,8 @@ class Engine:
     def _discard(self) -> None:
         """Throw away the passes since the last step: their gradients, and parameters that they gathered."""
         zero.discard(self.module)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
         self._micro_batches, self._begun = 0, False
 
     def score(
@@ -308,8 +339,14 @@ class Engine:
         return checked
 
     def start_averaging(self, decay: float) -> None:
-        """Keep an exponential moving average of the trained parameters, fp32, sharded as they are."""
+        """Keep an exponential moving average of the trained parameters, fp32, sharded as they are.
+
+        With an offloaded optimizer it is kept beside the masters, and `average` stays empty.
+        """
         self._decay = decay
+        if isinstance(self.optimizer, OffloadedOptimizer):
+            self.optimizer.start_averaging(decay)
+            return
         self.average = {name: p.detach().clone() for name, p in self.module.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
@@ -321,11 +358,18 @@ class Engine:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within the block the module holds the average, not the last weights; without averaging nothing changes."""
-        self._swap_average()
+        self._show_average(True)
         try:
             yield
         finally:
+            self._show_average(False)
+
+    def _show_average(self, shown: bool) -> None:
+        if not isinstance(self.optimizer, OffloadedOptimizer):
             self._swap_average()
+        elif self._decay:
+            zero.release(self.module)
+            self.optimizer.show("average" if shown else "parameter")
 
     @torch.no_grad()
     def _swap_average(self) -> None:

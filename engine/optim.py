@@ -6,7 +6,8 @@ a parameter, or call the loss again; a rank holds shards, and a loss has been th
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from engine.config import OptimizerConfig
 from engine.lion import Lion
+from engine.parallel import dist
 
 ADAMS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 UNFIT = {
@@ -43,8 +45,16 @@ def build(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     Adam's moments are made at once, so that memory is known before the first step. Raises ValueError for a name or an
     option that does not exist or can't work on shards.
     """
-    kind = optimizer_class(config.name)
     trainable = [p for p in module.parameters() if p.requires_grad]
+    optimizer = over(parts(trainable, config), config)
+    if type(optimizer) in ADAMS.values():
+        _make_moments(optimizer, trainable, ("exp_avg", "exp_avg_sq", *_third(config.options)))
+    return optimizer
+
+
+def over(groups: Sequence[tuple[list[nn.Parameter], float]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer over groups of (parameters, their decay). Raises ValueError as `build` does."""
+    kind = optimizer_class(config.name)
     keywords = {"lr": config.lr, **_own_keywords(config), **config.options}
     accepted = inspect.signature(kind).parameters
     for key in keywords:
@@ -53,13 +63,20 @@ def build(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     decays = "weight_decay" in accepted
     if config.weight_decay and not decays:
         raise ValueError(f"optimizer {config.name} knows no weight decay: weight_decay=0, or adamw")
-    groups: list[dict[str, Any]] = [{"params": part, "weight_decay": rate} for part, rate in _parts(trainable, config)]
-    if not decays:
-        groups = [{"params": trainable}]
-    optimizer: torch.optim.Optimizer = kind([g for g in groups if g["params"]], **keywords)
-    if kind in ADAMS.values():
-        _make_moments(optimizer, trainable, ("exp_avg", "exp_avg_sq", *_third(config.options)))
+    given: list[dict[str, Any]] = [
+        {"params": part, "weight_decay": rate} if decays else {"params": part} for part, rate in groups
+    ]
+    optimizer: torch.optim.Optimizer = kind(given, **keywords)
     return optimizer
+
+
+def kinds(config: OptimizerConfig) -> list[str]:
+    """The names of the states that have a number for each of the parameter's: what one step leaves behind."""
+    probe = nn.Parameter(torch.ones(2))
+    optimizer = over([([probe], 0.0)], config)
+    probe.grad = torch.ones(2)
+    optimizer.step()
+    return [name for name, value in optimizer.state[probe].items() if getattr(value, "shape", None) == probe.shape]
 
 
 def optimizer_class(name: str) -> Any:
@@ -76,6 +93,24 @@ def optimizer_class(name: str) -> Any:
     return known[low]
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients that a module's shards have."""
+
+    module: nn.Module
+
+    def squared_norm(self) -> float:
+        """The sum of squares, the same number on every rank."""
+        return dist.squared_norm(self._tensors()).item()
+
+    def scale(self, factor: float) -> None:
+        """Multiply all of them."""
+        torch._foreach_mul_([dist.local(gradient) for gradient in self._tensors()], factor)
+
+    def _tensors(self) -> list[Tensor]:
+        return [p.grad for p in self.module.parameters() if p.grad is not None]
+
+
 def _is_optimizer(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
 
@@ -87,12 +122,13 @@ def _own_keywords(config: OptimizerConfig) -> dict[str, Any]:
     return {"betas": config.betas} if config.name.lower() == "lion" else {}
 
 
-def _parts(trainable: list[nn.Parameter], config: OptimizerConfig) -> list[tuple[list[nn.Parameter], float]]:
-    """Parameters and their decay."""
+def parts(trainable: list[nn.Parameter], config: OptimizerConfig) -> list[tuple[list[nn.Parameter], float]]:
+    """Parameters and their decay; no part is empty."""
     if config.decay == "all":
         return [(trainable, config.weight_decay)]
     matrices = [p for p in trainable if p.ndim >= 2]
-    return [(matrices, config.weight_decay), ([p for p in trainable if p.ndim < 2], 0.0)]
+    found = [(matrices, config.weight_decay), ([p for p in trainable if p.ndim < 2], 0.0)]
+    return [(members, decay) for members, decay in found if members]
 
 
 def _third(options: Mapping[str, Any]) -> tuple[str, ...]:
