@@ -71,6 +71,9 @@ class EngineConfig:
     copy of the model (HSDP); None is all of them. `gradient_accumulation` is the
     micro-batches of one step in a loop that calls `backward` and `step`; `update` counts its own. Gradients are reduced
     in `reduce_dtype`.
+
+    `tensor_parallel` neighbouring ranks hold each matrix between them and see the same data; `tensor_plan` says which
+    and how ({pattern of module names: style}, engine/parallel/tensor.py), None takes what came with the model.
     """
 
     zero_stage: int = 0
@@ -86,10 +89,14 @@ class EngineConfig:
     gradient_accumulation: int = 1
     reduce_dtype: Precision = "fp32"
     shard_ranks: int | None = None
+    tensor_parallel: int = 1
+    tensor_plan: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {self.zero_stage}")
+        if self.tensor_parallel < 1:
+            raise ValueError(f"tensor_parallel must be at least 1, not {self.tensor_parallel}")
         if self.gradient_accumulation < 1:
             raise ValueError(f"gradient_accumulation must be at least 1, not {self.gradient_accumulation}")
         if self.offload_parameters == "nvme" and self.zero_stage != 3:

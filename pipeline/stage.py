@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from engine import Engine, OptimizerConfig, Sampling
 from engine.parallel import dist
 from pipeline.config.schema import RolloutSection, RunConfig, StageSection
@@ -11,6 +13,12 @@ from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokeniz
 from pipeline.errors import UserError
 from pipeline.insight.evaluate import answer_prompts
 from pipeline.models.source import ModelSource, download, model_folder, resolve
+
+
+def arrange(config: RunConfig) -> None:
+    """Say which ranks see the same data, and seed what is drawn while training: alike where the data is the same."""
+    dist.arrange(tensor=config.engine.tensor_parallel)
+    torch.manual_seed(config.seed * 1_000_003 + dist.world().data_rank)
 
 
 def optimizer_config(section: StageSection, *, steps: int, lr: float | None = None) -> OptimizerConfig:

@@ -15,7 +15,8 @@ def micro_batches(
     budget: tokens a micro-batch, padding included; packing: each is one row without padding.
     """
     world = dist.world()
-    planned = plan([len(item.ids) for item in items], ranks=world.size, budget=budget, packing=packing)[world.rank]
+    lengths = [len(item.ids) for item in items]
+    planned = plan(lengths, ranks=world.data_size, budget=budget, packing=packing)[world.data_rank]
     collate = pack_tokens if packing else collate_tokens
     batches = [collate([items[i] for i in places], pad_id).to(world.device) for places in planned]
     return batches, sum(int(item.counts[1:].sum()) for item in items)

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from engine import Engine
@@ -18,6 +17,7 @@ from pipeline.models.export import export_policy
 from pipeline.run import StageRun
 from pipeline.stage import (
     adopt_special_ids,
+    arrange,
     base_source,
     check_vocabulary,
     evaluation_prompts,
@@ -50,7 +50,7 @@ def run(config: RunConfig, folder: Path) -> None:
     )
     prompts = evaluation_prompts(config, tokenizer)
     steps = stage_steps(section, len(train))
-    torch.manual_seed(config.seed * 1_000_003 + dist.world().rank)
+    arrange(config)
     announce(config, "sft", policy=source)
     choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora, section.dropout)
     engine = build_policy(source, choice, generates=True)

@@ -27,8 +27,9 @@ def micro_batches(
     """
     world = dist.world()
     if packing:
-        planned = plan([together(pair) for pair in pairs], ranks=world.size, budget=budget, packing=True)
+        planned = plan([together(pair) for pair in pairs], ranks=world.data_size, budget=budget, packing=True)
     else:
-        planned = plan([longer(pair) for pair in pairs], ranks=world.size, budget=max(1, budget // 2), packing=False)
-    mine, collate = planned[world.rank], pack_pairs if packing else collate_pairs
+        lengths, half = [longer(pair) for pair in pairs], max(1, budget // 2)
+        planned = plan(lengths, ranks=world.data_size, budget=half, packing=False)
+    mine, collate = planned[world.data_rank], pack_pairs if packing else collate_pairs
     return [collate([pairs[i] for i in places], pad_id).to(world.device) for places in mine], mine

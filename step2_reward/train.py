@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.engine import LossFn
-from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import PairBatch, batch_indices
 from pipeline.data.encode import encode_preferences
@@ -23,6 +22,7 @@ from pipeline.models.source import ModelSource, resolve
 from pipeline.run import StageRun
 from pipeline.stage import (
     adopt_special_ids,
+    arrange,
     base_source,
     check_vocabulary,
     optimizer_config,
@@ -53,7 +53,7 @@ def run(config: RunConfig, folder: Path) -> None:
         tokenizer, records.held_out[: section.eval_examples], max_length=section.max_length
     )
     steps = stage_steps(section, len(train))
-    torch.manual_seed(config.seed * 1_000_003 + dist.world().rank)
+    arrange(config)
     announce(config, "reward", policy=source)
     choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora)
     engine = build_scorer(source, choice, pad_id=own_pad(tokenizer))

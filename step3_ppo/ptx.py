@@ -35,7 +35,7 @@ class PtxMix:
         world = dist.world()
         chosen = [self.items[i] for i in batch_indices(len(self.items), self.size, self.seed, step)]
         lengths = [len(item.ids) for item in chosen]
-        planned = plan(lengths, ranks=world.size, budget=self.budget, packing=packing)[world.rank]
+        planned = plan(lengths, ranks=world.data_size, budget=self.budget, packing=packing)[world.data_rank]
         collate = pack_tokens if packing else collate_tokens
         batches = [collate([chosen[i] for i in places], self.pad_id).to(world.device) for places in planned]
         return PtxBatch(batches, sum(int(item.counts[1:].sum()) for item in chosen), self.coef)

@@ -91,7 +91,7 @@ def generate(
 
 def check_generator(models: Models, *, pad_id: int) -> None:
     """Score what the flip's self-check said by the trainer's own forward. Raises ValueError where they differ."""
-    checked = models.actor.checked
+    checked = models.actor.flip.checked
     if not checked:
         return
     batch = rows([c.prompt for c in checked], [c.answer.token_ids for c in checked], [*range(len(checked))], pad_id)
@@ -134,7 +134,7 @@ def my_rows(
     """This rank's micro-batches of some sequences; every rank gets equally many."""
     world = dist.world()
     lengths = [len(prompts[i]) + len(responses[i]) for i in places]
-    planned = plan(lengths, ranks=world.size, budget=budget, packing=packing)[world.rank]
+    planned = plan(lengths, ranks=world.data_size, budget=budget, packing=packing)[world.data_rank]
     return [rows(prompts, responses, [places[j] for j in micro], pad_id, packing=packing) for micro in planned]
 
 

@@ -68,12 +68,17 @@ def _style(path: str, plan: Mapping[str, str]) -> str | None:
 
 def _apply(path: str, child: nn.Module, style: str, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     if style == "moe_tp_experts":
-        return _experts(path, child, plan, mesh)
-    if style in WHOLE:
-        return WHOLE[style](child, mesh)
-    if style not in LINEAR:
+        _experts(path, child, plan, mesh)
+    elif style in WHOLE:
+        WHOLE[style](child, mesh)
+    elif style in LINEAR:
+        _linear(path, child, style, mesh)
+    else:
         known = ", ".join(sorted([*LINEAR, *WHOLE, "moe_tp_experts"]))
         raise ValueError(f"tensor_parallel: {path} is planned {style}, which is not known here; known are {known}")
+
+
+def _linear(path: str, child: nn.Module, style: str, mesh: DeviceMesh) -> None:
     by_column = style in COLUMNS
     if hasattr(child, "base_layer"):  # a LoRA layer: the side of the adapter that meets the split is split with it
         adapters = child.lora_B if by_column else child.lora_A

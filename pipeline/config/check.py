@@ -203,6 +203,10 @@ def _engine_mistakes(config: RunConfig) -> Iterable[str]:
         except ValidationError as problem:
             for line in _messages(problem, EngineSettings):
                 yield f"ppo.{name}.{line}"
+        if "tensor_parallel" in getattr(config.ppo, name):
+            yield f"ppo.{name}.tensor_parallel: the models of PPO are split alike; set engine.tensor_parallel"
+    if config.ranks is not None and config.ranks % config.engine.tensor_parallel:
+        yield f"engine.tensor_parallel={config.engine.tensor_parallel} does not divide ranks={config.ranks}"
     yield from _offload_mistakes("engine", config.engine)
     yield from _deepspeed_mistakes(config.engine)
 

@@ -62,6 +62,9 @@ class ModelConfig(Section):
     chat_template: FilePath | None = Field(None, description="file with a Jinja chat template, instead of the tokenizer's own")
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of transformers")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    tensor_plan: dict[str, str] | None = Field(
+        None, description="how engine.tensor_parallel splits modules, {pattern: style}; default what comes with the model"
+    )
 
 
 class SourceConfig(Section):
@@ -104,6 +107,7 @@ class EngineSettings(Section):
     sub_group_size: int = Field(2**23, ge=1024, description="parameters that an offloaded optimizer steps at once; host memory of the nvme tier grows with it")
     activation_checkpointing: bool = Field(False, description="recompute activations in backward: a third more compute, far less memory")
     compile_blocks: bool = Field(False, description="torch.compile each transformer block")
+    tensor_parallel: int = Field(1, ge=1, description="neighbouring ranks that hold each matrix between them and work on the same data")
     loss_scale_power: int = Field(16, ge=0, le=32, description="fp16: initial loss scale is 2**this")
     loss_scale_window: int = Field(1000, ge=1, description="fp16: good steps before the scale doubles")
     deepspeed: DeepSpeedFile = Field(None, description="DeepSpeed configuration (JSON file): what it says counts, see docs/deepspeed.md")

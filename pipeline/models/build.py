@@ -38,17 +38,17 @@ class EngineChoice:
     lora: LoraConfig | None = None
     dropout: float = 0.0
 
-    def layout(self) -> dict[str, Any]:
+    def layout(self, source: ModelSource) -> dict[str, Any]:
         """Configuration, optimizer and schedule of the engine: a DeepSpeed file's, over the keys of our own."""
         file = self.settings.deepspeed
         if file is None:
-            return {"config": self.engine_config(), "optimizer": self.optimizer}
+            return {"config": self.engine_config(source), "optimizer": self.optimizer}
         from engine.deepspeed import read
 
         if self.optimizer is None:
             file = {key: value for key, value in file.items() if key not in ("optimizer", "scheduler")}
         try:
-            found = read(file, ranks=dist.world().size, optimizer=self.optimizer, base=self.engine_config())
+            found = read(file, ranks=dist.world().data_size, optimizer=self.optimizer, base=self.engine_config(source))
         except ValueError as error:
             raise UserError(f"engine.deepspeed: {error}") from None
         return {
@@ -58,7 +58,7 @@ class EngineChoice:
             "betas": found.betas,
         }
 
-    def engine_config(self) -> EngineConfig:
+    def engine_config(self, source: ModelSource) -> EngineConfig:
         """What the keys of `engine` say."""
         settings = self.settings
         dtype = settings.dtype
@@ -74,6 +74,8 @@ class EngineChoice:
             sub_group_size=settings.sub_group_size,
             activation_checkpointing=settings.activation_checkpointing,
             compile_blocks=settings.compile_blocks,
+            tensor_parallel=settings.tensor_parallel,
+            tensor_plan=source.tensor_plan,
             loss_scale=LossScale(initial_power=settings.loss_scale_power, window=settings.loss_scale_window),
         )
 
@@ -84,7 +86,7 @@ def build_policy(source: ModelSource, choice: EngineChoice, *, generates: bool =
     lm = _on_meta(source, AutoModelForCausalLM, choice)
     return Engine(
         Policy(lm),
-        **choice.layout(),
+        **choice.layout(source),
         fill=lambda module: _fill(module, "lm.", lm, source, choice),
         rollout_path="lm" if generates else None,
     )
@@ -106,7 +108,7 @@ def build_scorer(source: ModelSource, choice: EngineChoice, *, pad_id: int | Non
         )
     return Engine(
         Scorer(model),
-        **choice.layout(),
+        **choice.layout(source),
         fill=lambda module: _fill(module, "model.", model, source, choice),
     )
 

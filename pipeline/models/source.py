@@ -17,7 +17,10 @@ TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be built. `folder` holds its weights; None draws them from `seed`."""
+    """A model that can be built. `folder` holds its weights; None draws them from `seed`.
+
+    `tensor_plan` says how its modules are split for tensor parallelism, where the model itself does not.
+    """
 
     name: str
     config: PretrainedConfig
@@ -25,6 +28,7 @@ class ModelSource:
     seed: int
     attention: str
     trust_remote_code: bool
+    tensor_plan: dict[str, str] | None = None
 
 
 def resolve(model: ModelConfig, seed: int, *, folder: Path | None = None) -> ModelSource:
@@ -39,7 +43,13 @@ def resolve(model: ModelConfig, seed: int, *, folder: Path | None = None) -> Mod
             raise UserError(f"model.weights=random needs model.architecture, which conf/model/{model.name}.yaml lacks")
         fields: dict[str, Any] = dict(model.architecture)
         return ModelSource(
-            model.name, AutoConfig.for_model(**fields), None, seed, model.attention, model.trust_remote_code
+            model.name,
+            AutoConfig.for_model(**fields),
+            None,
+            seed,
+            model.attention,
+            model.trust_remote_code,
+            model.tensor_plan,
         )
     if model.path is not None:
         return _from_folder(model, seed, model_folder(Path(model.path)))
@@ -80,7 +90,9 @@ def _from_folder(model: ModelConfig, seed: int, folder: Path) -> ModelSource:
         reason = str(error).partition("\n")[0]  # advice on installing transformers follows
         raise UserError(f"{folder}/config.json is not one that transformers knows: {reason}") from error
     _check_weights(folder)
-    return ModelSource(model.name, config, folder, seed, model.attention, model.trust_remote_code)
+    return ModelSource(
+        model.name, config, folder, seed, model.attention, model.trust_remote_code, model.tensor_plan
+    )
 
 
 def _check_weights(folder: Path) -> None:
@@ -104,6 +116,4 @@ def check_kind(source: ModelSource, *, wanted: str) -> None:
     architectures = source.config.architectures or []
     endings = (wanted, "Model") if wanted == "ForCausalLM" else (wanted,)
     if source.folder is not None and architectures and not any(name.endswith(endings) for name in architectures):
-        raise UserError(
-            f"{source.folder} holds a {architectures[0]}; a model ending in {wanted} is needed here"
-        )
+        raise UserError(f"{source.folder} holds a {architectures[0]}; a model ending in {wanted} is needed here")

@@ -1,0 +1,198 @@
+"""Tensor parallelism is a layout: losses, gradient norms and weights are those of one process, for any plan."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine import Engine, EngineConfig, OptimizerConfig, initialize
+from engine.loading import copy_local
+from engine.parallel import dist
+from tests.ranks import run_ranks
+
+STEPS, ROWS, VOCABULARY = 3, 4, 96
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},  # norms on each rank's own heads
+    "gpt_neox": {"attention_bias": True},  # biases, one matrix for queries, keys and values
+    "phi3": {"pad_token_id": 0},  # outputs gathered, inputs split
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
+    "qwen3_moe": {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},  # no plan of its own
+}
+OPT_PLAN = {
+    "decoder.layers.*.self_attn": "local_heads",
+    "decoder.layers.*.self_attn.q_proj": "colwise",
+    "decoder.layers.*.self_attn.k_proj": "colwise",
+    "decoder.layers.*.self_attn.v_proj": "colwise",
+    "decoder.layers.*.self_attn.out_proj": "rowwise",
+    "decoder.layers.*.fc1": "colwise",
+    "decoder.layers.*.fc2": "rowwise",
+}
+SGD = OptimizerConfig(lr=0.5, name="sgd", options={"momentum": 0.9}, max_grad_norm=1.0)  # Adam would magnify rounding
+
+
+def made(family: str, *, lora: bool = False, **more: Any) -> nn.Module:
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4}
+    config = AutoConfig.for_model(
+        family, **(shape | {"vocab_size": VOCABULARY, "max_position_embeddings": 32} | FAMILIES[family] | more)
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+    if lora:
+        model.requires_grad_(False)
+        inject_adapter_in_model(PeftAll, model)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+    for _, module in model.named_modules():
+        if isinstance(getattr(module, "bias", None), nn.Parameter):
+            nn.init.normal_(module.bias, std=0.1)
+    return model
+
+
+PeftAll = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj", "up_proj", "down_proj"])
+
+
+def loss_of(module: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
+    return module(input_ids=ids, labels=ids, use_cache=False).loss * len(ids), {"rows": float(len(ids))}
+
+
+def batch(step: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (ROWS, 10), generator=torch.Generator().manual_seed(step))
+
+
+def trained(family: str, *, lora: bool = False, steps: int = STEPS, **layout: Any) -> Engine:
+    plan = OPT_PLAN if family == "opt" and layout.get("tensor_parallel", 1) > 1 else None
+    engine = initialize(
+        made(family, lora=lora), EngineConfig(dtype="fp32", tensor_plan=plan, **layout), optimizer=SGD
+    )
+    engine.losses, engine.norms = [], []  # type: ignore[attr-defined]
+    for step in range(steps):
+        advance(engine, step)
+    return engine
+
+
+def advance(engine: Engine, step: int) -> None:
+    world = dist.world()
+    mine = batch(step)[world.data_rank :: world.data_size]
+    update = engine.update(list(mine.split(1)), loss_of, ROWS)
+    assert update.sums["rows"] == ROWS
+    engine.losses.append(update.loss)  # type: ignore[attr-defined]
+    engine.norms.append(update.grad_norm)  # type: ignore[attr-defined]
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    return {name: dist.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
+
+
+def told(engine: Engine) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    return engine.losses, engine.norms, weights(engine)  # type: ignore[attr-defined]
+
+
+def same(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=1e-5)
+    assert found[1] == pytest.approx(wanted[1], rel=1e-4)
+    for name, weight in wanted[2].items():
+        torch.testing.assert_close(found[2][name], weight, atol=2e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"zero_stage": 0, "activation_checkpointing": True}),
+    ("qwen3", {"zero_stage": 3}),
+    ("gpt_neox", {"zero_stage": 1}),
+    ("phi3", {"zero_stage": 2}),
+    ("mixtral", {"zero_stage": 3}),
+    ("qwen3_moe", {"zero_stage": 0}),
+    ("opt", {"zero_stage": 3}),
+    ("llama", {"zero_stage": 3, "lora": True}),
+]
+
+
+def all_cases(tensor_parallel: int, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    torch.set_num_threads(1)
+    return [told(trained(family, **layout, tensor_parallel=tensor_parallel)) for family, layout in cases]
+
+
+def test_two_ranks_hold_each_matrix_between_them() -> None:
+    alone = all_cases(1, CASES)
+    for results in run_ranks(all_cases, 2, 2, CASES):
+        for found, wanted in zip(results, alone, strict=True):
+            same(found, wanted)
+
+
+def four(folder: Path) -> dict[str, Any]:
+    """ZeRO-3 over two groups of two; a checkpoint that one process wrote, and one that it is to read."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = dict(zip(("qwen3", "mixtral"), all_cases(2, [CASES[1], CASES[4]]), strict=True))
+    engine = trained("mixtral", zero_stage=3, tensor_parallel=2, steps=0)
+    engine.load(folder / "one")
+    advance(engine, 2)
+    engine.save(folder / "four")
+    held = {name: dist.local(p.detach()).numel() for name, p in engine.module.named_parameters()}
+    whole = weights(engine)
+    refilled = dict(engine.module.named_parameters())
+    for name, parameter in refilled.items():
+        dist.local(parameter.detach()).fill_(torch.nan)
+        copy_local(parameter, whole[name])
+    return found | {"loaded": whole, "held": held, "refilled": weights(engine)}
+
+
+def test_four_ranks_compose_it_with_zero_and_share_checkpoints_with_one(tmp_path: Path) -> None:
+    alone = {family: told(trained(family)) for family in ("qwen3", "mixtral")}
+    engine = trained("mixtral", steps=2)
+    engine.save(tmp_path / "one")
+    advance(engine, 2)
+    for found in run_ranks(four, 4, tmp_path):
+        for family, wanted in alone.items():
+            same(found[family], wanted)
+        for name, weight in weights(engine).items():
+            torch.testing.assert_close(found["loaded"][name], weight, atol=2e-4, rtol=1e-3)
+            assert torch.equal(found["refilled"][name], found["loaded"][name]), name
+            split = "proj" in name
+            assert found["held"][name] == weight.numel() // (4 if split else 2), name
+    back = trained("mixtral", steps=0)
+    back.load(tmp_path / "four")
+    for name, weight in weights(back).items():
+        assert torch.equal(weight, found["loaded"][name]), name
+
+
+def refused() -> list[str]:
+    messages = []
+    config: dict[str, Any] = {"dtype": "fp32", "tensor_parallel": 2}
+    for family, plan, more in (
+        ("opt", None, {}),
+        ("llama", None, {"num_key_value_heads": 1}),
+        ("llama", None, {"intermediate_size": 49}),
+        ("llama", {"layers.*.mlp.up_proj": "sideways"}, {}),
+        ("llama", {"layers.*.nothing": "colwise"}, {}),
+        ("llama", {"layers.*.input_layernorm": "colwise"}, {}),
+    ):
+        with pytest.raises(ValueError) as problem:
+            initialize(made(family, **more), EngineConfig(tensor_plan=plan, **config))
+        messages.append(str(problem.value))
+    with pytest.raises(ValueError) as problem:
+        initialize(made("llama"), EngineConfig(**(config | {"tensor_parallel": 3})))
+    return [*messages, str(problem.value)]
+
+
+def test_what_cannot_be_split_is_refused_and_says_why() -> None:
+    for found in run_ranks(refused, 2):
+        for message, part in zip(
+            found,
+            (
+                "OPTForCausalLM comes without a tensor-parallel plan",
+                "tensor_parallel=2 does not divide the number of key-value heads",
+                "gate_proj.weight",
+                "sideways, which is not known",
+                "no module is called like layers",
+                "is a LlamaRMSNorm",
+                "tensor_parallel=3 does not divide the 2 ranks",
+            ),
+            strict=True,
+        ):
+            assert part in message
