@@ -13,7 +13,12 @@ from typing import Protocol, cast
 from benchmarks.measure import BenchFailed
 from benchmarks.record import RESULTS, Result, append
 
-BENCHES = {"stages": "benchmarks.stages", "rollout": "benchmarks.rollout", "zero": "benchmarks.zero"}
+BENCHES = {
+    "stages": "benchmarks.stages",
+    "rollout": "benchmarks.rollout",
+    "zero": "benchmarks.zero",
+    "peers": "benchmarks.peers",
+}
 
 
 class Bench(Protocol):

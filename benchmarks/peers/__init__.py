@@ -1,1 +1,17 @@
-"""SFT, reward model and PPO beside the peers: the same data, shape and precision, in processes of their own."""
+"""SFT, reward model and PPO beside the peers: the same data, shape and precision, in processes of their own.
+
+A case is a module of this folder with a function `run(rounds) -> list[Result]`. The sides of a case run in turn; each
+is a process of its own, and a peer's runs in an environment of its own (environments.py).
+"""
+
+import importlib
+from collections.abc import Sequence
+
+from benchmarks.record import Result
+
+CASES = ("sft", "reward")
+
+
+def run(cases: Sequence[str], rounds: int) -> list[Result]:
+    """Measure `cases`, one after the other."""
+    return [result for case in cases for result in importlib.import_module(f"benchmarks.peers.{case}").run(rounds)]

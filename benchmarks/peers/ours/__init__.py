@@ -1,0 +1,1 @@
+"""Our side: the stages' own code on the given work."""

@@ -1,0 +1,1 @@
+"""The peers' side: each module runs in the peer's own environment and imports nothing of ours but the bench's frame."""
