@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from engine.rollout.attention import CHANGES_SCORES, Unserved, attend
+from engine.rollout.attention import Unserved, attend, check_served
 from pipeline.data.documents import Documents, Ragged
 
 NAME = "zerochat_documents"
@@ -65,10 +65,9 @@ def document_attention(
     Causal: a token sees those before it, of its own document where there are some, at most `sliding_window` of them,
     itself included. Returns (B, T, heads, value's size). Raises Unserved.
     """
-    odd = [name for name in CHANGES_SCORES if others.get(name) is not None]
-    causal = others.get("is_causal") is not False and getattr(module, "is_causal", True)
-    if odd or attention_mask is not None or not causal:
-        raise Unserved(f"{type(module).__name__} asks for {', '.join(odd) or 'another kind of attention'}")
+    if attention_mask is not None:
+        raise Unserved(f"{type(module).__name__} asks for another kind of attention")
+    check_served(module, others)
     how = _How(scaling, sliding_window, softcap, dropout)
     if documents is None:
         return how.attend(query, key, value).transpose(1, 2), None
