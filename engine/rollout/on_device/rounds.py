@@ -1,10 +1,10 @@
 """Decoding in rounds: some of the prompts run, then a window of decode steps, and meanwhile the host reads the round
 before.
 
-The host learns of a token a round later than the device; what the device needs to know - which answer ended, which token
-comes next - it knows itself (`static_step.py`). So the device never waits: while it runs a round, the host takes what
-the last one said, frees slots, and fills them. A sequence that only the host knows to have ended (a stop string) is
-decoded on for a round at most, and what is said of it then is dropped.
+The host learns of a token a round later than the device; what the device needs to know - which answer ended, which
+token comes next - it knows itself (`static_step.py`). So the device never waits: while it runs a round, the host takes
+what the last one said, frees slots, and fills them. A sequence that only the host knows to have ended (a stop string)
+is decoded on for a round at most, and what is said of it then is dropped.
 """
 
 from collections.abc import Callable, Iterator, Sequence

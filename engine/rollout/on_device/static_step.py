@@ -1,9 +1,9 @@
 """One decode step of many sequences of which the host learns nothing: fixed shapes, fixed addresses, no number read.
 
-What a step needs lies on the device, a row a slot (`DecodeState`): the token drawn last, how many are cached, the random
-stream, how many were drawn and may be, whether the answer ended. A step takes the rows of its slots, runs the model's
-own forward with attention over the slot cache, draws, tests for the end, and writes the rows back. So a CUDA graph can
-replay it, and run eagerly on any device it says the same.
+What a step needs lies on the device, a row a slot (`DecodeState`): the token drawn last, how many are cached, the
+random stream, how many were drawn and may be, whether the answer ended. A step takes the rows of its slots, runs the
+model's own forward with attention over the slot cache, draws, tests for the end, and writes the rows back. So a CUDA
+graph can replay it, and run eagerly on any device it says the same.
 
 The last slot of cache and state is scratch: rows that only fill a step up to its size point there.
 """

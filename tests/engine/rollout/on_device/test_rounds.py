@@ -11,6 +11,8 @@ from engine.rollout.continuous import SlotDecoder
 from engine.rollout.decoder import Rollouts
 from engine.rollout.on_device import rounds
 from engine.rollout.on_device.graphs import bucket
+from engine.rollout.on_device.static_step import CACHED, ENDED, LIMIT, NOTHING, STREAM
+from engine.rollout.on_device.static_step import DRAWN as COUNT
 from engine.rollout.sampling import Sampling, under_seed, uniforms
 from tests.engine.rollout.families import ENDS, build, ragged_prompts
 
@@ -110,6 +112,25 @@ def test_weights_elsewhere_take_new_steps() -> None:
     assert ours._slots._rounds is not before  # type: ignore[union-attr]
     ours.release()
     assert ours._slots._rounds is None  # type: ignore[union-attr]
+
+
+def test_what_has_ended_stays_and_says_nothing() -> None:
+    ours = on_device(build("llama"))
+    prompts = ragged_prompts(3, 4)
+    ours.generate(prompts, replace(DRAWN, temperature=0, end_ids=(), max_new_tokens=3), [0, 1])
+    assert ours._slots is not None and ours._slots._rounds is not None
+    state = ours._slots._rounds.state
+    step = next(iter(ours._slots._rounds._replays.values())).step
+    before = state.rows.clone()
+    assert before[:2, ENDED].tolist() == [1, 1] and before[:2, COUNT].tolist() == [3, 3]
+    assert sorted(before[:2, CACHED].tolist()) == [3 + 2, 4 + 2], "the last token drawn is not cached"
+    state.begin()
+    state.rows[1, ENDED], state.rows[1, LIMIT] = 0, 9
+    step(torch.tensor([0, 1, 2, 2]))
+    assert state.said[0, 0] == NOTHING and state.said[0, 1] != NOTHING and (state.said[1:] == NOTHING).all()
+    assert torch.equal(state.rows[0, CACHED:], before[0, CACHED:])
+    assert state.rows[1, CACHED:].tolist() == [int(before[1, CACHED]) + 1, int(before[1, STREAM]), 4, 9, 0]
+    assert state.rows[state.scratch, ENDED] == 1
 
 
 def test_buckets() -> None:
