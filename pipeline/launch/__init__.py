@@ -6,6 +6,7 @@
     processes.py  start the ranks of one stage, watch them, forward signals
     control.py    what the launchers of several machines tell one another
     worker.py     inside a rank
+    failure.py    what launcher and worker agree on when something goes wrong
 """
 
 from pipeline.launch.worker import stage_main

@@ -19,10 +19,10 @@ from pipeline.errors import UserError
 from pipeline.fingerprint import HashCache
 from pipeline.launch.closing import closing_words
 from pipeline.launch.control import Control, Lost
+from pipeline.launch.failure import CRASHED, INTERRUPTED, USER_ERROR, advise
 from pipeline.launch.folder import RunFolder, open_folder
 from pipeline.launch.processes import StageEnd, launch_stage
 from pipeline.launch.ranks import Ranks, check_given, count_gpus, given_ranks, own_ranks
-from pipeline.launch.worker import CRASHED, INTERRUPTED, USER_ERROR, advise
 from pipeline.manifest import Manifest, move_aside, stage_consumes, write_whole
 
 

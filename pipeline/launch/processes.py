@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from pipeline.launch.failure import ATTEMPT, CRASHED, FAILURE_PIPE, INTERRUPTED, LAUNCHER, USER_ERROR
 from pipeline.launch.ranks import Ranks
-from pipeline.launch.worker import ATTEMPT, CRASHED, FAILURE_PIPE, INTERRUPTED, LAUNCHER, USER_ERROR
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}

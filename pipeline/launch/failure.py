@@ -1,0 +1,36 @@
+"""What launcher and worker agree on: names in the environment, exit statuses, and what helps against an error."""
+
+import traceback
+from pathlib import Path
+
+from pipeline.errors import UserError
+
+FAILURE_PIPE = "ZEROCHAT_FAILURE_PIPE"
+LAUNCHER = "ZEROCHAT_LAUNCHER"
+ATTEMPT = "ZEROCHAT_ATTEMPT"
+USER_ERROR, INTERRUPTED, CRASHED = 2, 130, 1
+PIPE_BYTES = 32_000
+
+
+def advise(problem: BaseException) -> str | None:
+    """What a person can do about an error that is not a fault of the program; None where it is one."""
+    if isinstance(problem, UserError):
+        return str(problem)
+    if isinstance(problem, ValueError | FloatingPointError) and _raised_in_engine(problem):
+        return str(problem)
+    text = str(problem)
+    if "No space left on device" in text or "Disk quota exceeded" in text:
+        return f"the disk is full ({text}): make room, then give the same command again; finished work is kept"
+    if type(problem).__name__ == "OutOfMemoryError":
+        return (
+            "out of GPU memory: halve <stage>.micro_batch_tokens (ppo: rollout.batch_size too), or choose "
+            f"engine=zero3 or engine.activation_checkpointing=true; the same command goes on. {text.splitlines()[0]}"
+        )
+    return None
+
+
+def _raised_in_engine(problem: BaseException) -> bool:
+    """True where our own engine refused a value (it raises plain ValueErrors), not a library below it."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    engine = Path(__file__).resolve().parents[2] / "engine"
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(engine)
