@@ -5,6 +5,7 @@ ZeRO stage. A rank that fails goes through the collectives that are left of its 
 replay.py), at the end all ranks agree, throw gradients and results away, put the random state and the buffers back, cut
 every micro-batch that is as large as the failed one, and do all of it again. What can't be cut any more, and what runs
 out elsewhere (building the engine, the optimizer's step, a checkpoint), ends with a message that says what to change.
+Left out: tensor groups, whose collectives are inside the blocks and are not noted; there a failure ends the run.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from engine.healing.divisible import Divisible
 from engine.healing.failure import attempt
+from engine.healing.portion import Portion
 from engine.parallel import dist, zero
 from engine.parallel.replay import Note
 
-Batch = TypeVar("Batch")
 T = TypeVar("T")
+Pieces = list[list[Portion[Any]]]  # of each micro-batch, what it was cut into
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,15 @@ class Healer:
         self.times = 0
         self._notes: dict[Pass, Note] = {}
 
-    def run(self, name: str, batches: Sequence[Batch], work: Callable[[Batch, Pass], T]) -> list[list[T]]:
+    def run(self, name: str, batches: Sequence[Any], work: Callable[[Any, Pass], T]) -> list[list[T]]:
         """`work` on each micro-batch: for each of them a list, of one result, or one for each piece it was cut into.
 
-        Every rank passes equally many. Micro-batches that are not all `Divisible` run as they are. Raises ValueError on
-        every rank where what failed can't be cut.
+        Every rank passes equally many. Only a `Portion` can be cut: where not all are, they run as they are. Raises
+        ValueError on every rank where what failed can't be cut.
         """
-        divisible = all(isinstance(batch, Divisible) for batch in batches)
-        if not divisible or not batches or dist.world().tensor > 1:  # a tensor group's collectives grow with the batch
-            return [[work(batch, _kind(name, place, len(batches)))] for place, batch in enumerate(batches)]
-        pieces: list[list[Any]] = [[batch] for batch in batches]
+        if not batches or not all(isinstance(batch, Portion) for batch in batches) or dist.world().tensor > 1:
+            return [[work(laid_out(batch), _kind(name, at, len(batches)))] for at, batch in enumerate(batches)]
+        pieces: Pieces = [[batch] for batch in batches]
         if self.limit is not None:
             pieces = _within(pieces, self.limit)
         before = _State(self.module)
@@ -85,7 +85,7 @@ class Healer:
             pieces = self._smaller(pieces, dist.gather_objects(report))
 
     def _attempt(
-        self, name: str, flat: Sequence[Any], work: Callable[[Any, Pass], T]
+        self, name: str, flat: Sequence[Portion[Any]], work: Callable[[Any, Pass], T]
     ) -> tuple[list[T], _Report]:
         """All passes, or those until one fails and the collectives of the others."""
         results: list[T] = []
@@ -102,14 +102,14 @@ class Healer:
             results.append(result)
         return results, _Report(0, True, "", sizes)
 
-    def _noted(self, piece: Any, kind: Pass, work: Callable[[Any, Pass], T]) -> tuple[Any, int, str | None]:
+    def _noted(self, piece: Portion[Any], kind: Pass, work: Callable[[Any, Pass], T]) -> tuple[Any, int, str | None]:
         """The result of a pass, how many collectives it got through, and why it failed, where it did."""
         if dist.world().size == 1:
-            result, reason = attempt(lambda: work(piece, kind))
+            result, reason = attempt(lambda: work(piece.batch, kind))
             return result, 0, reason
         note = Note()
         with note.taken():
-            result, reason = attempt(lambda: work(piece, kind))
+            result, reason = attempt(lambda: work(piece.batch, kind))
         if reason is None:
             self._notes[kind] = note
         return result, len(note.calls), reason
@@ -117,7 +117,7 @@ class Healer:
     def _notes_of(self, kind: Pass) -> Note:
         return self._notes[kind] if dist.world().size > 1 else Note()
 
-    def _learn(self, name: str, flat: Sequence[Any], work: Callable[[Any, Pass], T], before: "_State") -> None:
+    def _learn(self, name: str, flat: Sequence[Portion[Any]], work: Callable[[Any, Pass], T], before: "_State") -> None:
         """Find out by passes over nothing which collectives the passes to come have, where that is not known yet."""
         count = min(len(flat), 3)
         if dist.world().size == 1 or all(_kind(name, place, count) in self._notes for place in range(count)):
@@ -130,7 +130,7 @@ class Healer:
         self._discard()
         before.restore()
 
-    def _smaller(self, pieces: list[list[Any]], reports: Sequence[_Report]) -> list[list[Any]]:
+    def _smaller(self, pieces: Pieces, reports: Sequence[_Report]) -> Pieces:
         """Cut what is as large as the smallest that failed, alike on every rank."""
         failures = [report for report in reports if report.failed]
         for report in failures:
@@ -190,21 +190,26 @@ def _written(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def laid_out(batch: Any) -> Any:
+    """What a pass takes: the micro-batch of a portion, anything else as it is."""
+    return batch.batch if isinstance(batch, Portion) else batch
+
+
 def _kind(name: str, place: int, count: int) -> Pass:
     return Pass(name, place == 0, place == count - 1)
 
 
-def _cut(pieces: Sequence[Sequence[Any]], chosen: Sequence[bool]) -> list[list[Any]]:
+def _cut(pieces: Pieces, chosen: Sequence[bool]) -> Pieces:
     """Halve the chosen of all pieces, counted through; where a rank can't, its second half is a batch of nothing."""
     wanted = iter(chosen)
 
-    def parts(piece: Any) -> Sequence[Any]:
+    def parts(piece: Portion[Any]) -> Sequence[Portion[Any]]:
         return (piece.halves() or (piece, piece.nothing())) if next(wanted) else (piece,)
 
     return [[part for piece in group for part in parts(piece)] for group in pieces]
 
 
-def _within(pieces: list[list[Any]], limit: int) -> list[list[Any]]:
+def _within(pieces: Pieces, limit: int) -> Pieces:
     """Cut beforehand what is above `limit` on any rank, as far as that goes."""
     while True:
         large = [piece.size > limit and piece.halves() is not None for group in pieces for piece in group]
