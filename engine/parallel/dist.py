@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from engine.parallel.traffic import count, count_all_reduce
+
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -151,6 +153,7 @@ def mesh(*, replicate: int, shard: int) -> DeviceMesh:
 def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Sum over ranks, in place; returns the tensor."""
     if world().size > 1:
+        count_all_reduce("other", tensor, group.size() if group is not None else world().size)
         dist.all_reduce(tensor, group=group)
     return tensor
 
@@ -160,6 +163,27 @@ def gather_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return torch.cat(parts, dim=-1)
+
+
+def all_gather(output: Tensor, mine: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
+    """The group's tensors one after another in `output`."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
+    work: dist.Work | None = gather(output, mine, group=group, async_op=async_op)
+    return work
+
+
+def reduce_scatter(
+    output: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any, *, async_op: bool = False
+) -> dist.Work | None:
+    """This rank's part of the sum (or mean) of the group's tensors in `output`."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name from torch 2.13 on
+    work: dist.Work | None = scatter(output, whole, op=op, group=group, async_op=async_op)
+    return work
+
+
+def all_to_all(received: Tensor, parts: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Part r of `parts` goes to rank r of the group; what they sent here stands in `received`, in their order."""
+    dist.all_to_all_single(received, parts, group=group)
 
 
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
@@ -259,6 +283,7 @@ def start_all_gather(mine: Tensor, like: Tensor) -> Gathering:
     assert isinstance(like, DTensor)
     group = like.device_mesh.get_group("shard")
     parts = mine.new_empty(shards(like), len(mine))
+    count("gather", mine.nbytes * (len(parts) - 1))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
     return Gathering(mine, parts, gather(parts.view(-1), mine, group=group, async_op=True))
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from engine.parallel import dist
+from engine.parallel import dist, wire
 
 
 def units(module: nn.Module) -> list[nn.Module]:
@@ -38,14 +38,23 @@ def layout(*, stage: int, ranks: int | None = None) -> DeviceMesh:
 
 
 def shard(
-    module: nn.Module, *, stage: int, policy: MixedPrecisionPolicy, offload: bool, ranks: int | None = None
+    module: nn.Module,
+    *,
+    stage: int,
+    policy: MixedPrecisionPolicy,
+    offload: bool,
+    ranks: int | None = None,
+    compress: wire.Compress = "none",
 ) -> None:
     """Lay a module out over the ranks, in place. Its parameters become DTensors on `layout`'s mesh."""
     mesh = layout(stage=stage, ranks=ranks)["replicate", "shard"]
-    where = CPUOffloadPolicy() if offload else OffloadPolicy()
-    for block in units(module):
-        fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy, offload_policy=where)
-    fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy, offload_policy=where)
+    on_host = dist.world().device.type == "cpu"  # where there is no other place to bring them to
+    where = CPUOffloadPolicy() if offload and not on_host else OffloadPolicy()
+    sending = wire.Sending(replicate=mesh["replicate"].size(), shard=mesh["shard"].size(), compress=compress)
+    policy = wire.reducing(policy, sending, each_micro_batch=stage >= 2)
+    for part in [*units(module), module]:
+        fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy, offload_policy=where)
+        wire.install(part, sending)
 
 
 def before_micro_batch(module: nn.Module, *, stage: int, last: bool) -> None:

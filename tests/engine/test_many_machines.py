@@ -21,7 +21,8 @@ STEPS, RANKS_A_HOST = 2, 2
 def train(shard_ranks: int | None) -> list[float]:
     """The losses of STEPS updates at stage 3, this rank taking every W-th row."""
     torch.set_num_threads(1)
-    engine = Engine(seeded_net(), EngineConfig(zero_stage=3, dtype="fp32", shard_ranks=shard_ranks), optimizer=OPTIMIZER)
+    config = EngineConfig(zero_stage=3, dtype="fp32", shard_ranks=shard_ranks)
+    engine = Engine(seeded_net(), config, optimizer=OPTIMIZER)
     world, (inputs, targets) = dist.world(), data()
     return [
         engine.update([(x[world.rank :: world.size], y[world.rank :: world.size])], squared_error, ROWS).loss
