@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from benchmarks.record import Result
 
-CASES = ("sft", "reward")
+CASES = ("sft", "reward", "ppo")
 
 
 def run(cases: Sequence[str], rounds: int) -> list[Result]:

@@ -1,0 +1,68 @@
+"""TRL's PPOTrainer: fp32 weights, bf16 by autocast where it trains; every answer has its full length."""
+
+import time
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import PPOConfig, PPOTrainer
+
+from benchmarks.peers.children import report, told
+from benchmarks.peers.theirs.made import model, tokenizer
+
+
+class Clock(TrainerCallback):
+    """When each iteration ended."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.times.append(time.perf_counter())
+
+
+def main() -> None:
+    """Train, and tell the iterations' times."""
+    work = told()
+    torch.set_num_threads(work["threads"])
+    iterations, prompts = work["warmup"] + work["steps"], work["prompts"]
+    clock = Clock()
+    config = PPOConfig(
+        output_dir=work["folder"],
+        total_episodes=iterations * len(prompts),
+        per_device_train_batch_size=len(prompts),
+        gradient_accumulation_steps=1,
+        local_rollout_forward_batch_size=len(prompts),
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        response_length=work["new_tokens"],
+        temperature=1.0,
+        num_sample_generations=0,
+        bf16=work["precision"] == "bf16",
+        learning_rate=work["lr"],
+        use_cpu=True,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    data = Dataset.from_dict({"input_ids": prompts})
+    trainer = PPOTrainer(
+        args=config,
+        processing_class=tokenizer(work["shape"]),
+        model=model(work["shape"]),
+        ref_model=model(work["shape"]),
+        reward_model=model(work["shape"], scores=True),
+        value_model=model(work["shape"], scores=True),
+        train_dataset=data,
+        eval_dataset=data,
+        callbacks=[clock],
+    )
+    trainer.train()
+    seconds = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
+    report(seconds[work["warmup"] - 1 :], [float(len(prompts) * work["new_tokens"])] * work["steps"])
+
+
+if __name__ == "__main__":
+    main()
