@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from engine.parallel.traffic import count, count_all_reduce
 
@@ -158,11 +158,11 @@ def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Te
     return tensor
 
 
-def gather_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' tensors side by side in the last dimension; all have the same shape."""
+def gather_tensors(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Every rank's tensor, in rank order; all have the same shape."""
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)
+    return parts
 
 
 def all_gather(output: Tensor, mine: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
@@ -242,10 +242,32 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor on every rank. Where the local part is whole it is returned itself, not a copy."""
     if not isinstance(tensor, DTensor):
         return tensor
-    for dim in reversed(_spread(tensor)):  # one mesh dimension after another: DTensor warns of doing it at once
-        placements = [Replicate() if at == dim else kept for at, kept in enumerate(tensor.placements)]
-        tensor = tensor.redistribute(placements=placements)
-    return local(tensor)
+    if is_whole(tensor):
+        return local(tensor)
+    return _joined(tensor) if "tensor" in _names(tensor) else tensor.full_tensor()
+
+
+def _joined(tensor: DTensor) -> Tensor:
+    """A tensor that a tensor group split before FSDP2 cut the rows of each part, put together the other way round.
+
+    By hand: DTensor takes other ways in other versions of torch, and does not always find one.
+    """
+    part, mesh, last = local(tensor), tensor.device_mesh, tensor.placements[-1]
+    ranks = mesh["tensor"].size()
+    rows = tensor.shape[0] // (ranks if last.is_replicate() is False and last.dim == 0 else 1)  # type: ignore[attr-defined]
+    if (cut := mesh["shard"].size()) > 1:
+        padded = part.new_zeros(-(-rows // cut), *part.shape[1:])
+        padded[: len(part)] = part
+        part = torch.cat(gather_tensors(padded, mesh.get_group("shard")))[:rows]
+    if last.is_replicate():
+        return part
+    dim, pieces = last.dim, getattr(last, "split_factor", 1)  # type: ignore[attr-defined]
+    columns = [each.chunk(pieces, dim) for each in gather_tensors(part, mesh.get_group("tensor"))]
+    return torch.cat([column[piece] for piece in range(pieces) for column in columns], dim)
+
+
+def _names(tensor: DTensor) -> tuple[str, ...]:
+    return tensor.device_mesh.mesh_dim_names or ()
 
 
 def in_rows(tensor: Tensor) -> bool:

@@ -6,6 +6,7 @@ Each backward is the transpose of its forward, so the gradient of a whole tensor
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
@@ -38,7 +39,7 @@ class _Gathered(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return dist.gather_columns(x, group)
+        return torch.cat(dist.gather_tensors(x, group), dim=-1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -53,7 +54,7 @@ class _Split(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return dist.gather_columns(gradient, ctx.group), None
+        return torch.cat(dist.gather_tensors(gradient, ctx.group), dim=-1), None
 
 
 def copied(x: Tensor, group: ProcessGroup) -> Tensor:
