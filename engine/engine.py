@@ -23,10 +23,9 @@ from engine.config import EngineConfig, OptimizerConfig
 from engine.healing import Healer, Pass
 from engine.loading import copy_local
 from engine.offload import OffloadedOptimizer, full_precision
-from engine.parallel import dist, zero
+from engine.parallel import dist, tensor, zero
 from engine.rollout.decoder import Rollouts
-from engine.rollout.hybrid import Twin
-from engine.rollout.selfcheck import Checked, selfcheck
+from engine.rollout.flip import Flip
 
 Batch = TypeVar("Batch")
 Score = TypeVar("Score")
@@ -79,15 +78,13 @@ class Engine:
         self._micro_batches = 0
         self._decay = 0.0
         self.average: dict[str, Tensor] = {}
-        self._rollout_path = rollout_path
-        self._blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
-        self._twin: Twin | None = None
-        self._rollouts: Rollouts | None = None
-        self._flips = 0
-        self.selfcheck_every = 50  # flips, beside the first two; 0 never checks
-        self.checked: list[Checked] = []  # what the last flip's self-check said; empty where there was none
+        blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
         self._values = full_precision(module) if self._offloads else {}
         self.module = self._lay_out(module)
+        self._flip: Flip | None = None
+        if rollout_path is not None and blueprint is not None:
+            source, dtype = self.module.get_submodule(rollout_path), precision.TORCH_DTYPE[config.dtype]
+            self._flip = Flip(blueprint, source, dtype)
         self.healer = Healer(self.module, self._discard)
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
         self.optimizer = self._build(optimizer) if optimizer is not None else None
@@ -122,6 +119,7 @@ class Engine:
         config = self.config
         if self.optimizer_config is None or self._offloads:
             _cast_parameters(module, precision.TORCH_DTYPE[config.dtype])
+        self._split(module)
         if config.activation_checkpointing and self.optimizer_config is not None:
             for block in zero.units(module):
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
@@ -140,6 +138,14 @@ class Engine:
             _materialize(module, device)
         return module
 
+    def _split(self, module: nn.Module) -> None:
+        """Over the ranks of a tensor group, as the plan says."""
+        config = self.config
+        dist.arrange(tensor=config.tensor_parallel)
+        if config.tensor_parallel > 1:
+            mesh = zero.layout(stage=config.zero_stage, ranks=config.shard_ranks)["tensor"]
+            tensor.parallelize(module, config.tensor_plan or tensor.plan_of(module), mesh)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
@@ -156,12 +162,14 @@ class Engine:
         summed over ranks is added. `last` says that no more micro-batches follow before the step; by default that is
         counted for means, and True for sums.
         """
+        if dist.world().tensor != self.config.tensor_parallel:
+            raise ValueError("engines that are trained side by side must all have the same tensor_parallel")
         if last is None:
             last = count is not None or self._micro_batches + 1 >= self.config.gradient_accumulation
         if not self._begun:
             self.begin(last=last)
         # FSDP2 averages gradients over ranks; the factor `size` makes that a sum.
-        factor = 1.0 / self.config.gradient_accumulation if count is None else dist.world().size / count
+        factor = 1.0 / self.config.gradient_accumulation if count is None else dist.world().data_size / count
         (loss * (factor * self.scaler.scale)).backward()
         self._micro_batches += 1
         self._begun = False
@@ -300,43 +308,21 @@ class Engine:
             self.module.train(training)
 
     @contextmanager
-    def generating(self, *, keep: bool = True) -> Iterator[Rollouts]:
+    def generating(self, *, keep: bool = True, park_optimizer: bool = False) -> Iterator[Rollouts]:
         """The hybrid flip: whole weights in a module without hooks, to generate with.
 
-        `keep` holds the buffers for next time.
+        `keep` holds its buffers for next time. `park_optimizer` moves optimizer states to the host meanwhile.
         """
-        assert self._blueprint is not None and self._rollout_path is not None, "give rollout_path= to generate"
         zero.release(self.module)
-        if self._twin is None:
-            dtype = precision.TORCH_DTYPE[self.config.dtype]
-            self._twin = Twin(self._blueprint, self.module.get_submodule(self._rollout_path), dtype)
-        self._twin.refresh()
-        if self._rollouts is None:
-            self._rollouts = Rollouts(self._twin.module, dist.world().device)
-        self._flips += 1
-        try:
-            self.checked = self._selfcheck(self._rollouts)
-            yield self._rollouts
-        finally:
-            self._rollouts.refresh()
-            if not keep:
-                self._rollouts.release()
-                self._twin.release()
+        park = self.optimizer if park_optimizer and isinstance(self.optimizer, torch.optim.Optimizer) else None
+        with self.flip.entered(keep=keep, park=park) as rollouts:
+            yield rollouts
 
-    def _selfcheck(self, rollouts: Rollouts) -> list[Checked]:
-        """On the first flips and now and then: does the generator say what its module says? Alike on every rank."""
-        every = self.selfcheck_every
-        if every == 0 or (self._flips > 2 and self._flips % every):
-            return []
-        checked: list[Checked] = []
-        problem: ValueError | None = None
-        try:
-            checked = selfcheck(rollouts)
-        except ValueError as error:
-            problem = error
-        if dist.max_over_ranks(float(problem is not None)) > 0:
-            raise problem or ValueError("another rank's generator is not its model; its message says more")
-        return checked
+    @property
+    def flip(self) -> Flip:
+        """The generation side: how long the last flip took, what its self-check said."""
+        assert self._flip is not None, "give rollout_path= to generate"
+        return self._flip
 
     def start_averaging(self, decay: float) -> None:
         """Keep an exponential moving average of the trained parameters, fp32, sharded as they are.
@@ -380,11 +366,6 @@ class Engine:
             kept = live.clone()
             live.copy_(ours)
             ours.copy_(kept)
-
-    @property
-    def flip_seconds(self) -> float:
-        """How long the last flip took."""
-        return self._twin.seconds if self._twin is not None else 0.0
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

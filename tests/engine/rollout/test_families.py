@@ -49,7 +49,7 @@ def flip(family: str, adapters: bool) -> dict[str, Any]:
         with engine.generating() as rollouts:
             answers = rollouts.generate(PROMPTS, Sampling(9, temperature=0, end_ids=ENDS), [0] * 5, batch_size=2)
             found["fallback"] = rollouts.fallback
-        found["checked"].append(len(engine.checked))
+        found["checked"].append(len(engine.flip.checked))
         if len(found["checked"]) < 3:
             with torch.no_grad():
                 for parameter in engine.module.parameters():
