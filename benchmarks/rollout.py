@@ -5,6 +5,7 @@ prompts in batches of as many as we have slots, in the given order, and runs eac
 peer's figure is the better of its dynamic and its static cache.
 """
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,10 @@ from benchmarks.record import Result
 from engine.rollout.continuous import SlotDecoder
 from engine.rollout.sampling import Sampling
 
-CASES = ("equal", "ragged", "single", "tiny")
+ELSEWHERE = {
+    "zero3": "benchmarks.rollout_flip", "flip": "benchmarks.rollout_flip", "release": "benchmarks.rollout_flip",
+}  # fmt: skip
+CASES = ("equal", "ragged", "single", "tiny", *ELSEWHERE)
 CACHES = ("dynamic", "static")
 DTYPE = torch.bfloat16
 OPT_125M: dict[str, Any] = {
@@ -58,7 +62,10 @@ class Lengths:
 
 def run(cases: Sequence[str], rounds: int) -> list[Result]:
     """Measure `cases`, ours and the peers in turn."""
-    return [_measure(case, rounds) for case in cases]
+    return [
+        importlib.import_module(ELSEWHERE[case]).measure(case, rounds) if case in ELSEWHERE else _measure(case, rounds)
+        for case in cases
+    ]
 
 
 def work(case: str) -> Work:

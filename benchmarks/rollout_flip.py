@@ -198,12 +198,12 @@ def memory() -> dict[str, int]:
     ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
     with open("/proc/self/status", encoding="ascii") as lines:
-        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if "Rss" in name}
+        kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if "kB" in rest}
     tensors = [each for each in gc.get_objects() if isinstance(each, Tensor) and not each.is_meta]
     storages = {}
     for tensor in map(dist.local, tensors):
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    found = {"rss": sum(kib.values()) * 1024, "shared": kib["RssShmem"] * 1024, "tensors": sum(storages.values())}
+    found = {"rss": kib["VmRSS"] * 1024, "shared": kib["RssShmem"] * 1024, "tensors": sum(storages.values())}
     dist.barrier()
     return found
 
