@@ -13,7 +13,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,7 +40,7 @@ class Watcher(Protocol):
 class StageRun:
     """One stage's progress. Every rank makes one; rank 0 writes.
 
-    `extra` gives the stage's own state for a checkpoint (JSON), `take` puts it back.
+    `frozen` engines only score. `extra` gives the stage's own state for a checkpoint (JSON), `take` puts it back.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class StageRun:
         engines: Mapping[str, Engine],
         *,
         watchers: list[Watcher] | None = None,
+        frozen: Mapping[str, Engine] | None = None,
         extra: Callable[[], dict[str, Any]] = dict,
         take: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
@@ -62,12 +63,24 @@ class StageRun:
         self._section, self._watchers = section, watchers or []
         self._extra, self._take = extra, take
         self._checkpointer = Checkpointer(engines)
+        self._engines = {**engines, **(frozen or {})}
         self._save_every = section.save_every or max(1, math.ceil(steps / 10))
         self._seconds_before = 0.0
         self._began = time.monotonic()
         self._saved = 0
         self._lap: Metrics = {}
         self._lap_tokens = 0
+
+    @property
+    def budget(self) -> int:
+        """Tokens a micro-batch: what the configuration says, or less where that did not fit in this run."""
+        return within_limits(self._section.micro_batch_tokens, self._engines.values())
+
+    @property
+    def healing(self) -> dict[str, int]:
+        """How often memory ran out and a step was done again, and the micro-batch that the stage came down to."""
+        times = sum(engine.healer.times for engine in self._engines.values())
+        return {"times": times, "micro_batch_tokens": self.budget}
 
     @property
     def seconds(self) -> float:
@@ -85,6 +98,8 @@ class StageRun:
             if mine is not None:
                 restore_random_state(mine["random"])
             self._take(shared["extra"])
+            for name, (limit, times) in shared["healing"].items():
+                self._engines[name].healer.limit, self._engines[name].healer.times = limit, times
         self._lap, self._lap_tokens = dict(self.phases), self.tokens
         if dist.world().leads:
             if step:
@@ -156,6 +171,7 @@ class StageRun:
             "best": self.best,
             "last": self.last,
             "extra": self._extra(),
+            "healing": {name: (e.healer.limit, e.healer.times) for name, e in self._engines.items()},
         }
         with self.phase("save"), explained_disk(self.folder):
             self._checkpointer.save(
@@ -209,6 +225,7 @@ class StageRun:
                 "tokens": self.tokens,
                 "tokens_per_second": round(self.tokens / max(working, 1e-9), 1),
                 "peak_memory_by_rank": memory,
+                "healing": self.healing,
                 "final": {k: _plain(v) for k, v in self.last.items()},
                 "best": self.best,
                 **figures,
@@ -216,6 +233,12 @@ class StageRun:
             with explained_disk(self.folder):
                 write_json(self.folder / "summary.json", summary)
         dist.barrier()
+
+
+def within_limits(tokens: int, engines: Iterable[Engine]) -> int:
+    """Tokens a micro-batch, cut to what fits all of some engines as far as they found out."""
+    limits = (engine.healer.limit for engine in engines)
+    return min([tokens, *(limit for limit in limits if limit is not None)])
 
 
 def peak_memory() -> dict[str, int]:

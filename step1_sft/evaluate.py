@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+from torch import nn
 
 from engine import Engine
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig
+from pipeline.data.batch import TokenBatch
 from pipeline.data.encode import TokenItem
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
@@ -21,11 +22,13 @@ EVALUATION_SEED = 20011
 def held_out_loss(engine: Engine, items: Sequence[TokenItem], *, budget: int, packing: bool, pad_id: int) -> float:
     """Mean cross-entropy a token, in nats, over held-out conversations; nan where there are none."""
     batches, count = micro_batches(items, budget=budget, packing=packing, pad_id=pad_id)
-    total = torch.zeros((), dtype=torch.float64)
-    with engine.scoring() as module:
-        for batch in batches:
-            total -= module(batch.input_ids, batch.score_mask, documents=batch.documents)[0].double().sum().cpu()
-    return dist.sum_over_ranks({"loss": total.item()})["loss"] / count if count else float("nan")
+
+    def loss(module: nn.Module, batch: TokenBatch) -> list[float]:
+        logprobs, _ = module(batch.input_ids, batch.score_mask, documents=batch.documents)
+        return [-logprobs.double().sum().item()]
+
+    total = sum(part for losses in engine.score(batches, loss) for part in losses)
+    return dist.sum_over_ranks({"loss": total})["loss"] / count if count else float("nan")
 
 
 def answer(

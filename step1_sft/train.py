@@ -66,11 +66,12 @@ def run(config: RunConfig, folder: Path) -> None:
                 answer("base", config, engine, tokenizer, prompts, folder)
         for step in range(done + 1, steps + 1):
             indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
+            cut["budget"] = stage.budget
             batches, count = micro_batches([train[i] for i in indices], **cut)
             with stage.phase("train"):
                 update = engine.update(batches, loss_of, count)
             stage.tokens += sum(len(train[i].ids) for i in indices)
-            stage.require_finite(step, update.loss, [batch.input_ids.tolist() for batch in batches])
+            stage.require_finite(step, update.loss, [each.batch.input_ids.tolist() for each in batches])
             figures = {"loss": update.loss, "lr": update.lr, "grad_norm": update.grad_norm}
             figures |= {"skipped_steps": engine.scaler.skipped}
             if stage.evaluates(step) and held_out:

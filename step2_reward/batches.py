@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+from engine.healing import Portion
 from engine.parallel import dist
 from pipeline.data.batch import PairBatch, collate_pairs, pack_pairs, plan, shared_tokens
 from pipeline.data.encode import PairItem
+from pipeline.data.portions import portion
 
 
 def longer(pair: PairItem) -> int:
@@ -19,7 +21,7 @@ def together(pair: PairItem) -> int:
 
 def micro_batches(
     pairs: Sequence[PairItem], *, budget: int, packing: bool, pad_id: int
-) -> tuple[list[PairBatch], list[list[int]]]:
+) -> tuple[list[Portion[PairBatch]], list[list[int]]]:
     """This rank's micro-batches of a global batch, and which pairs each holds (places in `pairs`).
 
     budget: tokens a micro-batch, both sides and padding included; packing: each is one row without padding, in which
@@ -31,5 +33,9 @@ def micro_batches(
     else:
         lengths, half = [longer(pair) for pair in pairs], max(1, budget // 2)
         planned = plan(lengths, ranks=world.data_size, budget=half, packing=False)
-    mine, collate = planned[world.data_rank], pack_pairs if packing else collate_pairs
-    return [collate([pairs[i] for i in places], pad_id).to(world.device) for places in mine], mine
+    mine, lay_out = planned[world.data_rank], pack_pairs if packing else collate_pairs
+
+    def collate(chosen: Sequence[PairItem]) -> PairBatch:
+        return lay_out(chosen, pad_id).to(world.device)
+
+    return [portion([pairs[i] for i in places], collate) for places in mine], mine

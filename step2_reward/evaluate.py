@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from engine import Engine
 from engine.parallel import dist
+from pipeline.data.batch import PairBatch
 from pipeline.data.encode import PairItem
 from step2_reward.batches import micro_batches
 from step2_reward.loss import last_scores
@@ -29,13 +32,17 @@ def score_pairs(engine: Engine, pairs: Sequence[PairItem], *, budget: int, packi
         return []
     batches, places = micro_batches(pairs, budget=budget, packing=packing, pad_id=pad_id)
     mine: dict[int, tuple[float, float]] = {}
-    with engine.scoring() as module:
-        for batch, where in zip(batches, places, strict=True):
-            values = module(batch.input_ids, documents=batch.documents)
-            scores, count = last_scores(values, batch.ends).tolist(), len(where)
-            mine |= dict(zip(where, zip(scores[:count], scores[count : 2 * count], strict=True), strict=True))
+    for where, scores in zip(places, engine.score(batches, both_scores), strict=True):
+        mine |= dict(zip(where, scores, strict=True))
     found = {place: scores for part in dist.gather_objects(mine) for place, scores in part.items()}
     return [Scored(pair, *found[index]) for index, pair in enumerate(pairs)]
+
+
+def both_scores(module: nn.Module, batch: PairBatch) -> list[tuple[float, float]]:
+    """Scores of the chosen and the rejected side of each pair."""
+    values, count = module(batch.input_ids, documents=batch.documents), len(batch.margins)
+    scores = last_scores(values, batch.ends).tolist()
+    return list(zip(scores[:count], scores[count : 2 * count], strict=True))
 
 
 def accuracies(scored: Sequence[Scored]) -> dict[str, float | dict[str, float] | None]:

@@ -66,11 +66,12 @@ def run(config: RunConfig, folder: Path) -> None:
     ):
         for step in range(stage.restore() + 1, steps + 1):
             indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
+            cut["budget"] = stage.budget
             batches, _ = micro_batches([train[i] for i in indices], **cut)
             with stage.phase("train"):
                 update = engine.update(batches, loss, len(indices))
             stage.tokens += sum(len(train[i].chosen) + len(train[i].rejected) for i in indices)
-            stage.require_finite(step, update.loss, [batch.input_ids.tolist() for batch in batches])
+            stage.require_finite(step, update.loss, [each.batch.input_ids.tolist() for each in batches])
             means = {name: total / len(indices) for name, total in update.sums.items()}
             figures = {"loss": update.loss, **means, "lr": update.lr, "grad_norm": update.grad_norm}
             figures |= {"skipped_steps": engine.scaler.skipped}

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from engine import Engine
 from pipeline.config.check import engine_settings
 from pipeline.config.schema import RunConfig
@@ -37,15 +35,20 @@ class Models:
         engines = [self.actor, self.critic, self.reward, self.reference or self.actor]
         return all(isinstance(e.module, Policy | Scorer) and e.module.packs for e in engines)
 
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """All there are, by role."""
+        found = {"actor": self.actor, "critic": self.critic, "reference": self.reference, "reward": self.reward}
+        return {role: engine for role, engine in found.items() if engine is not None}
+
     @contextmanager
-    def referring(self) -> Iterator[nn.Module]:
+    def referring(self) -> Iterator[Engine]:
         """The reference policy, to score with."""
         if self.reference is not None:
-            with self.reference.scoring() as module:
-                yield module
+            yield self.reference
         else:
-            with adapters_off(self.actor), self.actor.scoring() as module:
-                yield module
+            with adapters_off(self.actor):
+                yield self.actor
 
 
 @dataclass(frozen=True)

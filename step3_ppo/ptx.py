@@ -1,11 +1,14 @@
 """Pretraining mix: some of the SFT loss in the policy's update, against forgetting (Ouyang et al., 2022, eq. 2)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.healing import Portion
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_tokens, plan
 from pipeline.data.encode import TokenItem, encode_conversations
+from pipeline.data.portions import portion
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.stage import stage_records
 
@@ -14,7 +17,7 @@ from pipeline.stage import stage_records
 class PtxBatch:
     """This rank's micro-batches; `tokens` counts the global batch's, `coef` weighs their mean loss."""
 
-    batches: list[TokenBatch]
+    batches: list[Portion[TokenBatch]]
     tokens: int
     coef: float
 
@@ -36,8 +39,12 @@ class PtxMix:
         chosen = [self.items[i] for i in batch_indices(len(self.items), self.size, self.seed, step)]
         lengths = [len(item.ids) for item in chosen]
         planned = plan(lengths, ranks=world.data_size, budget=self.budget, packing=packing)[world.data_rank]
-        collate = pack_tokens if packing else collate_tokens
-        batches = [collate([chosen[i] for i in places], self.pad_id).to(world.device) for places in planned]
+        lay_out = pack_tokens if packing else collate_tokens
+
+        def collate(some: Sequence[TokenItem]) -> TokenBatch:
+            return lay_out(some, self.pad_id).to(world.device)
+
+        batches = [portion([chosen[i] for i in places], collate) for places in planned]
         return PtxBatch(batches, sum(int(item.counts[1:].sum()) for item in chosen), self.coef)
 
 

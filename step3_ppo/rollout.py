@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from engine import Generation, Sampling
+from engine.healing import Portion
 from engine.parallel import dist
 from engine.rollout.selfcheck import compare
 from pipeline.data.batch import padded, plan
 from pipeline.data.documents import Documents
+from pipeline.data.portions import portion
 from step3_ppo.models import Models
 
 
@@ -130,12 +132,16 @@ def my_rows(
     budget: int,
     *,
     packing: bool = False,
-) -> list[Rows]:
+) -> list[Portion[Rows]]:
     """This rank's micro-batches of some sequences; every rank gets equally many."""
+
+    def lay_out(chosen: Sequence[int]) -> Rows:
+        return rows(prompts, responses, list(chosen), pad_id, packing=packing)
+
     world = dist.world()
     lengths = [len(prompts[i]) + len(responses[i]) for i in places]
     planned = plan(lengths, ranks=world.data_size, budget=budget, packing=packing)[world.data_rank]
-    return [rows(prompts, responses, [places[j] for j in micro], pad_id, packing=packing) for micro in planned]
+    return [portion([places[j] for j in micro], lay_out) for micro in planned]
 
 
 def policy_logprobs(module: nn.Module, batch: Rows, temperature: float) -> tuple[Tensor, Tensor]:
@@ -154,13 +160,13 @@ def end_scores(module: nn.Module, batch: Rows) -> Tensor:
     return module(batch.input_ids, documents=batch.documents).flatten()[batch.ends]
 
 
-def score_rows(models: Models, batches: Sequence[Rows]) -> dict[int, float]:
+def score_rows(models: Models, batches: Sequence[Portion[Rows]]) -> dict[int, float]:
     """Reward scores, centred, of all sequences by place, on every rank."""
-    mine: dict[int, float] = {}
-    with models.reward.scoring() as module:
-        for batch in batches:
-            scores = end_scores(module, batch) - models.reward_mean
-            mine.update(zip(batch.places, scores.tolist(), strict=False))
+
+    def centred(module: nn.Module, batch: Rows) -> list[tuple[int, float]]:
+        return list(zip(batch.places, (end_scores(module, batch) - models.reward_mean).tolist(), strict=False))
+
+    mine = dict(chain.from_iterable(models.reward.score(batches, centred)))
     return {place: score for part in dist.gather_objects(mine) for place, score in part.items()}
 
 
@@ -176,16 +182,17 @@ def collect(
     """Score answers with all four models, by the trainer's own forward, with dropout off."""
     responses = [g.token_ids for g in generations]
     batches = my_rows(prompts, responses, range(len(prompts)), pad_id, budget, packing=models.pack)
-    mine: dict[str, dict[int, Tensor]] = {"logprobs": {}, "reference": {}, "values": {}}
-    with models.actor.scoring() as module:
-        for batch in batches:
-            _keep(mine["logprobs"], batch, policy_logprobs(module, batch, temperature)[0])
-    with models.referring() as module:
-        for batch in batches:
-            _keep(mine["reference"], batch, policy_logprobs(module, batch, temperature)[0])
-    with models.critic.scoring() as module:
-        for batch in batches:
-            _keep(mine["values"], batch, critic_values(module, batch))
+
+    def logprobs(module: nn.Module, batch: Rows) -> list[tuple[int, Tensor]]:
+        return _by_place(batch, policy_logprobs(module, batch, temperature)[0])
+
+    def values(module: nn.Module, batch: Rows) -> list[tuple[int, Tensor]]:
+        return _by_place(batch, critic_values(module, batch))
+
+    mine = {"logprobs": dict(chain.from_iterable(models.actor.score(batches, logprobs)))}
+    with models.referring() as reference:
+        mine["reference"] = dict(chain.from_iterable(reference.score(batches, logprobs)))
+    mine["values"] = dict(chain.from_iterable(models.critic.score(batches, values)))
     scores = score_rows(models, batches)
     everyone = dist.gather_objects(mine)
     parts = {name: {i: t for part in everyone for i, t in part[name].items()} for name in mine}
@@ -205,10 +212,9 @@ def collect(
     )
 
 
-def _keep(kept: dict[int, Tensor], batch: Rows, flat: Tensor) -> None:
+def _by_place(batch: Rows, flat: Tensor) -> list[tuple[int, Tensor]]:
     """Cut (N,) back into one tensor a sequence, on the host."""
-    if batch.places:
-        kept.update(zip(batch.places, flat.float().cpu().split(batch.counts), strict=True))
+    return list(zip(batch.places, flat.float().cpu().split(batch.counts), strict=True)) if batch.places else []
 
 
 def _table(parts: dict[int, Tensor], size: int) -> Tensor:

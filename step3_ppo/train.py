@@ -6,16 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import encode_prompts
 from pipeline.insight.plan import announce
 from pipeline.models.export import export_policy
-from pipeline.run import StageRun
-from pipeline.stage import evaluation_prompts, require_context, sampling, stage_records, stage_steps
+from pipeline.run import StageRun, within_limits
+from pipeline.stage import arrange, evaluation_prompts, require_context, sampling, stage_records, stage_steps
 from pipeline.tracking import open_watchers
 from step3_ppo.advantages import KlController
 from step3_ppo.diagnose import check_first_ratio
@@ -40,11 +38,16 @@ class Ppo:
         inner = self.section.update_epochs * self.section.minibatches
         actor_steps = max(1, self.steps - self.section.critic_warmup) * inner
         self.models: Models = build(config, sources, actor_steps=actor_steps, critic_steps=self.steps * inner)
-        self.models.actor.selfcheck_every = config.rollout.selfcheck_every
+        self.models.actor.flip.selfcheck_every = config.rollout.selfcheck_every
         if self.section.ema is not None:
             self.models.actor.start_averaging(self.section.ema)
         self.ptx = ptx_mix(config, self.tokenizer)
         self.kl = KlController(self.section.kl_coef, self.section.kl_target, self.section.kl_horizon)
+
+    @property
+    def budget(self) -> int:
+        """Tokens a micro-batch, less where more did not fit in this run."""
+        return within_limits(self.section.micro_batch_tokens, self.models.engines.values())
 
     def rollout(self, step: int, stage: StageRun) -> Rollout:
         """Draw one answer a prompt of the step's batch, and score them."""
@@ -58,7 +61,7 @@ class Ppo:
                 first_stream=step * self.section.batch_size,
                 batch_size=self.config.rollout.batch_size,
             )
-        stage.move("generate", "flip", self.models.actor.flip_seconds)
+        stage.move("generate", "flip", self.models.actor.flip.seconds)
         with stage.phase("score"):
             return collect(
                 self.models,
@@ -66,7 +69,7 @@ class Ppo:
                 generations,
                 temperature=self.config.rollout.temperature,
                 pad_id=self.tokenizer.pad_id,
-                budget=self.section.micro_batch_tokens,
+                budget=self.budget,
             )
 
     def learn(self, step: int, rollout: Rollout, targets: Targets) -> dict[str, float]:
@@ -80,7 +83,7 @@ class Ppo:
                 parts=ppo.minibatches,
                 seed=shuffle,
                 pad_id=self.tokenizer.pad_id,
-                budget=ppo.micro_batch_tokens,
+                budget=self.budget,
                 packing=self.models.pack,
             ):
                 figures = {"lr": 0.0}
@@ -137,7 +140,7 @@ def run(config: RunConfig, folder: Path) -> None:
     needed = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     require_context(sources.actor, needed, "rollout.max_prompt_tokens + rollout.max_new_tokens")
     prompts, skipped = load_prompts(config, sources)
-    torch.manual_seed(config.seed * 1_000_003 + dist.world().rank)
+    arrange(config)
     announce(config, "ppo", policy=sources.actor, reward=sources.reward)
     ppo = Ppo(config, folder, sources, prompts)
     examiner = Examiner(
@@ -155,6 +158,7 @@ def run(config: RunConfig, folder: Path) -> None:
         ppo.section,
         ppo.steps,
         {"actor": ppo.models.actor, "critic": ppo.models.critic},
+        frozen={name: engine for name, engine in ppo.models.engines.items() if name in ("reference", "reward")},
         watchers=watchers,
         extra=lambda: {"kl_coef": ppo.kl.coef},
         take=take,

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine import Update
+from engine.healing import Portion
 from engine.parallel import dist
 from pipeline.config.schema import PpoSection
 from pipeline.data.batch import TokenBatch
@@ -30,7 +32,7 @@ class Targets:
 class Minibatch:
     """This rank's micro-batches of one optimizer step, and the response tokens of the global minibatch."""
 
-    batches: list[Rows]
+    batches: list[Portion[Rows]]
     tokens: int
 
 
@@ -104,7 +106,7 @@ def update_policy(
     def loss(module: nn.Module, batch: Rows | TokenBatch) -> tuple[Tensor, Sums]:
         return clipped(module, batch) if isinstance(batch, Rows) else imitated(module, batch)
 
-    batches: list[Rows | TokenBatch] = [*minibatch.batches, *(ptx.batches if ptx else [])]
+    batches: list[Portion[Any]] = [*minibatch.batches, *(ptx.batches if ptx else [])]
     def look(sums: Mapping[str, float]) -> None:
         if check is not None:
             check(sums["deviation"] / minibatch.tokens)

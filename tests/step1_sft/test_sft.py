@@ -70,7 +70,8 @@ def test_an_update_is_the_mean_over_counted_tokens(folder: Path, nats: list[floa
 def test_counts_and_masks_agree() -> None:
     wanted = sum(int(item.counts[1:].sum()) for item in items())
     for packing in (True, False):
-        batches, count = micro_batches(items(), budget=24, packing=packing, pad_id=0)
+        portions, count = micro_batches(items(), budget=24, packing=packing, pad_id=0)
+        batches = [each.batch for each in portions]
         assert count == wanted == sum(int(batch.score_mask.sum()) for batch in batches)
         assert all((batch.documents is not None) == packing for batch in batches)
         real = sum(len(item.ids) for item in items())

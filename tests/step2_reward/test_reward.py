@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from engine import Engine
-from pipeline.data.batch import collate_pairs, pack_pairs
 from pipeline.data.encode import PairItem
 from pipeline.models.build import build_scorer
 from pipeline.models.checks import verify
@@ -62,7 +61,7 @@ def scorer_in(folder: Path, packing: bool, **rest: float) -> Engine:
 def test_every_pair_once_both_sides_together(budget: int, packing: bool) -> None:
     batches, places = micro_batches(pairs(), budget=budget, packing=packing, pad_id=0)
     assert sorted(place for where in places for place in where) == list(range(5))
-    for batch, where in zip(batches, places, strict=True):
+    for batch, where in zip([each.batch for each in batches], places, strict=True):
         assert len(where) == 1 or batch.input_ids.numel() <= budget
         last = [pairs()[p].chosen[-1] for p in where] + [pairs()[p].rejected[-1] for p in where]
         assert batch.input_ids.flatten()[batch.ends].tolist() == last
@@ -99,7 +98,7 @@ def test_answers_that_share_a_prompt_train_as_apart(folder: Path) -> None:
         engine = scorer_in(folder, packing)
         batches, _ = micro_batches(made, budget=40, packing=packing, pad_id=0)
         update = engine.update(batches, loss_of(0.01, use_margin=False), len(made))
-        done[packing] = (update.loss, update.grad_norm, sum(batch.input_ids.numel() for batch in batches))
+        done[packing] = (update.loss, update.grad_norm, sum(each.size for each in batches))
     assert done[True][:2] == pytest.approx(done[False][:2], rel=1e-5)
     assert done[True][2] == sum(len(pair.chosen) + len(pair.rejected) - 2 for pair in made) < done[False][2]
 
@@ -110,7 +109,7 @@ def test_a_batch_without_pairs_takes_part_and_adds_nothing(folder: Path, packing
     full, _ = micro_batches(pairs(), budget=10_000, packing=packing, pad_id=0)
     alone = engine.update(full, loss_of(0.01, use_margin=False), 5)
     again = scorer_in(folder, packing)
-    nothing = (pack_pairs if packing else collate_pairs)([], 0).to(full[0].input_ids.device)
+    nothing = full[0].nothing()
     both = again.update([*full, nothing], loss_of(0.01, use_margin=False), 5)
     assert both.loss == pytest.approx(alone.loss) and both.grad_norm == pytest.approx(alone.grad_norm, rel=1e-5)
     assert both.sums == pytest.approx(alone.sums)
