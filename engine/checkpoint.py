@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 
 from engine import optim
 from engine.engine import Engine
+from engine.offload import OffloadedOptimizer, planners
 from engine.parallel import dist
+from engine.pieces import in_pieces, told_in_pieces
 
 COPIES_OF_FREE_MEMORY = 0.5  # share of the host's free memory that copies may take
 
@@ -53,10 +56,17 @@ class Checkpointer:
         writer = dcp.FileSystemWriter(staging, single_file_per_rank=True)
         settled: Future[None] = Future()
         group = dist.background_group()
-        if _copies_fit(tensors):
-            saving: Any = dcp.async_save(tensors, storage_writer=writer, process_group=group)
+        filed = _filed(self.engines)
+        whole = not any(in_pieces(tensor) for part in tensors.values() for tensor in part.values())  # copies forget
+        if not whole or filed or not _copies_fit(tensors):
+            planner = planners.SavePlanner(filed)
+            saving: Any = _done(lambda: dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group))
+        elif any(isinstance(engine.optimizer, OffloadedOptimizer) for engine in self.engines.values()):
+            # torch's own copies (2.13) fail for DTensors over parts of one memory.
+            copies = {name: {key: t.detach().clone() for key, t in part.items()} for name, part in tensors.items()}
+            saving = _behind(lambda: dcp.save(copies, storage_writer=writer, process_group=group))
         else:
-            saving = _done(lambda: dcp.save(tensors, storage_writer=writer, process_group=group))
+            saving = dcp.async_save(tensors, storage_writer=writer, process_group=group)
         self._pending = settled
         # The coordinator finishes after every rank has written: its metadata file is the last one.
         cast(Future[Any], saving).add_done_callback(lambda done: _settle(settled, done, staging, folder, leads=leads))
@@ -78,7 +88,9 @@ class Checkpointer:
         for name, engine in self.engines.items():
             _make_room(engine, state["engines"][name])
         tensors = {name: _tensors(engine) for name, engine in self.engines.items()}
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), process_group=dist.host_group())
+        planner = planners.LoadPlanner(_filed(self.engines))
+        reader = dcp.FileSystemReader(folder)
+        dcp.load(tensors, storage_reader=reader, planner=planner, process_group=dist.host_group())
         for name, engine in self.engines.items():
             _restore_scalars(engine, state["engines"][name])
         same = state["ranks"] == dist.world().size
@@ -106,6 +118,20 @@ def _done(save: Callable[[], Any]) -> Future[Any]:
     return future
 
 
+def _behind(save: Callable[[], Any]) -> Future[Any]:
+    """Do it in a thread of its own."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(save())
+        except BaseException as problem:  # torch's CheckpointException is no Exception
+            future.set_exception(problem)
+
+    threading.Thread(target=work, name="checkpoint").start()
+    return future
+
+
 def complete(parent: Path) -> list[Path]:
     """The whole checkpoints `step-N` of a folder, oldest first."""
     found = [p for p in parent.glob("step-*") if p.suffix != ".tmp" and (p / ".metadata").exists()]
@@ -115,10 +141,27 @@ def complete(parent: Path) -> list[Path]:
 def _tensors(engine: Engine) -> dict[str, Tensor]:
     """What is trained, its optimizer's tensors and the module's buffers, by name; loading writes into these tensors."""
     assert engine.optimizer is not None
+    buffers = {f"buffer.{name}": buffer for name, buffer in _buffers(engine.module)}
+    if isinstance(engine.optimizer, OffloadedOptimizer):
+        return _told(planners.tensors(engine.optimizer)[0]) | buffers
     trained = {f"parameter.{n}": p.detach() for n, p in engine.module.named_parameters() if p.requires_grad}
     moments = {name: tensor for name, tensor in optim.states(engine.module, engine.optimizer) if tensor.ndim}
     averages = {f"average.{name}": mean for name, mean in engine.average.items()}
-    return trained | moments | averages | {f"buffer.{name}": buffer for name, buffer in _buffers(engine.module)}
+    return _told(trained | moments | averages) | buffers
+
+
+def _told(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: told_in_pieces(tensor) if in_pieces(tensor) else tensor for name, tensor in tensors.items()}
+
+
+def _filed(engines: Mapping[str, Engine]) -> dict[str, planners.Filed]:
+    """The states of all engines that are in files, by their names in the checkpoint."""
+    return {
+        f"{name}.{state}": place
+        for name, engine in engines.items()
+        if isinstance(engine.optimizer, OffloadedOptimizer)
+        for state, place in planners.tensors(engine.optimizer)[1].items()
+    }
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -132,18 +175,24 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _scalars(engine: Engine) -> dict[str, Any]:
     """What goes into JSON: counters, and numbers of the optimizer's state."""
     assert engine.optimizer is not None
-    found = dict(optim.states(engine.module, engine.optimizer))
+    if isinstance(engine.optimizer, OffloadedOptimizer):
+        moments = [name for name, tier, _, kind in engine.optimizer.states() if kind in tier.kinds]
+        numbers = engine.optimizer.numbers()
+    else:
+        found = dict(optim.states(engine.module, engine.optimizer))
+        moments = [name for name, tensor in found.items() if tensor.ndim]
+        numbers = {name: tensor.item() for name, tensor in found.items() if not tensor.ndim}
     return {
-        "step_count": engine.step_count,
-        "scaler": engine.scaler.state(),
-        "moments": [name for name, tensor in found.items() if tensor.ndim],
-        "numbers": {name: tensor.item() for name, tensor in found.items() if not tensor.ndim},
-    }
+        "step_count": engine.step_count, "scaler": engine.scaler.state(), "moments": moments, "numbers": numbers,
+    }  # fmt: skip
 
 
 def _make_room(engine: Engine, saved: Mapping[str, Any]) -> None:
     """Give the optimizer exactly the states that the checkpoint has: a parameter without a gradient has none yet."""
     assert engine.optimizer is not None
+    if isinstance(engine.optimizer, OffloadedOptimizer):
+        engine.optimizer.make_room(saved["moments"], saved["numbers"])
+        return
     if saved["moments"] or saved["numbers"]:
         optim.make_states(engine.optimizer)
     kept = {name.partition(".")[2] for name in [*saved["moments"], *saved["numbers"]]}
@@ -156,6 +205,9 @@ def _restore_scalars(engine: Engine, saved: Mapping[str, Any]) -> None:
     assert engine.optimizer is not None
     engine.step_count = saved["step_count"]
     engine.scaler.restore(saved["scaler"])
+    if isinstance(engine.optimizer, OffloadedOptimizer):
+        engine.optimizer.show("parameter")
+        return
     for name, tensor in optim.states(engine.module, engine.optimizer):
         if not tensor.ndim:
             tensor.fill_(saved["numbers"][name])

@@ -1,0 +1,234 @@
+"""Offloaded optimizers take the steps that plain PyTorch takes; their checkpoints are those of any other tier."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine import Engine, EngineConfig, OptimizerConfig
+from engine.parallel import dist
+from tests.ranks import run_ranks
+
+WIDTH, ROWS, STEPS = 37, 4, 5
+OPTIMIZER = OptimizerConfig(lr=0.02, weight_decay=0.1, max_grad_norm=0.5, betas=(0.9, 0.95))
+SUB_GROUP = 1024  # cuts the larger matrices
+TIERS: list[dict[str, Any]] = [
+    {"offload_optimizer": "cpu"},
+    {"offload_optimizer": "nvme"},
+    {"offload_optimizer": "cpu", "offload_ratio": 0.5},
+    {"offload_optimizer": "nvme", "offload_ratio": 0.4},
+    {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
+]
+
+
+class Net(nn.Module):
+    """Sizes that neither two ranks nor sub-groups divide evenly, and a parameter that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.head = nn.Linear(64, 3)
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def net(seed: int = 1) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, 3, generator=generator)
+
+
+def squared_error(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, float | Tensor]]:
+    return (module(batch[0]) - batch[1]).square().sum(), {}
+
+
+def advance(engine: Engine, first: int, last: int, micro: int = 1) -> list[tuple[float, float]]:
+    """Steps `first` to `last`, this rank on its rows in `micro` micro-batches: losses and gradient norms."""
+    world, found = dist.world(), []
+    for step in range(first, last + 1):
+        x, y = (whole[world.rank :: world.size].chunk(micro) for whole in data(step))
+        update = engine.update(list(zip(x, y, strict=True)), squared_error, ROWS)
+        found.append((update.loss, update.grad_norm))
+    return found
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    return {name: dist.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
+
+
+def plain(config: OptimizerConfig, optimizer: Any) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """The same in plain PyTorch, one process: clipping, no decay on vectors."""
+    module, found = net(), []
+    matrices = [p for p in module.parameters() if p.ndim > 1]
+    vectors = [p for p in module.parameters() if p.ndim < 2]
+    stepper = optimizer([{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors}])
+    for step in range(1, STEPS + 1):
+        loss = squared_error(module, data(step))[0] / ROWS
+        stepper.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm or float("inf"))
+        stepper.step()
+        found.append((loss.item(), norm.item()))
+    return found, {name: p.detach() for name, p in module.named_parameters()}
+
+
+def engine_of(tier: dict[str, Any], optimizer: OptimizerConfig = OPTIMIZER, *, seed: int = 1, **more: Any) -> Engine:
+    config = EngineConfig(**({"dtype": "fp32", "zero_stage": 2, "sub_group_size": SUB_GROUP} | tier | more))
+    return Engine(net(seed), config, optimizer=optimizer)
+
+
+def run_all(micro: int) -> list[tuple[list[tuple[float, float]], dict[str, Tensor]]]:
+    torch.set_num_threads(1)
+    found = []
+    for tier, stage in itertools.product(TIERS, range(4)):
+        engine = engine_of(tier, zero_stage=stage)
+        found.append((advance(engine, 1, STEPS, micro), weights(engine)))
+    return found
+
+
+def check(found: tuple[list[tuple[float, float]], dict[str, Tensor]], wanted: Any, tolerance: float = 1e-6) -> None:
+    for ours, theirs in zip(found[0], wanted[0], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    for name, weight in wanted[1].items():
+        torch.testing.assert_close(found[1][name], weight, atol=tolerance, rtol=tolerance)
+
+
+def adamw(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def test_each_tier_steps_as_plain_pytorch_on_one_rank_and_on_two() -> None:
+    wanted = plain(OPTIMIZER, adamw)
+    for results in [[run_all(2)], run_ranks(run_all, 2, 2)]:
+        for found in itertools.chain(*results):
+            check(found, wanted, 3e-6)
+
+
+OTHERS: list[tuple[str, dict[str, Any], Any]] = [
+    ("sgd", {"momentum": 0.9}, lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9)),
+    ("adagrad", {"lr_decay": 0.1}, lambda groups: torch.optim.Adagrad(groups, lr=0.01, lr_decay=0.1)),
+    ("nadam", {}, lambda groups: torch.optim.NAdam(groups, lr=0.01)),
+    ("rmsprop", {"centered": True}, lambda groups: torch.optim.RMSprop(groups, lr=0.01, centered=True)),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "optimizer"), OTHERS, ids=[other[0] for other in OTHERS])
+@pytest.mark.parametrize("tier", TIERS[:3], ids=["cpu", "nvme", "half"])
+def test_other_optimizers(name: str, options: dict[str, Any], optimizer: Any, tier: dict[str, Any]) -> None:
+    config = OptimizerConfig(lr=0.01, name=name, options=options, max_grad_norm=0.0)
+    engine = engine_of(tier, config)
+    check((advance(engine, 1, STEPS), weights(engine)), plain(config, optimizer))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_16_bit_shards_and_fp32_masters(dtype: str) -> None:
+    """The shards are the masters, rounded; the curve is that of masters on the device."""
+    curves = []
+    for tier in [{}, *TIERS[:3]]:
+        engine = engine_of(tier, dtype=dtype)
+        curves.append([loss for loss, _ in advance(engine, 1, STEPS)])
+        if tier:
+            for name, parameter in engine.module.named_parameters():
+                master = masters(engine)[name]
+                assert parameter.dtype == getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype])
+                assert master.dtype == torch.float32
+                torch.testing.assert_close(parameter.detach().to_local(), master.to(parameter.dtype), atol=0, rtol=0)
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=3e-3)
+
+
+def masters(engine: Engine) -> dict[str, Tensor]:
+    from engine.offload.planners import tensors
+
+    found, filed = tensors(engine.optimizer)  # type: ignore[arg-type]
+    named = {name: filed[name].read() if name in filed else dist.local(tensor) for name, tensor in found.items()}
+    return {name.removeprefix("parameter."): named[name].clone() for name in named if name.startswith("parameter.")}
+
+
+def test_masters_begin_with_what_was_given_not_with_its_rounding() -> None:
+    given = dict(net().named_parameters())
+    for tier in TIERS[:3]:
+        engine = engine_of(tier, dtype="bf16")
+        for name, master in masters(engine).items():
+            assert torch.equal(master, given[name].detach())
+
+
+def test_overflow_in_fp16_leaves_everything_as_it_was() -> None:
+    for tier in TIERS[:2]:
+        engine = engine_of(tier, dtype="fp16")
+        advance(engine, 1, 1)
+        before, scale = masters(engine), engine.scaler.scale
+        big = (torch.full((ROWS, WIDTH), 6e4), torch.zeros(ROWS, 3))
+        skipped = [engine.update([big], squared_error, 1).skipped for _ in range(2)]
+        assert skipped == [True, True] and engine.scaler.scale < scale
+        assert all(torch.equal(master, before[name]) for name, master in masters(engine).items())
+        while engine.update([data(2)], squared_error, ROWS).skipped:
+            pass
+        assert any(not torch.equal(master, before[name]) for name, master in masters(engine).items())
+
+
+def resume_everywhere(folder: Path, tiers: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """Go on from a checkpoint in each tier, and leave one of each."""
+    torch.set_num_threads(1)
+    found = []
+    for number, tier in enumerate(tiers):
+        engine = engine_of(tier, seed=9, zero_stage=3)
+        engine.start_averaging(0.7)
+        engine.load(folder)
+        engine.save(folder.with_name(f"left-{dist.world().size}-{number}"))
+        advance(engine, 3, STEPS)
+        found.append(weights(engine))
+        with engine.averaged():
+            found[-1] |= {f"average.{name}": mean for name, mean in weights(engine).items()}
+        assert all(torch.equal(weights(engine)[name], found[-1][name]) for name in weights(engine))
+    return found
+
+
+def test_a_checkpoint_of_one_tier_goes_on_in_any_other_at_any_number_of_ranks(tmp_path: Path) -> None:
+    through: dict[str, Tensor] = {}
+    for number, tier in enumerate([{}, *TIERS[:3]]):
+        engine = engine_of(tier)
+        engine.start_averaging(0.7)
+        advance(engine, 1, 2)
+        engine.save(tmp_path / f"from-{number}")
+        advance(engine, 3, STEPS)
+        through = weights(engine)
+        with engine.averaged():
+            through |= {f"average.{name}": mean for name, mean in weights(engine).items()}
+    found = resume_everywhere(tmp_path / "from-2", [{}, *TIERS[:3]])
+    found += resume_everywhere(tmp_path / "from-0", TIERS[:3])
+    for results in run_ranks(resume_everywhere, 2, tmp_path / "from-1", [{}, *TIERS[:3]]):
+        found += results
+    for number in range(4):
+        found += resume_everywhere(tmp_path / f"left-2-{number}", TIERS[:2])
+    for one in found:
+        assert one.keys() == through.keys()
+        for name, tensor in through.items():
+            torch.testing.assert_close(one[name], tensor, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_going_on_is_bit_for_bit(tmp_path: Path, dtype: str) -> None:
+    for number, tier in enumerate(TIERS[:2]):
+        engine = engine_of(tier, dtype=dtype)
+        advance(engine, 1, 2)
+        engine.save(tmp_path / str(number))
+        advance(engine, 3, STEPS)
+        again = engine_of(tier, dtype=dtype, seed=9)
+        again.load(tmp_path / str(number))
+        advance(again, 3, STEPS)
+        for name, master in masters(engine).items():
+            assert torch.equal(masters(again)[name], master)
