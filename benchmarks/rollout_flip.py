@@ -62,7 +62,6 @@ def zero3(rounds: int) -> dict[str, Any]:
         rollout(engine, task)
     seconds = [timed(lambda: rollout(engine, task)) for _ in range(rounds)]
     rates = [sum(task.lengths) / each for each in seconds]
-    del engine
     peer = generate_sharded(task)
     return {
         "ours": median(rates),
