@@ -23,6 +23,7 @@ from engine.rollout.sampling import Sampling
 
 ELSEWHERE = {
     "zero3": "benchmarks.rollout_flip", "flip": "benchmarks.rollout_flip", "release": "benchmarks.rollout_flip",
+    "ppo": "benchmarks.rollout_ppo",
 }  # fmt: skip
 CASES = ("equal", "ragged", "single", "tiny", *ELSEWHERE)
 CACHES = ("dynamic", "static")

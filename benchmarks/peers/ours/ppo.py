@@ -35,7 +35,7 @@ def main() -> None:
     assert models.reference is not None
     adopt(models.reference, models.actor)
     adopt(models.reward, models.critic)
-    models.actor.selfcheck_every = 0
+    models.actor.flip.selfcheck_every = 0
     clocks = [_iteration(models, work, number) for number in range(work["warmup"] + work["steps"])]
     measured = clocks[work["warmup"] :]
     if dist.world().leads:
