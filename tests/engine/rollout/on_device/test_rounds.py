@@ -125,10 +125,10 @@ def test_what_has_ended_stays_and_says_nothing() -> None:
     assert before[:2, ENDED].tolist() == [1, 1] and before[:2, COUNT].tolist() == [3, 3]
     assert sorted(before[:2, CACHED].tolist()) == [3 + 2, 4 + 2], "the last token drawn is not cached"
     state.begin()
-    state.rows[1, ENDED], state.rows[1, LIMIT] = 0, 9
+    state.rows[1, ENDED], state.rows[:2, LIMIT] = 0, 9
     step(torch.tensor([0, 1, 2, 2]))
     assert state.said[0, 0] == NOTHING and state.said[0, 1] != NOTHING and (state.said[1:] == NOTHING).all()
-    assert torch.equal(state.rows[0, CACHED:], before[0, CACHED:])
+    assert state.rows[0, CACHED:].tolist() == [*before[0, CACHED:LIMIT].tolist(), 9, 1]
     assert state.rows[1, CACHED:].tolist() == [int(before[1, CACHED]) + 1, int(before[1, STREAM]), 4, 9, 0]
     assert state.rows[state.scratch, ENDED] == 1
 
