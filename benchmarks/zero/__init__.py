@@ -8,8 +8,11 @@ from collections.abc import Sequence
 
 from benchmarks.record import Result
 
-MODULES: dict[str, str] = {}
-LONG: tuple[str, ...] = ()
+MODULES: dict[str, str] = {
+    "opt_1b": "tiers.opt_1b",
+    "opt_3b": "tiers.opt_3b",
+}
+LONG: tuple[str, ...] = ("opt_1b", "opt_3b")
 CASES = tuple(MODULES)
 
 

@@ -59,14 +59,19 @@ def lay_out(sizes: Sequence[int], sub_group: int) -> Layout:
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
-        end += -(-size // BLOCK) * BLOCK
-    step = -(-sub_group // BLOCK) * BLOCK
+        end += whole_blocks(size)
+    step = whole_blocks(sub_group)
     borders = [*range(0, end, step), end]
     groups = [
         SubGroup(start, stop, tuple(_pieces(sizes, offsets, start, stop)))
         for start, stop in pairwise(borders)
     ]
     return Layout(tuple(sizes), tuple(offsets), end, tuple(groups))
+
+
+def whole_blocks(elements: int) -> int:
+    """Elements rounded up to blocks."""
+    return -(-elements // BLOCK) * BLOCK
 
 
 def _pieces(sizes: Sequence[int], offsets: Sequence[int], start: int, stop: int) -> Iterator[Piece]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.offload.files import PrivateFile, aligned, settle
-from engine.offload.layout import Layout, SubGroup
+from engine.offload.layout import Layout, SubGroup, whole_blocks
 
 BUFFERS = 4  # sub-groups in memory at once: one steps, two are read ahead, one is written
 
@@ -33,11 +33,11 @@ class Store(Protocol):
     ) -> Iterator[tuple[SubGroup, dict[str, Tensor]]]:
         """Sub-groups in order, with a flat tensor a kind; those of `read` hold values, those of `write` are kept."""
 
-    def read(self, kind: str, shard: int, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements of one shard; shares the store's memory where it has some."""
+    def read(self, kind: str, shard: int) -> Tensor:
+        """All elements of one shard, flat; shares the store's memory where it has some."""
 
-    def write(self, kind: str, shard: int, values: Tensor, start: int = 0) -> None:
-        """Elements of one shard from `start` on."""
+    def write(self, kind: str, shard: int, values: Tensor) -> None:
+        """All elements of one shard."""
 
     @property
     def bytes(self) -> int:
@@ -68,12 +68,12 @@ class MemoryStore:
         for group in groups:
             yield group, {kind: region[group.start : group.stop] for kind, region in self._regions.items()}
 
-    def read(self, kind: str, shard: int, start: int = 0, stop: int | None = None) -> Tensor:
-        offset, size = self.layout.offsets[shard], self.layout.sizes[shard]
-        return self._regions[kind][offset + start : offset + (size if stop is None else stop)]
+    def read(self, kind: str, shard: int) -> Tensor:
+        offset = self.layout.offsets[shard]
+        return self._regions[kind][offset : offset + self.layout.sizes[shard]]
 
-    def write(self, kind: str, shard: int, values: Tensor, start: int = 0) -> None:
-        self.read(kind, shard, start, start + values.numel()).copy_(values.reshape(-1))
+    def write(self, kind: str, shard: int, values: Tensor) -> None:
+        self.read(kind, shard).view(values.shape).copy_(values.detach())
 
     @property
     def bytes(self) -> int:
@@ -121,17 +121,17 @@ class FileStore:
         for slot in list(self._written):
             settle(self._written.pop(slot))
 
-    def read(self, kind: str, shard: int, start: int = 0, stop: int | None = None) -> Tensor:
+    def read(self, kind: str, shard: int) -> Tensor:
         self.settle()
-        size = (self.layout.sizes[shard] if stop is None else stop) - start
-        values = aligned(size)
-        settle(self._file.read(values, self._at(kind, self.layout.offsets[shard] + start)))
-        return values
+        values = aligned(whole_blocks(self.layout.sizes[shard]))
+        settle(self._file.read(values, self._at(kind, self.layout.offsets[shard])))
+        return values[: self.layout.sizes[shard]]
 
-    def write(self, kind: str, shard: int, values: Tensor, start: int = 0) -> None:
+    def write(self, kind: str, shard: int, values: Tensor) -> None:
         self.settle()
-        flat = values.detach().to(device="cpu", dtype=torch.float32).reshape(-1)
-        settle(self._file.write(flat, self._at(kind, self.layout.offsets[shard] + start)))
+        flat = aligned(whole_blocks(values.numel()))  # what fills its last block belongs to nobody
+        flat[: values.numel()].view(values.shape).copy_(values.detach())
+        settle(self._file.write(flat, self._at(kind, self.layout.offsets[shard])))
 
     @property
     def bytes(self) -> int:
