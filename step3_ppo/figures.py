@@ -23,6 +23,7 @@ def rollout_figures(rollout: Rollout, targets: Targets) -> dict[str, float]:
         "eos_rate": rollout.finished.float().mean().item(),
         "explained_variance": explained_variance(rollout.values, targets.returns, mask),
         "generator_gap": masked_mean(gap, mask).item(),
+        "generator_kl": masked_mean(kl_k3(rollout.generator, rollout.logprobs), mask).item(),
     }
 
 

@@ -14,10 +14,31 @@ def log_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
     return (logprobs - old).clamp(-20.0, 20.0)
 
 
+def importance_weights(old: Tensor, generator: Tensor, cap: float) -> tuple[Tensor, Sums]:
+    """min(pi_old / pi_generator, cap) of each token: what the trainer's own forward makes of a token that another
+    program drew, of which rounding and kernels differ (Yao et al., 2025, "Your efficient RL framework secretly brings
+    you off-policy RL training"; truncated as by Espeholt et al., 2018, arXiv:1802.01561, equation 1). Constants.
+    """
+    with torch.no_grad():
+        weights = log_ratio(old, generator).exp()
+        cut = weights > cap
+        weights = weights.clamp(max=cap)
+        return weights, {"importance_weight": weights.sum(), "importance_truncated": cut.sum()}
+
+
 def policy_loss(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, *, clip: float, dual_clip: float | None
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    *,
+    clip: float,
+    dual_clip: float | None,
+    weights: Tensor | float = 1.0,
 ) -> tuple[Tensor, Sums]:
-    """sum of max(-A r, -A clip(r, 1 - clip, 1 + clip)); for A < 0 at most -A * dual_clip (Ye et al., 2020, eq. 5)."""
+    """sum of max(-A r, -A clip(r, 1 - clip, 1 + clip)); for A < 0 at most -A * dual_clip (Ye et al., 2020, eq. 5).
+
+    `weights` (N,) multiply each token's loss.
+    """
     logs = log_ratio(logprobs, old)
     ratio = logs.exp()
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip, 1.0 + clip)
@@ -30,7 +51,7 @@ def policy_loss(
             "approx_kl": (ratio - 1.0 - logs).sum(),
             "ratio": ratio.sum(),
         }
-    return loss.sum(), sums
+    return (weights * loss).sum(), sums
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | None) -> tuple[Tensor, Sums]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine import Generation, Sampling
 from engine.healing import Portion
 from engine.parallel import dist
+from engine.rollout.balance import shares
 from engine.rollout.selfcheck import compare
 from pipeline.data.batch import padded, plan
 from pipeline.data.documents import Documents
@@ -74,12 +75,23 @@ class Rollout:
 
 
 def generate(
-    models: Models, prompts: list[list[int]], sampling: Sampling, *, first_stream: int, batch_size: int
+    models: Models,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    *,
+    first_stream: int,
+    batch_size: int,
+    keep: bool = True,
+    park_optimizer: bool = False,
 ) -> list[Generation]:
-    """One answer a prompt, all on every rank, the work spread over ranks. The noise belongs to the prompt's place."""
+    """One answer a prompt, all on every rank, the work spread over ranks. The noise belongs to the prompt's place.
+
+    `keep` and `park_optimizer` are those of `Engine.generating`.
+    """
     world = dist.world()
-    places = list(range(world.rank, len(prompts), world.size))
-    with models.actor.generating() as rollouts:
+    expected = (sampling.min_new_tokens + sampling.max_new_tokens) / 2
+    places = shares([len(prompt) for prompt in prompts], world.size, expected)[world.rank]
+    with models.actor.generating(keep=keep, park_optimizer=park_optimizer) as rollouts:
         mine = rollouts.generate(
             [prompts[i] for i in places],
             sampling,

@@ -10,8 +10,8 @@ from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import encode_prompts
-from pipeline.insight.plan import announce
 from pipeline.models.export import export_policy
+from pipeline.planning.choose import announce
 from pipeline.run import StageRun, within_limits
 from pipeline.stage import arrange, evaluation_prompts, require_context, sampling, stage_records, stage_steps
 from pipeline.tracking import open_watchers
@@ -60,6 +60,8 @@ class Ppo:
                 sampling(self.config.rollout, self.tokenizer, seed=self.config.seed),
                 first_stream=step * self.section.batch_size,
                 batch_size=self.config.rollout.batch_size,
+                keep=self.config.rollout.keep,
+                park_optimizer=self.config.rollout.park_optimizer,
             )
         stage.move("generate", "flip", self.models.actor.flip.seconds)
         with stage.phase("score"):
@@ -119,9 +121,10 @@ class Ppo:
         return means(update, minibatch.tokens) | figures
 
     def state(self) -> dict[str, float]:
-        """The KL weight in force, and the optimizer steps that were skipped for a gradient that is not finite."""
+        """The KL weight in force, the optimizer steps that were skipped for a gradient that is not finite, and what the
+        last flip wrote."""
         skipped = self.models.actor.scaler.skipped + self.models.critic.scaler.skipped
-        return {"kl_coef": self.kl.coef, "skipped_steps": skipped}
+        return {"kl_coef": self.kl.coef, "skipped_steps": skipped, "flip_bytes": self.models.actor.flip.bytes}
 
     def _check_ratio(self, rollout: Rollout, deviation: float) -> None:
         check_first_ratio(
@@ -141,7 +144,7 @@ def run(config: RunConfig, folder: Path) -> None:
     require_context(sources.actor, needed, "rollout.max_prompt_tokens + rollout.max_new_tokens")
     prompts, skipped = load_prompts(config, sources)
     arrange(config)
-    announce(config, "ppo", policy=sources.actor, reward=sources.reward)
+    config, predicted = announce(config, "ppo", folder, policy=sources.actor, reward=sources.reward)
     ppo = Ppo(config, folder, sources, prompts)
     examiner = Examiner(
         evaluation_prompts(config, sources.tokenizer),

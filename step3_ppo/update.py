@@ -13,7 +13,7 @@ from engine.parallel import dist
 from pipeline.config.schema import PpoSection
 from pipeline.data.batch import TokenBatch
 from step3_ppo.advantages import gae, kl_k1, shaped_rewards, whiten
-from step3_ppo.loss import Sums, log_ratio, policy_loss, value_loss
+from step3_ppo.loss import Sums, importance_weights, log_ratio, policy_loss, value_loss
 from step3_ppo.models import Models
 from step3_ppo.ptx import PtxBatch
 from step3_ppo.rollout import Rollout, Rows, critic_values, my_rows, policy_logprobs
@@ -88,14 +88,20 @@ def update_policy(
     def clipped(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
         logprobs, entropies = policy_logprobs(module, batch, temperature)
         old = _flat(rollout.logprobs, rollout, batch.places)
+        weights, weighed = _weights(rollout, batch, ppo.importance_cap)
         total, sums = policy_loss(
-            logprobs, old, _flat(targets.advantages, rollout, batch.places), clip=ppo.clip, dual_clip=ppo.dual_clip
+            logprobs,
+            old,
+            _flat(targets.advantages, rollout, batch.places),
+            clip=ppo.clip,
+            dual_clip=ppo.dual_clip,
+            weights=weights,
         )
         deviation = (log_ratio(logprobs.detach(), old).exp() - 1.0).abs()
         if len(deviation):
             largest.copy_(torch.maximum(largest, deviation.max()))
         bonus = entropies.sum()
-        return total - ppo.entropy_coef * bonus, sums | {"entropy": bonus, "deviation": deviation.sum()}
+        return total - ppo.entropy_coef * bonus, sums | weighed | {"entropy": bonus, "deviation": deviation.sum()}
 
     def imitated(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, Sums]:
         assert ptx is not None
@@ -127,6 +133,14 @@ def update_critic(models: Models, minibatch: Minibatch, rollout: Rollout, target
         )
 
     return models.critic.update(minibatch.batches, loss, minibatch.tokens)
+
+
+def _weights(rollout: Rollout, batch: Rows, cap: float | None) -> tuple[Tensor | float, Sums]:
+    """What each token's loss counts for, as the generator and not the trainer drew it."""
+    if cap is None:
+        return 1.0, {}
+    tables = (_flat(table, rollout, batch.places) for table in (rollout.logprobs, rollout.generator))
+    return importance_weights(*tables, cap)
 
 
 def _flat(table: Tensor, rollout: Rollout, places: Sequence[int]) -> Tensor:

@@ -98,6 +98,7 @@ class DataConfig(Section):
 
 
 class EngineSettings(Section):
+    auto: bool = Field(False, description="before each stage choose what fits and is fastest: zero_stage, both offload tiers, activation_checkpointing and the micro-batch")
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too")
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="compute precision, fp32 masters; auto is bf16 on a GPU and fp32 on a CPU")
     offload_optimizer: Literal["none", "cpu", "nvme"] = Field("none", description="where fp32 masters and moments live and step: device, host memory, files")
@@ -107,6 +108,12 @@ class EngineSettings(Section):
     sub_group_size: int = Field(2**23, ge=1024, description="parameters that an offloaded optimizer steps at once; host memory of the nvme tier grows with it")
     activation_checkpointing: bool = Field(False, description="recompute activations in backward: a third more compute, far less memory")
     compile_blocks: bool = Field(False, description="torch.compile each transformer block")
+    shard_ranks: int | None = Field(
+        None, ge=1, description="neighbouring ranks that share one copy of the model, replicated across the others (HSDP); null is all"
+    )
+    compress: Literal["none", "gather8", "reduce8", "both"] = Field(
+        "none", description="8 bits on the wire from zero_stage=1 on: gathers of parameters, reductions of gradients, or both"
+    )
     tensor_parallel: int = Field(1, ge=1, description="neighbouring ranks that hold each matrix between them and work on the same data")
     loss_scale_power: int = Field(16, ge=0, le=32, description="fp16: initial loss scale is 2**this")
     loss_scale_window: int = Field(1000, ge=1, description="fp16: good steps before the scale doubles")
@@ -171,6 +178,7 @@ class PpoSection(StageSection):
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     ptx_coef: float = Field(0.0, ge=0, description="weight of the SFT loss mixed into the policy's (PTX)")
     ema: float | None = Field(None, gt=0, lt=1, description="decay of averaged actor weights; the exported model is the average; null for none")
+    importance_cap: float | None = Field(None, gt=0, description="weigh a token's policy loss with trainer's over generator's probability, at most this (2 is usual); null for no weight")
     ratio_tolerance: float | None = Field(None, gt=0, description="largest mean deviation of the first minibatch's ratio from 1; null chooses by precision")
     actor_engine: dict[str, Any] = Field({}, description="engine keys for the actor alone")
     critic_engine: dict[str, Any] = Field({}, description="engine keys for the critic alone")
@@ -185,6 +193,8 @@ class RolloutSection(Section):
     max_new_tokens: int = Field(256, ge=1, description="tokens an answer may have, its end token included")
     max_prompt_tokens: int = Field(512, ge=1, description="longer prompts are dropped, and counted")
     batch_size: int = Field(64, ge=1, description="sequences decoded together on a rank")
+    keep: bool = Field(True, description="keep the generator's weights, packs and cache between rollouts; false frees them")
+    park_optimizer: bool = Field(False, description="optimizer states wait in host memory while answers are generated (GPU)")
     selfcheck_every: int = Field(
         50, ge=0, description="flips between checks of the generator against the plain forward, beside the first two; 0 never checks"
     )
@@ -204,7 +214,7 @@ class TrackingSection(Section):
 class RunConfig(Section):
     name: str | None = Field(None, description="run name; default from model, data and time")
     run_dir: FilePath | None = Field(None, description="run folder, instead of runs/<name>")
-    stage: Literal["all", "sft", "reward", "ppo"] = Field("all", description="what to run")
+    stage: Literal["all", "sft", "reward", "ppo", "plan"] = Field("all", description="what to run; plan only says what all of it will need and take")
     seed: int = Field(1, ge=0, description="seed of everything random")
     ranks: int | None = Field(None, ge=1, description="processes on this machine; default one a GPU, one on a CPU")
     actor: FilePath | None = Field(None, description="model folder (or stage folder) PPO starts from; default this run's sft")

@@ -33,6 +33,8 @@ def test_rollout_figures() -> None:
     k3 = [math.fsum(math.exp(b - a) - 1 + a - b for a, b in zip(x[:n], y[:n], strict=True)) for x, y, n in rows]
     drawn = zip(rollout.generator.tolist(), rollout.logprobs.tolist(), RESPONSES, strict=True)
     gaps = [abs(math.exp(g) - math.exp(t)) for x, y, n in drawn for g, t in zip(x[:n], y[:n], strict=True)]
+    both = zip(rollout.generator.tolist(), rollout.logprobs.tolist(), RESPONSES, strict=True)
+    apart = [math.exp(t - g) - 1 + g - t for x, y, n in both for g, t in zip(x[:n], y[:n], strict=True)]
     scores = rollout.scores.tolist()
     wanted = {
         "score": statistics.fmean(scores),
@@ -42,6 +44,7 @@ def test_rollout_figures() -> None:
         "response_length": statistics.fmean(RESPONSES),
         "eos_rate": 3 / 5,
         "generator_gap": statistics.fmean(gaps),
+        "generator_kl": statistics.fmean(apart),
     }
     found = rollout_figures(rollout, targets)
     explained = found.pop("explained_variance")

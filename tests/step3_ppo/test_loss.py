@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from step3_ppo.loss import log_ratio, policy_loss, value_loss
+from step3_ppo.loss import importance_weights, log_ratio, policy_loss, value_loss
 
 N = 300
 
@@ -78,6 +78,22 @@ def test_ratios_stay_finite() -> None:
         torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([-1.0]), clip=0.2, dual_clip=3.0
     )
     assert loss.item() == 3.0 and math.isfinite(float(sums["approx_kl"]))
+
+
+def test_importance_weights_are_cut_at_the_cap_and_constant() -> None:
+    """min(pi_old / pi_generator, cap), times a token's loss."""
+    old, generator, cap = made(9, 0.7, -2), made(10, 0.7, -2), 1.5
+    ratios = [math.exp(a - b) for a, b in zip(old, generator, strict=True)]
+    logprobs = torch.tensor(old, requires_grad=True)
+    weights, sums = importance_weights(logprobs, torch.tensor(generator), cap)
+    assert weights.tolist() == pytest.approx([min(r, cap) for r in ratios], rel=1e-5) and not weights.requires_grad
+    cut = sum(r > cap for r in ratios)
+    assert float(sums["importance_truncated"]) == cut and 0 < cut < N
+    assert float(sums["importance_weight"]) == pytest.approx(math.fsum(min(r, cap) for r in ratios), rel=1e-5)
+    advantages = torch.tensor(made(11, 1))
+    loss, _ = policy_loss(logprobs, logprobs.detach(), advantages, clip=0.2, dual_clip=None, weights=weights)
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, -advantages * weights)
 
 
 def value_by_hand(values: list[float], old: list[float], returns: list[float], clip: float | None):
