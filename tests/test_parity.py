@@ -1,7 +1,8 @@
-"""One rank, and two ranks under ZeRO 0 to 3, walk the same curves in each stage of the pipeline."""
+"""One rank, and two ranks under ZeRO 0 to 3 or holding each matrix between them, walk the same curves in each stage."""
 
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,11 +18,14 @@ CURVES = {
 }
 
 
-def run_stages(parent: str, zero_stages: list[int]) -> None:
-    """All three stages for each ZeRO stage, on whatever ranks there are."""
-    for zero_stage in zero_stages:
-        run_dir = Path(parent) / f"ranks-{dist.world().size}-zero-{zero_stage}"
-        config = tiny_config(engine={"zero_stage": zero_stage, "dtype": "fp32"}, sft={"steps": 4}, reward={"steps": 4})
+LAYOUTS: list[dict[str, Any]] = [*({"zero_stage": stage} for stage in range(4)), {"tensor_parallel": 2}]
+
+
+def run_stages(parent: str, layouts: list[dict[str, Any]]) -> None:
+    """All three stages for each layout, on whatever ranks there are."""
+    for number, layout in enumerate(layouts):
+        run_dir = Path(parent) / f"ranks-{dist.world().size}-layout-{number}"
+        config = tiny_config(engine={"dtype": "fp32", **layout}, sft={"steps": 4}, reward={"steps": 4})
         config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"steps": 3, "ptx_coef": 0.1})})
         if dist.world().leads:
             lay_out(run_dir, config)
@@ -30,14 +34,14 @@ def run_stages(parent: str, zero_stages: list[int]) -> None:
             import_module(f"{package}.train").run(read_config(run_dir / stage), run_dir / stage)
 
 
-def test_ranks_and_zero_stages_do_not_change_the_curves(tmp_path: Path) -> None:
-    run_ranks(run_stages, 1, str(tmp_path), [0])
-    run_ranks(run_stages, 2, str(tmp_path), [0, 1, 2, 3])
+def test_ranks_and_layouts_do_not_change_the_curves(tmp_path: Path) -> None:
+    run_ranks(run_stages, 1, str(tmp_path), LAYOUTS[:1])
+    run_ranks(run_stages, 2, str(tmp_path), LAYOUTS)
     for stage, names in CURVES.items():
-        alone = metrics(tmp_path / "ranks-1-zero-0", stage)
+        alone = metrics(tmp_path / "ranks-1-layout-0", stage)
         assert len(alone) == {"sft": 4, "reward": 4, "ppo": 4}[stage]
-        for zero_stage in range(4):
-            together = metrics(tmp_path / f"ranks-2-zero-{zero_stage}", stage)
+        for number, layout in enumerate(LAYOUTS):
+            together = metrics(tmp_path / f"ranks-2-layout-{number}", stage)
             for ours, theirs in zip(together, alone, strict=True):
                 for name in set(names) & set(theirs):
-                    assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-4), (stage, zero_stage, name)
+                    assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-4), (stage, layout, name)

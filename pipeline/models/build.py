@@ -38,8 +38,11 @@ class EngineChoice:
     lora: LoraConfig | None = None
     dropout: float = 0.0
 
-    def layout(self, source: ModelSource) -> dict[str, Any]:
-        """Configuration, optimizer and schedule of the engine: a DeepSpeed file's, over the keys of our own."""
+    def layout(self, source: ModelSource | None = None) -> dict[str, Any]:
+        """Configuration, optimizer and schedule of the engine: a DeepSpeed file's, over the keys of our own.
+
+        `source` may say how its modules are split.
+        """
         file = self.settings.deepspeed
         if file is None:
             return {"config": self.engine_config(source), "optimizer": self.optimizer}
@@ -58,7 +61,7 @@ class EngineChoice:
             "betas": found.betas,
         }
 
-    def engine_config(self, source: ModelSource) -> EngineConfig:
+    def engine_config(self, source: ModelSource | None = None) -> EngineConfig:
         """What the keys of `engine` say."""
         settings = self.settings
         dtype = settings.dtype
@@ -74,8 +77,10 @@ class EngineChoice:
             sub_group_size=settings.sub_group_size,
             activation_checkpointing=settings.activation_checkpointing,
             compile_blocks=settings.compile_blocks,
+            shard_ranks=settings.shard_ranks,
+            compress=settings.compress,
             tensor_parallel=settings.tensor_parallel,
-            tensor_plan=source.tensor_plan,
+            tensor_plan=source.tensor_plan if source is not None else None,
             loss_scale=LossScale(initial_power=settings.loss_scale_power, window=settings.loss_scale_window),
         )
 
