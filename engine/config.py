@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Precision = Literal["bf16", "fp16", "fp32"]
+Compress = Literal["none", "gather8", "reduce8", "both"]
 Schedule = Literal["constant", "linear", "cosine"]
 Tier = Literal["none", "cpu", "nvme"]
 
@@ -32,8 +33,8 @@ class LossScale:
 class OptimizerConfig:
     """An optimizer, its learning rate over optimizer steps, and the clipping before it.
 
-    `name` is adamw (decoupled decay; Loshchilov & Hutter, 2019), adam, lion or any class of torch.optim, in any case of
-    letters; `betas` and `eps` are those of the first three, `options` further keyword arguments of the class.
+    `name` is adamw (decoupled decay; Loshchilov & Hutter, 2019), adam, lion, onebitadam or any class of torch.optim, in
+    any case of letters; `betas` and `eps` are those of the first four, `options` further arguments of the class.
     `decay` says who decays: `matrices` leaves biases and norms alone.
 
     `lr` is the peak rate; `warmup_steps` rise linearly to it, then `schedule` falls to `lr * final_lr_ratio` at
@@ -72,6 +73,8 @@ class EngineConfig:
     micro-batches of one step in a loop that calls `backward` and `step`; `update` counts its own. Gradients are reduced
     in `reduce_dtype`.
 
+    `compress` sends 8 bits a number: in gathers of parameters, reductions of gradients, or both (parallel/wire.py).
+
     `tensor_parallel` neighbouring ranks hold each matrix between them and see the same data; `tensor_plan` says which
     and how ({pattern of module names: style}, engine/parallel/tensor.py), None takes what came with the model.
     """
@@ -89,12 +92,21 @@ class EngineConfig:
     gradient_accumulation: int = 1
     reduce_dtype: Precision = "fp32"
     shard_ranks: int | None = None
+    compress: Compress = "none"
     tensor_parallel: int = 1
     tensor_plan: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {self.zero_stage}")
+        if self.compress not in ("none", "gather8", "reduce8", "both"):
+            raise ValueError(f"compress must be none, gather8, reduce8 or both, not {self.compress}")
+        if self.compress != "none" and self.zero_stage == 0:
+            raise ValueError(
+                f"compress={self.compress} needs zero_stage=1, 2 or 3; at stage 0 the optimizer onebitadam sends less"
+            )
+        if self.shard_ranks is not None and self.shard_ranks < 1:
+            raise ValueError(f"shard_ranks must be at least 1, not {self.shard_ranks}")
         if self.tensor_parallel < 1:
             raise ValueError(f"tensor_parallel must be at least 1, not {self.tensor_parallel}")
         if self.gradient_accumulation < 1:

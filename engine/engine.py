@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine import optim, precision
+from engine.compression.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
 from engine.healing import Healer, Pass
 from engine.loading import copy_local
 from engine.offload import OffloadedOptimizer, full_precision
-from engine.parallel import dist, tensor, zero
+from engine.parallel import dist, tensor, traffic, zero
 from engine.rollout.decoder import Rollouts
 from engine.rollout.flip import Flip
 
@@ -43,13 +44,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step did. `sums` are the metrics summed over micro-batches and ranks, `loss` is the mean."""
+    """What one optimizer step did. `sums` are the metrics summed over micro-batches and ranks, `loss` is the mean, and
+    `sent` are the bytes that this rank sent.
+    """
 
     loss: float
     sums: dict[str, float]
     grad_norm: float
     lr: float
     skipped: bool
+    sent: traffic.Traffic
 
 
 class Engine:
@@ -97,6 +101,19 @@ class Engine:
         """Whether the optimizer has a tier of its own; else masters and moments are where the shards are."""
         return self.optimizer_config is not None and self.config.offload_optimizer != "none"
 
+    @property
+    def _apart(self) -> bool:
+        """Whether gradients stay with their rank, for an optimizer that averages by itself.
+
+        Raises ValueError where the layout does not suit it.
+        """
+        layout, optimizer = self.config, self.optimizer_config
+        if optimizer is None or not optim.averages_itself(optimizer):
+            return False
+        if layout.zero_stage or self._offloads or layout.tensor_parallel > 1:
+            raise ValueError(f"{optimizer.name} wants whole parameters: zero_stage=0, no offload, no tensor_parallel")
+        return True
+
     def _build(self, config: OptimizerConfig) -> torch.optim.Optimizer | OffloadedOptimizer:
         if self._offloads:
             return OffloadedOptimizer(self.module, config, self.config)
@@ -133,7 +150,15 @@ class Engine:
         on_meta = any(p.is_meta for p in module.parameters())
         if not on_meta:
             module.to(device)
-        zero.shard(module, stage=config.zero_stage, policy=policy, offload=on_host, ranks=config.shard_ranks)
+        zero.shard(
+            module,
+            stage=config.zero_stage,
+            policy=policy,
+            offload=on_host,
+            ranks=config.shard_ranks,
+            compress=config.compress,
+            apart=self._apart,
+        )
         if on_meta:
             _materialize(module, device)
         return module
@@ -206,9 +231,10 @@ class Engine:
         self._micro_batches = 0
         return Step(norm, lr, skipped)
 
-    def _gradients(self) -> optim.Gradients | OffloadedOptimizer:
-        """The step's gradients: the module's, or those that an offloaded optimizer has taken from it."""
-        return self.optimizer if isinstance(self.optimizer, OffloadedOptimizer) else optim.Gradients(self.module)
+    def _gradients(self) -> optim.Gradients | OffloadedOptimizer | OneBitAdam:
+        """The step's gradients: the module's, or those that an optimizer has taken or averages itself."""
+        own = isinstance(self.optimizer, OffloadedOptimizer | OneBitAdam)
+        return self.optimizer if own else optim.Gradients(self.module)
 
     def _set_rates(self, optimizer: torch.optim.Optimizer | OffloadedOptimizer) -> float:
         """Give the optimizer the coming step's learning rate (and betas, where those are scheduled)."""
@@ -244,6 +270,7 @@ class Engine:
             kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
             return loss_sum.detach(), kept
 
+        before = traffic.sent()
         passes = [done for pieces in self.healer.run("train", micro_batches, learn) for done in pieces]
         sums: dict[str, float | Tensor] = {}
         total: float | Tensor = 0.0
@@ -257,7 +284,7 @@ class Engine:
         if before_step is not None:
             before_step(everywhere)
         done = self._step()
-        return Update(loss, everywhere, done.grad_norm, done.lr, done.skipped)
+        return Update(loss, everywhere, done.grad_norm, done.lr, done.skipped, traffic.sent() - before)
 
     def _discard(self) -> None:
         """Throw away the passes since the last step: their gradients, and parameters that they gathered."""

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.compression.onebit_adam import OneBitAdam
 from engine.config import OptimizerConfig
 from engine.lion import Lion
 from engine.parallel import dist
 
 ADAMS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+OURS = {"lion": Lion, "onebitadam": OneBitAdam}
 UNFIT = {
     "lbfgs": "it calls the loss several times a step",
     "sparseadam": "it wants sparse gradients",
@@ -84,11 +86,11 @@ def optimizer_class(name: str) -> Any:
     low = name.lower()
     if low in UNFIT:
         raise ValueError(f"optimizer {name}: {UNFIT[low]}; use adamw or lion")
-    if low == "lion":
-        return Lion
+    if low in OURS:
+        return OURS[low]
     known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
     if low not in known:
-        names = ", ".join(sorted([*(key for key in known if key not in UNFIT), "lion"]))
+        names = ", ".join(sorted([*(key for key in known if key not in UNFIT), *OURS]))
         raise ValueError(f"there is no optimizer {name}; there are {names}")
     return known[low]
 
@@ -119,7 +121,14 @@ def _own_keywords(config: OptimizerConfig) -> dict[str, Any]:
     """What the configuration's fields say to this class."""
     if config.name.lower() in ADAMS:
         return {"betas": config.betas, "eps": config.eps, "fused": True}
+    if config.name.lower() == "onebitadam":
+        return {"betas": config.betas, "eps": config.eps}
     return {"betas": config.betas} if config.name.lower() == "lion" else {}
+
+
+def averages_itself(config: OptimizerConfig) -> bool:
+    """Whether the optimizer wants each rank's own gradients, and makes all ranks agree in its own way."""
+    return config.name.lower() == "onebitadam"
 
 
 def parts(trainable: list[nn.Parameter], config: OptimizerConfig) -> list[tuple[list[nn.Parameter], float]]:

@@ -37,7 +37,6 @@ def _rows(verdict: Verdict, prefix: str, *rows: tuple[Any, ...]) -> list[Key]:
 _BUCKETS = "FSDP2 gathers and reduces one block of layers at a time"
 _NO_DEVICE_CODE = "the engine has no such switch to turn: FSDP2 decides"
 _FP32_MASTERS = "masters, gradients and moments are fp32; leave it false"
-_ZEROPP = "gathers and reductions are not quantized yet; leave it false (bf16.enabled halves what is sent)"
 _PLACES = (None, "none", "cpu", "nvme")
 _NVME_PATH = "folder of the run's private files; the temporary folder unless said"
 _PINNED = "what crosses between host and GPU is always pinned"
@@ -143,6 +142,8 @@ ZERO = [
     *_rows(
         "honoured", "zero_optimization.",
         ("stage", 0, "int", "0 off, 1 optimizer states, 2 gradients too, 3 parameters too", (0, 1, 2, 3)),
+        ("zero_quantized_weights", False, "bool", "parameters are gathered in blockwise int8 (stages 1-3)"),
+        ("zero_quantized_gradients", False, "bool", "gradients travel in blockwise int8, summed in fp32 (stages 1-3)"),
         ("mics_shard_size", -1, "int", "ranks that share one copy of the model (HSDP); -1 is all"),
         ("offload_param.device", "none", "text", "where the shards live between uses (stage 3)", _PLACES),
         ("offload_param.nvme_path", None, "text", _NVME_PATH),
@@ -197,10 +198,9 @@ ZERO = [
         "refused", "zero_optimization.",
         ("zero_hpz_partition_size", 1, "int", "no second copy inside a node: mics_shard_size=GPUS_A_NODE keeps "
          "gathers inside it"),
-        ("zero_quantized_weights", False, "bool", _ZEROPP),
-        ("zero_quantized_gradients", False, "bool", _ZEROPP),
-        ("zero_quantized_nontrainable_weights", False, "bool", _ZEROPP),
-        ("zeropp_loco_param", None, "section", _ZEROPP),
+        ("zero_quantized_nontrainable_weights", False, "bool", "zero_quantized_weights=true sends frozen weights in 8 "
+         "bits too, and keeps them in 16"),
+        ("zeropp_loco_param", None, "section", "reductions have no error feedback; leave it out"),
         ("offload_optimizer.super_offload", False, "bool", "offload_optimizer.device=cpu; leave it false"),
         ("cpu_offload", False, "bool", "DeepSpeed gave this key up: offload_optimizer.device=cpu"),
         ("cpu_offload_params", False, "bool", "DeepSpeed gave this key up: offload_param.device=cpu"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig, LossScale, OptimizerConfig, Precision
+from engine.config import Compress, EngineConfig, LossScale, OptimizerConfig, Precision
 from engine.deepspeed import optimizers, schedulers
 from engine.deepspeed.closest import closest
 from engine.deepspeed.keys import KEYS, Key
@@ -221,7 +221,19 @@ def _engine(said: _Said, base: EngineConfig) -> EngineConfig:
         loss_scale=_loss_scale(said, stage, base.loss_scale),
         reduce_dtype=reduce[said.get("communication_data_type")],
         shard_ranks=base.shard_ranks if shard is None or shard < 1 else int(shard),
+        compress=_compress(said, base.compress),
     )
+
+
+def _compress(said: _Said, own: Compress) -> Compress:
+    """ZeRO++'s keys, where the file has one of them."""
+    weights = said.get("zero_optimization.zero_quantized_weights")
+    gradients = said.get("zero_optimization.zero_quantized_gradients")
+    if weights is None and gradients is None:
+        return own
+    if weights and gradients:
+        return "both"
+    return "gather8" if weights else "reduce8" if gradients else "none"
 
 
 def _dtype(said: _Said, own: Precision) -> Precision:

@@ -65,9 +65,9 @@ class _Head:
     temperature: float
     softcap: float | None
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """z, (N, block) fp32."""
-        z = _product(hidden, weight.T)
+    def logits(self, products: "_Products", hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """z, (N, block) fp32; hidden and weight are operands of `products`."""
+        z = products(hidden, weight.T)
         if bias is not None:
             z += bias
         if self.softcap is not None:
@@ -89,15 +89,16 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.head = head
         blocks = _blocks(hidden, weight)
+        products = _Products(hidden, weight)
         z = None
         if len(blocks) == 1:
-            z = head.logits(hidden, weight, bias)
+            z = head.logits(products, products.operand(hidden), products.operand(weight), bias)
             lse = z.logsumexp(-1)
             logprobs = z.gather(-1, targets[:, None])[:, 0] - lse
             logp = z - lse[:, None]
             entropy = -torch.linalg.vecdot(logp.exp(), logp)
         else:
-            logprobs, entropy, lse = _forward_blocks(head, hidden, weight, targets, bias, blocks)
+            logprobs, entropy, lse = _forward_blocks(head, products, hidden, weight, targets, bias, blocks)
         ctx.save_for_backward(hidden, weight, targets, bias, lse, entropy, z)
         return logprobs, entropy
 
@@ -112,28 +113,40 @@ class _TokenLogprobs(torch.autograd.Function):
         d_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if wants_hidden else None
         d_weight = torch.empty_like(weight) if wants_weight else None
         d_bias = torch.empty_like(bias) if wants_bias else None
+        products = _Products(hidden, weight)
+        wide = products.operand(hidden)
         for start, end in _blocks(hidden, weight):
-            rows = weight[start:end]
-            z = saved if saved is not None else ctx.head.logits(hidden, rows, None if bias is None else bias[start:end])
+            rows = products.operand(weight[start:end])
+            z = saved
+            if z is None:
+                z = ctx.head.logits(products, wide, rows, None if bias is None else bias[start:end])
             dz = _logit_gradient(z, targets - start, lse, entropy, of_logprob, of_entropy)
             dz = ctx.head.back(dz, z)
-            if d_hidden is not None:
-                d_hidden += _product(dz.to(weight.dtype), rows)
-            if d_weight is not None:
-                d_weight[start:end] = _product(dz.T.to(hidden.dtype), hidden)
             if d_bias is not None:
                 d_bias[start:end] = dz.sum(0)
+            if d_hidden is not None:
+                d_hidden += products(dz, rows)
+            if d_weight is not None:  # rounded once, to the weight's precision, so a plain product will do
+                d_weight[start:end] = dz.T.to(hidden.dtype) @ hidden
         return (None if d_hidden is None else d_hidden.to(hidden.dtype)), d_weight, None, d_bias, None
 
 
 def _forward_blocks(
-    head: _Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, blocks: list[tuple[int, int]]
+    head: _Head,
+    products: "_Products",
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    blocks: list[tuple[int, int]],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies and log-sum-exps, (N,) each, from one block of the vocabulary after another."""
     lses, entropies = [], []  # of each block by itself
     target_logits = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    hidden = products.operand(hidden)
     for start, end in blocks:
-        z = head.logits(hidden, weight[start:end], None if bias is None else bias[start:end])
+        rows = products.operand(weight[start:end])
+        z = head.logits(products, hidden, rows, None if bias is None else bias[start:end])
         places, here = _places(targets - start, end - start)
         target_logits += z.gather(-1, places)[:, 0] * here
         highest = z.amax(-1, keepdim=True)
@@ -177,22 +190,38 @@ def _blocks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
     return [(vocabulary * i // count, vocabulary * (i + 1) // count) for i in range(count)]
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32, whatever the inputs.
+class _Products:
+    """Products in fp32, whatever the precision of hidden states and weight.
 
     A plain product of bf16 matrices rounds its result to bf16, which moves log-probabilities by percents. CUDA has
     products that keep their fp32 accumulators. On the CPU oneDNN is told to compute a product of fp32 matrices in
     bf16, exact for inputs that were bf16 (measured with AMX: 3.4 x as fast as plain fp32, half as fast as bf16, and
     as close to float64 as fp32). fp16 on the CPU computes in fp32.
     """
-    if a.dtype == b.dtype == torch.float32:
+
+    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+        same = hidden.dtype == weight.dtype != torch.float32
+        self._narrow = hidden.dtype if same and hidden.is_cuda else None
+        self._rounds = same and weight.dtype == torch.bfloat16 and hidden.device.type == "cpu"
+
+    def operand(self, matrix: Tensor) -> Tensor:
+        """A matrix as products take it, to be made once for several of them."""
+        return matrix if self._narrow is not None else matrix.float()
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b of operands; a gradient in fp32 will do for either."""
+        if self._narrow is not None:
+            return torch.mm(a.to(self._narrow), b.to(self._narrow), out_dtype=torch.float32)
+        if self._rounds:
+            with _bf16_products():
+                return a @ b
         return a @ b
-    if a.is_cuda and a.dtype == b.dtype:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    if a.dtype == b.dtype == torch.bfloat16 and a.device.type == "cpu":
-        with _bf16_products():
-            return a.float() @ b.float()
-    return a.float() @ b.float()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32, once."""
+    products = _Products(a, b)
+    return products(products.operand(a), products.operand(b))
 
 
 @contextmanager

@@ -5,11 +5,11 @@ without them there is one rank. GPUs talk through NCCL, hosts through Gloo.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from engine.parallel.traffic import count, count_all_reduce
 
+Made = TypeVar("Made")
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -54,6 +55,7 @@ class World:
 
 _world: World | None = None
 _meshes: dict[tuple[int, ...], DeviceMesh] = {}
+_made: dict[str, Any] = {}
 _host_group: dist.ProcessGroup | None = None
 _background_group: dist.ProcessGroup | None = None
 
@@ -97,6 +99,7 @@ def stop() -> None:
         dist.destroy_process_group()
     _world = _host_group = _background_group = None
     _meshes.clear()
+    _made.clear()
 
 
 def arrange(*, tensor: int) -> World:
@@ -115,6 +118,14 @@ def arrange(*, tensor: int) -> World:
 def world() -> World:
     """Who this process is; joins as a lone rank where nobody called `start`."""
     return _world if _world is not None else start()
+
+
+def once(name: str, make: Callable[[], Made]) -> Made:
+    """What `make` gave when it was first asked for in this process group."""
+    if name not in _made:
+        _made[name] = make()
+    found: Made = _made[name]
+    return found
 
 
 def host_group() -> dist.ProcessGroup:
@@ -165,7 +176,9 @@ def gather_tensors(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return parts
 
 
-def all_gather(output: Tensor, mine: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
+def all_gather(
+    output: Tensor, mine: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+) -> dist.Work | None:
     """The group's tensors one after another in `output`."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
     work: dist.Work | None = gather(output, mine, group=group, async_op=async_op)
@@ -184,6 +197,49 @@ def reduce_scatter(
 def all_to_all(received: Tensor, parts: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Part r of `parts` goes to rank r of the group; what they sent here stands in `received`, in their order."""
     dist.all_to_all_single(received, parts, group=group)
+
+
+def meet(group: dist.ProcessGroup) -> None:
+    """Wait until every rank of a training group is here. Unlike `barrier`, part of the pass that it stands in."""
+    dist.all_reduce(torch.zeros(1, dtype=torch.int32), group=group)
+
+
+def average(tensors: Sequence[Tensor], *, bucket: int) -> None:
+    """The mean over all ranks, in place, in collectives of about `bucket` numbers."""
+    if world().size == 1:
+        return
+    waiting: list[Tensor] = []
+    for index, tensor in enumerate(tensors):
+        waiting.append(tensor)
+        if index + 1 == len(tensors) or sum(t.numel() for t in waiting) >= bucket:
+            flat = torch.cat([t.reshape(-1) for t in waiting]).div_(world().size)
+            count_all_reduce("reduce", flat, world().size)
+            dist.all_reduce(flat)
+            for one, mean in zip(waiting, flat.split([t.numel() for t in waiting]), strict=True):
+                one.copy_(mean.view(one.shape))
+            waiting = []
+
+
+def exchange_rows(rows: Tensor) -> Tensor:
+    """Row r of `rows` (ranks, bytes) goes to rank r: (ranks, bytes), what came here."""
+    count("reduce", rows[0].nbytes * (len(rows) - 1))
+    received = torch.empty_like(rows)
+    all_to_all(received, rows)
+    return received
+
+
+def gather_rows(row: Tensor) -> Tensor:
+    """Every rank's `row` (1, bytes): (ranks, bytes)."""
+    count("reduce", row.nbytes * (world().size - 1))
+    rows = row.new_empty(world().size, row.shape[1])
+    all_gather(rows.view(-1), row.view(-1))
+    return rows
+
+
+def rank_rows(mine: Tensor) -> Tensor:
+    """Rows (1, n) that each rank has for itself as one tensor (ranks, n), so that a checkpoint keeps all of them."""
+    everyone = mesh(replicate=world().data_size, shard=1)["replicate"]
+    return DTensor.from_local(mine, everyone, [Shard(0)], run_check=False)
 
 
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:

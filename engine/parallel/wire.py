@@ -9,9 +9,9 @@ exchanged instead (all-to-all) and each rank adds up its own part, in fp32. Grad
 the bytes, and the sum is the same as that of a reduction in fp32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from engine.compression import int8
+from engine.config import Compress
 from engine.parallel import dist
+from engine.parallel import mailbox as mailboxes
+from engine.parallel.mailbox import Mailbox
 from engine.parallel.traffic import count, count_all_reduce
 
-Compress = Literal["none", "gather8", "reduce8", "both"]
 SUM_BLOCK = 2**17  # numbers added up at once, so that they stay in the cache
 
 
@@ -65,9 +67,11 @@ def install(unit: nn.Module, sending: Sending) -> None:
     """Give an FSDP unit its collectives."""
     assert isinstance(unit, FSDPModule)
     if sending.shard > 1:
-        unit.set_custom_all_gather(Gather8() if sending.gathers_8 else Gather())
-        exchange = Exchange8 if sending.reduces_8 else Exchange
-        unit.set_custom_reduce_scatter(exchange(sending.shard) if sending.exchanges else Reduce())
+        gather, exchange = Gather8 if sending.gathers_8 else Gather, Exchange8 if sending.reduces_8 else Exchange
+        together = sending.shard == dist.world().size
+        mailbox = mailboxes.of_world() if together else None
+        unit.set_custom_all_gather(gather(mailbox))
+        unit.set_custom_reduce_scatter(exchange(sending.shard, mailbox) if sending.exchanges else Reduce())
     if sending.replicate > 1:
         unit.set_all_reduce_hook(lambda reduced: count_all_reduce("reduce", reduced, sending.replicate))
 
@@ -80,16 +84,22 @@ class _Plain:
 
 
 class Gather(_Plain, AllGather):
-    """The backend's all-gather."""
+    """The backend's all-gather, or the host's shared memory."""
+
+    def __init__(self, mailbox: Mailbox | None = None) -> None:
+        self._mailbox = mailbox
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> Work | None:
         count("gather", input_tensor.nbytes * (group.size() - 1))
+        if self._mailbox is not None:
+            self._mailbox.gather(output_tensor, input_tensor, group)
+            return None
         return dist.all_gather(output_tensor, input_tensor, group, async_op=async_op)
 
 
-class Gather8(_Plain, AllGather):
+class Gather8(Gather):
     """An all-gather of blockwise int8."""
 
     def __call__(
@@ -97,10 +107,8 @@ class Gather8(_Plain, AllGather):
     ) -> None:
         numbers, ranks = len(input_tensor), group.size()
         rows = input_tensor.new_empty(ranks, int8.row_bytes(numbers), dtype=torch.uint8)
-        mine = rows[group.rank()]
-        int8.encode(input_tensor, mine)
-        count("gather", mine.nbytes * (ranks - 1))
-        dist.all_gather(rows.view(-1), mine, group)
+        int8.encode(input_tensor, rows[group.rank()])
+        super().__call__(rows.view(-1), rows[group.rank()], group)
         for row, out in zip(rows, output_tensor.view(ranks, numbers), strict=True):
             int8.decode(row, out)
 
@@ -118,8 +126,8 @@ class Reduce(_Plain, ReduceScatter):
 class Exchange(ReduceScatter):
     """Every rank sends each other one its part; each adds up what it got, in fp32."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, mailbox: Mailbox | None = None) -> None:
+        self._ranks, self._mailbox = ranks, mailbox
         self._part = 0  # size of the output that is asked for next
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -141,12 +149,22 @@ class Exchange(ReduceScatter):
 
     def sum_up(self, parts: Tensor, out: Tensor, group: ProcessGroup) -> None:
         """parts (ranks, numbers): what each rank shall get. out (numbers,) fp32: the sum of what this one got."""
-        received = _exchanged(parts, group)
-        for start in range(0, len(out), SUM_BLOCK):
-            block, total = received[:, start : start + SUM_BLOCK], out[start : start + SUM_BLOCK]
-            total.copy_(block[0])
-            for part in block[1:]:
-                total += part
+        for start, end, received in self.exchanged(parts, group):
+            for first in range(0, end - start, SUM_BLOCK):
+                total = out[start + first : min(start + first + SUM_BLOCK, end)]
+                total.copy_(received[0][first : first + SUM_BLOCK])
+                for part in received[1:]:
+                    total += part[first : first + SUM_BLOCK]
+
+    def exchanged(self, rows: Tensor, group: ProcessGroup) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
+        """Row r goes to rank r of the group. Yields (start, end, what each rank sent here of start..end), in order."""
+        count("reduce", rows[0].nbytes * (len(rows) - 1))
+        if self._mailbox is not None:
+            yield from self._mailbox.exchange(rows, group)
+            return
+        received = torch.empty_like(rows)
+        dist.all_to_all(received, rows, group)
+        yield 0, rows.shape[1], list(received)
 
 
 class Exchange8(Exchange):
@@ -156,14 +174,10 @@ class Exchange8(Exchange):
         rows = parts.new_empty(len(parts), int8.row_bytes(parts.shape[1]), dtype=torch.uint8)
         for part, row in zip(parts, rows, strict=True):
             int8.encode(part, row)
+        received = torch.empty_like(rows)
+        for start, end, pieces in self.exchanged(rows, group):
+            for row, piece in zip(received, pieces, strict=True):
+                row[start:end] = piece
         out.zero_()
-        for row in _exchanged(rows, group):
+        for row in received:
             int8.decode(row, out, add=True)
-
-
-def _exchanged(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """Row r goes to rank r of the group; the rows that came here, in rank order."""
-    count("reduce", rows[0].nbytes * (len(rows) - 1))
-    received = torch.empty_like(rows)
-    dist.all_to_all(received, rows, group)
-    return received

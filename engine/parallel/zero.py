@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from engine.config import Compress
 from engine.parallel import dist, wire
 
 
@@ -44,13 +45,19 @@ def shard(
     policy: MixedPrecisionPolicy,
     offload: bool,
     ranks: int | None = None,
-    compress: wire.Compress = "none",
+    compress: Compress = "none",
+    apart: bool = False,
 ) -> None:
-    """Lay a module out over the ranks, in place. Its parameters become DTensors on `layout`'s mesh."""
-    mesh = layout(stage=stage, ranks=ranks)["replicate", "shard"]
+    """Lay a module out over the ranks, in place. Its parameters become DTensors on `layout`'s mesh.
+
+    `apart` (stage 0) leaves every rank its own gradients: nothing is reduced.
+    """
+    dims = ("shard",) if apart else ("replicate", "shard")
+    mesh = layout(stage=stage, ranks=ranks)[dims]
     on_host = dist.world().device.type == "cpu"  # where there is no other place to bring them to
     where = CPUOffloadPolicy() if offload and not on_host else OffloadPolicy()
-    sending = wire.Sending(replicate=mesh["replicate"].size(), shard=mesh["shard"].size(), compress=compress)
+    replicate = 1 if apart else mesh["replicate"].size()
+    sending = wire.Sending(replicate=replicate, shard=mesh["shard"].size(), compress=compress)
     policy = wire.reducing(policy, sending, each_micro_batch=stage >= 2)
     for part in [*units(module), module]:
         fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy, offload_policy=where)

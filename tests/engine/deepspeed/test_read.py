@@ -91,6 +91,16 @@ def test_what_the_file_says_counts_and_auto_is_ours() -> None:
     assert read({}, optimizer=OWN).optimizer == OWN
 
 
+@pytest.mark.parametrize(
+    ("weights", "gradients", "wanted"),
+    [(True, True, "both"), (True, None, "gather8"), (None, True, "reduce8"), (False, False, "none")],
+)
+def test_quantized_keys(weights: bool | None, gradients: bool | None, wanted: str) -> None:
+    keys = {"zero_quantized_weights": weights, "zero_quantized_gradients": gradients}
+    file = {"zero_optimization": {"stage": 3} | {key: value for key, value in keys.items() if value is not None}}
+    assert read(file).engine.compress == wanted
+
+
 def test_layout_keys() -> None:
     file = {
         "zero_optimization": {"stage": 3, "mics_shard_size": 2},
@@ -142,7 +152,8 @@ def warm_up(**params: Any) -> dict[str, Any]:
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, "device=disk: here .* nvme"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs .*stage=3, not 2"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "needs zero_optimization.stage=1"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "leave it false"),
+        ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, "zero_quantized_weights=true"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "needs zero_stage=1"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true; keep one"),
         ({"amp": {"enabled": True}}, "bf16.enabled or fp16.enabled"),
         ({"hybrid_engine": {"inference_tp_size": 2}}, "leave it 1"),

@@ -79,15 +79,15 @@ def test_frozen_head_gets_no_gradient() -> None:
 
 def test_no_more_than_a_block_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[int] = []
-    product = kernel._product
+    product = kernel._Products.__call__
 
-    def watched(a: Tensor, b: Tensor) -> Tensor:
-        result = product(a, b)
+    def watched(self: kernel._Products, a: Tensor, b: Tensor) -> Tensor:
+        result = product(self, a, b)
         if a.shape == (64, 8):  # hidden x head, forward and again in backward
             widths.append(result.shape[1])
         return result
 
-    monkeypatch.setattr(kernel, "_product", watched)
+    monkeypatch.setattr(kernel._Products, "__call__", watched)
     monkeypatch.setattr(kernel, "SMALLEST_BLOCK", 1)
     monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", {"cpu": 64 * 100})
     hidden, weight, _ = make(64, 1050, 8)

@@ -1,0 +1,136 @@
+"""1-bit Adam against the algorithm of the paper in plain Python, and beside Adam on a small regression."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import EngineConfig, OptimizerConfig
+from engine.compression.signs import pack, scale_of, unpack
+from engine.engine import Engine
+from engine.parallel import dist
+from engine.parallel.traffic import Traffic
+from tests.engine.parallel.test_wire import NUMBERS, ROWS, WIDTH, Net, squared_error
+from tests.ranks import run_ranks
+
+STEPS, FREEZE, LR, BETAS, EPS = 12, 5, 0.01, (0.9, 0.99), 1e-8
+
+
+def test_signs_survive_packing_and_the_scale_keeps_the_norm() -> None:
+    values = torch.tensor([[0.0, -1.0, 2.0, -3.0, 1e-9, -0.0, 5.0, -6.0], [1.0] * 8])
+    signs = unpack(pack(values))
+    assert signs.tolist() == [[1, -1, 1, -1, 1, 1, 1, -1], [1] * 8]
+    scaled = signs[0] * scale_of(values[0], 8)
+    assert scaled.norm() == pytest.approx(values[0].norm().item())
+
+
+def gradient(rank: int, step: int, size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.float64)
+
+
+def by_the_paper(size: int, ranks: int) -> list[float]:
+    """Algorithm 1 for one vector, number by number in float64, the momentum corrected for its bias as in Adam."""
+    part = -(-size // (8 * ranks)) * 8
+    weights, momentum, variance = [1.0] * size, [0.0] * size, [0.0] * size
+    worker = [[0.0] * size for _ in range(ranks)]
+    server = [0.0] * size
+
+    def compress(values: list[float]) -> list[float]:
+        scale = math.sqrt(sum(v * v for v in values) / max(len(values), 1))
+        return [scale if v >= 0 else -scale for v in values]
+
+    for step in range(1, STEPS + 1):
+        gradients = [gradient(rank, step, size).tolist() for rank in range(ranks)]
+        if step <= FREEZE:
+            mean = [sum(g[i] for g in gradients) / ranks for i in range(size)]
+            momentum = [BETAS[0] * m + (1 - BETAS[0]) * g for m, g in zip(momentum, mean, strict=True)]
+            variance = [BETAS[1] * v + (1 - BETAS[1]) * g * g for v, g in zip(variance, mean, strict=True)]
+        else:
+            sent = []
+            for rank in range(ranks):
+                own = [BETAS[0] * m + (1 - BETAS[0]) * g + e
+                       for m, g, e in zip(momentum, gradients[rank], worker[rank], strict=True)]  # fmt: skip
+                sent.append(compress(own))
+                worker[rank] = [a - b for a, b in zip(own, sent[rank], strict=True)]
+            averaged = [sum(c[i] for c in sent) / ranks + server[i] for i in range(size)]
+            momentum = [m for r in range(ranks) for m in compress(averaged[r * part : (r + 1) * part])]
+            server = [a - m for a, m in zip(averaged, momentum, strict=True)]
+        for i in range(size):
+            root = math.sqrt(variance[i] / (1 - BETAS[1] ** min(step, FREEZE))) + EPS
+            weights[i] -= LR * momentum[i] / (1 - BETAS[0] ** step) / root
+    return weights
+
+
+def optimize(size: int) -> list[float]:
+    config = OptimizerConfig(
+        lr=LR, betas=BETAS, eps=EPS, max_grad_norm=0.0, name="OneBitAdam", options={"freeze_step": FREEZE}
+    )
+    module = torch.nn.Linear(size, 1, bias=False)
+    torch.nn.init.ones_(module.weight)
+    engine = Engine(module, EngineConfig(dtype="fp32"), optimizer=config)
+    for step in range(1, STEPS + 1):
+        slope = gradient(dist.world().rank, step, size).float()
+        engine.backward(engine(slope[None]).mean())
+        engine.step()
+    return dist.local(module.weight.detach()).view(-1).tolist()
+
+
+@pytest.mark.parametrize("size", [3, 40])
+def test_two_ranks_do_what_the_paper_says(size: int) -> None:
+    first, second = run_ranks(optimize, 2, size)
+    assert first == second == pytest.approx(by_the_paper(size, 2), rel=1e-5)
+
+
+def test_before_the_freeze_it_is_adam() -> None:
+    config = OptimizerConfig(lr=LR, betas=BETAS, weight_decay=0.1, options={"freeze_step": 100}, name="onebitadam")
+    plain = OptimizerConfig(lr=LR, betas=BETAS, weight_decay=0.1)
+    one, other = (regression(c, 6, None)[1] for c in (config, plain))
+    torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def regression(config: OptimizerConfig, steps: int, keep: str | None) -> tuple[list[float], torch.Tensor, Traffic]:
+    """Losses, final weights and the last step's bytes; with `keep`, saved and taken up by a new engine half way."""
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    engine = Engine(Net(), EngineConfig(dtype="fp32"), optimizer=config)
+    generator = torch.Generator().manual_seed(5)
+    goal = torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5
+    world, losses = dist.world(), []
+    for step in range(steps):
+        if keep is not None and step == steps // 2:
+            engine.save(keep)
+            engine = Engine(Net(), EngineConfig(dtype="fp32"), optimizer=config)
+            engine.load(keep)
+        x = torch.randn(ROWS, WIDTH, generator=generator)[world.rank :: world.size]
+        update = engine.update([(x, x @ goal)], squared_error, ROWS * WIDTH)
+        losses.append(update.loss)
+    weights = torch.cat([dist.local(p.detach()).flatten() for p in engine.module.parameters()])
+    return losses, weights, update.sent
+
+
+def beside_adam(folder: str) -> list[tuple[list[float], torch.Tensor, Traffic]]:
+    adam = OptimizerConfig(lr=3e-3, betas=BETAS, max_grad_norm=1.0)
+    one_bit = OptimizerConfig(
+        lr=3e-3, betas=BETAS, max_grad_norm=1.0, name="onebitadam", options={"freeze_step": 20}
+    )
+    return [regression(adam, 60, None), regression(one_bit, 60, None), regression(one_bit, 60, folder)]
+
+
+def test_it_trains_like_adam_with_a_thirtieth_of_the_bytes_and_resumes(tmp_path: Path) -> None:
+    ranks = run_ranks(beside_adam, 2, str(tmp_path / "kept"))
+    (adam, _, whole), (one_bit, weights, little), (_, resumed, _) = ranks[0]
+    assert torch.equal(weights, ranks[1][1][1]), "the ranks' weights differ"
+    assert torch.equal(weights, resumed), "a resumed run differs"
+    assert one_bit[:20] == pytest.approx(adam[:20], rel=1e-4)
+    assert one_bit[-1] == pytest.approx(adam[-1], rel=0.25)
+    assert adam[-1] < 0.2 * adam[0]
+    assert whole.reduce == 4 * NUMBERS
+    assert little.reduce < 1.1 * NUMBERS / 8
+    assert whole.reduce / little.reduce > 28
+
+
+def test_layouts_that_it_can_not_serve_are_refused() -> None:
+    config = OptimizerConfig(lr=LR, name="onebitadam")
+    with pytest.raises(ValueError, match="zero_stage=0"):
+        Engine(Net(), EngineConfig(zero_stage=2), optimizer=config)

@@ -1,0 +1,130 @@
+"""What goes over the wire: bytes counted by hand, 8 bits that train like 16, and the same weights on every rank."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine import EngineConfig, OptimizerConfig
+from engine.compression import int8
+from engine.config import Compress
+from engine.engine import Engine
+from engine.parallel import dist, wire
+from engine.parallel.traffic import Traffic
+from tests.ranks import run_ranks
+
+WIDTH, BLOCKS, ROWS, STEPS = 48, 3, 16, 30
+ROOT_NUMBERS, BLOCK_NUMBERS = WIDTH * WIDTH, WIDTH * WIDTH + 3 * WIDTH
+NUMBERS = ROOT_NUMBERS + BLOCKS * BLOCK_NUMBERS
+
+
+class Net(nn.Module):
+    """Residual blocks in a ModuleList, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)
+        )
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def squared_error(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, float | Tensor]]:
+    return (module(batch[0]).float() - batch[1]).square().sum(), {}
+
+
+def train(stage: int, dtype: str, compress: Compress, steps: int) -> tuple[list[float], Traffic, Tensor]:
+    """Losses of regression on a fixed map, what the last step sent, and all final weights in a row."""
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    config = EngineConfig(zero_stage=stage, dtype=dtype, compress=compress)  # type: ignore[arg-type]
+    engine = Engine(Net(), config, optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.0, max_grad_norm=0.0))
+    generator = torch.Generator().manual_seed(5)
+    goal = torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5
+    world, losses = dist.world(), []
+    for _ in range(steps):
+        x = torch.randn(ROWS, WIDTH, generator=generator)[world.rank :: world.size]
+        update = engine.update([(x, x @ goal)], squared_error, ROWS * WIDTH)
+        losses.append(update.loss)
+    weights = [dist.full_tensor(p.detach()).flatten() for p in engine.module.parameters()]
+    return losses, update.sent, torch.cat(weights)
+
+
+def sent_at_each_stage() -> list[Traffic]:
+    return [train(stage, dtype, "none", 2)[1] for stage, dtype in ((0, "fp32"), (2, "fp32"), (2, "bf16"), (3, "bf16"))]
+
+
+def test_bytes_are_those_counted_by_hand() -> None:
+    for stage0, fp32, bf16, stage3 in run_ranks(sent_at_each_stage, 2):
+        half = NUMBERS // 2  # what a rank holds, and what it sends to the one other
+        assert stage0.gather == 0 and stage0.reduce == 2 * 4 * half  # an all-reduce: there and back
+        assert (fp32.gather, fp32.reduce) == (4 * half, 4 * half)
+        assert (bf16.gather, bf16.reduce) == (2 * half, 2 * half)
+        assert stage3.gather == 2 * bf16.gather  # forward and backward
+        assert stage3.reduce == bf16.reduce
+        assert 0 < fp32.other < 100  # the loss, and the norm
+
+
+def compressed() -> list[tuple[list[float], Traffic, Tensor]]:
+    kinds: tuple[Compress, ...] = ("none", "gather8", "reduce8", "both")
+    return [train(2, "bf16", compress, STEPS) for compress in kinds]
+
+
+def test_eight_bits_halve_the_bytes_of_bf16_and_train_alike() -> None:
+    ranks = run_ranks(compressed, 2)
+    row = int8.row_bytes(ROOT_NUMBERS // 2) + BLOCKS * int8.row_bytes(BLOCK_NUMBERS // 2)
+    (plain, before, _), *others = ranks[0]
+    assert before.gather / row > 1.95
+    for (losses, sent, _), (gather, reduce) in zip(others, ((row, NUMBERS), (NUMBERS, row), (row, row)), strict=True):
+        assert (sent.gather, sent.reduce) == (gather, reduce)
+        assert losses != plain
+        assert losses == pytest.approx(plain, rel=0.03)
+    assert plain[-1] < 0.5 * plain[0]
+    for first, second in zip(*ranks, strict=True):
+        assert torch.equal(first[2], second[2])
+
+
+def exchanged() -> tuple[Tensor, Tensor]:
+    """The mean of two ranks' bf16 gradients by exchange, and what this rank put in."""
+    rank, numbers = dist.world().rank, 3 * wire.SUM_BLOCK // 2
+    mine = torch.randn(2 * numbers, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    exchange, cpu = wire.Exchange(2), torch.device("cpu")
+    given = exchange.allocate((2 * numbers,), dtype=torch.bfloat16, device=cpu).copy_(mine)
+    out = exchange.allocate((numbers,), dtype=torch.bfloat16, device=cpu)
+    exchange(out, given, dist.mesh(replicate=1, shard=2).get_group("shard"), torch.distributed.ReduceOp.AVG)
+    return out, mine
+
+
+def test_bf16_gradients_are_exchanged_without_loss() -> None:
+    (first, mine), (second, theirs) = run_ranks(exchanged, 2)
+    assert first.dtype == torch.float32
+    assert torch.equal(torch.cat([first, second]), (mine.float() + theirs.float()) / 2)
+
+
+def test_a_gradient_that_is_not_finite_is_seen_through_eight_bits() -> None:
+    for skipped, equal in run_ranks(poisoned, 2):
+        assert skipped == [True, False] and equal
+
+
+def poisoned() -> tuple[list[bool], bool]:
+    """Two updates, the first with an infinite loss on rank 1 only; whether weights stayed as they were over it."""
+    config = EngineConfig(zero_stage=2, dtype="bf16", compress="both")
+    engine = Engine(Net(), config, optimizer=OptimizerConfig(lr=0.01))
+    skipped, x = [], torch.ones(2, WIDTH)
+    before = [dist.local(p.detach()).clone() for p in engine.module.parameters()]
+    for worst in (float("inf"), 1.0):
+        y = x * (worst if dist.world().rank == 1 else 1.0)
+        skipped.append(engine.update([(x, y)], squared_error, 4).skipped)
+        if len(skipped) == 1:
+            equal = all(torch.equal(a, dist.local(p)) for a, p in zip(before, engine.module.parameters(), strict=True))
+    assert engine.scaler.skipped == 1
+    return skipped, equal
+
+
+def test_compression_needs_shards() -> None:
+    with pytest.raises(ValueError, match="zero_stage=1, 2 or 3"):
+        EngineConfig(compress="gather8")
