@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from benchmarks.record import Result
 
 MODULES: dict[str, str] = {
+    "deepspeed2": "beside_deepspeed.stage2",
+    "deepspeed3": "beside_deepspeed.stage3",
     "opt_1b": "tiers.opt_1b",
     "opt_3b": "tiers.opt_3b",
 }

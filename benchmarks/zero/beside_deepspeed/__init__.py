@@ -1,0 +1,1 @@
+"""Training steps on our engine and on DeepSpeed, at the same ZeRO stage."""

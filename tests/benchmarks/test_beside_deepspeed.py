@@ -1,0 +1,38 @@
+"""The deepspeed cases: both sides get the same tokens, and what ranks print is read or missed loudly."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.measure import BenchFailed
+from benchmarks.zero.beside_deepspeed.compare import read
+from benchmarks.zero.beside_deepspeed.steps import LENGTH, ROWS, architecture, rows_of_rank, run_steps
+
+
+def test_ranks_share_a_step_of_the_same_tokens() -> None:
+    whole = rows_of_rank(3, 0, 1, 1000)
+    assert whole.shape == (ROWS, LENGTH)
+    halves = [rows_of_rank(3, rank, 2, 1000) for rank in (0, 1)]
+    assert torch.equal(torch.stack(halves, 1).flatten(0, 1), whole)
+    assert not torch.equal(rows_of_rank(4, 0, 1, 1000), whole)
+    assert architecture()["vocab_size"] == 50272
+
+
+def test_a_run_is_told_by_its_slower_memory_and_its_steps_after_warm_up() -> None:
+    ranks = [
+        {"seconds": [9.0, 9.0, 2.0, 4.0, 3.0], "losses": [1.0], "peak_bytes": 10},
+        {"seconds": [9.0, 9.0, 2.0, 4.0, 3.0], "losses": [5.0], "peak_bytes": 30},
+    ]
+    found = read("a warning\n" + "\n".join(json.dumps(rank) for rank in ranks))
+    assert (found.seconds, found.peak_bytes, found.losses) == (3.0, 30, [1.0])
+    with pytest.raises(BenchFailed, match="1 of 2 ranks"):
+        read(json.dumps(ranks[0]))
+
+
+def test_steps_run_between_barriers(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[str] = []
+    run_steps(lambda number: float(calls.append(f"step {number}") or number), lambda: calls.append("barrier"), 2)
+    assert calls == ["barrier", "step 0", "barrier", "barrier", "step 1", "barrier"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["losses"] == [0.0, 1.0] and len(printed["seconds"]) == 2 and printed["peak_bytes"] > 0
