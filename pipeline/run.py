@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ import torch
 
 from engine import Checkpointer, Engine
 from engine.checkpoint import complete, random_state, restore_random_state
-from engine.parallel import dist
+from engine.parallel import dist, traffic
 from pipeline.config.schema import StageSection
 from pipeline.errors import UserError
 
@@ -70,6 +71,8 @@ class StageRun:
         self._saved = 0
         self._lap: Metrics = {}
         self._lap_tokens = 0
+        self._begun = 0  # the step before this process's first
+        self._sent = traffic.sent()
 
     @property
     def budget(self) -> int:
@@ -101,6 +104,7 @@ class StageRun:
             for name, (limit, times) in shared["healing"].items():
                 self._engines[name].healer.limit, self._engines[name].healer.times = limit, times
         self._lap, self._lap_tokens = dict(self.phases), self.tokens
+        self._begun, self._sent = step, traffic.sent()
         if dist.world().leads:
             if step:
                 print(f"{self.folder.name}: continuing after step {step} of {self.steps}", flush=True)
@@ -211,6 +215,11 @@ class StageRun:
             "engine.dtype=bf16 or fp32; the last checkpoint is whole, the same command continues from it"
         )
 
+    def _bytes_sent_by_step(self) -> dict[str, int]:
+        """Mean bytes that this rank sends in a step, by what for; rollouts, scoring and evaluation are part of it."""
+        steps = max(1, self.steps - self._begun)
+        return {kind: round(size / steps) for kind, size in asdict(traffic.sent() - self._sent).items()}
+
     def finish(self, figures: Mapping[str, Any]) -> None:
         """Write summary.json: final and best figures, peak memory by rank, seconds by phase, tokens a second."""
         memory = dist.gather_objects(peak_memory())
@@ -225,6 +234,7 @@ class StageRun:
                 "tokens": self.tokens,
                 "tokens_per_second": round(self.tokens / max(working, 1e-9), 1),
                 "peak_memory_by_rank": memory,
+                "bytes_sent_by_step": self._bytes_sent_by_step(),
                 "healing": self.healing,
                 "final": {k: _plain(v) for k, v in self.last.items()},
                 "best": self.best,
