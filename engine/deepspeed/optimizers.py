@@ -29,11 +29,15 @@ OPTIMIZERS = {
     "AdamW": Known("adamw", _ADAM),
     "Lion": Known("lion", {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0}),
     "Adagrad": Known("adagrad", {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
+    "OneBitAdam": Known("onebitadam", {
+        "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "freeze_step": 100_000,
+        "bias_correction": True, "eps_inside_sqrt": False, "amsgrad": False, "cuda_aware": False,
+        "comm_backend_name": "nccl",
+    }),
     "SGD": Known("sgd", {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}),
 }
-_ONE_BIT = "no compressed momentum yet: AdamW, with communication_data_type=bf16 for half the bytes"
+_ONE_BIT = "of the compressed optimizers there is OneBitAdam"
 REFUSED_OPTIMIZERS = {
-    "OneBitAdam": _ONE_BIT,
     "ZeroOneAdam": _ONE_BIT,
     "OneBitLamb": _ONE_BIT,
     "Lamb": "its trust ratio wants whole parameters, and a rank holds shards: AdamW",
@@ -92,6 +96,11 @@ def _options(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the class that `OptimizerConfig` has no field for."""
     if name in optim.ADAMS:
         return {"amsgrad": True} if values.get("amsgrad") else {}
+    if name == "onebitadam":
+        for key in ("amsgrad", "eps_inside_sqrt"):
+            if values[key]:
+                raise ValueError(f"optimizer.params.{key}=true: OneBitAdam has Adam's own variance; leave it false")
+        return {"freeze_step": int(values["freeze_step"])}
     fields = ("lr", "weight_decay", "betas") if name == "lion" else ("lr", "weight_decay")
     return {key: value for key, value in values.items() if key not in fields}
 

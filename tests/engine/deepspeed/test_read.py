@@ -91,6 +91,13 @@ def test_what_the_file_says_counts_and_auto_is_ours() -> None:
     assert read({}, optimizer=OWN).optimizer == OWN
 
 
+def test_one_bit_adam() -> None:
+    params = {"lr": 4e-4, "freeze_step": 23, "comm_backend_name": "gloo"}
+    found = read({"optimizer": {"type": "OneBitAdam", "params": params}}).optimizer
+    assert found is not None
+    assert (found.name, found.lr, found.betas, found.options) == ("onebitadam", 4e-4, (0.9, 0.999), {"freeze_step": 23})
+
+
 @pytest.mark.parametrize(
     ("weights", "gradients", "wanted"),
     [(True, True, "both"), (True, None, "gather8"), (None, True, "reduce8"), (False, False, "none")],
@@ -157,7 +164,8 @@ def warm_up(**params: Any) -> dict[str, Any]:
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true; keep one"),
         ({"amp": {"enabled": True}}, "bf16.enabled or fp16.enabled"),
         ({"hybrid_engine": {"inference_tp_size": 2}}, "leave it 1"),
-        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam: .*AdamW"),
+        ({"optimizer": {"type": "ZeroOneAdam"}}, "there is OneBitAdam"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"amsgrad": True}}}, "amsgrad=true"),
         ({"optimizer": {"type": "Lamb"}}, "trust ratio"),
         ({"optimizer": {"type": "AdamWW"}}, "there is no optimizer AdamWW"),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing"),
