@@ -1,0 +1,111 @@
+"""Modules that are no chains of equal blocks, as they come, in a loop of one's own: two ranks, ZeRO 0 to 3, each equal
+to plain PyTorch in every loss and every weight.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from engine import EngineConfig, OptimizerConfig, initialize
+from engine.parallel import dist
+from tests.ranks import run_ranks
+
+STEPS, ROWS = 3, 4
+SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+EXPERTS = {"num_key_value_heads": 1, "vocab_size": 48, "max_position_embeddings": 32, "num_experts_per_tok": 2}
+SGD = OptimizerConfig(lr=0.1, name="sgd", options={"momentum": 0.9}, max_grad_norm=0.0)
+
+
+def causal(family: str, **experts: int) -> nn.Module:
+    config = AutoConfig.for_model(family, **(SHAPE | EXPERTS | experts))
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "regression": lambda: nn.Linear(6, 1),
+    "bert": lambda: BertForSequenceClassification(BertConfig(vocab_size=48, num_labels=3, **SHAPE, **NO_DROPOUT)),
+    "vit": lambda: ViTForImageClassification(
+        ViTConfig(image_size=8, patch_size=4, num_labels=3, **SHAPE, **NO_DROPOUT)
+    ),
+    "mixtral": lambda: causal("mixtral", num_local_experts=4),
+    "qwen3_moe": lambda: causal("qwen3_moe", num_experts=4, moe_intermediate_size=8, head_dim=8),
+}
+
+
+def made(kind: str) -> nn.Module:
+    torch.manual_seed(2)
+    return MODELS[kind]()
+
+
+def rows(kind: str, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    if kind == "regression":
+        return torch.randn(ROWS, 6, generator=generator)
+    if kind == "vit":
+        return torch.randn(ROWS, 3, 8, 8, generator=generator)
+    return torch.randint(0, 48, (ROWS, 9), generator=generator)
+
+
+def loss_of(kind: str, model: Callable[..., Any], x: Tensor) -> Tensor:
+    if kind == "regression":
+        return F.mse_loss(model(x), x.sum(1, keepdim=True))
+    if kind == "vit":
+        return F.cross_entropy(model(pixel_values=x).logits, (x.flatten(1).sum(1) > 0).long())
+    if kind == "bert":
+        return F.cross_entropy(model(input_ids=x).logits, x.sum(1) % 3)
+    return model(input_ids=x, labels=x, use_cache=False).loss  # type: ignore[no-any-return]
+
+
+Told = tuple[list[float], dict[str, Tensor]]
+
+
+def plain(kind: str) -> Told:
+    model, losses = made(kind), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        loss = loss_of(kind, model, rows(kind, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def on_the_engine(kind: str, zero_stage: int) -> Told:
+    engine, losses = initialize(made(kind), EngineConfig(zero_stage=zero_stage, dtype="fp32"), optimizer=SGD), []
+    world = dist.world()
+    for step in range(STEPS):
+        loss = loss_of(kind, engine, rows(kind, step)[world.rank :: world.size])
+        engine.backward(loss)
+        engine.step()
+        losses.append(dist.sum_over_ranks({"loss": loss.item()})["loss"] / world.size)
+    return losses, {name: dist.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
+
+
+def all_of_them() -> dict[tuple[str, int], Told]:
+    torch.set_num_threads(1)
+    return {(kind, stage): on_the_engine(kind, stage) for kind in MODELS for stage in range(4)}
+
+
+def test_two_ranks_under_every_stage_are_plain_pytorch() -> None:
+    wanted = {kind: plain(kind) for kind in MODELS}
+    for results in run_ranks(all_of_them, 2):
+        for (kind, stage), (losses, weights) in results.items():
+            assert losses == pytest.approx(wanted[kind][0], rel=1e-5), (kind, stage)
+            for name, weight in wanted[kind][1].items():
+                torch.testing.assert_close(
+                    weights[name], weight, atol=1e-5, rtol=1e-4, msg=lambda m, at=(kind, stage, name): f"{at}: {m}"
+                )
