@@ -9,6 +9,7 @@ import os
 import sys
 from importlib.util import find_spec
 
+import pytest
 import torch
 
 WITH_TRITON = ("token_logprobs", "decode_attention", "sample", "gae")
@@ -27,6 +28,14 @@ def import_for_the_interpreter() -> None:
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where there is a GPU the kernels' tests are tests of the GPU."""
+    if torch.cuda.is_available():
+        for item in items:
+            if item.path.parent.name == "kernels" and item.path.stem.endswith("_triton"):
+                item.add_marker(pytest.mark.gpu)
 
 
 if find_spec("triton") is None:

@@ -1,0 +1,86 @@
+"""On a GPU the public names run Triton's kernels, at the sizes of real models, and say what the torch paths say there.
+
+(With a GPU the tests of the Triton sources beside this file run compiled, too.)
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import kernels
+from engine.kernels.decode_attention import decode_attention as plain_attention
+from engine.kernels.gae import gae as plain_gae
+from engine.kernels.sample import sample as plain_sample
+from engine.kernels.token_logprobs import token_logprobs as plain_logprobs
+from engine.rollout.sampling import Sampling
+from tests.gpu import DEVICE, ON_GPU, needs_gpu
+
+pytestmark = needs_gpu
+SCALE = 1 if ON_GPU else 16  # the CPU tries the code only
+
+
+@pytest.mark.parametrize("name", ["token_logprobs", "decode_attention", "sample", "gae"])
+def test_the_names_pick_triton(name: str) -> None:
+    picked = kernels._pick(name, torch.empty(1, device=DEVICE)).__module__
+    assert picked.endswith("_triton") == ON_GPU
+
+
+@pytest.mark.parametrize("vocabulary", [50272, 151936])
+@pytest.mark.parametrize("tokens", [16, 1000])
+def test_token_logprobs(tokens: int, vocabulary: int) -> None:
+    torch.manual_seed(0)
+    width, vocabulary = 1024 // SCALE, vocabulary // SCALE
+    hidden = torch.randn(tokens, width, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocabulary, width, device=DEVICE) / width**0.5).bfloat16().requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), device=DEVICE)
+    upstream = torch.randn(2, tokens, device=DEVICE)
+    found: list[tuple[Tensor, ...]] = []
+    for function in (kernels.token_logprobs, plain_logprobs):
+        hidden.grad = weight.grad = None
+        logprobs, entropy = function(hidden, weight, targets, 0.7)
+        torch.autograd.backward([logprobs, entropy], [upstream[0], upstream[1]])
+        assert hidden.grad is not None and weight.grad is not None
+        found.append((logprobs.detach(), entropy.detach(), hidden.grad, weight.grad))
+    for ours, theirs, tolerance in zip(*found, (1e-4, 1e-4, 1e-2, 1e-2), strict=True):
+        error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+        assert error <= tolerance
+
+
+@pytest.mark.parametrize("extras", [{}, {"window": 1024}, {"softcap": 30.0}])
+@pytest.mark.parametrize(("batch", "longest"), [(1, 16384), (64, 2048)])
+def test_decode_attention(batch: int, longest: int, extras: dict) -> None:
+    torch.manual_seed(0)
+    longest, heads, key_heads, size = longest // SCALE, 32, 8, 128
+    cache = torch.randn(2, batch + 1, key_heads, longest, size, device=DEVICE, dtype=torch.bfloat16)
+    query = torch.randn(batch, heads, size, device=DEVICE, dtype=torch.bfloat16)
+    lengths = torch.randint(1, longest + 1, (batch,), device=DEVICE)
+    lengths[0] = longest
+    slots = torch.randperm(batch + 1, device=DEVICE)[:batch]
+    ours = kernels.decode_attention(query, cache[0], cache[1], slots, lengths, size**-0.5, **extras)
+    theirs = plain_attention(query.float(), cache[0].float(), cache[1].float(), slots, lengths, size**-0.5, **extras)
+    assert (ours.float() - theirs).norm() / theirs.norm() < 1e-2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.0}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 200, "top_p": 0.95}],
+)
+def test_sample(settings: dict) -> None:
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(256, 151936 // SCALE, device=DEVICE)
+    streams, places = torch.arange(256, device=DEVICE), torch.full((256,), 7, device=DEVICE)
+    how = Sampling(1, seed=11, **settings)
+    ours, logprobs = kernels.sample(logits, streams, places, how)
+    theirs, expected = plain_sample(logits, streams, places, how)
+    same = ours == theirs
+    assert same.float().mean() >= 0.99, "where u falls on a border the last bit of a sum decides; seldom"
+    torch.testing.assert_close(logprobs[same], expected[same], atol=1e-3, rtol=0)
+
+
+def test_gae() -> None:
+    torch.manual_seed(0)
+    mask = torch.arange(1500, device=DEVICE) < torch.randint(1, 1501, (64, 1), device=DEVICE)
+    rewards, values = torch.randn(2, 64, 1500, device=DEVICE)
+    found = kernels.gae(rewards, values, mask, gamma=0.99, lam=0.95)
+    for ours, theirs in zip(found, plain_gae(rewards, values, mask, gamma=0.99, lam=0.95), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

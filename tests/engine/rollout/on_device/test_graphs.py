@@ -1,0 +1,121 @@
+"""On a GPU: graphs say what the same steps say when called, and what transformers' own forward says."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine.rollout.decoder import Generation, Rollouts
+from engine.rollout.on_device import graphs
+from engine.rollout.sampling import Sampling
+from engine.rollout.selfcheck import selfcheck
+from tests.engine.rollout.families import ENDS, build, ragged_prompts
+from tests.gpu import DEVICE, ON_GPU, needs_gpu
+
+pytestmark = needs_gpu
+PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
+STREAMS = list(range(len(PROMPTS)))
+DRAWN = Sampling(12, temperature=0.8, end_ids=ENDS, seed=6)
+CAPTURED = ["opt", "gpt2", "gpt_neox", "phi", "llama", "qwen3", "mistral", "gemma2", "gemma3_text"]
+
+
+def on_device(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return build(family).to(DEVICE, dtype)
+
+
+def decoder(rollouts: Rollouts) -> Any:
+    assert rollouts.fallback is None and rollouts._slots is not None
+    rollouts._slots.on_device = True
+    return rollouts._slots
+
+
+def replays(rollouts: Rollouts) -> list[graphs.Replays]:
+    return list(decoder(rollouts)._rounds._replays.values())
+
+
+def same(one: list[Generation], other: list[Generation]) -> None:
+    for ours, theirs in zip(one, other, strict=True):
+        assert ours.token_ids == theirs.token_ids and ours.finished == theirs.finished
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("family", CAPTURED)
+def test_graphs_equal_the_steps_called(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_device(family)
+    captured = Rollouts(model, DEVICE)
+    decoder(captured)
+    found = [captured.generate(PROMPTS, DRAWN, STREAMS, 5) for _ in range(2)]
+    assert all(one.captures and one._graphs for one in replays(captured)) == ON_GPU, "it was not captured"
+    same(*found)
+    called = Rollouts(model, DEVICE)
+    decoder(called)
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs.Replays, "_replay", lambda self, size, slots: lambda: self.step(slots))
+        same(found[0], called.generate(PROMPTS, DRAWN, STREAMS, 5))
+    by_slots = Rollouts(model, DEVICE)
+    decoder(by_slots).on_device = False
+    same(found[0], by_slots.generate(PROMPTS, DRAWN, STREAMS, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["opt", "llama", "gemma2"])
+def test_the_generator_is_the_model(family: str, dtype: torch.dtype) -> None:
+    rollouts = Rollouts(on_device(family, dtype), DEVICE)
+    decoder(rollouts)
+    assert selfcheck(rollouts)
+
+
+def test_a_model_that_asks_the_device_is_called_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Asking for a number in a forward can't be captured; nothing is left in a bad state by the attempt."""
+    monkeypatch.setattr(graphs, "_told", set())
+    model = on_device("llama")
+    expected = Rollouts(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5)
+    handle = model.model.layers[0].register_forward_pre_hook(lambda *_: float(model.lm_head.weight.sum()) and None)
+    asking = Rollouts(model, DEVICE)
+    decoder(asking)
+    with caplog.at_level(logging.WARNING):
+        same(asking.generate(PROMPTS, DRAWN, STREAMS, 5), expected)
+    handle.remove()
+    if ON_GPU:
+        assert not any(one.captures for one in replays(asking))
+        assert sum("without CUDA graphs" in record.getMessage() for record in caplog.records) == 1
+    same(Rollouts(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5), expected)
+
+
+def test_new_weights_in_place_and_elsewhere() -> None:
+    model = on_device("opt")
+    ours = Rollouts(model, DEVICE)
+    decoder(ours)
+    ours.generate(PROMPTS, DRAWN, STREAMS)
+    before = decoder(ours)._rounds
+    for moved in (False, True):
+        with torch.no_grad():
+            for module in model.modules():
+                for name, parameter in list(module._parameters.items()):
+                    if parameter is not None and moved:
+                        module._parameters[name] = nn.Parameter(parameter * 1.1)
+                    elif parameter is not None:
+                        parameter.mul_(1.1)
+        same(ours.generate(PROMPTS, DRAWN, STREAMS), Rollouts(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS))
+        assert (decoder(ours)._rounds is before) != moved
+
+
+def test_release_gives_the_memory_back() -> None:
+    if not ON_GPU:
+        pytest.skip("the memory of a GPU")
+    model = on_device("llama")
+    rollouts = Rollouts(model, DEVICE, cache_bytes=2**28)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for _ in range(2):
+        rollouts.generate(PROMPTS, replace(DRAWN, max_new_tokens=20), STREAMS)
+        rollouts.release()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - before <= 64 * 2**20, "workspaces of cuBLAS stay, graphs and cache don't"

@@ -1,0 +1,108 @@
+"""The engine on one GPU: updates are those of plain PyTorch, offloaded or not; the flip says what the module says."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine import EngineConfig, OptimizerConfig, Sampling, token_logprobs
+from engine.engine import Engine
+from tests.engine.rollout.families import VOCABULARY, build, ragged_prompts
+from tests.gpu import DEVICE, lone_rank, needs_gpu  # noqa: F401  a fixture
+
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("lone_rank")]
+STEPS = 4
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=1.0, betas=(0.9, 0.95))
+
+
+class Policy(nn.Module):
+    """A language model whose forward gives log-probabilities and entropies of its tokens; its head may be tied."""
+
+    def __init__(self, lm: nn.Module) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator, union-attr]
+        head = self.lm.get_output_embeddings()  # type: ignore[operator]
+        rows = hidden[:, :-1].reshape(-1, hidden.shape[-1])
+        return token_logprobs(rows, head.weight, ids[:, 1:].reshape(-1), bias=head.bias)
+
+
+def loss(module: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
+    logprobs, entropy = module(ids)
+    upstream = torch.linspace(-1, 1, len(logprobs), device=logprobs.device)
+    return -(logprobs * upstream).sum() - 0.1 * entropy.sum(), {"tokens": float(len(logprobs))}
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(VOCABULARY, (4, 20), generator=generator).to(DEVICE) for _ in range(STEPS)]
+
+
+def plain(family: str) -> list[float]:
+    """Losses of a plain loop in fp32 on the device: whole logits, AdamW, clipping."""
+    model = build(family).to(DEVICE)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-3, betas=(0.9, 0.95)
+    )
+    losses = []
+    for ids in batches():
+        logp = model(ids, use_cache=False).logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
+        upstream = torch.linspace(-1, 1, len(logp), device=DEVICE)
+        chosen = logp.gather(-1, ids[:, 1:].reshape(-1, 1))[:, 0]
+        entropy = -(logp.exp() * logp).sum(-1)
+        value = (-(chosen * upstream).sum() - 0.1 * entropy.sum()) / len(logp)
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(value.detach()))
+    return losses
+
+
+LAYOUTS = [*({"zero_stage": stage} for stage in range(4)), {"zero_stage": 3, "activation_checkpointing": True},
+           {"zero_stage": 2, "offload_optimizer": "cpu"}, {"zero_stage": 3, "offload_optimizer": "nvme"},
+           {"zero_stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("family", ["opt", "llama"])  # a tied head, and one of its own
+def test_updates_are_those_of_plain_pytorch(family: str, layout: dict) -> None:
+    engine = Engine(Policy(build(family)), EngineConfig(dtype="fp32", **layout), optimizer=OPTIMIZER)
+    losses = [engine.update([ids], loss, ids[:, 1:].numel()).loss for ids in batches()]
+    assert losses == pytest.approx(plain(family), rel=2e-3, abs=2e-3)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_flip_says_what_the_module_says(stage: int, dtype: str) -> None:
+    """Trained, generated, trained on: each flip sees the new weights; the engine's own check runs on each."""
+    engine = Engine(
+        Policy(build("opt")), EngineConfig(zero_stage=stage, dtype=dtype), optimizer=OPTIMIZER, rollout_path="lm"  # type: ignore[arg-type]
+    )  # fmt: skip
+    engine.flip.selfcheck_every = 1
+    prompts = ragged_prompts(3, 9, 6)
+    tolerance = 1e-3 if dtype == "fp32" else 0.15
+    for ids in batches():
+        engine.update([ids], loss, ids[:, 1:].numel())
+        with engine.generating() as rollouts:
+            answers = rollouts.generate(prompts, Sampling(9, seed=1), [0, 1, 2])
+            assert rollouts.fallback is None and engine.flip.checked
+        with engine.scoring() as module:
+            for prompt, answer in zip(prompts, answers, strict=True):
+                row = torch.tensor([prompt + answer.token_ids], device=DEVICE)
+                logprobs = module(row)[0][len(prompt) - 1 :]
+                gap = (logprobs.cpu() - torch.tensor(answer.logprobs)).abs()
+                assert gap.mean() <= tolerance
+
+
+def test_frozen_weights_are_shared_and_the_twin_survives_a_release() -> None:
+    engine = Engine(Policy(build("opt").to(DEVICE)), EngineConfig(zero_stage=0, dtype="fp32"), rollout_path="lm")
+    found = []
+    for keep in (True, False, True):
+        with engine.generating(keep=keep) as rollouts:
+            found.append(rollouts.generate(ragged_prompts(4, 7), Sampling(6, seed=2), [0, 1]))
+            assert engine.flip.bytes == 0
+    assert found[0] == found[1] == found[2]
