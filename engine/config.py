@@ -75,6 +75,8 @@ class EngineConfig:
 
     `compress` sends 8 bits a number: in gathers of parameters, reductions of gradients, or both (parallel/wire.py).
 
+    `states` are fp32 masters and moments, or bf16 parameters and moments without masters (engine/stochastic.py).
+
     `tensor_parallel` neighbouring ranks hold each matrix between them and see the same data; `tensor_plan` says which
     and how ({pattern of module names: style}, engine/parallel/tensor.py), None takes what came with the model.
     """
@@ -93,6 +95,7 @@ class EngineConfig:
     reduce_dtype: Precision = "fp32"
     shard_ranks: int | None = None
     compress: Compress = "none"
+    states: Literal["fp32", "bf16"] = "fp32"
     tensor_parallel: int = 1
     tensor_plan: Mapping[str, str] | None = None
 
@@ -105,6 +108,9 @@ class EngineConfig:
             raise ValueError(
                 f"compress={self.compress} needs zero_stage=1, 2 or 3; at stage 0 the optimizer onebitadam sends less"
             )
+        elsewhere = self.offload_optimizer != "none" or self.tensor_parallel > 1
+        if self.states == "bf16" and (self.dtype != "bf16" or elsewhere):
+            raise ValueError("states=bf16 needs dtype=bf16, offload_optimizer=none and tensor_parallel=1")
         if self.shard_ranks is not None and self.shard_ranks < 1:
             raise ValueError(f"shard_ranks must be at least 1, not {self.shard_ranks}")
         if self.tensor_parallel < 1:

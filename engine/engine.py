@@ -117,7 +117,7 @@ class Engine:
     def _build(self, config: OptimizerConfig) -> torch.optim.Optimizer | OffloadedOptimizer:
         if self._offloads:
             return OffloadedOptimizer(self.module, config, self.config)
-        return optim.build(self.module, config)
+        return optim.build(self.module, config, states=self.config.states)
 
     def _fill(self, fill: Callable[[nn.Module], None] | None) -> None:
         """Give parameters their values, and offloaded masters theirs in full precision."""
@@ -130,11 +130,11 @@ class Engine:
                 fill(self.module)
 
     def _lay_out(self, module: nn.Module) -> nn.Module:
-        """Shard and allocate. Parameters are fp32 masters where they are trained and not offloaded, else in compute
-        precision.
+        """Shard and allocate. Parameters are fp32 masters where they are trained and not offloaded (nor asked for in
+        bf16), else in compute precision.
         """
         config = self.config
-        if self.optimizer_config is None or self._offloads:
+        if self.optimizer_config is None or self._offloads or config.states == "bf16":
             _cast_parameters(module, precision.TORCH_DTYPE[config.dtype])
         self._split(module)
         if config.activation_checkpointing and self.optimizer_config is not None:

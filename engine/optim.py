@@ -7,8 +7,8 @@ a parameter, or call the loss again; a rank holds shards, and a loss has been th
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,14 @@ from engine.compression.onebit_adam import OneBitAdam
 from engine.config import OptimizerConfig
 from engine.lion import Lion
 from engine.parallel import dist
+from engine.stochastic import BFloat16AdamW
 
 ADAMS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
-OURS = {"lion": Lion, "onebitadam": OneBitAdam}
+OURS: dict[str, type[torch.optim.Optimizer]] = {
+    "lion": Lion,
+    "onebitadam": OneBitAdam,
+    "bfloat16adamw": BFloat16AdamW,
+}
 UNFIT = {
     "lbfgs": "it calls the loss several times a step",
     "sparseadam": "it wants sparse gradients",
@@ -41,13 +46,19 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     return config.lr * (1.0 - fall * (1.0 - config.final_lr_ratio))
 
 
-def build(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def build(
+    module: nn.Module, config: OptimizerConfig, *, states: Literal["fp32", "bf16"] = "fp32"
+) -> torch.optim.Optimizer:
     """The optimizer over the module's trainable parameters; with `decay="matrices"` vectors and scalars don't decay.
 
     Adam's moments are made at once, so that memory is known before the first step. Raises ValueError for a name or an
     option that does not exist or can't work on shards.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
+    if states == "bf16":
+        if config.name.lower() != "adamw":
+            raise ValueError(f"states=bf16 is for adamw; {config.name} needs states=fp32")
+        config = replace(config, name=BFloat16AdamW.__name__)
     optimizer = over(parts(trainable, config), config)
     if type(optimizer) in ADAMS.values():
         _make_moments(optimizer, trainable, ("exp_avg", "exp_avg_sq", *_third(config.options)))
@@ -121,7 +132,7 @@ def _own_keywords(config: OptimizerConfig) -> dict[str, Any]:
     """What the configuration's fields say to this class."""
     if config.name.lower() in ADAMS:
         return {"betas": config.betas, "eps": config.eps, "fused": True}
-    if config.name.lower() == "onebitadam":
+    if config.name.lower() in ("onebitadam", "bfloat16adamw"):
         return {"betas": config.betas, "eps": config.eps}
     return {"betas": config.betas} if config.name.lower() == "lion" else {}
 

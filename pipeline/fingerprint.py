@@ -16,7 +16,7 @@ from pipeline.config.schema import ROLE_ENGINES, DataConfig, ModelConfig, RunCon
 
 WATCHING = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_examples", "ratio_tolerance"}
 HOW = {"micro_batch_tokens"}
-ENGINE_KEYS = ("dtype", "compress", "loss_scale_power", "loss_scale_window")
+ENGINE_KEYS = ("dtype", "compress", "states", "loss_scale_power", "loss_scale_window")
 DEEPSPEED_KEYS = ("optimizer", "scheduler", "gradient_clipping", "fp16", "bf16", "bfloat16", "communication_data_type")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from engine.host_allocator import keep_freed_memory
 from engine.parallel.traffic import count, count_all_reduce
 
 Made = TypeVar("Made")
@@ -73,6 +74,8 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where = torch.device(kind)
+    if kind == "cpu":
+        keep_freed_memory()
     if kind == "cuda":
         # Slurm may show each rank its own card only; then that is number 0 for all of them.
         where = torch.device(kind, local_rank if torch.cuda.device_count() > 1 else 0)
@@ -159,6 +162,22 @@ def mesh(*, replicate: int, shard: int) -> DeviceMesh:
         names = ("replicate", "shard", "tensor")[: len(shape)]
         _meshes[shape] = init_device_mesh(world().device.type, shape, mesh_dim_names=names)
     return _meshes[shape]
+
+
+def neighbours(ranks: int) -> DeviceMesh:
+    """The mesh (tensor,) of this rank's group, where every `ranks` neighbouring ranks are one.
+
+    Raises ValueError where the world does not divide by it.
+    """
+    size = world().size
+    if size % ranks:
+        raise ValueError(f"tensor_parallel={ranks} does not divide the {size} ranks")
+
+    def make() -> DeviceMesh:
+        shape = (size // ranks, ranks)
+        return init_device_mesh(world().device.type, shape, mesh_dim_names=("group", "tensor"))
+
+    return once(f"neighbours {ranks}", make)["tensor"]
 
 
 def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -339,6 +358,11 @@ def shards(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor) or "shard" not in (tensor.device_mesh.mesh_dim_names or ()):
         return 1
     return tensor.device_mesh["shard"].size()
+
+
+def shard_rank(tensor: Tensor) -> int:
+    """Which of FSDP2's shards of a tensor this rank has."""
+    return tensor.device_mesh["shard"].get_local_rank() if isinstance(tensor, DTensor) else 0
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,9 @@ def shard(
     sending = wire.Sending(replicate=replicate, shard=mesh["shard"].size(), compress=compress)
     policy = wire.reducing(policy, sending, each_micro_batch=stage >= 2)
     for part in [*units(module), module]:
-        fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy, offload_policy=where)
+        # Backward begins with the root: released after forward it would be gathered again at once.
+        reshard = stage == 3 and part is not module
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=where)
         wire.install(part, sending)
 
 

@@ -114,6 +114,9 @@ class EngineSettings(Section):
     compress: Literal["none", "gather8", "reduce8", "both"] = Field(
         "none", description="8 bits on the wire from zero_stage=1 on: gathers of parameters, reductions of gradients, or both"
     )
+    states: Literal["fp32", "bf16"] = Field(
+        "fp32", description="what AdamW keeps: fp32 masters and moments (12 bytes a parameter), or bf16 alone, stochastically rounded (6)"
+    )
     tensor_parallel: int = Field(1, ge=1, description="neighbouring ranks that hold each matrix between them and work on the same data")
     loss_scale_power: int = Field(16, ge=0, le=32, description="fp16: initial loss scale is 2**this")
     loss_scale_window: int = Field(1000, ge=1, description="fp16: good steps before the scale doubles")
@@ -193,6 +196,7 @@ class RolloutSection(Section):
     max_new_tokens: int = Field(256, ge=1, description="tokens an answer may have, its end token included")
     max_prompt_tokens: int = Field(512, ge=1, description="longer prompts are dropped, and counted")
     batch_size: int = Field(64, ge=1, description="sequences decoded together on a rank")
+    tensor_parallel: int = Field(1, ge=1, description="neighbouring ranks that split the generator's matrices between them and answer the same prompts")
     keep: bool = Field(True, description="keep the generator's weights, packs and cache between rollouts; false frees them")
     park_optimizer: bool = Field(False, description="optimizer states wait in host memory while answers are generated (GPU)")
     selfcheck_every: int = Field(

@@ -79,6 +79,7 @@ class EngineChoice:
             compile_blocks=settings.compile_blocks,
             shard_ranks=settings.shard_ranks,
             compress=settings.compress,
+            states=settings.states,
             tensor_parallel=settings.tensor_parallel,
             tensor_plan=source.tensor_plan if source is not None else None,
             loss_scale=LossScale(initial_power=settings.loss_scale_power, window=settings.loss_scale_window),

@@ -1,0 +1,101 @@
+"""Stochastic rounding: unbiased, to a neighbour, and enough to train where rounding to the nearest stalls."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine import EngineConfig, OptimizerConfig
+from engine.engine import Engine
+from engine.parallel import dist
+from engine.stochastic import BFloat16AdamW, round_stochastically
+from tests.ranks import run_ranks
+
+ADAM = OptimizerConfig(lr=1e-4, betas=(0.9, 0.99), max_grad_norm=0.0)
+
+
+def test_values_go_to_a_neighbour_and_keep_their_mean() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for value in (1.001, -1.001, 3.14159, 1e-20, 1e30):
+        exact = torch.full((40000,), value)
+        found = round_stochastically(exact, generator).double()
+        low, high = found.min().item(), found.max().item()
+        step = abs(value) * 2.0**-7
+        assert low <= exact[0].item() <= high and high - low <= step
+        # The mean of n draws from two neighbours lies within 5 standard errors, step / 2 / sqrt(n) each.
+        assert abs(found.mean().item() - exact[0].item()) < 5 * step / 2 / 200
+
+
+def test_what_bf16_can_hold_and_what_is_not_finite_stays() -> None:
+    held = torch.tensor([0.0, -0.0, 1.0, -2.5, float("inf"), float("-inf"), float("nan")])
+    found = round_stochastically(held, torch.Generator().manual_seed(2)).float()
+    assert torch.equal(found[:-1], held[:-1]) and found[-1].isnan()
+
+
+def distance(kind: type[torch.optim.Optimizer], dtype: torch.dtype) -> float:
+    """How far a weight of 1 is from its goal 1.2 after 400 steps that are each below half a bf16 step of 1."""
+    weight = nn.Parameter(torch.ones(64, dtype=dtype))
+    optimizer = kind([weight], lr=5e-4, weight_decay=0.0)  # type: ignore[call-arg]
+    for _ in range(400):
+        weight.grad = (weight.detach().float() - 1.2).to(dtype)
+        optimizer.step()
+    return (weight.float().mean() - 1.2).abs().item()
+
+
+def test_it_moves_where_rounding_to_the_nearest_stalls() -> None:
+    assert distance(torch.optim.AdamW, torch.bfloat16) == pytest.approx(0.2, abs=0.001)
+    exact = distance(torch.optim.AdamW, torch.float32)
+    assert exact < 0.06
+    assert distance(BFloat16AdamW, torch.bfloat16) == pytest.approx(exact, abs=0.02)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def squared_error(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, float | Tensor]]:
+    return (module(batch[0]).float() - batch[1]).square().sum(), {}
+
+
+def weights_after(stage: int, keep: str | None) -> Tensor:
+    """Eight updates; with `keep`, saved and taken up by a new engine half way."""
+    torch.set_num_threads(1)
+    layout = EngineConfig(zero_stage=stage, states="bf16")
+    engine = Engine(Net(), layout, optimizer=ADAM)
+    generator = torch.Generator().manual_seed(8)
+    for step in range(8):
+        if keep is not None and step == 4:
+            engine.save(keep)
+            engine = Engine(Net(), layout, optimizer=ADAM)
+            engine.load(keep)
+        x = torch.randn(8, 16, generator=generator)[dist.world().rank :: dist.world().size]
+        engine.update([(x, x.flip(1))], squared_error, 128)
+    assert all(p.dtype == torch.bfloat16 for p in engine.module.parameters())
+    return torch.cat([dist.full_tensor(p.detach()).flatten().float() for p in engine.module.parameters()])
+
+
+def on_each_rank(folder: str) -> list[Tensor]:
+    return [weights_after(0, None), weights_after(3, None), weights_after(3, folder)]
+
+
+def test_ranks_agree_and_resumed_runs_are_equal(tmp_path: Path) -> None:
+    (replicated, sharded, resumed), others = run_ranks(on_each_rank, 2, str(tmp_path / "kept"))
+    for mine, other in zip((replicated, sharded, resumed), others, strict=True):
+        assert torch.equal(mine, other)
+    assert torch.equal(sharded, resumed)
+
+
+def test_what_it_can_not_serve_is_refused() -> None:
+    with pytest.raises(ValueError, match="dtype=bf16"):
+        EngineConfig(states="bf16", dtype="fp32")
+    with pytest.raises(ValueError, match="adamw"):
+        Engine(Net(), EngineConfig(states="bf16"), optimizer=OptimizerConfig(lr=0.1, name="sgd"))
