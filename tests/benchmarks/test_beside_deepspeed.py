@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.measure import BenchFailed
+from benchmarks.ranks import printed
 from benchmarks.zero.beside_deepspeed.compare import read
 from benchmarks.zero.beside_deepspeed.steps import LENGTH, ROWS, architecture, rows_of_rank, run_steps
 
@@ -24,10 +25,10 @@ def test_a_run_is_told_by_its_slower_memory_and_its_steps_after_warm_up() -> Non
         {"seconds": [9.0, 9.0, 2.0, 4.0, 3.0], "losses": [1.0], "peak_bytes": 10},
         {"seconds": [9.0, 9.0, 2.0, 4.0, 3.0], "losses": [5.0], "peak_bytes": 30},
     ]
-    found = read("a warning\n" + "\n".join(json.dumps(rank) for rank in ranks))
+    found = read(printed("a warning\n" + "\n".join(json.dumps(rank) for rank in ranks), 2))
     assert (found.seconds, found.peak_bytes, found.losses) == (3.0, 30, [1.0])
     with pytest.raises(BenchFailed, match="1 of 2 ranks"):
-        read(json.dumps(ranks[0]))
+        printed(json.dumps(ranks[0]), 2)
 
 
 def test_steps_run_between_barriers(capsys: pytest.CaptureFixture[str]) -> None:

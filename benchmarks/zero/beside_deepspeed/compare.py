@@ -4,17 +4,17 @@ Both get the same tokens, rate and clipping, and train with the loss that is usu
 `labels=` loss of transformers. The first steps of a run pay for warm-up and don't count.
 """
 
-import json
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks.measure import BenchFailed, in_turn, median, run_command, spread
+from benchmarks.measure import in_turn, median, spread
 from benchmarks.peers.environments import DEEPSPEED, environment
-from benchmarks.record import ROOT, Result
+from benchmarks.ranks import run_ranks
+from benchmarks.record import Result
 
 RANKS, STEPS, WARM_UP = 2, 6, 2
 TOKENS = 4 * 512  # a step, over all ranks: steps.py has them
@@ -59,20 +59,11 @@ def compare(stage: int, rounds: int) -> Result:
 
 
 def train(python: Path, module: str, stage: int) -> Run:
-    """Run `module STAGE STEPS` on RANKS ranks and read what they print. Raises BenchFailed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--master-addr=127.0.0.1"]
-    words = ["env", "DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1", str(python), *launch, f"--master-port={port}"]
-    done = run_command([*words, "-m", module, str(stage), str(STEPS)], folder=ROOT, limit=LIMIT_SECONDS)
-    return read(done.output)
+    """One run of one side. Raises BenchFailed."""
+    return read(run_ranks(python, module, [str(stage), str(STEPS)], ranks=RANKS, limit=LIMIT_SECONDS))
 
 
-def read(output: str) -> Run:
-    """What the ranks printed, one JSON object each. Raises BenchFailed where one is missing."""
-    ranks: list[Mapping[str, list[float]]] = [json.loads(line) for line in output.splitlines() if line[:1] == "{"]
-    if len(ranks) != RANKS:
-        raise BenchFailed(f"{len(ranks)} of {RANKS} ranks left figures:\n{output[-2000:]}")
-    peak = max(int(rank["peak_bytes"]) for rank in ranks)  # type: ignore[call-overload]
+def read(ranks: Sequence[Mapping[str, Any]]) -> Run:
+    """What came of what the ranks printed."""
+    peak = max(int(rank["peak_bytes"]) for rank in ranks)
     return Run(median(ranks[0]["seconds"][WARM_UP:]), peak, ranks[0]["losses"])

@@ -1,0 +1,1 @@
+"""Bytes on the wire and loss curves, compressed and not."""
