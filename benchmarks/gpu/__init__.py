@@ -1,0 +1,1 @@
+"""Everything that wants a GPU, in one run: `python -m benchmarks.gpu`."""

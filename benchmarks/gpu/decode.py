@@ -1,0 +1,92 @@
+"""Milliseconds a decode step and tokens a second: ours, transformers' `generate`, its continuous batching, the floor.
+
+A decode step is what a longer answer costs more: (time of all tokens - time of one token) / (tokens - 1), so that the
+prompts' part is left out. The floor reads weights and the cache of the middle of the answer once at the card's copy
+rate. Published for DeepSpeed's hybrid engine on an H100, the same work: 5.0 to 5.6 ms a step at batch 1 to 32, 360.8 ms
+for batch 8 and 128 tokens with CUDA graphs.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu.ceilings import copy_rate
+from benchmarks.gpu.setting import Setting
+from engine import Rollouts, Sampling
+
+PUBLISHED_STEP_MS = (5.0, 5.6)
+Generate = Callable[[nn.Module, list[list[int]], int], None]
+
+
+def run(setting: Setting) -> Iterator[dict[str, Any]]:
+    """A row for each engine, batch and length; a row where one fails, saying why."""
+    module = setting.build().eval()
+    module.generation_config.eos_token_id = None  # type: ignore[union-attr]  answers have fixed lengths
+    rollouts = Rollouts(module, setting.device)
+    decoder = rollouts._decoder()  # on a CPU the same steps are called instead of replayed
+    if decoder is not None:
+        decoder.on_device = True
+    engines: dict[str, Generate] = {"ours": partial(_ours, setting, rollouts), "generate": _generate}
+    if setting.device.type == "cuda":
+        engines["generate_static"] = partial(_generate, cache="static")
+        engines["continuous_batching"] = _continuous
+    rate = copy_rate(setting)
+    prompt = setting.of(256, 8)
+    for new in setting.of((128, 256), (6,)):
+        for batch in setting.of((1, 8, 32, 128), (1, 3)):
+            floor = 1e3 * step_bytes(module, setting.shape, batch, prompt + new // 2) / rate
+            for name, generate in engines.items():
+                if setting.quick and (new > 128 or name not in ("ours", "generate")):
+                    continue
+                yield {"case": name, "batch": batch, "prompt": prompt, "new": new, "floor_ms": floor,
+                       "deepspeed_published_step_ms": PUBLISHED_STEP_MS,
+                       **_measured(setting, partial(generate, module), batch, prompt, new, floor)}  # fmt: skip
+
+
+def step_bytes(module: nn.Module, shape: dict[str, Any], batch: int, tokens: int) -> int:
+    """What one decode step has to read: every parameter but the position table once, and the keys and values."""
+    weights = sum(p.numel() * p.element_size() for p in module.parameters())
+    size = next(module.parameters()).element_size()
+    return weights + 2 * batch * tokens * shape["num_hidden_layers"] * shape["hidden_size"] * size
+
+
+def _measured(
+    setting: Setting, generate: Callable[[list[list[int]], int], None], batch: int, prompt: int, new: int, floor: float
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(batch)
+    prompts = torch.randint(10, setting.shape["vocab_size"], (batch, prompt), generator=generator).tolist()
+    repeats = 1 if setting.quick or setting.tiny else 3
+    try:
+        whole, first = (setting.seconds(partial(generate, prompts, n), repeats) for n in (new, 1))
+    except Exception as problem:
+        return {"failed": f"{type(problem).__name__}: {problem}"[:500]}
+    step = 1e3 * (whole - first) / (new - 1)
+    return {"step_ms": step, "over_floor": step / floor, "total_ms": 1e3 * whole, "prompt_ms": 1e3 * first,
+            "tokens_per_second": batch * new / whole}  # fmt: skip
+
+
+def _ours(setting: Setting, rollouts: Rollouts, module: nn.Module, prompts: list[list[int]], new: int) -> None:
+    answers = rollouts.generate(prompts, Sampling(new), list(range(len(prompts))), len(prompts))
+    assert rollouts.fallback is None and all(len(answer.token_ids) == new for answer in answers)
+
+
+@torch.inference_mode()
+def _generate(module: nn.Module, prompts: list[list[int]], new: int, cache: str | None = None) -> None:
+    ids = torch.tensor(prompts, device=next(module.parameters()).device)
+    said: Tensor = module.generate(  # type: ignore[operator, assignment]
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=new, min_new_tokens=new,
+        pad_token_id=0, cache_implementation=cache,
+    )  # fmt: skip
+    assert said.shape[1] == ids.shape[1] + new
+
+
+@torch.inference_mode()
+def _continuous(module: nn.Module, prompts: list[list[int]], new: int) -> None:
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=new, eos_token_id=-1, pad_token_id=0)
+    said = module.generate_batch(inputs=prompts, generation_config=config)  # type: ignore[operator]
+    assert len(said) == len(prompts) and all(len(one.generated_tokens) == new for one in said.values())

@@ -1,0 +1,160 @@
+"""Our kernels against the plain PyTorch that they replace, milliseconds; on a GPU beside bytes over bandwidth.
+
+On a CPU the torch paths run, on a GPU Triton's. The plain side is what one would write first: whole logits for
+log-probabilities, keys gathered and masked for attention, softmax and multinomial for sampling, a loop over tokens for
+advantages.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.measure import in_turn, median, spread
+from benchmarks.record import Result
+from engine import kernels
+from engine.rollout.sampling import Sampling
+
+CASES = ("logprobs", "logprobs_backward", "attention", "sample", "sample_filtered", "gae")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Ours, the plain way, and the bytes that either has to read and write at least."""
+
+    ours: Callable[[], object]
+    plain: Callable[[], object]
+    bytes: int
+
+
+def run(cases: Sequence[str], rounds: int) -> list[Result]:
+    """Measure on a GPU where there is one, else on the CPU."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return [measure(case, device, rounds=rounds) for case in cases]
+
+
+def measure(case: str, device: torch.device, *, rounds: int = 5, tiny: bool = False) -> Result:
+    """One case, ours and plain in turn after a warm-up of each."""
+    work = _MAKERS[case](device, 16 if tiny else 1)
+    calls = {name: _timed(call, device) for name, call in (("ours", work.ours), ("plain", work.plain))}
+    for call in calls.values():
+        call()
+    times = in_turn(calls, rounds)
+    detail: dict[str, object] = {"device": device.type, "bytes": work.bytes, "spread": spread(times["ours"])}
+    if device.type == "cuda":
+        rate = _copy_rate(device)
+        detail |= {"floor_ms": 1e3 * work.bytes / rate, "of_floor": 1e-3 * median(times["ours"]) * rate / work.bytes}
+    return Result("kernels", case, median(times["ours"]), "ms", True, median(times["plain"]), detail)
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    """Milliseconds of a call; on a GPU of many, so that launching them is hidden."""
+    calls = 20 if device.type == "cuda" else 1
+
+    def time() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = perf_counter()
+        for _ in range(calls):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return 1e3 * (perf_counter() - began) / calls
+
+    return time
+
+
+def _copy_rate(device: torch.device) -> float:
+    source = torch.empty(2**31, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    time = _timed(lambda: target.copy_(source), device)
+    time()
+    return 2 * source.numel() / (1e-3 * time())
+
+
+def _logprobs(device: torch.device, shrink: int, backward: bool = False) -> Work:
+    """4,096 tokens (a CPU: 512) of a head of 50,272 x 2,048 in bf16 (a CPU: 768)."""
+    tokens, width = (4096, 2048) if device.type == "cuda" else (512, 768)
+    tokens, vocabulary, width = tokens // shrink, 50272 // shrink, width // shrink
+    hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16).requires_grad_(backward)
+    weight = (torch.randn(vocabulary, width, device=device) / width**0.5).bfloat16().requires_grad_(backward)
+    targets = torch.randint(vocabulary, (tokens,), device=device)
+    upstream = torch.randn(2, tokens, device=device)
+
+    def plain() -> tuple[Tensor, Tensor]:
+        logp = (hidden @ weight.T).float().log_softmax(-1)
+        return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+    def called(function: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], object]:
+        if not backward:
+            return function
+        return lambda: torch.autograd.grad(function(), (hidden, weight), (upstream[0], upstream[1]))
+
+    read = 2 * (hidden.numel() + weight.numel())
+    return Work(
+        called(lambda: kernels.token_logprobs(hidden, weight, targets)), called(plain), read * (3 if backward else 1)
+    )
+
+
+def _attention(device: torch.device, shrink: int) -> Work:
+    """32 sequences of 64 to 2,048 tokens (a CPU: 256), 32 heads of 64 in bf16."""
+    batch, longest = 32, (2048 if device.type == "cuda" else 256) // shrink
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(longest // 32 + 1, longest + 1, (batch,), generator=generator).to(device)
+    cache = torch.randn(2, batch, 32, longest, 64, device=device).bfloat16()
+    query = torch.randn(batch, 32, 64, device=device).bfloat16()
+    slots = torch.arange(batch, device=device)
+    seen = (torch.arange(longest, device=device) < lengths[:, None])[:, None, None]
+    return Work(
+        lambda: kernels.decode_attention(query, cache[0], cache[1], slots, lengths, 0.125),
+        lambda: scaled_dot_product_attention(query[:, :, None], cache[0], cache[1], attn_mask=seen, scale=0.125),
+        2 * 2 * 32 * 64 * int(lengths.sum()),
+    )
+
+
+def _sample(device: torch.device, shrink: int, top_p: float = 1.0) -> Work:
+    """64 rows of 50,272 logits."""
+    logits = 3 * torch.randn(64, 50272 // shrink, device=device)
+    streams, places = torch.arange(64, device=device), torch.zeros(64, dtype=torch.int64, device=device)
+    how = Sampling(1, top_p=top_p)
+
+    def plain() -> Tensor:
+        probabilities = logits.softmax(-1)
+        if top_p < 1:
+            ranked, order = probabilities.sort(-1, descending=True)
+            kept = ranked.masked_fill(ranked.cumsum(-1) - ranked >= top_p, 0)
+            probabilities = torch.zeros_like(kept).scatter_(-1, order, kept)
+        tokens = torch.multinomial(probabilities, 1)
+        return logits.log_softmax(-1).gather(-1, tokens)
+
+    return Work(lambda: kernels.sample(logits, streams, places, how), plain, 4 * logits.numel())
+
+
+def _gae(device: torch.device, shrink: int) -> Work:
+    """512 rows of up to 1,024 tokens."""
+    rows, length = 512 // shrink, 1024 // shrink
+    mask = torch.arange(length, device=device) < torch.randint(1, length + 1, (rows, 1), device=device)
+    rewards, values = torch.randn(2, rows, length, device=device)
+
+    def plain() -> Tensor:
+        advantages = torch.zeros_like(rewards)
+        following = next_value = torch.zeros_like(rewards[:, 0])
+        for t in range(length - 1, -1, -1):
+            following = mask[:, t] * (rewards[:, t] + next_value - values[:, t] + 0.95 * following)
+            advantages[:, t], next_value = following, mask[:, t] * values[:, t]
+        return (advantages - advantages[mask].mean()) / advantages[mask].std()
+
+    return Work(lambda: kernels.gae(rewards, values, mask, gamma=1.0, lam=0.95), plain, 17 * rewards.numel())
+
+
+_MAKERS: dict[str, Callable[[torch.device, int], Work]] = {
+    "logprobs": _logprobs,
+    "logprobs_backward": lambda device, shrink: _logprobs(device, shrink, backward=True),
+    "attention": _attention,
+    "sample": _sample,
+    "sample_filtered": lambda device, shrink: _sample(device, shrink, top_p=0.9),
+    "gae": _gae,
+}

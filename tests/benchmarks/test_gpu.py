@@ -1,0 +1,43 @@
+"""The GPU bench runs whole on a CPU at tiny sizes, and without what a bare GPU machine lacks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LACKING = ("hydra", "omegaconf", "wandb", "datasets", "pydantic")
+WITHOUT = f"""
+import sys
+sys.modules |= dict.fromkeys({LACKING!r})  # None there makes an import fail
+from benchmarks.gpu.__main__ import main
+import engine, engine.memory, engine.deepspeed
+sys.exit(main(["--device", "cpu", "--tiny"]))
+"""
+
+
+def test_every_part_runs() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert not [row for row in rows if "failed" in row] and done.returncode == 0, done.stdout + done.stderr
+    cases = {row["part"]: set() for row in rows[1:]}
+    for row in rows[1:]:
+        cases[row["part"]].add(row.get("case"))
+    assert set(cases) == {"ceilings", "decode", "kernels", "training", "profile", "largest"}
+    assert {"ours", "generate"} <= cases["decode"] and {"zero1", "zero3"} <= cases["training"]
+    assert all(row["trains"] for row in rows if row.get("part") == "largest" and "case" in row)
+
+
+def test_a_part_that_fails_is_said_and_the_others_run(monkeypatch, capsys) -> None:
+    from benchmarks.gpu import __main__ as bench
+
+    def breaks(setting):
+        yield {"case": "first"}
+        raise ValueError("no such card")
+
+    monkeypatch.setattr(bench, "PARTS", {"broken": breaks, "ceilings": bench.PARTS["ceilings"]})
+    monkeypatch.setattr(bench.dist, "stop", lambda: None)
+    assert bench.main(["--device", "cpu", "--tiny"]) == 1
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["failed"] for row in rows if "failed" in row] == ["ValueError: no such card"]
+    assert any(row.get("case") == "matmul" for row in rows)
