@@ -11,6 +11,12 @@ from benchmarks.record import Result
 MODULES: dict[str, str] = {
     "deepspeed2": "beside_deepspeed.stage2",
     "deepspeed3": "beside_deepspeed.stage3",
+    "wire": "wire.case",
+    "parity": "tiers.parity",
+    "parity16": "tiers.parity16",
+    "bytes": "tiers.held_bytes",
+    "host_adamw": "tiers.host_adamw",
+    "nvme_step": "tiers.nvme_step",
     "opt_1b": "tiers.opt_1b",
     "opt_3b": "tiers.opt_3b",
 }
