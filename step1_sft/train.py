@@ -10,10 +10,10 @@ from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import TokenBatch, batch_indices
 from pipeline.data.encode import encode_conversations
-from pipeline.insight.plan import announce
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
+from pipeline.planning.choose import announce
 from pipeline.run import StageRun
 from pipeline.stage import (
     adopt_special_ids,
@@ -51,7 +51,8 @@ def run(config: RunConfig, folder: Path) -> None:
     prompts = evaluation_prompts(config, tokenizer)
     steps = stage_steps(section, len(train))
     arrange(config)
-    announce(config, "sft", policy=source)
+    config, _ = announce(config, "sft", folder, policy=source)
+    section = config.sft
     choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora, section.dropout)
     engine = build_policy(source, choice, generates=True)
     packing = _packing(engine, section.packing, section.max_length)

@@ -13,12 +13,12 @@ from pipeline.data.batch import PairBatch, batch_indices
 from pipeline.data.encode import encode_preferences
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
-from pipeline.insight.plan import announce
 from pipeline.manifest import stage_inputs
 from pipeline.models.build import EngineChoice, build_scorer
 from pipeline.models.checks import verify
 from pipeline.models.export import export_scorer
 from pipeline.models.source import ModelSource, resolve
+from pipeline.planning.choose import announce
 from pipeline.run import StageRun
 from pipeline.stage import (
     adopt_special_ids,
@@ -54,7 +54,8 @@ def run(config: RunConfig, folder: Path) -> None:
     )
     steps = stage_steps(section, len(train))
     arrange(config)
-    announce(config, "reward", policy=source)
+    config, _ = announce(config, "reward", folder, policy=source)
+    section = config.reward
     choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora)
     engine = build_scorer(source, choice, pad_id=own_pad(tokenizer))
     loss = loss_of(section.centering, use_margin=section.use_margin)

@@ -39,6 +39,7 @@ class Ppo:
         actor_steps = max(1, self.steps - self.section.critic_warmup) * inner
         self.models: Models = build(config, sources, actor_steps=actor_steps, critic_steps=self.steps * inner)
         self.models.actor.flip.selfcheck_every = config.rollout.selfcheck_every
+        self.models.actor.flip.tensor_parallel = config.rollout.tensor_parallel
         if self.section.ema is not None:
             self.models.actor.start_averaging(self.section.ema)
         self.ptx = ptx_mix(config, self.tokenizer)
@@ -144,7 +145,7 @@ def run(config: RunConfig, folder: Path) -> None:
     require_context(sources.actor, needed, "rollout.max_prompt_tokens + rollout.max_new_tokens")
     prompts, skipped = load_prompts(config, sources)
     arrange(config)
-    config, predicted = announce(config, "ppo", folder, policy=sources.actor, reward=sources.reward)
+    config, _ = announce(config, "ppo", folder, policy=sources.actor, reward=sources.reward)
     ppo = Ppo(config, folder, sources, prompts)
     examiner = Examiner(
         evaluation_prompts(config, sources.tokenizer),

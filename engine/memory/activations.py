@@ -52,7 +52,7 @@ def activations(shape: Shape, *, rows: int, length: int, dtype: Precision) -> Ac
 def _saved(shape: Shape, blocks: int, rows: int, length: int, dtype: Precision) -> int:
     """Bytes that autograd saves in the body of a model cut to `blocks` blocks."""
     with torch.device("meta"):
-        body = AutoModel.from_config(_cut(shape.config, blocks), attn_implementation=shape.attention)
+        body = AutoModel.from_config(cut(shape.config, blocks), attn_implementation=shape.attention)
         body = body.to(TORCH_DTYPE[dtype]).train()
         ids = torch.zeros(rows, length, dtype=torch.long)
         positions = torch.arange(length).expand(rows, -1)
@@ -81,16 +81,17 @@ def _run(body: nn.Module, ids: Tensor, positions: Tensor) -> Any:
         return body(input_ids=ids, attention_mask=mask, use_cache=False)
 
 
-def _cut(config: PretrainedConfig, blocks: int) -> PretrainedConfig:
-    cut = copy.deepcopy(config)
-    text = cut.get_text_config()
+def cut(config: PretrainedConfig, blocks: int) -> PretrainedConfig:
+    """The configuration with `blocks` blocks and without dropout."""
+    shorter = copy.deepcopy(config)
+    text = shorter.get_text_config()
     text.num_hidden_layers = blocks
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:blocks]
     for key, value in text.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or key.endswith(("pdrop", "layerdrop"))):
             setattr(text, key, 0.0)
-    return cut
+    return shorter
 
 
 def _storage(tensor: Tensor) -> int:

@@ -3,6 +3,7 @@
 Heights are added where things live at the same time: all models rest, one of them works, on one micro-batch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.config import Precision, Tier
@@ -72,27 +73,37 @@ def reward_demand(shape: Shape, work: Workload) -> Demand:
     return Demand({"train": train}, states.host, states.nvme)
 
 
-def ppo_demand(actor: Shape, critic: Shape, work: Workload, *, own_reference: bool = True) -> Demand:
+def ppo_demand(
+    actor: Shape,
+    critic: Shape,
+    work: Workload,
+    *,
+    own_reference: bool = True,
+    roles: Mapping[str, Workload] | None = None,
+) -> Demand:
     """PPO: actor and critic rest with their optimizers, reference and reward model in compute precision.
 
-    `own_reference` is False where the reference is the actor under its adapters.
+    `own_reference` is False where the reference is the actor under its adapters. `roles` (actor, critic, reference,
+    reward) are laid out otherwise than `work` says.
     """
-    actors, critics = _trained(actor, work), _trained(critic, work)
-    reference, reward = (_frozen(shape, work) for shape in (actor, critic))
+    own = {role: (roles or {}).get(role, work) for role in ("actor", "critic", "reference", "reward")}
+    actors, critics = _trained(actor, own["actor"]), _trained(critic, own["critic"])
+    reference, reward = _frozen(actor, own["reference"]), _frozen(critic, own["reward"])
+    if not own_reference:
+        reference = ModelStates(0, 0, 0, 0, 0)
     rest = {"actor": actors.resting, "critic": critics.resting}
-    rest |= {"reference": reference.resting if own_reference else 0, "reward": reward.resting}
-    twin = _twin(actor, work)
-    scoring = max(reference.gathered if own_reference else 0, reward.gathered, actors.gathered, critics.gathered)
-    kept = rest | {"twin": twin}
+    rest |= {"reference": reference.resting, "reward": reward.resting}
+    kept = rest | {"twin": _twin(actor, own["actor"])}
+    scoring = max(states.gathered for states in (reference, reward, actors, critics))
     return Demand(
         {
-            "generate": rest | _generating(actor, work),
+            "generate": rest | _generating(actor, own["actor"]),
             "score": kept | {"gathered": scoring, "logits": _logits(actor, work)},
-            "train actor": kept | _training(actor, work, actors),
-            "train critic": kept | _training(critic, work, critics, logits=False),
+            "train actor": kept | _training(actor, own["actor"], actors),
+            "train critic": kept | _training(critic, own["critic"], critics, logits=False),
         },
-        actors.host + critics.host + reference.host + reward.host,
-        actors.nvme + critics.nvme + reference.nvme + reward.nvme,
+        sum(states.host for states in (actors, critics, reference, reward)),
+        sum(states.nvme for states in (actors, critics, reference, reward)),
     )
 
 

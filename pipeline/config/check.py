@@ -38,7 +38,7 @@ def validate(raw: Mapping[str, Any]) -> RunConfig:
 
 def wanted_stages(config: RunConfig) -> list[str]:
     """The stages to run, in order. `actor` and `reward_path` stand in for the stages that would make them."""
-    if config.stage != "all":
+    if config.stage not in ("all", "plan"):
         return [config.stage]
     given = {"sft": config.actor, "reward": config.reward_path}
     return [stage for stage in STAGES if given.get(stage) is None]
@@ -137,7 +137,7 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
     if "name" in config.model_fields_set and config.name is not None and not _is_folder_name(config.name):
         yield f"name={config.name}: a run name has letters, digits and . _ - = , only (run_dir= takes a path)"
     for key in ("actor", "reward_path"):
-        if getattr(config, key) is not None and config.stage not in ("all", "ppo"):
+        if getattr(config, key) is not None and config.stage not in ("all", "ppo", "plan"):
             shown = "reward" if key == "reward_path" else key
             where = f"{shown}={getattr(config, key)}"
             yield f"{where} is where PPO starts, but stage={config.stage}: leave it out, or stage=ppo"

@@ -6,6 +6,7 @@ torchrun or Slurm every rank runs this; the first decides and writes, the others
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -140,6 +141,9 @@ def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Cont
 
 
 def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> None:
+    if config.stage == "plan":
+        _plan(config, ranks, control)
+        return
     stages = wanted_stages(config)
     folder = open_folder(config, stages, label)
     try:
@@ -154,6 +158,18 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> N
         print(closing_words(folder.path), flush=True)
     finally:
         folder.close()
+
+
+def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
+    """Print what the run's stages will need and take; nothing is left behind."""
+    with tempfile.TemporaryDirectory(prefix="zerochat-plan-") as place:
+        folder = Path(place) / "plan"
+        folder.mkdir()
+        write_whole(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        control.say({"stage": "plan", "run_dir": place, "debug": config.debug})
+        end = _launch("plan", Path(place), ranks, control, debug=config.debug)
+        if end.status:
+            raise StageFailed(end.status)
 
 
 def _how(folder: RunFolder) -> str:

@@ -23,7 +23,7 @@ from pipeline.launch.failure import ATTEMPT, CRASHED, FAILURE_PIPE, INTERRUPTED,
 from pipeline.launch.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
+MODULES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo", "plan": "pipeline.planning"}
 GRACE_AFTER_SIGNAL = 20.0
 GRACE_AFTER_FAILURE = 5.0
 

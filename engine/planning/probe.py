@@ -1,0 +1,157 @@
+"""A short measured probe: blocks of the model on this device, the optimizer, the wire, copies, the disk.
+
+Two cuts of the model, of one block and of two, run forward and backward; the difference is a block, the rest is taken
+from it. Each figure is the best of a few runs, a few seconds altogether. Left out: attention's growth with the length
+beyond the probe's, and kernels that start slowly (compiled blocks).
+"""
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoModel
+
+from engine.config import Precision
+from engine.kernels import token_logprobs
+from engine.memory.activations import cut
+from engine.memory.shapes import Shape
+from engine.parallel import dist
+from engine.precision import TORCH_DTYPE
+
+TOKENS = {"cpu": 512, "cuda": 4096}  # of a probing micro-batch, at most
+SAMPLE = 2**20  # parameters that the optimizer is probed with
+BYTES = 2**22  # that the wire and copies are probed with
+FILE_BYTES = 2**26
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Seconds: of a block's forward and backward a token, of one decoded token of all of `rows` sequences in a block,
+    of the head's log-probabilities a token; of AdamW a parameter, on the device and on the host; of an all-reduce, a
+    copy between host and device, and a read or write of the disk, a byte.
+    """
+
+    forward: float
+    backward: float
+    decode: float
+    head: float
+    adam: float
+    host_adam: float
+    wire: float
+    copy: float
+    disk: float
+
+
+def probe(shape: Shape, *, dtype: Precision, length: int, rows: int, folder: str | None = None) -> Probe:
+    """Measure; every rank calls. `length` tokens a sequence, `rows` sequences decoded together, files in `folder`."""
+    device = dist.world().device
+    length = min(length, TOKENS[device.type])
+    forward, backward, decode = _block(shape, dtype, length, rows, device)
+    return Probe(
+        forward=forward,
+        backward=backward,
+        decode=decode,
+        head=_head(shape, dtype, device),
+        adam=_adam(device),
+        host_adam=_adam(torch.device("cpu")),
+        wire=_wire(device),
+        copy=_copy(device),
+        disk=_disk(folder),
+    )
+
+
+def _block(shape: Shape, dtype: Precision, length: int, rows: int, device: torch.device) -> tuple[float, float, float]:
+    """Seconds of one block: forward and backward a token, and a forward of one token of each of `rows` sequences."""
+    count = max(1, TOKENS[device.type] // length)
+    ids = torch.zeros(count, length, dtype=torch.long, device=device)
+    single = torch.zeros(rows, 1, dtype=torch.long, device=device)
+    found = []
+    for blocks in (1, 2):
+        body = _body(shape, blocks, dtype, device)
+
+        def both(body: nn.Module = body) -> None:
+            body(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
+
+        def forward(body: nn.Module = body, tokens: Tensor = ids) -> None:
+            with torch.no_grad():
+                body(input_ids=tokens, use_cache=False)
+
+        ahead, single_step = _seconds(forward), _seconds(lambda f=forward: f(tokens=single))  # type: ignore[misc]
+        found.append((ahead, max(0.0, _seconds(both) - ahead), single_step))
+        del body
+    ahead, back, step = (max(two - one, 0.05 * two) for one, two in zip(*found, strict=True))
+    return ahead / ids.numel(), back / ids.numel(), step
+
+
+def _body(shape: Shape, blocks: int, dtype: Precision, device: torch.device) -> nn.Module:
+    """The model without its head, cut to some blocks, with one number for all weights."""
+    with init_empty_weights(include_buffers=False):
+        body: Any = AutoModel.from_config(
+            cut(shape.config, blocks), attn_implementation=shape.attention, dtype=TORCH_DTYPE[dtype]
+        )
+    body._apply(lambda t: torch.full(t.shape, 0.01, dtype=t.dtype, device=device) if t.is_meta else t.to(device))
+    return body.train()
+
+
+def _head(shape: Shape, dtype: Precision, device: torch.device) -> float:
+    count = TOKENS[device.type] // 4
+    hidden = torch.full((count, shape.width), 0.01, dtype=TORCH_DTYPE[dtype], device=device, requires_grad=True)
+    weight = torch.full(
+        (shape.vocabulary, shape.width), 0.01, dtype=TORCH_DTYPE[dtype], device=device, requires_grad=True
+    )
+    targets = torch.zeros(count, dtype=torch.long, device=device)
+    return _seconds(lambda: token_logprobs(hidden, weight, targets)[0].sum().backward()) / count
+
+
+def _adam(device: torch.device) -> float:
+    parameter = nn.Parameter(torch.zeros(SAMPLE, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    return _seconds(torch.optim.AdamW([parameter], fused=True).step) / SAMPLE
+
+
+def _wire(device: torch.device) -> float:
+    if dist.world().size == 1:
+        return 0.0
+    numbers = torch.zeros(BYTES // 4, device=device)
+    return _seconds(lambda: dist.all_reduce_sum(numbers)) / BYTES
+
+
+def _copy(device: torch.device) -> float:
+    if device.type == "cpu":
+        return 0.0
+    there = torch.zeros(BYTES, dtype=torch.uint8, device=device)
+    here = torch.zeros(BYTES, dtype=torch.uint8).pin_memory()
+    return _seconds(lambda: here.copy_(there)) / BYTES
+
+
+def _disk(folder: str | None) -> float:
+    """A file written, brought to the disk, and read."""
+    data = bytes(FILE_BYTES)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        path = Path(place) / "probe"
+        began = time.perf_counter()
+        with path.open("wb", buffering=0) as file:
+            file.write(data)
+            file.flush()
+        path.read_bytes()
+        return (time.perf_counter() - began) / (2 * FILE_BYTES)
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    """The best of a few runs, the first of which does not count; the slowest rank's."""
+    best = float("inf")
+    for round_ in range(ROUNDS + 1):
+        began = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if round_:
+            best = min(best, time.perf_counter() - began)
+    return dist.max_over_ranks(best)

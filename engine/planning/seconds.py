@@ -1,0 +1,88 @@
+"""Seconds of a step by phase: what the probe measured, times what a setting makes a rank do.
+
+Bytes on the wire, with P parameters in d bytes, n micro-batches a step (a gather or a reduce-scatter is half an
+all-reduce): stage 0 all-reduces 4P once; stage 1 gathers dP and reduce-scatters 4P once; stage 2 gathers once and
+reduce-scatters n times; stage 3 gathers 2n times and reduce-scatters n times. On a GPU the wire and the copies run
+beside the compute, and the longer of the two counts; on a CPU they share the cores, and add up.
+"""
+
+import math
+from dataclasses import dataclass
+
+from engine.memory.shapes import Shape
+from engine.memory.stages import Workload
+from engine.memory.states import SIZE
+from engine.planning.probe import Probe
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a step does: `sequences` over all ranks, of `length` tokens at most; `passes` over them for an update.
+
+    `models` are trained a pass (PPO: actor and critic), `scored` forwards over all sequences come before them, and
+    `answer` tokens are drawn a sequence, `together` sequences at a time.
+    """
+
+    sequences: int
+    length: int
+    passes: int = 1
+    updates: int = 1
+    models: int = 1
+    scored: int = 0
+    answer: int = 0
+    together: int = 1
+
+
+def step_seconds(shape: Shape, work: Workload, pace: Pace, found: Probe, *, on_gpu: bool) -> dict[str, float]:
+    """Seconds by phase of one step (PPO: one rollout and the updates on it), at full length."""
+    tokens = math.ceil(pace.sequences / work.ranks) * pace.length
+    ahead = shape.blocks * found.forward * tokens
+    phases: dict[str, float] = {}
+    if pace.answer:
+        waves = math.ceil(pace.sequences / work.ranks / pace.together)
+        phases["generate"] = waves * pace.answer * shape.blocks * found.decode
+    if pace.scored:
+        phases["score"] = pace.scored * (ahead + _stream(shape, work, found, _micro_batches(work, tokens)))
+    compute = ahead + shape.blocks * found.backward * tokens + found.head * tokens
+    if work.checkpointing:
+        compute += ahead
+    beside = _beside(shape, work, found, _micro_batches(work, tokens), pace.updates)
+    trained = pace.models * pace.passes
+    phases["train"] = trained * (max(compute, beside) if on_gpu else compute + beside)
+    phases["step"] = trained * pace.updates * _optimizer(shape, work, found)
+    return phases
+
+
+def _micro_batches(work: Workload, tokens: int) -> int:
+    return max(1, math.ceil(tokens / work.micro_batch_tokens))
+
+
+def _beside(shape: Shape, work: Workload, found: Probe, count: int, updates: int) -> float:
+    """Seconds on the wire and of parameters that come from elsewhere, over a pass of `count` micro-batches."""
+    count = max(count, updates)
+    gather = 0.5 * SIZE[work.dtype] * shape.parameters
+    reduce = 0.5 * 4 * shape.parameters * work.trained_share
+    sent = {
+        0: 2 * reduce * updates,
+        1: (gather + reduce) * updates,
+        2: gather * updates + reduce * count,
+        3: (2 * gather + reduce) * count,
+    }[work.stage]
+    on_wire = sent * found.wire if work.ranks > 1 else 0.0
+    return on_wire + 2 * _stream(shape, work, found, count)
+
+
+def _stream(shape: Shape, work: Workload, found: Probe, count: int) -> float:
+    """Seconds for the parameter shards to come from host or disk, `count` times."""
+    rate = {"none": 0.0, "cpu": found.copy, "nvme": found.disk}[work.offload_parameters]
+    return count * rate * SIZE[work.dtype] * shape.parameters / work.ranks
+
+
+def _optimizer(shape: Shape, work: Workload, found: Probe) -> float:
+    """Seconds of one optimizer step on a rank's shard: masters and two moments are read and written where they live."""
+    shards = 1 if work.stage == 0 else work.ranks
+    learning = shape.parameters * work.trained_share / shards
+    if work.offload_optimizer == "none":
+        return learning * found.adam
+    there = learning * (found.host_adam + 2 * SIZE[work.dtype] * found.copy)
+    return there if work.offload_optimizer == "cpu" else max(there, learning * 24 * found.disk)

@@ -1,0 +1,144 @@
+"""Whether a stage fits, told before it starts: predicted bytes, and what to change where they exceed what is there.
+
+A prediction is a sum of what is known (engine/memory). The rollout engine cuts its cache to what is free, so that only
+a few sequences of it are asked for.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine import EngineConfig
+from engine.memory import Demand, Shape, Workload, ppo_demand, reward_demand, sft_demand
+from engine.memory.machine import this_machine
+from engine.memory.shapes import measured
+from pipeline.config.check import engine_settings
+from pipeline.config.schema import ROLE_ENGINES, EngineSettings, RunConfig, StageSection
+from pipeline.errors import UserError
+from pipeline.models.build import EngineChoice
+from pipeline.models.source import ModelSource
+from pipeline.planning.ladder import Room, Setting, ladder
+
+GIB = 2**30
+LEAST_ROLLOUT = 8  # sequences that must be decodable together
+
+
+@dataclass(frozen=True)
+class Task:
+    """A stage as the planner sees it: what is run, on which models, by how many ranks.
+
+    `roles` are PPO's models that have an engine of their own, and what they run.
+    """
+
+    stage: str
+    work: Workload
+    policy: Shape
+    critic: Shape
+    roles: Mapping[str, Workload]
+
+    def demand(self, setting: Setting | None = None) -> Demand:
+        """Bytes as configured, or under another setting of what all models share."""
+        work = self.work if setting is None else setting.of(self.work)
+        if self.stage == "ppo":
+            return ppo_demand(
+                self.policy, self.critic, work, own_reference=work.trained_share == 1.0, roles=self.roles
+            )
+        return sft_demand(self.policy, work) if self.stage == "sft" else reward_demand(self.policy, work)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The prediction of one stage, what there is, and the first setting that would fit (None: this one, or none)."""
+
+    task: Task
+    demand: Demand
+    room: Room
+    fits: bool
+    advice: Setting | None
+
+    @property
+    def line(self) -> str:
+        """memory: about X GiB of Y a device."""
+        need = self.demand.peak + (0 if self.room.on_gpu else self.demand.host)
+        return f"memory: about {need / GIB:.1f} GiB of {self.room.device / GIB:.1f} a device ({self._owners})"
+
+    @property
+    def _owners(self) -> str:
+        parts = sorted(self.demand.phases[self.demand.worst].items(), key=lambda part: -part[1])
+        return f"{self.demand.worst}: " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts[:4])
+
+
+def plan(
+    config: RunConfig, stage: str, *, policy: ModelSource, reward: ModelSource | None = None, ranks: int,
+    room: Room | None = None,
+) -> Plan:  # fmt: skip
+    """Predict a stage ("sft", "reward" or "ppo") on `ranks` ranks.
+
+    `policy` is the model that is trained (the reward stage: that one), `reward` the base of reward model and critic.
+    `room` is what a rank may have, measured by default.
+    """
+    found = task(config, stage, policy=policy, reward=reward, ranks=ranks)
+    there = room if room is not None else this_room(config.engine, ranks)
+    demand = found.demand()
+    fits = there.holds(demand)
+    advice = None if fits else next((s for s in ladder(found.work, there) if there.holds(found.demand(s))), None)
+    return Plan(found, demand, there, fits, advice)
+
+
+def task(
+    config: RunConfig, stage: str, *, policy: ModelSource, reward: ModelSource | None = None, ranks: int
+) -> Task:
+    """The stage's settings and models in the engine's words."""
+    shape = measured(policy.name, policy.config, policy.attention)
+    critic = measured(reward.name, reward.config, reward.attention) if reward is not None else shape
+    roles = {}
+    for key in ROLE_ENGINES if stage == "ppo" else ():
+        own = getattr(config.ppo, key)
+        if own:
+            roles[key.removesuffix("_engine")] = workload(config, stage, ranks, engine_settings(config.engine, own))
+    return Task(stage, workload(config, stage, ranks, config.engine), shape, critic, roles)
+
+
+def workload(config: RunConfig, stage: str, ranks: int, settings: EngineSettings) -> Workload:
+    """The stage's settings in the engine's words."""
+    section: StageSection = getattr(config, stage)
+    engine: EngineConfig = EngineChoice(settings).layout()["config"]
+    length = section.max_length
+    if stage == "ppo":
+        length = min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
+    return Workload(
+        ranks=ranks,
+        stage=engine.zero_stage,
+        dtype=engine.dtype,
+        offload_optimizer=engine.offload_optimizer,
+        offload_parameters=engine.offload_parameters,
+        checkpointing=engine.activation_checkpointing,
+        micro_batch_tokens=section.micro_batch_tokens,
+        max_length=length,
+        prompt=config.rollout.max_prompt_tokens,
+        answer=config.rollout.max_new_tokens,
+        rollout_batch=min(config.rollout.batch_size, LEAST_ROLLOUT),
+        trained_share=0.01 if section.lora.rank else 1.0,
+    )
+
+
+def this_room(settings: EngineSettings, ranks: int) -> Room:
+    """What a rank may have of this machine: a device of its own or a share of the host, and a share of the disk."""
+    machine = this_machine()
+    here = min(ranks, machine.devices) if machine.devices else ranks
+    disk = shutil.disk_usage(settings.nvme_path or tempfile.gettempdir()).free // here
+    host = machine.host // here
+    return Room(machine.device if machine.device is not None else host, host, disk, machine.device is not None)
+
+
+def require_fit(found: Plan, *, refuse: bool) -> list[str]:
+    """Lines to print at the start of a stage. Raises UserError where it can't fit and `refuse` is set."""
+    if found.fits:
+        return [found.line]
+    what = "no setting of this engine makes it fit: more ranks, LoRA, or a smaller model"
+    if found.advice is not None:
+        what = found.advice.words(found.task.stage, found.task.work)
+    if refuse and found.demand.peak > found.room.device:
+        raise UserError(f"{found.line}: it does not fit. What would: {what}")
+    return [found.line, f"memory: that is tight. What would fit: {what}"]

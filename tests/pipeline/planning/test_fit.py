@@ -1,0 +1,77 @@
+"""A stage's memory beforehand: fits, is tight, or is refused with a setting that does fit."""
+
+import pytest
+import yaml
+from transformers import OPTConfig
+
+from pipeline.errors import UserError
+from pipeline.models.source import ModelSource
+from pipeline.planning.fit import plan, require_fit
+from pipeline.planning.ladder import Room
+from tests.tiny import tiny_config
+
+GIB = 2**30
+
+
+def source() -> ModelSource:
+    shape = {"hidden_size": 512, "ffn_dim": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
+    return ModelSource("small", OPTConfig(word_embed_proj_dim=512, **shape), None, 1, "sdpa", False)
+
+
+def room(size: int) -> Room:
+    """A GPU, in a host with room for nothing."""
+    return Room(size, 0, 0, on_gpu=True)
+
+
+def test_what_fits_is_one_line() -> None:
+    found = plan(tiny_config(), "sft", policy=source(), ranks=2, room=room(80 * GIB))
+    assert found.fits and found.advice is None
+    (line,) = require_fit(found, refuse=True)
+    assert line.startswith("memory: about ") and "of 80.0 a device (train: " in line
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_what_does_not_fit_is_refused_with_what_does(stage: str) -> None:
+    config = tiny_config(**{stage: {"micro_batch_tokens": 8192}})
+    whole = plan(config, stage, policy=source(), ranks=4, room=room(80 * GIB)).demand.peak
+    tight = plan(config, stage, policy=source(), ranks=4, room=room(round(whole * 0.8)))
+    assert tight.advice is not None
+    with pytest.raises(UserError, match=r"does not fit. What would: .*micro_batch_tokens|engine\."):
+        require_fit(tight, refuse=True)
+    assert len(require_fit(tight, refuse=False)) == 2
+    # Taking the advice makes it fit.
+    words = dict(word.split("=") for word in tight.advice.words(stage, tight.task.work).split())
+    engine = {key[7:]: yaml.safe_load(value) for key, value in words.items() if key.startswith("engine.")}
+    tokens = words.get(f"{stage}.micro_batch_tokens", 8192)
+    taken = tiny_config(**{"engine": engine, stage: {"micro_batch_tokens": tokens}})
+    assert plan(taken, stage, policy=source(), ranks=4, room=room(round(whole * 0.8))).fits
+
+
+def test_what_can_not_fit_says_so() -> None:
+    found = plan(tiny_config(), "ppo", policy=source(), ranks=1, room=room(GIB // 100))
+    assert not found.fits and found.advice is None
+    with pytest.raises(UserError, match="more ranks, LoRA, or a smaller model"):
+        require_fit(found, refuse=True)
+
+
+def test_measured_room_and_adapters() -> None:
+    full = plan(tiny_config(), "ppo", policy=source(), ranks=2)
+    assert full.room.device > GIB // 4 and full.room.disk > 0
+    adapters = tiny_config(ppo={"lora": {"rank": 4}})
+    assert plan(adapters, "ppo", policy=source(), ranks=2).demand.peak < full.demand.peak
+
+
+def test_roles_are_predicted_as_they_are_laid_out() -> None:
+    shared = plan(tiny_config(engine={"zero_stage": 3}), "ppo", policy=source(), ranks=4).demand
+    config = tiny_config(engine={"zero_stage": 3}, ppo={"reference_engine": {"zero_stage": 0}})
+    apart = plan(config, "ppo", policy=source(), ranks=4).demand
+    assert apart.phases["generate"]["reference"] == 4 * shared.phases["generate"]["reference"]
+    assert apart.phases["generate"]["reward"] == shared.phases["generate"]["reward"]
+
+
+def test_on_a_cpu_host_memory_is_the_device() -> None:
+    found = plan(tiny_config(engine={"offload_optimizer": "cpu"}), "sft", policy=source(), ranks=1)
+    assert found.demand.host > 0
+    need = found.demand.peak + found.demand.host
+    assert Room(round(need / 0.9), 0, 0, on_gpu=False).holds(found.demand)
+    assert not Room(found.demand.peak, GIB, GIB, on_gpu=False).holds(found.demand)
