@@ -100,8 +100,8 @@ TRAINING = [
         ("compression_training", None, "section", "the engine trains whole models or LoRA adapters; leave it out"),
         ("quantize_training", None, "section", "the engine trains in bf16, fp16 or fp32; leave it out"),
         ("eigenvalue", None, "section", "belongs to quantize_training; leave it out"),
-        ("pipeline", None, "section", "no pipeline parallelism yet: zero_optimization.stage=3 shards big models"),
-        ("tensor_parallel", None, "section", "no tensor parallelism yet: zero_optimization.stage=3 shards big models"),
+        ("pipeline", None, "section", "no pipeline parallelism: zero_optimization.stage=3 or engine.tensor_parallel"),
+        ("tensor_parallel", None, "section", "engine.tensor_parallel=N, or EngineConfig(tensor_parallel=N)"),
         ("sequence_parallel_size", 1, "int", "no sequence parallelism: activation_checkpointing fits long sequences"),
     ),
 ]  # fmt: skip

@@ -205,8 +205,6 @@ def _engine_mistakes(config: RunConfig) -> Iterable[str]:
                 yield f"ppo.{name}.{line}"
         if "tensor_parallel" in getattr(config.ppo, name):
             yield f"ppo.{name}.tensor_parallel: the models of PPO are split alike; set engine.tensor_parallel"
-    if config.ranks is not None and config.ranks % config.engine.tensor_parallel:
-        yield f"engine.tensor_parallel={config.engine.tensor_parallel} does not divide ranks={config.ranks}"
     yield from _offload_mistakes("engine", config.engine)
     yield from _deepspeed_mistakes(config.engine)
 
@@ -244,13 +242,16 @@ def _deepspeed_mistakes(settings: EngineSettings) -> Iterable[str]:
 
 
 def check_ranks(config: RunConfig, ranks: int) -> None:
-    """Batches must divide over the ranks. Raises UserError with the sizes that do."""
-    mistakes = []
+    """Batches must divide over the ranks (tensor groups). Raises UserError with the sizes that do."""
+    tensor = config.engine.tensor_parallel
+    if ranks % tensor:
+        raise UserError(f"engine.tensor_parallel={tensor} does not divide the {ranks} ranks")
+    shares, mistakes = ranks // tensor, []
     for stage in wanted_stages(config):
         size = getattr(config, stage).batch_size
-        parts = ranks * (config.ppo.minibatches if stage == "ppo" else 1)
+        parts = shares * (config.ppo.minibatches if stage == "ppo" else 1)
         if size % parts:
-            over = f"{ranks} ranks" + (f" x ppo.minibatches={config.ppo.minibatches}" if parts != ranks else "")
+            over = f"{shares} {'ranks' if tensor == 1 else 'groups of ranks'}" + (f" x ppo.minibatches={config.ppo.minibatches}" if parts != ranks else "")
             mistakes.append(_indivisible(f"{stage}.batch_size", size, parts, over))
     if mistakes:
         raise UserError("\n".join(mistakes))
