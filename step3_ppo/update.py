@@ -101,7 +101,9 @@ def update_policy(
         if len(deviation):
             largest.copy_(torch.maximum(largest, deviation.max()))
         bonus = entropies.sum()
-        return total - ppo.entropy_coef * bonus, sums | weighed | {"entropy": bonus, "deviation": deviation.sum()}
+        if ppo.entropy_coef:  # a gradient of zero would cost as much as any other
+            total = total - ppo.entropy_coef * bonus
+        return total, sums | weighed | {"entropy": bonus, "deviation": deviation.sum()}
 
     def imitated(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, Sums]:
         assert ptx is not None
