@@ -251,7 +251,8 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
         size = getattr(config, stage).batch_size
         parts = shares * (config.ppo.minibatches if stage == "ppo" else 1)
         if size % parts:
-            over = f"{shares} {'ranks' if tensor == 1 else 'groups of ranks'}" + (f" x ppo.minibatches={config.ppo.minibatches}" if parts != ranks else "")
+            over = f"{shares} {'ranks' if tensor == 1 else 'tensor groups'}"
+            over += f" x ppo.minibatches={config.ppo.minibatches}" if parts != shares else ""
             mistakes.append(_indivisible(f"{stage}.batch_size", size, parts, over))
     if mistakes:
         raise UserError("\n".join(mistakes))

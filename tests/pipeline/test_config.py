@@ -170,6 +170,9 @@ def test_actor_belongs_to_ppo():
 
 def test_ranks_must_divide_batches():
     check_ranks(config_of(), 4)
+    check_ranks(config_of("engine.tensor_parallel=3"), 12)  # 4 groups
+    with pytest.raises(UserError, match=r"engine.tensor_parallel=3 does not divide the 4 ranks"):
+        check_ranks(config_of("engine.tensor_parallel=3"), 4)
     with pytest.raises(UserError, match=r"sft.batch_size=64 does not divide over 3 ranks: sft.batch_size=63 or 66"):
         check_ranks(config_of("stage=sft"), 3)
     with pytest.raises(UserError, match=r"2 ranks x ppo.minibatches=64: ppo.batch_size=128"):
