@@ -1,0 +1,91 @@
+"""One rank without FSDP2 does what one rank with it does."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine import precision
+from engine.parallel import alone, dist, zero
+
+
+class Tied(nn.Module):
+    """Blocks between an embedding and a head that are one weight; one parameter that does not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()) for _ in range(2))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks[0][0].bias.requires_grad_(False)
+
+    def forward(self, ids: Tensor, shift: Tensor) -> Any:
+        hidden = self.embedding(ids) + shift
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def laid_out(dtype: Any, *, by_itself: bool) -> nn.Module:
+    dist.start("test", device="cpu")
+    torch.manual_seed(3)
+    module = Tied()
+    zero.shard(module, stage=0, policy=precision.policy(dtype), offload=False, alone=by_itself)
+    return module
+
+
+def two_micro_batches(module: nn.Module) -> list[Tensor]:
+    """Outputs, gradients, and that the parameters are the masters again."""
+    outputs = []
+    for number, last in ((1, False), (2, True)):
+        source = torch.Generator().manual_seed(number)
+        zero.before_micro_batch(module, stage=0, last=last)
+        out = module(torch.randint(11, (3, 5), generator=source), torch.randn(8, generator=source))
+        (out.float() * torch.randn(out.shape, generator=source)).sum().backward()
+        zero.after_micro_batch(module, last=last)
+        outputs.append(out.detach())
+    masters = dict(module.named_parameters())
+    assert all(master.dtype == torch.float32 for master in masters.values())
+    assert masters["blocks.0.0.bias"].grad is None
+    return outputs + [dist.full_tensor(m.grad) for m in masters.values() if m.grad is not None]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_outputs_and_gradients_are_those_of_fsdp(dtype: Any) -> None:
+    ours, theirs = (two_micro_batches(laid_out(dtype, by_itself=by_itself)) for by_itself in (True, False))
+    assert len(ours) == len(theirs) > 4
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+def test_stand_ins_follow_their_masters() -> None:
+    module = laid_out("bf16", by_itself=True)
+    ids, shift = torch.arange(4)[None], torch.zeros(8)
+    with torch.no_grad():
+        before = module(ids, shift)
+        assert module.head.weight is module.embedding.weight and module.head.weight.dtype == torch.bfloat16
+        zero.release(module)
+        assert module.head.weight is module.embedding.weight and module.head.weight.dtype == torch.float32
+        module.head.weight *= 2
+        after = module(ids, shift)
+        zero.release(module)
+    assert not torch.equal(before, after)
+
+
+def test_discarding_forgets_gradients_of_a_pass_left_half_done() -> None:
+    module = laid_out("bf16", by_itself=True)
+    zero.before_micro_batch(module, stage=0, last=False)
+    module(torch.arange(4)[None], torch.zeros(8)).sum().backward()
+    zero.before_micro_batch(module, stage=0, last=True)
+    module(torch.arange(4)[None], torch.zeros(8))
+    zero.discard(module)
+    assert all(p.grad is None and p.dtype == torch.float32 for p in module.parameters())
+    fresh = laid_out("bf16", by_itself=True)
+    for found, wanted in zip(two_micro_batches(module), two_micro_batches(fresh), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_other_modules_have_none() -> None:
+    assert alone.of(nn.Linear(2, 2)) is None
