@@ -1,4 +1,4 @@
-"""From scores to advantages: KL-shaped rewards, generalized advantage estimation, whitening.
+"""From scores to advantages: KL-shaped rewards, whitening. What lies between, GAE, is `engine.kernels.gae`.
 
 All tensors are (B, R) fp32 over response tokens, `mask` (B, R) bool is True where a token counts. Values and rewards
 outside the mask are taken as zero, and results are zero there.
@@ -27,24 +27,6 @@ def shaped_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) 
     last = (mask.sum(1) - 1).clamp(min=0)
     rewards[torch.arange(len(scores), device=scores.device), last] += scores
     return torch.where(mask, rewards, torch.zeros_like(rewards))
-
-
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (Schulman et al., 2016, arXiv:1506.02438, equation 16).
-
-    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  return_t = A_t + V_t; the value after the
-    last token is zero.
-    """
-    rewards = torch.where(mask, rewards, torch.zeros_like(rewards))
-    values = torch.where(mask, values, torch.zeros_like(values))
-    advantages = torch.zeros_like(rewards)
-    following = torch.zeros_like(rewards[:, 0])
-    for t in range(rewards.shape[1] - 1, -1, -1):
-        next_value = values[:, t + 1] if t + 1 < rewards.shape[1] else torch.zeros_like(following)
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        following = torch.where(mask[:, t], delta + gamma * lam * following, torch.zeros_like(following))
-        advantages[:, t] = following
-    return advantages, advantages + values
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from engine import Update
 from engine.healing import Portion
+from engine.kernels import gae
 from engine.parallel import dist
 from pipeline.config.schema import PpoSection
 from pipeline.data.batch import TokenBatch
-from step3_ppo.advantages import gae, kl_k1, shaped_rewards, whiten
+from step3_ppo.advantages import kl_k1, shaped_rewards, whiten
 from step3_ppo.loss import Sums, importance_weights, log_ratio, policy_loss, value_loss
 from step3_ppo.models import Models
 from step3_ppo.ptx import PtxBatch
@@ -47,7 +48,7 @@ def targets_of(rollout: Rollout, ppo: PpoSection, *, kl_coef: float) -> Targets:
     mask = rollout.response_mask
     earned = answer_scores(rollout, missing_end_penalty=ppo.missing_end_penalty, score_clip=ppo.score_clip)
     rewards = shaped_rewards(earned, kl_k1(rollout.logprobs, rollout.reference), mask, kl_coef=kl_coef)
-    advantages, returns = gae(rewards, rollout.values, mask, gamma=ppo.gamma, lam=ppo.lam)
+    advantages, returns, _ = gae(rewards, rollout.values, mask, gamma=ppo.gamma, lam=ppo.lam)
     return Targets(whiten(advantages, mask) if ppo.whiten_advantages else advantages, returns, rewards)
 
 
