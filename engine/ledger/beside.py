@@ -1,0 +1,39 @@
+"""What an engine holds beside its module's parameters and gradients: optimizer, twin, cache, host buffers, files."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.ledger.saved import storage
+from engine.parallel import dist, zero
+
+
+def optimizer_bytes(optimizer: Any) -> dict[str, int]:
+    """Moments by where they are; an offloaded optimizer's masters are with them."""
+    if optimizer is None:
+        return {}
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        found = dict(getattr(optimizer, "bytes", {}))
+        return {"optimizer": found.get("device", 0), "host": found.get("host", 0), "nvme": found.get("nvme", 0)}
+    states = [dist.local(value) for state in optimizer.state.values() for value in state.values() if _is_tensor(value)]
+    return {"optimizer": _size(states, set())}
+
+
+def generator_bytes(flip: Any, module: nn.Module) -> dict[str, int]:
+    """The twin's own copies of weights, and the key-value cache, of a flip that has been entered."""
+    twin, rollouts = getattr(flip, "_twin", None), getattr(flip, "_rollouts", None)
+    live = {storage(dist.local(tensor)) for tensor in zero.sharded(module)}
+    found = {"twin": _size([p.detach() for p in twin.module.parameters() if not p.is_meta], live) if twin else 0}
+    cache = getattr(getattr(rollouts, "_slots", None), "cache", None)
+    layers = list(cache.layers.values()) if cache is not None else []
+    return found | {"cache": _size([tensor for layer in layers for tensor in (layer.keys, layer.values)], set())}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _size(tensors: list[Tensor], others: set[int]) -> int:
+    sizes = {storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(count for place, count in sizes.items() if place not in others)

@@ -1,0 +1,79 @@
+"""The ledger of one engine: bytes by owner at the height of each phase of its steps.
+
+Sampled on the first updates and now and then, after the forward of the first micro-batch (the largest), after its
+backward and at the end of a generation. Owners are counted from the tensors that live, so that a figure is the same on
+a GPU and on a CPU; what kernels take for a moment (logits, buffers of a reduction) is not seen.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from engine.ledger.saved import Saved, storage
+from engine.parallel import dist, zero
+
+FIRST, EVERY = 2, 50  # updates that are sampled
+
+
+@dataclass
+class Ledger:
+    """`heights` has the highest sample of each phase. `rest` counts what the engine keeps beside its module."""
+
+    module: nn.Module
+    rest: Callable[[], Mapping[str, int]]
+    heights: dict[str, dict[str, int]] = field(default_factory=dict)
+    _updates: int = 0
+    _due: bool = False
+
+    def begin(self) -> None:
+        """An update begins."""
+        self._due = self._updates < FIRST or self._updates % EVERY == 0
+        self._updates += 1
+
+    @contextmanager
+    def forward(self, *, first: bool) -> Iterator[None]:
+        """The forward of a micro-batch runs within the block; the first of a sampled update is looked at."""
+        if not (first and self._due):
+            yield
+            return
+        saved = Saved()
+        with saved.watching():
+            yield
+        saved.settle([*zero.gathered(self.module), *_shards(self.module)])
+        self.sample("train", {"activations": saved.bytes})
+
+    def after_backward(self) -> None:
+        """A micro-batch's gradients are there."""
+        if self._due:
+            self.sample("train")
+
+    def sample(self, phase: str, more: Mapping[str, int] | None = None) -> None:
+        """Count; the highest sample of a phase stays."""
+        found = {**self.holdings(), **(more or {})}
+        if sum(found.values()) > sum(self.heights.get(phase, {}).values()):
+            self.heights[phase] = found
+
+    def holdings(self) -> dict[str, int]:
+        """Bytes by owner now: parameters, gathered copies, gradients, and `rest`."""
+        shards = _shards(self.module)
+        known = {storage(tensor) for tensor in shards}
+        copies = [tensor for tensor in zero.gathered(self.module) if storage(tensor) not in known]
+        found = {
+            "parameters": size(shards),
+            "gathered": size(copies),
+            "gradients": size(zero.gradients(self.module)),
+            **self.rest(),
+        }
+        return {owner: count for owner, count in found.items() if count}
+
+
+def size(tensors: list[Tensor]) -> int:
+    """Bytes of tensors, each storage once."""
+    return sum({storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def _shards(module: nn.Module) -> list[Tensor]:
+    """What this rank keeps of the parameters between uses."""
+    return [dist.local(tensor) for tensor in zero.sharded(module)]
