@@ -206,6 +206,7 @@ def _engine_mistakes(config: RunConfig) -> Iterable[str]:
         if "tensor_parallel" in getattr(config.ppo, name):
             yield f"ppo.{name}.tensor_parallel: the models of PPO are split alike; set engine.tensor_parallel"
     yield from _offload_mistakes("engine", config.engine)
+    yield from _number_mistakes("engine", config.engine)
     yield from _deepspeed_mistakes(config.engine)
 
 
@@ -216,6 +217,17 @@ def _offload_mistakes(key: str, settings: EngineSettings) -> Iterable[str]:
         yield f"{key}.offload_parameters=nvme needs {key}.offload_optimizer=nvme or cpu: engine=zero3-nvme"
     if settings.nvme_path is not None and not Path(settings.nvme_path).is_dir():
         yield f"{key}.nvme_path={settings.nvme_path}: there is no such folder"
+
+
+def _number_mistakes(key: str, settings: EngineSettings) -> Iterable[str]:
+    """Precisions, kept and sent, that don't go with the layout."""
+    if settings.compress != "none" and settings.zero_stage == 0 and settings.deepspeed is None:
+        yield f"{key}.compress={settings.compress} needs shards: engine=zero1, zero2 or zero3"
+    if settings.states == "bf16" and settings.deepspeed is None:
+        if settings.dtype != "bf16":
+            yield f"{key}.states=bf16 needs {key}.dtype=bf16, not {settings.dtype}"
+        if settings.offload_optimizer != "none" or settings.tensor_parallel > 1:
+            yield f"{key}.states=bf16 needs {key}.offload_optimizer=none and {key}.tensor_parallel=1"
 
 
 def _deepspeed_mistakes(settings: EngineSettings) -> Iterable[str]:
@@ -247,6 +259,9 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
     if ranks % tensor:
         raise UserError(f"engine.tensor_parallel={tensor} does not divide the {ranks} ranks")
     shares, mistakes = ranks // tensor, []
+    copies = config.engine.shard_ranks
+    if copies is not None and config.engine.zero_stage > 0 and shares % copies:
+        raise UserError(f"engine.shard_ranks={copies} does not divide the {shares} ranks (or tensor groups)")
     for stage in wanted_stages(config):
         size = getattr(config, stage).batch_size
         parts = shares * (config.ppo.minibatches if stage == "ppo" else 1)
@@ -310,4 +325,17 @@ def warnings(config: RunConfig) -> list[str]:
         from engine.deepspeed import notes
 
         found += [f"engine.deepspeed: {line}" for line in notes(config.engine.deepspeed)]
+        found += _other_batches(config, config.engine.deepspeed)
     return found
+
+
+def _other_batches(config: RunConfig, file: Mapping[str, Any]) -> Iterable[str]:
+    """A DeepSpeed file's batch where a stage takes another."""
+    said = file.get("train_batch_size")
+    for stage in wanted_stages(config):
+        size = getattr(config, stage).batch_size
+        if isinstance(said, int) and said != size:
+            yield (
+                f"engine.deepspeed: its train_batch_size={said} is not what {stage} takes a step, {size}; "
+                f"{stage}.batch_size={said} if you mean the file's"
+            )

@@ -168,11 +168,27 @@ def test_actor_belongs_to_ppo():
     assert "stage=sft" in refusal("stage=sft", "actor=runs/x/sft")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["engine.compress=both"], "engine.compress=both needs shards: engine=zero1"),
+        (["engine.states=bf16"], "engine.states=bf16 needs engine.dtype=bf16, not auto"),
+        (["engine.states=bf16", "engine.dtype=bf16", "engine.tensor_parallel=2"], "engine.tensor_parallel=1"),
+    ],
+)
+def test_numbers_must_go_with_the_layout(words: list[str], message: str):
+    with pytest.raises(UserError, match=message):
+        config_of(*words)
+
+
 def test_ranks_must_divide_batches():
     check_ranks(config_of(), 4)
     check_ranks(config_of("engine.tensor_parallel=3"), 12)  # 4 groups
     with pytest.raises(UserError, match=r"engine.tensor_parallel=3 does not divide the 4 ranks"):
         check_ranks(config_of("engine.tensor_parallel=3"), 4)
+    check_ranks(config_of("engine=zero3", "engine.shard_ranks=4"), 8)
+    with pytest.raises(UserError, match=r"engine.shard_ranks=3 does not divide the 8 ranks"):
+        check_ranks(config_of("engine=zero3", "engine.shard_ranks=3"), 8)
     with pytest.raises(UserError, match=r"sft.batch_size=64 does not divide over 3 ranks: sft.batch_size=63 or 66"):
         check_ranks(config_of("stage=sft"), 3)
     with pytest.raises(UserError, match=r"2 ranks x ppo.minibatches=64: ppo.batch_size=128"):
