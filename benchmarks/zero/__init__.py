@@ -17,6 +17,8 @@ MODULES: dict[str, str] = {
     "bytes": "tiers.held_bytes",
     "host_adamw": "tiers.host_adamw",
     "nvme_step": "tiers.nvme_step",
+    "start": "start",
+    "checkpoint": "checkpoint",
     "opt_1b": "tiers.opt_1b",
     "opt_3b": "tiers.opt_3b",
 }

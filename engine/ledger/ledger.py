@@ -19,7 +19,7 @@ FIRST, EVERY = 2, 50  # updates that are sampled
 
 @dataclass
 class Ledger:
-    """`heights` has the highest sample of each phase. `rest` counts what the engine keeps beside its module."""
+    """`heights` has the most that each owner had in each phase. `rest` counts what the engine keeps beside its module."""
 
     module: nn.Module
     rest: Callable[[], Mapping[str, int]]
@@ -50,10 +50,10 @@ class Ledger:
             self.sample("train")
 
     def sample(self, phase: str, more: Mapping[str, int] | None = None) -> None:
-        """Count; the highest sample of a phase stays."""
-        found = {**self.holdings(), **(more or {})}
-        if sum(found.values()) > sum(self.heights.get(phase, {}).values()):
-            self.heights[phase] = found
+        """Count; of each owner in a phase the most stays, as a prediction adds up what lives at the same time."""
+        found, kept = {**self.holdings(), **(more or {})}, self.heights.setdefault(phase, {})
+        for owner, count in found.items():
+            kept[owner] = max(count, kept.get(owner, 0))
 
     def holdings(self) -> dict[str, int]:
         """Bytes by owner now: parameters, gathered copies, gradients, and `rest`."""

@@ -14,11 +14,13 @@ GIB = 2**30
 KEYS: dict[str, Any] = {
     "model": "opt-1.3b", "critic": None, "gpus": 1, "nodes": 1, "dtype": "bf16", "checkpointing": False,
     "micro_batch_tokens": 8192, "max_length": 1024, "prompt": 512, "answer": 256, "rollout_batch": 64,
+    "nvme_path": None,
 }  # fmt: skip
 USAGE = (
     "python -m engine.memory model=NAME|FOLDER|JSON gpus=8\n"
     "  keys, with their defaults: " + ", ".join(f"{key}={value}" for key, value in KEYS.items() if value is not None)
-    + "\n  critic=NAME is the reward model's base and the critic's; gpus are those of one node"
+    + "\n  critic=NAME is the reward model's base and the critic's; gpus are those of one node; nvme_path=FOLDER is on "
+    "the disk of the nvme tiers"
 )  # fmt: skip
 
 
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(tables(actor, critic, keys, this_machine())))
+    print("\n".join(tables(actor, critic, keys, this_machine(keys["nvme_path"]))))
     return 0
 
 
@@ -70,7 +72,7 @@ def tables(actor: Shape, critic: Shape, keys: dict[str, Any], machine: Machine) 
     for row in all_estimates(actor.parameters, actor.largest_layer, gpus=keys["gpus"], nodes=keys["nodes"]):
         yield f"  {row.name:34}{row.device / GIB:9.2f}{row.host / GIB:9.2f}"
     yield f"\nThis engine, bytes a device at the height of each stage, {ranks} ranks, {keys['dtype']} (GiB)"
-    yield f"  {'':24}{'states':>9}{'sft':>9}{'reward':>9}{'ppo':>9}{'host':>9}   highest phase of ppo"
+    yield f"  {'':26}{'states':>9}{'sft':>9}{'reward':>9}{'ppo':>9}{'host':>9}{'files':>9}   highest phase of ppo"
     work = Workload(ranks=ranks, dtype=keys["dtype"], **{key: keys[key] for key in _SHARED})
     for name, choice in _choices(work):
         yield _row(name, actor, critic, choice, machine, keys["gpus"])
@@ -85,16 +87,25 @@ def _choices(work: Workload) -> Iterator[tuple[str, Workload]]:
         yield f"zero{stage}", replace(work, stage=stage)
     yield "zero3, recomputing", replace(work, stage=3, checkpointing=True)
     lean = replace(work, stage=3, checkpointing=True)
+    yield "zero2, optimizer on host", replace(work, stage=2, offload_optimizer="cpu")
+    yield "zero2, optimizer on NVMe", replace(work, stage=2, offload_optimizer="nvme")
     yield "zero3, shards on host", replace(lean, offload_optimizer="cpu", offload_parameters="cpu")
     yield "zero3, all on NVMe", replace(lean, offload_optimizer="nvme", offload_parameters="nvme")
 
 
 def _row(name: str, actor: Shape, critic: Shape, work: Workload, machine: Machine, gpus: int) -> str:
     demands = (sft_demand(actor, work), reward_demand(critic, work), ppo_demand(actor, critic, work))
-    states = sum(demands[0].phases["train"][owner] for owner in ("states", "gathered", "gradients", "reducing"))
+    held = ("parameters", "optimizer", "gathered", "gradients", "reducing")
+    states = sum(demands[0].phases["train"][owner] for owner in held)
     cells = "".join(_cell(demand, machine) for demand in demands)
-    host = max(demand.host for demand in demands) * gpus
-    return f"  {name:24}{states / GIB:9.2f}{cells}{host / GIB:9.2f}   {_owners(demands[2])}"
+    here = "".join(
+        f"{size / GIB:8.2f}{'!' if size > most else ' '}"
+        for size, most in (
+            (max(demand.host for demand in demands) * gpus, machine.host),
+            (max(demand.nvme for demand in demands) * gpus, machine.disk),
+        )
+    )
+    return f"  {name:26}{states / GIB:9.2f}{cells}{here}   {_owners(demands[2])}"
 
 
 def _cell(demand: Demand, machine: Machine) -> str:
@@ -108,7 +119,7 @@ def _owners(demand: Demand) -> str:
 
 
 def _capacity(machine: Machine) -> str:
-    host = f"{machine.host / GIB:.1f} GiB of host memory"
+    host = f"{machine.host / GIB:.1f} GiB of host memory, {machine.disk / GIB:.0f} GiB of disk"
     if machine.device is None:
         return f"this machine: no GPU, {host}"
     return f"this machine: {machine.devices} GPUs of {machine.device / GIB:.1f} GiB, {host} (! does not fit)"

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class Activations:
 
 def activations(shape: Shape, *, rows: int, length: int, dtype: Precision) -> Activations:
     """Activations of `rows` sequences of `length` tokens in a forward with gradients."""
-    one, two = (_saved(shape, count, rows, length, dtype) for count in (1, 2))
+    one, two = (rows * _saved(shape, count, length, dtype) for count in (1, 2))
     return Activations(
         outside=max(0, one - (two - one)),
         block=two - one,
@@ -49,13 +50,14 @@ def activations(shape: Shape, *, rows: int, length: int, dtype: Precision) -> Ac
     )
 
 
-def _saved(shape: Shape, blocks: int, rows: int, length: int, dtype: Precision) -> int:
-    """Bytes that autograd saves in the body of a model cut to `blocks` blocks."""
+@lru_cache(maxsize=64)
+def _saved(shape: Shape, blocks: int, length: int, dtype: Precision) -> int:
+    """Bytes that autograd saves of one sequence in the body of a model cut to `blocks` blocks."""
     with torch.device("meta"):
         body = AutoModel.from_config(cut(shape.config, blocks), attn_implementation=shape.attention)
         body = body.to(TORCH_DTYPE[dtype]).train()
-        ids = torch.zeros(rows, length, dtype=torch.long)
-        positions = torch.arange(length).expand(rows, -1)
+        ids = torch.zeros(1, length, dtype=torch.long)
+        positions = torch.arange(length)[None]
     own = {_storage(t) for t in [*body.parameters(), *body.buffers()]}
     seen: dict[int, int] = {}
     kept: list[Tensor] = []

@@ -1,5 +1,7 @@
 """What this machine has: measured, not looked up."""
 
+import shutil
+import tempfile
 from dataclasses import dataclass
 
 import psutil
@@ -8,15 +10,17 @@ import torch
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes of one device (None without a GPU), how many devices, and bytes of host memory."""
+    """Bytes of one device (None without a GPU), how many devices, bytes of host memory, and free on a disk."""
 
     device: int | None
     devices: int
     host: int
+    disk: int
 
 
-def this_machine() -> Machine:
-    """Measured capacities: the smallest device, and the host's memory."""
+def this_machine(folder: str | None = None) -> Machine:
+    """Measured capacities: the smallest device, the host's memory, what is free where `folder` is (NVMe tiers)."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     sizes = [torch.cuda.mem_get_info(index)[1] for index in range(count)]
-    return Machine(min(sizes) if sizes else None, count, psutil.virtual_memory().total)
+    free = shutil.disk_usage(folder or tempfile.gettempdir()).free
+    return Machine(min(sizes) if sizes else None, count, psutil.virtual_memory().total, free)

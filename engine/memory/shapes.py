@@ -14,7 +14,7 @@ from engine.parallel import zero
 NAMED = Path(__file__).resolve().parents[2] / "conf" / "model"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shape:
     """Sizes of one causal language model.
 

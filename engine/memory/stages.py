@@ -58,8 +58,8 @@ def sft_demand(shape: Shape, work: Workload) -> Demand:
     states = _trained(shape, work)
     return Demand(
         {
-            "train": {"states": states.resting, **_training(shape, work, states)},
-            "generate": {"states": states.resting, **_generating(shape, work)},
+            "train": _resting(states) | _training(shape, work, states),
+            "generate": _resting(states) | _generating(shape, work),
         },
         states.host,
         states.nvme,
@@ -69,7 +69,7 @@ def sft_demand(shape: Shape, work: Workload) -> Demand:
 def reward_demand(shape: Shape, work: Workload) -> Demand:
     """The reward model: training; its head has one output."""
     states = _trained(shape, work)
-    train = {"states": states.resting, **_training(shape, work, states, logits=False)}
+    train = _resting(states) | _training(shape, work, states, logits=False)
     return Demand({"train": train}, states.host, states.nvme)
 
 
@@ -105,6 +105,11 @@ def ppo_demand(
         sum(states.host for states in (actors, critics, reference, reward)),
         sum(states.nvme for states in (actors, critics, reference, reward)),
     )
+
+
+def _resting(states: ModelStates) -> dict[str, int]:
+    """What is held between steps."""
+    return {"parameters": states.parameters + states.masters, "optimizer": states.moments}
 
 
 def _trained(shape: Shape, work: Workload) -> ModelStates:

@@ -4,8 +4,7 @@ A prediction is a sum of what is known (engine/memory). The rollout engine cuts 
 a few sequences of it are asked for.
 """
 
-import shutil
-import tempfile
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -107,6 +106,8 @@ def workload(config: RunConfig, stage: str, ranks: int, settings: EngineSettings
     length = section.max_length
     if stage == "ppo":
         length = min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
+    sides = 2 if stage == "reward" else 1
+    whole = math.ceil(section.batch_size / ranks) * sides * length  # a rank's share of a step may be less than a budget
     return Workload(
         ranks=ranks,
         stage=engine.zero_stage,
@@ -114,7 +115,7 @@ def workload(config: RunConfig, stage: str, ranks: int, settings: EngineSettings
         offload_optimizer=engine.offload_optimizer,
         offload_parameters=engine.offload_parameters,
         checkpointing=engine.activation_checkpointing,
-        micro_batch_tokens=section.micro_batch_tokens,
+        micro_batch_tokens=min(section.micro_batch_tokens, whole),
         max_length=length,
         prompt=config.rollout.max_prompt_tokens,
         answer=config.rollout.max_new_tokens,
@@ -125,10 +126,9 @@ def workload(config: RunConfig, stage: str, ranks: int, settings: EngineSettings
 
 def this_room(settings: EngineSettings, ranks: int) -> Room:
     """What a rank may have of this machine: a device of its own or a share of the host, and a share of the disk."""
-    machine = this_machine()
+    machine = this_machine(settings.nvme_path)
     here = min(ranks, machine.devices) if machine.devices else ranks
-    disk = shutil.disk_usage(settings.nvme_path or tempfile.gettempdir()).free // here
-    host = machine.host // here
+    disk, host = machine.disk // here, machine.host // here
     return Room(machine.device if machine.device is not None else host, host, disk, machine.device is not None)
 
 

@@ -1,0 +1,68 @@
+"""Two processes load a checkpoint of N bytes with about N/2 each: no process ever holds the whole."""
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from engine.parallel import dist
+from tests.ranks import run_ranks
+
+WIDTH, BLOCKS, VOCABULARY = 1024, 8, 512
+MARGIN = 0.25  # of the checkpoint: a unit in flight, the library's own
+
+
+def written(folder: Path) -> int:
+    """A Llama of about 400 MB in four files; returns its bytes."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=2688, num_hidden_layers=BLOCKS, vocab_size=VOCABULARY,
+        num_attention_heads=8, tie_word_embeddings=True,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = list(dict(model.named_parameters()))
+    where = {name: f"model-{place * 4 // len(names)}.safetensors" for place, name in enumerate(names)}
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    for file in sorted(set(where.values())):
+        save_file({name: torch.full(shapes[name], 0.5) for name in names if where[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return sum(4 * shape.numel() for shape in shapes.values())
+
+
+def loaded(folder: Path) -> tuple[int, float, int]:
+    """How much the peak of this fresh process grew by, a sum over its shards, and bytes of its shards."""
+    from transformers import AutoConfig
+
+    from pipeline.config.schema import EngineSettings
+    from pipeline.models.build import EngineChoice, build_policy
+    from pipeline.models.source import ModelSource
+
+    source = ModelSource("large", AutoConfig.from_pretrained(folder), folder, 1, "sdpa", False)
+    before = peak()
+    engine = build_policy(source, EngineChoice(EngineSettings(zero_stage=3, dtype="fp32")))
+    grown = peak() - before
+    shards = [dist.local(parameter) for parameter in engine.module.parameters()]
+    return grown, sum(float(shard.sum()) for shard in shards), sum(4 * shard.numel() for shard in shards)
+
+
+def peak() -> int:
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size * (1 if sys.platform == "darwin" else 1024)
+
+
+def test_two_processes_hold_half_each(tmp_path: Path) -> None:
+    os.sync()
+    size = written(tmp_path)
+    assert size > 350e6
+    found = run_ranks(loaded, 2, tmp_path)
+    assert sum(total for _, total, _ in found) == 0.5 * size / 4  # every number came, once
+    for grown, _, shards in found:
+        assert shards < 0.51 * size
+        assert grown < shards + MARGIN * size, f"{grown / 1e6:.0f} MB for a checkpoint of {size / 1e6:.0f} MB"
