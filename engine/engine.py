@@ -23,7 +23,7 @@ from engine.compression.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
 from engine.healing import Healer, Pass
 from engine.loading import copy_local
-from engine.offload import OffloadedOptimizer, full_precision
+from engine.offload import MappedShards, OffloadedOptimizer, full_precision, together
 from engine.parallel import dist, tensor, traffic, zero
 from engine.rollout.decoder import Rollouts
 from engine.rollout.flip import Flip
@@ -84,6 +84,7 @@ class Engine:
         self.average: dict[str, Tensor] = {}
         blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
         self._values = full_precision(module) if self._offloads else {}
+        self._mapped: MappedShards | None = None
         self.module = self._lay_out(module)
         self._flip: Flip | None = None
         if rollout_path is not None and blueprint is not None:
@@ -116,7 +117,8 @@ class Engine:
 
     def _build(self, config: OptimizerConfig) -> torch.optim.Optimizer | OffloadedOptimizer:
         if self._offloads:
-            return OffloadedOptimizer(self.module, config, self.config)
+            let_go = self._mapped.let_go if self._mapped is not None else None
+            return OffloadedOptimizer(self.module, config, self.config, let_go=let_go)
         return optim.build(self.module, config, states=self.config.states)
 
     def _fill(self, fill: Callable[[nn.Module], None] | None) -> None:
@@ -128,6 +130,13 @@ class Engine:
                     copy_local(parameter, self._values.pop(name))
             if fill is not None:
                 fill(self.module)
+        self._shards_changed()
+
+    def _shards_changed(self) -> None:
+        """Shards in files have new values: write them, and give back the memory they took."""
+        if self._mapped is not None:
+            self._mapped.let_go()
+            self._mapped.written()
 
     def _lay_out(self, module: nn.Module) -> nn.Module:
         """Shard and allocate. Parameters are fp32 masters where they are trained and not offloaded (nor asked for in
@@ -145,7 +154,7 @@ class Engine:
                 block.compile()
         trains = self.optimizer_config is not None
         policy = precision.policy(config.dtype, config.reduce_dtype) if trains else precision.policy("fp32")
-        on_host = config.offload_parameters == "cpu"
+        on_host = config.offload_parameters != "none"
         device = torch.device("cpu") if on_host else dist.world().device
         on_meta = any(p.is_meta for p in module.parameters())
         if not on_meta:
@@ -155,11 +164,16 @@ class Engine:
             stage=config.zero_stage,
             policy=policy,
             offload=on_host,
+            pin=config.offload_parameters == "cpu",
             ranks=config.shard_ranks,
             compress=config.compress,
             apart=self._apart,
         )
-        if on_meta:
+        if config.offload_parameters == "nvme":
+            if trains and not self._offloads:
+                raise ValueError("offload_parameters=nvme needs offload_optimizer=cpu or nvme for what is trained")
+            self._mapped = together(lambda: MappedShards(module, config.nvme_path))
+        elif on_meta:
             _materialize(module, device)
         return module
 
@@ -225,6 +239,7 @@ class Engine:
                 gradients.scale(factor)
             self.optimizer.step()
             self._update_average()
+            self._shards_changed()
         self.optimizer.zero_grad()
         self.scaler.update(skipped)
         self.step_count += 1
@@ -383,6 +398,7 @@ class Engine:
         elif self._decay:
             zero.release(self.module)
             self.optimizer.show("average" if shown else "parameter")
+            self._shards_changed()
 
     @torch.no_grad()
     def _swap_average(self) -> None:

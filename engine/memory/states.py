@@ -34,6 +34,7 @@ class ModelStates:
     host: int = 0
     parameters: int = 0
     nvme: int = 0
+    host_gradients: int = 0  # the part of `host` that a step's gradients take
 
     @property
     def resting(self) -> int:
@@ -91,6 +92,8 @@ def model_states(
     states = 4 * (1 + moments)
     reduced = 4 if accumulates and stage >= 2 else size
     on_host, on_nvme = reduced * away, 0.0
+    if reduced < 4:
+        on_host += 4 * min(away, sub_group)  # 16-bit gradients become fp32 a sub-group at a time
     if offload_optimizer == "cpu":
         on_host += states * away
     else:
@@ -108,6 +111,7 @@ def model_states(
         host=round(on_host + (shard if offload_parameters == "cpu" else 0)),
         parameters=round(shard if offload_parameters == "none" else 0),
         nvme=round(on_nvme + (shard if offload_parameters == "nvme" else 0)),
+        host_gradients=round(reduced * away),
     )
 
 

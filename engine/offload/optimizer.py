@@ -5,8 +5,7 @@ keeps its shards in compute precision. What counts is the fp32 master of each: s
 of those.
 """
 
-import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,18 +15,32 @@ from torch import Tensor, nn
 from engine import optim
 from engine.config import EngineConfig, OptimizerConfig
 from engine.loading import also_into
+from engine.offload.files import give_memory_back
 from engine.offload.gradients import Gradients, Kept, Streamed, take
-from engine.offload.layout import Layout, lay_out
+from engine.offload.layout import lay_out
 from engine.offload.stores import FileStore, MemoryStore, Store
 from engine.offload.tier import AVERAGE, MASTER, Shard, Tier
+from engine.offload.together import together
 from engine.parallel import dist
 
 
 class OffloadedOptimizer:
     """An optimizer over the module's trainable parameters, with gradients that it takes as they come."""
 
-    def __init__(self, module: nn.Module, config: OptimizerConfig, engine: EngineConfig) -> None:
-        """Make room for all states. The masters have no values before `fill`. Raises OSError where there is no room."""
+    def __init__(
+        self,
+        module: nn.Module,
+        config: OptimizerConfig,
+        engine: EngineConfig,
+        *,
+        let_go: Callable[[], None] | None = None,
+    ) -> None:
+        """Make room for all states; masters have no values before `filling`. Raises OSError where there is no room.
+
+        `let_go` is called after each sub-group whose shards were written.
+        """
+        if engine.offload_optimizer == "nvme":
+            give_memory_back()
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         parts = optim.parts([p for _, p in named], config)
         stand_ins = [([nn.Parameter(torch.zeros(1))], decay) for _, decay in parts]
@@ -37,6 +50,8 @@ class OffloadedOptimizer:
         here, away = _split(shards, engine.offload_ratio)
         kinds = optim.kinds(config)
         self.tiers = [_tier(part, kinds, engine, on_device=part is here) for part in (here, away) if part]
+        for tier in self.tiers:
+            tier.let_go = let_go
         self._places = {shard.name: (tier, n) for tier in self.tiers for n, shard in enumerate(tier.shards)}
         self._factor = 1.0
         self._decay: float | None = None
@@ -93,6 +108,11 @@ class OffloadedOptimizer:
         self._factor = 1.0
         for tier in self.tiers:
             tier.gradients.clear()
+
+    def settle(self) -> None:
+        """Until everything written to files is in them. Raises OSError where something is not."""
+        for tier in self.tiers:
+            tier.store.settle()
 
     # Averages
 
@@ -186,19 +206,5 @@ def _tier(shards: list[Shard], kinds: list[str], engine: EngineConfig, *, on_dev
     elif engine.offload_optimizer == "cpu":
         store = MemoryStore(layout, [MASTER, *kinds], torch.device("cpu"))
     else:
-        store = _file_store(layout, [MASTER, *kinds], engine.nvme_path)
+        store = together(lambda: FileStore(layout, [MASTER, *kinds], engine.nvme_path))
     return Tier(shards, store, gradients, kinds, device if on_device else torch.device("cpu"))
-
-
-def _file_store(layout: Layout, kinds: list[str], folder: str | None) -> FileStore:
-    """Raises OSError on every rank where one has no room."""
-    store, problem = None, None
-    try:
-        store = FileStore(layout, kinds, folder)
-    except OSError as error:
-        problem = error
-    for told in dist.gather_objects(str(problem) if problem else None):
-        if told:
-            raise problem or OSError(errno.ENOSPC, f"another rank: {told}")
-    assert store is not None
-    return store

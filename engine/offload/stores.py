@@ -39,6 +39,9 @@ class Store(Protocol):
     def write(self, kind: str, shard: int, values: Tensor) -> None:
         """All elements of one shard."""
 
+    def settle(self) -> None:
+        """Until everything written is kept. Raises OSError where something is not."""
+
     @property
     def bytes(self) -> int:
         """What the states take."""
@@ -74,6 +77,9 @@ class MemoryStore:
 
     def write(self, kind: str, shard: int, values: Tensor) -> None:
         self.read(kind, shard).view(values.shape).copy_(values.detach())
+
+    def settle(self) -> None:
+        pass
 
     @property
     def bytes(self) -> int:

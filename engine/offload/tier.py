@@ -5,7 +5,7 @@ parameters of their own, with their states, and taken back. Numbers that an opti
 stay with the pieces in memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class Tier:
         device: torch.device,
     ) -> None:
         self.shards, self.store, self.gradients, self.kinds, self.device = shards, store, gradients, kinds, device
+        self.let_go: Callable[[], None] | None = None  # after a sub-group's shards were written
         self.begun = [False] * len(shards)  # has the optimizer made a shard's states yet?
         self.numbers: dict[Piece, dict[str, Any]] = {}
         self._scratch: Tensor | None = None
@@ -80,10 +81,15 @@ class Tier:
             self._step_pieces(optimizer, moving, states, factor)
             if average is not None:
                 states[AVERAGE].lerp_(states[MASTER], 1.0 - average)
-            self._writer.send(group, states[MASTER])
+            self._send(group, states[MASTER])
         for shard in range(len(self.shards)):
             self.begun[shard] |= self.gradients.arrived(shard)
         self._writer.settle()
+
+    def _send(self, group: SubGroup, values: Tensor) -> None:
+        self._writer.send(group, values)
+        if self.let_go is not None:
+            self.let_go()
 
     def _step_pieces(
         self, optimizer: torch.optim.Optimizer, pieces: Sequence[Piece], states: dict[str, Tensor], factor: float
@@ -125,7 +131,7 @@ class Tier:
     def show(self, kind: str) -> None:
         """Put the masters, or the averages, into the module."""
         for group, states in self.store.walk(self.store.layout.groups, read=[kind], write=()):
-            self._writer.send(group, states[kind])
+            self._send(group, states[kind])
         self._writer.settle()
 
     def start_averaging(self) -> None:

@@ -44,19 +44,22 @@ def shard(
     stage: int,
     policy: MixedPrecisionPolicy,
     offload: bool,
+    pin: bool = True,
     ranks: int | None = None,
     compress: Compress = "none",
     apart: bool = False,
 ) -> None:
     """Lay a module out over the ranks, in place. Its parameters become DTensors on `layout`'s mesh.
 
+    `offload` says that the shards live on the host, `pin` that they are pinned there.
     `apart` (stage 0) leaves every rank its own gradients: nothing is reduced.
     """
-    dims = ("shard",) if apart else ("replicate", "shard")
-    mesh = layout(stage=stage, ranks=ranks)[dims]
+    whole = layout(stage=stage, ranks=ranks)
+    replicate = 1 if apart else whole["replicate"].size()
+    # Where nothing is replicated FSDP2 is told so: else it holds all reduced fp32 gradients until backward ends.
+    mesh = whole[("shard",) if replicate == 1 else ("replicate", "shard")]
     on_host = dist.world().device.type == "cpu"  # where there is no other place to bring them to
-    where = CPUOffloadPolicy() if offload and not on_host else OffloadPolicy()
-    replicate = 1 if apart else mesh["replicate"].size()
+    where = CPUOffloadPolicy(pin_memory=pin) if offload and not on_host else OffloadPolicy()
     sending = wire.Sending(replicate=replicate, shard=mesh["shard"].size(), compress=compress)
     policy = wire.reducing(policy, sending, each_micro_batch=stage >= 2)
     for part in [*units(module), module]:

@@ -21,6 +21,7 @@ TIERS: list[dict[str, Any]] = [
     {"offload_optimizer": "cpu", "offload_ratio": 0.5},
     {"offload_optimizer": "nvme", "offload_ratio": 0.4},
     {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    {"offload_optimizer": "nvme", "offload_parameters": "nvme", "activation_checkpointing": True},
 ]
 
 
@@ -94,6 +95,8 @@ def run_all(micro: int) -> list[tuple[list[tuple[float, float]], dict[str, Tenso
     torch.set_num_threads(1)
     found = []
     for tier, stage in itertools.product(TIERS, range(4)):
+        if stage < 3 and tier.get("offload_parameters") == "nvme":
+            continue
         engine = engine_of(tier, zero_stage=stage)
         found.append((advance(engine, 1, STEPS, micro), weights(engine)))
     return found
