@@ -18,6 +18,7 @@ BENCHES = {
     "rollout": "benchmarks.rollout",
     "zero": "benchmarks.zero",
     "peers": "benchmarks.peers",
+    "dschat": "benchmarks.dschat",
     "kernels": "benchmarks.kernels",
 }
 

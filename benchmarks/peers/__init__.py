@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from benchmarks.record import Result
 
-CASES = ("sft", "reward", "ppo", "logprob_memory", "ratio")
+CASES = ("sft", "reward", "ppo", "ppo_zero3", "logprob_memory", "ratio")
 
 
 def run(cases: Sequence[str], rounds: int) -> list[Result]:

@@ -1,0 +1,218 @@
+"""DeepSpeed-Chat's published run like for like: OPT-1.3B actor, OPT-350M critic and reward model, 256 + 256 tokens.
+
+Random weights and tokens, fixed lengths, one epoch, one minibatch: the work of a step is the published one's, whatever
+is learned. Whole on a GPU; on a CPU the shapes and lengths are tiny ones, and only the program is tried.
+
+Utilisation = model FLOPs / seconds / the device's measured bf16 product rate (fp32 on a CPU). A forward costs
+2 P + 2 L D T FLOPs a token (P parameters, L layers, D hidden size, T sequence length, attention causal), training three
+times as much; an answer is one forward to generate, whatever the decoder repeats, one each for old and reference
+log-probabilities, values and score, and three each for actor and critic (Chowdhery et al., 2022, appendix B).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from benchmarks.gpu.ceilings import matmul_rate
+from benchmarks.gpu.setting import OPT_1_3B, TINY, Setting
+from benchmarks.gpu.training import fill
+from benchmarks.measure import medians_by_name
+from benchmarks.record import Result
+from engine import Engine, EngineConfig, OptimizerConfig, Sampling
+from engine.kernels import gae
+from engine.parallel import dist
+from pipeline.data.documents import Documents
+from pipeline.models.checks import verify
+from pipeline.models.modules import Policy, Scorer
+from step3_ppo.advantages import kl_k1, shaped_rewards, whiten
+from step3_ppo.loss import policy_loss, value_loss
+
+CASES = ("opt-1.3b",)
+OPT_350M = OPT_1_3B | {
+    "hidden_size": 1024, "num_attention_heads": 16, "ffn_dim": 4096, "word_embed_proj_dim": 512,
+    "do_layer_norm_before": False,
+}  # fmt: skip
+PUBLISHED_TOKENS = 135.3e6
+PUBLISHED_HOURS = {"one_a100_80g": 11.7, "eight_a100_80g": 1.4}  # DeepSpeed-Chat's README, table 1
+OPTIMIZER = OptimizerConfig(lr=1e-6, schedule="constant")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some sequences of prompt and response side by side in one row, without padding; `places` says which."""
+
+    places: list[int]
+    input_ids: Tensor
+    score_mask: Tensor
+    documents: Documents
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Four engines, how many sequences a step has, tokens of a prompt and of an answer, sequences a micro-batch."""
+
+    actor: Engine
+    reference: Engine
+    critic: Engine
+    reward: Engine
+    batch: int
+    length: int
+    micro: int
+
+
+def run(cases: Sequence[str], rounds: int) -> list[Result]:
+    """Tokens a second, prompt and answer, over whole steps."""
+    setting = Setting(dist.world().device, tiny=not torch.cuda.is_available())
+    chat = build(setting)
+    clocks = [step(chat, setting, number) for number in range(rounds + 1)][1:]
+    return [_result(chat, setting, medians_by_name(clocks)) for _ in cases]
+
+
+def build(setting: Setting) -> Chat:
+    """Sizes as published; tiny ones on a CPU."""
+    large = setting.of(OPT_1_3B, TINY)
+    small = setting.of(OPT_350M, TINY)
+    batch, length, micro = setting.of((256, 256, 32), (4, 8, 2))
+    engines = [
+        _engine(setting, large, scores=False, learns=True),
+        _engine(setting, large, scores=False, learns=False),
+        _engine(setting, small, scores=True, learns=True),
+        _engine(setting, small, scores=True, learns=False),
+    ]
+    for engine in engines:
+        assert verify(engine, max_length=2 * length).packing
+    return Chat(*engines, batch, length, micro)
+
+
+def _engine(setting: Setting, shape: dict[str, Any], *, scores: bool, learns: bool) -> Engine:
+    config = AutoConfig.for_model("opt", **shape, num_labels=1)
+    auto: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config, dtype=torch.float32)
+    model.tie_weights()
+    return Engine(
+        Scorer(model) if scores else Policy(model),
+        EngineConfig(dtype=setting.of("bf16", "fp32")),
+        optimizer=OPTIMIZER if learns else None,
+        fill=fill,
+        rollout_path="lm" if learns and not scores else None,
+    )
+
+
+def step(chat: Chat, setting: Setting, number: int) -> dict[str, float]:
+    """One PPO step; the seconds of each phase."""
+    vocabulary = setting.shape["vocab_size"]
+    source = torch.Generator().manual_seed(number)
+    prompts = torch.randint(10, vocabulary, (chat.batch, chat.length), generator=source)
+    clock: dict[str, float] = {}
+
+    def timed(phase: str, work: Callable[[], Any]) -> Any:
+        setting.wait()
+        began = perf_counter()
+        found = work()
+        setting.wait()
+        clock[phase] = perf_counter() - began
+        return found
+
+    answers = timed("generate", lambda: _generate(chat, prompts.tolist(), number))
+    rows = _rows(chat, torch.cat([prompts, answers], dim=1).to(setting.device))
+    old, reference, values, scores = timed("score", lambda: _score(chat, rows))
+    mask = torch.ones_like(old, dtype=torch.bool)
+    advantages, returns, _ = gae(
+        shaped_rewards(scores, kl_k1(old, reference), mask, kl_coef=0.1), values, mask, gamma=1.0, lam=0.95
+    )
+    advantages, count = whiten(advantages, mask), float(mask.sum())
+
+    def actor_loss(module: nn.Module, batch: Rows) -> Any:
+        logprobs, _ = module(batch.input_ids, batch.score_mask, documents=batch.documents)
+        flat = [table[batch.places].flatten() for table in (old, advantages)]
+        return policy_loss(logprobs, *flat, clip=0.2, dual_clip=None)
+
+    def critic_loss(module: nn.Module, batch: Rows) -> Any:
+        flat = [table[batch.places].flatten() for table in (values, returns)]
+        return value_loss(_values(module, batch), *flat, clip=0.2)
+
+    timed("train_actor", lambda: chat.actor.update(rows, actor_loss, count))
+    timed("train_critic", lambda: chat.critic.update(rows, critic_loss, count))
+    return clock
+
+
+def _generate(chat: Chat, prompts: list[list[int]], seed: int) -> Tensor:
+    how = Sampling(max_new_tokens=chat.length, end_ids=(), pad_id=1, seed=seed)  # all have their full length
+    with chat.actor.generating() as rollouts:
+        drawn = rollouts.generate(prompts, how, streams=list(range(len(prompts))), batch_size=len(prompts))
+    return torch.tensor([answer.token_ids for answer in drawn])
+
+
+def _rows(chat: Chat, ids: Tensor) -> list[Rows]:
+    answer = torch.zeros_like(ids, dtype=torch.bool)
+    answer[:, chat.length :] = True
+    return [
+        Rows(places, ids[places].view(1, -1), answer[places].view(1, -1), Documents((ids.shape[1],) * len(places)))
+        for places in torch.arange(chat.batch).split(chat.micro)
+        for places in [places.tolist()]
+    ]
+
+
+def _score(chat: Chat, rows: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Old and reference log-probabilities, values (B, R) and scores (B,)."""
+    tables = []
+    for engine in (chat.actor, chat.reference):
+        with engine.scoring() as module:
+            found = [module(b.input_ids, b.score_mask, documents=b.documents)[0] for b in rows]
+        tables.append(torch.cat(found).view(chat.batch, -1))
+    with chat.critic.scoring() as module:
+        values = torch.cat([_values(module, b) for b in rows]).view(chat.batch, -1)
+    with chat.reward.scoring() as module:
+        scores = torch.cat([module(b.input_ids, documents=b.documents)[0, b.documents.ends()] for b in rows])
+    return tables[0], tables[1], values, scores
+
+
+def _values(module: nn.Module, batch: Rows) -> Tensor:
+    values: Tensor = module(batch.input_ids, documents=batch.documents)[:, :-1][batch.score_mask[:, 1:]]
+    return values
+
+
+def _result(chat: Chat, setting: Setting, clock: dict[str, float]) -> Result:
+    tokens, seconds = 2 * chat.length * chat.batch, sum(clock.values())
+    large, small = (_forward_flops(engine, 2 * chat.length) for engine in (chat.actor, chat.critic))
+    flops = {"generate": large, "score": 2 * large + 2 * small, "train_actor": 3 * large, "train_critic": 3 * small}
+    peak = matmul_rate(setting)
+    whole = setting.device.type == "cuda"
+    rate = tokens / seconds
+    return Result(
+        bench="dschat",
+        case="opt-1.3b" if whole else "tiny",
+        ours=rate,
+        unit="tokens/s",
+        lower_is_better=False,
+        peer=PUBLISHED_TOKENS / PUBLISHED_HOURS["one_a100_80g"] / 3600 if whole else None,
+        detail={
+            "work": f"{chat.batch} x ({chat.length} + {chat.length}) tokens a step, one epoch",
+            "scaled": "no" if whole else "down to tiny shapes: says nothing of the published run",
+            "share_of_generation": clock["generate"] / seconds,
+            "utilisation": tokens * sum(flops.values()) / seconds / peak,
+            **(_beside_the_table(rate) if whole else {}),
+            "seconds_by_phase": clock,
+            "tokens_per_second_by_phase": {name: tokens / taken for name, taken in clock.items()},
+            "utilisation_by_phase": {name: tokens * flops[name] / taken / peak for name, taken in clock.items()},
+        },
+    )
+
+
+def _beside_the_table(rate: float) -> dict[str, float]:
+    """Hours that the published run would take, and took."""
+    published = {f"published_hours_{name}": hours for name, hours in PUBLISHED_HOURS.items()}
+    return {"hours_of_the_published_run": PUBLISHED_TOKENS / rate / 3600, **published}
+
+
+def _forward_flops(engine: Engine, length: int) -> float:
+    """A token's."""
+    config: Any = engine.module.backbone.config
+    parameters = sum(p.numel() for p in engine.module.parameters())
+    return 2.0 * parameters + 2.0 * config.num_hidden_layers * config.hidden_size * length
