@@ -89,7 +89,7 @@ class Engine:
         self._flip: Flip | None = None
         if rollout_path is not None and blueprint is not None:
             source, dtype = self.module.get_submodule(rollout_path), precision.TORCH_DTYPE[config.dtype]
-            self._flip = Flip(blueprint, source, dtype)
+            self._flip = Flip(blueprint, source, dtype, config.tensor_plan)
         self.healer = Healer(self.module, self._discard)
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
         self.optimizer = self._build(optimizer) if optimizer is not None else None

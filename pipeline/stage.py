@@ -155,8 +155,7 @@ def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prom
 
 def answers_of(engine: Engine, tokenizer: ChatTokenizer, prompts: list[Prompt], how: Sampling) -> list[str]:
     """Answers to prompts, all on every rank, the work spread over ranks. The noise belongs to the prompt's place."""
-    world = dist.world()
-    places = list(range(world.rank, len(prompts), world.size))
+    places = list(range(engine.flip.group, len(prompts), engine.flip.groups))
     with engine.generating() as rollouts:
         mine = answer_prompts(rollouts, tokenizer, [prompts[place] for place in places], how, streams=places)
     found = {place: text for part in dist.gather_objects(list(zip(places, mine, strict=True))) for place, text in part}

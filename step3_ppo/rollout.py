@@ -88,9 +88,9 @@ def generate(
 
     `keep` and `park_optimizer` are those of `Engine.generating`.
     """
-    world = dist.world()
+    flip = models.actor.flip
     expected = (sampling.min_new_tokens + sampling.max_new_tokens) / 2
-    places = shares([len(prompt) for prompt in prompts], world.size, expected)[world.rank]
+    places = shares([len(prompt) for prompt in prompts], flip.groups, expected)[flip.group]
     with models.actor.generating(keep=keep, park_optimizer=park_optimizer) as rollouts:
         mine = rollouts.generate(
             [prompts[i] for i in places],

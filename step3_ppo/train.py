@@ -40,6 +40,7 @@ class Ppo:
         self.models: Models = build(config, sources, actor_steps=actor_steps, critic_steps=self.steps * inner)
         self.models.actor.flip.selfcheck_every = config.rollout.selfcheck_every
         self.models.actor.flip.tensor_parallel = config.rollout.tensor_parallel
+        self.models.actor.flip.stream = config.rollout.stream
         if self.section.ema is not None:
             self.models.actor.start_averaging(self.section.ema)
         self.ptx = ptx_mix(config, self.tokenizer)

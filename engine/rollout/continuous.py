@@ -34,14 +34,18 @@ class SlotDecoder:
     """A model that attends over a slot cache, which it keeps between calls.
 
     Making one tries the model with one token; raises Unserved, saying why, where the model can't be decoded so.
+    `replay` False runs every step through the modules.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, cache_bytes: int | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, cache_bytes: int | None = None, *, replay: bool = True
+    ) -> None:
         self.module, self.device, self.cache_bytes = module, device, cache_bytes
         self.packs = PackedLinears(module)
         self.keeps_logits = _check_served(module)
         self.cache: SlotCache | None = None
-        self.on_device = device.type == "cuda"  # then steps are captured, and the host follows a round behind
+        # Then steps are captured, and the host follows a round behind.
+        self.on_device = replay and device.type == "cuda"
         self._rounds: Rounds | None = None
         self.token_bytes, self.token_numbers = self._probe()
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.healing.failure import attempt
 from engine.parallel import dist
 from engine.rollout.attention import Unserved
 from engine.rollout.continuous import Drawn, SlotDecoder
@@ -40,15 +41,19 @@ class Rollouts:
     """Generates with a plain causal language model of transformers: no hooks, no dropout, whole weights on `device`.
 
     `cache_bytes` bounds the key-value cache (by default half of the memory that is free); fewer sequences than asked
-    for run at a time where it is short. `slots` False decodes in padded batches. After the weights were changed, call
+    for run at a time where it is short. `slots` False decodes in padded batches; `replay` False runs every step through
+    the modules, whose hooks and collectives a recording would miss. After the weights were changed, call
     `refresh`.
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device | str, cache_bytes: int | None = None, *, slots: bool = True
-    ) -> None:
+        self, module: nn.Module, device: torch.device | str, cache_bytes: int | None = None, *, slots: bool = True,
+        replay: bool = True,
+    ) -> None:  # fmt: skip
         self.module, self.device, self.cache_bytes = module, torch.device(device), cache_bytes
         self._slots: SlotDecoder | None = None
+        self._replay = replay
+        self.most: int | None = None  # sequences that are decoded together at most, since more ran out of memory
         self._fallback = None if slots else "it was told so"  # why the model does not decode by slots
 
     def generate(
@@ -73,6 +78,35 @@ class Rollouts:
             raise ValueError(f"{len(prompts)} answers need as many streams, not {len(streams)}")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        if not self._replay:  # its forwards have collectives, which other ranks would wait for
+            return self._answers(prompts, sampling, streams, batch_size, text)
+        while True:
+            together = min(batch_size, self.most or batch_size)
+            answers, reason = attempt(lambda: self._answers(prompts, sampling, streams, together, text))
+            if answers is not None:
+                return answers
+            self._halve(together, reason)
+
+    def _halve(self, together: int, reason: str | None) -> None:
+        """After memory ran out: decode half as many at a time from now on. An answer does not depend on that."""
+        if together == 1:
+            raise ValueError(
+                f"out of memory while one sequence is decoded ({reason}); fewer new tokens (rollout.max_new_tokens), "
+                "shorter prompts, or a higher ZeRO stage and offload tiers for what rests meanwhile"
+            )
+        if self.most is None:
+            print(f"memory: it ran out with {together} sequences decoded together; fewer are from now on", flush=True)
+        self.most = together // 2
+        self.release()
+
+    def _answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        streams: Sequence[int],
+        batch_size: int,
+        text: Callable[[list[int]], str] | None,
+    ) -> list[Generation]:
         token_ids: list[list[int]] = [[] for _ in prompts]
         logprobs: list[list[float]] = [[] for _ in prompts]
         ending = Ending(sampling, text)
@@ -138,7 +172,7 @@ class Rollouts:
         """The slot decoder, made at first use; None for a model that falls back."""
         if self._slots is None and self._fallback is None:
             try:
-                self._slots = SlotDecoder(self.module, self.device, self.cache_bytes)
+                self._slots = SlotDecoder(self.module, self.device, self.cache_bytes, replay=self._replay)
             except Unserved as reason:
                 self._fallback = str(reason)
                 name = type(self.module).__name__

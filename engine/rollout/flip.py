@@ -4,13 +4,14 @@ Entering gathers the parameters into the twin, and packs its matrices where that
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
 from engine.parallel import dist
+from engine.rollout.continuous import free_bytes
 from engine.rollout.decoder import Rollouts
 from engine.rollout.hybrid import Twin
 from engine.rollout.parking import parked
@@ -26,8 +27,13 @@ class Flip:
     into the twin's buffers. `checked` is what the last flip's self-check said; empty where there was none.
     """
 
-    def __init__(self, blueprint: nn.Module, source: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(
+        self, blueprint: nn.Module, source: nn.Module, dtype: torch.dtype, plan: Mapping[str, str] | None = None
+    ) -> None:
         """See `Twin`, which takes the blueprint over when it is first needed."""
+        self._plan = plan
+        self.stream = False  # whether blocks are gathered only while they run; to be set before the first flip
+        self.tensor_parallel = 1  # neighbouring ranks that generate together; to be set before the first flip
         self._blueprint, self._source, self._dtype = blueprint, source, dtype
         self._twin: Twin | None = None
         self._rollouts: Rollouts | None = None
@@ -53,11 +59,21 @@ class Flip:
                 self.checked = self._selfcheck(rollouts)
                 yield rollouts
             finally:
+                self._finish()
                 began = time.perf_counter()
                 if not keep:
                     self.release()
                 stack.close()
                 self.seconds += time.perf_counter() - began
+
+    @property
+    def group(self) -> int:
+        """Which of the `groups` this rank belongs to; ranks of one answer the same prompts, groups different ones."""
+        return dist.world().rank // self.tensor_parallel
+
+    @property
+    def groups(self) -> int:
+        return dist.world().size // self.tensor_parallel
 
     def release(self) -> None:
         """Free the twin's parameters, what was derived from them, and the cache."""
@@ -66,12 +82,23 @@ class Flip:
         if self._twin is not None:
             self._twin.release()
 
+    def _finish(self) -> None:
+        if self._twin is not None and self._twin.stream is not None:
+            self._twin.stream.finish()
+
     def _enter(self) -> Rollouts:
         if self._twin is None:
-            self._twin = Twin(self._blueprint, self._source, self._dtype)
-            self._rollouts = Rollouts(self._twin.module, dist.world().device)
+            device, ranks = dist.world().device, self.tensor_parallel
+            self._twin = Twin(
+                self._blueprint, self._source, self._dtype, device, tensor_parallel=ranks, plan=self._plan,
+                stream=self.stream,
+            )  # fmt: skip
+            bound = _agreed_bytes(device) if ranks > 1 else None
+            self._rollouts = Rollouts(self._twin.module, device, bound, replay=not self.stream and ranks == 1)
         assert self._rollouts is not None
         self._twin.refresh()
+        if self.tensor_parallel > 1 and self._rollouts.fallback is not None:
+            raise ValueError(f"rollout.tensor_parallel needs the slot cache, and {self._rollouts.fallback}; use 1")
         self._rollouts.refresh(self._twin.changed)
         self._count += 1
         self.bytes = self._twin.bytes
@@ -91,3 +118,9 @@ class Flip:
         if dist.max_over_ranks(float(problem is not None)) > 0:
             raise problem or ValueError("another rank's generator is not its model; its message says more")
         return checked
+
+
+def _agreed_bytes(device: torch.device) -> int:
+    """Memory for the cache that every rank has: those that generate together must run as many sequences."""
+    sharers = dist.world().size if device.type == "cpu" else 1
+    return -int(dist.max_over_ranks(-float(free_bytes(device) // (2 * sharers))))

@@ -14,17 +14,29 @@ from torch import Tensor, nn
 from engine.loading import local_rows
 from engine.merging import active_matrices, update_rows
 from engine.parallel import dist
+from engine.rollout.cuts import Cut
 
 BUCKET_BYTES = 64 << 20  # of one rank's rows; two such buckets and what is gathered from them are in memory
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter: the live one, sharded or whole, the LoRA layer over it, and where its values are wanted."""
+    """One parameter: the live one, sharded or whole, the LoRA layer over it, and where its values are wanted.
+
+    `cut` is the part of it that `target` is; None for all.
+    """
 
     live: Tensor
     adapter: nn.Module | None
     target: Tensor
+    cut: Cut | None = None
+
+    def put(self, rows: Tensor, first: int) -> None:
+        """Write some rows of the whole, from row `first` on."""
+        if self.cut is None:
+            self.target[first : first + len(rows)].copy_(rows)
+        else:
+            self.cut.place(rows, first, self.target)
 
 
 @torch.no_grad()
@@ -40,12 +52,12 @@ def gather(pieces: Sequence[Piece], *, shared: bool = False) -> int:
         if not dist.is_whole(piece.live) and not dist.in_rows(piece.live):
             _copy_by_itself(piece, matrices)
         elif shared or dist.is_whole(piece.live):
-            rows = _share_of(piece.live) if shared else slice(None)
-            piece.target[rows].copy_(_updated(piece, matrices, rows))
+            mine = _share_of(piece.live) if shared else slice(0, piece.live.shape[0])
+            piece.put(_updated(piece, matrices, mine), mine.start)
         else:
             to_exchange.append(piece)
     for piece, first, rows in _exchanged(to_exchange, matrices):
-        piece.target[first : first + len(rows)].copy_(rows)
+        piece.put(rows, first)
     return sum(piece.target.numel() * piece.target.element_size() for piece in pieces)
 
 
@@ -81,7 +93,7 @@ def _copy_by_itself(piece: Piece, matrices: Matrices) -> None:
     whole = dist.full_tensor(piece.live.detach()).to(piece.target.device)
     if piece.adapter is not None:
         whole = whole.float() + update_rows(piece.adapter, matrices[piece.adapter], slice(None))
-    piece.target.copy_(whole)
+    piece.put(whole, 0)
 
 
 def _whole_matrices(adapters: Sequence[nn.Module]) -> Matrices:

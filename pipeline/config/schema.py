@@ -197,6 +197,7 @@ class RolloutSection(Section):
     max_prompt_tokens: int = Field(512, ge=1, description="longer prompts are dropped, and counted")
     batch_size: int = Field(64, ge=1, description="sequences decoded together on a rank")
     tensor_parallel: int = Field(1, ge=1, description="neighbouring ranks that split the generator's matrices between them and answer the same prompts")
+    stream: bool = Field(False, description="bring the generator's blocks to the device one at a time, for models that don't fit it")
     keep: bool = Field(True, description="keep the generator's weights, packs and cache between rollouts; false frees them")
     park_optimizer: bool = Field(False, description="optimizer states wait in host memory while answers are generated (GPU)")
     selfcheck_every: int = Field(
