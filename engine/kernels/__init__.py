@@ -16,10 +16,13 @@ from torch import Tensor
 from engine.kernels.decode_attention import decode_attention as _decode_attention
 from engine.kernels.gae import gae as _gae
 from engine.kernels.sample import sample as _sample
+from engine.kernels.split_logprobs import Pieces, Reduce
+from engine.kernels.split_logprobs import split_token_logprobs as _split_token_logprobs
+from engine.kernels.token_logprobs import gradients, statistics
 from engine.kernels.token_logprobs import token_logprobs as _token_logprobs
 from engine.rollout.sampling import Sampling
 
-__all__ = ["decode_attention", "gae", "sample", "token_logprobs"]
+__all__ = ["Reduce", "decode_attention", "gae", "sample", "split_token_logprobs", "token_logprobs"]
 
 _HAS_TRITON = find_spec("triton") is not None  # PyTorch's CUDA builds for Linux bring it
 _TORCH: dict[str, Callable[..., Any]] = {
@@ -42,6 +45,23 @@ def token_logprobs(
     pick = _pick("token_logprobs", hidden)
     logprobs, entropy = pick(hidden, weight, targets, temperature, bias, softcap)
     return logprobs, entropy
+
+
+def split_token_logprobs(
+    hidden: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    first: int,
+    reduce: Reduce,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` with a head split over ranks, of which `rows` are this one's: see split_logprobs.py."""
+    pieces = Pieces(statistics, gradients)
+    if hidden.is_cuda and _HAS_TRITON:
+        pieces = Pieces(_triton("token_logprobs", "statistics"), _triton("token_logprobs", "gradients"))
+    return _split_token_logprobs(hidden, rows, targets, first, reduce, pieces, temperature, bias, softcap)
 
 
 def decode_attention(
@@ -73,10 +93,10 @@ def sample(logits: Tensor, streams: Tensor, positions: Tensor, how: Sampling) ->
 
 
 def _pick(name: str, tensor: Tensor) -> Callable[..., Any]:
-    return _triton(name) if tensor.is_cuda and _HAS_TRITON else _TORCH[name]
+    return _triton(name, name) if tensor.is_cuda and _HAS_TRITON else _TORCH[name]
 
 
 @cache
-def _triton(name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(import_module(f"engine.kernels.{name}_triton"), name)
+def _triton(kernel: str, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(import_module(f"engine.kernels.{kernel}_triton"), name)
     return function

@@ -43,7 +43,7 @@ def token_logprobs(
     hidden, weight and bias. Raises ValueError where the shapes don't fit or the temperature is not positive.
     """
     check(hidden, weight, targets, temperature)
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, bias, _Head(temperature, softcap))
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, bias, Head(temperature, softcap))
     return logprobs, entropy
 
 
@@ -59,7 +59,7 @@ def check(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -
 
 
 @dataclass(frozen=True)
-class _Head:
+class Head:
     """What happens between the head's matrix product and the softmax."""
 
     temperature: float
@@ -84,7 +84,7 @@ class _Head:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, head: _Head
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, head: Head
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.head = head
@@ -104,35 +104,62 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, bias, lse, entropy, saved = ctx.saved_tensors
-        wants_hidden, wants_weight, _, wants_bias, _ = ctx.needs_input_grad
-        of_logprob, of_entropy = gradients
-        if of_logprob is None:
-            of_logprob = torch.zeros_like(lse)
-        d_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if wants_hidden else None
-        d_weight = torch.empty_like(weight) if wants_weight else None
-        d_bias = torch.empty_like(bias) if wants_bias else None
-        products = _Products(hidden, weight)
-        wide = products.operand(hidden)
-        for start, end in _blocks(hidden, weight):
-            rows = products.operand(weight[start:end])
-            z = saved
-            if z is None:
-                z = ctx.head.logits(products, wide, rows, None if bias is None else bias[start:end])
-            dz = _logit_gradient(z, targets - start, lse, entropy, of_logprob, of_entropy)
-            dz = ctx.head.back(dz, z)
-            if d_bias is not None:
-                d_bias[start:end] = dz.sum(0)
-            if d_hidden is not None:
-                d_hidden += products(dz, rows)
-            if d_weight is not None:  # rounded once, to the weight's precision, so a plain product will do
-                d_weight[start:end] = dz.T.to(hidden.dtype) @ hidden
+        d_hidden, d_weight, d_bias = gradients(
+            ctx.head, hidden, weight, targets, bias, lse, entropy, *upstream, saved, wants=wanted(ctx)
+        )
         return (None if d_hidden is None else d_hidden.to(hidden.dtype)), d_weight, None, d_bias, None
 
 
+def wanted(ctx: Any) -> tuple[bool, bool, bool]:
+    """Whether hidden, weight and bias need gradients; they are inputs 0, 1 and 3."""
+    needs = ctx.needs_input_grad
+    return needs[0], needs[1], needs[3]
+
+
+def statistics(
+    head: Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies and log-sum-exps, (N,) fp32 each; a target outside of the rows counts as logit 0."""
+    products = _Products(hidden, weight)
+    return _forward_blocks(head, products, hidden, weight, targets, bias, _blocks(hidden, weight))
+
+
+def gradients(
+    head: Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, lse: Tensor, entropy: Tensor,
+    of_logprob: Tensor | None, of_entropy: Tensor | None, saved: Tensor | None = None,
+    *, wants: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Those of hidden (fp32), weight and bias, where wanted, from those of log-probabilities and entropies.
+
+    `lse` and `entropy` may be those of more rows of the head than `weight` has; a target outside pulls at no row.
+    `saved` are the logits, where they were kept.
+    """
+    if of_logprob is None:
+        of_logprob = torch.zeros_like(lse)
+    d_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if wants[0] else None
+    d_weight = torch.empty_like(weight) if wants[1] else None
+    d_bias = torch.empty_like(bias) if wants[2] and bias is not None else None
+    products = _Products(hidden, weight)
+    wide = products.operand(hidden)
+    for start, end in _blocks(hidden, weight):
+        rows = products.operand(weight[start:end])
+        z = saved
+        if z is None:
+            z = head.logits(products, wide, rows, None if bias is None else bias[start:end])
+        dz = head.back(_logit_gradient(z, targets - start, lse, entropy, of_logprob, of_entropy), z)
+        if d_bias is not None:
+            d_bias[start:end] = dz.sum(0)
+        if d_hidden is not None:
+            d_hidden += products(dz, rows)
+        if d_weight is not None:  # rounded once, to the weight's precision, so a plain product will do
+            d_weight[start:end] = dz.T.to(hidden.dtype) @ hidden
+    return d_hidden, d_weight, d_bias
+
+
 def _forward_blocks(
-    head: _Head,
+    head: Head,
     products: "_Products",
     hidden: Tensor,
     weight: Tensor,

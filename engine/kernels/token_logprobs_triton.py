@@ -20,7 +20,7 @@ Tiles: 128 x 256 x 64 with 8 warps on Hopper and Blackwell. A 128 x 128 tile ask
 operations, 15 TB/s at peak, twice what it has; 128 x 256 asks for a third less. Chosen by this arithmetic, and by
 spills and shared memory of the compiled kernels (docs/kernels.md), not yet measured on a GPU.
 
-Left out: tensor-memory-accelerator loads; a head split over ranks.
+Left out: tensor-memory-accelerator loads.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.kernels.launch import dot_precision, multiprocessors
-from engine.kernels.token_logprobs import _product, check
+from engine.kernels.token_logprobs import Head, _product, check, wanted
 
 # Elements of the buffer that backward holds at once: 128 MB in bf16.
 CHUNK_ELEMENTS = 2**26
@@ -76,7 +76,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """As `engine.kernels.token_logprobs.token_logprobs`. A target outside of the vocabulary gives NaN."""
     check(hidden, weight, targets, temperature)
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, bias, temperature, softcap)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, bias, Head(temperature, softcap))
     return logprobs, entropy
 
 
@@ -243,9 +243,27 @@ class _Head:
         }  # fmt: skip
 
 
+def _tiled(head: Head, hidden: Tensor) -> _Head:
+    capability = torch.cuda.get_device_capability(hidden.device)[0] * 10 if hidden.is_cuda else 90
+    tiles = tiles_for(hidden.shape[0], hidden.dtype, capability, head.softcap)
+    return _Head(1.0 / head.temperature, head.softcap, tiles)
+
+
+def _dense(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As the kernels read them: hidden and weight of one dtype, last dimensions dense."""
+    common = torch.promote_types(hidden.dtype, weight.dtype)
+    bias = None if bias is None else bias.contiguous()
+    return _rows(hidden.to(common)), _rows(weight.to(common)), targets.contiguous(), bias
+
+
 def _forward(head: _Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
     """Log-probabilities, entropies, log-sum-exps: (N,) fp32 each."""
     (tokens, width), vocabulary, tiles = hidden.shape, weight.shape[0], head.tiles
+    out = hidden.new_empty(3, tokens, dtype=torch.float32)
+    if tokens == 0:
+        return out[0], out[1], out[2]
     m_tiles, v_tiles = triton.cdiv(tokens, tiles.tokens), triton.cdiv(vocabulary, tiles.columns)
     # Eight waves of programs even out the last one; 16 splits at least, so that they are never long.
     splits = min(v_tiles, max(16, triton.cdiv(8 * multiprocessors(hidden.device), m_tiles)))
@@ -258,7 +276,6 @@ def _forward(head: _Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias:
         hidden.stride(0), weight.stride(0), head.inverse_temperature, head.softcap or 0.0, splits, tiles_a_split,
         **head.options(width, bias, hidden.dtype),
     )  # fmt: skip
-    out = hidden.new_empty(3, tokens, dtype=torch.float32)
     join_kernel[(triton.cdiv(tokens, 64),)](
         partial[0], partial[1], partial[2], target_logits, out[0], out[1], out[2], tokens, splits, BM=64, num_warps=2
     )
@@ -268,45 +285,58 @@ def _forward(head: _Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, head: Head
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.dtypes = hidden.dtype, weight.dtype
-        common = torch.promote_types(hidden.dtype, weight.dtype)
-        hidden, weight, targets = _rows(hidden.to(common)), _rows(weight.to(common)), targets.contiguous()
-        bias = None if bias is None else bias.contiguous()
-        capability = torch.cuda.get_device_capability(hidden.device)[0] * 10 if hidden.is_cuda else 90
-        ctx.head = _Head(1.0 / temperature, softcap, tiles_for(hidden.shape[0], common, capability, softcap))
-        if hidden.shape[0] == 0:
-            logprobs = entropy = lse = hidden.new_empty(0, dtype=torch.float32)
-            entropy = lse.clone()
-        else:
-            logprobs, entropy, lse = _forward(ctx.head, hidden, weight, targets, bias)
+        ctx.dtypes, ctx.head = (hidden.dtype, weight.dtype), head
+        hidden, weight, targets, bias = _dense(hidden, weight, targets, bias)
+        logprobs, entropy, lse = _forward(_tiled(head, hidden), hidden, weight, targets, bias)
         ctx.save_for_backward(hidden, weight, targets, bias, lse, entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, bias, lse, entropy = ctx.saved_tensors
-        of_logprob, of_entropy = gradients
-        g = torch.zeros_like(lse) if of_logprob is None else of_logprob.contiguous()
-        e = None if of_entropy is None else of_entropy.contiguous()
-        wants_hidden, wants_weight, _, wants_bias = ctx.needs_input_grad[:4]
+        d_hidden, d_weight, d_bias = gradients(
+            ctx.head, hidden, weight, targets, bias, lse, entropy, *upstream, wants=wanted(ctx)
+        )
         of_hidden, of_weight = ctx.dtypes
-        d_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if wants_hidden else None
-        d_weight = weight.new_empty(weight.shape, dtype=of_weight) if wants_weight else None
-        d_bias = torch.empty_like(bias) if wants_bias else None
-        for first, last in _chunks(hidden.shape[0], weight.shape[0]):
-            dz = _logit_gradient(ctx.head, hidden, weight, targets, bias, lse, entropy, g, e, first, last)
-            if d_hidden is not None:
-                d_hidden += _product(dz, weight[first:last])
-            if d_weight is not None:
-                d_weight[first:last] = _product(dz.T, hidden)
-            if d_bias is not None:
-                d_bias[first:last] = dz.sum(0, dtype=torch.float32)
-        return (None if d_hidden is None else d_hidden.to(of_hidden)), d_weight, None, d_bias, None, None
+        d_hidden = None if d_hidden is None else d_hidden.to(of_hidden)
+        return d_hidden, (None if d_weight is None else d_weight.to(of_weight)), None, d_bias, None
+
+
+def statistics(
+    head: Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `engine.kernels.token_logprobs.statistics`."""
+    elsewhere = (targets < 0) | (targets >= weight.shape[0])
+    hidden, weight, targets, bias = _dense(hidden, weight, targets, bias)
+    logprobs, entropy, lse = _forward(_tiled(head, hidden), hidden, weight, targets, bias)
+    return torch.where(elsewhere, -lse, logprobs), entropy, lse
+
+
+def gradients(
+    head: Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, lse: Tensor, entropy: Tensor,
+    of_logprob: Tensor | None, of_entropy: Tensor | None, *, wants: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """As `engine.kernels.token_logprobs.gradients`."""
+    hidden, weight, targets, bias = _dense(hidden, weight, targets, bias)
+    tiled = _tiled(head, hidden)
+    g = torch.zeros_like(lse) if of_logprob is None else of_logprob.contiguous()
+    e = None if of_entropy is None else of_entropy.contiguous()
+    d_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if wants[0] else None
+    d_weight = torch.empty_like(weight) if wants[1] else None
+    d_bias = torch.empty_like(bias) if wants[2] and bias is not None else None
+    for first, last in _chunks(hidden.shape[0], weight.shape[0]):
+        dz = _logit_gradient(tiled, hidden, weight, targets, bias, lse, entropy, g, e, first, last)
+        if d_hidden is not None:
+            d_hidden += _product(dz, weight[first:last])
+        if d_weight is not None:
+            d_weight[first:last] = _product(dz.T, hidden)
+        if d_bias is not None:
+            d_bias[first:last] = dz.sum(0, dtype=torch.float32)
+    return d_hidden, d_weight, d_bias
 
 
 def _logit_gradient(

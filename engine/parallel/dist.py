@@ -188,6 +188,14 @@ def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Te
     return tensor
 
 
+def all_reduce_max(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The largest over ranks, elementwise, in place; returns the tensor."""
+    if world().size > 1:
+        count_all_reduce("other", tensor, group.size() if group is not None else world().size)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return tensor
+
+
 def gather_tensors(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Every rank's tensor, in rank order; all have the same shape."""
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]

@@ -101,3 +101,27 @@ def test_a_token_of_probability_zero_leaves_no_nan() -> None:
     (logprobs.sum() + entropy.sum()).backward()
     for x in (logprobs, entropy, hidden.grad, weight.grad):
         assert isinstance(x, Tensor) and x.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shares_of_a_split_head_join_to_the_whole(dtype: torch.dtype) -> None:
+    """The pieces that split_logprobs.py asks for: over two uneven shares of the rows, targets in either."""
+    hidden, weight, bias = (x.detach().to(DEVICE) for x in make(37, 310, 40, bias=True, dtype=dtype) if x is not None)
+    targets, upstream = torch.randint(310, (37,), device=DEVICE), torch.randn(2, 37, device=DEVICE)
+    head = kernel.Head(0.7, 3.0)
+    exact, *outputs = in_float64((hidden, weight, bias), targets, 0.7, 3.0)
+    torch.autograd.backward(outputs, [upstream[0].double(), upstream[1].double()])
+    parts = [(first, kernel.statistics(head, hidden, weight[first:last], targets - first, bias[first:last]))
+             for first, last in ((0, 100), (100, 310))]  # fmt: skip
+    lse = torch.stack([part[2] for _, part in parts]).logsumexp(0)
+    target_logits = sum(part[0] + part[2] for _, part in parts)
+    close(target_logits - lse, outputs[0].detach(), TOLERANCE[dtype][0])
+    found = [
+        kernel.gradients(head, hidden, weight[first:last], targets - first, bias[first:last], lse,
+                         outputs[1].detach().float(), upstream[0], upstream[1], wants=(True, True, True))
+        for first, last in ((0, 100), (100, 310))
+    ]  # fmt: skip
+    together = found[0][0] + found[1][0], torch.cat([f[1] for f in found]), torch.cat([f[2] for f in found])
+    for mine, leaf in zip(together, exact, strict=True):
+        assert leaf is not None and leaf.grad is not None
+        close(mine, leaf.grad, TOLERANCE[dtype][1])
