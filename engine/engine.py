@@ -22,6 +22,8 @@ from engine import optim, precision
 from engine.compression.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
 from engine.healing import Healer, Pass
+from engine.ledger import Ledger
+from engine.ledger.beside import generator_bytes, optimizer_bytes
 from engine.loading import copy_local
 from engine.offload import MappedShards, OffloadedOptimizer, full_precision, together
 from engine.parallel import dist, tensor, traffic, zero
@@ -91,6 +93,7 @@ class Engine:
             source, dtype = self.module.get_submodule(rollout_path), precision.TORCH_DTYPE[config.dtype]
             self._flip = Flip(blueprint, source, dtype, config.tensor_plan)
         self.healer = Healer(self.module, self._discard)
+        self.ledger = Ledger(self.module, self._beside)
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
         self.optimizer = self._build(optimizer) if optimizer is not None else None
         self._fill(fill)
@@ -275,16 +278,19 @@ class Engine:
         `loss_fn(module, micro_batch)` returns the loss summed over its items and a dictionary of metrics, summed
         likewise. `count` is the number of items in the global batch. `before_step` sees the sums of the global batch
         while the parameters are still those that made them; what it raises stops the update. Micro-batches that are
-        `Divisible` (engine/healing) are halved where memory runs out, and the passes of this step done again.
+        a `Portion` (engine/healing) are halved where memory runs out, and the passes of this step done again.
         """
 
         def learn(micro_batch: Any, which: Pass) -> tuple[Tensor, dict[str, float | Tensor]]:
             self.begin(last=which.last)
-            loss_sum, metrics = loss_fn(self.module, micro_batch)
+            with self.ledger.forward(first=which.first):
+                loss_sum, metrics = loss_fn(self.module, micro_batch)
             self.backward(loss_sum, count=count, last=which.last)
+            self.ledger.after_backward()
             kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
             return loss_sum.detach(), kept
 
+        self.ledger.begin()
         before = traffic.sent()
         passes = [done for pieces in self.healer.run("train", micro_batches, learn) for done in pieces]
         sums: dict[str, float | Tensor] = {}
@@ -313,7 +319,7 @@ class Engine:
     ) -> list[list[Score]]:
         """`work` on each micro-batch within `scoring`: one result a row, in order. Every rank passes equally many.
 
-        Micro-batches that are `Divisible` are halved where memory runs out.
+        What is given as a `Portion` is halved where memory runs out.
         """
         with self.scoring() as module:
             found = self.healer.run("score", micro_batches, lambda batch, _: work(module, batch))
@@ -359,6 +365,12 @@ class Engine:
         park = self.optimizer if park_optimizer and isinstance(self.optimizer, torch.optim.Optimizer) else None
         with self.flip.entered(keep=keep, park=park) as rollouts:
             yield rollouts
+            self.ledger.sample("generate")
+
+    def _beside(self) -> dict[str, int]:
+        """Bytes of what is neither parameters nor gradients, by owner."""
+        generator = generator_bytes(self._flip, self.module) if self._flip is not None else {}
+        return optimizer_bytes(self.optimizer) | generator
 
     @property
     def flip(self) -> Flip:

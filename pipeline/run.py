@@ -29,6 +29,7 @@ from pipeline.errors import UserError
 
 Metrics = dict[str, float]
 FULL_DISK_BYTES = 2**20  # what is left on a disk that torch's writer found full, which it says in words of its own
+RESTING = ("parameters", "optimizer")  # owners of what is held between steps
 WORK = ("flip", "generate", "score", "train")  # the phases that are the stage's work; evaluating and saving are not
 
 
@@ -59,6 +60,7 @@ class StageRun:
         self.folder, self.steps = folder, steps
         self.phases: dict[str, float] = {}
         self.tokens = 0
+        self.predicted: Mapping[str, Mapping[str, int]] = {}
         self.best: Metrics = {}
         self.last: Metrics = {}
         self._section, self._watchers = section, watchers or []
@@ -236,6 +238,7 @@ class StageRun:
                 "peak_memory_by_rank": memory,
                 "bytes_sent_by_step": self._bytes_sent_by_step(),
                 "healing": self.healing,
+                "memory": {"predicted": self.predicted, "measured": measured_memory(self._engines)},
                 "final": {k: _plain(v) for k, v in self.last.items()},
                 "best": self.best,
                 **figures,
@@ -249,6 +252,25 @@ def within_limits(tokens: int, engines: Iterable[Engine]) -> int:
     """Tokens a micro-batch, cut to what fits all of some engines as far as they found out."""
     limits = (engine.healer.limit for engine in engines)
     return min([tokens, *(limit for limit in limits if limit is not None)])
+
+
+def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
+    """This rank's bytes by owner at the height of each phase; beside a working engine the others rest.
+
+    With one engine phases and owners are those of the prediction; with several a phase is "train actor", and what an
+    engine keeps between steps has its name.
+    """
+    found: dict[str, dict[str, int]] = {}
+    resting = {name: sum(engine.ledger.holdings().get(o, 0) for o in RESTING) for name, engine in engines.items()}
+    for name, engine in engines.items():
+        for phase, owners in engine.ledger.heights.items():
+            if len(engines) == 1:
+                found[phase] = dict(owners)
+                continue
+            working = {owner: count for owner, count in owners.items() if owner not in RESTING}
+            label = phase if phase == "generate" else f"{phase} {name}"
+            found[label] = resting | working
+    return found
 
 
 def peak_memory() -> dict[str, int]:

@@ -51,7 +51,7 @@ def run(config: RunConfig, folder: Path) -> None:
     prompts = evaluation_prompts(config, tokenizer)
     steps = stage_steps(section, len(train))
     arrange(config)
-    config, _ = announce(config, "sft", folder, policy=source)
+    config, predicted = announce(config, "sft", folder, policy=source)
     section = config.sft
     choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora, section.dropout)
     engine = build_policy(source, choice, generates=True)
@@ -61,6 +61,7 @@ def run(config: RunConfig, folder: Path) -> None:
         open_watchers(config, "sft", folder, steps) as watchers,
         StageRun(folder, section, steps, {"policy": engine}, watchers=watchers) as stage,
     ):
+        stage.predicted = predicted
         done = stage.restore()
         if done == 0:
             with stage.phase("evaluate"):

@@ -54,7 +54,7 @@ def run(config: RunConfig, folder: Path) -> None:
     )
     steps = stage_steps(section, len(train))
     arrange(config)
-    config, _ = announce(config, "reward", folder, policy=source)
+    config, predicted = announce(config, "reward", folder, policy=source)
     section = config.reward
     choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora)
     engine = build_scorer(source, choice, pad_id=own_pad(tokenizer))
@@ -65,6 +65,7 @@ def run(config: RunConfig, folder: Path) -> None:
         open_watchers(config, "reward", folder, steps) as watchers,
         StageRun(folder, section, steps, {"reward": engine}, watchers=watchers) as stage,
     ):
+        stage.predicted = predicted
         for step in range(stage.restore() + 1, steps + 1):
             indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
             cut["budget"] = stage.budget

@@ -146,7 +146,7 @@ def run(config: RunConfig, folder: Path) -> None:
     require_context(sources.actor, needed, "rollout.max_prompt_tokens + rollout.max_new_tokens")
     prompts, skipped = load_prompts(config, sources)
     arrange(config)
-    config, _ = announce(config, "ppo", folder, policy=sources.actor, reward=sources.reward)
+    config, predicted = announce(config, "ppo", folder, policy=sources.actor, reward=sources.reward)
     ppo = Ppo(config, folder, sources, prompts)
     examiner = Examiner(
         evaluation_prompts(config, sources.tokenizer),
@@ -168,6 +168,7 @@ def run(config: RunConfig, folder: Path) -> None:
         extra=lambda: {"kl_coef": ppo.kl.coef},
         take=take,
     ) as stage:
+        stage.predicted = predicted
         done = stage.restore()
         if done == 0:
             start = evaluated(stage, lambda: examiner.examine(ppo.models))

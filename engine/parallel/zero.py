@@ -7,11 +7,12 @@ whole gradients live. FSDP2 always keeps optimizer states with the shard.
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from engine.config import Compress
+from engine.parallel import alone as one_rank
 from engine.parallel import dist, wire
 
 
@@ -111,6 +112,44 @@ def discard(module: nn.Module) -> None:
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
                 parameter.to_sharded()  # one that failed between gathering and use is not known to its group
+
+
+def sharded(module: nn.Module) -> list[Tensor]:
+    """The parameters as they are kept between uses, gathered now or not."""
+    stand_ins = one_rank.of(module)
+    if stand_ins is not None:
+        return stand_ins.masters or list(module.parameters())
+    return [parameter.sharded_param for parameter in _parameters(module)]
+
+
+def gathered(module: nn.Module) -> list[Tensor]:
+    """The buffers of whole parameters that are allocated now; those that were released have no bytes."""
+    stand_ins = one_rank.of(module)
+    if stand_ins is not None:
+        return list(stand_ins.copies)
+    found: list[Tensor] = []
+    for parameter in _parameters(module):
+        found += getattr(parameter, "all_gather_outputs", [])
+        if hasattr(parameter, "_unsharded_param"):
+            found.append(dist.local(parameter._unsharded_param.detach()))
+    return found
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    """Gradients that are held now: reduced ones, and whole ones that wait for their reduction."""
+    if one_rank.of(module) is not None:
+        return [parameter.grad for parameter in sharded(module) if parameter.grad is not None]
+    found = []
+    for parameter in _parameters(module):
+        whole = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+        held = (parameter.sharded_param.grad, whole, parameter.unsharded_accumulated_grad)
+        found += [dist.local(gradient) for gradient in held if gradient is not None]
+    return found
+
+
+def _parameters(module: nn.Module) -> list[Any]:
+    groups = [group for unit in _fsdp_modules(module) for group in _groups(unit._get_fsdp_state())]
+    return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def _groups(state: Any) -> list[Any]:

@@ -87,7 +87,49 @@ def memory_section(run: RunReading) -> Markup | None:
     lead = "Peak by rank: what the device's allocator held, and what the process held of the host's memory."
     if any(len(_entries(stage)) > MOST_RANKS for stage in run.stages.values()):
         lead += " Of many ranks the one with the highest peak is shown; summary.json has them all."
-    return section("memory", "Memory", lead, table(("Stage", "Rank", "Device", "Host"), rows, numbers=(1, 2, 3)))
+    peaks = table(("Stage", "Rank", "Device", "Host"), rows, numbers=(1, 2, 3))
+    return section("memory", "Memory", lead, peaks, ledger(run), healed(run))
+
+
+def ledger(run: RunReading) -> Markup | None:
+    """Bytes by owner at the height of each phase: what was predicted, and what the first rank measured."""
+    rows = []
+    for stage in run.stages.values():
+        kept = mapping(stage.summary.get("memory"))
+        predicted, measured = mapping(kept.get("predicted")), mapping(kept.get("measured"))
+        for phase in dict.fromkeys([*predicted, *measured]):
+            before, after = mapping(predicted.get(phase)), mapping(measured.get(phase))
+            for owner in dict.fromkeys([*before, *after]):
+                cells = (_bytes_or_blank(before.get(owner)), _bytes_or_blank(after.get(owner)))
+                if any(cells):
+                    rows.append((STAGE_TITLES[stage.name], phase, owner, *cells))
+    if not rows:
+        return None
+    lead = (
+        "By owner at the height of each phase, a rank. Measured from the tensors that lived at a few points of sampled "
+        "steps; what kernels take for a moment has no measurement."
+    )
+    head = ("Stage", "Phase", "Owner", "Predicted", "Measured")
+    numbers = table(head, rows, numbers=(3, 4))
+    return element("details", element("summary", "Bytes by owner"), element("p", lead), numbers)
+
+
+def healed(run: RunReading) -> Markup | None:
+    """A line for each stage that ran out of memory and went on with smaller micro-batches."""
+    lines = []
+    for stage in run.stages.values():
+        found = mapping(stage.summary.get("healing"))
+        times, tokens = found.get("times"), found.get("micro_batch_tokens")
+        if is_number(times) and times > 0 and is_number(tokens):
+            lines.append(
+                f"{STAGE_TITLES[stage.name]} ran out of memory {times:.0f} times and went on with micro-batches of at "
+                f"most {tokens:,.0f} tokens; its updates are the same."
+            )
+    return element("p", " ".join(lines)) if lines else None
+
+
+def _bytes_or_blank(value: Any) -> str:
+    return format_bytes(value) if is_number(value) and value > 0 else ""
 
 
 def _size(entry: Mapping[str, Any]) -> tuple[float, float]:
