@@ -9,6 +9,7 @@ size.
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class Rollouts:
             return self._answers(prompts, sampling, streams, batch_size, text)
         while True:
             together = min(batch_size, self.most or batch_size)
-            answers, reason = attempt(lambda: self._answers(prompts, sampling, streams, together, text))
+            answers, reason = attempt(partial(self._answers, prompts, sampling, streams, together, text))
             if answers is not None:
                 return answers
             self._halve(together, reason)
