@@ -39,6 +39,8 @@ class OffloadedOptimizer:
 
         `let_go` is called after each sub-group whose shards were written.
         """
+        if config.name.lower() == "onebitadam":
+            raise ValueError("onebitadam keeps whole momenta on every device: offload_optimizer=none, or adamw")
         if engine.offload_optimizer == "nvme":
             give_memory_back()
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
