@@ -255,3 +255,23 @@ def test_the_reference_tables_keys_are_known() -> None:
     hybrid_engine.tp_gather_partition_size zero_optimization.sub_group_size zero_optimization.zeropp_loco_param"""
     assert not set(wanted.split()) - set(KEYS)
     assert all(key.note for key in KEYS.values())
+
+
+def test_offload_sections() -> None:
+    section = {
+        "stage": 3, "sub_group_size": 4e6,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/disk", "ratio": 0.5, "buffer_count": 5},
+        "offload_param": {"device": "nvme", "nvme_path": "/disk", "pin_memory": True, "max_in_cpu": 1e8},
+    }  # fmt: skip
+    found = read({"zero_optimization": section, "aio": {"block_size": 262144, "thread_count": 2}})
+    assert found.engine == EngineConfig(
+        zero_stage=3, dtype="fp32", offload_optimizer="nvme", offload_parameters="nvme", offload_ratio=0.5,
+        nvme_path="/disk", sub_group_size=4_000_000,
+    )  # fmt: skip
+    told = "\n".join(found.notes)
+    assert "aio.block_size has nothing to do here" in told and "offload_optimizer.buffer_count has nothing" in told
+    own = EngineConfig(zero_stage=2, offload_optimizer="cpu", nvme_path="/mine")
+    assert read({"zero_optimization": {"overlap_comm": True}}, base=own).engine == own
+    section["offload_param"]["nvme_path"] = "/other"  # type: ignore[index]
+    with pytest.raises(ValueError, match="nvme_path differ"):
+        read({"zero_optimization": section})
