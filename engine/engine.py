@@ -137,9 +137,14 @@ class Engine:
 
     def _shards_changed(self) -> None:
         """Shards in files have new values: write them, and give back the memory they took."""
+        self._let_go()
+        if self._mapped is not None:
+            self._mapped.written()
+
+    def _let_go(self) -> None:
+        """Give back the memory that shards in files took while they were read."""
         if self._mapped is not None:
             self._mapped.let_go()
-            self._mapped.written()
 
     def _lay_out(self, module: nn.Module) -> nn.Module:
         """Shard and allocate. Parameters are fp32 masters where they are trained and not offloaded (nor asked for in
@@ -353,6 +358,7 @@ class Engine:
                 yield self.module
         finally:
             zero.release(self.module)
+            self._let_go()
             self.module.train(training)
 
     @contextmanager
@@ -364,6 +370,7 @@ class Engine:
         zero.release(self.module)
         park = self.optimizer if park_optimizer and isinstance(self.optimizer, torch.optim.Optimizer) else None
         with self.flip.entered(keep=keep, park=park) as rollouts:
+            self._let_go()
             yield rollouts
             self.ledger.sample("generate")
 
