@@ -176,6 +176,7 @@ class Engine:
             ranks=config.shard_ranks,
             compress=config.compress,
             apart=self._apart,
+            alone=dist.world().size == 1 and config.states == "fp32" and not (on_host or self._offloads or self._apart),
         )
         if config.offload_parameters == "nvme":
             if trains and not self._offloads:
@@ -218,6 +219,7 @@ class Engine:
         # FSDP2 averages gradients over ranks; the factor `size` makes that a sum.
         factor = 1.0 / self.config.gradient_accumulation if count is None else dist.world().data_size / count
         (loss * (factor * self.scaler.scale)).backward()
+        zero.after_micro_batch(self.module, last=last)
         self._micro_batches += 1
         self._begun = False
 
@@ -286,18 +288,9 @@ class Engine:
         a `Portion` (engine/healing) are halved where memory runs out, and the passes of this step done again.
         """
 
-        def learn(micro_batch: Any, which: Pass) -> tuple[Tensor, dict[str, float | Tensor]]:
-            self.begin(last=which.last)
-            with self.ledger.forward(first=which.first):
-                loss_sum, metrics = loss_fn(self.module, micro_batch)
-            self.backward(loss_sum, count=count, last=which.last)
-            self.ledger.after_backward()
-            kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-            return loss_sum.detach(), kept
-
         self.ledger.begin()
         before = traffic.sent()
-        passes = [done for pieces in self.healer.run("train", micro_batches, learn) for done in pieces]
+        passes = [done for pieces in self.healer.run("train", micro_batches, partial(self._learn, loss_fn, count)) for done in pieces]
         sums: dict[str, float | Tensor] = {}
         total: float | Tensor = 0.0
         for loss_sum, metrics in passes:
@@ -311,6 +304,25 @@ class Engine:
             before_step(everywhere)
         done = self._step()
         return Update(loss, everywhere, done.grad_norm, done.lr, done.skipped, traffic.sent() - before)
+
+    def _learn(
+        self, loss_fn: "LossFn[Any]", count: float, micro_batch: Any, which: Pass
+    ) -> tuple[Tensor, dict[str, float | Tensor]]:
+        """Forward and backward of one micro-batch: its loss and metrics."""
+        self.begin(last=which.last)
+        with self.ledger.forward(first=which.first):
+            loss_sum, metrics = loss_fn(self.module, micro_batch)
+        self.backward(loss_sum, count=count, last=which.last)
+        self.ledger.after_backward()
+        kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        return loss_sum.detach(), kept
+
+    def rehearse(self, micro_batch: Any, loss_fn: "LossFn[Any]") -> None:
+        """Forward and backward of the largest micro-batch to come, of which nothing stays but the size that fits.
+
+        Every rank calls. A step whose micro-batches are no larger has room then.
+        """
+        self.healer.rehearse([micro_batch], partial(self._learn, loss_fn, 1.0))
 
     def _discard(self) -> None:
         """Throw away the passes since the last step: their gradients, and parameters that they gathered."""
@@ -443,7 +455,12 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
     for name, buffer in module.named_buffers():
         assert not buffer.is_meta, f"buffer {name} has no values"
     computes = dist.world().device
+    places = [(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
+    first = {id(owner._parameters[name]): (owner, name) for owner, name in reversed(places)}
+    tied = [(owner, name, *first[id(owner._parameters[name])]) for owner, name in places]
     module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(computes))
+    for owner, name, theirs, as_name in tied:  # a plain module's ties are cut by that
+        owner._parameters[name] = theirs._parameters[as_name]
 
 
 def _finite(value: float) -> bool:

@@ -43,7 +43,7 @@ def find_cause(models: Models, rollout: Rollout, *, temperature: float, pad_id: 
     Every rank does the same work.
     """
     places = list(range(min(4, len(rollout))))
-    together = rows(rollout.prompts, rollout.responses, places, pad_id)
+    together = rows(rollout.prompts, rollout.responses, places, pad_id, packing=models.pack)
 
     def score(temperature: float, *, training: bool = False, alone: bool = False) -> Tensor:
         groups = [rows(rollout.prompts, rollout.responses, [i], pad_id) for i in places] if alone else [together]

@@ -4,7 +4,8 @@ What FSDP2 keeps, with P parameters, N ranks a copy, d bytes of compute precisio
 tensors that live): fp32 masters 4P/N and Adam 8P/N always; at stages 0 to 2 gathered copies of dP from forward until
 backward has used them; fp32 gradients, whole (4P) at stage 0, and at stage 1 while micro-batches accumulate, else 4P/N.
 Stage 0 has N = 1. Stage 3 gathers the root (embeddings and head) for the whole pass, and two blocks at a time. A unit
-in backward has its gradient twice more: in compute precision, and in fp32 on its way to the others.
+in backward has its gradient twice more: in compute precision, and in fp32 on its way to the others. One rank by itself
+goes without FSDP2 unless it offloads: copies of dP where d < 4, gradients of 4P, at every stage.
 
 With an offloaded optimizer the device holds shards in compute precision, dP/N; masters, moments and the step's reduced
 gradients are on the host (dP/N where a step reduces once: stages 0 and 1, or a lone micro-batch; else 4P/N). On NVMe
@@ -83,6 +84,9 @@ def model_states(
         gathered, gradients = max(gathered, gradients), 0
     held = (4 * parameters // shards, 4 * moments * learning // shards)
     passing = max(root, block) * (size + 4) if learning else 0
+    if ranks == 1 and offload_optimizer == offload_parameters == "none":
+        copies = size * parameters if size < 4 else 0  # engine/parallel/alone.py, at every stage
+        return ModelStates(*held, copies, 4 * learning, size * max(root, block) if learning else 0)
     if offload_optimizer == "none":
         if offload_parameters == "none":
             return ModelStates(*held, gathered, gradients, passing)
@@ -129,6 +133,8 @@ def frozen_states(
     size, shards = SIZE[dtype], 1 if stage == 0 else ranks
     held = size * parameters // shards
     gathered = size * (min(parameters, root + 2 * block) if stage == 3 else parameters)
+    if ranks == 1 and offload_parameters == "none":
+        gathered = 0
     return ModelStates(
         0, 0, gathered, 0, 0,
         parameters=held if offload_parameters == "none" else 0,

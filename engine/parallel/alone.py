@@ -68,8 +68,7 @@ class StandIns:
             self._in_place = False
             for copy in self.copies:
                 copy.grad = None
-                if copy.is_cuda:  # a host's memory is dear to get again: every page of it is cleared
-                    copy.untyped_storage().resize_(0)
+                copy.untyped_storage().resize_(0)
 
     def discard(self) -> None:
         """Put the masters back, and forget all gradients."""

@@ -49,12 +49,17 @@ def shard(
     ranks: int | None = None,
     compress: Compress = "none",
     apart: bool = False,
+    alone: bool = False,
 ) -> None:
     """Lay a module out over the ranks, in place. Its parameters become DTensors on `layout`'s mesh.
 
     `offload` says that the shards live on the host, `pin` that they are pinned there.
-    `apart` (stage 0) leaves every rank its own gradients: nothing is reduced.
+    `apart` (stage 0) leaves every rank its own gradients: nothing is reduced. With `alone` there is one rank, and
+    parameters stay plain tensors (engine/parallel/alone.py).
     """
+    if alone:
+        one_rank.attach(module, policy)
+        return
     whole = layout(stage=stage, ranks=ranks)
     replicate = 1 if apart else whole["replicate"].size()
     # Where nothing is replicated FSDP2 is told so: else it holds all reduced fp32 gradients until backward ends.
@@ -72,13 +77,28 @@ def shard(
 
 def before_micro_batch(module: nn.Module, *, stage: int, last: bool) -> None:
     """Set what the coming backward does: keep or reduce gradients, keep or release parameters."""
+    stand_ins = one_rank.of(module)
+    if stand_ins is not None:
+        stand_ins.gather()
+        return
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(last or stage >= 2)
     module.set_reshard_after_backward(last or stage == 3)
 
 
+def after_micro_batch(module: nn.Module, *, last: bool) -> None:
+    """What FSDP2 does by itself at the end of a backward."""
+    stand_ins = one_rank.of(module)
+    if stand_ins is not None and last:
+        stand_ins.release()
+
+
 def release(module: nn.Module) -> None:
     """Drop gathered parameters, so that the next use gathers what the optimizer wrote meanwhile."""
+    stand_ins = one_rank.of(module)
+    if stand_ins is not None:
+        stand_ins.release()
+        return
     for unit in _fsdp_modules(module):
         unit.reshard()
 
@@ -89,6 +109,10 @@ def discard(module: nn.Module) -> None:
     FSDP2 has no public way back from the middle of a pass. What ends a backward there puts everything to rest, so that
     is called, with reducing off and nothing to reduce. Private names, the same from torch 2.11 to 2.13.
     """
+    stand_ins = one_rank.of(module)
+    if stand_ins is not None:
+        stand_ins.discard()
+        return
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(False)
     module.set_reshard_after_backward(True)

@@ -10,7 +10,9 @@ is one call a document.
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from pipeline.data.documents import Documents, Ragged
 
 NAME = "zerochat_documents"
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+KERNEL_CAPABILITY = (8, 0)
 LARGEST_HEAD = 256  # of the variable-length kernel
 
 
@@ -71,8 +74,9 @@ def document_attention(
     how = _How(scaling, sliding_window, softcap, dropout)
     if documents is None:
         return how.attend(query, key, value).transpose(1, 2), None
-    if query.is_cuda and how.fits_kernel(query, value):
-        return _by_kernel(query[0], key[0], value[0], documents.ragged(query.device), how)[None], None
+    kernel = _kernel() if query.is_cuda and how.fits_kernel(query, value) else None
+    if kernel is not None:
+        return _by_kernel(kernel, query[0], key[0], value[0], documents.ragged(query.device), how)[None], None
     return _one_by_one(query, key, value, documents, how), None
 
 
@@ -109,6 +113,8 @@ class _How:
     def fits_kernel(self, query: Tensor, value: Tensor) -> bool:
         """Whether the variable-length kernel does this."""
         plain = self.softcap is None and self.dropout == 0.0 and query.dtype in KERNEL_DTYPES
+        if torch.cuda.get_device_capability(query.device) < KERNEL_CAPABILITY:
+            return False
         return plain and query.shape[-1] == value.shape[-1] <= LARGEST_HEAD and query.shape[-1] % 8 == 0
 
 
@@ -126,17 +132,28 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents,
     return torch.cat(out, dim=1)
 
 
-def _by_kernel(query: Tensor, key: Tensor, value: Tensor, ragged: Ragged, how: _How) -> Tensor:
-    """(heads, N, size) queries -> (N, heads, size), all documents in one call; causal from the last token back."""
-    from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and later
+@cache
+def _kernel() -> Callable[..., Tensor] | None:
+    """PyTorch's variable-length attention; None where there is none yet that takes a scale and a window."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    takes = inspect.signature(varlen_attn).parameters
+    return varlen_attn if {"scale", "window_size"} <= takes.keys() else None
 
+
+def _by_kernel(
+    kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, ragged: Ragged, how: _How
+) -> Tensor:
+    """(heads, N, size) queries -> (N, heads, size), all documents in one call; causal from the last token back."""
     groups = query.shape[0] // key.shape[0]
     q, k, v = (t.transpose(0, 1) for t in (query, key, value))
     if ragged.keys is not None:
         k, v = k.index_select(0, ragged.keys), v.index_select(0, ragged.keys)
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return varlen_attn(
+    return kernel(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),

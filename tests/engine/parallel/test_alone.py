@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine import precision
+from engine import Engine, EngineConfig, OptimizerConfig, precision
 from engine.parallel import alone, dist, zero
 
 
@@ -85,6 +85,25 @@ def test_discarding_forgets_gradients_of_a_pass_left_half_done() -> None:
     fresh = laid_out("bf16", by_itself=True)
     for found, wanted in zip(two_micro_batches(module), two_micro_batches(fresh), strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_a_module_without_memory_keeps_its_ties() -> None:
+    with torch.device("meta"):
+        blueprint = Tied()
+    engine = Engine(blueprint, EngineConfig(dtype="bf16"), optimizer=OptimizerConfig(lr=0.1), fill=ones)
+    assert engine.module.head.weight is engine.module.embedding.weight
+    assert isinstance(engine.module.head.weight, nn.Parameter) and not engine.module.head.weight.is_meta
+    before = dict(engine.module.named_parameters())
+    engine.backward(engine(torch.arange(4)[None], torch.randn(8)).float().square().sum())
+    engine.step()
+    assert dict(engine.module.named_parameters()).keys() == before.keys() and "head.weight" not in before
+    assert engine.module.head.weight is engine.module.embedding.weight
+
+
+@torch.no_grad()
+def ones(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.fill_(1.0)
 
 
 def test_other_modules_have_none() -> None:

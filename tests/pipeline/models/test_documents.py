@@ -10,6 +10,7 @@ from torch import Tensor
 from engine import Engine
 from engine.parallel import dist
 from pipeline.data.documents import Documents
+from pipeline.models import attention
 from pipeline.models.attention import NAME, attention_of, document_attention
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
@@ -156,6 +157,54 @@ def test_documents_by_hand() -> None:
     assert ragged.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert (ragged.longest_query, ragged.longest_key) == (4, 5)
     assert Documents((3, 2)).ragged(torch.device("cpu")).keys is None
+
+
+def varlen_by_definition(
+    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor, longest_query: int,
+    longest_key: int, *, scale: float, window_size: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """What PyTorch says of `varlen_attn`: windows count from the last key of each sequence."""
+    assert (longest_query, longest_key) == (int(query_starts.diff().max()), int(key_starts.diff().max()))
+    out = torch.empty(*query.shape[:2], value.shape[-1])
+    for q0, q1, k0, k1 in zip(query_starts[:-1], query_starts[1:], key_starts[:-1], key_starts[1:], strict=True):
+        for place in range(q0, q1):
+            own = k1 - q1 + place
+            first = k0 if window_size[0] < 0 else max(k0, own - window_size[0])
+            seen = slice(int(first), int(own) + 1 + window_size[1])
+            scores = torch.einsum("hd,khd->hk", query[place], key[seen]) * scale
+            out[place] = torch.einsum("hk,khd->hd", scores.softmax(-1), value[seen])
+    return out
+
+
+@pytest.mark.parametrize("prefixes", [(), (None, 0, None)])
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_kernel_is_asked_for_the_same(window: int | None, prefixes: tuple[int | None, ...]) -> None:
+    documents = Documents((3, 2, 4), prefixes)
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = (torch.randn(1, heads, 9, 4, generator=generator) for heads in (4, 2, 2))
+    how = attention._How(0.3, window, None, 0.0)
+    wanted = attention._one_by_one(query, key, value, documents, how)[0]
+    ragged = documents.ragged(torch.device("cpu"))
+    found = attention._by_kernel(varlen_by_definition, query[0], key[0], value[0], ragged, how)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_kernel_computes_the_same(window: int | None, dtype: torch.dtype) -> None:
+    documents = Documents((30, 20, 45, 1), (None, 0, None, None))
+    inputs = [torch.randn(1, heads, 96, 64, device="cuda", dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
+    how, kernel = attention._How(0.125, window, None, 0.0), attention._kernel()
+    assert kernel is not None and how.fits_kernel(inputs[0], inputs[2])
+    ragged = documents.ragged(torch.device("cuda"))
+    found = attention._by_kernel(kernel, *(t[0] for t in inputs), ragged, how)
+    wanted = attention._one_by_one(*inputs, documents, how)[0]
+    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+    upstream = torch.randn_like(found)
+    ours, theirs = (torch.autograd.grad(out, inputs, upstream) for out in (found, wanted))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=5e-2, rtol=5e-2)
 
 
 @pytest.mark.parametrize("window", [None, 3])
