@@ -287,10 +287,10 @@ class Engine:
         while the parameters are still those that made them; what it raises stops the update. Micro-batches that are
         a `Portion` (engine/healing) are halved where memory runs out, and the passes of this step done again.
         """
-
         self.ledger.begin()
         before = traffic.sent()
-        passes = [done for pieces in self.healer.run("train", micro_batches, partial(self._learn, loss_fn, count)) for done in pieces]
+        learned = self.healer.run("train", micro_batches, partial(self._learn, loss_fn, count))
+        passes = [done for pieces in learned for done in pieces]
         sums: dict[str, float | Tensor] = {}
         total: float | Tensor = 0.0
         for loss_sum, metrics in passes:

@@ -116,6 +116,15 @@ class StageRun:
         self._began = time.monotonic()
         return step
 
+    def rehearse(self, work: Callable[[], None]) -> None:
+        """Run the largest micro-batch to come, on GPUs: there what fits at the start then fits at the end.
+
+        A host has no such limit to run into: it swaps, or the kernel ends a process.
+        """
+        if dist.world().device.type == "cuda":
+            with self.phase("rehearse"):
+                work()
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the wall time of a block under a name of `seconds_by_phase`."""

@@ -1,12 +1,12 @@
 """A step's conversations as this rank's micro-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.healing import Portion
 from engine.parallel import dist
 from pipeline.data.batch import TokenBatch, collate_tokens, pack_tokens, plan
 from pipeline.data.encode import TokenItem
-from pipeline.data.portions import portion
+from pipeline.data.portions import largest, portion
 
 
 def micro_batches(
@@ -19,10 +19,17 @@ def micro_batches(
     world = dist.world()
     lengths = [len(item.ids) for item in items]
     planned = plan(lengths, ranks=world.data_size, budget=budget, packing=packing)[world.data_rank]
-    lay_out = pack_tokens if packing else collate_tokens
-
-    def collate(chosen: Sequence[TokenItem]) -> TokenBatch:
-        return lay_out(chosen, pad_id).to(world.device)
-
+    collate = _collate(packing=packing, pad_id=pad_id)
     batches = [portion([items[i] for i in places], collate) for places in planned]
     return batches, sum(int(item.counts[1:].sum()) for item in items)
+
+
+def largest_batch(items: Sequence[TokenItem], *, budget: int, packing: bool, pad_id: int) -> Portion[TokenBatch]:
+    """The largest micro-batch that a step over some of `items` can have."""
+    lengths = [len(item.ids) for item in items]
+    return largest(items, lengths, budget, _collate(packing=packing, pad_id=pad_id), packing=packing)
+
+
+def _collate(*, packing: bool, pad_id: int) -> Callable[[Sequence[TokenItem]], TokenBatch]:
+    lay_out, device = pack_tokens if packing else collate_tokens, dist.world().device
+    return lambda chosen: lay_out(chosen, pad_id).to(device)

@@ -28,7 +28,7 @@ from pipeline.stage import (
     stage_steps,
 )
 from pipeline.tracking import open_watchers
-from step1_sft.batches import micro_batches
+from step1_sft.batches import largest_batch, micro_batches
 from step1_sft.evaluate import answer, held_out_loss
 from step1_sft.loss import sft_loss
 
@@ -63,6 +63,7 @@ def run(config: RunConfig, folder: Path) -> None:
     ):
         stage.predicted = predicted
         done = stage.restore()
+        stage.rehearse(lambda: engine.rehearse(largest_batch(train, **cut | {"budget": stage.budget}), loss_of))
         if done == 0:
             with stage.phase("evaluate"):
                 answer("base", config, engine, tokenizer, prompts, folder)

@@ -1,12 +1,12 @@
 """A step's pairs as this rank's micro-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.healing import Portion
 from engine.parallel import dist
 from pipeline.data.batch import PairBatch, collate_pairs, pack_pairs, plan, shared_tokens
 from pipeline.data.encode import PairItem
-from pipeline.data.portions import portion
+from pipeline.data.portions import largest, portion
 
 
 def longer(pair: PairItem) -> int:
@@ -33,9 +33,17 @@ def micro_batches(
     else:
         lengths, half = [longer(pair) for pair in pairs], max(1, budget // 2)
         planned = plan(lengths, ranks=world.data_size, budget=half, packing=False)
-    mine, lay_out = planned[world.data_rank], pack_pairs if packing else collate_pairs
-
-    def collate(chosen: Sequence[PairItem]) -> PairBatch:
-        return lay_out(chosen, pad_id).to(world.device)
-
+    mine, collate = planned[world.data_rank], _collate(packing=packing, pad_id=pad_id)
     return [portion([pairs[i] for i in places], collate) for places in mine], mine
+
+
+def largest_batch(pairs: Sequence[PairItem], *, budget: int, packing: bool, pad_id: int) -> Portion[PairBatch]:
+    """The largest micro-batch that a step over some of `pairs` can have."""
+    size, tokens = (together, budget) if packing else (longer, max(1, budget // 2))
+    lengths = [size(pair) for pair in pairs]
+    return largest(pairs, lengths, tokens, _collate(packing=packing, pad_id=pad_id), packing=packing)
+
+
+def _collate(*, packing: bool, pad_id: int) -> Callable[[Sequence[PairItem]], PairBatch]:
+    lay_out, device = pack_pairs if packing else collate_pairs, dist.world().device
+    return lambda chosen: lay_out(chosen, pad_id).to(device)

@@ -33,7 +33,7 @@ from pipeline.stage import (
     stage_steps,
 )
 from pipeline.tracking import open_watchers
-from step2_reward.batches import micro_batches
+from step2_reward.batches import largest_batch, micro_batches
 from step2_reward.evaluate import Scored, accuracies, score_pairs
 from step2_reward.loss import bradley_terry_loss, last_scores
 
@@ -66,7 +66,9 @@ def run(config: RunConfig, folder: Path) -> None:
         StageRun(folder, section, steps, {"reward": engine}, watchers=watchers) as stage,
     ):
         stage.predicted = predicted
-        for step in range(stage.restore() + 1, steps + 1):
+        done = stage.restore()
+        stage.rehearse(lambda: engine.rehearse(largest_batch(train, **cut | {"budget": stage.budget}), loss))
+        for step in range(done + 1, steps + 1):
             indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
             cut["budget"] = stage.budget
             batches, _ = micro_batches([train[i] for i in indices], **cut)

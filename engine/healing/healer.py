@@ -84,6 +84,13 @@ class Healer:
             before.restore()
             pieces = self._smaller(pieces, dist.gather_objects(report))
 
+    def rehearse(self, batches: Sequence[Any], work: Callable[[Any, Pass], T]) -> None:
+        """Run training passes and throw away what comes of them: what fits now fits later, and `limit` is found."""
+        before = _State(self.module)
+        self.run("train", batches, work)
+        self._discard()
+        before.restore()
+
     def _attempt(
         self, name: str, flat: Sequence[Portion[Any]], work: Callable[[Any, Pass], T]
     ) -> tuple[list[T], _Report]:

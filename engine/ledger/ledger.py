@@ -19,7 +19,7 @@ FIRST, EVERY = 2, 50  # updates that are sampled
 
 @dataclass
 class Ledger:
-    """`heights` has the most that each owner had in each phase. `rest` counts what the engine keeps beside its module."""
+    """`heights` has the most that each owner had in each phase; `rest` counts what is no parameter and no gradient."""
 
     module: nn.Module
     rest: Callable[[], Mapping[str, int]]

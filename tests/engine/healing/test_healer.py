@@ -221,3 +221,17 @@ def test_scores_come_in_order_and_other_errors_pass() -> None:
 
     with pytest.raises(RuntimeError, match="shapes differ"):
         engine.update(rows, wrong, 1.0)
+
+
+def test_a_rehearsal_leaves_nothing_but_the_limit() -> None:
+    rows = torch.randn(8, WIDTH)
+    once = trained(2, [16], drop=0.5)
+    engine = engine_of(2, drop=0.5)
+    torch.manual_seed(5)
+    with Failing("backward", 4):
+        engine.rehearse(portion(rows), loss)
+    assert engine.healer.limit == 4 and all(p.grad is None for p in engine.module.parameters())
+    engine.healer.limit = None
+    updates = [engine.update(batches(step, [16]), loss, 16.0) for step in range(STEPS)]
+    assert [update.loss for update in updates] == once["losses"]
+    assert engine.module.seen.item() == once["seen"]
