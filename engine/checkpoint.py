@@ -72,6 +72,11 @@ class Checkpointer:
         cast(Future[Any], saving).add_done_callback(lambda done: _settle(settled, done, staging, folder, leads=leads))
 
     def wait(self) -> None:
+    @property
+    def done(self) -> bool:
+        """Whether this rank has nothing left to write."""
+        return self._pending is None or self._pending.done()
+
         """Until the last save is on disk. Raises OSError on every rank where it failed on any."""
         pending, self._pending = self._pending, None
         if pending is None:
