@@ -142,3 +142,22 @@ def test_long_answers_are_cut_and_many_ranks_summed_up(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run folder"):
         write_report(tmp_path / "nothing")
+
+
+def test_bytes_by_owner_stand_beside_the_prediction(tmp_path: Path) -> None:
+    megabytes = {"predicted": {"train": {"parameters": 2**20, "logits": 3 * 2**20}}, "measured": {}}
+    megabytes["measured"] = {"train": {"parameters": 2 * 2**20}, "generate": {"cache": 5 * 2**20}}
+    memory = [{"rank": 0, "device_bytes": 0, "host_bytes": 2**30}]
+    healing = {"times": 2, "micro_batch_tokens": 1024}
+    summary = {"stage": "sft", "memory": megabytes, "healing": healing, "peak_memory_by_rank": memory}
+    write_stage(tmp_path / "sft", [], summary)
+    page = render_report(read_run(tmp_path))
+    table = page[page.index("Bytes by owner") :]
+    rows = [row.split("</td>")[1:5] for row in table.split("<tr>")[2:]]
+    shown = [[cell.rpartition(">")[2] for cell in row] for row in rows]
+    assert shown[:3] == [
+        ["train", "parameters", "1 MiB", "2 MiB"],
+        ["train", "logits", "3 MiB", ""],
+        ["generate", "cache", "", "5 MiB"],
+    ]
+    assert "ran out of memory 2 times" in page and "at most 1,024 tokens" in page
