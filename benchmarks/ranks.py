@@ -25,7 +25,13 @@ def run_ranks(
 
 def printed(output: str, ranks: int) -> list[dict[str, Any]]:
     """The objects that the ranks printed. Raises BenchFailed where one is missing."""
-    found = [json.loads(line) for line in output.splitlines() if line[:1] == "{"]
+    found, decoder = [], json.JSONDecoder()
+    for line in output.splitlines():
+        rest = line
+        while rest.startswith("{"):  # ranks that print at once may share a line
+            value, end = decoder.raw_decode(rest)
+            found.append(value)
+            rest = rest[end:].lstrip()
     if len(found) != ranks:
         raise BenchFailed(f"{len(found)} of {ranks} ranks left figures:\n{output[-2000:]}")
     return found

@@ -27,6 +27,7 @@ def test_a_run_is_told_by_its_slower_memory_and_its_steps_after_warm_up() -> Non
     ]
     found = read(printed("a warning\n" + "\n".join(json.dumps(rank) for rank in ranks), 2))
     assert (found.seconds, found.peak_bytes, found.losses) == (3.0, 30, [1.0])
+    assert printed("".join(json.dumps(rank) for rank in ranks) + "\n\n", 2) == ranks
     with pytest.raises(BenchFailed, match="1 of 2 ranks"):
         printed(json.dumps(ranks[0]), 2)
 
