@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from engine import optim
+from engine.compression.onebit_adam import ERRORS
 from engine.engine import Engine
 from engine.offload import OffloadedOptimizer, planners
 from engine.parallel import dist
@@ -71,12 +72,12 @@ class Checkpointer:
         # The coordinator finishes after every rank has written: its metadata file is the last one.
         cast(Future[Any], saving).add_done_callback(lambda done: _settle(settled, done, staging, folder, leads=leads))
 
-    def wait(self) -> None:
     @property
     def done(self) -> bool:
         """Whether this rank has nothing left to write."""
         return self._pending is None or self._pending.done()
 
+    def wait(self) -> None:
         """Until the last save is on disk. Raises OSError on every rank where it failed on any."""
         pending, self._pending = self._pending, None
         if pending is None:
@@ -92,7 +93,7 @@ class Checkpointer:
         state = json.loads((folder / "state.json").read_text())
         for name, engine in self.engines.items():
             _make_room(engine, state["engines"][name])
-        tensors = {name: _tensors(engine) for name, engine in self.engines.items()}
+        tensors = {name: _wanted(_tensors(engine), state["engines"][name]) for name, engine in self.engines.items()}
         planner = planners.LoadPlanner(_filed(self.engines))
         reader = dcp.FileSystemReader(folder)
         dcp.load(tensors, storage_reader=reader, planner=planner, process_group=dist.host_group())
@@ -153,6 +154,14 @@ def _tensors(engine: Engine) -> dict[str, Tensor]:
     moments = {name: tensor for name, tensor in optim.states(engine.module, engine.optimizer) if tensor.ndim}
     averages = {f"average.{name}": mean for name, mean in engine.average.items()}
     return _told(trained | moments | averages) | buffers
+
+
+def _wanted(tensors: dict[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What to read. 1-bit Adam's errors belong to a number of ranks; at another one they begin at zero again."""
+    anew = {name for name in tensors if name.startswith(ERRORS) and name not in saved["moments"]}
+    for name in anew:
+        tensors[name].zero_()
+    return {name: tensor for name, tensor in tensors.items() if name not in anew}
 
 
 def _told(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from engine.compression.signs import pack, scale_of, unpack
 from engine.parallel import dist
 
 BUCKET = 2**24  # numbers averaged in one collective
+ERRORS = ("worker_error_of_", "server_error_of_")  # the states' names begin so; the number of ranks follows
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class OneBitAdam(torch.optim.Optimizer):
             raise ValueError(f"freeze_step must be at least 1, not {freeze_step}: the variance comes from the warm-up")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.freeze_step = freeze_step
-        self._errors = tuple(f"{side}_error_of_{dist.world().size}" for side in ("worker", "server"))
+        self._errors = tuple(f"{error}{dist.world().size}" for error in ERRORS)
         for parameter in self._parameters():
             self._make_state(parameter)
 

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,10 +77,27 @@ def optimize(size: int) -> list[float]:
     return dist.local(module.weight.detach()).view(-1).tolist()
 
 
-@pytest.mark.parametrize("size", [3, 40])
-def test_two_ranks_do_what_the_paper_says(size: int) -> None:
-    first, second = run_ranks(optimize, 2, size)
-    assert first == second == pytest.approx(by_the_paper(size, 2), rel=1e-5)
+SIZES = (3, 40)
+
+
+def on_a_rank(folder: str) -> tuple[list[list[float]], list[tuple[list[float], torch.Tensor, Traffic]]]:
+    return [optimize(size) for size in SIZES], beside_adam(folder)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("onebit") / "kept"
+
+
+@pytest.fixture(scope="module")
+def found(kept: Path) -> list[tuple[list[list[float]], list[tuple[list[float], torch.Tensor, Traffic]]]]:
+    return run_ranks(on_a_rank, 2, str(kept))
+
+
+@pytest.mark.parametrize("which", range(len(SIZES)))
+def test_two_ranks_do_what_the_paper_says(found: Any, which: int) -> None:
+    first, second = (optimized[which] for optimized, _ in found)
+    assert first == second == pytest.approx(by_the_paper(SIZES[which], 2), rel=1e-5)
 
 
 def test_before_the_freeze_it_is_adam() -> None:
@@ -117,8 +135,8 @@ def beside_adam(folder: str) -> list[tuple[list[float], torch.Tensor, Traffic]]:
     return [regression(adam, 60, None), regression(one_bit, 60, None), regression(one_bit, 60, folder)]
 
 
-def test_it_trains_like_adam_with_a_thirtieth_of_the_bytes_and_resumes(tmp_path: Path) -> None:
-    ranks = run_ranks(beside_adam, 2, str(tmp_path / "kept"))
+def test_it_trains_like_adam_with_a_thirtieth_of_the_bytes_and_resumes(found: Any, kept: Path) -> None:
+    ranks = [beside for _, beside in found]
     (adam, _, whole), (one_bit, weights, little), (_, resumed, _) = ranks[0]
     assert torch.equal(weights, ranks[1][1][1]), "the ranks' weights differ"
     assert torch.equal(weights, resumed), "a resumed run differs"
@@ -128,6 +146,10 @@ def test_it_trains_like_adam_with_a_thirtieth_of_the_bytes_and_resumes(tmp_path:
     assert whole.reduce == 4 * NUMBERS
     assert little.reduce < 1.1 * NUMBERS / 8
     assert whole.reduce / little.reduce > 28
+    config = OptimizerConfig(lr=LR, name="onebitadam", options={"freeze_step": 20})
+    alone = Engine(Net(), EngineConfig(dtype="fp32"), optimizer=config)
+    alone.load(kept)  # at another number of ranks
+    assert alone.step_count == 30
 
 
 def test_layouts_that_it_can_not_serve_are_refused() -> None:

@@ -1,5 +1,7 @@
 """What goes over the wire: bytes counted by hand, 8 bits that train like 16, and the same weights on every rank."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -54,12 +56,31 @@ def train(stage: int, dtype: str, compress: Compress, steps: int) -> tuple[list[
     return losses, update.sent, torch.cat(weights)
 
 
+@dataclass(frozen=True)
+class Found:
+    """What one of two ranks came to."""
+
+    sent: list[Traffic]
+    compressed: list[tuple[list[float], Traffic, Tensor]]
+    exchanged: tuple[Tensor, Tensor]
+    poisoned: tuple[list[bool], bool]
+
+
+def on_a_rank() -> Found:
+    return Found(sent_at_each_stage(), compressed(), exchanged(), poisoned())
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Found]:
+    return run_ranks(on_a_rank, 2)
+
+
 def sent_at_each_stage() -> list[Traffic]:
     return [train(stage, dtype, "none", 2)[1] for stage, dtype in ((0, "fp32"), (2, "fp32"), (2, "bf16"), (3, "bf16"))]
 
 
-def test_bytes_are_those_counted_by_hand() -> None:
-    for stage0, fp32, bf16, stage3 in run_ranks(sent_at_each_stage, 2):
+def test_bytes_are_those_counted_by_hand(found: list[Found]) -> None:
+    for stage0, fp32, bf16, stage3 in (rank.sent for rank in found):
         half = NUMBERS // 2  # what a rank holds, and what it sends to the one other
         assert stage0.gather == 0 and stage0.reduce == 2 * 4 * half  # an all-reduce: there and back
         assert (fp32.gather, fp32.reduce) == (4 * half, 4 * half)
@@ -74,8 +95,8 @@ def compressed() -> list[tuple[list[float], Traffic, Tensor]]:
     return [train(2, "bf16", compress, STEPS) for compress in kinds]
 
 
-def test_eight_bits_halve_the_bytes_of_bf16_and_train_alike() -> None:
-    ranks = run_ranks(compressed, 2)
+def test_eight_bits_halve_the_bytes_of_bf16_and_train_alike(found: list[Found]) -> None:
+    ranks = [rank.compressed for rank in found]
     row = int8.row_bytes(ROOT_NUMBERS // 2) + BLOCKS * int8.row_bytes(BLOCK_NUMBERS // 2)
     (plain, before, _), *others = ranks[0]
     assert before.gather / row > 1.95
@@ -99,14 +120,14 @@ def exchanged() -> tuple[Tensor, Tensor]:
     return out, mine
 
 
-def test_bf16_gradients_are_exchanged_without_loss() -> None:
-    (first, mine), (second, theirs) = run_ranks(exchanged, 2)
+def test_bf16_gradients_are_exchanged_without_loss(found: list[Found]) -> None:
+    (first, mine), (second, theirs) = (rank.exchanged for rank in found)
     assert first.dtype == torch.float32
     assert torch.equal(torch.cat([first, second]), (mine.float() + theirs.float()) / 2)
 
 
-def test_a_gradient_that_is_not_finite_is_seen_through_eight_bits() -> None:
-    for skipped, equal in run_ranks(poisoned, 2):
+def test_a_gradient_that_is_not_finite_is_seen_through_eight_bits(found: list[Found]) -> None:
+    for skipped, equal in (rank.poisoned for rank in found):
         assert skipped == [True, False] and equal
 
 
