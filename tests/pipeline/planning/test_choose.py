@@ -41,7 +41,7 @@ def test_seconds_by_hand() -> None:
 
 
 def test_less_room_goes_down_the_ladder() -> None:
-    found = task(tiny_config(sft={"micro_batch_tokens": 4096}), "sft", policy=source(), ranks=4)
+    found = task(tiny_config(sft={"micro_batch_tokens": 4096, "batch_size": 128}), "sft", policy=source(), ranks=4)
     pace = Pace(64, 160)
     chosen = []
     for size in (80 * GIB, 3 * GIB, 2 * GIB, GIB):
