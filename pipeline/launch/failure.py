@@ -10,6 +10,7 @@ LAUNCHER = "ZEROCHAT_LAUNCHER"
 ATTEMPT = "ZEROCHAT_ATTEMPT"
 USER_ERROR, INTERRUPTED, CRASHED = 2, 130, 1
 PIPE_BYTES = 32_000
+HOST_FULL = "can't allocate memory"  # what torch's host allocator says, as a plain RuntimeError
 
 
 def advise(problem: BaseException) -> str | None:
@@ -21,10 +22,11 @@ def advise(problem: BaseException) -> str | None:
     text = str(problem)
     if "No space left on device" in text or "Disk quota exceeded" in text:
         return f"the disk is full ({text}): make room, then give the same command again; finished work is kept"
-    if type(problem).__name__ == "OutOfMemoryError":
+    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or HOST_FULL in text:
         return (
-            "out of GPU memory: halve <stage>.micro_batch_tokens (ppo: rollout.batch_size too), or choose "
-            f"engine=zero3 or engine.activation_checkpointing=true; the same command goes on. {text.splitlines()[0]}"
+            "out of memory where no smaller micro-batch helps (a model is built, the optimizer steps, a checkpoint is "
+            "written): choose engine=auto, engine=zero3, or an offload tier (engine=zero3-offload, engine=zero3-nvme); "
+            f"the same command goes on. {text.partition(chr(10))[0]}"
         )
     return None
 
