@@ -35,6 +35,11 @@ def test_a_file_is_kept_by_content_and_says_what_does_nothing(tmp_path: Path) ->
     assert not any("deepspeed" in key for key in stage_settings(tiny_config(), "sft"))
 
 
+def test_a_batch_that_is_not_the_stages_own_is_told() -> None:
+    told = [line for line in warnings(validate(raw({"train_batch_size": 16}))) if "train_batch_size=16" in line]
+    assert len(told) == 2 and "is not what reward takes a step, 8; reward.batch_size=16" in told[0]  # sft takes 16
+
+
 def test_mistakes_are_refused_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"engine.deepspeed=.*nothing.json.*no such file"):
         validate(raw(str(tmp_path / "nothing.json")))
