@@ -6,6 +6,8 @@ LoRA: Hu et al., 2021, arXiv:2106.09685. The live parameters are only read: a ba
 
 from collections.abc import Iterator, Sequence
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -42,10 +44,11 @@ def adapter_delta(layer: nn.Module, device: torch.device) -> Tensor:
 
 def active_matrices(layer: nn.Module) -> list[tuple[float, Tensor, Tensor]]:
     """(scaling, A (r, in), B (out, r)) of each of a LoRA layer's active adapters, as they are: they may be sharded."""
-    return [
-        (layer.scaling[name], layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach())  # type: ignore[index, union-attr]
-        for name in layer.active_adapters  # type: ignore[union-attr]
-    ]
+    scaling: Any = layer.scaling
+    down: Any = layer.lora_A
+    up: Any = layer.lora_B
+    names: Any = layer.active_adapters
+    return [(scaling[name], down[name].weight.detach(), up[name].weight.detach()) for name in names]
 
 
 def update_rows(layer: nn.Module, factors: Sequence[tuple[float, Tensor, Tensor]], rows: slice) -> Tensor:

@@ -142,8 +142,8 @@ def _weights(rollout: Rollout, batch: Rows, cap: float | None) -> tuple[Tensor |
     """What each token's loss counts for, as the generator and not the trainer drew it."""
     if cap is None:
         return 1.0, {}
-    tables = (_flat(table, rollout, batch.places) for table in (rollout.logprobs, rollout.generator))
-    return importance_weights(*tables, cap)
+    old, generator = (_flat(table, rollout, batch.places) for table in (rollout.logprobs, rollout.generator))
+    return importance_weights(old, generator, cap)
 
 
 def _flat(table: Tensor, rollout: Rollout, places: Sequence[int]) -> Tensor:

@@ -27,7 +27,9 @@ def main() -> None:
     critic, reward = (_model(AutoModelForSequenceClassification, work) for _ in range(2))
     reference.requires_grad_(False)
     reward.requires_grad_(False)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=work["lr"], fused=True) for each in (policy, critic)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(each.parameters(), lr=work["lr"], fused=True) for each in (policy, critic)
+    ]
     models = (policy, critic, reference, reward)
     clocks = [_iteration(models, optimizers, work) for _ in range(work["warmup"] + work["steps"])]
     measured = clocks[work["warmup"] :]
