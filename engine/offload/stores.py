@@ -23,7 +23,10 @@ class Store(Protocol):
     """States by kind. Tensors are fp32 and flat."""
 
     layout: Layout
-    kinds: list[str]
+
+    @property
+    def kinds(self) -> list[str]:
+        """What there is room for."""
 
     def add(self, kind: str) -> None:
         """Make room for another kind of state."""

@@ -170,6 +170,7 @@ class _StreamedWriter(_Writer):
         if sent is not None:
             sent.synchronize()
         staged[: group.size].copy_(values)
+        self._stream.wait_stream(torch.cuda.current_stream())  # which may still read what is overwritten
         with torch.cuda.stream(self._stream):
             super().send(group, staged)
             self._sent.append(self._stream.record_event())
