@@ -5,7 +5,6 @@ LoRA: Hu et al., 2021, arXiv:2106.09685. The live parameters are only read: a ba
 """
 
 from collections.abc import Iterator, Sequence
-
 from typing import Any
 
 import torch
