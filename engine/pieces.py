@@ -23,7 +23,7 @@ def in_pieces(tensor: Tensor) -> bool:
 
 def told_in_pieces(tensor: Tensor) -> Tensor:
     """The same tensor, which now tells a checkpoint of its pieces. They share its memory."""
-    chunks = _chunks(tensor)
+    chunks = _chunks(tensor, dist.local(tensor))
 
     def write_items(name: str, _: Any) -> list[WriteItem]:
         return [
@@ -46,12 +46,17 @@ def told_in_pieces(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _chunks(tensor: Tensor) -> dict[torch.Size, Tensor]:
+def piece_at(tensor: Tensor, part: Tensor, offsets: torch.Size | None) -> Tensor:
+    """Of `part`, shaped like this rank's part of `tensor`, the piece at `offsets` in the whole; a view."""
+    return _chunks(tensor, part)[torch.Size(offsets)] if offsets is not None and in_pieces(tensor) else part
+
+
+def _chunks(tensor: Tensor, part: Tensor) -> dict[torch.Size, Tensor]:
     """Views of the local part by their offsets in the whole."""
     region = local_region(tensor)
     (dim,) = (at for at, parts in enumerate(region) if len(parts) > 1)
-    views = dist.local(tensor).chunk(len(region[dim]), dim)
+    views = part.chunk(len(region[dim]), dim)
     starts = [[parts[0].start for parts in region] for _ in views]
-    for start, part in zip(starts, region[dim], strict=True):
-        start[dim] = part.start
+    for start, rows in zip(starts, region[dim], strict=True):
+        start[dim] = rows.start
     return {torch.Size(start): view for start, view in zip(starts, views, strict=True)}

@@ -16,6 +16,7 @@ from engine.offload.optimizer import OffloadedOptimizer
 from engine.offload.stores import FileStore
 from engine.offload.tier import Tier
 from engine.parallel import dist
+from engine.pieces import piece_at
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,12 @@ class Filed:
     kind: str
 
     @property
+    def parameter(self) -> Tensor:
+        return self.tier.shards[self.shard].parameter.detach()
+
+    @property
     def shape(self) -> torch.Size:
-        return dist.local(self.tier.shards[self.shard].parameter).shape
+        return dist.local(self.parameter).shape
 
     def read(self) -> Tensor:
         return self.tier.store.read(self.kind, self.shard).view(self.shape)
@@ -61,7 +66,9 @@ class SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> object:  # type: ignore[override]
         place = self._filed.get(write_item.index.fqn)
-        return super().resolve_data(write_item) if place is None else place.read()
+        if place is None:
+            return super().resolve_data(write_item)
+        return piece_at(place.parameter, place.read(), write_item.index.offset)
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -78,7 +85,7 @@ class LoadPlanner(DefaultLoadPlanner):
         if name not in self._filed:
             return super().resolve_tensor(read_item)
         whole = self._open[name] = self._filed[name].read()
-        part = whole
+        part = piece_at(self._filed[name].parameter, whole, read_item.dest_index.offset)
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             part = part.narrow(dim, start, length)
         return part
