@@ -93,7 +93,7 @@ class Engine:
             source, dtype = self.module.get_submodule(rollout_path), precision.TORCH_DTYPE[config.dtype]
             self._flip = Flip(blueprint, source, dtype, config.tensor_plan)
         self.healer = Healer(self.module, self._discard)
-        self.ledger = Ledger(self.module, self._beside)
+        self.ledger = Ledger(self.module, self._beside, watches=not config.compile_blocks)
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
         self.optimizer = self._build(optimizer) if optimizer is not None else None
         self._fill(fill)

@@ -23,6 +23,7 @@ class Ledger:
 
     module: nn.Module
     rest: Callable[[], Mapping[str, int]]
+    watches: bool = True  # what forwards keep: off where blocks are compiled, which would be compiled again for it
     heights: dict[str, dict[str, int]] = field(default_factory=dict)
     _updates: int = 0
     _due: bool = False
@@ -35,7 +36,7 @@ class Ledger:
     @contextmanager
     def forward(self, *, first: bool) -> Iterator[None]:
         """The forward of a micro-batch runs within the block; the first of a sampled update is looked at."""
-        if not (first and self._due):
+        if not (first and self._due and self.watches):
             yield
             return
         saved = Saved()
