@@ -18,7 +18,6 @@ def run(rounds: int) -> list[Result]:
         "bf16",
         prompts=work.sequences(lengths[0], seed=13),
         responses=work.sequences(lengths[1], seed=14),
-        budget=2048,
         max_length=256,
     )
     told["shape"] |= {"init_std": 0.08}

@@ -12,7 +12,7 @@ from benchmarks.peers.children import report, told
 from benchmarks.peers.ours.engines import begin, choice, source
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
-from step3_ppo.rollout import Rows, my_rows, policy_logprobs
+from step3_ppo.rollout import Rows, policy_logprobs, rows
 
 PARTS = 4
 
@@ -30,12 +30,10 @@ def main() -> None:
     model = None if ours else AutoModelForCausalLM.from_config(source(work).config, dtype=torch.bfloat16).eval()
 
     def score(places: list[int]) -> dict[int, Tensor]:
-        found: dict[int, Tensor] = {}
-        for batch in my_rows(prompts, responses, places, 1, work["budget"], packing=ours):
-            with torch.no_grad():
-                flat = policy_logprobs(engine.module, batch, 1.0)[0] if engine is not None else plain(model, batch)
-            found |= dict(zip(batch.places, flat.split(batch.counts), strict=True))
-        return found
+        batch = rows(prompts, responses, places, 1, packing=ours)
+        with torch.no_grad():
+            flat = policy_logprobs(engine.module, batch, 1.0)[0] if engine is not None else plain(model, batch)
+        return dict(zip(places, flat.split(batch.counts), strict=True))
 
     every = list(range(len(prompts)))
     old = score(every)
