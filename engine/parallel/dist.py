@@ -335,16 +335,18 @@ def _joined(tensor: DTensor) -> Tensor:
 
     By hand: DTensor takes other ways in other versions of torch, and does not always find one.
     """
-    part, mesh, last = local(tensor), tensor.device_mesh, tensor.placements[-1]
-    ranks = mesh["tensor"].size()
-    rows = tensor.shape[0] // (ranks if last.is_replicate() is False and last.dim == 0 else 1)  # type: ignore[attr-defined]
+    part, mesh = local(tensor), tensor.device_mesh
+    last: Any = tensor.placements[-1]
+    rows = tensor.shape[0]
+    if not last.is_replicate() and last.dim == 0:
+        rows //= mesh["tensor"].size()
     if (cut := mesh["shard"].size()) > 1:
         padded = part.new_zeros(-(-rows // cut), *part.shape[1:])
         padded[: len(part)] = part
         part = torch.cat(gather_tensors(padded, mesh.get_group("shard")))[:rows]
     if last.is_replicate():
         return part
-    dim, pieces = last.dim, getattr(last, "split_factor", 1)  # type: ignore[attr-defined]
+    dim, pieces = last.dim, getattr(last, "split_factor", 1)
     columns = [each.chunk(pieces, dim) for each in gather_tensors(part, mesh.get_group("tensor"))]
     return torch.cat([column[piece] for piece in range(pieces) for column in columns], dim)
 
