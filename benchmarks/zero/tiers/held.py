@@ -6,6 +6,7 @@ same memory here), and in files.
 
 import gc
 import json
+import time
 from typing import Any
 
 import torch
@@ -51,8 +52,18 @@ def living(skip: frozenset[int]) -> int:
     return sum(sizes.values())
 
 
+def settled(skip: frozenset[int] = frozenset()) -> int:
+    """`living` once nothing changes any more: Gloo's threads let go of the last buffers a little later."""
+    dist.barrier()
+    last, now = -1, living(skip)
+    while last != now:
+        time.sleep(0.1)
+        last, now = now, living(skip)
+    return now
+
+
 def held(layout: dict[str, Any]) -> dict[str, float]:
-    before = living(frozenset())
+    before = settled()
     config = EngineConfig(dtype="bf16", **(layout | {"sub_group_size": SUB_GROUP}))
     engine = Engine(Net(), config, optimizer=OptimizerConfig(lr=1e-3))
     mapped = engine._mapped
@@ -61,10 +72,9 @@ def held(layout: dict[str, Any]) -> dict[str, float]:
         for last in (False, True):
             engine.begin(last=last)
             engine.backward(engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().sum(), last=last)
-        after = living(skip) - before
+        after = settled(skip) - before
         engine._step()
-    dist.barrier()
-    resting = living(skip) - before
+    resting = settled(skip) - before
     away = engine.optimizer.bytes["nvme"] if isinstance(engine.optimizer, OffloadedOptimizer) else 0
     files = away + (mapped.bytes if mapped is not None else 0)
     return {"resting": resting, "after_backward": after, "files": files, **predicted(engine, layout)}
