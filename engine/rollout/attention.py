@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from engine.rollout.recorded.recording import recorded_whole
 from engine.rollout.slots import Group, Step
 
 NAME = "zerochat_slots"
@@ -25,6 +26,7 @@ class Unserved(Exception):
     """The model asks for something that this attention doesn't do."""
 
 
+@recorded_whole
 def slot_attention(
     module: nn.Module,
     query: Tensor,
@@ -38,14 +40,17 @@ def slot_attention(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query (1, heads, N, head size), key and value (1, key heads, N, head size) of the step's N tokens.
+    """query (1, heads, N, head size), key and value (1, key heads, N, head size) of the step's N tokens, or of more
+    that only fill it up.
 
     Returns (1, N, heads, value's head size). Raises Unserved.
     """
     if slots is None or attention_mask is not None:
         raise Unserved(f"{type(module).__name__} asks for another kind of attention")
     check_served(module, others)
-    layer = slots.cache.write(module.layer_idx, slots.rows(key.shape[1]), key[0], value[0])  # type: ignore[arg-type]
+    rows = slots.rows(key.shape[1])
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # (N, key heads, head size)
+    layer = slots.cache.write(module.layer_idx, rows, keys[: len(rows)], values[: len(rows)])  # type: ignore[arg-type]
     queries = query[0].transpose(0, 1)  # (N, heads, head size)
     parts = []
     for part, first, last, mask in slots.seen(sliding_window):
@@ -56,6 +61,8 @@ def slot_attention(
         k, v = layer.keys[span, :, first:last], layer.values[span, :, first:last]
         out = attend(q, k, v, mask, scaling=scaling, softcap=softcap)
         parts.append(out[:, :, 0] if single else out[0].transpose(0, 1))
+    if len(rows) < len(queries):  # the others only fill the step up
+        parts.append(parts[0].new_zeros(len(queries) - len(rows), *parts[0].shape[1:]))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined[None], None
 

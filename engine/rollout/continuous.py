@@ -17,6 +17,7 @@ from engine.parallel import dist
 from engine.rollout.attention import Unserved, routed
 from engine.rollout.on_device.rounds import DeviceDecoding, Rounds
 from engine.rollout.packed import PackedLinears
+from engine.rollout.recorded.steps import RecordedSteps
 from engine.rollout.sampling import Sampling, forbid, penalise, sample, uniforms
 from engine.rollout.scheduler import Answering, Scheduler
 from engine.rollout.slots import Group, SlotCache, Step, cut_into_groups
@@ -47,12 +48,15 @@ class SlotDecoder:
         # Then steps are captured, and the host follows a round behind.
         self.on_device = replay and device.type == "cuda"
         self._rounds: Rounds | None = None
+        self.recorded = RecordedSteps(module, self.packs, self._logits) if replay and device.type == "cpu" else None
         self.token_bytes, self.token_numbers = self._probe()
 
     def release(self) -> None:
         """Free the cache, the packed weights and the graphs."""
         self.cache = self._rounds = None
         self.packs.release()
+        if self.recorded is not None:
+            self.recorded.release()
 
     def run(
         self,
@@ -77,20 +81,23 @@ class SlotDecoder:
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], step: Step, keep: Sequence[int]) -> Tensor:
         """Run a step's N tokens; returns the logits (len(keep), V) after those at columns `keep`."""
+        if self.recorded is not None and not step.chunks:
+            replayed = self.recorded.run(token_ids, step)
+            if replayed is not None:
+                return replayed
         extra: dict[str, Any] = {}
         columns = None if len(keep) == len(token_ids) else torch.tensor(keep or [0], device=self.device)
         if self.keeps_logits and columns is not None:
             extra["logits_to_keep"], columns = columns, None
         with routed(self.module), self.packs.applied():
-            output = self.module(
-                input_ids=torch.tensor([token_ids], device=self.device),
-                position_ids=step.positions[None],
-                use_cache=False,
-                slots=step,
-                **extra,
-            )
-        logits: Tensor = output.logits[0]
+            logits = self._logits(torch.tensor([token_ids], device=self.device), step.positions[None], step, **extra)[0]
         return logits if columns is None else logits[columns]
+
+    def _logits(self, token_ids: Tensor, positions: Tensor, step: Step, **extra: Any) -> Tensor:
+        """The module's own forward: token ids (1, N), positions (1, N) -> logits (1, N, V)."""
+        output = self.module(input_ids=token_ids, position_ids=positions, use_cache=False, slots=step, **extra)
+        logits: Tensor = output.logits
+        return logits
 
     def _probe(self) -> tuple[int, int]:
         """Run one token; returns the bytes of a token in the cache, and its numbers a layer."""

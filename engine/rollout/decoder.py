@@ -8,6 +8,7 @@ size.
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -140,6 +141,20 @@ class Rollouts:
         """Free the cache and all that was derived from the weights; the next call takes them again."""
         if self._slots is not None:
             self._slots.release()
+
+    @contextmanager
+    def through_modules(self) -> Iterator[None]:
+        """Within the block every step runs the module's own code, hooks included; recordings and graphs wait."""
+        decoder = self._decoder()
+        if decoder is None:
+            yield
+            return
+        recorded, on_device = decoder.recorded, decoder.on_device
+        decoder.recorded, decoder.on_device = None, False
+        try:
+            yield
+        finally:
+            decoder.recorded, decoder.on_device = recorded, on_device
 
     @property
     def fallback(self) -> str | None:

@@ -1,13 +1,14 @@
 """Linear layers with weights packed for oneDNN, for small batches on CPUs.
 
 A product of a few rows with a large matrix is bound by reading the matrix; packed beforehand into blocks it is read at
-twice the speed (in bf16 bit for bit with the same result), where PyTorch's own linear repacks it at each call. A pack
-is a copy, and is made again when the weight may have changed.
+twice the speed (in bf16 bit for bit with the same result), where PyTorch's own linear repacks it at each call. Layers
+that read the same input (a block's queries, keys and values) may be packed as one matrix, which is read faster than
+three. A pack is a copy, and is made again when the weight may have changed.
 
 Left out: matrices of experts, which are not linear layers; quantised weights.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,36 +21,109 @@ ROWS = 16  # the batch size that packs are laid out for
 FEWEST_NUMBERS = {torch.bfloat16: 1 << 14, torch.float32: 1 << 18}
 FP32_ROWS = (4, 256)  # with fewer rows PyTorch's own fp32 product is as fast, with more the packing is hidden
 
+Forward = Callable[[Tensor], Tensor]
+
+
+class Pack:
+    """Layers that read the same input as one packed matrix: (..., in) -> (..., sum of their outs)."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.layers = tuple(layers)
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.outs = [_out_by_in(layer).shape[0] for layer in layers]
+        self.dtype = _out_by_in(layers[0]).dtype
+        self._asked: Tensor | None = None
+        self._answers: list[Tensor] = []
+
+    def fill(self) -> None:
+        """Pack the weights as they are now."""
+        weights = [_out_by_in(layer) for layer in self.layers]
+        whole = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
+        self.weight = None  # free first: new memory costs more than packing does
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(whole, ROWS)
+        biases = [_bias(layer) for layer in self.layers]
+        if any(bias is not None for bias in biases):
+            filled = [b if b is not None else w.new_zeros(len(w)) for b, w in zip(biases, weights, strict=True)]
+            self.bias = filled[0] if len(filled) == 1 else torch.cat(filled)
+
+    def pays(self, rows: int) -> bool:
+        """Whether a product of so many rows is faster than PyTorch's own."""
+        return self.dtype != torch.float32 or FP32_ROWS[0] <= rows <= FP32_ROWS[1]
+
+    def forward(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """One layer's product. Of layers that were packed together the first that is asked computes all."""
+        if not self.pays(x.numel() // x.shape[-1]):
+            plain: Tensor = type(layer).forward(layer, x)
+            return plain
+        if len(self.layers) == 1:
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return product
+        if self._asked is not x:
+            joint = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            self._asked, self._answers = x, list(joint.split(self.outs, -1))
+        answer = self._answers[self.layers.index(layer)]
+        if layer is self.layers[-1]:
+            self._asked, self._answers = None, []
+        return answer
+
 
 class PackedLinears:
-    """Packs of a module's linear layers; `applied` puts them to work. Nothing is packed off CPUs."""
+    """Packs of a module's linear layers; `applied` puts them to work. Nothing is packed off CPUs.
+
+    `version` counts how often weights were packed or freed.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._packs: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+        self.version = 0
+        self._packs: dict[nn.Module, Pack] = {}
         self._made = False
 
     def refresh(self, changed: Collection[nn.Module] | None = None) -> None:
         """Pack what is not packed, and again these layers, or all: their weights are others now.
 
-        One at a time, so that each goes where an older one was: new memory costs more than packing does.
+        One at a time, so that each goes where an older one was.
         """
-        for layer, weight in _packable(self.module):
-            if changed is None or layer in changed or layer not in self._packs:
-                self._packs[layer] = _packed_forward(layer, weight)
-        self._made = True
+        for layer in _packable(self.module):
+            if layer not in self._packs:
+                self._packs[layer] = Pack([layer])
+        for pack in dict.fromkeys(self._packs.values()):
+            if changed is None or pack.weight is None or any(layer in changed for layer in pack.layers):
+                pack.fill()
+        self._made, self.version = True, self.version + 1
 
     def release(self) -> None:
         """Free the packs; they are made again at the next use."""
-        self._packs, self._made = {}, False
+        for pack in self._packs.values():
+            pack.weight = pack.bias = None
+        self._made, self.version = False, self.version + 1
+
+    def join(self, layers: Sequence[nn.Module]) -> Pack:
+        """Layers that always read the same input, one after the other, packed as one from now on."""
+        pack = self._packs[layers[0]]
+        if pack.layers != tuple(layers):
+            assert all(len(self._packs[layer].layers) == 1 for layer in layers), "a layer is in one pack"
+            pack = Pack(layers)
+            for layer in layers:
+                self._packs[layer].weight = None
+                self._packs[layer] = pack
+            pack.fill()
+            self.version += 1
+        return pack
+
+    def of(self, layer: nn.Module) -> Pack:
+        """The pack that a layer is in."""
+        return self._packs[layer]
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Within the block the module's linear layers compute with packed weights."""
+    def applied(self, through: Callable[[nn.Module, Forward], Forward] | None = None) -> Iterator[None]:
+        """Within the block the module's linear layers compute with packed weights; `through` wraps their forwards."""
         if not self._made:
             self.refresh()
-        for layer, forward in self._packs.items():
-            layer.__dict__["forward"] = forward
+        for layer, pack in self._packs.items():
+            forward = _forward(pack, layer)
+            layer.__dict__["forward"] = forward if through is None else through(layer, forward)
         try:
             yield
         finally:
@@ -57,7 +131,8 @@ class PackedLinears:
                 layer.__dict__.pop("forward", None)
 
     def __len__(self) -> int:
-        return len(self._packs)
+        """How many layers are packed."""
+        return sum(pack.weight is not None for pack in self._packs.values())
 
 
 def available(dtype: torch.dtype) -> bool:
@@ -70,31 +145,26 @@ def available(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(ops._is_mkldnn_bf16_supported())
 
 
-def _packable(module: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
+def _packable(module: nn.Module) -> Iterator[nn.Module]:
     for layer in module.modules():
         if type(layer) not in (nn.Linear, Conv1D) or "forward" in layer.__dict__:
             continue
-        weight: Tensor = layer.weight.detach()  # type: ignore[union-attr, operator, assignment]
+        weight: Tensor = layer.weight  # type: ignore[assignment]
         if weight.device.type != "cpu" or weight.numel() < FEWEST_NUMBERS.get(weight.dtype, 1 << 62):
             continue
         if available(weight.dtype):
-            yield layer, weight
+            yield layer
 
 
-def _packed_forward(layer: nn.Module, weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """The layer's forward with its weight packed; (..., in) -> (..., out)."""
-    out_by_in = weight.t().contiguous() if isinstance(layer, Conv1D) else weight
-    pack = torch.ops.mkldnn._reorder_linear_weight(out_by_in, ROWS)
-    multiply = torch.ops.mkldnn._linear_pointwise
-    bias = layer.bias.detach() if layer.bias is not None else None  # type: ignore[operator, union-attr]
-    plain = type(layer).forward
+def _forward(pack: Pack, layer: nn.Module) -> Forward:
+    return lambda x: pack.forward(layer, x)
 
-    def forward(x: Tensor) -> Tensor:
-        result: Tensor = multiply(x, pack, bias, "none", [], "")
-        return result
 
-    def forward_fp32(x: Tensor) -> Tensor:
-        rows = x.numel() // x.shape[-1]
-        return forward(x) if FP32_ROWS[0] <= rows <= FP32_ROWS[1] else plain(layer, x)
+def _out_by_in(layer: nn.Module) -> Tensor:
+    weight: Tensor = layer.weight.detach()  # type: ignore[union-attr, operator, assignment]
+    return weight.t() if isinstance(layer, Conv1D) else weight
 
-    return forward_fp32 if weight.dtype == torch.float32 else forward
+
+def _bias(layer: nn.Module) -> Tensor | None:
+    bias: Any = layer.bias
+    return None if bias is None else bias.detach()

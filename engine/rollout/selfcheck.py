@@ -102,6 +102,9 @@ def _explain(rollouts: Rollouts, prompt: list[int], how: Sampling, found: str) -
     layer = first_difference(rollouts, prompt, how) or "none: the hidden states agree, so the head or the sampling"
     padded = Rollouts(rollouts.module, rollouts.device, slots=False)
     cause = "the model's forward with a cache differs from the one without (positions, dropout, or its precision)"
+    with rollouts.through_modules():
+        if _agrees(rollouts, prompt, how):
+            return f"the generator is not the model {name}: {found}. Its recorded steps do not what its modules do"
     if rollouts.fallback is None and _agrees(padded, prompt, how):
         cause = "its attention does something that attention over the slot cache does not"
     if rollouts.fallback is None and _agrees(Rollouts(rollouts.module, rollouts.device), prompt, how):
@@ -127,7 +130,8 @@ def _tolerance(module: nn.Module, logits: Tensor) -> float:
 def first_difference(rollouts: Rollouts, prompt: list[int], how: Sampling) -> str | None:
     """The name of the first block whose output differs between generating and the plain forward."""
     answers: list[Generation] = []
-    ours = _block_outputs(rollouts.module, lambda: answers.extend(rollouts.generate([prompt], how, [0])))
+    with rollouts.through_modules():
+        ours = _block_outputs(rollouts.module, lambda: answers.extend(rollouts.generate([prompt], how, [0])))
     token_ids = answers[0].token_ids
     theirs = _block_outputs(
         rollouts.module, partial(_plain_logits, rollouts.module, rollouts.device, prompt, token_ids)

@@ -31,17 +31,17 @@ class SlotCache:
         self.layers: dict[int, SlotLayer] = {}
 
     def write(self, layer_index: int, rows: Tensor, keys: Tensor, values: Tensor) -> SlotLayer:
-        """Put keys and values (heads, N, head size) at rows (heads * N,) of a layer seen as (all, head size)."""
+        """Put keys and values (N, heads, head size) at rows (N, heads) of a layer seen as (all, head size)."""
         if layer_index not in self.layers:
             self.layers[layer_index] = SlotLayer(self._allocate(keys), self._allocate(values))
         layer = self.layers[layer_index]
-        layer.keys.view(-1, keys.shape[-1]).index_copy_(0, rows, keys.reshape(-1, keys.shape[-1]))
-        layer.values.view(-1, values.shape[-1]).index_copy_(0, rows, values.reshape(-1, values.shape[-1]))
+        _put(layer.keys, rows, keys)
+        _put(layer.values, rows, values)
         return layer
 
     def _allocate(self, states: Tensor) -> Tensor:
         """Zeros: what a mask hides has a weight of zero, which would not hide a NaN left in memory."""
-        heads, _, size = states.shape
+        _, heads, size = states.shape
         return states.new_zeros(self.slots, heads, self.capacity, size)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -132,10 +132,11 @@ class Step:
     _seen: dict[int | None, list[tuple[Group | Chunk, int, int, Tensor | None]]] = field(default_factory=dict)
 
     def rows(self, heads: int) -> Tensor:
-        """(heads * N,): where the tokens go in a layer of so many heads, seen as (slots * heads * capacity, size)."""
+        """(N, heads): where the tokens go in a layer of so many heads, seen as (slots * heads * capacity, size)."""
         if heads not in self._rows:
-            head = torch.arange(heads, device=self.slots.device)[:, None]
-            self._rows[heads] = ((self.slots * heads + head) * self.cache.capacity + self.positions).flatten()
+            head = torch.arange(heads, device=self.slots.device)
+            first = (self.slots[:, None] * heads + head) * self.cache.capacity
+            self._rows[heads] = first + self.positions[:, None]
         return self._rows[heads]
 
     @property
@@ -150,6 +151,16 @@ class Step:
             parts: list[Group | Chunk] = [*self.groups, *self.chunks]
             self._seen[window] = [(part, *part.seen(window, device)) for part in parts]
         return self._seen[window]
+
+
+def _put(cached: Tensor, rows: Tensor, states: Tensor) -> None:
+    """Write states (N, heads, size) at rows (N, heads) of a layer; indexed copies move an element at a time, so in
+    elements of 16 bytes where the sizes allow it."""
+    cached, piece = cached.view(-1, cached.shape[-1]), 16 // cached.element_size()
+    pieces = [*states.stride()[:-1], states.storage_offset(), states.shape[-1]]
+    if states.stride(-1) == 1 and not any(number % piece for number in pieces) and states.device.type == "cpu":
+        cached, states = cached.view(torch.complex128), states.view(torch.complex128)
+    cached.index_put_((rows,), states)
 
 
 def cut_into_groups(slots: Sequence[int], lengths: Sequence[int], token_numbers: int) -> list[tuple[int, int]]:
