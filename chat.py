@@ -1,10 +1,10 @@
 """Talk to a model in the terminal.
 
-    python chat.py runs/x                            the newest finished stage of a run
-    python chat.py runs/x --compare sft,ppo          two stages answer the same
-    python chat.py path/to/model --temperature 0     any model folder in Hugging Face format
-    python chat.py runs/x --prompt "What is 2 + 3?"  one answer, for scripts
-    python chat.py runs/x < questions.txt            a line a turn
+python chat.py runs/x                            the newest finished stage of a run
+python chat.py runs/x --compare sft,ppo          two stages answer the same
+python chat.py path/to/model --temperature 0     any model folder in Hugging Face format
+python chat.py runs/x --prompt "What is 2 + 3?"  one answer, for scripts
+python chat.py runs/x < questions.txt            a line a turn
 """
 
 import argparse
@@ -43,6 +43,7 @@ def _chat(options: argparse.Namespace) -> int:
     from pipeline.chat.voice import load
 
     try:
+        options.stop = tuple(options.stop)
         sampling = Sampling(**{key.replace("-", "_"): getattr(options, key.replace("-", "_")) for key in OPTIONS})
     except ValueError as problem:
         raise UserError(str(problem)) from problem
@@ -74,6 +75,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token (default 0.7)")
     parser.add_argument("--top-p", type=float, default=1.0, help="keep the smallest set with this mass (default 1)")
     parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0: all)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest's")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: less of what was said")
+    parser.add_argument("--min-new-tokens", type=int, default=0, help="an answer does not end before (default 0)")
+    parser.add_argument("--stop", default=[], action="append", metavar="TEXT", help="answers end with this; repeatable")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="tokens an answer may have (default 256)")
     parser.add_argument(
         "--seed", type=int, default=secrets.randbits(31), help="the same seed, the same answers (default: a new one)"

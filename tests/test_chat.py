@@ -3,7 +3,7 @@
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -172,7 +172,9 @@ class Scripted:
     def __init__(self, says: bytes) -> None:
         self.says, self.seen = says, []  # type: ignore[var-annotated]
 
-    def stream(self, prompt: Sequence[int], sampling: Sampling, stream: int = 0) -> Iterator[int]:
+    def stream(
+        self, prompt: Sequence[int], sampling: Sampling, stream: int = 0, text: Callable[[list[int]], str] | None = None
+    ) -> Iterator[int]:
         self.seen.append((bytes(prompt).decode(), sampling, stream))
         for token in self.says:
             if token == 3:
@@ -221,6 +223,24 @@ def test_options_change_in_the_chat() -> None:
     notes = session.notes.getvalue()  # type: ignore[attr-defined]
     for told in ("top-p: top_p must be", "nose: there is no such option", "seed: x is not", "/what: there is no such"):
         assert told in notes
+
+
+def test_stop_strings_and_what_shapes_the_distribution() -> None:
+    session, (voice,) = scripted(b"ok")
+    session.run(["/set min-p 0.1", "/set repetition-penalty 1.5", "/set min-new-tokens 2", r"/set stop a b\n", "one",
+                 '/set stop ""', "/set min-new-tokens 10", "two"])  # fmt: skip
+    first, second = (sampling for _, sampling, _ in voice.seen)
+    assert (first.min_p, first.repetition_penalty, first.min_new_tokens, first.stop) == (0.1, 1.5, 2, ("a b\n",))
+    assert (second.stop, second.min_new_tokens) == ((), 2)  # an answer has 9 tokens at most
+
+
+def test_an_answer_ends_with_its_stop_string(run: Path) -> None:
+    voice = load(ChatModel("sft", run / "sft" / "model"))
+    whole = "".join(voice.answer("", "hello", Sampling(40, seed=3), 1))
+    voice.reset()
+    stopped = "".join(voice.answer("", "hello", Sampling(40, seed=3, stop=(whole[:3],)), 1))
+    assert stopped.startswith(whole[:3])
+    assert whole.startswith(stopped) and len(stopped) < len(whole)
 
 
 def test_ctrl_c_stops_the_answer_alone() -> None:

@@ -15,17 +15,30 @@ HELP = """\
 /reset             forget the conversation
 /system TEXT       set the system message; without TEXT remove it
 /set               show the sampling options
-/set KEY VALUE     temperature (0: the likeliest token), top-p, top-k, max-new-tokens, seed
+/set KEY VALUE     temperature (0: the likeliest token), top-p, top-k, min-p, repetition-penalty, min-new-tokens,
+                   max-new-tokens, seed, stop (a text at which answers end; "" for none)
 /help              this
 /quit              leave, as Ctrl-D does
 Ctrl-C stops an answer. What is said first is forgotten first when the model's context is full."""
 
-OPTIONS: dict[str, Callable[[str], int | float]] = {
+
+def stop_strings(text: str) -> tuple[str, ...]:
+    r"""The string at which answers end, as typed: quotes around it are left out, \n is a line break; none if empty."""
+    quoted = len(text) > 1 and text[0] == text[-1] == '"'
+    bare = (text[1:-1] if quoted else text).replace("\\n", "\n")
+    return (bare,) if bare else ()
+
+
+OPTIONS: dict[str, Callable[[str], int | float | tuple[str, ...]]] = {
     "temperature": float,
     "top-p": float,
     "top-k": int,
+    "min-p": float,
+    "repetition-penalty": float,
+    "min-new-tokens": int,
     "max-new-tokens": int,
     "seed": int,
+    "stop": stop_strings,
 }
 
 
@@ -91,7 +104,7 @@ class Session:
 
     def _obey(self, line: str) -> None:
         command, _, rest = line.partition(" ")
-        words = rest.split()
+        words = rest.split(maxsplit=1)
         if command == "/reset":
             for voice in self.voices:
                 voice.reset()

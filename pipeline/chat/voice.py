@@ -32,15 +32,17 @@ class Voice:
         messages, prompt = fit(system, said, self.tokenizer.encode_prompt, bound)
         self.dropped = len(said) - sum(message.role != "system" for message in messages)
         room = sampling.max_new_tokens if self.positions is None else self.positions - len(prompt)
+        longest = min(sampling.max_new_tokens, room)
         sampling = replace(
             sampling,
-            max_new_tokens=min(sampling.max_new_tokens, room),
+            max_new_tokens=longest,
+            min_new_tokens=min(sampling.min_new_tokens, longest),
             end_ids=self.tokenizer.end_ids,
             pad_id=self.tokenizer.pad_id,
         )
         pieces = Detokenizer(self.tokenizer.decode)
         try:
-            for token in self.rollouts.stream(prompt, sampling, turn):
+            for token in self.rollouts.stream(prompt, sampling, turn, self.tokenizer.decode):
                 yield pieces.feed(token)
             yield pieces.finish()
         except FloatingPointError as error:
@@ -97,5 +99,3 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> Voice:
     tokenizer = load_tokenizer(str(model.folder))
     positions = getattr(module.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return Voice(model.name, Rollouts(module.eval().to(device), device), tokenizer, positions)
-
-
