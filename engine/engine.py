@@ -258,8 +258,9 @@ class Engine:
 
     def _gradients(self) -> optim.Gradients | OffloadedOptimizer | OneBitAdam:
         """The step's gradients: the module's, or those that an optimizer has taken or averages itself."""
-        own = isinstance(self.optimizer, OffloadedOptimizer | OneBitAdam)
-        return self.optimizer if own else optim.Gradients(self.module)
+        if isinstance(self.optimizer, OffloadedOptimizer | OneBitAdam):
+            return self.optimizer
+        return optim.Gradients(self.module)
 
     def _set_rates(self, optimizer: torch.optim.Optimizer | OffloadedOptimizer) -> float:
         """Give the optimizer the coming step's learning rate (and betas, where those are scheduled)."""

@@ -37,15 +37,15 @@ def aligned(elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.frombuffer(pages, dtype=dtype)[:elements]
 
 
-@cache
 def give_memory_back() -> None:
-    """Have the C library return freed blocks of 4 MiB and more to the system at once (mallopt, glibc).
+    """Have the C library return what is free, and from now on freed blocks of 4 MiB and more at once (glibc).
 
     It would keep blocks of up to 32 MiB, which doubles what a host holds on which gathers and gradients come and go.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(M_MMAP_THRESHOLD, 4 * 2**20)
+        library.malloc_trim(0)
 
 
 @cache
@@ -167,7 +167,7 @@ def _fall_back(descriptor: int, folder: Path) -> int:
 
 def _requests(tensor: Tensor, offset: int) -> Iterator[tuple[memoryview, int]]:
     """A tensor's bytes cut into requests, each with its place in the file."""
-    view = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy()).cast("B")
+    view = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     for start in range(0, len(view), REQUEST_BYTES):
         yield view[start : start + REQUEST_BYTES], offset + start
 

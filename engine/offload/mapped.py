@@ -78,7 +78,8 @@ class MappedShards:
                 local = dist.local(here)
                 start = places[id(tensor)]
                 room = self._memory[start : start + local.numel() * local.element_size()]
-                local.set_(room.view(local.dtype).view(local.shape))
+                room = room.view(local.dtype).view(local.shape)
+                local.set_(room.untyped_storage(), room.storage_offset(), room.shape, room.stride())
                 if not tensor.is_meta:
                     local.copy_(dist.local(tensor))
             return here

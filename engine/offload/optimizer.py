@@ -41,7 +41,8 @@ class OffloadedOptimizer:
         """
         if config.name.lower() == "onebitadam":
             raise ValueError("onebitadam keeps whole momenta on every device: offload_optimizer=none, or adamw")
-        if engine.offload_optimizer == "nvme":
+        self._lean = engine.offload_optimizer == "nvme"
+        if self._lean:
             give_memory_back()
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         parts = optim.parts([p for _, p in named], config)
@@ -87,6 +88,8 @@ class OffloadedOptimizer:
                 if shard.name not in written:
                     tier.store.write(MASTER, number, shard.flat)
                 take(shard.parameter, number, tier.gradients)
+        if self._lean:
+            give_memory_back()
 
     # What a step asks of gradients and optimizer
 

@@ -18,7 +18,7 @@ from engine import Engine, EngineConfig, OptimizerConfig
 from engine.parallel import dist
 
 STEPS, ROWS, LENGTH, MICRO_BATCHES = 10, 8, 24, 2
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "vocab_size": 200, "hidden_size": 48, "word_embed_proj_dim": 48, "num_hidden_layers": 3, "ffn_dim": 96,
     "num_attention_heads": 4, "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0,
 }  # fmt: skip

@@ -88,6 +88,6 @@ def _plain(file: int) -> None:
 
 
 def _through(file: int, move: Callable[[int, list[memoryview], int], int]) -> None:
-    view = memoryview(aligned(REQUEST // 4).numpy()).cast("B")
+    view = memoryview(aligned(REQUEST, torch.uint8).numpy())  # type: ignore[arg-type]
     for start in range(0, BYTES, REQUEST):
         assert move(file, [view], start) == REQUEST

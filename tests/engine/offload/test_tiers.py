@@ -87,8 +87,8 @@ def plain(config: OptimizerConfig, optimizer: Any) -> tuple[list[tuple[float, fl
 
 
 def engine_of(tier: dict[str, Any], optimizer: OptimizerConfig = OPTIMIZER, *, seed: int = 1, **more: Any) -> Engine:
-    config = EngineConfig(**({"dtype": "fp32", "zero_stage": 2, "sub_group_size": SUB_GROUP} | tier | more))
-    return Engine(net(seed), config, optimizer=optimizer)
+    chosen: dict[str, Any] = {"dtype": "fp32", "zero_stage": 2, "sub_group_size": SUB_GROUP} | tier | more
+    return Engine(net(seed), EngineConfig(**chosen), optimizer=optimizer)
 
 
 def run_all(micro: int) -> list[tuple[list[tuple[float, float]], dict[str, Tensor]]]:
@@ -148,7 +148,7 @@ def test_16_bit_shards_and_fp32_masters(dtype: str) -> None:
                 master = masters(engine)[name]
                 assert parameter.dtype == getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype])
                 assert master.dtype == torch.float32
-                torch.testing.assert_close(parameter.detach().to_local(), master.to(parameter.dtype), atol=0, rtol=0)
+                torch.testing.assert_close(dist.local(parameter.detach()), master.to(parameter.dtype), atol=0, rtol=0)
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=3e-3)
 
