@@ -1,9 +1,10 @@
 """One rank has nothing to send: its module stays as it is, with stand-ins for its parameters while it computes.
 
 FSDP2 on one rank gathers into buffers and reduces through others all the same: each gradient is copied four times, each
-parameter twice a micro-batch (profiled on a CPU, OPT-125M in bf16: copies took a third of a training step). Here a module that computes in the
-precision of its parameters is left alone. Otherwise each fp32 master has a copy in compute precision that takes its
-place in the module from `gather` to `release`; gradients go to the masters, in fp32, as they arrive.
+parameter twice a micro-batch (profiled on a CPU, OPT-125M in bf16: copies took a third of a training step). Here a
+module that computes in the precision of its parameters is left alone. Otherwise each fp32 master has a copy in compute
+precision that takes its place in the module from `gather` to `release`; gradients go to the masters, in fp32, as they
+arrive.
 """
 
 from collections.abc import Sequence
