@@ -78,12 +78,12 @@ def build(setting: Setting) -> Chat:
     large = setting.of(OPT_1_3B, TINY)
     small = setting.of(OPT_350M, TINY)
     batch, length, micro = setting.of((256, 256, 32), (4, 8, 2))
-    engines = [
+    engines = (
         _engine(setting, large, scores=False, learns=True),
         _engine(setting, large, scores=False, learns=False),
         _engine(setting, small, scores=True, learns=True),
         _engine(setting, small, scores=True, learns=False),
-    ]
+    )
     for engine in engines:
         assert verify(engine, max_length=2 * length).packing
     return Chat(*engines, batch, length, micro)
@@ -213,6 +213,6 @@ def _beside_the_table(rate: float) -> dict[str, float]:
 
 def _forward_flops(engine: Engine, length: int) -> float:
     """A token's."""
-    config: Any = engine.module.backbone.config
+    config: Any = engine.module.backbone.config  # type: ignore[union-attr]
     parameters = sum(p.numel() for p in engine.module.parameters())
     return 2.0 * parameters + 2.0 * config.num_hidden_layers * config.hidden_size * length

@@ -101,7 +101,8 @@ def _measure(case: str, rounds: int) -> Result:
     ours = partial(_rate, task, partial(_ours, decoder, task))
     ours()  # the first run pays for allocation
     peer, detail = _against_separate(decoder, task) if case == "samples" else _against_generate(module, task)
-    rates = in_turn({"ours": ours, "peer": peer}, rounds)
+    calls: dict[str, Callable[[], float]] = {"ours": ours, "peer": peer}
+    rates = in_turn(calls, rounds)
     return Result(
         bench="rollout",
         case=case,

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from engine import optim, precision
 from engine.compression.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
-from engine.healing import Healer, Pass
+from engine.healing import Healer, Pass, Portion
 from engine.ledger import Ledger
 from engine.ledger.beside import generator_bytes, optimizer_bytes
 from engine.loading import copy_local
@@ -275,7 +275,7 @@ class Engine:
 
     def update(
         self,
-        micro_batches: Sequence[Batch],
+        micro_batches: Sequence[Batch | Portion[Batch]],
         loss_fn: "LossFn[Batch]",
         count: float,
         *,
@@ -333,7 +333,7 @@ class Engine:
         self._micro_batches, self._begun = 0, False
 
     def score(
-        self, micro_batches: Sequence[Batch], work: Callable[[nn.Module, Batch], Sequence[Score]]
+        self, micro_batches: Sequence[Batch | Portion[Batch]], work: Callable[[nn.Module, Batch], Sequence[Score]]
     ) -> list[list[Score]]:
         """`work` on each micro-batch within `scoring`: one result a row, in order. Every rank passes equally many.
 

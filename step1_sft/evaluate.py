@@ -27,7 +27,7 @@ def held_out_loss(engine: Engine, items: Sequence[TokenItem], *, budget: int, pa
         logprobs, _ = module(batch.input_ids, batch.score_mask, documents=batch.documents)
         return [-logprobs.double().sum().item()]
 
-    total = sum(part for losses in engine.score(batches, loss) for part in losses)
+    total = sum((part for losses in engine.score(batches, loss) for part in losses), 0.0)
     return dist.sum_over_ranks({"loss": total})["loss"] / count if count else float("nan")
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +115,8 @@ def update_policy(
     def loss(module: nn.Module, batch: Rows | TokenBatch) -> tuple[Tensor, Sums]:
         return clipped(module, batch) if isinstance(batch, Rows) else imitated(module, batch)
 
-    batches: list[Portion[Any]] = [*minibatch.batches, *(ptx.batches if ptx else [])]
+    batches = cast("list[Portion[Rows | TokenBatch]]", [*minibatch.batches, *(ptx.batches if ptx else [])])
+
     def look(sums: Mapping[str, float]) -> None:
         if check is not None:
             check(sums["deviation"] / minibatch.tokens)

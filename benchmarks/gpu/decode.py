@@ -24,7 +24,7 @@ Generate = Callable[[nn.Module, list[list[int]], int], None]
 def run(setting: Setting) -> Iterator[dict[str, Any]]:
     """A row for each engine, batch and length; a row where one fails, saying why."""
     module = setting.build().eval()
-    module.generation_config.eos_token_id = None  # type: ignore[union-attr]  answers have fixed lengths
+    module.generation_config.eos_token_id = None  # type: ignore[union-attr]
     rollouts = Rollouts(module, setting.device)
     decoder = rollouts._decoder()  # on a CPU the same steps are called instead of replayed
     if decoder is not None:

@@ -8,8 +8,8 @@ two cores that is seen, on one with cores to spare it is not.
 import os
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ def _engine() -> Engine:
     return initialize(model, EngineConfig(dtype="fp32"), optimizer=OptimizerConfig(lr=1e-4), fill=fill)
 
 
-def _shape() -> Mapping[str, object]:
+def _shape() -> dict[str, Any]:
     return {**shape_of("opt-125m").config.to_dict(), "model_type": "opt"}
 
 

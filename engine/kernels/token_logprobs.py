@@ -106,8 +106,9 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, bias, lse, entropy, saved = ctx.saved_tensors
+        d_logprobs, d_entropy = upstream
         d_hidden, d_weight, d_bias = gradients(
-            ctx.head, hidden, weight, targets, bias, lse, entropy, *upstream, saved, wants=wanted(ctx)
+            ctx.head, hidden, weight, targets, bias, lse, entropy, d_logprobs, d_entropy, saved, wants=wanted(ctx)
         )
         return (None if d_hidden is None else d_hidden.to(hidden.dtype)), d_weight, None, d_bias, None
 

@@ -58,7 +58,7 @@ class StandIns:
         for copy in self.copies:
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
         with torch.no_grad():
-            torch._foreach_copy_(self.copies, self.masters)
+            torch._foreach_copy_([*self.copies], [*self.masters])
         self._put(self.copies)
         self._in_place = True
 

@@ -101,7 +101,7 @@ def _column_wise(path: str, layer: nn.Linear, mesh: DeviceMesh, *, gather: bool)
         part = F.linear(regions.copied(x, group), dist.local(layer.weight), bias)
         return regions.gathered(part, group) if gather else part
 
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def _row_wise(path: str, layer: nn.Linear, mesh: DeviceMesh, *, split: bool) -> None:
@@ -113,7 +113,7 @@ def _row_wise(path: str, layer: nn.Linear, mesh: DeviceMesh, *, split: bool) -> 
         whole = regions.summed(F.linear(part, dist.local(layer.weight)), group)
         return whole if layer.bias is None else whole + layer.bias
 
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def _own_norm(module: nn.Module, mesh: DeviceMesh) -> None:

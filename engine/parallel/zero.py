@@ -142,7 +142,7 @@ def sharded(module: nn.Module) -> list[Tensor]:
     """The parameters as they are kept between uses, gathered now or not."""
     stand_ins = one_rank.of(module)
     if stand_ins is not None:
-        return stand_ins.masters or list(module.parameters())
+        return [*(stand_ins.masters or module.parameters())]
     return [parameter.sharded_param for parameter in _parameters(module)]
 
 

@@ -103,12 +103,14 @@ class _How:
 
     def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """(Q, K) True where a query may look; None where that is what plain causal attention does."""
-        narrow = self.window is not None and keys > self.window
+        window = keys if self.window is None else self.window
+        narrow = keys > window
         if queries == keys and not narrow:
             return None
-        distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+        places = torch.arange(keys, device=device)
+        distance: Tensor = places[keys - queries :, None] - places
         seen = distance >= 0
-        return seen & (distance < self.window) if narrow else seen
+        return seen & (distance < window) if narrow else seen
 
     def fits_kernel(self, query: Tensor, value: Tensor) -> bool:
         """Whether the variable-length kernel does this."""
@@ -140,7 +142,8 @@ def _kernel() -> Callable[..., Tensor] | None:
     except ImportError:
         return None
     takes = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"scale", "window_size"} <= takes.keys() else None
+    kernel: Callable[..., Any] = varlen_attn
+    return kernel if {"scale", "window_size"} <= takes.keys() else None
 
 
 def _by_kernel(

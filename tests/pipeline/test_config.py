@@ -223,7 +223,7 @@ def test_paths_are_looked_at_before_any_work(tmp_path):
     with pytest.raises(UserError, match=f"model.path={tmp_path}/sft"):
         check_paths(config_of(f"model.path={tmp_path}"))
     check_paths(config_of(f"model.path={tmp_path}/sft"))
-    with pytest.raises(UserError, match="^actor=none"):
+    with pytest.raises(UserError, match=r"^actor=none"):
         check_paths(config_of("stage=ppo", "actor=none", "reward=none"))
 
 

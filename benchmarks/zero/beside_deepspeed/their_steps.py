@@ -28,7 +28,7 @@ def main(stage: int, steps: int) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     fields = architecture()
-    quiet = {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0}
+    quiet: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0}
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields, **quiet), attn_implementation="sdpa")
     engine, *_ = deepspeed.initialize(model=model, config=settings(stage), model_parameters=model.parameters())

@@ -94,6 +94,9 @@ class _Joint:
     layers: tuple[nn.Module, ...]
     __name__ = "joint"
 
+    def __call__(self, *args: Any) -> Any:
+        raise AssertionError("a joint call is put into words before it is called")
+
 
 def _with_packs(recording: Recording, packs: PackedLinears, rows: int) -> list[Call]:
     """Layers put into words, each with the ReLU that follows it."""
@@ -134,7 +137,7 @@ def _each(pack: Pack, call: Call) -> list[Call]:
 
 
 def _product(value: Any, pack: Pack, then: str, result: Value | None) -> Call:
-    arguments = (value, Packed(pack, "weight"), Packed(pack, "bias"), then, [], "")
+    arguments: tuple[Any, ...] = (value, Packed(pack, "weight"), Packed(pack, "bias"), then, [], "")
     return Call(torch.ops.mkldnn._linear_pointwise.default, arguments, {}, (result,))
 
 
