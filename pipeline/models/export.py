@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from engine import Engine
 from engine.merging import whole_parameters
-from engine.parallel import dist
+from engine.parallel import dist, zero
 from engine.precision import TORCH_DTYPE
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.models.modules import Policy, Scorer
@@ -62,6 +62,7 @@ def _export(
     *,
     extra: dict[str, Any],
 ) -> None:
+    zero.release(engine.module)  # what a forward left gathered is not the rank's to write
     staging = folder.with_name(folder.name + ".tmp")
     dtype = TORCH_DTYPE[engine.config.dtype]
     leads = dist.world().leads

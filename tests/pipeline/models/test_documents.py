@@ -190,6 +190,7 @@ def test_the_kernel_is_asked_for_the_same(window: int | None, prefixes: tuple[in
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_kernel_computes_the_same(window: int | None, dtype: torch.dtype) -> None:
