@@ -141,6 +141,11 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
             shown = "reward" if key == "reward_path" else key
             where = f"{shown}={getattr(config, key)}"
             yield f"{where} is where PPO starts, but stage={config.stage}: leave it out, or stage=ppo"
+    if config.rollout.min_new_tokens > config.rollout.max_new_tokens:
+        yield (
+            f"rollout.min_new_tokens={config.rollout.min_new_tokens} exceeds "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}: lower it"
+        )
     stages = wanted_stages(config)
     if "ppo" in stages:
         yield from _ppo_mistakes(config)
@@ -312,14 +317,18 @@ def model_folder(location: str, key: str) -> Path:
     raise UserError(f"{key}={location} is no model folder: it has no config.json (Hugging Face format, safetensors)")
 
 
+PLAIN_SAMPLING = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0}
+
+
 def warnings(config: RunConfig) -> list[str]:
     """What is allowed and probably not meant."""
     found = []
-    rollout = config.rollout
-    if "ppo" in wanted_stages(config) and (rollout.top_k > 0 or rollout.top_p < 1):
+    changed = [f"rollout.{key}={getattr(config.rollout, key):g}" for key, plain in PLAIN_SAMPLING.items()
+               if getattr(config.rollout, key) != plain]  # fmt: skip
+    if "ppo" in wanted_stages(config) and changed:
         found.append(
-            f"rollout.top_k={rollout.top_k} rollout.top_p={rollout.top_p:g}: PPO samples from a cut distribution and "
-            "trains the whole one; rollout.top_k=0 rollout.top_p=1 is what its ratios assume"
+            f"{' '.join(changed)}: PPO samples from a cut distribution and trains the whole one; "
+            f"{' '.join(f'rollout.{key}={plain}' for key, plain in PLAIN_SAMPLING.items())} is what its ratios assume"
         )
     if config.engine.deepspeed is not None:
         from engine.deepspeed import notes

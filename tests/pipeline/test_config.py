@@ -205,7 +205,10 @@ def test_given_models_stand_in_for_stages():
 
 def test_cut_sampling_is_warned_about():
     assert warnings(config_of()) == []
-    assert "rollout.top_p=0.9" in warnings(config_of("rollout.top_p=0.9"))[0]
+    for setting in ("rollout.top_p=0.9", "rollout.min_p=0.1", "rollout.repetition_penalty=1.2"):
+        assert warnings(config_of(setting))[0].startswith(f"{setting}: ")
+    with pytest.raises(UserError, match=r"rollout.min_new_tokens=99 exceeds rollout.max_new_tokens=40"):
+        config_of("rollout.min_new_tokens=99")
 
 
 def test_role_engines_change_the_run_engine():
