@@ -73,7 +73,7 @@ def _row(record: Record) -> dict[str, str]:
         "peer": _text(result.peer),
         "ratio": _text(result.ratio),
         "unit": f"{result.unit}, less is better" if result.lower_is_better else result.unit,
-        **{_words(name): _text(value) for name, value in scalars.items()},
+        **{"against" if name == "peer" else _words(name): _text(value) for name, value in scalars.items()},
         "matmul bf16 GFLOP/s": _text(record.machine.get("matmul_bf16_gflops")),
         "CPU s per s": _text(record.machine.get("cpu_seconds_per_second")),
         "date": record.date,
@@ -83,10 +83,13 @@ def _row(record: Record) -> dict[str, str]:
 
 def _detail_tables(records: Sequence[Record]) -> str:
     """One more table for each detail that is itself a table of figures, such as the seconds of each phase."""
-    names = [name for record in records for name, value in record.result.detail.items() if isinstance(value, Mapping)]
+    named: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for record in records:
+        for name, value in record.result.detail.items():
+            if isinstance(value, Mapping) and not any(isinstance(cell, list | Mapping) for cell in value.values()):
+                named.setdefault(name, {})[record.result.case] = value
     parts = []
-    for name in dict.fromkeys(names):
-        tables = {record.result.case: record.result.detail.get(name) or {} for record in records}
+    for name, tables in named.items():
         columns = list(dict.fromkeys(column for table in tables.values() for column in table))
         rows = [[case, *(_text(table.get(column)) for column in columns)] for case, table in tables.items()]
         parts.append(f"\n{_words(name).capitalize()}:\n\n{markdown_table(['case', *map(_words, columns)], rows)}")
