@@ -207,7 +207,8 @@ def test_cut_sampling_is_warned_about():
     assert warnings(config_of()) == []
     for setting in ("rollout.top_p=0.9", "rollout.min_p=0.1", "rollout.repetition_penalty=1.2"):
         assert warnings(config_of(setting))[0].startswith(f"{setting}: ")
-    assert refusal("rollout.min_new_tokens=9", "rollout.max_new_tokens=8").startswith("rollout.min_new_tokens=9 exceeds")
+    message = refusal("rollout.min_new_tokens=9", "rollout.max_new_tokens=8")
+    assert message.startswith("rollout.min_new_tokens=9 exceeds")
 
 
 def test_role_engines_change_the_run_engine():
