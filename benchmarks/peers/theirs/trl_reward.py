@@ -1,25 +1,12 @@
 """TRL's RewardTrainer: fp32 weights, bf16 by autocast; chosen and rejected rows padded to the longest."""
 
-import time
-from typing import Any
-
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
 from trl import RewardConfig, RewardTrainer
 
 from benchmarks.peers.children import report, told
+from benchmarks.peers.theirs.clock import Clock
 from benchmarks.peers.theirs.made import model, tokenizer
-
-
-class Clock(TrainerCallback):
-    """When each step ended."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.times.append(time.perf_counter())
 
 
 def main() -> None:
@@ -50,8 +37,7 @@ def main() -> None:
         callbacks=[clock],
     )
     trainer.train()
-    seconds = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
-    report(seconds[work["warmup"] - 1 :], [float(work["pairs_a_step"])] * work["steps"])
+    report(clock.seconds(work["warmup"]), [float(work["pairs_a_step"])] * work["steps"])
 
 
 if __name__ == "__main__":

@@ -1,25 +1,14 @@
 """TRL's SFTTrainer: fp32 weights, bf16 by autocast; packed into rows or a row a conversation."""
 
-import time
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.peers.children import report, told
+from benchmarks.peers.theirs.clock import Clock
 from benchmarks.peers.theirs.made import model, tokenizer
-
-
-class Clock(TrainerCallback):
-    """When each step ended."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.times.append(time.perf_counter())
 
 
 class Counting(SFTTrainer):
@@ -67,8 +56,7 @@ def main() -> None:
     trainer.train()
     each = len(trainer.counts) // steps
     tokens = [sum(trainer.counts[step * each : (step + 1) * each]) for step in range(steps)]
-    seconds = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
-    report(seconds[work["warmup"] - 1 :], tokens[work["warmup"] :])
+    report(clock.seconds(work["warmup"]), tokens[work["warmup"] :])
 
 
 if __name__ == "__main__":
