@@ -156,10 +156,21 @@ def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prom
     return [prompt for prompt, _ in zip(fitting, range(config.evaluation.prompts), strict=False)]
 
 
-def answers_of(engine: Engine, tokenizer: ChatTokenizer, prompts: list[Prompt], how: Sampling) -> list[str]:
-    """Answers to prompts, all on every rank, the work spread over ranks. The noise belongs to the prompt's place."""
+def prepare_generation(engine: Engine, rollout: RolloutSection) -> None:
+    """Tell an engine how it will generate, before it does so for the first time."""
+    engine.flip.tensor_parallel, engine.flip.stream = rollout.tensor_parallel, rollout.stream
+    engine.flip.selfcheck_every = rollout.selfcheck_every
+
+
+def answers_of(
+    engine: Engine, tokenizer: ChatTokenizer, prompts: list[Prompt], how: Sampling, *, keep: bool
+) -> list[str]:
+    """Answers to prompts, all on every rank, the work spread over ranks. The noise belongs to the prompt's place.
+
+    `keep` holds the generator's weights and cache for the next time.
+    """
     places = list(range(engine.flip.group, len(prompts), engine.flip.groups))
-    with engine.generating() as rollouts:
+    with engine.generating(keep=keep) as rollouts:
         mine = answer_prompts(rollouts, tokenizer, [prompts[place] for place in places], how, streams=places)
     found = {place: text for part in dist.gather_objects(list(zip(places, mine, strict=True))) for place, text in part}
     return [found[i] for i in range(len(prompts))]

@@ -36,7 +36,7 @@ def answer(
 ) -> float | None:
     """Answer the held-out prompts and add the answers to samples.jsonl under `name`. Returns the mean gold score."""
     how = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
-    answers = answers_of(engine, tokenizer, list(prompts), how)
+    answers = answers_of(engine, tokenizer, list(prompts), how, keep=False)  # all of the training lies in between
     gold = gold_scores(prompts, answers)
     if dist.world().leads:
         known = {sample.prompt: sample for sample in read_samples(folder / "samples.jsonl")}

@@ -22,6 +22,7 @@ from pipeline.stage import (
     check_vocabulary,
     evaluation_prompts,
     optimizer_config,
+    prepare_generation,
     require_context,
     run_tokenizer,
     stage_records,
@@ -55,6 +56,7 @@ def run(config: RunConfig, folder: Path) -> None:
     section = config.sft
     choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora, section.dropout)
     engine = build_policy(source, choice, generates=True)
+    prepare_generation(engine, config.rollout)
     packing = _packing(engine, section.packing, section.max_length)
     cut: dict[str, Any] = {"budget": section.micro_batch_tokens, "packing": packing, "pad_id": tokenizer.pad_id}
     with (

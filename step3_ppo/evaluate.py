@@ -33,16 +33,18 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Examiner:
-    """Puts the same prompts, with the same noise, to any policy."""
+    """Puts the same prompts, with the same noise, to any policy; `keep` holds the generator between two times."""
 
     prompts: list[Prompt]
     tokenizer: ChatTokenizer
     sampling: Sampling
     budget: int
+    keep: bool
 
     def examine(self, models: Models) -> HeldOut:
         """Answers of the actor as it is now."""
-        return self.judge(models, answers_of(models.actor, self.tokenizer, self.prompts, self.sampling))
+        answers = answers_of(models.actor, self.tokenizer, self.prompts, self.sampling, keep=self.keep)
+        return self.judge(models, answers)
 
     def judge(self, models: Models, answers: Sequence[str]) -> HeldOut:
         """Score given answers, as text: whoever wrote them, an end token is taken as given."""

@@ -2,12 +2,40 @@
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from engine import Update
 from step3_ppo.advantages import kl_k3, masked_mean, masked_variance
 from step3_ppo.rollout import Rollout
-from step3_ppo.update import Targets
+from step3_ppo.update import Targets, means
+
+
+@dataclass
+class Learned:
+    """What the optimizer steps of one rollout did."""
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+
+    def add(self, tokens: int, policy: tuple[Update, float] | None, critic: Update) -> None:
+        """A minibatch of `tokens` response tokens: the actor's step, if it took one, with its largest |ratio - 1|."""
+        figures = {"lr": 0.0}
+        if policy is not None:
+            update, largest = policy
+            figures = means(update, tokens)
+            figures |= {"policy_loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr, "largest": largest}
+        figures |= means(critic, tokens)
+        figures |= {"value_loss": critic.loss, "critic_grad_norm": critic.grad_norm, "critic_lr": critic.lr}
+        self.steps.append(figures)
+
+    def figures(self) -> dict[str, float]:
+        """Means over the steps; rates are the last step's, ratios the first one's."""
+        first, last = self.steps[0], self.steps[-1]
+        found = {k: v for k, v in mean_figures(self.steps).items() if k not in ("ratio", "largest", "deviation")}
+        if "ratio" in first:
+            found |= {"first_ratio": first["ratio"], "first_ratio_max_deviation": first["largest"]}
+        return found | {name: last[name] for name in ("lr", "critic_lr")}
 
 
 def rollout_figures(rollout: Rollout, targets: Targets) -> dict[str, float]:

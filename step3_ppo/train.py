@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from engine import Update
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
@@ -13,16 +14,24 @@ from pipeline.data.encode import encode_prompts
 from pipeline.models.export import export_policy
 from pipeline.planning.choose import announce
 from pipeline.run import StageRun, within_limits
-from pipeline.stage import arrange, evaluation_prompts, require_context, sampling, stage_records, stage_steps
+from pipeline.stage import (
+    arrange,
+    evaluation_prompts,
+    prepare_generation,
+    require_context,
+    sampling,
+    stage_records,
+    stage_steps,
+)
 from pipeline.tracking import open_watchers
 from step3_ppo.advantages import KlController
 from step3_ppo.diagnose import check_first_ratio
 from step3_ppo.evaluate import Examiner, HeldOut, earlier_answers, write_table
-from step3_ppo.figures import mean_figures, rollout_figures, sequence_kl
+from step3_ppo.figures import Learned, rollout_figures, sequence_kl
 from step3_ppo.models import Models, Sources, build, find
 from step3_ppo.ptx import ptx_mix
 from step3_ppo.rollout import Rollout, collect, generate
-from step3_ppo.update import Minibatch, Targets, means, minibatches, targets_of, update_critic, update_policy
+from step3_ppo.update import Minibatch, Targets, minibatches, targets_of, update_critic, update_policy
 
 EVALUATION_SEED = 20011
 GENERATOR_GAP = 0.01  # mean difference of probabilities above which generator and trainer are not the same model
@@ -38,9 +47,7 @@ class Ppo:
         inner = self.section.update_epochs * self.section.minibatches
         actor_steps = max(1, self.steps - self.section.critic_warmup) * inner
         self.models: Models = build(config, sources, actor_steps=actor_steps, critic_steps=self.steps * inner)
-        self.models.actor.flip.selfcheck_every = config.rollout.selfcheck_every
-        self.models.actor.flip.tensor_parallel = config.rollout.tensor_parallel
-        self.models.actor.flip.stream = config.rollout.stream
+        prepare_generation(self.models.actor, config.rollout)
         if self.section.ema is not None:
             self.models.actor.start_averaging(self.section.ema)
         self.ptx = ptx_mix(config, self.tokenizer)
@@ -78,8 +85,7 @@ class Ppo:
 
     def learn(self, step: int, rollout: Rollout, targets: Targets) -> dict[str, float]:
         """Several passes over the rollout; the first minibatch's ratio must be 1."""
-        ppo, trained = self.section, []
-        first: dict[str, float] = {}
+        ppo, learned = self.section, Learned()
         for epoch in range(ppo.update_epochs):
             shuffle = (self.config.seed * 1_000_003 + step) * 1_009 + epoch
             for minibatch in minibatches(
@@ -90,26 +96,18 @@ class Ppo:
                 budget=self.budget,
                 packing=self.models.pack,
             ):
-                figures = {"lr": 0.0}
+                policy = None
                 if step > ppo.critic_warmup:
-                    figures = self._learn_policy(minibatch, rollout, targets, first=not first)
-                    first = first or {
-                        "first_ratio": figures["ratio"],
-                        "first_ratio_max_deviation": figures["largest"],
-                    }
+                    policy = self._update_policy(minibatch, rollout, targets, first=not learned.steps)
                 critic = update_critic(self.models, minibatch, rollout, targets, ppo)
-                figures |= means(critic, minibatch.tokens)
-                figures |= {"value_loss": critic.loss, "critic_grad_norm": critic.grad_norm, "critic_lr": critic.lr}
-                trained.append(figures)
-        rates = {name: trained[-1][name] for name in ("lr", "critic_lr")}
-        averaged = {k: v for k, v in mean_figures(trained).items() if k not in ("ratio", "largest", "deviation")}
-        return averaged | first | rates
+                learned.add(minibatch.tokens, policy, critic)
+        return learned.figures()
 
-    def _learn_policy(
+    def _update_policy(
         self, minibatch: Minibatch, rollout: Rollout, targets: Targets, *, first: bool
-    ) -> dict[str, float]:
+    ) -> tuple[Update, float]:
         actor = self.models.actor
-        update, largest = update_policy(
+        return update_policy(
             self.models,
             minibatch,
             rollout,
@@ -119,8 +117,6 @@ class Ppo:
             ptx=self.ptx.batch(actor.step_count, packing=self.models.pack) if self.ptx else None,
             check=partial(self._check_ratio, rollout) if first else None,
         )
-        figures = {"policy_loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr, "largest": largest}
-        return means(update, minibatch.tokens) | figures
 
     def state(self) -> dict[str, float]:
         """The KL weight in force, the optimizer steps that were skipped for a gradient that is not finite, and what the
@@ -153,6 +149,7 @@ def run(config: RunConfig, folder: Path) -> None:
         sources.tokenizer,
         sampling(config.rollout, sources.tokenizer, seed=EVALUATION_SEED),
         ppo.section.micro_batch_tokens,
+        config.rollout.keep,
     )
 
     def take(extra: dict[str, float]) -> None:

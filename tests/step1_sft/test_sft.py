@@ -2,17 +2,22 @@
 
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import Engine
+from engine import Engine, Sampling
+from pipeline.config.schema import RolloutSection
 from pipeline.data.encode import TokenItem
+from pipeline.data.records import Message, Prompt
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
+from pipeline.stage import answers_of, prepare_generation
 from step1_sft.batches import micro_batches
 from step1_sft.evaluate import held_out_loss
 from step1_sft.loss import sft_loss
@@ -98,3 +103,27 @@ def test_imitating_lowers_the_loss(folder: Path) -> None:
     batches, count = micro_batches(items(), budget=64, packing=True, pad_id=0)
     losses = [engine.update(batches, loss_of, count).loss for _ in range(12)]
     assert losses[-1] < 0.5 * losses[0]
+
+
+class Letters:
+    """As much of a tokenizer as answering takes."""
+
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+        return [3, 4, 5]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def test_answering_leaves_no_generator_behind(folder: Path) -> None:
+    """The training that follows needs the memory; and the rollout's settings hold in this stage too."""
+    engine = build_policy(source_in(folder), trained(dtype="bf16"), generates=True)
+    prepare_generation(engine, RolloutSection(stream=True, selfcheck_every=7))
+    assert (engine.flip.stream, engine.flip.selfcheck_every) == (True, 7)
+    engine.flip.stream = False
+    sampled = Sampling(max_new_tokens=2, end_ids=(1,))
+    asked = [Prompt((Message("user", "hi"),), "made")]
+    for keep, gone in ((True, False), (False, True)):
+        assert len(answers_of(engine, cast(Any, Letters()), asked, sampled, keep=keep)) == 1
+        twin = engine.flip._twin
+        assert twin is not None and all(p.is_meta == gone for p in twin.module.parameters())

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine import Update
+from engine.parallel.traffic import Traffic
 from pipeline.config.schema import PpoSection
-from step3_ppo.figures import explained_variance, mean_figures, rollout_figures, sequence_kl
+from step3_ppo.figures import Learned, explained_variance, mean_figures, rollout_figures, sequence_kl
 from step3_ppo.rollout import Rollout
 from step3_ppo.update import targets_of
 from tests.step3_ppo.made import rollout_of
@@ -77,3 +79,21 @@ def test_explained_variance() -> None:
 def test_means_over_the_steps_of_a_rollout() -> None:
     assert mean_figures([{"a": 1.0, "b": 4.0}, {"a": 2.0, "b": 0.0}]) == {"a": 1.5, "b": 2.0}
     assert mean_figures([]) == {}
+
+
+def step(sums: dict[str, float], *, loss: float, norm: float, lr: float) -> Update:
+    return Update(loss, sums, norm, lr, skipped=False, sent=Traffic())
+
+
+def test_learned_figures() -> None:
+    learned = Learned()
+    for tokens, ratio, largest in ((10, 10.0, 0.1), (30, 33.0, 0.5)):
+        policy = step({"ratio": ratio, "entropy": 60.0}, loss=float(tokens), norm=1.0, lr=1.0 / tokens)
+        critic = step({"error": 30.0}, loss=2.0 * tokens, norm=3.0, lr=2.0 / tokens)
+        learned.add(tokens, (policy, largest), critic)
+    wanted = {"policy_loss": 20.0, "value_loss": 40.0, "grad_norm": 1.0, "critic_grad_norm": 3.0}
+    wanted |= {"entropy": 4.0, "error": 2.0, "first_ratio": 1.0, "first_ratio_max_deviation": 0.1}
+    assert learned.figures() == pytest.approx(wanted | {"lr": 1 / 30, "critic_lr": 2 / 30})
+    warming = Learned()
+    warming.add(10, None, step({}, loss=2.0, norm=3.0, lr=0.5))
+    assert warming.figures() == {"lr": 0.0, "value_loss": 2.0, "critic_grad_norm": 3.0, "critic_lr": 0.5}

@@ -148,7 +148,7 @@ def test_held_out_answers_are_scored_at_their_end_less_the_level(tmp_path: Path)
     sources = find(made, tmp_path)
     models = build(made, sources, actor_steps=1, critic_steps=1)
     sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
-    examiner = Examiner(prompts(), sources.tokenizer, sampling, 64)
+    examiner = Examiner(prompts(), sources.tokenizer, sampling, 64, keep=True)
     judged = examiner.judge(models, ["words", "to learn", ""])
     scorer = build_scorer(resolve(made.model, 1, folder=tmp_path / "reward"), frozen(), pad_id=0)
     for prompt, answer, score in zip(prompts(), judged.answers, judged.scores, strict=True):
