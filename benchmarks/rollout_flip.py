@@ -25,7 +25,7 @@ from benchmarks.measure import BenchFailed, median, run_command, spread
 from benchmarks.record import ROOT, Result
 from benchmarks.rollout import OPT_125M, Lengths, Work, work
 from engine import Engine, EngineConfig, OptimizerConfig
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from engine.rollout.balance import shares
 from engine.rollout.decoder import Rollouts
 from engine.rollout.sampling import Sampling
@@ -206,7 +206,7 @@ def memory() -> dict[str, int]:
         kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if "kB" in rest}
     tensors = [each for each in gc.get_objects() if isinstance(each, Tensor) and not each.is_meta]
     storages = {}
-    for tensor in map(dist.local, tensors):
+    for tensor in map(dtensors.local, tensors):
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     found = {"rss": kib["VmRSS"] * 1024, "shared": kib["RssShmem"] * 1024, "tensors": sum(storages.values())}
     dist.barrier()

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import torch
@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 from engine import optim
 from engine.compression.onebit_adam import ERRORS
-from engine.engine import Engine
 from engine.offload import OffloadedOptimizer, planners
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from engine.pieces import in_pieces, told_in_pieces
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
 
 COPIES_OF_FREE_MEMORY = 0.5  # share of the host's free memory that copies may take
 
@@ -33,7 +35,7 @@ COPIES_OF_FREE_MEMORY = 0.5  # share of the host's free memory that copies may t
 class Checkpointer:
     """Saves and loads several engines as one checkpoint, with plain values of each rank beside them (JSON)."""
 
-    def __init__(self, engines: Mapping[str, Engine]) -> None:
+    def __init__(self, engines: Mapping[str, "Engine"]) -> None:
         self.engines = engines
         self._pending: Future[None] | None = None
 
@@ -106,7 +108,7 @@ class Checkpointer:
 
 def _copies_fit(tensors: Mapping[str, Mapping[str, Tensor]]) -> bool:
     """Whether every rank's host has room for the copies that writing in the background needs; else training waits."""
-    local = [dist.local(tensor) for part in tensors.values() for tensor in part.values()]
+    local = [dtensors.local(tensor) for part in tensors.values() for tensor in part.values()]
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world().size))
     needed = sum(tensor.numel() * tensor.element_size() for tensor in local) * ranks_here
     return dist.max_over_ranks(needed / psutil.virtual_memory().available) < COPIES_OF_FREE_MEMORY
@@ -144,7 +146,7 @@ def complete(parent: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name.split("-")[1]))
 
 
-def _tensors(engine: Engine) -> dict[str, Tensor]:
+def _tensors(engine: "Engine") -> dict[str, Tensor]:
     """What is trained, its optimizer's tensors and the module's buffers, by name; loading writes into these tensors."""
     assert engine.optimizer is not None
     buffers = {f"buffer.{name}": buffer for name, buffer in _buffers(engine.module)}
@@ -152,7 +154,7 @@ def _tensors(engine: Engine) -> dict[str, Tensor]:
         return _told(planners.tensors(engine.optimizer)[0]) | buffers
     trained = {f"parameter.{n}": p.detach() for n, p in engine.module.named_parameters() if p.requires_grad}
     moments = {name: tensor for name, tensor in optim.states(engine.module, engine.optimizer) if tensor.ndim}
-    averages = {f"average.{name}": mean for name, mean in engine.average.items()}
+    averages = {f"average.{name}": mean for name, mean in engine.average.tensors.items()}
     return _told(trained | moments | averages) | buffers
 
 
@@ -168,7 +170,7 @@ def _told(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: told_in_pieces(tensor) if in_pieces(tensor) else tensor for name, tensor in tensors.items()}
 
 
-def _filed(engines: Mapping[str, Engine]) -> dict[str, planners.Filed]:
+def _filed(engines: Mapping[str, "Engine"]) -> dict[str, planners.Filed]:
     """The states of all engines that are in files, by their names in the checkpoint."""
     return {
         f"{name}.{state}": place
@@ -186,7 +188,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{leaf}" if path else leaf, buffer
 
 
-def _scalars(engine: Engine) -> dict[str, Any]:
+def _scalars(engine: "Engine") -> dict[str, Any]:
     """What goes into JSON: counters, and numbers of the optimizer's state."""
     assert engine.optimizer is not None
     if isinstance(engine.optimizer, OffloadedOptimizer):
@@ -201,7 +203,7 @@ def _scalars(engine: Engine) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _make_room(engine: Engine, saved: Mapping[str, Any]) -> None:
+def _make_room(engine: "Engine", saved: Mapping[str, Any]) -> None:
     """Give the optimizer exactly the states that the checkpoint has: a parameter without a gradient has none yet."""
     assert engine.optimizer is not None
     if isinstance(engine.optimizer, OffloadedOptimizer):
@@ -215,7 +217,7 @@ def _make_room(engine: Engine, saved: Mapping[str, Any]) -> None:
             engine.optimizer.state.pop(parameter, None)
 
 
-def _restore_scalars(engine: Engine, saved: Mapping[str, Any]) -> None:
+def _restore_scalars(engine: "Engine", saved: Mapping[str, Any]) -> None:
     assert engine.optimizer is not None
     engine.step_count = saved["step_count"]
     engine.scaler.restore(saved["scaler"])

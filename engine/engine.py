@@ -16,17 +16,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from engine import optim, precision
+from engine import layout, optim, precision
+from engine.average import Average
+from engine.checkpoint import Checkpointer
 from engine.compression.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
 from engine.healing import Healer, Pass, Portion
 from engine.ledger import Ledger
 from engine.ledger.beside import generator_bytes, optimizer_bytes
 from engine.loading import copy_local
-from engine.offload import MappedShards, OffloadedOptimizer, full_precision, together
-from engine.parallel import dist, tensor, traffic, zero
+from engine.offload import OffloadedOptimizer, full_precision
+from engine.parallel import dist, traffic, zero
 from engine.rollout.decoder import Rollouts
 from engine.rollout.flip import Flip
 
@@ -82,12 +83,9 @@ class Engine:
         self._scheduler, self._betas = scheduler, betas
         self._begun = False
         self._micro_batches = 0
-        self._decay = 0.0
-        self.average: dict[str, Tensor] = {}
         blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
-        self._values = full_precision(module) if self._offloads else {}
-        self._mapped: MappedShards | None = None
-        self.module = self._lay_out(module)
+        self._values = full_precision(module) if layout.offloads(config, optimizer) else {}
+        self.module, self._mapped = module, layout.lay_out(module, config, optimizer)
         self._flip: Flip | None = None
         if rollout_path is not None and blueprint is not None:
             source, dtype = self.module.get_submodule(rollout_path), precision.TORCH_DTYPE[config.dtype]
@@ -96,30 +94,13 @@ class Engine:
         self.ledger = Ledger(self.module, self._beside, watches=not config.compile_blocks)
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
         self.optimizer = self._build(optimizer) if optimizer is not None else None
+        self.average = Average(self.module, self.optimizer)
         self._fill(fill)
         if self.optimizer is None:
             self.module.eval().requires_grad_(False)
 
-    @property
-    def _offloads(self) -> bool:
-        """Whether the optimizer has a tier of its own; else masters and moments are where the shards are."""
-        return self.optimizer_config is not None and self.config.offload_optimizer != "none"
-
-    @property
-    def _apart(self) -> bool:
-        """Whether gradients stay with their rank, for an optimizer that averages by itself.
-
-        Raises ValueError where the layout does not suit it.
-        """
-        layout, optimizer = self.config, self.optimizer_config
-        if optimizer is None or not optim.averages_itself(optimizer):
-            return False
-        if layout.zero_stage or self._offloads or layout.tensor_parallel > 1:
-            raise ValueError(f"{optimizer.name} wants whole parameters: zero_stage=0, no offload, no tensor_parallel")
-        return True
-
     def _build(self, config: OptimizerConfig) -> torch.optim.Optimizer | OffloadedOptimizer:
-        if self._offloads:
+        if layout.offloads(self.config, config):
             let_go = self._mapped.let_go if self._mapped is not None else None
             return OffloadedOptimizer(self.module, config, self.config, let_go=let_go)
         return optim.build(self.module, config, states=self.config.states)
@@ -145,54 +126,6 @@ class Engine:
         """Give back the memory that shards in files took while they were read."""
         if self._mapped is not None:
             self._mapped.let_go()
-
-    def _lay_out(self, module: nn.Module) -> nn.Module:
-        """Shard and allocate. Parameters are fp32 masters where they are trained and not offloaded (nor asked for in
-        bf16), else in compute precision.
-        """
-        config = self.config
-        if self.optimizer_config is None or self._offloads or config.states == "bf16":
-            _cast_parameters(module, precision.TORCH_DTYPE[config.dtype])
-        self._split(module)
-        if config.activation_checkpointing and self.optimizer_config is not None:
-            for block in zero.units(module):
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-        if config.compile_blocks:
-            for block in zero.units(module):
-                block.compile()
-        trains = self.optimizer_config is not None
-        policy = precision.policy(config.dtype, config.reduce_dtype) if trains else precision.policy("fp32")
-        on_host = config.offload_parameters != "none"
-        device = torch.device("cpu") if on_host else dist.world().device
-        on_meta = any(p.is_meta for p in module.parameters())
-        if not on_meta:
-            module.to(device)
-        zero.shard(
-            module,
-            stage=config.zero_stage,
-            policy=policy,
-            offload=on_host,
-            pin=config.offload_parameters == "cpu",
-            ranks=config.shard_ranks,
-            compress=config.compress,
-            apart=self._apart,
-            alone=dist.world().size == 1 and config.states == "fp32" and not (on_host or self._offloads or self._apart),
-        )
-        if config.offload_parameters == "nvme":
-            if trains and not self._offloads:
-                raise ValueError("offload_parameters=nvme needs offload_optimizer=cpu or nvme for what is trained")
-            self._mapped = together(lambda: MappedShards(module, config.nvme_path))
-        elif on_meta:
-            _materialize(module, device)
-        return module
-
-    def _split(self, module: nn.Module) -> None:
-        """Over the ranks of a tensor group, as the plan says."""
-        config = self.config
-        dist.arrange(tensor=config.tensor_parallel)
-        if config.tensor_parallel > 1:
-            mesh = zero.layout(stage=config.zero_stage, ranks=config.shard_ranks)["tensor"]
-            tensor.parallelize(module, config.tensor_plan or tensor.plan_of(module), mesh)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -248,7 +181,7 @@ class Engine:
             if factor != 1.0:
                 gradients.scale(factor)
             self.optimizer.step()
-            self._update_average()
+            self.average.update()
             self._shards_changed()
         self.optimizer.zero_grad()
         self.scaler.update(skipped)
@@ -348,16 +281,12 @@ class Engine:
 
         `extra` is kept with it (JSON, the same on every rank). Every rank calls. Raises OSError where writing fails.
         """
-        from engine.checkpoint import Checkpointer
-
         checkpointer = Checkpointer({"engine": self})
         checkpointer.save(Path(folder), extra or {})
         checkpointer.wait()
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Take over what `save` wrote, at any number of ranks and any stage; returns its `extra`. Every rank calls."""
-        from engine.checkpoint import Checkpointer
-
         zero.release(self.module)
         return Checkpointer({"engine": self}).load(Path(folder))[0]
 
@@ -399,69 +328,22 @@ class Engine:
         return self._flip
 
     def start_averaging(self, decay: float) -> None:
-        """Keep an exponential moving average of the trained parameters, fp32, sharded as they are.
-
-        With an offloaded optimizer it is kept beside the masters, and `average` stays empty.
-        """
-        self._decay = decay
-        if isinstance(self.optimizer, OffloadedOptimizer):
-            self.optimizer.start_averaging(decay)
-            return
-        self.average = {name: p.detach().clone() for name, p in self.module.named_parameters() if p.requires_grad}
-
-    @torch.no_grad()
-    def _update_average(self) -> None:
-        trained = dict(self.module.named_parameters())
-        for name, mean in self.average.items():
-            dist.local(mean).lerp_(dist.local(trained[name].detach()), 1.0 - self._decay)
+        """Keep an exponential moving average of the trained parameters, fp32, sharded as they are."""
+        self.average.start(decay)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within the block the module holds the average, not the last weights; without averaging nothing changes."""
-        self._show_average(True)
+        self._show(average=True)
         try:
             yield
         finally:
-            self._show_average(False)
+            self._show(average=False)
 
-    def _show_average(self, shown: bool) -> None:
-        if not isinstance(self.optimizer, OffloadedOptimizer):
-            self._swap_average()
-        elif self._decay:
-            zero.release(self.module)
-            self.optimizer.show("average" if shown else "parameter")
-            self._shards_changed()
-
-    @torch.no_grad()
-    def _swap_average(self) -> None:
+    def _show(self, *, average: bool) -> None:
         zero.release(self.module)
-        trained = dict(self.module.named_parameters())
-        for name, mean in self.average.items():
-            ours, live = dist.local(mean), dist.local(trained[name].detach())
-            kept = live.clone()
-            live.copy_(ours)
-            ours.copy_(kept)
-
-
-def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters only: buffers stay as they are where a module is trained, and rotary frequencies need their fp32."""
-    module._apply(lambda t: t.to(dtype) if isinstance(t, nn.Parameter) and t.is_floating_point() else t)
-
-
-def _materialize(module: nn.Module, device: torch.device) -> None:
-    """Give meta parameters memory on `device`, and bring real buffers to where the module computes.
-
-    `_apply` rather than `to_empty`: that one would empty the buffers too, and nothing could fill them again.
-    """
-    for name, buffer in module.named_buffers():
-        assert not buffer.is_meta, f"buffer {name} has no values"
-    computes = dist.world().device
-    places = [(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
-    first = {id(owner._parameters[name]): (owner, name) for owner, name in reversed(places)}
-    tied = [(owner, name, *first[id(owner._parameters[name])]) for owner, name in places]
-    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(computes))
-    for owner, name, theirs, as_name in tied:  # a plain module's ties are cut by that
-        owner._parameters[name] = theirs._parameters[as_name]
+        self.average.swap(shown=average)
+        self._shards_changed()
 
 
 def _finite(value: float) -> bool:

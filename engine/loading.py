@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.parallel import dist
+from engine.parallel import dtensors
 
 Region = tuple[tuple[slice, ...], ...]
 """Part of a tensor: for each dimension one slice, or several that stand side by side (in one dimension at most)."""
@@ -105,7 +105,7 @@ def also_into(keepers: Mapping[int, Callable[[Tensor], None]]) -> Iterator[None]
 
 def _write(parameter: Tensor, values: Tensor) -> None:
     """This rank's part of it."""
-    dist.local(parameter).copy_(values)
+    dtensors.local(parameter).copy_(values)
     keep = _also.get(id(parameter))
     if keep is not None:
         keep(values)
@@ -114,7 +114,7 @@ def _write(parameter: Tensor, values: Tensor) -> None:
 @torch.no_grad()
 def copy_local(parameter: Tensor, whole: Tensor) -> None:
     """Take this rank's part of a whole tensor."""
-    if dist.local(parameter).numel():
+    if dtensors.local(parameter).numel():
         _write(parameter, cut(whole, local_region(parameter)) if whole.ndim else whole)
 
 
@@ -130,7 +130,7 @@ def read_parameters(
                 f"{folder.folder}: {there} has shape {folder.shape(there)}, the model wants {tuple(parameter.shape)}; "
                 "its config.json does not belong to these weights"
             )
-        if dist.local(parameter).numel():
+        if dtensors.local(parameter).numel():
             _write(parameter, folder.read(there, local_region(parameter)))
 
 

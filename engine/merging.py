@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.parallel import dist
+from engine.parallel import dtensors
 
 
 @torch.no_grad()
@@ -24,7 +24,7 @@ def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in module.named_parameters():
         if ".lora_" in name or ".modules_to_save." in name:
             continue
-        whole = dist.full_tensor(parameter.detach())
+        whole = dtensors.full_tensor(parameter.detach())
         owner, _, leaf = name.rpartition(".")
         layer = adapted.get(owner.removesuffix(".base_layer"))
         if layer is not None and leaf == "weight":
@@ -35,7 +35,7 @@ def whole_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def adapter_delta(layer: nn.Module, device: torch.device) -> Tensor:
     """The sum of scaling * B @ A over a LoRA layer's active adapters, fp32, in the layout of the layer's weight."""
     factors = [
-        (scaling, dist.full_tensor(down).to(device).float(), dist.full_tensor(up).to(device).float())
+        (scaling, dtensors.full_tensor(down).to(device).float(), dtensors.full_tensor(up).to(device).float())
         for scaling, down, up in active_matrices(layer)
     ]
     return update_rows(layer, factors, slice(None))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engine.compression.onebit_adam import OneBitAdam
 from engine.config import OptimizerConfig
 from engine.lion import Lion
-from engine.parallel import dist
+from engine.parallel import dtensors
 from engine.stochastic import BFloat16AdamW
 
 ADAMS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
@@ -114,11 +114,11 @@ class Gradients:
 
     def squared_norm(self) -> float:
         """The sum of squares, the same number on every rank."""
-        return dist.squared_norm(self._tensors()).item()
+        return dtensors.squared_norm(self._tensors()).item()
 
     def scale(self, factor: float) -> None:
         """Multiply all of them."""
-        torch._foreach_mul_([dist.local(gradient) for gradient in self._tensors()], factor)
+        torch._foreach_mul_([dtensors.local(gradient) for gradient in self._tensors()], factor)
 
     def _tensors(self) -> list[Tensor]:
         return [p.grad for p in self.module.parameters() if p.grad is not None]

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from engine.loading import local_region
-from engine.parallel import dist
+from engine.parallel import dtensors
 
 
 def in_pieces(tensor: Tensor) -> bool:
@@ -23,7 +23,7 @@ def in_pieces(tensor: Tensor) -> bool:
 
 def told_in_pieces(tensor: Tensor) -> Tensor:
     """The same tensor, which now tells a checkpoint of its pieces. They share its memory."""
-    chunks = _chunks(tensor, dist.local(tensor))
+    chunks = _chunks(tensor, dtensors.local(tensor))
 
     def write_items(name: str, _: Any) -> list[WriteItem]:
         return [

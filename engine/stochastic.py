@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.parallel import dist
+from engine.parallel import dtensors
 
 AT_ONCE = 2**20  # numbers that are in fp32 at a time
 _STEPS = 2**32  # seeds between two shards
@@ -59,18 +59,18 @@ class BFloat16AdamW(torch.optim.Optimizer):
 
     def _generator(self) -> torch.Generator:
         parameters = self._parameters()
-        first = dist.local(parameters[0])
+        first = dtensors.local(parameters[0])
         done = max(int(self.state[p]["step"]) for p in parameters)
         generator = torch.Generator(first.device)
-        return generator.manual_seed(self.seed * 1_000_003 + dist.shard_rank(parameters[0]) * _STEPS + done)
+        return generator.manual_seed(self.seed * 1_000_003 + dtensors.shard_rank(parameters[0]) * _STEPS + done)
 
     def _update(self, parameter: Tensor, group: dict[str, Any], generator: torch.Generator) -> None:
         (first, second), state = group["betas"], self.state[parameter]
         state["step"] += 1
         steps = int(state["step"])
         rate, root = group["lr"] / (1.0 - first**steps), (1.0 - second**steps) ** 0.5
-        kept = [dist.local(t).view(-1) for t in (parameter, state["exp_avg"], state["exp_avg_sq"])]
-        gradient = dist.local(parameter.grad).reshape(-1)  # type: ignore[arg-type]
+        kept = [dtensors.local(t).view(-1) for t in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+        gradient = dtensors.local(parameter.grad).reshape(-1)  # type: ignore[arg-type]
         for start in range(0, len(gradient), AT_ONCE):
             pieces = [tensor[start : start + AT_ONCE] for tensor in kept]
             weights, mean, square = (piece.float() for piece in pieces)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.compression.signs import pack, scale_of, unpack
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 
 BUCKET = 2**24  # numbers averaged in one collective
 ERRORS = ("worker_error_of_", "server_error_of_")  # the states' names begin so; the number of ranks follows
@@ -88,8 +88,8 @@ class OneBitAdam(torch.optim.Optimizer):
         gradients = self._gradients()
         if self.warming:
             dist.average(gradients, bucket=BUCKET)
-            return dist.squared_norm(gradients).item()
-        squared = dist.squared_norm(gradients)
+            return dtensors.squared_norm(gradients).item()
+        squared = dtensors.squared_norm(gradients)
         dist.average([squared], bucket=1)
         return squared.item()
 
@@ -116,27 +116,27 @@ class OneBitAdam(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _gradients(self) -> list[Tensor]:
-        return [dist.local(p.grad) for p in self._parameters() if p.grad is not None]
+        return [dtensors.local(p.grad) for p in self._parameters() if p.grad is not None]
 
     def _make_state(self, parameter: Tensor) -> None:
-        world, numbers = dist.world(), dist.local(parameter).numel()
+        world, numbers = dist.world(), dtensors.local(parameter).numel()
         worker, server = self._errors
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         self.state[parameter] = {
             "step": step,
             **moments,
-            worker: dist.rank_rows(dist.local(parameter.detach()).new_zeros(1, numbers)),
-            server: dist.rank_rows(dist.local(parameter.detach()).new_zeros(1, _part(numbers, world.size))),
+            worker: dist.rank_rows(dtensors.local(parameter.detach()).new_zeros(1, numbers)),
+            server: dist.rank_rows(dtensors.local(parameter.detach()).new_zeros(1, _part(numbers, world.size))),
         }
 
     def _take_gradient(self, parameter: Tensor, betas: tuple[float, float], warming: bool) -> None:
         if parameter.grad is None:
             return
-        gradient, state = dist.local(parameter.grad), self.state[parameter]
-        dist.local(state["exp_avg"]).lerp_(gradient, 1.0 - betas[0])
+        gradient, state = dtensors.local(parameter.grad), self.state[parameter]
+        dtensors.local(state["exp_avg"]).lerp_(gradient, 1.0 - betas[0])
         if warming:
-            dist.local(state["exp_avg_sq"]).mul_(betas[1]).addcmul_(gradient, gradient, value=1.0 - betas[1])
+            dtensors.local(state["exp_avg_sq"]).mul_(betas[1]).addcmul_(gradient, gradient, value=1.0 - betas[1])
 
     def _average_momenta(self, parameters: list[Tensor]) -> None:
         """Both hops; leaves the same momentum on every rank."""
@@ -146,7 +146,7 @@ class OneBitAdam(torch.optim.Optimizer):
         for index, segment in enumerate(segments):
             scales, signs = _scales(gathered, index), _signs(gathered, segment)
             whole = unpack(signs).mul_(scales[:, None]).view(-1)[: segment.numbers]
-            momentum = dist.local(self.state[segment.parameter]["exp_avg"])
+            momentum = dtensors.local(self.state[segment.parameter]["exp_avg"])
             momentum.copy_(whole.view(momentum.shape))
 
     def _compress_own(self, segments: list[_Segment]) -> Tensor:
@@ -154,8 +154,8 @@ class OneBitAdam(torch.optim.Optimizer):
         rows = _rows(segments, dist.world().size)
         for index, segment in enumerate(segments):
             state = self.state[segment.parameter]
-            error = dist.local(state[self._errors[0]]).view(-1)
-            total = error.add_(dist.local(state["exp_avg"]).reshape(-1))
+            error = dtensors.local(state[self._errors[0]]).view(-1)
+            total = error.add_(dtensors.local(state["exp_avg"]).reshape(-1))
             scale = scale_of(total, segment.numbers)
             cut = segment.cut(total, dist.world().size)
             _scales(rows, index)[:] = scale
@@ -168,7 +168,7 @@ class OneBitAdam(torch.optim.Optimizer):
         row = _rows(segments, 1)
         for index, segment in enumerate(segments):
             numbers = segment.with_rank(dist.world().rank)
-            error = dist.local(self.state[segment.parameter][self._errors[1]]).view(-1)
+            error = dtensors.local(self.state[segment.parameter][self._errors[1]]).view(-1)
             sent = unpack(_signs(received, segment)).mul_(_scales(received, index)[:, None])  # (ranks, part)
             total = error.add_(sent.mean(0))
             total[numbers:] = 0.0
@@ -180,10 +180,10 @@ class OneBitAdam(torch.optim.Optimizer):
 
     def _move(self, parameter: Tensor, group: dict[str, Any], steps: int) -> None:
         (first, second), state = group["betas"], self.state[parameter]
-        root = dist.local(state["exp_avg_sq"]).sqrt().div_((1.0 - second ** min(steps, self.freeze_step)) ** 0.5)
-        weights = dist.local(parameter).mul_(1.0 - group["lr"] * group["weight_decay"])
+        root = dtensors.local(state["exp_avg_sq"]).sqrt().div_((1.0 - second ** min(steps, self.freeze_step)) ** 0.5)
+        weights = dtensors.local(parameter).mul_(1.0 - group["lr"] * group["weight_decay"])
         rate = group["lr"] / (1.0 - first**steps)
-        weights.addcdiv_(dist.local(state["exp_avg"]), root.add_(group["eps"]), value=-rate)
+        weights.addcdiv_(dtensors.local(state["exp_avg"]), root.add_(group["eps"]), value=-rate)
 
 
 def _part(numbers: int, ranks: int) -> int:
@@ -194,7 +194,7 @@ def _segments(parameters: list[Tensor], ranks: int) -> list[_Segment]:
     """Places in a row: a fp32 scale for every parameter, then their signs."""
     segments, first = [], 4 * len(parameters)
     for parameter in parameters:
-        numbers = dist.local(parameter).numel()
+        numbers = dtensors.local(parameter).numel()
         segments.append(_Segment(parameter, numbers, _part(numbers, ranks), first))
         first += segments[-1].part // 8
     return segments
@@ -203,7 +203,7 @@ def _segments(parameters: list[Tensor], ranks: int) -> list[_Segment]:
 def _rows(segments: list[_Segment], ranks: int) -> Tensor:
     last = segments[-1]
     size = last.first + last.part // 8
-    device = dist.local(last.parameter).device
+    device = dtensors.local(last.parameter).device
     return torch.zeros(ranks, -(-size // 4) * 4, dtype=torch.uint8, device=device)  # scales want whole words
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.ledger.saved import storage
-from engine.parallel import dist, zero
+from engine.parallel import dtensors, zero
 
 
 def optimizer_bytes(optimizer: Any) -> dict[str, int]:
@@ -16,14 +16,15 @@ def optimizer_bytes(optimizer: Any) -> dict[str, int]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         found = dict(getattr(optimizer, "bytes", {}))
         return {"optimizer": found.get("device", 0), "host": found.get("host", 0), "nvme": found.get("nvme", 0)}
-    states = [dist.local(value) for state in optimizer.state.values() for value in state.values() if _is_tensor(value)]
+    values = (value for state in optimizer.state.values() for value in state.values())
+    states = [dtensors.local(value) for value in values if _is_tensor(value)]
     return {"optimizer": _size(states, set())}
 
 
 def generator_bytes(flip: Any, module: nn.Module) -> dict[str, int]:
     """The twin's own copies of weights, and the key-value cache, of a flip that has been entered."""
     twin, rollouts = getattr(flip, "_twin", None), getattr(flip, "_rollouts", None)
-    live = {storage(dist.local(tensor)) for tensor in zero.sharded(module)}
+    live = {storage(dtensors.local(tensor)) for tensor in zero.sharded(module)}
     found = {"twin": _size([p.detach() for p in twin.module.parameters() if not p.is_meta], live) if twin else 0}
     cache = getattr(getattr(rollouts, "_slots", None), "cache", None)
     layers = list(cache.layers.values()) if cache is not None else []

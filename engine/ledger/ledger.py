@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from engine.ledger.saved import Saved, storage
-from engine.parallel import dist, zero
+from engine.parallel import dtensors, zero
 
 FIRST, EVERY = 2, 50  # updates that are sampled
 
@@ -77,4 +77,4 @@ def size(tensors: list[Tensor]) -> int:
 
 def _shards(module: nn.Module) -> list[Tensor]:
     """What this rank keeps of the parameters between uses."""
-    return [dist.local(tensor) for tensor in zero.sharded(module)]
+    return [dtensors.local(tensor) for tensor in zero.sharded(module)]

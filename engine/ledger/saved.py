@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from engine.parallel import dist
+from engine.parallel import dtensors
 
 
 class Saved:
@@ -31,7 +31,7 @@ class Saved:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         alone = tensor.detach()  # an output that is kept by its own node would hold itself
-        self._kept.append(dist.local(alone))
+        self._kept.append(dtensors.local(alone))
         return alone
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.offload.layout import Layout, Piece
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 
 LANDINGS = 4  # pinned buffers on the way from the device to a sum on the host
 
@@ -131,7 +131,7 @@ def take(parameter: nn.Parameter, shard: int, gradients: Gradients) -> None:
     def hook(reduced: Tensor) -> None:
         gradient = reduced.grad
         assert gradient is not None
-        local = dist.local(gradient).detach().reshape(-1)
+        local = dtensors.local(gradient).detach().reshape(-1)
         if local.device.type == "cpu" and dist.world().device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # FSDP2 may still be copying it off the device
         reduced.grad = None

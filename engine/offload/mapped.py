@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine.offload.files import BLOCK_BYTES, PrivateFile, workers
-from engine.parallel import dist, zero
+from engine.parallel import dist, dtensors, zero
 
 AHEAD = 2  # units
 
@@ -40,7 +40,7 @@ class MappedShards:
             for parameter in members:
                 if _even(parameter) and names[id(parameter)] not in places:
                     places[names[id(parameter)]] = end
-                    size = dist.local(parameter.detach()).numel() * parameter.element_size()
+                    size = dtensors.local(parameter.detach()).numel() * parameter.element_size()
                     end += -(-size // BLOCK_BYTES) * BLOCK_BYTES
             self._spans.append((start, end))
         self.bytes = end
@@ -75,13 +75,13 @@ class MappedShards:
                 return tensor.to(computes)
             here = torch.empty_like(tensor, device="cpu") if tensor.is_meta or id(tensor) in places else tensor
             if id(tensor) in places:
-                local = dist.local(here)
+                local = dtensors.local(here)
                 start = places[id(tensor)]
                 room = self._memory[start : start + local.numel() * local.element_size()]
                 room = room.view(local.dtype).view(local.shape)
                 local.set_(room.untyped_storage(), room.storage_offset(), room.shape, room.stride())
                 if not tensor.is_meta:
-                    local.copy_(dist.local(tensor))
+                    local.copy_(dtensors.local(tensor))
             return here
 
         module._apply(moved)  # FSDP2 takes note of new shards there
@@ -128,4 +128,4 @@ def _even(parameter: Tensor) -> bool:
     for dim, placement in enumerate(parameter.placements):
         if not placement.is_replicate():
             most[placement.dim] = -(-most[placement.dim] // parameter.device_mesh.size(dim))  # type: ignore[attr-defined]
-    return list(dist.local(parameter.detach()).shape) == most
+    return list(dtensors.local(parameter.detach()).shape) == most

@@ -21,7 +21,7 @@ from engine.offload.layout import lay_out
 from engine.offload.stores import FileStore, MemoryStore, Store
 from engine.offload.tier import AVERAGE, MASTER, Shard, Tier
 from engine.offload.together import together
-from engine.parallel import dist
+from engine.parallel import dtensors
 
 
 class OffloadedOptimizer:
@@ -96,7 +96,7 @@ class OffloadedOptimizer:
     def squared_norm(self) -> float:
         """The sum of squares of the step's gradients, the same number on every rank."""
         numbers = [found for tier in self.tiers for found in tier.squared_sums()]
-        return dist.sum_over_parts(numbers)
+        return dtensors.sum_over_parts(numbers)
 
     def scale(self, factor: float) -> None:
         """Multiply the step's gradients, when they are used."""
@@ -202,7 +202,7 @@ def _split(shards: list[Shard], ratio: float) -> tuple[list[Shard], list[Shard]]
 
 def _tier(shards: list[Shard], kinds: list[str], engine: EngineConfig, *, on_device: bool) -> Tier:
     layout = lay_out([shard.flat.numel() for shard in shards], engine.sub_group_size)
-    device = dist.local(shards[0].parameter).device
+    device = dtensors.local(shards[0].parameter).device
     stays = on_device or device.type == "cpu"
     gradients: Gradients = Kept() if stays else Streamed(layout)
     store: Store

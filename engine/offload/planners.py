@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteIt
 from engine.offload.optimizer import OffloadedOptimizer
 from engine.offload.stores import FileStore
 from engine.offload.tier import Tier
-from engine.parallel import dist
+from engine.parallel import dtensors
 from engine.pieces import piece_at
 
 
@@ -33,7 +33,7 @@ class Filed:
 
     @property
     def shape(self) -> torch.Size:
-        return dist.local(self.parameter).shape
+        return dtensors.local(self.parameter).shape
 
     def read(self) -> Tensor:
         return self.tier.store.read(self.kind, self.shard).view(self.shape)
@@ -53,7 +53,7 @@ def tensors(optimizer: OffloadedOptimizer) -> tuple[dict[str, Tensor], dict[str,
             part = torch.zeros(()).expand(tier.store.layout.sizes[number])
         else:
             part = tier.store.read(kind, number)
-        found[name] = dist.laid_out_like(parameter.detach(), part)
+        found[name] = dtensors.laid_out_like(parameter.detach(), part)
     return found, filed
 
 

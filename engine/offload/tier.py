@@ -16,7 +16,7 @@ from engine.offload.files import aligned
 from engine.offload.gradients import Gradients, squared_sums
 from engine.offload.layout import Piece, SubGroup
 from engine.offload.stores import Store
-from engine.parallel import dist
+from engine.parallel import dtensors
 
 MASTER, AVERAGE = "parameter", "average"
 
@@ -32,7 +32,7 @@ class Shard:
     @property
     def flat(self) -> Tensor:
         """This rank's part as one dimension, sharing its memory. FSDP2 may move it: not to be kept."""
-        return dist.local(self.parameter.detach()).view(-1)
+        return dtensors.local(self.parameter.detach()).view(-1)
 
 
 class Tier:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
-from engine.parallel import dist, regions
+from engine.parallel import dtensors, regions
 
 HEADS = {"num_attention_heads": "attention heads", "num_key_value_heads": "key-value heads"}
 HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "num_key_value_heads")
@@ -97,8 +97,8 @@ def _column_wise(path: str, layer: nn.Linear, mesh: DeviceMesh, *, gather: bool)
         _distribute(path, layer, leaf, 0, mesh)
 
     def forward(x: Tensor) -> Tensor:
-        bias = None if layer.bias is None else dist.local(layer.bias)
-        part = F.linear(regions.copied(x, group), dist.local(layer.weight), bias)
+        bias = None if layer.bias is None else dtensors.local(layer.bias)
+        part = F.linear(regions.copied(x, group), dtensors.local(layer.weight), bias)
         return regions.gathered(part, group) if gather else part
 
     layer.forward = forward  # type: ignore[method-assign, assignment]
@@ -110,7 +110,7 @@ def _row_wise(path: str, layer: nn.Linear, mesh: DeviceMesh, *, split: bool) -> 
 
     def forward(x: Tensor) -> Tensor:
         part = regions.split(x, group) if split else x
-        whole = regions.summed(F.linear(part, dist.local(layer.weight)), group)
+        whole = regions.summed(F.linear(part, dtensors.local(layer.weight)), group)
         return whole if layer.bias is None else whole + layer.bias
 
     layer.forward = forward  # type: ignore[method-assign, assignment]
@@ -147,7 +147,7 @@ def _experts(path: str, module: nn.Module, plan: Mapping[str, str], mesh: Device
 
     def forward(hidden: Tensor, indices: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         hidden, weights = regions.copied(hidden, group), regions.copied(weights, group)
-        with _seen_as(module, dist.local):
+        with _seen_as(module, dtensors.local):
             part = inner(hidden, indices, weights, *args, **kwargs)
         return regions.summed(part, group)
 

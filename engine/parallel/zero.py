@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from engine.config import Compress
 from engine.parallel import alone as one_rank
-from engine.parallel import dist, wire
+from engine.parallel import dist, dtensors, wire
 
 
 def units(module: nn.Module) -> list[nn.Module]:
@@ -155,7 +155,7 @@ def gathered(module: nn.Module) -> list[Tensor]:
     for parameter in _parameters(module):
         found += getattr(parameter, "all_gather_outputs", [])
         if hasattr(parameter, "_unsharded_param"):
-            found.append(dist.local(parameter._unsharded_param.detach()))
+            found.append(dtensors.local(parameter._unsharded_param.detach()))
     return found
 
 
@@ -167,7 +167,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
     for parameter in _parameters(module):
         whole = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
         held = (parameter.sharded_param.grad, whole, parameter.unsharded_accumulated_grad)
-        found += [dist.local(gradient) for gradient in held if gradient is not None]
+        found += [dtensors.local(gradient) for gradient in held if gradient is not None]
     return found
 
 

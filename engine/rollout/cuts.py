@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.parallel import dist, tensor
+from engine.parallel import dist, dtensors, tensor
 
 
 @dataclass(frozen=True)
@@ -56,5 +56,5 @@ def split(module: nn.Module, ranks: int, plan: Mapping[str, str] | None) -> dict
                 placement: Any = parameter.placements[0]
                 pieces = getattr(placement, "split_factor", 1)
                 cuts[f"{path}.{leaf}"] = Cut(placement.dim, mesh.size(), mesh.get_local_rank(), pieces)
-                owner._parameters[leaf] = nn.Parameter(dist.local(parameter.detach()), requires_grad=False)
+                owner._parameters[leaf] = nn.Parameter(dtensors.local(parameter.detach()), requires_grad=False)
     return cuts

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine.loading import local_rows
 from engine.merging import active_matrices, update_rows
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from engine.rollout.cuts import Cut
 
 BUCKET_BYTES = 64 << 20  # of one rank's rows; two such buckets and what is gathered from them are in memory
@@ -49,9 +49,9 @@ def gather(pieces: Sequence[Piece], *, shared: bool = False) -> int:
     matrices = _whole_matrices([piece.adapter for piece in pieces if piece.adapter is not None])
     to_exchange = []
     for piece in pieces:
-        if not dist.is_whole(piece.live) and not dist.in_rows(piece.live):
+        if not dtensors.is_whole(piece.live) and not dtensors.in_rows(piece.live):
             _copy_by_itself(piece, matrices)
-        elif shared or dist.is_whole(piece.live):
+        elif shared or dtensors.is_whole(piece.live):
             mine = _share_of(piece.live) if shared else slice(0, piece.live.shape[0])
             piece.put(_updated(piece, matrices, mine), mine.start)
         else:
@@ -63,7 +63,7 @@ def gather(pieces: Sequence[Piece], *, shared: bool = False) -> int:
 
 def _share_of(live: Tensor) -> slice:
     """The rows that this rank brings: its own of a sharded parameter, its part of those of a whole one."""
-    if not dist.is_whole(live):
+    if not dtensors.is_whole(live):
         return local_rows(live.detach())
     world = dist.world()
     return slice(world.rank * live.shape[0] // world.size, (world.rank + 1) * live.shape[0] // world.size)
@@ -71,7 +71,7 @@ def _share_of(live: Tensor) -> slice:
 
 def rows_a_rank(live: Tensor) -> int:
     """Rows of a parameter that each rank but the last ones holds."""
-    return -(-live.shape[0] // dist.shards(live))
+    return -(-live.shape[0] // dtensors.shards(live))
 
 
 Matrices = Mapping[nn.Module, list[tuple[float, Tensor, Tensor]]]
@@ -79,8 +79,8 @@ Matrices = Mapping[nn.Module, list[tuple[float, Tensor, Tensor]]]
 
 def _updated(piece: Piece, matrices: Matrices, rows: slice) -> Tensor:
     """Rows of a parameter that this rank holds, with the adapter's update; not cast where there is none."""
-    part = dist.local(piece.live.detach())
-    if dist.is_whole(piece.live):
+    part = dtensors.local(piece.live.detach())
+    if dtensors.is_whole(piece.live):
         part = part[rows]
     if piece.adapter is None:
         return part
@@ -90,7 +90,7 @@ def _updated(piece: Piece, matrices: Matrices, rows: slice) -> Tensor:
 
 def _copy_by_itself(piece: Piece, matrices: Matrices) -> None:
     """A parameter that is cut otherwise than by rows (tensor parallelism while training): a collective of its own."""
-    whole = dist.full_tensor(piece.live.detach()).to(piece.target.device)
+    whole = dtensors.full_tensor(piece.live.detach()).to(piece.target.device)
     if piece.adapter is not None:
         whole = whole.float() + update_rows(piece.adapter, matrices[piece.adapter], slice(None))
     piece.put(whole, 0)
@@ -116,9 +116,9 @@ def _whole_matrices(adapters: Sequence[nn.Module]) -> Matrices:
 
 def _exchanged(pieces: Sequence[Piece], matrices: Matrices) -> Iterator[tuple[Piece, int, Tensor]]:
     """(piece, first row, rows) of each rank's part of all pieces; a bucket is filled while the last is on its way."""
-    flying: tuple[list[Piece], dist.Gathering] | None = None
+    flying: tuple[list[Piece], dtensors.Gathering] | None = None
     for bucket in _buckets(pieces):
-        outgoing = dist.start_all_gather(_filled(bucket, matrices), bucket[0].live)
+        outgoing = dtensors.start_all_gather(_filled(bucket, matrices), bucket[0].live)
         if flying is not None:
             yield from _arrived(*flying)
         flying = bucket, outgoing
@@ -142,7 +142,7 @@ def _buckets(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _kind(piece: Piece) -> tuple[object, ...]:
-    return piece.target.dtype, piece.target.device, dist.shards(piece.live)
+    return piece.target.dtype, piece.target.device, dtensors.shards(piece.live)
 
 
 def _padded_numel(piece: Piece) -> int:
@@ -165,7 +165,7 @@ def _filled(bucket: Sequence[Piece], matrices: Matrices) -> Tensor:
     return flat
 
 
-def _arrived(bucket: Sequence[Piece], gathering: dist.Gathering) -> Iterator[tuple[Piece, int, Tensor]]:
+def _arrived(bucket: Sequence[Piece], gathering: dtensors.Gathering) -> Iterator[tuple[Piece, int, Tensor]]:
     parts = gathering.wait()
     at = 0
     for piece in bucket:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from engine.parallel.host_memory import share
 from engine.rollout.cuts import Cut, split
 from engine.rollout.gather import Piece, gather
@@ -129,9 +129,9 @@ class Twin:
         return (
             origin.adapter is None
             and name not in self._cuts
-            and dist.is_whole(live)
+            and dtensors.is_whole(live)
             and live.dtype == self.dtype
-            and dist.local(live.detach()).device == self.device
+            and dtensors.local(live.detach()).device == self.device
         )
 
     def _buffers_for(self, wanted: Mapping[str, Origin]) -> _Buffers:
@@ -179,7 +179,7 @@ class Twin:
             if first in streamed:
                 continue
             if first not in parameters:
-                tensor = self._buffers.named.get(first, dist.local(origin.parameter.detach()))
+                tensor = self._buffers.named.get(first, dtensors.local(origin.parameter.detach()))
                 parameters[first] = nn.Parameter(tensor, requires_grad=False)
             owner._parameters[leaf] = parameters[first]
             if first not in kept:
@@ -198,5 +198,5 @@ class Twin:
 
 def _stamp(live: Tensor) -> tuple[int, int, int]:
     """Changes where a parameter is written to in place, whole or this rank's part of it, or put elsewhere."""
-    part = dist.local(live)  # without gradients: the part itself, which counts what is written to it
+    part = dtensors.local(live)  # without gradients: the part itself, which counts what is written to it
     return part.data_ptr(), part._version, live._version

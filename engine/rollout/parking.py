@@ -10,14 +10,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from engine.parallel import dist
+from engine.parallel import dtensors
 
 
 @contextmanager
 def parked(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within the block the states that an optimizer keeps on an accelerator are in host memory."""
     states = [
-        dist.local(value)
+        dtensors.local(value)
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, Tensor) and value.ndim > 0

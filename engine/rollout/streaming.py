@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.parallel import dist, zero
+from engine.parallel import dist, dtensors, zero
 from engine.rollout.gather import Piece, gather
 
 ALIGNED = 64  # bytes
@@ -61,7 +61,7 @@ class BlockStream:
             self._memory = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
         for index, block in enumerate(by_block):
             self._lay_out(index, block)
-        self._collective = dist.world().size > 1 and any(not dist.is_whole(p.live) for p in wanted.values())
+        self._collective = dist.world().size > 1 and any(not dtensors.is_whole(p.live) for p in wanted.values())
 
     def finish(self) -> None:
         """Take part in what other ranks gather, until none generates any more. Collective."""

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks import dschat
 from benchmarks.gpu.setting import Setting
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def chat() -> dschat.Chat:
 def test_a_step_has_its_phases_and_moves_both_models(chat: dschat.Chat) -> None:
     def weights() -> list[torch.Tensor]:
         engines = (chat.actor, chat.critic, chat.reference, chat.reward)
-        return [dist.full_tensor(next(iter(engine.module.parameters()))).detach().clone() for engine in engines]
+        return [dtensors.full_tensor(next(iter(engine.module.parameters()))).detach().clone() for engine in engines]
 
     before = weights()
     clock = dschat.step(chat, Setting(dist.world().device, tiny=True), 1)

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from engine import EngineConfig, OptimizerConfig, initialize
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
 STEPS, ROWS = 3, 4
@@ -92,7 +92,7 @@ def on_the_engine(kind: str, zero_stage: int) -> Told:
         engine.backward(loss)
         engine.step()
         losses.append(dist.sum_over_ranks({"loss": loss.item()})["loss"] / world.size)
-    return losses, {name: dist.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
+    return losses, {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
 
 
 def all_of_them() -> dict[tuple[str, int], Told]:

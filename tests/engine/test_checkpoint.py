@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from engine import Checkpointer, Engine, EngineConfig, OptimizerConfig, checkpoint
 from engine.checkpoint import complete, random_state, restore_random_state
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
 WIDTH, ROWS, STEPS = 6, 4, 5
@@ -58,7 +58,7 @@ def advance(engine: Engine, first: int, last: int) -> dict[str, Tensor]:
 def state_of(engine: Engine) -> dict[str, Tensor]:
     found = {name: p.detach() for name, p in engine.module.named_parameters()}
     found |= {f"average.{name}": mean for name, mean in engine.average.items()}
-    return {name: dist.full_tensor(tensor).cpu().clone() for name, tensor in found.items()}
+    return {name: dtensors.full_tensor(tensor).cpu().clone() for name, tensor in found.items()}
 
 
 def written(engine: Engine, folder: Path, **mine: Any) -> Checkpointer:
@@ -157,7 +157,7 @@ def test_what_a_resumed_engine_knows(tmp_path: Path) -> None:
     for ours, theirs in zip(fresh.optimizer.state.values(), engine.optimizer.state.values(), strict=True):
         assert ours["step"].item() == theirs["step"].item() == 3
         for moment in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(dist.local(ours[moment]), dist.local(theirs[moment]))
+            assert torch.equal(dtensors.local(ours[moment]), dtensors.local(theirs[moment]))
     same(advance(fresh, 4, STEPS), advance(engine, 4, STEPS))
 
 
@@ -243,7 +243,7 @@ def test_averaged_swaps_and_swaps_back_exactly() -> None:
     x = torch.ones(1, WIDTH, device=dist.world().device)
     plain = engine(x).detach().clone()
     with engine.averaged():
-        inside = {name: dist.full_tensor(p.detach()).cpu().clone() for name, p in engine.module.named_parameters()}
+        inside = {name: dtensors.full_tensor(p.detach()).cpu().clone() for name, p in engine.module.named_parameters()}
         assert not torch.equal(engine(x), plain)
     for name, value in mean.items():
         torch.testing.assert_close(inside[name], value.float(), atol=1e-6, rtol=1e-5)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.parallel import dist
+from engine.parallel import dtensors
 
 PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 
@@ -24,7 +24,7 @@ def test_the_pages_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             lines = block.splitlines()
         if number == 1:
             for name, parameter in names["engine"].module.named_parameters():
-                torch.testing.assert_close(dist.full_tensor(parameter.detach()), plain[name], atol=1e-6, rtol=1e-5)
+                torch.testing.assert_close(dtensors.full_tensor(parameter.detach()), plain[name], atol=1e-6, rtol=1e-5)
             new = [line for line in block.splitlines() if line not in lines and line.strip()]
             assert len(new) == 6  # the five marked lines, and the one that brings the batch to the device
     assert names["done"].lr > 0

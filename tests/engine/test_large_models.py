@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.parallel import dist
+from engine.parallel import dtensors
 from tests.ranks import run_ranks
 
 WIDTH, BLOCKS, VOCABULARY = 1024, 8, 512
@@ -48,7 +48,7 @@ def loaded(folder: Path) -> tuple[int, float, int]:
     before = peak()
     engine = build_policy(source, EngineChoice(EngineSettings(zero_stage=3, dtype="fp32")))
     grown = peak() - before
-    shards = [dist.local(parameter) for parameter in engine.module.parameters()]
+    shards = [dtensors.local(parameter) for parameter in engine.module.parameters()]
     return grown, sum(float(shard.sum()) for shard in shards), sum(4 * shard.numel() for shard in shards)
 
 

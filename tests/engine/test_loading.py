@@ -10,7 +10,7 @@ from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.loading import SafetensorsFolder, copy_local, draw_parameters, local_region, read_parameters
-from engine.parallel import dist
+from engine.parallel import dtensors
 
 TENSORS = {"w": torch.arange(20.0).reshape(5, 4), "b": torch.arange(5.0), "s": torch.tensor(3.0)}
 
@@ -92,5 +92,5 @@ def test_sharded_modules_are_filled_in_place() -> None:
         optimizer=OptimizerConfig(lr=1.0, total_steps=1),
         fill=lambda module: draw_parameters(module, ["0.weight"], 1, normal),
     )
-    whole = dist.full_tensor(dict(engine.module.named_parameters())["0.weight"].detach()).cpu()
+    whole = dtensors.full_tensor(dict(engine.module.named_parameters())["0.weight"].detach()).cpu()
     assert torch.equal(whole, drawn(1, "0.weight")["0.weight"])

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForSequenceClassification
 
 from engine import Engine, EngineConfig, OptimizerConfig, initialize
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
 STEPS, ROWS = 3, 8
@@ -101,7 +101,7 @@ def moved(kind: str, accumulation: int, **layout: Any) -> dict[str, Tensor]:
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
-    return {name: dist.full_tensor(p.detach()).cpu().clone() for name, p in engine.module.named_parameters()}
+    return {name: dtensors.full_tensor(p.detach()).cpu().clone() for name, p in engine.module.named_parameters()}
 
 
 def close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine import EngineConfig, OptimizerConfig
 from engine.engine import Engine
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from engine.stochastic import BFloat16AdamW, round_stochastically
 from tests.ranks import run_ranks
 
@@ -80,7 +80,7 @@ def weights_after(stage: int, keep: str | None) -> Tensor:
         x = torch.randn(8, 16, generator=generator)[dist.world().rank :: dist.world().size]
         engine.update([(x, x.flip(1))], squared_error, 128)
     assert all(p.dtype == torch.bfloat16 for p in engine.module.parameters())
-    return torch.cat([dist.full_tensor(p.detach()).flatten().float() for p in engine.module.parameters()])
+    return torch.cat([dtensors.full_tensor(p.detach()).flatten().float() for p in engine.module.parameters()])
 
 
 def on_each_rank(folder: str) -> list[Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine import EngineConfig, OptimizerConfig
 from engine.engine import Engine
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
 STEPS, ROWS, WIDTH = 4, 8, 12
@@ -64,7 +64,7 @@ def train(
         assert update.sums["rows"] == ROWS
         losses.append(update.loss)
         norms.append(update.grad_norm)
-    whole = {name: dist.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
+    whole = {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
     return losses, norms, whole
 
 
@@ -127,13 +127,13 @@ def test_bf16_follows_fp32_with_fp32_masters() -> None:
 
 def test_fp16_overflow_skips_the_step_and_lowers_the_scale() -> None:
     engine = Engine(seeded_net(), EngineConfig(dtype="fp16"), optimizer=OPTIMIZER)
-    before = copy.deepcopy({n: dist.full_tensor(p.detach()).clone() for n, p in engine.module.named_parameters()})
+    before = copy.deepcopy({n: dtensors.full_tensor(p.detach()).clone() for n, p in engine.module.named_parameters()})
     x = torch.full((ROWS, WIDTH), 60000.0)
     for expected in (2.0**16, 2.0**15):  # hysteresis 2: the first overflow only spends the budget
         update = engine.update([(x, x)], squared_error, 1)
         assert update.skipped and engine.scaler.scale == expected
     for name, parameter in engine.module.named_parameters():
-        assert torch.equal(dist.full_tensor(parameter.detach()), before[name])
+        assert torch.equal(dtensors.full_tensor(parameter.detach()), before[name])
     inputs, targets = data()
     skipped = [engine.update([(inputs[0], targets[0])], squared_error, ROWS).skipped for _ in range(10)]
     assert not skipped[-1] and engine.scaler.scale < 2.0**15

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import Sampling
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, PpoSection, RolloutSection, RunConfig
 from pipeline.data.records import Message, Prompt
 from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
@@ -103,7 +103,7 @@ def ppo_of(folder: Path, **keys: Any) -> tuple[Ppo, StageRun]:
 
 
 def weights(engine: Any) -> list[torch.Tensor]:
-    return [dist.full_tensor(p.detach()).clone() for p in engine.module.parameters()]
+    return [dtensors.full_tensor(p.detach()).clone() for p in engine.module.parameters()]
 
 
 def test_the_loop_begins_on_policy_and_moves_both_models(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from engine import EngineConfig, OptimizerConfig
 from engine.compression.signs import pack, scale_of, unpack
 from engine.engine import Engine
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from engine.parallel.traffic import Traffic
 from tests.engine.parallel.test_wire import NUMBERS, ROWS, WIDTH, Net, squared_error
 from tests.ranks import run_ranks
@@ -74,7 +74,7 @@ def optimize(size: int) -> list[float]:
         slope = gradient(dist.world().rank, step, size).float()
         engine.backward(engine(slope[None]).mean())
         engine.step()
-    return dist.local(module.weight.detach()).view(-1).tolist()
+    return dtensors.local(module.weight.detach()).view(-1).tolist()
 
 
 SIZES = (3, 40)
@@ -123,7 +123,7 @@ def regression(config: OptimizerConfig, steps: int, keep: str | None) -> tuple[l
         x = torch.randn(ROWS, WIDTH, generator=generator)[world.rank :: world.size]
         update = engine.update([(x, x @ goal)], squared_error, ROWS * WIDTH)
         losses.append(update.loss)
-    weights = torch.cat([dist.local(p.detach()).flatten() for p in engine.module.parameters()])
+    weights = torch.cat([dtensors.local(p.detach()).flatten() for p in engine.module.parameters()])
     return losses, weights, update.sent
 
 

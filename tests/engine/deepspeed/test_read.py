@@ -13,7 +13,7 @@ from engine.config import LossScale
 from engine.deepspeed import read
 from engine.deepspeed.document import PAGE, page
 from engine.deepspeed.keys import KEYS
-from engine.parallel import dist
+from engine.parallel import dtensors
 
 OWN = OptimizerConfig(lr=3e-4, total_steps=50, warmup_steps=5, weight_decay=0.2)
 
@@ -241,7 +241,7 @@ def test_a_file_drives_a_loop() -> None:
         optimizer.zero_grad()
         assert done is not None and done.lr == pytest.approx(rate)
     for ours, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(dist.full_tensor(ours.detach()), theirs)
+        torch.testing.assert_close(dtensors.full_tensor(ours.detach()), theirs)
 
 
 def test_the_page_is_current() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engine import EngineConfig, OptimizerConfig, initialize
 from engine.engine import Engine
 from engine.healing import Portion
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
 WIDTH, STEPS = 8, 3
@@ -101,7 +101,7 @@ def trained(stage: int, sizes: list[int], **others: Any) -> dict[str, Any]:
     engine = engine_of(stage, **others)
     torch.manual_seed(5 + dist.world().rank)
     updates = [engine.update(batches(step, sizes), loss, 16.0) for step in range(STEPS)]
-    weights = {name: dist.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
+    weights = {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
     left = [p.grad for p in engine.module.parameters() if p.grad is not None]
     return {
         "weights": weights, "losses": [u.loss for u in updates], "norms": [u.grad_norm for u in updates],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
 WIDTH, ROWS, STEPS = 37, 4, 5
@@ -67,7 +67,7 @@ def advance(engine: Engine, first: int, last: int, micro: int = 1) -> list[tuple
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
-    return {name: dist.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
+    return {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
 
 
 def plain(config: OptimizerConfig, optimizer: Any) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
@@ -148,7 +148,8 @@ def test_16_bit_shards_and_fp32_masters(dtype: str) -> None:
                 master = masters(engine)[name]
                 assert parameter.dtype == getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype])
                 assert master.dtype == torch.float32
-                torch.testing.assert_close(dist.local(parameter.detach()), master.to(parameter.dtype), atol=0, rtol=0)
+                kept = dtensors.local(parameter.detach())
+                torch.testing.assert_close(kept, master.to(parameter.dtype), atol=0, rtol=0)
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=3e-3)
 
@@ -157,7 +158,7 @@ def masters(engine: Engine) -> dict[str, Tensor]:
     from engine.offload.planners import tensors
 
     found, filed = tensors(engine.optimizer)  # type: ignore[arg-type]
-    named = {name: filed[name].read() if name in filed else dist.local(tensor) for name, tensor in found.items()}
+    named = {name: filed[name].read() if name in filed else dtensors.local(tensor) for name, tensor in found.items()}
     return {name.removeprefix("parameter."): named[name].clone() for name in named if name.startswith("parameter.")}
 
 

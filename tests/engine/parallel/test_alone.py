@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, EngineConfig, OptimizerConfig, precision
-from engine.parallel import alone, dist, zero
+from engine.parallel import alone, dist, dtensors, zero
 
 
 class Tied(nn.Module):
@@ -49,7 +49,7 @@ def two_micro_batches(module: nn.Module) -> list[Tensor]:
     masters = dict(module.named_parameters())
     assert all(master.dtype == torch.float32 for master in masters.values())
     assert masters["blocks.0.0.bias"].grad is None
-    return outputs + [dist.full_tensor(m.grad) for m in masters.values() if m.grad is not None]
+    return outputs + [dtensors.full_tensor(m.grad) for m in masters.values() if m.grad is not None]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import Engine, EngineConfig, OptimizerConfig, initialize
 from engine.loading import copy_local
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
 STEPS, ROWS, VOCABULARY = 3, 4, 96
@@ -87,7 +87,7 @@ def advance(engine: Engine, step: int) -> None:
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
-    return {name: dist.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
+    return {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
 
 
 def told(engine: Engine) -> tuple[list[float], list[float], dict[str, Tensor]]:
@@ -133,11 +133,11 @@ def four(folder: Path) -> dict[str, Any]:
     engine.load(folder / "one")
     advance(engine, 2)
     engine.save(folder / "four")
-    held = {name: dist.local(p.detach()).numel() for name, p in engine.module.named_parameters()}
+    held = {name: dtensors.local(p.detach()).numel() for name, p in engine.module.named_parameters()}
     whole = weights(engine)
     refilled = dict(engine.module.named_parameters())
     for name, parameter in refilled.items():
-        dist.local(parameter.detach()).fill_(torch.nan)
+        dtensors.local(parameter.detach()).fill_(torch.nan)
         copy_local(parameter, whole[name])
     return found | {"loaded": whole, "held": held, "refilled": weights(engine)}
 

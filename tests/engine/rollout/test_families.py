@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.parallel import dist
+from engine.parallel import dtensors
 from engine.rollout import selfcheck
 from engine.rollout.sampling import Sampling
 from tests.engine.rollout.families import ENDS, FAMILIES, build, ragged_prompts
@@ -53,7 +53,7 @@ def flip(family: str, adapters: bool) -> dict[str, Any]:
         if len(found["checked"]) < 3:
             with torch.no_grad():
                 for parameter in engine.module.parameters():
-                    dist.local(parameter).mul_(1.05)
+                    dtensors.local(parameter).mul_(1.05)
     with engine.scoring() as module:
         found["gaps"] = [
             _gap(module(torch.tensor([prompt + answer.token_ids]))[0, len(prompt) - 1 : -1], answer)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
-from engine.parallel import dist, zero
+from engine.parallel import dtensors, zero
 from engine.precision import policy
 from engine.rollout import gather, hybrid
 from engine.rollout.hybrid import Twin
@@ -97,7 +97,7 @@ def frozen_and_freed() -> dict[str, Any]:
     twin = engine.flip._twin
     assert twin is not None
     found["freed"] = all(p.is_meta for p in twin.module.parameters()) and not len(engine.flip._rollouts._slots.packs)  # type: ignore[union-attr, arg-type]
-    whole = {name: dist.full_tensor(p.detach()).bfloat16() for name, p in engine.module.named_parameters()}
+    whole = {name: dtensors.full_tensor(p.detach()).bfloat16() for name, p in engine.module.named_parameters()}
     with engine.generating() as rollouts:
         found["same"] = all(torch.equal(p, whole[name]) for name, p in rollouts.module.named_parameters())
     return found

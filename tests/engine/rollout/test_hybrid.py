@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
-from engine.parallel import dist, zero
+from engine.parallel import dtensors, zero
 from engine.precision import policy
 from engine.rollout.decoder import Rollouts
 from engine.rollout.hybrid import Twin
@@ -79,17 +79,17 @@ def flip(family: str, stage: int, precision: str, adapters: bool) -> dict[str, A
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     blueprint, live = copy.deepcopy(whole), copy.deepcopy(whole)
     zero.shard(live, stage=stage, policy=policy(precision), offload=False)  # type: ignore[arg-type]
-    before = {name: dist.local(p).detach().clone() for name, p in live.named_parameters()}
+    before = {name: dtensors.local(p).detach().clone() for name, p in live.named_parameters()}
     twin = Twin(blueprint, live, dtype)
     twin.refresh()
     found: dict[str, Any] = {"answers": [answers(twin.module)], "bytes": twin.bytes}
     found["expected"] = [answers(in_dtype(merged_by_peft(whole), dtype))]
-    found["untouched"] = all(torch.equal(before[name], dist.local(p)) for name, p in live.named_parameters())
+    found["untouched"] = all(torch.equal(before[name], dtensors.local(p)) for name, p in live.named_parameters())
     addresses = {name: p.data_ptr() for name, p in twin.module.named_parameters()}
     with torch.no_grad():
         for model in (whole, live):
             for name, parameter in model.named_parameters():
-                dist.local(parameter).mul_(0.7 if "lora" in name else 1.1)
+                dtensors.local(parameter).mul_(0.7 if "lora" in name else 1.1)
     twin.refresh()
     found["answers"].append(answers(twin.module))
     found["expected"].append(answers(in_dtype(merged_by_peft(whole), dtype)))

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine import Engine
-from engine.parallel import dist
+from engine.parallel import dtensors
 from pipeline.config.schema import LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.build import adapters_off, build_policy, build_scorer, without_dropout
@@ -41,7 +41,7 @@ def own_logprobs(model: torch.nn.Module, ids: Tensor) -> Tensor:
 
 
 def whole(engine: Engine) -> dict[str, Tensor]:
-    return {name: dist.full_tensor(p.detach()).cpu() for name, p in engine.module.named_parameters()}
+    return {name: dtensors.full_tensor(p.detach()).cpu() for name, p in engine.module.named_parameters()}
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox", "llama", "qwen3", "bloom", "mixtral", "qwen3_moe"])

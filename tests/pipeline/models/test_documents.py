@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine import Engine
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from pipeline.data.documents import Documents
 from pipeline.models import attention
 from pipeline.models.attention import NAME, attention_of, document_attention
@@ -41,7 +41,7 @@ def sequences() -> list[Tensor]:
 
 
 def gradients(engine: Engine) -> dict[str, Tensor]:
-    found = {name: dist.full_tensor(p.grad).cpu().clone() for name, p in engine.module.named_parameters()}
+    found = {name: dtensors.full_tensor(p.grad).cpu().clone() for name, p in engine.module.named_parameters()}
     engine.optimizer.zero_grad()
     return found
 

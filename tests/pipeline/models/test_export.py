@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from engine import Engine
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from pipeline.config.schema import LoraConfig
 from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
 from pipeline.models import export
@@ -148,7 +148,7 @@ def test_sixteen_bit_engines_export_sixteen_bits(dtype: str, stored: torch.dtype
     assert {t.dtype for t in tensors.values()} == {stored}
     masters = dict(engine.module.named_parameters())
     for name, tensor in tensors.items():
-        assert torch.equal(tensor, dist.full_tensor(masters[f"lm.{name}"].detach()).cpu().to(stored))
+        assert torch.equal(tensor, dtensors.full_tensor(masters[f"lm.{name}"].detach()).cpu().to(stored))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == stored
 
@@ -199,7 +199,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     export_scorer(scorer, source, made, folder / "scorer-out", extra={})
     for seed in (1, 2):
         drawn = build_policy(source_drawn(config_of("opt"), seed), trained(zero_stage=3))
-        found[f"drawn-{seed}"] = {n: dist.full_tensor(p.detach()) for n, p in drawn.module.named_parameters()}
+        found[f"drawn-{seed}"] = {n: dtensors.full_tensor(p.detach()) for n, p in drawn.module.named_parameters()}
     return found
 
 
@@ -221,6 +221,6 @@ def test_two_ranks_load_train_and_export_what_one_does(tmp_path: Path) -> None:
         alone = build_policy(source_drawn(config_of("opt"), seed), frozen())
         for name, parameter in alone.module.named_parameters():
             for result in (first, second):
-                assert torch.equal(result[f"drawn-{seed}"][name], dist.full_tensor(parameter.detach()).cpu()), name
+                assert torch.equal(result[f"drawn-{seed}"][name], dtensors.full_tensor(parameter.detach()).cpu()), name
     embedding = "lm.model.decoder.embed_tokens.weight"
     assert not torch.equal(first["drawn-1"][embedding], first["drawn-2"][embedding])

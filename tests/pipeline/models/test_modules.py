@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.parallel import dist
+from engine.parallel import dtensors
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.checks import verify
 from pipeline.models.modules import Policy, Scorer
@@ -109,7 +109,7 @@ def test_gradients_are_those_of_the_models_own_logits(family: str, tmp_path: Pat
     wanted = dict(model.named_parameters())
     for name, parameter in engine.module.named_parameters():
         assert parameter.grad is not None, name
-        gradient = dist.full_tensor(parameter.grad).cpu()
+        gradient = dtensors.full_tensor(parameter.grad).cpu()
         torch.testing.assert_close(gradient, wanted[name[3:]].grad.float(), atol=2e-4, rtol=2e-3, msg=name)
 
 

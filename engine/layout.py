@@ -1,0 +1,96 @@
+"""Laying a module out: its precision, its split over tensor groups, its shards, and the memory they live in."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from engine import optim, precision
+from engine.config import EngineConfig, OptimizerConfig
+from engine.offload import MappedShards, together
+from engine.parallel import dist, tensor, zero
+
+
+def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | None) -> MappedShards | None:
+    """Cast, split, shard and allocate, in place; returns the files that shards live in, where they do.
+
+    Parameters are fp32 masters where they are trained and not offloaded (nor asked for in bf16), else in compute
+    precision. Meta parameters get memory and no values. Raises ValueError for a layout that can't be.
+    """
+    trains, elsewhere, apart = optimizer is not None, offloads(config, optimizer), _apart(config, optimizer)
+    if not trains or elsewhere or config.states == "bf16":
+        _cast_parameters(module, precision.TORCH_DTYPE[config.dtype])
+    _split(module, config)
+    if config.activation_checkpointing and trains:
+        for block in zero.units(module):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    if config.compile_blocks:
+        for block in zero.units(module):
+            block.compile()
+    on_host = config.offload_parameters != "none"
+    device = torch.device("cpu") if on_host else dist.world().device
+    on_meta = any(p.is_meta for p in module.parameters())
+    if not on_meta:
+        module.to(device)
+    zero.shard(
+        module,
+        stage=config.zero_stage,
+        policy=precision.policy(config.dtype, config.reduce_dtype) if trains else precision.policy("fp32"),
+        offload=on_host,
+        pin=config.offload_parameters == "cpu",
+        ranks=config.shard_ranks,
+        compress=config.compress,
+        apart=apart,
+        alone=dist.world().size == 1 and config.states == "fp32" and not (on_host or elsewhere or apart),
+    )
+    if config.offload_parameters == "nvme":
+        if trains and not elsewhere:
+            raise ValueError("offload_parameters=nvme needs offload_optimizer=cpu or nvme for what is trained")
+        return together(lambda: MappedShards(module, config.nvme_path))
+    if on_meta:
+        _materialize(module, device)
+    return None
+
+
+def offloads(config: EngineConfig, optimizer: OptimizerConfig | None) -> bool:
+    """Whether the optimizer has a tier of its own; else masters and moments are where the shards are."""
+    return optimizer is not None and config.offload_optimizer != "none"
+
+
+def _apart(config: EngineConfig, optimizer: OptimizerConfig | None) -> bool:
+    """Whether gradients stay with their rank, for an optimizer that averages by itself."""
+    if optimizer is None or not optim.averages_itself(optimizer):
+        return False
+    if config.zero_stage or offloads(config, optimizer) or config.tensor_parallel > 1:
+        raise ValueError(f"{optimizer.name} wants whole parameters: zero_stage=0, no offload, no tensor_parallel")
+    return True
+
+
+def _split(module: nn.Module, config: EngineConfig) -> None:
+    """Over the ranks of a tensor group, as the plan says."""
+    dist.arrange(tensor=config.tensor_parallel)
+    if config.tensor_parallel > 1:
+        mesh = zero.layout(stage=config.zero_stage, ranks=config.shard_ranks)["tensor"]
+        tensor.parallelize(module, config.tensor_plan or tensor.plan_of(module), mesh)
+
+
+def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters only: buffers stay as they are where a module is trained, and rotary frequencies need their fp32."""
+    module._apply(lambda t: t.to(dtype) if isinstance(t, nn.Parameter) and t.is_floating_point() else t)
+
+
+def _materialize(module: nn.Module, device: torch.device) -> None:
+    """Give meta parameters memory on `device`, and bring real buffers to where the module computes.
+
+    `_apply` rather than `to_empty`: that one would empty the buffers too, and nothing could fill them again.
+    """
+    for name, buffer in module.named_buffers():
+        assert not buffer.is_meta, f"buffer {name} has no values"
+    computes = dist.world().device
+    places = [(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
+    first = {id(owner._parameters[name]): (owner, name) for owner, name in reversed(places)}
+    tied = [(owner, name, *first[id(owner._parameters[name])]) for owner, name in places]
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(computes))
+    for owner, name, theirs, as_name in tied:  # a plain module's ties are cut by that
+        owner._parameters[name] = theirs._parameters[as_name]
