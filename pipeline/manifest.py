@@ -6,7 +6,6 @@ so a change travels down by itself. Only the launcher's first process writes thi
 """
 
 import json
-import os
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Literal
 from pipeline.config.check import model_folder
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
+from pipeline.files import write_whole
 from pipeline.fingerprint import (
     HashCache,
     data_content,
@@ -207,16 +207,6 @@ def move_aside(folder: Path) -> Path:
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
     return folder.rename(aside)
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Replace a file so that it is the old or the new one at any moment, also after a power cut."""
-    part = file.with_name(f".{file.name}.part")
-    with open(part, "w", encoding="utf-8") as content:
-        content.write(text)
-        content.flush()
-        os.fsync(content.fileno())
-    os.replace(part, file)
 
 
 def _now() -> str:

@@ -67,27 +67,27 @@ def run(config: RunConfig, folder: Path) -> None:
         done = stage.restore()
         stage.rehearse(lambda: engine.rehearse(largest_batch(train, **cut | {"budget": stage.budget}), loss_of))
         if done == 0:
-            with stage.phase("evaluate"):
+            with stage.clock.phase("evaluate"):
                 answer("base", config, engine, tokenizer, prompts, folder)
         for step in range(done + 1, steps + 1):
             indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
             cut["budget"] = stage.budget
             batches, count = micro_batches([train[i] for i in indices], **cut)
-            with stage.phase("train"):
+            with stage.clock.phase("train"):
                 update = engine.update(batches, loss_of, count)
-            stage.tokens += sum(len(train[i].ids) for i in indices)
+            stage.clock.tokens += sum(len(train[i].ids) for i in indices)
             stage.require_finite(step, update.loss, [each.batch.input_ids.tolist() for each in batches])
             figures = {"loss": update.loss, "lr": update.lr, "grad_norm": update.grad_norm}
             figures |= {"skipped_steps": engine.scaler.skipped}
             if stage.evaluates(step) and held_out:
-                with stage.phase("evaluate"):
+                with stage.clock.phase("evaluate"):
                     figures["eval_loss"] = held_out_loss(engine, held_out, **cut)
                 stage.note_best("eval_loss", figures["eval_loss"], higher=False)
             stage.log(step, figures)
             stage.save(step)
-        with stage.phase("export"):
+        with stage.clock.phase("export"):
             export_policy(engine, source, tokenizer, folder / "model")
-        with stage.phase("evaluate"):
+        with stage.clock.phase("evaluate"):
             gold = answer("sft", config, engine, tokenizer, prompts, folder)
         stage.finish({"gold_score": gold, "skipped": {**records.skipped, **notes}, "packing": packing})
 

@@ -72,24 +72,24 @@ def run(config: RunConfig, folder: Path) -> None:
             indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
             cut["budget"] = stage.budget
             batches, _ = micro_batches([train[i] for i in indices], **cut)
-            with stage.phase("train"):
+            with stage.clock.phase("train"):
                 update = engine.update(batches, loss, len(indices))
-            stage.tokens += sum(len(train[i].chosen) + len(train[i].rejected) for i in indices)
+            stage.clock.tokens += sum(len(train[i].chosen) + len(train[i].rejected) for i in indices)
             stage.require_finite(step, update.loss, [each.batch.input_ids.tolist() for each in batches])
             means = {name: total / len(indices) for name, total in update.sums.items()}
             figures = {"loss": update.loss, **means, "lr": update.lr, "grad_norm": update.grad_norm}
             figures |= {"skipped_steps": engine.scaler.skipped}
             if stage.evaluates(step) and held_out:
-                with stage.phase("evaluate"):
+                with stage.clock.phase("evaluate"):
                     found = accuracies(score_pairs(engine, held_out, **cut))
                 figures["eval_accuracy"] = float(found["eval_accuracy"])  # type: ignore[arg-type]
                 stage.note_best("eval_accuracy", figures["eval_accuracy"], higher=True)
             stage.log(step, figures)
             stage.save(step)
-        with stage.phase("evaluate"):
+        with stage.clock.phase("evaluate"):
             shares = accuracies(score_pairs(engine, held_out, **cut))
             level = reference_level(score_pairs(engine, train[:REFERENCE_ANSWERS], **cut))
-        with stage.phase("export"):
+        with stage.clock.phase("export"):
             export_scorer(engine, source, tokenizer, folder / "model", extra=level)
         stage.finish({**shares, **level, "skipped": {**records.skipped, **notes}})
 

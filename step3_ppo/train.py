@@ -62,7 +62,7 @@ class Ppo:
         """Draw one answer a prompt of the step's batch, and score them."""
         chosen = batch_indices(len(self.prompts), self.section.batch_size, self.config.seed, step - 1)
         prompts = [self.prompts[i] for i in chosen]
-        with stage.phase("generate"):
+        with stage.clock.phase("generate"):
             generations = generate(
                 self.models,
                 prompts,
@@ -72,8 +72,8 @@ class Ppo:
                 keep=self.config.rollout.keep,
                 park_optimizer=self.config.rollout.park_optimizer,
             )
-        stage.move("generate", "flip", self.models.actor.flip.seconds)
-        with stage.phase("score"):
+        stage.clock.move("generate", "flip", self.models.actor.flip.seconds)
+        with stage.clock.phase("score"):
             return collect(
                 self.models,
                 prompts,
@@ -174,11 +174,11 @@ def run(config: RunConfig, folder: Path) -> None:
         for step in range(done + 1, ppo.steps + 1):
             rollout = ppo.rollout(step, stage)
             targets = targets_of(rollout, ppo.section, kl_coef=ppo.kl.coef)
-            with stage.phase("train"):
+            with stage.clock.phase("train"):
                 learned = ppo.learn(step, rollout, targets)
             stage.require_finite(step, learned.get("policy_loss", 0.0) + learned["value_loss"], rollout.responses)
-            stage.tokens += rollout.tokens()
-            figures = rollout_figures(rollout, targets) | learned | ppo.state() | stage.lap()
+            stage.clock.tokens += rollout.tokens()
+            figures = rollout_figures(rollout, targets) | learned | ppo.state() | stage.clock.lap()
             ppo.kl = ppo.kl.after(sequence_kl(rollout), len(rollout))
             warn_of_gap(figures["generator_gap"])
             if stage.evaluates(step):
@@ -190,7 +190,7 @@ def run(config: RunConfig, folder: Path) -> None:
 
 def evaluated(stage: StageRun, examine: Callable[[], HeldOut]) -> HeldOut:
     """Held-out answers, their time counted, the best figures kept."""
-    with stage.phase("evaluate"):
+    with stage.clock.phase("evaluate"):
         found = examine()
     for name, value in found.figures.items():
         stage.note_best(name, value, higher=True)
@@ -200,9 +200,9 @@ def evaluated(stage: StageRun, examine: Callable[[], HeldOut]) -> HeldOut:
 def finish(ppo: Ppo, sources: Sources, examiner: Examiner, stage: StageRun, skipped: dict[str, int]) -> None:
     """The exported model, the table of answers of base, SFT and PPO model, the summary."""
     folder, actor = stage.folder, ppo.models.actor
-    with actor.averaged(), stage.phase("export"):
+    with actor.averaged(), stage.clock.phase("export"):
         export_policy(actor, sources.actor, ppo.tokenizer, folder / "model")
-    with actor.averaged(), stage.phase("evaluate"):
+    with actor.averaged(), stage.clock.phase("evaluate"):
         results: dict[str, HeldOut] = {}
         for name, where in (("base", folder.parent / "sft"), ("sft", folder)):
             answers = earlier_answers(examiner.prompts, where, name)

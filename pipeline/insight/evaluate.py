@@ -6,7 +6,6 @@ comparison is paired: prompt by prompt, and with the same sampling noise.
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.data.records import Message, Prompt
+from pipeline.files import write_whole
 
 if TYPE_CHECKING:
     from engine import Sampling
@@ -70,10 +70,7 @@ def _numbers(values: Mapping[str, Any] | None) -> dict[str, float]:
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
     """Write `samples` as JSON lines; the file is whole or not there."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with unfinished.open("w", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(sample.to_row()) + "\n" for sample in samples)
-    os.replace(unfinished, path)
+    write_whole(path, "".join(json.dumps(sample.to_row()) + "\n" for sample in samples))
 
 
 def read_samples(path: Path) -> list[Sample]:

@@ -4,12 +4,12 @@ It needs no script and no request, reads only what the folder has, and can be wr
 of a stage that has not run it says nothing, of one that is running what there is so far.
 """
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.errors import UserError
+from pipeline.files import write_whole
 from pipeline.insight import costs, outcome
 from pipeline.insight.page import Markup, document, element
 from pipeline.insight.readings import RunReading, read_run
@@ -37,9 +37,7 @@ def write_report(run_dir: Path) -> Path:
     if not run_dir.is_dir():
         raise UserError(f"there is no run folder {run_dir}; give the folder that holds sft/, reward/ or ppo/")
     path = run_dir / REPORT
-    unfinished = run_dir / f"{REPORT}.{os.getpid()}.tmp"
-    unfinished.write_text(render_report(read_run(run_dir)), encoding="utf-8")
-    os.replace(unfinished, path)
+    write_whole(path, render_report(read_run(run_dir)))
     return path
 
 

@@ -17,6 +17,7 @@ from pipeline.config.compose import Job, compose_jobs, parse_command
 from pipeline.config.document import help_text
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
+from pipeline.files import write_whole
 from pipeline.fingerprint import HashCache
 from pipeline.launch.closing import closing_words
 from pipeline.launch.control import Control, Lost
@@ -24,7 +25,7 @@ from pipeline.launch.failure import CRASHED, INTERRUPTED, USER_ERROR, advise
 from pipeline.launch.folder import RunFolder, open_folder
 from pipeline.launch.processes import StageEnd, launch_stage
 from pipeline.launch.ranks import Ranks, check_given, count_gpus, given_ranks, own_ranks
-from pipeline.manifest import Manifest, move_aside, stage_consumes, write_whole
+from pipeline.manifest import Manifest, move_aside, stage_consumes
 
 
 class StageFailed(Exception):

@@ -11,7 +11,7 @@ from engine.parallel import dist
 from engine.planning import Pace, Probe, probe, step_seconds
 from pipeline.config.schema import EngineSettings, RunConfig, StageSection
 from pipeline.errors import UserError
-from pipeline.manifest import write_whole
+from pipeline.files import write_whole
 from pipeline.models.source import ModelSource
 from pipeline.planning.fit import GIB, Plan, Task, plan, require_fit, task, this_room
 from pipeline.planning.ladder import Room, Setting, ladder

@@ -194,7 +194,7 @@ def test_a_full_disk_is_said(train, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pipeline.manifest.os.fsync", full)
+    monkeypatch.setattr("pipeline.files.os.fsync", full)
     status, said = train("name=x", "stage=sft")
     assert status == 2
     assert "the disk is full" in said

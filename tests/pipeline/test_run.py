@@ -17,7 +17,8 @@ from engine import Engine, EngineConfig, OptimizerConfig
 from engine.parallel import dist
 from pipeline.config.schema import SftSection
 from pipeline.errors import UserError
-from pipeline.run import StageRun, explained_disk, write_json
+from pipeline.files import explained_disk, write_json
+from pipeline.run import StageRun
 
 
 def engine_of(seed: int = 1) -> Engine:
@@ -38,10 +39,10 @@ def squared(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, float | Ten
 def work(stage: StageRun, engine: Engine, first: int, last: int) -> None:
     """Steps as a stage makes them."""
     for step in range(first, last + 1):
-        with stage.phase("train"):
+        with stage.clock.phase("train"):
             x = torch.randn(4, 3)  # from the generator that a checkpoint keeps
             update = engine.update([x.to(dist.world().device)], squared, 4)
-        stage.tokens += 10
+        stage.clock.tokens += 10
         stage.log(step, {"loss": update.loss})
         stage.save(step)
 
@@ -109,9 +110,9 @@ def test_what_comes_back_besides_the_weights(tmp_path: Path) -> None:
     fresh, _ = stage_of(tmp_path, save_every=2, take=taken.append)
     fresh.restore()
     assert taken == [{"kl_coef": 0.07}]
-    assert fresh.best == {"eval_loss": 2.0} and fresh.tokens == 20 and fresh.last["step"] == 2
-    assert fresh.phases["train"] == pytest.approx(stage.phases["train"])
-    assert fresh.lap()["tokens_per_second"] == 0.0  # the lap begins here
+    assert fresh.best == {"eval_loss": 2.0} and fresh.clock.tokens == 20 and fresh.last["step"] == 2
+    assert fresh.clock.seconds["train"] == pytest.approx(stage.clock.seconds["train"])
+    assert fresh.clock.lap()["tokens_per_second"] == 0.0  # the lap begins here
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path) -> None:
@@ -127,24 +128,24 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path) ->
 def test_phases_and_laps(tmp_path: Path) -> None:
     stage, _ = stage_of(tmp_path)
     for _ in range(2):
-        with stage.phase("generate"):
+        with stage.clock.phase("generate"):
             time.sleep(0.03)
-    with pytest.raises(KeyError), stage.phase("evaluate"):
+    with pytest.raises(KeyError), stage.clock.phase("evaluate"):
         time.sleep(0.02)
         raise KeyError
-    stage.tokens += 500
-    stage.move("generate", "flip", 0.02)
-    assert stage.phases["evaluate"] >= 0.02
-    spent = stage.phases["generate"]
-    assert 0.04 <= spent < 0.5 and stage.phases["flip"] == 0.02
-    lap = stage.lap()
+    stage.clock.tokens += 500
+    stage.clock.move("generate", "flip", 0.02)
+    assert stage.clock.seconds["evaluate"] >= 0.02
+    spent = stage.clock.seconds["generate"]
+    assert 0.04 <= spent < 0.5 and stage.clock.seconds["flip"] == 0.02
+    lap = stage.clock.lap()
     assert set(lap) == {"generate_seconds", "flip_seconds", "tokens_per_second"}  # evaluating is not the stage's work
     assert lap["generate_seconds"] == pytest.approx(spent, abs=1e-4) and lap["flip_seconds"] == 0.02
     assert lap["tokens_per_second"] == pytest.approx(500 / (spent + 0.02), rel=1e-3)
-    with stage.phase("train"):
+    with stage.clock.phase("train"):
         time.sleep(0.02)
-    stage.tokens += 30
-    lap = stage.lap()
+    stage.clock.tokens += 30
+    lap = stage.clock.lap()
     assert lap["generate_seconds"] == 0
     assert lap["tokens_per_second"] == pytest.approx(30 / lap["train_seconds"], rel=0.01)
 
@@ -217,16 +218,16 @@ def test_other_troubles_of_writing_are_named(tmp_path: Path) -> None:
 def test_summary(tmp_path: Path) -> None:
     stage, _ = stage_of(tmp_path / "sft", steps=2)
     stage.folder.mkdir()
-    with stage.phase("train"):
+    with stage.clock.phase("train"):
         time.sleep(0.02)
-    stage.tokens = 100
+    stage.clock.tokens = 100
     stage.log(2, {"loss": 0.25})
     stage.note_best("eval_loss", 0.5, higher=False)
     stage.finish({"gold_score": 0.75})
     found = json.loads((tmp_path / "sft" / "summary.json").read_text())
     assert (found["stage"], found["steps"], found["tokens"], found["gold_score"]) == ("sft", 2, 100, 0.75)
     assert found["final"]["loss"] == 0.25 and found["best"] == {"eval_loss": 0.5}
-    assert found["tokens_per_second"] == pytest.approx(100 / stage.phases["train"], rel=0.01)
+    assert found["tokens_per_second"] == pytest.approx(100 / stage.clock.seconds["train"], rel=0.01)
     assert found["peak_memory_by_rank"][0]["host_bytes"] > 10**7
 
 

@@ -126,7 +126,7 @@ def test_the_loop_begins_on_policy_and_moves_both_models(tmp_path: Path) -> None
             assert learned["first_ratio_max_deviation"] < 1e-4 and learned["lr"] == 0.01
         assert learned["critic_lr"] == 0.01
     assert ppo.models.actor.step_count == 4 and ppo.models.critic.step_count == 8
-    assert stage.phases["generate"] > 0 and stage.phases["score"] > 0
+    assert stage.clock.seconds["generate"] > 0 and stage.clock.seconds["score"] > 0
 
 
 def test_a_rollout_off_the_policy_stops_the_run(tmp_path: Path) -> None:

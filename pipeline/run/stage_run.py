@@ -5,32 +5,26 @@
 Step numbers count finished steps, from 1. `seconds` and `tokens` count from the stage's first step, over all starts.
 """
 
-import errno
 import json
 import math
-import os
-import resource
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
-
-import torch
 
 from engine import Checkpointer, Engine
 from engine.checkpoint import complete, random_state, restore_random_state
 from engine.parallel import dist, traffic
 from pipeline.config.schema import StageSection
 from pipeline.errors import UserError
+from pipeline.files import explained_disk, write_json
+from pipeline.run import metrics
+from pipeline.run.clock import Clock
+from pipeline.run.memory import measured_memory, peak_memory
 
-Metrics = dict[str, float]
-FULL_DISK_BYTES = 2**20  # what is left on a disk that torch's writer found full, which it says in words of its own
-RESTING = ("parameters", "optimizer")  # owners of what is held between steps
-WORK = ("flip", "generate", "score", "train")  # the phases that are the stage's work; evaluating and saving are not
+METRICS = "metrics.jsonl"
 
 
 class Watcher(Protocol):
@@ -58,11 +52,10 @@ class StageRun:
         take: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         self.folder, self.steps = folder, steps
-        self.phases: dict[str, float] = {}
-        self.tokens = 0
+        self.clock = Clock()
         self.predicted: Mapping[str, Mapping[str, int]] = {}
-        self.best: Metrics = {}
-        self.last: Metrics = {}
+        self.best: dict[str, float] = {}
+        self.last: dict[str, float] = {}
         self._section, self._watchers = section, watchers or []
         self._extra, self._take = extra, take
         self._checkpointer = Checkpointer(engines)
@@ -71,8 +64,6 @@ class StageRun:
         self._seconds_before = 0.0
         self._began = time.monotonic()
         self._saved = 0
-        self._lap: Metrics = {}
-        self._lap_tokens = 0
         self._begun = 0  # the step before this process's first
         self._sent = traffic.sent()
 
@@ -98,20 +89,22 @@ class StageRun:
         if found:
             shared, mine = self._checkpointer.load(Path(found[-1]))
             step = self._saved = shared["step"]
-            self.tokens, self._seconds_before = shared["tokens"], shared["seconds"]
-            self.phases, self.best, self.last = shared["phases"], shared["best"], shared["last"]
+            self._seconds_before = shared["seconds"]
+            self.clock.seconds, self.clock.tokens = shared["phases"], shared["tokens"]
+            self.best, self.last = shared["best"], shared["last"]
             if mine is not None:
                 restore_random_state(mine["random"])
             self._take(shared["extra"])
             for name, (limit, times) in shared["healing"].items():
                 self._engines[name].healer.limit, self._engines[name].healer.times = limit, times
-        self._lap, self._lap_tokens = dict(self.phases), self.tokens
+        self.clock.begin_lap()
         self._begun, self._sent = step, traffic.sent()
         if dist.world().leads:
             if step:
                 print(f"{self.folder.name}: continuing after step {step} of {self.steps}", flush=True)
-            _cut_metrics(self.folder / "metrics.jsonl", step)
-            _drop_halves(self.folder / "checkpoints")
+            metrics.cut(self.folder / METRICS, step)
+            for half in (self.folder / "checkpoints").glob("step-*.tmp"):
+                shutil.rmtree(half, ignore_errors=True)
         dist.barrier()
         self._began = time.monotonic()
         return step
@@ -122,44 +115,18 @@ class StageRun:
         A host has no such limit to run into: it swaps, or the kernel ends a process.
         """
         if dist.world().device.type == "cuda":
-            with self.phase("rehearse"):
+            with self.clock.phase("rehearse"):
                 work()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the wall time of a block under a name of `seconds_by_phase`."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - began
-
-    def move(self, source: str, target: str, seconds: float) -> None:
-        """Count some seconds of one phase under another name."""
-        self.phases[source] = self.phases.get(source, 0.0) - seconds
-        self.phases[target] = self.phases.get(target, 0.0) + seconds
-
-    def lap(self) -> Metrics:
-        """Seconds by phase since the last lap, as `NAME_seconds`, and tokens a second over them."""
-        spent = {name: total - self._lap.get(name, 0.0) for name, total in self.phases.items()}
-        tokens, self._lap_tokens = self.tokens - self._lap_tokens, self.tokens
-        self._lap = dict(self.phases)
-        working = sum(seconds for name, seconds in spent.items() if name in WORK)
-        return {f"{name}_seconds": round(s, 4) for name, s in spent.items() if name in WORK} | {
-            "tokens_per_second": round(tokens / max(working, 1e-9), 1)
-        }
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Write one step's figures. The caller passes the same on every rank; rank 0 writes."""
-        line: Metrics = {"step": step, "seconds": round(self.seconds, 3), "tokens": self.tokens, **metrics}
+        line: dict[str, float] = {"step": step, "seconds": round(self.seconds, 3), "tokens": self.clock.tokens}
+        line.update(figures)
         self.last.update(line)
         if not dist.world().leads:
             return
         if step % self._section.log_every == 0 or step == self.steps or step == 1:
-            with explained_disk(self.folder), (self.folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({k: _plain(v) for k, v in line.items()}) + "\n")
+            metrics.append(self.folder / METRICS, line)
             for watcher in self._watchers:
                 watcher.log(step, line)
 
@@ -180,18 +147,17 @@ class StageRun:
             return
         shared = {
             "step": step,
-            "tokens": self.tokens,
+            "tokens": self.clock.tokens,
             "seconds": self.seconds,
-            "phases": self.phases,
+            "phases": self.clock.seconds,
             "best": self.best,
             "last": self.last,
             "extra": self._extra(),
             "healing": {name: (e.healer.limit, e.healer.times) for name, e in self._engines.items()},
         }
-        with self.phase("save"), explained_disk(self.folder):
-            self._checkpointer.save(
-                self.folder / "checkpoints" / f"step-{step}", shared, {"random": random_state()}
-            )
+        with self.clock.phase("save"), explained_disk(self.folder):
+            where = self.folder / "checkpoints" / f"step-{step}"
+            self._checkpointer.save(where, shared, {"random": random_state()})
         self._saved = step
         self._drop_old()
 
@@ -235,20 +201,18 @@ class StageRun:
         """Write summary.json: final and best figures, peak memory by rank, seconds by phase, tokens a second."""
         memory = dist.gather_objects(peak_memory())
         if dist.world().leads:
-            seconds = self.seconds
-            working = sum(v for k, v in self.phases.items() if k in WORK)
             summary = {
                 "stage": self.folder.name,
                 "steps": self.steps,
-                "seconds": round(seconds, 3),
-                "seconds_by_phase": {k: round(v, 3) for k, v in self.phases.items()},
-                "tokens": self.tokens,
-                "tokens_per_second": round(self.tokens / max(working, 1e-9), 1),
+                "seconds": round(self.seconds, 3),
+                "seconds_by_phase": {k: round(v, 3) for k, v in self.clock.seconds.items()},
+                "tokens": self.clock.tokens,
+                "tokens_per_second": self.clock.rate(),
                 "peak_memory_by_rank": memory,
                 "bytes_sent_by_step": self._bytes_sent_by_step(),
                 "healing": self.healing,
                 "memory": {"predicted": self.predicted, "measured": measured_memory(self._engines)},
-                "final": {k: _plain(v) for k, v in self.last.items()},
+                "final": {k: metrics.plain(v) for k, v in self.last.items()},
                 "best": self.best,
                 **figures,
             }
@@ -261,78 +225,3 @@ def within_limits(tokens: int, engines: Iterable[Engine]) -> int:
     """Tokens a micro-batch, cut to what fits all of some engines as far as they found out."""
     limits = (engine.healer.limit for engine in engines)
     return min([tokens, *(limit for limit in limits if limit is not None)])
-
-
-def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
-    """This rank's bytes by owner at the height of each phase; beside a working engine the others rest.
-
-    With one engine phases and owners are those of the prediction; with several a phase is "train actor", and what an
-    engine keeps between steps has its name.
-    """
-    found: dict[str, dict[str, int]] = {}
-    resting = {name: sum(engine.ledger.holdings().get(o, 0) for o in RESTING) for name, engine in engines.items()}
-    for name, engine in engines.items():
-        for phase, owners in engine.ledger.heights.items():
-            if len(engines) == 1:
-                found[phase] = dict(owners)
-                continue
-            working = {owner: count for owner, count in owners.items() if owner not in RESTING}
-            label = phase if phase == "generate" else f"{phase} {name}"
-            found[label] = resting | working
-    return found
-
-
-def peak_memory() -> dict[str, int]:
-    """This rank's peak: bytes on the device (allocated by torch) and resident on the host."""
-    world = dist.world()
-    device = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # macOS counts bytes, Linux kilobytes.
-    return {"rank": world.rank, "device_bytes": device, "host_bytes": peak * (1 if sys.platform == "darwin" else 1024)}
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file so that it is there whole or not at all."""
-    staging = path.with_name(path.name + ".tmp")
-    staging.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(staging, path)
-
-
-@contextmanager
-def explained_disk(folder: Path) -> Iterator[None]:
-    """Turn a full or broken disk into one clear message."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno == errno.ENOSPC or shutil.disk_usage(folder).free < FULL_DISK_BYTES
-        what = "the disk is full" if full else f"writing failed ({error})"
-        raise UserError(
-            f"{folder}: {what}. The last whole checkpoint is kept; make room (or choose run_dir= on another disk, "
-            "moving the run folder there), then the same command continues"
-        ) from error
-
-
-def _cut_metrics(path: Path, step: int) -> None:
-    """Drop lines after `step`: steps that a killed run had logged and will do again. From step 0 all is done again."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if 0 < step >= json.loads(line)["step"]:
-                kept.append(line)
-        except (json.JSONDecodeError, KeyError):
-            continue
-    staging = path.with_name(path.name + ".tmp")
-    staging.write_text("".join(line + "\n" for line in kept))
-    os.replace(staging, path)
-
-
-def _drop_halves(folder: Path) -> None:
-    for half in folder.glob("step-*.tmp"):
-        shutil.rmtree(half, ignore_errors=True)
-
-
-def _plain(value: float) -> float | int | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None

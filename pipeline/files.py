@@ -1,0 +1,43 @@
+"""Writing files: whole or not at all, and one clear message where a disk is full."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+
+FULL_DISK_BYTES = 2**20  # what is left on a disk that torch's writer found full, which it says in words of its own
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Replace a file so that it is the old or the new one at any moment, also after a power cut."""
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    with open(part, "w", encoding="utf-8") as content:
+        content.write(text)
+        content.flush()
+        os.fsync(content.fileno())
+    os.replace(part, file)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file, whole or not at all."""
+    write_whole(path, json.dumps(value, indent=1) + "\n")
+
+
+@contextmanager
+def explained_disk(folder: Path) -> Iterator[None]:
+    """Turn a full or broken disk into one clear message."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno == errno.ENOSPC or shutil.disk_usage(folder).free < FULL_DISK_BYTES
+        what = "the disk is full" if full else f"writing failed ({error})"
+        raise UserError(
+            f"{folder}: {what}. The last whole checkpoint is kept; make room (or choose run_dir= on another disk, "
+            "moving the run folder there), then the same command continues"
+        ) from error

@@ -1,0 +1,40 @@
+"""What a stage held in memory: this rank's bytes by owner and phase, and its peak."""
+
+import resource
+import sys
+from collections.abc import Mapping
+
+import torch
+
+from engine import Engine
+from engine.parallel import dist
+
+RESTING = ("parameters", "optimizer")  # owners of what is held between steps
+
+
+def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
+    """This rank's bytes by owner at the height of each phase; beside a working engine the others rest.
+
+    With one engine phases and owners are those of the prediction; with several a phase is "train actor", and what an
+    engine keeps between steps has its name.
+    """
+    found: dict[str, dict[str, int]] = {}
+    resting = {name: sum(engine.ledger.holdings().get(o, 0) for o in RESTING) for name, engine in engines.items()}
+    for name, engine in engines.items():
+        for phase, owners in engine.ledger.heights.items():
+            if len(engines) == 1:
+                found[phase] = dict(owners)
+                continue
+            working = {owner: count for owner, count in owners.items() if owner not in RESTING}
+            label = phase if phase == "generate" else f"{phase} {name}"
+            found[label] = resting | working
+    return found
+
+
+def peak_memory() -> dict[str, int]:
+    """This rank's peak: bytes on the device (allocated by torch) and resident on the host."""
+    world = dist.world()
+    device = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes, Linux kilobytes.
+    return {"rank": world.rank, "device_bytes": device, "host_bytes": peak * (1 if sys.platform == "darwin" else 1024)}
