@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from engine.rollout.groups import Family, Group
 from engine.rollout.recorded.recording import recorded_whole
-from engine.rollout.slots import Group, Step
+from engine.rollout.shared_prompt import joined_attention
+from engine.rollout.slots import Step
 
 NAME = "zerochat_slots"
 CHANGES_SCORES = ("position_bias", "s_aux", "head_mask", "alibi")  # arguments that this function would have to heed
@@ -53,8 +55,12 @@ def slot_attention(
     layer = slots.cache.write(module.layer_idx, rows, keys[: len(rows)], values[: len(rows)])  # type: ignore[arg-type]
     queries = query[0].transpose(0, 1)  # (N, heads, head size)
     parts = []
-    for part, first, last, mask in slots.seen(sliding_window):
+    families = softcap is None and key.shape[-1] == value.shape[-1]
+    for part, first, last, mask in slots.seen(sliding_window, families=families):
         mine = queries[part.begin : part.end]
+        if isinstance(part, Family):
+            parts.append(joined_attention(mine, layer, part, slots.tails(part), scaling))
+            continue
         single = isinstance(part, Group)
         q = mine[:, :, None] if single else mine.transpose(0, 1)[None]
         span = slice(part.slot, part.slot + (len(part.lengths) if isinstance(part, Group) else 1))

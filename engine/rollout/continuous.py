@@ -7,6 +7,7 @@ says depends on its prompt, the sampling settings and its stream, not on its slo
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,17 @@ from torch import Tensor, nn
 
 from engine.parallel import dist
 from engine.rollout.attention import Unserved, routed
+from engine.rollout.grouping import Grouping
+from engine.rollout.groups import Group
 from engine.rollout.on_device.rounds import DeviceDecoding, Rounds
 from engine.rollout.packed import PackedLinears
 from engine.rollout.recorded.steps import RecordedSteps
 from engine.rollout.sampling import Sampling, forbid, penalise, sample, uniforms
 from engine.rollout.scheduler import Answering, Scheduler
-from engine.rollout.slots import Group, SlotCache, Step, cut_into_groups
+from engine.rollout.slots import SlotCache, Step
 
 # Tokens of prompts a forward carries at most: bounds the activations, which on CPUs should stay in the caches.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
-REGROUP_EVERY = 16  # steps
 ROUND_CAPACITY = 64
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -144,9 +146,7 @@ class _Decoding:
         places = torch.arange(sampling.max_new_tokens, device=device)
         self.draws = uniforms(sampling.seed, torch.tensor(streams, device=device)[:, None], places)  # (n, max new)
         self._seen: Tensor | None = None  # (slots, V), for the repetition penalty
-        self._cuts: list[tuple[int, int]] = []
-        self._cut_slots: list[int] = []
-        self._cut_age = 0
+        self._groups = Grouping(decoder.token_numbers, families=device.type == "cpu")
 
     def __iter__(self) -> Iterator[list[Drawn]]:
         while self.scheduler.busy:
@@ -176,16 +176,12 @@ class _Decoding:
         logits = self.decoder.forward(token_ids, step, keep)
         for sequence in decoding:
             sequence.cached += 1
-        scheduler.ran(members, chunks)
-        return self._draw(logits, [*decoding, *(member for _, member in whole)]) if keep else []
-
-    def _groups(self, decoding: Sequence[Answering]) -> list[Group]:
-        slots, lengths = [s.slot for s in decoding], [s.cached + 1 for s in decoding]
-        if slots != self._cut_slots or self._cut_age >= REGROUP_EVERY:
-            self._cuts = cut_into_groups(slots, lengths, self.decoder.token_numbers)
-            self._cut_slots, self._cut_age = slots, 0
-        self._cut_age += 1
-        return [Group(begin, end, slots[begin], tuple(lengths[begin:end])) for begin, end in self._cuts]
+        for copy in scheduler.ran(members, chunks):
+            cache.copy_prefix(*copy)
+        speakers = [[sequence] for sequence in decoding] + [[member, *member.followers] for _, member in whole]
+        if any(len(each) > 1 for each in speakers):
+            logits = logits[[row for row, each in enumerate(speakers) for _ in each]]
+        return self._draw(logits, [*chain.from_iterable(speakers)]) if keep else []
 
     def _draw(self, logits: Tensor, sequences: Sequence[Answering]) -> list[Drawn]:
         """Draw the next token of each sequence: logits (n, V)."""

@@ -2,29 +2,35 @@
 
 Prompts wait in a queue. A slot that falls free takes the next one at once, whose prompt then runs in chunks beside the
 single tokens of the sequences that decode, so that a long prompt does not hold those up. A prompt that begins as one
-that is in the cache already takes that part from there; samples of one prompt run it once. After Yu et al., 2022
-("Orca: a distributed serving system for transformer-based generative models").
+that is in the cache already takes that part from there. Samples of one prompt that are admitted together run it once
+and draw their first tokens from the same logits. After Yu et al., 2022 ("Orca: a distributed serving system for
+transformer-based generative models").
 """
 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.rollout.slots import Chunk
+from engine.rollout.groups import Chunk
 
 SHARED_AT_LEAST = 16  # tokens of a common beginning that are worth a copy
 
 
 @dataclass
 class Answering:
-    """A prompt that is being answered. `cached` of its tokens are in the slot; `drawn` tokens stand of the answer."""
+    """A prompt that is being answered. `cached` of its tokens are in the slot; `drawn` tokens stand of the answer.
+
+    Equal prompts have the same number `same_prompt`. `followers` wait for this one to run the prompt for them all.
+    """
 
     request: int
     prompt: Sequence[int]
     slot: int
+    same_prompt: int
     cached: int = 0
     drawn: int = 0
     last: int = 0  # the token drawn last, which the next forward takes
+    followers: list["Answering"] = field(default_factory=list)
 
 
 @dataclass
@@ -34,13 +40,15 @@ class Scheduler:
     prompts: Sequence[Sequence[int]]
     slots: int
     prefill_tokens: int
-    decoding: list[Answering] = field(default_factory=list)  # by slot
+    decoding: list[Answering] = field(default_factory=list)  # by slot, those of one prompt together
     filling: list[Answering] = field(default_factory=list)  # in order of admission
 
     def __post_init__(self) -> None:
         """Long prompts first: neighbours in the cache are then of like length, and equal prompts stand together."""
         order = sorted(range(len(self.prompts)), key=lambda i: (-len(self.prompts[i]), tuple(self.prompts[i])))
         self._waiting = order[::-1]  # the next is the last
+        first: dict[tuple[int, ...], int] = {}
+        self._same = [first.setdefault(tuple(prompt), i) for i, prompt in enumerate(self.prompts)]
         self._free = list(range(self.slots))
         self._resident: dict[int, tuple[Sequence[int], int]] = {}  # slot -> prompt, tokens of it in the cache
 
@@ -55,19 +63,27 @@ class Scheduler:
         put_off: list[int] = []
         while self._waiting and self._free and room > 0:
             request = self._waiting.pop()
-            prompt = self.prompts[request]
-            if any(_shared(prompt, other.prompt) >= max(SHARED_AT_LEAST, len(prompt) // 2) for other in self.filling):
-                put_off.append(request)  # its prompt will be in the cache soon
+            prompt, same = self.prompts[request], self._same[request]
+            leader = next((s for s in self.filling if s.same_prompt == same), None)
+            if leader is not None:
+                leader.followers.append(Answering(request, prompt, heapq.heappop(self._free), same))
                 continue
             source, tokens = self._best_source(prompt)
+            if self._soon(prompt) - tokens >= max(SHARED_AT_LEAST, len(prompt) // 2):
+                put_off.append(request)
+                continue
             slot = heapq.heappop(self._free)
             if tokens and source != slot:
                 copies.append((source, slot, tokens))
             self._resident[slot] = (prompt, tokens)
-            self.filling.append(Answering(request, prompt, slot, cached=tokens))
+            self.filling.append(Answering(request, prompt, slot, same, cached=tokens))
             room -= len(prompt) - tokens
         self._waiting.extend(reversed(put_off))
         return copies
+
+    def _soon(self, prompt: Sequence[int]) -> int:
+        """How much of the prompt's beginning the prompts that run now will bring into the cache."""
+        return max((min(_shared(prompt, other.prompt), len(prompt) - 1) for other in self.filling), default=0)
 
     def _best_source(self, prompt: Sequence[int]) -> tuple[int, int]:
         """The slot that holds most of the prompt's beginning, and how much; the last token always runs."""
@@ -87,14 +103,27 @@ class Scheduler:
                 column, room = column + tokens, room - tokens
         return chunks, members
 
-    def ran(self, members: Sequence[Answering], chunks: Sequence[Chunk]) -> None:
-        """Note that chunks are in the cache; sequences whose prompt is complete begin to decode."""
+    def ran(self, members: Sequence[Answering], chunks: Sequence[Chunk]) -> list[tuple[int, int, int]]:
+        """Note that chunks are in the cache; sequences whose prompt is complete begin to decode.
+
+        Returns the copies to make before the next forward, as `admit` does.
+        """
         for sequence, chunk in zip(members, chunks, strict=True):
             sequence.cached = chunk.length
             self._resident[sequence.slot] = (sequence.prompt, sequence.cached)
-        self.decoding.extend(s for s in self.filling if s.cached == len(s.prompt))
-        self.decoding.sort(key=lambda s: s.slot)
+        copies = []
+        for sequence in [s for s in self.filling if s.cached == len(s.prompt)]:
+            for follower in sequence.followers:
+                follower.cached = sequence.cached
+                self._resident[follower.slot] = (follower.prompt, follower.cached)
+                copies.append((sequence.slot, follower.slot, follower.cached))
+            self.decoding += [sequence, *sequence.followers]
         self.filling = [s for s in self.filling if s.cached < len(s.prompt)]
+        lowest: dict[int, int] = {}
+        for sequence in self.decoding:
+            lowest[sequence.same_prompt] = min(sequence.slot, lowest.get(sequence.same_prompt, sequence.slot))
+        self.decoding.sort(key=lambda s: (lowest[s.same_prompt], s.slot))
+        return copies
 
     def finish(self, ended: set[int]) -> None:
         """Free the slots of these requests. What they hold may be copied from until it is overwritten."""

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-CALL_COST = 45_000  # cached numbers that attention reads in the time one more call takes (measured on CPU)
+from engine.rollout.groups import Chunk, Family, Group
+
+Seen = tuple[Group | Chunk | Family, int, int, Tensor | None]
 
 
 @dataclass
@@ -63,59 +65,6 @@ class SlotCache:
         return 1 if first is None else first.keys[0, :, 0].numel() + first.values[0, :, 0].numel()
 
 
-@dataclass(frozen=True)
-class Group:
-    """Single queries, columns `begin` to `end` of a forward, of as many neighbouring slots from `slot` on.
-
-    lengths: tokens of each sequence, the new one included.
-    """
-
-    begin: int
-    end: int
-    slot: int
-    lengths: tuple[int, ...]
-
-    def seen(self, window: int | None, device: torch.device) -> tuple[int, int, Tensor | None]:
-        """The span of positions to read, and which of it each row sees: (n, 1, 1, span), or None for all."""
-        last = max(self.lengths)
-        first = 0 if window is None else max(0, min(self.lengths) - window)
-        starts = [0 if window is None else max(0, length - window) for length in self.lengths]
-        if min(self.lengths) == last and max(starts) == first:
-            return first, last, None
-        positions = torch.arange(first, last, device=device)
-        mask = positions < torch.tensor(self.lengths, device=device)[:, None]
-        if max(starts) > first:
-            mask &= positions >= torch.tensor(starts, device=device)[:, None]
-        return first, last, mask[:, None, None]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Columns `begin` to `end` of a forward: a run of the tokens of slot `slot`, `start` of which are cached."""
-
-    begin: int
-    end: int
-    slot: int
-    start: int
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sequence once the chunk is written."""
-        return self.start + self.end - self.begin
-
-    def seen(self, window: int | None, device: torch.device) -> tuple[int, int, Tensor | None]:
-        """The span of positions to read, and what of it each query sees: (queries, span), None for all before it."""
-        first = 0 if window is None else max(0, self.start + 1 - window)
-        if self.end - self.begin == 1 or (self.start == 0 and (window is None or window >= self.length)):
-            return first, self.length, None
-        queries = torch.arange(self.start, self.length, device=device)[:, None]
-        keys = torch.arange(first, self.length, device=device)
-        mask = keys <= queries
-        if window is not None:
-            mask &= keys > queries - window
-        return first, self.length, mask
-
-
 @dataclass
 class Step:
     """What one forward carries: first a token of each decoding sequence, then chunks of prompts.
@@ -126,10 +75,11 @@ class Step:
     cache: SlotCache
     slots: Tensor
     positions: Tensor
-    groups: Sequence[Group]
+    groups: Sequence[Group | Family]
     chunks: Sequence[Chunk]
     _rows: dict[int, Tensor] = field(default_factory=dict)
-    _seen: dict[int | None, list[tuple[Group | Chunk, int, int, Tensor | None]]] = field(default_factory=dict)
+    _seen: dict[tuple[int | None, bool], list[Seen]] = field(default_factory=dict)
+    _tails: dict[int, list[tuple[Group, int, int, Tensor | None]]] = field(default_factory=dict)
 
     def rows(self, heads: int) -> Tensor:
         """(N, heads): where the tokens go in a layer of so many heads, seen as (slots * heads * capacity, size)."""
@@ -142,15 +92,34 @@ class Step:
     @property
     def windows(self) -> set[int | None]:
         """The sliding windows that layers asked for; None is a layer without."""
-        return set(self._seen)
+        return {window for window, _ in self._seen}
 
-    def seen(self, window: int | None) -> list[tuple[Group | Chunk, int, int, Tensor | None]]:
-        """Each part with the span of positions it reads and its mask, for a layer's sliding window."""
-        if window not in self._seen:
+    def seen(self, window: int | None, *, families: bool = True) -> list[Seen]:
+        """Each part with the span of positions it reads and its mask, for a layer's sliding window.
+
+        A family reads its prompt once, and `tails` apart, where the window reaches over all and `families` are wanted;
+        else its groups read what they have of it each.
+        """
+        if (window, families) not in self._seen:
             device = self.slots.device
-            parts: list[Group | Chunk] = [*self.groups, *self.chunks]
-            self._seen[window] = [(part, *part.seen(window, device)) for part in parts]
-        return self._seen[window]
+            found: list[Seen] = []
+            for part in self.groups:
+                if isinstance(part, Group):
+                    found.append((part, *part.seen(window, device)))
+                elif families and (window is None or window >= max(part.lengths)):
+                    found.append((part, 0, part.prompt, None))
+                else:
+                    found += [(group, *group.seen(window, device)) for group in part.groups]
+            found += [(chunk, *chunk.seen(window, device)) for chunk in self.chunks]
+            self._seen[window, families] = found
+        return self._seen[window, families]
+
+    def tails(self, family: Family) -> list[tuple[Group, int, int, Tensor | None]]:
+        """What a family's groups read behind the prompt."""
+        if family.begin not in self._tails:
+            device = self.slots.device
+            self._tails[family.begin] = [(g, *g.seen(None, device, start=family.prompt)) for g in family.groups]
+        return self._tails[family.begin]
 
 
 def _put(cached: Tensor, rows: Tensor, states: Tensor) -> None:
@@ -161,25 +130,3 @@ def _put(cached: Tensor, rows: Tensor, states: Tensor) -> None:
     if states.stride(-1) == 1 and not any(number % piece for number in pieces) and states.device.type == "cpu":
         cached, states = cached.view(torch.complex128), states.view(torch.complex128)
     cached.index_put_((rows,), states)
-
-
-def cut_into_groups(slots: Sequence[int], lengths: Sequence[int], token_numbers: int) -> list[tuple[int, int]]:
-    """Cut rows into runs (begin, end) to attend over together: neighbouring slots, not too different lengths.
-
-    A run costs one call and reads its longest length for each row; the cheapest cut is found by dynamic programming.
-    """
-    call = CALL_COST / token_numbers  # in tokens
-    best: list[tuple[float, int]] = [(0.0, 0)]  # (cost, begin of the last run) of the first rows
-    for end in range(1, len(slots) + 1):
-        longest, candidates = 0, []
-        for begin in range(end - 1, -1, -1):
-            if begin < end - 1 and slots[begin] + 1 != slots[begin + 1]:
-                break
-            longest = max(longest, lengths[begin])
-            candidates.append((best[begin][0] + call + longest * (end - begin), begin))
-        best.append(min(candidates))
-    cuts, end = [], len(slots)
-    while end > 0:
-        cuts.append((best[end][1], end))
-        end = best[end][1]
-    return cuts[::-1]

@@ -9,6 +9,7 @@ is decoded on for a round at most, and what is said of it then is dropped.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from engine.rollout.on_device.graphs import Replays, upload
 from engine.rollout.on_device.static_step import NOTHING, DecodeState, StaticStep
 from engine.rollout.sampling import Sampling, under_seed
 from engine.rollout.scheduler import Answering, Scheduler
-from engine.rollout.slots import Chunk, SlotCache, Step
+from engine.rollout.slots import SlotCache, Step
 
 WINDOW = 8  # decode steps a round: the host asks no sooner
 SETTINGS_KEPT = 4  # sampling settings whose graphs are kept
@@ -160,22 +161,25 @@ class DeviceDecoding:
         whole = [(c, m) for c, m in zip(chunks, members, strict=True) if c.length == len(m.prompt)]
         keep = [chunk.end - 1 for chunk, _ in whole]
         logits = self.prefill(token_ids, Step(self.rounds.cache, where[0], where[1], [], chunks), keep)
-        scheduler.ran(members, chunks)
+        for copy in scheduler.ran(members, chunks):
+            self.rounds.cache.copy_prefix(*copy)
         if whole:
-            self._begin(whole, logits)
+            speakers = [[member, *member.followers] for _, member in whole]
+            rows = upload([row for row, each in enumerate(speakers) for _ in each], device)
+            self._begin([*chain.from_iterable(speakers)], logits.index_select(0, rows))
         return True
 
-    def _begin(self, whole: Sequence[tuple[Chunk, Answering]], logits: Tensor) -> None:
+    def _begin(self, whole: Sequence[Answering], logits: Tensor) -> None:
         """Tell the device of sequences whose prompts are cached, and draw their first tokens from logits (n, V)."""
         step, device = self._replays().step, self.rounds.device
-        told = [[0, len(m.prompt), self.streams[m.request], 0, self.sampling.max_new_tokens, 0] for _, m in whole]
-        slots = upload([m.slot for _, m in whole], device)
+        told = [[0, len(m.prompt), self.streams[m.request], 0, self.sampling.max_new_tokens, 0] for m in whole]
+        slots = upload([m.slot for m in whole], device)
         if step.seen is not None:
             step.seen.index_fill_(0, slots, False)
-            at = [m.slot * step.seen.shape[1] + token for _, m in whole for token in m.prompt]
+            at = [m.slot * step.seen.shape[1] + token for m in whole for token in m.prompt]
             step.seen.view(-1).index_fill_(0, upload(at, device), True)
         step.draw(slots, upload(told, device), logits)
-        for _, member in whole:
+        for member in whole:
             member.drawn = 1
 
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from engine.rollout import attention, continuous, decoder, packed
+from engine.rollout import attention, continuous, decoder, grouping, packed
 from engine.rollout.decoder import Generation, Rollouts
+from engine.rollout.grouping import Grouping, cut_into_groups
+from engine.rollout.groups import Chunk, Family, Group
 from engine.rollout.sampling import Sampling
-from engine.rollout.scheduler import Scheduler
-from engine.rollout.slots import Chunk, Group, Step, cut_into_groups
+from engine.rollout.scheduler import Answering, Scheduler
+from engine.rollout.slots import Step
 from tests.engine.rollout.families import ENDS, VOCABULARY, build, greedy_by_definition, ragged_prompts
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
@@ -70,18 +72,45 @@ def test_no_token_is_computed_twice_or_for_nothing(llama: nn.Module, watched: li
     assert all(rows == 3 for rows in busy[: last_prompt + 1]), "a slot was idle while a prompt waited"
 
 
-def test_samples_share_the_prompt(llama: nn.Module, watched: list[Step]) -> None:
+@pytest.mark.parametrize("family", ["opt", "llama", "mistral", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("slots", [8, 3])
+def test_samples_share_the_prompt(
+    family: str, slots: int, watched: list[Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few slots a sample may begin when the others of its prompt are well on their way."""
+    monkeypatch.setattr(grouping, "JOINING_COST", 0)
+    model = build(family)
     prompts = ragged_prompts(30, 21)
-    sampling = Sampling(6, seed=3)
+    sampling = Sampling(9, seed=3, end_ids=ENDS)
     streams = list(range(8))
-    shared = Rollouts(llama, "cpu").generate(prompts, sampling, streams, samples=4)
-    chunks = sum(chunk.end - chunk.begin for step in watched[1:] for chunk in step.chunks)
-    assert chunks == 30 + 3 + 21 + 3  # the others run its last token only
-    apart = [Rollouts(llama, "cpu").generate([prompts[i // 4]], sampling, [i])[0] for i in streams]
+    rollouts = Rollouts(model, "cpu")
+    assert rollouts.fallback is None
+    watched.clear()
+    shared = rollouts.generate(prompts, sampling, streams, samples=4, batch_size=slots)
+    steps = list(watched)
+    apart = [rollouts.generate([prompts[i // 4]], sampling, [i])[0] for i in streams]
     assert [answer.token_ids for answer in shared] == [answer.token_ids for answer in apart]
     for one, other in zip(shared, apart, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=2e-4)
     assert len({tuple(answer.token_ids) for answer in shared}) == 8
+    chunks = sum(chunk.end - chunk.begin for step in steps for chunk in step.chunks)
+    late = chunks - 30 - 21  # those that were admitted later run the prompt's last token
+    assert late == 0 if slots == 8 else 0 < late <= 8 - 3
+    assert any(isinstance(part, Family) and len(part.lengths) > 1 for step in steps for part in step.groups)
+
+
+def test_a_family_is_worth_its_cost() -> None:
+    def answering(same_prompt: int, slot: int, prompt: int) -> Answering:
+        return Answering(0, [0] * prompt, slot, same_prompt, cached=prompt + 2)
+
+    rows = [answering(0, 0, 400), *(answering(1, slot, 400) for slot in (1, 2, 4)), answering(2, 3, 5)]
+    rows += [answering(2, 5, 5)]
+    cut = Grouping(1536, families=True)(rows)
+    assert cut[1] == Family(400, (Group(1, 3, 1, (403, 403)), Group(3, 4, 4, (403,))))
+    assert [type(part) for part in cut] == [Group, Family, Group, Group]
+    alone = Grouping(1536, families=False)(rows)
+    assert all(isinstance(part, Group) for part in alone)
+    assert [(part.begin, part.end) for part in alone] == [(0, 3), (3, 4), (4, 5), (5, 6)]
 
 
 def test_a_common_beginning_is_copied(llama: nn.Module, watched: list[Step]) -> None:
