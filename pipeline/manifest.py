@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config.check import model_folder
+from pipeline.config.places import model_folder
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
 from pipeline.files import write_whole

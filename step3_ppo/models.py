@@ -12,7 +12,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 from pipeline.manifest import stage_inputs
-from pipeline.models.build import EngineChoice, adapters_off, build_policy, build_scorer
+from pipeline.models.adapters import adapters_off
+from pipeline.models.build import EngineChoice, build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, model_folder, resolve

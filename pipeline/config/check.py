@@ -7,17 +7,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
-from pipeline.config.overrides import closest
+from pipeline.config.messages import indivisible, messages
 from pipeline.config.schema import (
     ROLE_ENGINES,
     DataConfig,
     EngineSettings,
     ModelConfig,
     RunConfig,
-    inner_section,
 )
 from pipeline.errors import UserError
 
@@ -29,7 +27,7 @@ def validate(raw: Mapping[str, Any]) -> RunConfig:
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as problem:
-        raise UserError("\n".join(_messages(problem, RunConfig))) from None
+        raise UserError("\n".join(messages(problem, RunConfig))) from None
     mistakes = [*_pair_mistakes(config), *_engine_mistakes(config)]
     if mistakes:
         raise UserError("\n".join(mistakes))
@@ -42,91 +40,6 @@ def wanted_stages(config: RunConfig) -> list[str]:
         return [config.stage]
     given = {"sft": config.actor, "reward": config.reward_path}
     return [stage for stage in STAGES if given.get(stage) is None]
-
-
-# Messages of single keys
-
-
-def _messages(problem: ValidationError, root: type[BaseModel]) -> list[str]:
-    lines: dict[str, str] = {}
-    for error in problem.errors():
-        key = ".".join(part for part in map(str, error["loc"]) if part not in ("str", "list[str]", "[key]"))
-        lines.setdefault(key, _message(key, error, root))
-    return list(lines.values())
-
-
-def _message(key: str, error: ErrorDetails, root: type[BaseModel]) -> str:
-    kind, context = error["type"], error.get("ctx", {})
-    shown = _shown(error["input"])
-    if kind == "extra_forbidden":
-        return f"{key}: there is no such key{_instead(key, root)}"
-    if kind == "missing":
-        return f"{key} is missing{_about(key, root)}"
-    if kind == "literal_error":
-        return f"{key}={shown}: write {context['expected'].replace(chr(39), '')}"
-    bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
-    if kind in bounds:
-        limit = next(iter(context.values()))
-        return f"{key}={shown}: must be {bounds[kind]} {limit:g}{_about(key, root)}"
-    if kind.startswith(("int_", "float_", "bool_", "string_", "dict_", "list_", "model_")):
-        wanted = {
-            "int": "a whole number",
-            "float": "a number",
-            "bool": "true or false",
-            "string": "text",
-            "dict": "{key: value, ...}",
-            "list": "[a, b, ...]",
-            "model": "keys below it, as in " + key + ".KEY=VALUE",
-        }[kind.split("_")[0]]
-        return f"{key}={shown}: write {wanted}{_about(key, root)}"
-    return f"{key}={shown}: {error['msg']}"
-
-
-def _shown(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value) if len(str(value)) <= 60 else str(value)[:57] + "..."
-
-
-def _about(key: str, root: type[BaseModel]) -> str:
-    description = describe(root).get(key)
-    return f" ({description})" if description else ""
-
-
-def _instead(key: str, root: type[BaseModel]) -> str:
-    """What was probably meant: a like-named key beside it, else the same last part elsewhere, else nothing."""
-    known = describe(root)
-    parent, _, leaf = key.rpartition(".")
-    beside = {name.removeprefix(f"{parent}." if parent else ""): name for name in known if _parent(name) == parent}
-    near = closest(leaf, beside)
-    if near:
-        return f"; did you mean {beside[near]}?"
-    same = [name for name in known if name.rsplit(".", 1)[-1] == leaf and name.count(".") == 1]
-    if same:
-        return f"; did you mean {', '.join(same[:-1]) + ' or ' if same[1:] else ''}{same[-1]}?"
-    anywhere = closest(key, known)
-    if anywhere:
-        return f"; did you mean {anywhere}?"
-    return f"; {parent} has {', '.join(beside)}" if beside and parent else " (docs/configuration.md lists all)"
-
-
-def _parent(key: str) -> str:
-    return key.rpartition(".")[0]
-
-
-def describe(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
-    """Every dotted key of the schema with what it means. Sections have the empty text."""
-    found: dict[str, str] = {}
-    for name, field in section.model_fields.items():
-        key = f"{prefix}{name}"
-        found[key] = field.description or ""
-        inner = inner_section(field.annotation)
-        if inner is not None:
-            found.update(describe(inner, f"{key}."))
-    return found
-
-
-# Pairs that can't go together
 
 
 def _pair_mistakes(config: RunConfig) -> Iterable[str]:
@@ -193,7 +106,7 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
             f"ppo.max_length={needed}, or shorter ones"
         )
     if ppo.batch_size % ppo.minibatches:
-        yield _indivisible("ppo.batch_size", ppo.batch_size, ppo.minibatches, f"ppo.minibatches={ppo.minibatches}")
+        yield indivisible("ppo.batch_size", ppo.batch_size, ppo.minibatches, f"ppo.minibatches={ppo.minibatches}")
 
 
 def engine_settings(engine: EngineSettings, own: Mapping[str, Any]) -> EngineSettings:
@@ -206,7 +119,7 @@ def _engine_mistakes(config: RunConfig) -> Iterable[str]:
         try:
             engine_settings(config.engine, getattr(config.ppo, name))
         except ValidationError as problem:
-            for line in _messages(problem, EngineSettings):
+            for line in messages(problem, EngineSettings):
                 yield f"ppo.{name}.{line}"
         if "tensor_parallel" in getattr(config.ppo, name):
             yield f"ppo.{name}.tensor_parallel: the models of PPO are split alike; set engine.tensor_parallel"
@@ -253,68 +166,6 @@ def _deepspeed_mistakes(settings: EngineSettings) -> Iterable[str]:
                 f"engine.{key}={value}, but engine.deepspeed says {getattr(theirs, key)}: leave engine.{key} out, "
                 'or change the file ("auto" leaves it to engine.*)'
             )
-
-
-# What depends on the machine
-
-
-def check_ranks(config: RunConfig, ranks: int) -> None:
-    """Batches must divide over the ranks (tensor groups). Raises UserError with the sizes that do."""
-    tensor = config.engine.tensor_parallel
-    if ranks % tensor:
-        raise UserError(f"engine.tensor_parallel={tensor} does not divide the {ranks} ranks")
-    shares, mistakes = ranks // tensor, []
-    copies = config.engine.shard_ranks
-    if copies is not None and config.engine.zero_stage > 0 and shares % copies:
-        raise UserError(f"engine.shard_ranks={copies} does not divide the {shares} ranks (or tensor groups)")
-    for stage in wanted_stages(config):
-        size = getattr(config, stage).batch_size
-        parts = shares * (config.ppo.minibatches if stage == "ppo" else 1)
-        if size % parts:
-            over = f"{shares} {'ranks' if tensor == 1 else 'tensor groups'}"
-            over += f" x ppo.minibatches={config.ppo.minibatches}" if parts != shares else ""
-            mistakes.append(_indivisible(f"{stage}.batch_size", size, parts, over))
-    if mistakes:
-        raise UserError("\n".join(mistakes))
-
-
-def _indivisible(key: str, size: int, parts: int, over: str) -> str:
-    lower, upper = size // parts * parts, (size // parts + 1) * parts
-    choices = f"{key}={lower} or {upper}" if lower else f"{key}={upper}"
-    return f"{key}={size} does not divide over {over}: {choices}"
-
-
-def check_paths(config: RunConfig) -> None:
-    """Files and folders that the configuration names have to be there. Raises UserError."""
-    for key, given in (("actor", config.actor), ("reward", config.reward_path)):  # a model path may be made from them
-        if given is not None:
-            model_folder(given, key)
-    for key, model in (("model", config.model), ("reward_model", config.reward_model)):
-        if model is None:
-            continue
-        if model.path is not None:
-            model_folder(model.path, f"{key}.path")
-        if model.chat_template is not None and not Path(model.chat_template).is_file():
-            raise UserError(f"{key}.chat_template={model.chat_template}: there is no such file")
-    location = config.data.path
-    if location is not None and not Path(location).exists():
-        raise UserError(f"data.path={location}: there is no such file or folder (looked from {Path.cwd()})")
-
-
-def model_folder(location: str, key: str) -> Path:
-    """The Hugging Face folder that a path means: itself, or `model` in it (a stage folder). Raises UserError."""
-    folder = Path(location).expanduser()
-    for place in (folder, folder / "model"):
-        if (place / "config.json").is_file():
-            return place
-    if not folder.is_dir():
-        raise UserError(f"{key}={location}: there is no such folder (looked from {Path.cwd()})")
-    stages = [stage for stage in ("ppo", "sft", "reward") if (folder / stage / "model" / "config.json").is_file()]
-    if stages:
-        raise UserError(f"{key}={location} is a run folder; name one of its stages: {key}={folder / stages[0]}")
-    if any((folder / name).is_dir() for name in ("checkpoints", "model")):
-        raise UserError(f"{key}={location} is a stage that has not finished: finish it first (the same command again)")
-    raise UserError(f"{key}={location} is no model folder: it has no config.json (Hugging Face format, safetensors)")
 
 
 PLAIN_SAMPLING = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0}

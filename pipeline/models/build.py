@@ -1,15 +1,10 @@
 """From a model source to an engine: built on the meta device, sharded, filled shard by shard."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from peft import LoraConfig as PeftLora
-from peft import inject_adapter_in_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -17,16 +12,16 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.pytorch_utils import Conv1D
 
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.config import LossScale
-from engine.loading import SafetensorsFolder, copy_local, draw_parameters, read_parameters
 from engine.parallel import dist
 from pipeline.config.schema import EngineSettings, LoraConfig
 from pipeline.errors import UserError
+from pipeline.models.adapters import add_adapters
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind
+from pipeline.models.weights import fill
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,7 @@ def build_policy(source: ModelSource, choice: EngineChoice, *, generates: bool =
     return Engine(
         Policy(lm),
         **choice.layout(source),
-        fill=lambda module: _fill(module, "lm.", lm, source, choice),
+        fill=lambda module: fill(module, "lm.", lm, source),
         rollout_path="lm" if generates else None,
     )
 
@@ -115,7 +110,7 @@ def build_scorer(source: ModelSource, choice: EngineChoice, *, pad_id: int | Non
     return Engine(
         Scorer(model),
         **choice.layout(source),
-        fill=lambda module: _fill(module, "model.", model, source, choice),
+        fill=lambda module: fill(module, "model.", model, source),
     )
 
 
@@ -136,7 +131,7 @@ def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrained
         raise UserError(f"model {source.name} cannot be built as a {auto.__name__}: {reason}") from error
     model.tie_weights()
     if choice.lora is not None and choice.lora.rank:
-        _add_adapters(model, choice.lora)
+        add_adapters(model, choice.lora)
     return model
 
 
@@ -150,149 +145,3 @@ def without_dropout(config: PretrainedConfig, rate: float) -> PretrainedConfig:
             elif key.endswith("layerdrop"):
                 setattr(clone, key, 0.0)
     return clone
-
-
-def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
-    config = PeftLora(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes a float as well
-        lora_dropout=lora.dropout,
-        target_modules=_targets(model, lora.targets),
-    )
-    model.requires_grad_(False)
-    try:
-        inject_adapter_in_model(config, model)
-    except ValueError as error:
-        names = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
-        raise UserError(f"lora.targets={lora.targets} matches no module; this model has {', '.join(names)}") from error
-    head = getattr(model, "score", None)
-    if isinstance(head, nn.Linear):
-        head.requires_grad_(True)
-
-
-def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | str:
-    """`all-linear` is every linear map inside the blocks: not the head, not the value head."""
-    if targets != "all-linear":
-        return targets
-    head = model.get_output_embeddings()
-    kinds = (nn.Linear, Conv1D)
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, kinds) and module is not head and name not in ("score", "lm_head")
-    ]
-
-
-@torch.no_grad()
-def _fill(module: nn.Module, prefix: str, model: PreTrainedModel, source: ModelSource, choice: EngineChoice) -> None:
-    """Give every parameter its value. `prefix` is what our module puts before the model's own names."""
-    parameters = dict(module.named_parameters())
-    adapters = [name for name in parameters if ".lora_" in name]
-    own = [name for name in parameters if name not in adapters]
-    plain = {name: name.removeprefix(prefix).replace(".base_layer.", ".") for name in own}
-    draw: list[str] = list(adapters)
-    if source.folder is None:
-        draw += list(plain)
-    else:
-        draw += _read(module, plain, model, source)
-    draw_parameters(module, draw, source.seed, _initializer(model))
-
-
-def _read(module: nn.Module, plain: Mapping[str, str], model: PreTrainedModel, source: ModelSource) -> list[str]:
-    """Read what the folder has; return the names it lacks (only a value head may lack)."""
-    assert source.folder is not None
-    folder = SafetensorsFolder(source.folder)
-    names = _matching(plain, set(folder.names()), model.base_model_prefix)
-    lacking = [name for name in plain if name not in names]
-    parameters = dict(module.named_parameters())
-    if all(_is_value_head(name) for name in lacking):
-        try:
-            read_parameters({name: parameters[name] for name in names}, folder, names)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        return lacking
-    return _read_through_transformers(parameters, plain, model, source)
-
-
-def _matching(plain: Mapping[str, str], available: set[str], base: str) -> dict[str, str]:
-    """Our name -> the file's name. A base model's files lack the prefix that a model with a head has, or have it."""
-    found: dict[str, str] = {}
-    for name, own in plain.items():
-        for candidate in (own, f"{base}.{own}", own.removeprefix(f"{base}.")):
-            if candidate in available:
-                found[name] = candidate
-                break
-    return found
-
-
-def _read_through_transformers(
-    parameters: Mapping[str, nn.Parameter], plain: Mapping[str, str], model: PreTrainedModel, source: ModelSource
-) -> list[str]:
-    """For files whose names transformers converts on the way in (fused experts, old layouts): whole, on the host."""
-    auto: Any = AutoModelForSequenceClassification if hasattr(model, "score") else AutoModelForCausalLM
-    loaded, report = auto.from_pretrained(
-        source.folder,
-        config=source.config,
-        dtype=torch.float32,
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # told below, in our words
-        trust_remote_code=source.trust_remote_code,
-    )
-    _check_report(source, report)
-    whole = dict(loaded.named_parameters())
-    lacking = [name for name, own in plain.items() if own in report["missing_keys"]]
-    for name, own in plain.items():
-        if own in whole and name not in lacking:
-            copy_local(parameters[name], whole[own])
-    return lacking
-
-
-def _check_report(source: ModelSource, report: Mapping[str, Any]) -> None:
-    """Raises UserError where transformers found no value for a parameter, or one of another shape."""
-    for name, there, wanted in sorted(report["mismatched_keys"]):
-        raise UserError(
-            f"{source.folder}: {name} has shape {tuple(there)}, the model wants {tuple(wanted)}; "
-            "its config.json does not belong to these weights"
-        )
-    missing = sorted(name for name in report["missing_keys"] if not _is_value_head(name))
-    if missing:
-        raise UserError(
-            f"{source.folder}: {len(missing)} parameters are in no file, {missing[0]} for one; "
-            "the weights do not belong to this config.json, or the download is incomplete"
-        )
-
-
-def _is_value_head(name: str) -> bool:
-    return name.split(".")[-2:] == ["score", "weight"]
-
-
-def _initializer(model: PreTrainedModel) -> Callable[[nn.Module, str], None]:
-    """How one module's parameters are drawn: LoRA's B zero, a value head narrow, the rest as the family does."""
-
-    def initialize(module: nn.Module, name: str) -> None:
-        if ".lora_B" in name:
-            return
-        if ".lora_A" in name and isinstance(module, nn.Linear):
-            nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
-        elif name.rpartition(".")[2] == "score" and isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=1.0 / math.sqrt(module.in_features + 1))
-        else:
-            model._init_weights(module)
-
-    return initialize
-
-
-@contextmanager
-def adapters_off(engine: Engine) -> Iterator[None]:
-    """The model under its adapters: the reference of a LoRA policy."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [m for m in engine.module.modules() if isinstance(m, BaseTunerLayer)]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False

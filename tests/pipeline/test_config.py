@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config.check import check_paths, check_ranks, engine_settings, validate, wanted_stages, warnings
+from pipeline.config.check import engine_settings, validate, wanted_stages, warnings
 from pipeline.config.compose import compose, compose_jobs, parse_command
 from pipeline.config.document import MAIN_KEYS, PAGE, help_text, page
 from pipeline.config.overrides import CONF, groups
+from pipeline.config.places import check_paths, check_ranks
 from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.errors import UserError
 

@@ -13,7 +13,8 @@ from engine import Engine
 from engine.parallel import dtensors
 from pipeline.config.schema import LoraConfig
 from pipeline.errors import UserError
-from pipeline.models.build import adapters_off, build_policy, build_scorer, without_dropout
+from pipeline.models.adapters import adapters_off
+from pipeline.models.build import build_policy, build_scorer, without_dropout
 from tests.pipeline.models.tiny import (
     FAMILIES,
     after_first,

@@ -1,0 +1,96 @@
+"""What is said of a key that can't be: one line with the key, what is wrong, and what to write instead."""
+
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from pipeline.config.overrides import closest
+from pipeline.config.schema import inner_section
+
+
+def messages(problem: ValidationError, root: type[BaseModel]) -> list[str]:
+    """One line for each key of `root` that has a mistake."""
+    lines: dict[str, str] = {}
+    for error in problem.errors():
+        key = ".".join(part for part in map(str, error["loc"]) if part not in ("str", "list[str]", "[key]"))
+        lines.setdefault(key, _message(key, error, root))
+    return list(lines.values())
+
+
+def _message(key: str, error: ErrorDetails, root: type[BaseModel]) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    shown = _shown(error["input"])
+    if kind == "extra_forbidden":
+        return f"{key}: there is no such key{_instead(key, root)}"
+    if kind == "missing":
+        return f"{key} is missing{_about(key, root)}"
+    if kind == "literal_error":
+        return f"{key}={shown}: write {context['expected'].replace(chr(39), '')}"
+    bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+    if kind in bounds:
+        limit = next(iter(context.values()))
+        return f"{key}={shown}: must be {bounds[kind]} {limit:g}{_about(key, root)}"
+    if kind.startswith(("int_", "float_", "bool_", "string_", "dict_", "list_", "model_")):
+        wanted = {
+            "int": "a whole number",
+            "float": "a number",
+            "bool": "true or false",
+            "string": "text",
+            "dict": "{key: value, ...}",
+            "list": "[a, b, ...]",
+            "model": "keys below it, as in " + key + ".KEY=VALUE",
+        }[kind.split("_")[0]]
+        return f"{key}={shown}: write {wanted}{_about(key, root)}"
+    return f"{key}={shown}: {error['msg']}"
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value) if len(str(value)) <= 60 else str(value)[:57] + "..."
+
+
+def _about(key: str, root: type[BaseModel]) -> str:
+    description = describe(root).get(key)
+    return f" ({description})" if description else ""
+
+
+def _instead(key: str, root: type[BaseModel]) -> str:
+    """What was probably meant: a like-named key beside it, else the same last part elsewhere, else nothing."""
+    known = describe(root)
+    parent, _, leaf = key.rpartition(".")
+    beside = {name.removeprefix(f"{parent}." if parent else ""): name for name in known if _parent(name) == parent}
+    near = closest(leaf, beside)
+    if near:
+        return f"; did you mean {beside[near]}?"
+    same = [name for name in known if name.rsplit(".", 1)[-1] == leaf and name.count(".") == 1]
+    if same:
+        return f"; did you mean {', '.join(same[:-1]) + ' or ' if same[1:] else ''}{same[-1]}?"
+    anywhere = closest(key, known)
+    if anywhere:
+        return f"; did you mean {anywhere}?"
+    return f"; {parent} has {', '.join(beside)}" if beside and parent else " (docs/configuration.md lists all)"
+
+
+def _parent(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def describe(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
+    """Every dotted key of the schema with what it means. Sections have the empty text."""
+    found: dict[str, str] = {}
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{name}"
+        found[key] = field.description or ""
+        inner = inner_section(field.annotation)
+        if inner is not None:
+            found.update(describe(inner, f"{key}."))
+    return found
+
+
+def indivisible(key: str, size: int, parts: int, over: str) -> str:
+    """A size that does not divide, and the nearest that do."""
+    lower, upper = size // parts * parts, (size // parts + 1) * parts
+    choices = f"{key}={lower} or {upper}" if lower else f"{key}={upper}"
+    return f"{key}={size} does not divide over {over}: {choices}"

@@ -1,0 +1,61 @@
+"""What a configuration asks of where it runs: ranks that its batches divide over, files and folders that are there."""
+
+from pathlib import Path
+
+from pipeline.config.check import wanted_stages
+from pipeline.config.messages import indivisible
+from pipeline.config.schema import RunConfig
+from pipeline.errors import UserError
+
+
+def check_ranks(config: RunConfig, ranks: int) -> None:
+    """Batches must divide over the ranks (tensor groups). Raises UserError with the sizes that do."""
+    tensor = config.engine.tensor_parallel
+    if ranks % tensor:
+        raise UserError(f"engine.tensor_parallel={tensor} does not divide the {ranks} ranks")
+    shares, mistakes = ranks // tensor, []
+    copies = config.engine.shard_ranks
+    if copies is not None and config.engine.zero_stage > 0 and shares % copies:
+        raise UserError(f"engine.shard_ranks={copies} does not divide the {shares} ranks (or tensor groups)")
+    for stage in wanted_stages(config):
+        size = getattr(config, stage).batch_size
+        parts = shares * (config.ppo.minibatches if stage == "ppo" else 1)
+        if size % parts:
+            over = f"{shares} {'ranks' if tensor == 1 else 'tensor groups'}"
+            over += f" x ppo.minibatches={config.ppo.minibatches}" if parts != shares else ""
+            mistakes.append(indivisible(f"{stage}.batch_size", size, parts, over))
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+
+
+def check_paths(config: RunConfig) -> None:
+    """Files and folders that the configuration names have to be there. Raises UserError."""
+    for key, given in (("actor", config.actor), ("reward", config.reward_path)):  # a model path may be made from them
+        if given is not None:
+            model_folder(given, key)
+    for key, model in (("model", config.model), ("reward_model", config.reward_model)):
+        if model is None:
+            continue
+        if model.path is not None:
+            model_folder(model.path, f"{key}.path")
+        if model.chat_template is not None and not Path(model.chat_template).is_file():
+            raise UserError(f"{key}.chat_template={model.chat_template}: there is no such file")
+    location = config.data.path
+    if location is not None and not Path(location).exists():
+        raise UserError(f"data.path={location}: there is no such file or folder (looked from {Path.cwd()})")
+
+
+def model_folder(location: str, key: str) -> Path:
+    """The Hugging Face folder that a path means: itself, or `model` in it (a stage folder). Raises UserError."""
+    folder = Path(location).expanduser()
+    for place in (folder, folder / "model"):
+        if (place / "config.json").is_file():
+            return place
+    if not folder.is_dir():
+        raise UserError(f"{key}={location}: there is no such folder (looked from {Path.cwd()})")
+    stages = [stage for stage in ("ppo", "sft", "reward") if (folder / stage / "model" / "config.json").is_file()]
+    if stages:
+        raise UserError(f"{key}={location} is a run folder; name one of its stages: {key}={folder / stages[0]}")
+    if any((folder / name).is_dir() for name in ("checkpoints", "model")):
+        raise UserError(f"{key}={location} is a stage that has not finished: finish it first (the same command again)")
+    raise UserError(f"{key}={location} is no model folder: it has no config.json (Hugging Face format, safetensors)")
