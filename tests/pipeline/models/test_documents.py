@@ -189,25 +189,6 @@ def test_the_kernel_is_asked_for_the_same(window: int | None, prefixes: tuple[in
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("window", [None, 7])
-def test_the_kernel_computes_the_same(window: int | None, dtype: torch.dtype) -> None:
-    documents = Documents((30, 20, 45, 1), (None, 0, None, None))
-    inputs = [torch.randn(1, heads, 96, 64, device="cuda", dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
-    how, kernel = attention._How(0.125, window, None, 0.0), attention._kernel()
-    assert kernel is not None and how.fits_kernel(inputs[0], inputs[2])
-    ragged = documents.ragged(torch.device("cuda"))
-    found = attention._by_kernel(kernel, *(t[0] for t in inputs), ragged, how)
-    wanted = attention._one_by_one(*inputs, documents, how)[0]
-    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
-    upstream = torch.randn_like(found)
-    ours, theirs = (torch.autograd.grad(out, inputs, upstream) for out in (found, wanted))
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, atol=5e-2, rtol=5e-2)
-
-
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_over_documents_by_hand(window: int | None) -> None:
     documents = Documents((3, 2, 4), (None, 0, None))

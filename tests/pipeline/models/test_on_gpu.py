@@ -1,0 +1,68 @@
+"""On a GPU: documents in one row by the variable-length kernel, by itself and in whole models."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine import EngineConfig, OptimizerConfig
+from engine.config import LossScale
+from engine.engine import Engine
+from pipeline.data.documents import Documents
+from pipeline.models import attention
+from pipeline.models.checks import verify
+from pipeline.models.modules import Policy
+from tests.engine.rollout.families import VOCABULARY, build
+from tests.gpu import DEVICE, ON_GPU, lone_rank, needs_gpu  # noqa: F401  a fixture
+
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("lone_rank")]
+DTYPES = [torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_kernel_computes_the_same(window: int | None, dtype: torch.dtype) -> None:
+    if not ON_GPU:
+        pytest.skip("the kernel of a GPU")
+    documents = Documents((30, 20, 45, 1), (None, 0, None, None))
+    inputs = [torch.randn(1, heads, 96, 64, device=DEVICE, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
+    how, kernel = attention._How(0.125, window, None, 0.0), attention._kernel()
+    assert kernel is not None and how.fits_kernel(inputs[0], inputs[2])
+    found = attention._by_kernel(kernel, *(t[0] for t in inputs), documents.ragged(DEVICE), how)
+    wanted = attention._one_by_one(*inputs, documents, how)[0]
+    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+    upstream = torch.randn_like(found)
+    ours, theirs = (torch.autograd.grad(out, inputs, upstream) for out in (found, wanted))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=5e-2, rtol=5e-2)
+
+
+def mean_loss(module: nn.Module, batch: tuple[Tensor, Tensor, Documents | None]) -> tuple[Tensor, dict[str, Any]]:
+    ids, marks, documents = batch
+    return -module(ids, marks, documents=documents)[0].sum(), {}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "qwen3", "mistral", "gemma2"])
+def test_a_step_over_packed_rows_is_one_over_padded_rows(family: str, dtype: Any) -> None:
+    """Loss and gradient norm; heads of 8 numbers fit the kernel, soft caps and fp32 go without it."""
+    lengths = (12, 5, 9)
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(VOCABULARY, (len(lengths), max(lengths)), generator=generator).to(DEVICE)
+    counts = torch.arange(max(lengths), device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
+    marks = counts.clone()
+    marks[:, 0] = False
+    documents = Documents(lengths)
+    batches = [(ids, marks, None), (ids[counts][None], marks[counts][None], documents)]
+    updates = []
+    for batch in batches:
+        config = EngineConfig(dtype=dtype, loss_scale=LossScale(initial_power=2))
+        engine = Engine(Policy(build(family)), config, optimizer=OptimizerConfig(lr=1e-4))  # type: ignore[arg-type]
+        assert verify(engine, max_length=max(lengths)).packing
+        engine.module.eval()  # no dropout
+        updates.append(engine.update([batch], mean_loss, float(marks.sum())))
+    rough = 2e-4 if dtype == "fp32" else 5e-2
+    padded, packed = updates
+    assert packed.loss == pytest.approx(padded.loss, rel=rough)
+    assert packed.grad_norm == pytest.approx(padded.grad_norm, rel=4 * rough)
