@@ -27,7 +27,8 @@ from engine.ledger import Ledger
 from engine.ledger.beside import generator_bytes, optimizer_bytes
 from engine.loading import copy_local
 from engine.offload import OffloadedOptimizer, full_precision
-from engine.parallel import dist, traffic, zero
+from engine.parallel import dist, pipeline, traffic, zero
+from engine.pipelined import Pipelined
 from engine.rollout.decoder import Rollouts
 from engine.rollout.flip import Flip
 
@@ -83,6 +84,7 @@ class Engine:
         self._scheduler, self._betas = scheduler, betas
         self._begun = False
         self._micro_batches = 0
+        self.before_change: list[Callable[[], None]] = []  # who reads parameters and states beside training
         blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
         self._values = full_precision(module) if layout.offloads(config, optimizer) else {}
         self.module, self._mapped = module, layout.lay_out(module, config, optimizer)
@@ -90,6 +92,7 @@ class Engine:
         if rollout_path is not None and blueprint is not None:
             source, dtype = self.module.get_submodule(rollout_path), precision.TORCH_DTYPE[config.dtype]
             self._flip = Flip(blueprint, source, dtype, config.tensor_plan)
+        self._pipelined = self._pieces()
         self.healer = Healer(self.module, self._discard)
         self.ledger = Ledger(self.module, self._beside, watches=not config.compile_blocks)
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
@@ -98,6 +101,15 @@ class Engine:
         self._fill(fill)
         if self.optimizer is None:
             self.module.eval().requires_grad_(False)
+
+    def _pieces(self) -> Pipelined | None:
+        """What runs the passes where the module is a piece of a pipeline."""
+        piece, config = pipeline.piece_of(self.module), self.config
+        if piece is None:
+            return None
+        dtype = precision.TORCH_DTYPE[config.dtype]
+        kind, stage = config.pipeline_schedule, config.zero_stage
+        return Pipelined(pipeline.Pipeline(self.module, piece, kind=kind, zero_stage=stage, dtype=dtype))
 
     def _build(self, config: OptimizerConfig) -> torch.optim.Optimizer | OffloadedOptimizer:
         if layout.offloads(self.config, config):
@@ -143,8 +155,9 @@ class Engine:
         summed over ranks is added. `last` says that no more micro-batches follow before the step; by default that is
         counted for means, and True for sums.
         """
-        if dist.world().tensor != self.config.tensor_parallel:
-            raise ValueError("engines that are trained side by side must all have the same tensor_parallel")
+        self._check_arrangement()
+        if self._pipelined is not None:
+            raise ValueError("pipeline_parallel takes all micro-batches of a step at once: call update")
         if last is None:
             last = count is not None or self._micro_batches + 1 >= self.config.gradient_accumulation
         if not self._begun:
@@ -155,6 +168,10 @@ class Engine:
         zero.after_micro_batch(self.module, last=last)
         self._micro_batches += 1
         self._begun = False
+
+    def _check_arrangement(self) -> None:
+        if (dist.world().tensor, dist.world().pipeline) != (self.config.tensor_parallel, self.config.pipeline_parallel):
+            raise ValueError("engines side by side must all have the same tensor_parallel and pipeline_parallel")
 
     def begin(self, *, last: bool) -> None:
         """Prepare the coming forward and backward; `backward` does so itself where nobody did."""
@@ -167,8 +184,14 @@ class Engine:
             return None
         return self._step()
 
+    def about_to_change(self) -> None:
+        """Parameters or states of the optimizer will have other values: let those know who read them meanwhile."""
+        for know in self.before_change:
+            know()
+
     def _step(self) -> Step:
         """A step with a non-finite gradient is skipped on every rank alike."""
+        self.about_to_change()
         assert self.optimizer is not None and self.optimizer_config is not None, "a frozen engine has no step"
         config, gradients = self.optimizer_config, self._gradients()
         norm = math.sqrt(gradients.squared_norm()) / self.scaler.scale
@@ -193,7 +216,7 @@ class Engine:
         """The step's gradients: the module's, or those that an optimizer has taken or averages itself."""
         if isinstance(self.optimizer, OffloadedOptimizer | OneBitAdam):
             return self.optimizer
-        return optim.Gradients(self.module)
+        return optim.Gradients(self.module, self._pipelined.pipeline.squared_norm if self._pipelined else None)
 
     def _set_rates(self, optimizer: torch.optim.Optimizer | OffloadedOptimizer) -> float:
         """Give the optimizer the coming step's learning rate (and betas, where those are scheduled)."""
@@ -223,8 +246,7 @@ class Engine:
         """
         self.ledger.begin()
         before = traffic.sent()
-        learned = self.healer.run("train", micro_batches, partial(self._learn, loss_fn, count))
-        passes = [done for pieces in learned for done in pieces]
+        passes = self._passes(micro_batches, loss_fn, count)
         sums: dict[str, float | Tensor] = {}
         total: float | Tensor = 0.0
         for loss_sum, metrics in passes:
@@ -232,12 +254,26 @@ class Engine:
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
         local = {name: float(value) for name, value in sums.items()} | {"loss": float(total)}
+        if self._pipelined is not None:
+            local = self._pipelined.pipeline.from_last(local)
         everywhere = dist.sum_over_ranks(local)
         loss = everywhere.pop("loss") / count
         if before_step is not None:
             before_step(everywhere)
         done = self._step()
         return Update(loss, everywhere, done.grad_norm, done.lr, done.skipped, traffic.sent() - before)
+
+    def _passes(
+        self, micro_batches: Sequence[Any], loss_fn: "LossFn[Any]", count: float
+    ) -> list[tuple[Tensor, dict[str, float | Tensor]]]:
+        """Forward and backward of all micro-batches: the loss and the metrics of each."""
+        if self._pipelined is None:
+            learned = self.healer.run("train", micro_batches, partial(self._learn, loss_fn, count))
+            return [done for pieces in learned for done in pieces]
+        self._check_arrangement()
+        found = self._pipelined.train(micro_batches, loss_fn, self.scaler.scale * dist.world().data_size / count)
+        self.ledger.after_backward()
+        return found
 
     def _learn(
         self, loss_fn: "LossFn[Any]", count: float, micro_batch: Any, which: Pass
@@ -256,7 +292,10 @@ class Engine:
 
         Every rank calls. A step whose micro-batches are no larger has room then.
         """
-        self.healer.rehearse([micro_batch], partial(self._learn, loss_fn, 1.0))
+        if self._pipelined is not None:
+            self._pipelined.rehearse(micro_batch, loss_fn, self._discard)
+        else:
+            self.healer.rehearse([micro_batch], partial(self._learn, loss_fn, 1.0))
 
     def _discard(self) -> None:
         """Throw away the passes since the last step: their gradients, and parameters that they gathered."""
@@ -273,6 +312,8 @@ class Engine:
         What is given as a `Portion` is halved where memory runs out.
         """
         with self.scoring() as module:
+            if self._pipelined is not None:
+                return [list(rows) for rows in self._pipelined.score(micro_batches, work)]
             found = self.healer.run("score", micro_batches, lambda batch, _: work(module, batch))
         return [[row for piece in pieces for row in piece] for pieces in found]
 
@@ -341,6 +382,7 @@ class Engine:
             self._show(average=False)
 
     def _show(self, *, average: bool) -> None:
+        self.about_to_change()
         zero.release(self.module)
         self.average.swap(shown=average)
         self._shards_changed()

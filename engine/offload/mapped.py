@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.offload.files import BLOCK_BYTES, PrivateFile, workers
+from engine.offload.blocks import BLOCK_BYTES, whole_bytes
+from engine.offload.files import PrivateFile, workers
 from engine.parallel import dist, dtensors, zero
 
 AHEAD = 2  # units
@@ -41,7 +42,7 @@ class MappedShards:
                 if _even(parameter) and names[id(parameter)] not in places:
                     places[names[id(parameter)]] = end
                     size = dtensors.local(parameter.detach()).numel() * parameter.element_size()
-                    end += -(-size // BLOCK_BYTES) * BLOCK_BYTES
+                    end += whole_bytes(size)
             self._spans.append((start, end))
         self.bytes = end
         self._file = PrivateFile(folder, max(end, BLOCK_BYTES))

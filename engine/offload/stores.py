@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.offload.files import PrivateFile, aligned, settle
+from engine.offload.blocks import aligned
+from engine.offload.files import PrivateFile, settle
 from engine.offload.layout import Layout, SubGroup, whole_blocks
 
 BUFFERS = 4  # sub-groups in memory at once: one steps, two are read ahead, one is written

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.offload.files import aligned
+from engine.offload.blocks import aligned
 from engine.offload.gradients import Gradients, squared_sums
 from engine.offload.layout import Piece, SubGroup
 from engine.offload.stores import Store

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter
 
-from engine import Checkpointer, Engine, EngineConfig, OptimizerConfig, checkpoint
+from engine import Checkpointer, Engine, EngineConfig, OptimizerConfig
+from engine.checkpoint import checkpointer as writing
 from engine.checkpoint import complete, random_state, restore_random_state
+from engine.checkpoint.storage import Writer
 from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
@@ -57,7 +58,7 @@ def advance(engine: Engine, first: int, last: int) -> dict[str, Tensor]:
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
     found = {name: p.detach() for name, p in engine.module.named_parameters()}
-    found |= {f"average.{name}": mean for name, mean in engine.average.items()}
+    found |= {f"average.{name}": mean for name, mean in engine.average.tensors.items()}
     return {name: dtensors.full_tensor(tensor).cpu().clone() for name, tensor in found.items()}
 
 
@@ -106,7 +107,7 @@ def on_two_ranks(theirs: Path, ours: Path, broken: Path) -> dict[str, Any]:
 
 def failing_on_rank_one(engine: Engine, folder: Path) -> str:
     if dist.world().rank == 1:
-        FileSystemWriter.write_data = full  # type: ignore[method-assign]
+        Writer.write_data = full  # type: ignore[method-assign]
     try:
         written(engine, folder)
     except OSError as error:
@@ -164,8 +165,8 @@ def test_what_a_resumed_engine_knows(tmp_path: Path) -> None:
 def test_training_goes_on_while_the_old_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(0)
     before = advance(engine, 1, 2)
-    write, goes_on = FileSystemWriter.write_data, threading.Event()
-    monkeypatch.setattr(FileSystemWriter, "write_data", lambda *a: (goes_on.wait(60), write(*a))[1])
+    write, goes_on = Writer.write_data, threading.Event()
+    monkeypatch.setattr(Writer, "write_data", lambda *a: (goes_on.wait(60), write(*a))[1])
     checkpointer = Checkpointer({"net": engine})
     checkpointer.save(tmp_path / "step-2", {})
     advance(engine, 3, STEPS)
@@ -194,7 +195,7 @@ def test_a_failed_write_is_heard_of_and_keeps_the_older(
     if where == "rename":
         monkeypatch.setattr(Path, "rename", full_folder)
     else:
-        monkeypatch.setattr(FileSystemWriter, where, full)
+        monkeypatch.setattr(Writer, where, full)
     checkpointer.save(tmp_path / "step-2", {})
     with pytest.raises(OSError, match=r"could not be written: No space left on device$") as told:
         checkpointer.wait()
@@ -211,7 +212,7 @@ def test_halves_are_never_taken_and_order_is_by_number(tmp_path: Path) -> None:
     for name in ("step-9", "step-10", "step-11", "step-12.tmp"):
         (tmp_path / name).mkdir()
     for name in ("step-9", "step-10", "step-12.tmp"):
-        (tmp_path / name / ".metadata").touch()
+        (tmp_path / name / "index.json").touch()
     assert [p.name for p in complete(tmp_path)] == ["step-9", "step-10"]
     assert complete(tmp_path / "nowhere") == []
 
@@ -220,7 +221,6 @@ def test_values_beside_the_tensors_are_json(tmp_path: Path) -> None:
     written(engine_of(0), tmp_path / "step-1", mood="fair")
     assert json.loads((tmp_path / "step-1" / "rank-0.json").read_text()) == {"mood": "fair"}
     assert json.loads((tmp_path / "step-1" / "state.json").read_text())["ranks"] == 1
-    assert not hasattr(checkpoint, "pickle")
 
 
 def test_random_state_comes_back() -> None:
@@ -259,8 +259,8 @@ def test_without_averaging_nothing_is_swapped() -> None:
 
 
 def test_a_host_without_room_for_copies_writes_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "COPIES_OF_FREE_MEMORY", 0.0)
-    monkeypatch.setattr(checkpoint.dcp, "async_save", lambda *_, **__: pytest.fail("made copies"))
+    monkeypatch.setattr(writing, "COPIES_OF_FREE_MEMORY", 0.0)
+    monkeypatch.setattr(writing, "behind", lambda _: pytest.fail("went on beside training"))
     engine = engine_of(0)
     wanted = advance(engine, 0, 1)
     checkpointer = written(engine, tmp_path / "step-2")
@@ -272,7 +272,7 @@ def test_a_host_without_room_for_copies_writes_in_place(tmp_path: Path, monkeypa
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.dcp, "save", full)
+    monkeypatch.setattr(writing.dcp, "save", full)
     checkpointer.save(tmp_path / "step-3", {"step": 3})
     with pytest.raises(OSError, match="could not be written") as caught:
         checkpointer.wait()

@@ -14,7 +14,7 @@ from benchmarks.record import Result
 from benchmarks.zero.tiers.disk import folder
 from engine import EngineConfig, OptimizerConfig
 from engine.offload import OffloadedOptimizer
-from engine.offload.files import aligned
+from engine.offload.blocks import aligned, bytes_of
 from engine.parallel import dist
 
 PARAMETERS = [2**24] * 10  # 168 M, 2 GB of states
@@ -88,6 +88,6 @@ def _plain(file: int) -> None:
 
 
 def _through(file: int, move: Callable[[int, list[memoryview], int], int]) -> None:
-    view = memoryview(aligned(REQUEST, torch.uint8).numpy())  # type: ignore[arg-type]
+    view = bytes_of(aligned(REQUEST, torch.uint8))
     for start in range(0, BYTES, REQUEST):
         assert move(file, [view], start) == REQUEST

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from engine import EngineConfig
-from engine.offload import files
-from engine.offload.files import PrivateFile, aligned, settle
+from engine.offload import blocks
+from engine.offload.blocks import aligned
+from engine.offload.files import PrivateFile, settle
 from engine.offload.layout import BLOCK, lay_out
 from engine.offload.stores import BUFFERS, FileStore
 from tests.engine.offload.test_tiers import TIERS, advance, engine_of
@@ -102,7 +103,7 @@ def test_without_direct_io_files_go_through_the_page_cache_and_that_is_said_once
         return refuse(errno.EINVAL)() if flags & os.O_DIRECT else opened(path, flags, *rest, **more)
 
     monkeypatch.setattr(os, "open", no_direct)
-    with caplog.at_level(logging.WARNING, logger=files.log.name):
+    with caplog.at_level(logging.WARNING, logger=blocks.log.name):
         engines = [engine_of(NVME, nvme_path=str(tmp_path)) for _ in range(2)]
     assert len([record for record in caplog.records if "no direct I/O" in record.message]) == 1
     assert [advance(engine, 1, 3) for engine in engines] == [wanted, wanted]

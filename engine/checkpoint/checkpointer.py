@@ -1,0 +1,171 @@
+"""Writing and reading checkpoints: into `NAME.tmp`, which is renamed when every rank is done.
+
+A folder without `.tmp` is whole. Writing goes on behind training, which copies what is not yet written before it
+changes it (snapshot.py); where the host has no room for that, or states are in files, training waits for the writing.
+"""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from engine.checkpoint import contents
+from engine.checkpoint.background import behind, now
+from engine.checkpoint.snapshot import Snapshot
+from engine.checkpoint.storage import INDEX, Reader, Writer
+from engine.offload import planners
+from engine.parallel import dist, dtensors
+from engine.pieces import in_pieces
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+COPIES_OF_FREE_MEMORY = 0.5  # share of the host's free memory that copies may take
+Tensors = dict[str, dict[str, Tensor]]  # by engine, by name
+
+
+class Checkpointer:
+    """Saves and loads several engines as one checkpoint, with plain values of each rank beside them (JSON)."""
+
+    def __init__(self, engines: Mapping[str, "Engine"]) -> None:
+        self.engines = engines
+        self._pending: Future[None] | None = None
+        self._snapshot: Snapshot | None = None
+
+    def save(self, folder: Path, shared: Mapping[str, Any], mine: Mapping[str, Any] | None = None) -> None:
+        """Begin to write `folder`. `shared` is the same on all ranks, `mine` differs; both must be JSON.
+
+        Raises OSError where the previous write failed (a full disk), before anything of this one is written.
+        """
+        self.wait()
+        staging = folder.with_name(folder.name + ".tmp")
+        self._write_values(staging, shared, mine)
+        tensors = {name: contents.tensors(engine) for name, engine in self.engines.items()}
+        filed = contents.filed(self.engines)
+        whole = not any(in_pieces(tensor) for part in tensors.values() for tensor in part.values())
+        beside = whole and not filed and _copies_fit(tensors)
+        snapshot = _snapshot(tensors) if beside else Snapshot({})
+        if beside:
+            self._watch(snapshot)
+        work = partial(
+            dcp.save, tensors, storage_writer=Writer(staging, snapshot), planner=planners.SavePlanner(filed),
+            process_group=dist.background_group(),
+        )  # fmt: skip
+        leads = dist.world().leads
+        self._pending = Future()
+        saving = behind(work) if beside else now(work)
+        # The coordinator finishes after every rank has written: its index is the last file.
+        saving.add_done_callback(partial(_settle, self._pending, snapshot, staging, folder, leads=leads))
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has nothing left to write."""
+        return self._pending is None or self._pending.done()
+
+    def wait(self) -> None:
+        """Until the last save is on disk. Raises OSError on every rank where it failed on any."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        error = pending.exception()
+        self._watch(None)
+        failures = [failure for failure in dist.gather_objects(_reason(error) if error else None) if failure]
+        if failures:
+            number, reason = failures[0]
+            raise OSError(number, f"a checkpoint could not be written: {reason}") from error
+
+    def load(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Fill the engines from a checkpoint. Returns (shared, mine); mine is None where the world size changed."""
+        state = json.loads((folder / "state.json").read_text())
+        for name, engine in self.engines.items():
+            engine.about_to_change()
+            contents.make_room(engine, state["engines"][name])
+        tensors = {
+            name: contents.wanted(contents.tensors(engine), state["engines"][name])
+            for name, engine in self.engines.items()
+        }
+        planner = planners.LoadPlanner(contents.filed(self.engines))
+        dcp.load(tensors, storage_reader=Reader(folder), planner=planner, process_group=dist.host_group())
+        for name, engine in self.engines.items():
+            contents.restore_scalars(engine, state["engines"][name])
+        same = state["ranks"] == dist.world().size
+        mine = json.loads((folder / f"rank-{dist.world().rank}.json").read_text()) if same else None
+        return state["shared"], mine
+
+    def _write_values(self, staging: Path, shared: Mapping[str, Any], mine: Mapping[str, Any] | None) -> None:
+        """A new folder, with all that is not tensors."""
+        rank, leads = dist.world().rank, dist.world().leads
+        if leads:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+            scalars = {name: contents.scalars(engine) for name, engine in self.engines.items()}
+            _write_json(staging / "state.json", {"shared": shared, "engines": scalars, "ranks": dist.world().size})
+        dist.barrier()
+        _write_json(staging / f"rank-{rank}.json", mine or {})
+        dist.barrier()
+
+    def _watch(self, snapshot: Snapshot | None) -> None:
+        """Have the engines complete this snapshot before they change what is in it, and no other."""
+        for engine in self.engines.values():
+            if self._snapshot is not None:
+                engine.before_change.remove(self._snapshot.complete)
+            if snapshot is not None:
+                engine.before_change.append(snapshot.complete)
+        self._snapshot = snapshot
+
+
+def complete(parent: Path) -> list[Path]:
+    """The whole checkpoints `step-N` of a folder, oldest first."""
+    found = [p for p in parent.glob("step-*") if p.suffix != ".tmp" and (p / INDEX).exists()]
+    return sorted(found, key=lambda p: int(p.name.split("-")[1]))
+
+
+def _snapshot(tensors: Tensors) -> Snapshot:
+    """Of all local parts, by their names in the checkpoint. Buffers change in a forward."""
+    local = {f"{engine}.{name}": dtensors.local(t) for engine, part in tensors.items() for name, t in part.items()}
+    buffers = {f"{engine}.{name}" for engine, part in tensors.items() for name in part if contents.is_buffer(name)}
+    return Snapshot(local, at_once=buffers)
+
+
+def _copies_fit(tensors: Tensors) -> bool:
+    """Whether every rank's host has room for the copies that writing in the background may need."""
+    local = [dtensors.local(tensor) for part in tensors.values() for tensor in part.values()]
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world().size))
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in local) * ranks_here
+    return dist.max_over_ranks(needed / psutil.virtual_memory().available) < COPIES_OF_FREE_MEMORY
+
+
+def _settle(
+    settled: "Future[None]", snapshot: Snapshot, staging: Path, folder: Path, done: "Future[Any]", *, leads: bool
+) -> None:
+    """Give a written checkpoint its name; what went wrong in writing or here is for whoever waits."""
+    snapshot.end()
+    try:
+        done.result()
+        if leads:
+            shutil.rmtree(folder, ignore_errors=True)
+            staging.rename(folder)
+    except BaseException as error:
+        settled.set_exception(error)
+    else:
+        settled.set_result(None)
+
+
+def _reason(error: BaseException) -> tuple[int, str]:
+    """The error number and what went wrong on the first rank where something did, without the stack that torch adds."""
+    failures = getattr(error, "failures", None)
+    first = next(iter(failures.values()))[0] if failures else error
+    return getattr(first, "errno", None) or errno.EIO, getattr(first, "strerror", None) or str(first)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value))

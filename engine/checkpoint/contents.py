@@ -1,0 +1,105 @@
+"""What a checkpoint has of an engine: tensors by name, and numbers; and how they go back."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from engine import optim
+from engine.compression.onebit_adam import ERRORS
+from engine.offload import OffloadedOptimizer, planners
+from engine.pieces import in_pieces, told_in_pieces
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+BUFFER = "buffer."
+
+
+def tensors(engine: "Engine") -> dict[str, Tensor]:
+    """What is trained, its optimizer's tensors and the module's buffers, by name; loading writes into these tensors."""
+    assert engine.optimizer is not None
+    buffers = {f"{BUFFER}{name}": buffer for name, buffer in _buffers(engine.module)}
+    if isinstance(engine.optimizer, OffloadedOptimizer):
+        return _told(planners.tensors(engine.optimizer)[0]) | buffers
+    trained = {f"parameter.{n}": p.detach() for n, p in engine.module.named_parameters() if p.requires_grad}
+    moments = {name: tensor for name, tensor in optim.states(engine.module, engine.optimizer) if tensor.ndim}
+    averages = {f"average.{name}": mean for name, mean in engine.average.tensors.items()}
+    return _told(trained | moments | averages) | buffers
+
+
+def wanted(tensors: dict[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What to read. 1-bit Adam's errors belong to a number of ranks; at another one they begin at zero again."""
+    anew = {name for name in tensors if name.startswith(ERRORS) and name not in saved["moments"]}
+    for name in anew:
+        tensors[name].zero_()
+    return {name: tensor for name, tensor in tensors.items() if name not in anew}
+
+
+def filed(engines: Mapping[str, "Engine"]) -> dict[str, planners.Filed]:
+    """The states of all engines that are in files, by their names in the checkpoint."""
+    return {
+        f"{name}.{state}": place
+        for name, engine in engines.items()
+        if isinstance(engine.optimizer, OffloadedOptimizer)
+        for state, place in planners.tensors(engine.optimizer)[1].items()
+    }
+
+
+def scalars(engine: "Engine") -> dict[str, Any]:
+    """What goes into JSON: counters, and numbers of the optimizer's state."""
+    assert engine.optimizer is not None
+    if isinstance(engine.optimizer, OffloadedOptimizer):
+        moments = [name for name, tier, _, kind in engine.optimizer.states() if kind in tier.kinds]
+        numbers = engine.optimizer.numbers()
+    else:
+        found = dict(optim.states(engine.module, engine.optimizer))
+        moments = [name for name, tensor in found.items() if tensor.ndim]
+        numbers = {name: tensor.item() for name, tensor in found.items() if not tensor.ndim}
+    return {
+        "step_count": engine.step_count, "scaler": engine.scaler.state(), "moments": moments, "numbers": numbers,
+    }  # fmt: skip
+
+
+def make_room(engine: "Engine", saved: Mapping[str, Any]) -> None:
+    """Give the optimizer exactly the states that the checkpoint has: a parameter without a gradient has none yet."""
+    assert engine.optimizer is not None
+    if isinstance(engine.optimizer, OffloadedOptimizer):
+        engine.optimizer.make_room(saved["moments"], saved["numbers"])
+        return
+    if saved["moments"] or saved["numbers"]:
+        optim.make_states(engine.optimizer)
+    kept = {name.partition(".")[2] for name in [*saved["moments"], *saved["numbers"]]}
+    for name, parameter in engine.module.named_parameters():
+        if name not in kept:
+            engine.optimizer.state.pop(parameter, None)
+
+
+def restore_scalars(engine: "Engine", saved: Mapping[str, Any]) -> None:
+    """Counters and numbers as they were; the tensors are there already."""
+    assert engine.optimizer is not None
+    engine.step_count = saved["step_count"]
+    engine.scaler.restore(saved["scaler"])
+    if isinstance(engine.optimizer, OffloadedOptimizer):
+        engine.optimizer.show("parameter")
+        return
+    for name, tensor in optim.states(engine.module, engine.optimizer):
+        if not tensor.ndim:
+            tensor.fill_(saved["numbers"][name])
+
+
+def is_buffer(name: str) -> bool:
+    """Whether what `tensors` calls so is a buffer of the module."""
+    return name.startswith(BUFFER)
+
+
+def _told(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: told_in_pieces(tensor) if in_pieces(tensor) else tensor for name, tensor in tensors.items()}
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that a state dict has: running statistics, not what is computed at construction."""
+    for path, owner in module.named_modules():
+        for leaf, buffer in owner._buffers.items():
+            if buffer is not None and leaf not in owner._non_persistent_buffers_set:
+                yield f"{path}.{leaf}" if path else leaf, buffer

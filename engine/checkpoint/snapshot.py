@@ -1,0 +1,81 @@
+"""The values that tensors have at one moment, for a thread that writes them while training goes on.
+
+Forward and backward change no parameter and no state of an optimizer, so tensors on the host are written from where
+they are. Only what is not yet written when an optimizer steps has to be copied, and is, right before (copy on write).
+Tensors on a device, and those that a forward may change, are copied at once.
+"""
+
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from engine.offload.blocks import aligned
+
+
+class Snapshot:
+    """Local tensors by name. One thread reads, another calls `complete` before it changes any of them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, at_once: Collection[str] = ()) -> None:
+        """`at_once` are names of tensors that may change without notice."""
+        self._changed = threading.Condition()
+        self._reading: str | None = None
+        self._copying: str | None = None
+        self._copies: dict[str, Tensor] = {}
+        self._live: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            stays = tensor.device.type == "cpu" and tensor.is_contiguous() and name not in at_once
+            (self._live if stays else self._copies)[name] = tensor if stays else _copy(tensor)
+
+    @contextmanager
+    def reading(self, name: str, tensor: Tensor) -> Iterator[Tensor]:
+        """What to read in the place of `tensor`: it stays as it is within the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._copying != name)
+            self._reading = name
+            found = self._copies.get(name, tensor)
+        try:
+            yield found
+        finally:
+            with self._changed:
+                self._reading = None
+                self._changed.notify_all()
+
+    def read(self, name: str) -> None:
+        """Nobody needs this one any more."""
+        with self._changed:
+            self._live.pop(name, None)
+            self._copies.pop(name, None)
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Nobody needs others (a rank does not write what another one does)."""
+        for name in [*self._live, *self._copies]:
+            if name not in names:
+                self.read(name)
+
+    def end(self) -> None:
+        """Nobody needs anything any more."""
+        self.keep_only(())
+
+    def complete(self) -> None:
+        """From now on the tensors may change. What is read first is copied last: it may be read by then."""
+        for name in reversed(list(self._live)):
+            copy: Tensor | None = None
+            with self._changed:
+                self._copying = name  # whoever reads it stops at the next border of a block
+                self._changed.wait_for(lambda: self._reading != self._copying)
+                tensor = self._live.get(name)
+            try:
+                copy = _copy(tensor) if tensor is not None else None
+            finally:
+                with self._changed:
+                    self._copying = None
+                    if copy is not None and self._live.pop(name, None) is not None:
+                        self._copies[name] = copy
+                    self._changed.notify_all()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """On the host, at a border of pages, so that it can be written without another copy."""
+    return aligned(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor.detach())
