@@ -6,7 +6,8 @@ import torch
 from engine.kernels import decode_attention_triton as kernel
 from tests.engine.kernels.oracle import DEVICE, attention_in_float64, ragged_cache
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of values of about 1; bf16 rounds weights and results
+# Of values of about 1; bf16 rounds weights and results, and a GPU's exponential is good to 2^-22.
+TOLERANCE = {torch.float32: 2e-6 if DEVICE == "cpu" else 1e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -24,7 +25,7 @@ def test_splits_do_not_matter(monkeypatch: pytest.MonkeyPatch, splits: int) -> N
     monkeypatch.setattr(kernel, "_splits", lambda *args: splits)
     case = ragged_cache(2, 1, width=16, lengths=[2, 33, 199], capacity=256)
     ours = kernel.decode_attention(**case)
-    torch.testing.assert_close(ours.double(), attention_in_float64(**case), atol=2e-6, rtol=0)
+    torch.testing.assert_close(ours.double(), attention_in_float64(**case), atol=TOLERANCE[torch.float32], rtol=0)
 
 
 def test_caches_may_be_views() -> None:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import sample as by_name
 from engine.kernels import sample_triton as kernel
+from engine.kernels.sample import sample as plain
 from engine.rollout.sampling import Sampling, uniforms
 from tests.engine.kernels.oracle import DEVICE
 
+ROUNDING = 5e-6 if DEVICE == "cpu" else 2e-5  # a GPU's exponential is good to 2^-22
 FILTERS: list[dict[str, Any]] = [
     {}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1},
     {"temperature": 1.3, "top_k": 50, "top_p": 0.7}, {"top_k": 20, "top_p": 0.9, "min_p": 0.2, "temperature": 0.8},
@@ -28,9 +29,9 @@ def test_draws_what_torch_draws(index: int, filters: dict[str, Any]) -> None:
     torch.manual_seed(vocabulary)
     logits = 3 * torch.randn(2, vocabulary, device=DEVICE)
     streams = torch.arange(2, device=DEVICE) * 1_000_003
-    ours, theirs = draw(kernel.sample, logits, streams, **filters), draw(by_name, logits, streams, **filters)
+    ours, theirs = draw(kernel.sample, logits, streams, **filters), draw(plain, logits, streams, **filters)
     assert torch.equal(ours[0], theirs[0])
-    torch.testing.assert_close(ours[1], theirs[1], atol=5e-6, rtol=0)
+    torch.testing.assert_close(ours[1], theirs[1], atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_p": 0.99, "min_p": 0.3}], ids=str)
@@ -38,9 +39,9 @@ def test_ties_go_by_index(monkeypatch: pytest.MonkeyPatch, filters: dict[str, An
     monkeypatch.setattr(kernel, "TILE", 128)
     logits = torch.randint(-3, 4, (5, 300), device=DEVICE).to(torch.bfloat16)
     streams = torch.arange(5, device=DEVICE)
-    ours, theirs = draw(kernel.sample, logits, streams, **filters), draw(by_name, logits, streams, **filters)
+    ours, theirs = draw(kernel.sample, logits, streams, **filters), draw(plain, logits, streams, **filters)
     assert torch.equal(ours[0], theirs[0])
-    torch.testing.assert_close(ours[1], theirs[1], atol=5e-6, rtol=0)
+    torch.testing.assert_close(ours[1], theirs[1], atol=ROUNDING, rtol=0)
 
 
 def test_ties_at_the_edge_of_top_k_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +52,7 @@ def test_ties_at_the_edge_of_top_k_are_cut(monkeypatch: pytest.MonkeyPatch) -> N
     total = torch.tensor(1.0).exp() + 3
     assert set(tokens.tolist()) <= {0, 1, 2, 3} and len(set(tokens.tolist())) > 1
     for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
-        assert logprob == pytest.approx(float(logits[0, token] - total.log()), abs=1e-6)
+        assert logprob == pytest.approx(float(logits[0, token] - total.log()), abs=ROUNDING)
 
 
 def test_the_number_is_that_of_the_stream() -> None:
@@ -69,7 +70,7 @@ def test_forbidden_tokens_and_nan() -> None:
     logits[:, 4321] = 2.0
     for filters in ({}, {"temperature": 0.0}, {"top_k": 3, "top_p": 0.5}, {"min_p": 0.1}):
         tokens, logprobs = draw(kernel.sample, logits, torch.arange(2, device=DEVICE), **filters)
-        assert tokens.tolist() == [4321, 4321] and logprobs.abs().max() < 1e-6
+        assert tokens.tolist() == [4321, 4321] and logprobs.abs().max() < ROUNDING
     logits[1, 17] = torch.tensor(float("nan")).copysign(torch.tensor(-1.0))  # as 0 / 0 gives; orders below all else
     for filters in ({}, {"min_p": 0.5}, {"temperature": 0.0}, {"top_k": 3, "top_p": 0.5}):
         tokens, logprobs = draw(kernel.sample, logits, torch.arange(2, device=DEVICE), **filters)
@@ -79,6 +80,6 @@ def test_forbidden_tokens_and_nan() -> None:
 def test_bad_arguments_are_named() -> None:
     streams = torch.arange(2)
     with pytest.raises(ValueError, match="do not fit"):
-        draw(by_name, torch.zeros(3, 4), streams)
+        draw(plain, torch.zeros(3, 4), streams)
     with pytest.raises(ValueError, match="int64"):
-        draw(by_name, torch.zeros(2, 4), streams.int())
+        draw(plain, torch.zeros(2, 4), streams.int())

@@ -8,7 +8,7 @@ from engine.kernels import token_logprobs_triton as kernel
 from tests.engine.kernels.oracle import DEVICE, close, in_float64, make
 
 # fp32 is exact to its sums; in bf16 the gradient of the logits is rounded once and the result once, 8 bits each.
-TOLERANCE = {torch.float32: (2e-6, 2e-5), torch.bfloat16: (1e-5, 8e-3)}
+TOLERANCE = {torch.float32: (2e-6 if DEVICE == "cpu" else 1e-5, 2e-5), torch.bfloat16: (1e-5, 8e-3)}
 
 
 def compare(
@@ -76,7 +76,7 @@ def test_strides_frozen_heads_and_no_tokens() -> None:
     frozen = weight.detach().to(DEVICE)
     targets = torch.arange(9, device=DEVICE)
     logprobs, _ = kernel.token_logprobs(strided, frozen, targets)
-    close(logprobs.detach().cpu(), in_float64((hidden, weight, None), targets.cpu(), 1.0, None)[1].detach(), 2e-6)
+    close(logprobs.detach().cpu(), in_float64((hidden, weight, None), targets.cpu(), 1.0, None)[1].detach(), TOLERANCE[torch.float32][0])
     logprobs.sum().backward()
     assert strided.grad is not None and frozen.grad is None
     nothing, entropy = kernel.token_logprobs(strided[:0], frozen.requires_grad_(), targets[:0])
