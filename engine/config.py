@@ -11,6 +11,7 @@ from typing import Any, Literal
 Precision = Literal["bf16", "fp16", "fp32"]
 Compress = Literal["none", "gather8", "reduce8", "both"]
 Schedule = Literal["constant", "linear", "cosine"]
+PipelineSchedule = Literal["1f1b", "gpipe"]
 Tier = Literal["none", "cpu", "nvme"]
 
 
@@ -79,6 +80,9 @@ class EngineConfig:
 
     `tensor_parallel` neighbouring ranks hold each matrix between them and see the same data; `tensor_plan` says which
     and how ({pattern of module names: style}, engine/parallel/tensor.py), None takes what came with the model.
+
+    `pipeline_parallel` ranks hold the blocks of a language model one after another (engine/parallel/pipeline), and pass
+    micro-batches on by `pipeline_schedule`: one forward, one backward in turn, or all forwards first.
     """
 
     zero_stage: int = 0
@@ -98,6 +102,8 @@ class EngineConfig:
     states: Literal["fp32", "bf16"] = "fp32"
     tensor_parallel: int = 1
     tensor_plan: Mapping[str, str] | None = None
+    pipeline_parallel: int = 1
+    pipeline_schedule: PipelineSchedule = "1f1b"
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
@@ -123,3 +129,18 @@ class EngineConfig:
             raise ValueError(f"offload_ratio must be between 0 and 1, not {self.offload_ratio}")
         if self.sub_group_size < 1024:
             raise ValueError(f"sub_group_size must be at least 1024 parameters, not {self.sub_group_size}")
+        if self.pipeline_parallel < 1:
+            raise ValueError(f"pipeline_parallel must be at least 1, not {self.pipeline_parallel}")
+        if self.pipeline_schedule not in ("1f1b", "gpipe"):
+            raise ValueError(f"pipeline_schedule must be 1f1b or gpipe, not {self.pipeline_schedule}")
+        if self.pipeline_parallel > 1 and (other := self._beside_pipeline()):
+            raise ValueError(f"pipeline_parallel={self.pipeline_parallel} needs {', '.join(other)}")
+
+    def _beside_pipeline(self) -> list[str]:
+        """What has to be set to which value for the pieces of a pipeline."""
+        wanted: dict[str, object] = {
+            "offload_optimizer": "none", "offload_parameters": "none", "compile_blocks": False, "compress": "none",
+            "states": "fp32", "tensor_parallel": 1, "gradient_accumulation": 1,
+        }  # fmt: skip
+        changed = [f"{key}={value}" for key, value in wanted.items() if getattr(self, key) != value]
+        return (["zero_stage=0, 1 or 2"] if self.zero_stage == 3 else []) + changed

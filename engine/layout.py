@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from engine import optim, precision
 from engine.config import EngineConfig, OptimizerConfig
 from engine.offload import MappedShards, together
-from engine.parallel import dist, tensor, zero
+from engine.parallel import dist, pipeline, tensor, zero
 
 
 def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | None) -> MappedShards | None:
@@ -29,6 +29,8 @@ def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig 
         for block in zero.units(module):
             block.compile()
     on_host = config.offload_parameters != "none"
+    whole_here = dist.world().data_size * dist.world().tensor == 1
+    alone = whole_here and config.states == "fp32" and not (on_host or elsewhere or apart)
     device = torch.device("cpu") if on_host else dist.world().device
     on_meta = any(p.is_meta for p in module.parameters())
     if not on_meta:
@@ -42,7 +44,7 @@ def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig 
         ranks=config.shard_ranks,
         compress=config.compress,
         apart=apart,
-        alone=dist.world().size == 1 and config.states == "fp32" and not (on_host or elsewhere or apart),
+        alone=alone,
     )
     if config.offload_parameters == "nvme":
         if trains and not elsewhere:
@@ -62,14 +64,17 @@ def _apart(config: EngineConfig, optimizer: OptimizerConfig | None) -> bool:
     """Whether gradients stay with their rank, for an optimizer that averages by itself."""
     if optimizer is None or not optim.averages_itself(optimizer):
         return False
-    if config.zero_stage or offloads(config, optimizer) or config.tensor_parallel > 1:
-        raise ValueError(f"{optimizer.name} wants whole parameters: zero_stage=0, no offload, no tensor_parallel")
+    if config.zero_stage or offloads(config, optimizer) or config.tensor_parallel * config.pipeline_parallel > 1:
+        raise ValueError(f"{optimizer.name} wants whole parameters: zero_stage=0, no offload, no split model")
     return True
 
 
 def _split(module: nn.Module, config: EngineConfig) -> None:
-    """Over the ranks of a tensor group, as the plan says."""
-    dist.arrange(tensor=config.tensor_parallel)
+    """Over the ranks of a tensor group, as the plan says, or of a pipeline."""
+    world = dist.arrange(tensor=config.tensor_parallel, pipeline=config.pipeline_parallel)
+    if config.pipeline_parallel > 1:
+        dtype = precision.TORCH_DTYPE[config.dtype]
+        pipeline.cut(module, rank=world.pipeline_rank, size=world.pipeline, dtype=dtype, device=world.device)
     if config.tensor_parallel > 1:
         mesh = zero.layout(stage=config.zero_stage, ranks=config.shard_ranks)["tensor"]
         tensor.parallelize(module, config.tensor_plan or tensor.plan_of(module), mesh)

@@ -6,7 +6,7 @@ a parameter, or call the loss again; a rank holds shards, and a loss has been th
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -108,12 +108,15 @@ def optimizer_class(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients that a module's shards have."""
+    """The gradients that a module's shards have; `norm` sums their squares where the module is a piece of a whole."""
 
     module: nn.Module
+    norm: Callable[[], float] | None = None
 
     def squared_norm(self) -> float:
         """The sum of squares, the same number on every rank."""
+        if self.norm is not None:
+            return self.norm()
         return dtensors.squared_norm(self._tensors()).item()
 
     def scale(self, factor: float) -> None:

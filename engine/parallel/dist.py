@@ -28,7 +28,8 @@ class World:
     """Who this process is. `device` is where its modules live.
 
     `tensor` neighbouring ranks hold one module between them and see the same data; data is spread over `data_size`
-    such groups.
+    such groups. All that once more for each of the `pipeline` pieces of a model: ranks that hold pieces of one see the
+    same data too, and stand `data_size * tensor` apart.
     """
 
     rank: int
@@ -36,16 +37,22 @@ class World:
     local_rank: int
     device: torch.device
     tensor: int = 1
+    pipeline: int = 1
 
     @property
     def data_rank(self) -> int:
         """Which share of the data is this rank's."""
-        return self.rank // self.tensor
+        return self.rank // self.tensor % self.data_size
 
     @property
     def data_size(self) -> int:
         """In how many shares data is cut."""
-        return self.size // self.tensor
+        return self.size // (self.tensor * self.pipeline)
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Which piece of a model is this rank's."""
+        return self.rank // (self.data_size * self.tensor)
 
     @property
     def leads(self) -> bool:
@@ -104,16 +111,19 @@ def stop() -> None:
     _made.clear()
 
 
-def arrange(*, tensor: int) -> World:
-    """Put every `tensor` neighbouring ranks on the same data. Raises ValueError where the world does not divide by it.
+def arrange(*, tensor: int, pipeline: int = 1) -> World:
+    """Put every `tensor` neighbouring ranks, and the ranks of all `pipeline` pieces, on the same data.
 
-    For the whole process: engines that live side by side have the same arrangement.
+    For the whole process: engines that live side by side have the same arrangement. Raises ValueError where the world
+    does not divide by it.
     """
     global _world
     now = world()
-    if now.size % tensor:
-        raise ValueError(f"tensor_parallel={tensor} does not divide the {now.size} ranks")
-    _world = replace(now, tensor=tensor)
+    if now.size % (tensor * pipeline):
+        asked = [f"tensor_parallel={tensor}"] if tensor > 1 or pipeline == 1 else []
+        asked += [f"pipeline_parallel={pipeline}"] if pipeline > 1 else []
+        raise ValueError(f"{' x '.join(asked)} does not divide the {now.size} ranks")
+    _world = replace(now, tensor=tensor, pipeline=pipeline)
     return _world
 
 
@@ -150,17 +160,17 @@ def beside_training(group: dist.ProcessGroup | None) -> bool:
 
 
 def mesh(*, replicate: int, shard: int) -> DeviceMesh:
-    """The device mesh (replicate, shard), or (replicate, shard, tensor) with tensor groups of neighbours.
+    """The device mesh (replicate, shard); behind these `tensor` where ranks form such groups, before them `pipeline`.
 
     replicate * shard is the number of shares that data is cut in. One mesh for each shape: what is laid out on parts of
     it can be composed.
     """
-    tensor = world().tensor
-    shape = (replicate, shard) if tensor == 1 else (replicate, shard, tensor)
-    if shape not in _meshes:
-        names = ("replicate", "shard", "tensor")[: len(shape)]
-        _meshes[shape] = init_device_mesh(world().device.type, shape, mesh_dim_names=names)
-    return _meshes[shape]
+    sizes = {"pipeline": world().pipeline, "replicate": replicate, "shard": shard, "tensor": world().tensor}
+    shown = {name: size for name, size in sizes.items() if size > 1 or name in ("replicate", "shard")}
+    key = tuple(sizes.values())
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh(world().device.type, tuple(shown.values()), mesh_dim_names=tuple(shown))
+    return _meshes[key]
 
 
 def neighbours(ranks: int) -> DeviceMesh:
@@ -177,6 +187,20 @@ def neighbours(ranks: int) -> DeviceMesh:
         return init_device_mesh(world().device.type, shape, mesh_dim_names=("group", "tensor"))
 
     return once(f"neighbours {ranks}", make)["tensor"]
+
+
+def along_pipeline() -> dist.ProcessGroup:
+    """The ranks that hold the pieces of this rank's model, in the pieces' order."""
+    return mesh(replicate=world().data_size, shard=1).get_group("pipeline")
+
+
+def ends_of_pipeline() -> dist.ProcessGroup | None:
+    """The first and the last of them; None on the ranks in between. Every rank calls."""
+    now = world()
+    apart = now.size // now.pipeline
+    pairs = [[rank, now.size - apart + rank] for rank in range(apart)]
+    ends = once(f"ends {now.pipeline}", lambda: DeviceMesh(now.device.type, pairs, mesh_dim_names=("column", "ends")))
+    return ends.get_group("ends") if now.pipeline_rank in (0, now.pipeline - 1) else None
 
 
 def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -271,12 +295,12 @@ def rank_rows(mine: Tensor) -> Tensor:
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
     """Add up named numbers over the shares of the data, in float64. Every rank passes the same names.
 
-    Ranks of one tensor group have the same share, and the same numbers; these count once.
+    Ranks that have the same share (tensor groups, pieces of a model) have the same numbers; these count once.
     """
     names = sorted(values)
     if world().size == 1 or not names:
         return dict(values)
-    first = world().rank % world().tensor == 0
+    first = world().rank % world().tensor == 0 and world().pipeline_rank == 0
     total = torch.tensor([float(values[name]) if first else 0.0 for name in names], dtype=torch.float64)
     dist.all_reduce(total, group=host_group())
     return dict(zip(names, total.tolist(), strict=True))
@@ -300,13 +324,21 @@ def gather_objects(value: Any) -> list[Any]:
     return gathered
 
 
-def broadcast_object(value: Any) -> Any:
-    """Rank 0's object on every rank."""
+def broadcast_object(value: Any, *, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """One rank's object on every rank of a group (of all by default); `source` is its rank there."""
     if world().size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=host_group())
+    dist.broadcast_object_list(box, group=group or host_group(), group_src=source)
     return box[0]
+
+
+def broadcast(tensor: Tensor, *, source: int, group: dist.ProcessGroup) -> Tensor:
+    """One rank's contiguous tensor on every rank of a group, in place; `source` is its rank there."""
+    if group.rank() == source:
+        count("other", tensor.nbytes * (group.size() - 1))
+    dist.broadcast(tensor, group=group, group_src=source)
+    return tensor
 
 
 def barrier() -> None:

@@ -1,0 +1,191 @@
+"""A rank's piece of a language model, cut in place: names, and the model's own forward, stay those of the whole model.
+
+Which parameters belong in front of the blocks (to the first rank) is seen in a forward that ends at the first block;
+what is neither there nor in a block (final norm, head) belongs to the last rank. On the other ranks a parameter is NaN,
+in one number's memory: what a piece makes of it must never reach a result, and would not stay unseen if it did.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+_PIECES: "WeakKeyDictionary[nn.Module, Piece]" = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Which part of a module this is: `rank` of `size`, with these blocks.
+
+    `tied` names the parameters that the first and the last rank both hold (an embedding that is the head as well);
+    `width` is the hidden size D.
+    """
+
+    rank: int
+    size: int
+    blocks: tuple[nn.Module, ...]
+    tied: frozenset[str]
+    width: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+def piece_of(module: nn.Module) -> Piece | None:
+    """Which piece a module that `cut` was called for is; None for others."""
+    return _PIECES.get(module)
+
+
+def cut(module: nn.Module, *, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Piece:
+    """Leave of a module what pipeline rank `rank` of `size` computes, in place; parameters may be on the meta device.
+
+    `dtype` is the precision of what is sent. Raises ValueError for a module that can't be cut so.
+    """
+    listed = _block_list(module, size)
+    front, width = _in_front(_language_model(module, listed), listed[0])
+    shares = _dealt(len(listed), size)
+    held = [_held(module, listed, shares, front, each) for each in range(size)]
+    tied = _tied(module, held)
+    for place, block in enumerate(listed):
+        if place not in shares[rank]:
+            listed[place] = Elsewhere(block)
+    for owner in list(module.modules()):
+        _let_go(owner, held[rank], dtype, device)
+    blocks = tuple(listed[place] for place in shares[rank])
+    _PIECES[module] = Piece(rank, size, blocks, tied, width)
+    return _PIECES[module]
+
+
+class Elsewhere(nn.Module):
+    """In the place of a block that another rank has; hands its input on.
+
+    As a tuple of one: a model whose blocks return tuples takes the first, any other hands the tuple to its next block.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update({name: value for name, value in vars(block).items() if _is_plain(name, value)})
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    """What a model's loop may ask of a block: the kind of its attention, its number."""
+    return not name.startswith("_") and isinstance(value, bool | int | float | str | None)
+
+
+def _block_list(module: nn.Module, ranks: int) -> nn.ModuleList:
+    found = list(_outermost_lists(module))
+    if len(found) != 1:
+        has = f"{type(module).__name__} has {len(found)}"
+        raise ValueError(f"pipeline_parallel deals out one list of blocks, and {has}; use zero_stage=3 instead")
+    if len(found[0]) < ranks:
+        raise ValueError(f"pipeline_parallel={ranks} is more than the {len(found[0])} blocks that there are")
+    return found[0]
+
+
+def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    for child in module.children():
+        if not isinstance(child, nn.ModuleList):
+            yield from _outermost_lists(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def _language_model(module: nn.Module, listed: nn.ModuleList) -> nn.Module:
+    """The backbone that runs the blocks: what transformers calls the base model."""
+    for child in module.modules():
+        base = getattr(child, "base_model", None)
+        if isinstance(base, nn.Module) and hasattr(child, "config") and any(m is listed for m in base.modules()):
+            return base
+    raise ValueError(f"pipeline_parallel cuts language models of transformers, and {type(module).__name__} has none")
+
+
+class _AtBlocks(Exception):
+    """The forward has come to the first block."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.inputs = args
+        self.keywords = kwargs
+
+
+def _in_front(model: nn.Module, block: nn.Module) -> tuple[set[nn.Module], int]:
+    """The modules that run before the first block, and the width of what it gets. Parameters are given no memory."""
+    ran: set[nn.Module] = set()
+
+    def stop(_: nn.Module, args: Any, kwargs: Any) -> None:
+        raise _AtBlocks(args, kwargs)
+
+    handles = [child.register_forward_pre_hook(lambda child, _: ran.add(child)) for child in model.modules()]
+    handles.append(block.register_forward_pre_hook(stop, prepend=True, with_kwargs=True))
+    there = [t.device for t in [*model.buffers(), *model.parameters()] if not t.is_meta]
+    device = there[0] if there else torch.device("cpu")
+    flat = {n: torch.zeros(1, device=device, requires_grad=True).expand(p.shape) for n, p in model.named_parameters()}
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            functional_call(model, flat, kwargs={"input_ids": ids, "use_cache": False})
+    except _AtBlocks as reached:
+        hidden, *others = [*reached.inputs, *reached.keywords.values()]
+    finally:
+        for handle in handles:
+            handle.remove()
+    if any(tensor.requires_grad for tensor in _tensors(others)):
+        raise ValueError("pipeline_parallel sends hidden states only; this model's blocks get other learned inputs too")
+    return ran, hidden.shape[-1]
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict | list | tuple):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _tensors(value)
+
+
+def _dealt(blocks: int, ranks: int) -> list[range]:
+    """Neighbouring blocks for each rank, as equally as can be; the last, which has the head, gets none of the rest."""
+    base, more = divmod(blocks, ranks)
+    ends = [base * (rank + 1) + min(rank + 1, more) for rank in range(ranks)]
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _held(
+    module: nn.Module, listed: nn.ModuleList, shares: list[range], front: set[nn.Module], rank: int
+) -> set[int]:
+    """The parameters (their ids) of a rank."""
+    own = {id(parameter) for place in shares[rank] for parameter in listed[place].parameters()}
+    inside = {child for block in listed for child in block.modules()}
+    for child in module.modules():
+        if child not in inside and rank == (0 if child in front else len(shares) - 1):
+            own |= {id(parameter) for parameter in child.parameters(recurse=False)}
+    return own
+
+
+def _tied(module: nn.Module, held: list[set[int]]) -> frozenset[str]:
+    """Names of the parameters that two ranks have, which must be the first and the last."""
+    ends = held[0] & held[-1]
+    for name, parameter in module.named_parameters():
+        if sum(id(parameter) in own for own in held) > 1 and id(parameter) not in ends:
+            raise ValueError(f"pipeline_parallel: blocks of two ranks share {name}; use fewer ranks, or zero_stage")
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in ends)
+
+
+def _let_go(owner: nn.Module, own: set[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Take a module the parameters that are another rank's."""
+    for leaf, parameter in list(owner._parameters.items()):
+        if parameter is not None and id(parameter) not in own:
+            del owner._parameters[leaf]
+            nowhere = torch.full((), torch.nan, dtype=dtype, device=device).expand(parameter.shape)
+            owner.register_buffer(leaf, nowhere, persistent=False)
