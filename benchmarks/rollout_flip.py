@@ -26,7 +26,6 @@ from benchmarks.record import ROOT, Result
 from benchmarks.rollout import OPT_125M, Lengths, Work, work
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.parallel import dist, dtensors
-from engine.rollout.balance import shares
 from engine.rollout.decoder import Rollouts
 from engine.rollout.sampling import Sampling
 
@@ -139,18 +138,19 @@ def model() -> Any:
 
 def rollout(engine: Engine, task: Work, *, keep: bool = True) -> None:
     """This rank's part of the work, flip included."""
-    world = dist.world()
     expected = sum(task.lengths) / len(task.lengths)
-    mine = shares([len(prompt) for prompt in task.prompts], world.size, expected)[world.rank]
     with engine.generating(keep=keep) as rollouts:
-        answer(rollouts, task, mine)
+        mine = engine.flip.share_of([len(prompt) for prompt in task.prompts], expected)
+        if mine:
+            answer(rollouts, task, mine)
 
 
 def answer(rollouts: Rollouts, task: Work, places: list[int]) -> None:
     decoder, lengths = rollouts._decoder(), [task.lengths[i] for i in places]
     assert decoder is not None
     prompts = [task.prompts[i] for i in places]
-    steps = decoder.run(prompts, Sampling(max(lengths)), places, task.slots, Lengths(lengths))
+    slots = task.slots * rollouts.ranks
+    steps = decoder.run(prompts, Sampling(max(lengths)), places, slots, Lengths(lengths))
     drawn = sum(len(step) for step in steps)
     assert drawn == sum(lengths), f"{drawn} tokens were drawn, not {sum(lengths)}"
 

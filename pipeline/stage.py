@@ -169,8 +169,9 @@ def answers_of(
 
     `keep` holds the generator's weights and cache for the next time.
     """
-    places = list(range(engine.flip.group, len(prompts), engine.flip.groups))
+    lengths = [len(tokenizer.encode_prompt(prompt.messages)) for prompt in prompts]
     with engine.generating(keep=keep) as rollouts:
+        places = engine.flip.share_of(lengths, how.max_new_tokens / 2)
         mine = answer_prompts(rollouts, tokenizer, [prompts[place] for place in places], how, streams=places)
     found = {place: text for part in dist.gather_objects(list(zip(places, mine, strict=True))) for place, text in part}
     return [found[i] for i in range(len(prompts))]

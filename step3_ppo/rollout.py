@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from engine import Generation, Sampling
 from engine.healing import Portion
 from engine.parallel import dist
-from engine.rollout.balance import shares
 from engine.rollout.selfcheck import compare
 from pipeline.data.batch import padded, plan
 from pipeline.data.documents import Documents
@@ -90,8 +89,8 @@ def generate(
     """
     flip = models.actor.flip
     expected = (sampling.min_new_tokens + sampling.max_new_tokens) / 2
-    places = shares([len(prompt) for prompt in prompts], flip.groups, expected)[flip.group]
     with models.actor.generating(keep=keep, park_optimizer=park_optimizer) as rollouts:
+        places = flip.share_of([len(prompt) for prompt in prompts], expected)
         mine = rollouts.generate(
             [prompts[i] for i in places],
             sampling,

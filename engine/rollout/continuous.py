@@ -37,13 +37,19 @@ class SlotDecoder:
     """A model that attends over a slot cache, which it keeps between calls.
 
     Making one tries the model with one token; raises Unserved, saying why, where the model can't be decoded so.
-    `replay` False runs every step through the modules.
+    `replay` False runs every step through the modules. `ranks` are those whose sequences are decoded here.
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, cache_bytes: int | None = None, *, replay: bool = True
+        self,
+        module: nn.Module,
+        device: torch.device,
+        cache_bytes: int | None = None,
+        *,
+        replay: bool = True,
+        ranks: int = 1,
     ) -> None:
-        self.module, self.device, self.cache_bytes = module, device, cache_bytes
+        self.module, self.device, self.cache_bytes, self.ranks = module, device, cache_bytes, ranks
         self.packs = PackedLinears(module)
         self.keeps_logits = _check_served(module)
         self.cache: SlotCache | None = None
@@ -118,8 +124,8 @@ class SlotDecoder:
 
     def _cache_for(self, tokens: int, slots: int) -> SlotCache:
         """The cache at hand if it is large enough, else one for at most `slots` sequences of `tokens`, in bounds."""
-        sharers = dist.world().size if self.device.type == "cpu" else 1
-        bound = free_bytes(self.device) // (2 * sharers) if self.cache_bytes is None else self.cache_bytes
+        sharers = dist.world().size // self.ranks if self.device.type == "cpu" else 1
+        bound = free_bytes(self.device) // (2 * sharers) if self.cache_bytes is None else self.cache_bytes * self.ranks
         capacity = -(-tokens // ROUND_CAPACITY) * ROUND_CAPACITY
         affordable = max(1 + int(self.on_device), bound // (self.token_bytes * capacity))
         cache = self.cache

@@ -44,15 +44,15 @@ class Rollouts:
 
     `cache_bytes` bounds the key-value cache (by default half of the memory that is free); fewer sequences than asked
     for run at a time where it is short. `slots` False decodes in padded batches; `replay` False runs every step through
-    the modules, whose hooks and collectives a recording would miss. After the weights were changed, call
-    `refresh`.
+    the modules, whose hooks and collectives a recording would miss. `ranks` are those whose answers are generated here
+    together (`pooling.py`). After the weights were changed, call `refresh`.
     """
 
     def __init__(
         self, module: nn.Module, device: torch.device | str, cache_bytes: int | None = None, *, slots: bool = True,
-        replay: bool = True,
+        replay: bool = True, ranks: int = 1,
     ) -> None:  # fmt: skip
-        self.module, self.device, self.cache_bytes = module, torch.device(device), cache_bytes
+        self.module, self.device, self.cache_bytes, self.ranks = module, torch.device(device), cache_bytes, ranks
         self._slots: SlotDecoder | None = None
         self._replay = replay
         self.most: int | None = None  # sequences that are decoded together at most, since more ran out of memory
@@ -70,8 +70,8 @@ class Rollouts:
         """`samples` answers a prompt (token ids), in the prompts' order, a prompt's own side by side.
 
         `streams` names the random stream of each answer: the same stream, seed and prompt give the same answer.
-        `batch_size` is how many are decoded at a time. Equal prompts are run once. `text` turns token ids into text,
-        for stop strings.
+        `batch_size` is how many are decoded at a time, for each of the ranks. Equal prompts are run once. `text` turns
+        token ids into text, for stop strings.
         Raises ValueError for a prompt that is empty or too long for the model, and FloatingPointError where the model's
         output is not a number.
         """
@@ -80,6 +80,7 @@ class Rollouts:
             raise ValueError(f"{len(prompts)} answers need as many streams, not {len(streams)}")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        batch_size *= self.ranks
         if not self._replay:  # its forwards have collectives, which other ranks would wait for
             return self._answers(prompts, sampling, streams, batch_size, text)
         while True:
@@ -188,7 +189,9 @@ class Rollouts:
         """The slot decoder, made at first use; None for a model that falls back."""
         if self._slots is None and self._fallback is None:
             try:
-                self._slots = SlotDecoder(self.module, self.device, self.cache_bytes, replay=self._replay)
+                self._slots = SlotDecoder(
+                    self.module, self.device, self.cache_bytes, replay=self._replay, ranks=self.ranks
+                )
             except Unserved as reason:
                 self._fallback = str(reason)
                 name = type(self.module).__name__

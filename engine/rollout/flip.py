@@ -4,17 +4,19 @@ Entering gathers the parameters into the twin, and packs its matrices where that
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
 from engine.parallel import dist
+from engine.rollout.balance import shares
 from engine.rollout.continuous import free_bytes
 from engine.rollout.decoder import Rollouts
 from engine.rollout.hybrid import Twin
 from engine.rollout.parking import parked
+from engine.rollout.pooling import alone, pool_of
 from engine.rollout.selfcheck import Checked, selfcheck
 
 SELFCHECK_FIRST = 2  # flips that are always checked
@@ -37,6 +39,7 @@ class Flip:
         self._blueprint, self._source, self._dtype = blueprint, source, dtype
         self._twin: Twin | None = None
         self._rollouts: Rollouts | None = None
+        self._pool = alone()
         self._count = 0
         self.selfcheck_every = 50  # flips, beside the first two; 0 never checks
         self.checked: list[Checked] = []
@@ -56,8 +59,9 @@ class Flip:
             rollouts = self._enter()
             self.seconds = time.perf_counter() - began
             try:
-                self.checked = self._selfcheck(rollouts)
-                yield rollouts
+                with self._pool.at_work():
+                    self.checked = self._selfcheck(rollouts)
+                    yield rollouts
             finally:
                 self._finish()
                 began = time.perf_counter()
@@ -75,6 +79,12 @@ class Flip:
     def groups(self) -> int:
         return dist.world().size // self.tensor_parallel
 
+    def share_of(self, prompt_lengths: Sequence[int], expected: float) -> list[int]:
+        """The places of the prompts that this rank is to answer; `expected` tokens an answer. To be asked in a flip."""
+        if self._pool.ranks > 1:
+            return list(range(len(prompt_lengths))) if self._pool.leads else []
+        return shares(prompt_lengths, self.groups, expected)[self.group]
+
     def release(self) -> None:
         """Free the twin's parameters, what was derived from them, and the cache."""
         if self._rollouts is not None:
@@ -87,22 +97,30 @@ class Flip:
             self._twin.stream.finish()
 
     def _enter(self) -> Rollouts:
-        if self._twin is None:
-            device, ranks = dist.world().device, self.tensor_parallel
-            self._twin = Twin(
-                self._blueprint, self._source, self._dtype, device, tensor_parallel=ranks, plan=self._plan,
-                stream=self.stream,
-            )  # fmt: skip
-            bound = _agreed_bytes(device) if ranks > 1 else None
-            self._rollouts = Rollouts(self._twin.module, device, bound, replay=not self.stream and ranks == 1)
-        assert self._rollouts is not None
+        if self._twin is None or self._rollouts is None:
+            self._twin, self._rollouts = self._make()
         self._twin.refresh()
         if self.tensor_parallel > 1 and self._rollouts.fallback is not None:
             raise ValueError(f"rollout.tensor_parallel needs the slot cache, and {self._rollouts.fallback}; use 1")
-        self._rollouts.refresh(self._twin.changed)
+        if self._pool.leads:
+            self._rollouts.refresh(self._twin.changed)
+        else:
+            self._rollouts.release()  # should it be asked nevertheless, it packs what is there then
         self._count += 1
         self.bytes = self._twin.bytes
         return self._rollouts
+
+    def _make(self) -> tuple[Twin, Rollouts]:
+        device, ranks = dist.world().device, self.tensor_parallel
+        twin = Twin(
+            self._blueprint, self._source, self._dtype, device, tensor_parallel=ranks, plan=self._plan,
+            stream=self.stream,
+        )  # fmt: skip
+        by_itself = not self.stream and ranks == 1
+        if by_itself:
+            self._pool = pool_of(twin.module)
+        bound = _agreed_bytes(device) if ranks > 1 else None
+        return twin, Rollouts(twin.module, device, bound, replay=by_itself, ranks=self._pool.ranks)
 
     def _selfcheck(self, rollouts: Rollouts) -> list[Checked]:
         """On the first flips and now and then: does the generator say what its module says? Alike on every rank."""
@@ -112,12 +130,12 @@ class Flip:
         checked: list[Checked] = []
         problem: ValueError | None = None
         try:
-            checked = selfcheck(rollouts)
+            checked = selfcheck(rollouts) if self._pool.leads else []
         except ValueError as error:
             problem = error
         if dist.max_over_ranks(float(problem is not None)) > 0:
             raise problem or ValueError("another rank's generator is not its model; its message says more")
-        return checked
+        return checked if self._pool.ranks == 1 else dist.broadcast_object(checked)
 
 
 def _agreed_bytes(device: torch.device) -> int:

@@ -1,6 +1,7 @@
 """The flip on two ranks: over the wire as in shared memory, replicated shards, what is kept and what is freed."""
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
-from engine.parallel import dtensors, zero
+from engine.parallel import dist, dtensors, zero
 from engine.precision import policy
-from engine.rollout import gather, hybrid
+from engine.rollout import gather, hybrid, pooling
 from engine.rollout.hybrid import Twin
 from engine.rollout.packed import available
+from engine.rollout.pooling import Pool
+from engine.rollout.sampling import Sampling
 from tests.engine.rollout.families import build
 from tests.engine.rollout.test_hybrid import PROMPTS, adapted, answers, in_dtype, merged_by_peft
 from tests.ranks import run_ranks
@@ -25,7 +28,7 @@ def ranks() -> list[dict[str, Any]]:
 
 
 def everything() -> dict[str, Any]:
-    return {"ways": wire_and_memory(), "frozen": frozen_and_freed(), "replicated": replicated()}
+    return {"ways": wire_and_memory(), "frozen": frozen_and_freed(), "replicated": replicated(), "pooled": pooled()}
 
 
 def sharded(module: nn.Module, stage: int = 3, ranks: int | None = None) -> nn.Module:
@@ -72,9 +75,7 @@ def frozen_and_freed() -> dict[str, Any]:
     live = build("llama", hidden_size=128, intermediate_size=256)  # matrices large enough to be packed
     for name, parameter in live.named_parameters():
         parameter.requires_grad_("layers.1." in name)
-    engine = Engine(
-        live, EngineConfig(zero_stage=3, dtype="bf16"), optimizer=OptimizerConfig(lr=0.05), rollout_path=""
-    )
+    engine = Engine(live, EngineConfig(zero_stage=3, dtype="bf16"), optimizer=OptimizerConfig(lr=0.05), rollout_path="")
     engine.flip.selfcheck_every = 0
     found: dict[str, Any] = {"bytes": [], "packed": [], "answers": []}
     made, pack = [0], torch.ops.mkldnn._reorder_linear_weight
@@ -130,3 +131,80 @@ def replicated() -> bool:
 
 def test_replicated_shards(ranks: list[dict[str, Any]]) -> None:
     assert all(rank["replicated"] for rank in ranks)
+
+
+def pooled() -> dict[str, Any]:
+    """Three flips with training between them, ranks apart and one for all."""
+    torch.set_num_threads(1)
+    pooling._cores = lambda: 2
+    few, found = pooling.FEWEST_BYTES, {}
+    for way, pooling.FEWEST_BYTES in (("apart", few), ("together", 0)):
+        torch.manual_seed(0)
+        config = EngineConfig(zero_stage=3, dtype="fp32")
+        engine = Engine(build("llama"), config, optimizer=OptimizerConfig(lr=0.02), rollout_path="")
+        mine: dict[str, Any] = {"said": [], "threads": [], "checked": [], "packed": []}
+        for _ in range(3):
+            with engine.generating() as rollouts:
+                places = engine.flip.share_of([len(prompt) for prompt in PROMPTS], expected=8)
+                drawn = rollouts.generate([PROMPTS[i] for i in places], Sampling(8, seed=2), places, batch_size=1)
+                mine["threads"].append(torch.get_num_threads())
+                mine["said"].append({i: answer.token_ids for i, answer in zip(places, drawn, strict=True)})
+                asked = rollouts.generate(PROMPTS[:1], Sampling(8, seed=2), [0])  # whoever is not to answer still can
+            mine["checked"].append([one.answer.token_ids for one in engine.flip.checked])
+            mine["asked"], mine["ranks"] = asked[0].token_ids, rollouts.ranks
+            ids = torch.tensor([PROMPTS[1]])
+            engine.update([ids], lambda module, batch: (module(batch, labels=batch).loss, {}), 1)
+        found[way] = mine | {"after": torch.get_num_threads()}
+    pooling.FEWEST_BYTES = few
+    return found
+
+
+def test_one_rank_of_a_host_generates_for_all(ranks: list[dict[str, Any]]) -> None:
+    """The same answers as when each generates for itself, by the first alone, with the threads of both."""
+    apart, together = ([rank["pooled"][way] for rank in ranks] for way in ("apart", "together"))
+    for flip in range(3):
+        assert sorted(i for rank in apart for i in rank["said"][flip]) == [0, 1, 2, 3]
+        assert all(len(rank["said"][flip]) == 2 for rank in apart)
+        assert together[0]["said"][flip] == apart[0]["said"][flip] | apart[1]["said"][flip]
+        assert together[1]["said"][flip] == {}
+    assert apart[0]["said"][0] != apart[0]["said"][2]
+    assert [rank["threads"] for rank in apart + together] == [[1] * 3, [1] * 3, [2] * 3, [1] * 3]
+    assert all(rank["after"] == 1 for rank in together)
+    assert together[0]["checked"] == together[1]["checked"] == apart[0]["checked"] and together[0]["checked"][1]
+    assert together[1]["asked"] == together[0]["asked"] == together[0]["said"][2][0]
+    assert [rank["ranks"] for rank in apart + together] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("why", ["few cores", "small", "another host"])
+def test_else_each_generates_for_itself(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    leader = dist.World(0, 2, 0, torch.device("cpu"))
+    monkeypatch.setattr(pooling.dist, "world", lambda: leader)
+    monkeypatch.setattr(pooling.dist, "gather_objects", lambda value: [value, value])
+    monkeypatch.setattr(pooling.dist, "broadcast_object", lambda value: value)
+    monkeypatch.setattr(pooling, "share", lambda size: None if why == "another host" else torch.zeros(size).byte())
+    monkeypatch.setattr(pooling, "FEWEST_BYTES", 0)
+    monkeypatch.setattr(pooling, "_cores", lambda: 2 * torch.get_num_threads())
+    module = build("llama")
+    assert (pooling.pool_of(module).ranks == 2) == (why != "another host")
+    monkeypatch.setattr(pooling, *(("_cores", lambda: 1) if why == "few cores" else ("FEWEST_BYTES", 1 << 30)))
+    assert pooling.pool_of(module).ranks == 1
+
+
+def test_the_others_wait_for_the_leader() -> None:
+    ended = torch.zeros(1, dtype=torch.int64)
+    pools = [Pool(2, leads, 1, ended) for leads in (True, False)]
+    order = []
+
+    def other() -> None:
+        with pools[1].at_work():
+            pass
+        order.append("other")
+
+    with pytest.raises(KeyError), pools[0].at_work():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(0.1)
+        order.append("leader")
+        raise KeyError
+    thread.join(10)
+    assert order == ["leader", "other"]
