@@ -7,8 +7,8 @@ not change an update. `backward` and `step` serve a plain loop, whose loss is th
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,11 @@ from engine.healing import Healer, Pass, Portion
 from engine.ledger import Ledger
 from engine.ledger.beside import generator_bytes, optimizer_bytes
 from engine.loading import copy_local
+from engine.merging import whole_parameters
 from engine.offload import OffloadedOptimizer, full_precision
 from engine.parallel import dist, pipeline, traffic, zero
 from engine.pipelined import Pipelined
+from engine.rollout.assembled import Assembled
 from engine.rollout.decoder import Rollouts
 from engine.rollout.flip import Flip
 
@@ -86,11 +88,15 @@ class Engine:
         self._micro_batches = 0
         self.before_change: list[Callable[[], None]] = []  # who reads parameters and states beside training
         blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
+        self._assembled: Assembled | None = None
         self._values = full_precision(module) if layout.offloads(config, optimizer) else {}
         self.module, self._mapped = module, layout.lay_out(module, config, optimizer)
         self._flip: Flip | None = None
         if rollout_path is not None and blueprint is not None:
             source, dtype = self.module.get_submodule(rollout_path), precision.TORCH_DTYPE[config.dtype]
+            if config.pipeline_parallel > 1:
+                self._assembled = Assembled(blueprint, rollout_path, dtype)
+                source = self._assembled.module
             self._flip = Flip(blueprint, source, dtype, config.tensor_plan)
         self._pipelined = self._pieces()
         self.healer = Healer(self.module, self._discard)
@@ -352,10 +358,23 @@ class Engine:
         """
         zero.release(self.module)
         park = self.optimizer if park_optimizer and isinstance(self.optimizer, torch.optim.Optimizer) else None
-        with self.flip.entered(keep=keep, park=park) as rollouts:
+        with self._whole(), self.flip.entered(keep=keep, park=park) as rollouts:
             self._let_go()
             yield rollouts
             self.ledger.sample("generate")
+
+    def _whole(self) -> AbstractContextManager[None]:
+        """Within the block what the flip reads is there, where ranks hold pieces of it."""
+        if self._assembled is None:
+            return nullcontext()
+        return self._assembled.filled(self.everywhere(whole_parameters(self.module)))
+
+    def everywhere(self, mine: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors by name, of the whole model where each rank of a pipeline has some. Every rank goes through it.
+
+        `mine` are those of this rank's module, alike on the ranks that share it.
+        """
+        return iter(mine) if self._pipelined is None else pipeline.everywhere(self._pipelined.pipeline.piece, mine)
 
     def _beside(self) -> dict[str, int]:
         """Bytes of what is neither parameters nor gradients, by owner."""

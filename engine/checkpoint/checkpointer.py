@@ -104,10 +104,10 @@ class Checkpointer:
     def _write_values(self, staging: Path, shared: Mapping[str, Any], mine: Mapping[str, Any] | None) -> None:
         """A new folder, with all that is not tensors."""
         rank, leads = dist.world().rank, dist.world().leads
+        scalars = {name: contents.all_scalars(engine) for name, engine in self.engines.items()}
         if leads:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
-            scalars = {name: contents.scalars(engine) for name, engine in self.engines.items()}
             _write_json(staging / "state.json", {"shared": shared, "engines": scalars, "ranks": dist.world().size})
         dist.barrier()
         _write_json(staging / f"rank-{rank}.json", mine or {})

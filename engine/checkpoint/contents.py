@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from engine import optim
 from engine.compression.onebit_adam import ERRORS
 from engine.offload import OffloadedOptimizer, planners
+from engine.parallel import dist
 from engine.pieces import in_pieces, told_in_pieces
 
 if TYPE_CHECKING:
@@ -59,6 +60,16 @@ def scalars(engine: "Engine") -> dict[str, Any]:
     return {
         "step_count": engine.step_count, "scaler": engine.scaler.state(), "moments": moments, "numbers": numbers,
     }  # fmt: skip
+
+
+def all_scalars(engine: "Engine") -> dict[str, Any]:
+    """`scalars` of the whole model: ranks of a pipeline name the states of their piece. Every rank calls."""
+    mine = scalars(engine)
+    if dist.world().pipeline == 1:
+        return mine
+    parts = dist.gather_objects(mine)
+    moments = list(dict.fromkeys(name for part in parts for name in part["moments"]))
+    return mine | {"moments": moments, "numbers": {n: value for part in parts for n, value in part["numbers"].items()}}
 
 
 def make_room(engine: "Engine", saved: Mapping[str, Any]) -> None:
