@@ -4,7 +4,6 @@ The file has its whole size from the start, so that a full disk is known at once
 open: the system removes it with the process, however that ends. What a file can't give (a short read) is an OSError.
 """
 
-import ctypes
 import mmap
 import os
 import shutil
@@ -21,18 +20,6 @@ from engine.offload.blocks import BlockFile, bytes_of, whole_bytes
 
 REQUEST_BYTES = 8 * 2**20
 THREADS = 4
-M_MMAP_THRESHOLD = -3  # malloc.h
-
-
-def give_memory_back() -> None:
-    """Have the C library return what is free, and from now on freed blocks of 4 MiB and more at once (glibc).
-
-    It would keep blocks of up to 32 MiB, which doubles what a host holds on which gathers and gradients come and go.
-    """
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):
-        library.mallopt(M_MMAP_THRESHOLD, 4 * 2**20)
-        library.malloc_trim(0)
 
 
 @cache

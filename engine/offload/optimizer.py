@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from engine import optim
 from engine.config import EngineConfig, OptimizerConfig
+from engine.host_allocator import give_memory_back
 from engine.loading import also_into
-from engine.offload.files import give_memory_back
 from engine.offload.gradients import Gradients, Kept, Streamed, take
 from engine.offload.layout import lay_out
 from engine.offload.stores import FileStore, MemoryStore, Store
