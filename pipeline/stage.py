@@ -16,9 +16,9 @@ from pipeline.models.source import ModelSource, download, model_folder, resolve
 
 
 def arrange(config: RunConfig) -> None:
-    """Say which ranks see the same data, and seed what is drawn while training: alike where the data is the same."""
-    dist.arrange(tensor=config.engine.tensor_parallel)
-    torch.manual_seed(config.seed * 1_000_003 + dist.world().data_rank)
+    """Say which ranks see the same data, and seed what is drawn while training: alike where they compute the same."""
+    world = dist.arrange(tensor=config.engine.tensor_parallel, pipeline=config.engine.pipeline_parallel)
+    torch.manual_seed(config.seed * 1_000_003 + world.data_size * world.pipeline_rank + world.data_rank)
 
 
 def optimizer_config(section: StageSection, *, steps: int, lr: float | None = None) -> OptimizerConfig:
@@ -52,6 +52,7 @@ def sampling(rollout: RolloutSection, tokenizer: ChatTokenizer, *, seed: int) ->
         min_p=rollout.min_p,
         repetition_penalty=rollout.repetition_penalty,
         min_new_tokens=rollout.min_new_tokens,
+        stop=tuple(rollout.stop),
         end_ids=tokenizer.end_ids,
         pad_id=tokenizer.pad_id,
         seed=seed,
@@ -159,7 +160,7 @@ def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prom
 def prepare_generation(engine: Engine, rollout: RolloutSection) -> None:
     """Tell an engine how it will generate, before it does so for the first time."""
     engine.flip.tensor_parallel, engine.flip.stream = rollout.tensor_parallel, rollout.stream
-    engine.flip.selfcheck_every = rollout.selfcheck_every
+    engine.flip.selfcheck_every, engine.flip.cache_bytes = rollout.selfcheck_every, rollout.cache_bytes
 
 
 def answers_of(

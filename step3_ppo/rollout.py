@@ -5,7 +5,7 @@ MB), so that any rank can train on any row and whitening needs no collective; ge
 ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -82,10 +82,11 @@ def generate(
     batch_size: int,
     keep: bool = True,
     park_optimizer: bool = False,
+    text: Callable[[list[int]], str] | None = None,
 ) -> list[Generation]:
     """One answer a prompt, all on every rank, the work spread over ranks. The noise belongs to the prompt's place.
 
-    `keep` and `park_optimizer` are those of `Engine.generating`.
+    `keep` and `park_optimizer` are those of `Engine.generating`; `text` turns token ids into text, for stop strings.
     """
     flip = models.actor.flip
     expected = (sampling.min_new_tokens + sampling.max_new_tokens) / 2
@@ -96,6 +97,7 @@ def generate(
             sampling,
             streams=[first_stream + i for i in places],
             batch_size=batch_size,
+            text=text,
         )
     check_generator(models, pad_id=sampling.pad_id)
     found = {i: g for part in dist.gather_objects(list(zip(places, mine, strict=True))) for i, g in part}

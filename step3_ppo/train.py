@@ -71,6 +71,7 @@ class Ppo:
                 batch_size=self.config.rollout.batch_size,
                 keep=self.config.rollout.keep,
                 park_optimizer=self.config.rollout.park_optimizer,
+                text=self.tokenizer.decode,
             )
         stage.clock.move("generate", "flip", self.models.actor.flip.seconds)
         with stage.clock.phase("score"):

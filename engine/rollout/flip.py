@@ -35,6 +35,7 @@ class Flip:
         """See `Twin`, which takes the blueprint over when it is first needed."""
         self._plan = plan
         self.stream = False  # whether blocks are gathered only while they run; to be set before the first flip
+        self.cache_bytes: int | None = None  # see `Rollouts`; to be set before the first flip
         self.tensor_parallel = 1  # neighbouring ranks that generate together; to be set before the first flip
         self._blueprint, self._source, self._dtype = blueprint, source, dtype
         self._twin: Twin | None = None
@@ -119,7 +120,7 @@ class Flip:
         by_itself = not self.stream and ranks == 1
         if by_itself:
             self._pool = pool_of(twin.module)
-        bound = _agreed_bytes(device) if ranks > 1 else None
+        bound = _agreed_bytes(device) if ranks > 1 and self.cache_bytes is None else self.cache_bytes
         return twin, Rollouts(twin.module, device, bound, replay=by_itself, ranks=self._pool.ranks)
 
     def _selfcheck(self, rollouts: Rollouts) -> list[Checked]:

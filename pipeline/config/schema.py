@@ -118,6 +118,8 @@ class EngineSettings(Section):
         "fp32", description="what AdamW keeps: fp32 masters and moments (12 bytes a parameter), or bf16 alone, stochastically rounded (6)"
     )
     tensor_parallel: int = Field(1, ge=1, description="neighbouring ranks that hold each matrix between them and work on the same data")
+    pipeline_parallel: int = Field(1, ge=1, description="ranks that hold the model's blocks one after another and pass micro-batches on; for stage=sft")
+    pipeline_schedule: Literal["1f1b", "gpipe"] = Field("1f1b", description="one forward, one backward in turn; or all forwards, then all backwards (more activations)")
     loss_scale_power: int = Field(16, ge=0, le=32, description="fp16: initial loss scale is 2**this")
     loss_scale_window: int = Field(1000, ge=1, description="fp16: good steps before the scale doubles")
     deepspeed: DeepSpeedFile = Field(None, description="DeepSpeed configuration (JSON file): what it says counts, see docs/deepspeed.md")
@@ -197,8 +199,14 @@ class RolloutSection(Section):
     repetition_penalty: float = Field(1.0, gt=0, description="above 1 makes tokens that stand in prompt or answer less likely; PPO wants 1")
     min_new_tokens: int = Field(0, ge=0, description="no answer ends before it has as many tokens; PPO wants 0")
     max_new_tokens: int = Field(256, ge=1, description="tokens an answer may have, its end token included")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="strings that end an answer where they are complete, beside the end token: rollout.stop='[\"Human:\"]'"
+    )
     max_prompt_tokens: int = Field(512, ge=1, description="longer prompts are dropped, and counted")
     batch_size: int = Field(64, ge=1, description="sequences decoded together on a rank")
+    cache_bytes: int | None = Field(
+        None, ge=1, description="bytes the key-value cache may take on a rank; fewer sequences are decoded together where it is short; null is half of what is free"
+    )
     tensor_parallel: int = Field(1, ge=1, description="neighbouring ranks that split the generator's matrices between them and answer the same prompts")
     stream: bool = Field(False, description="bring the generator's blocks to the device one at a time, for models that don't fit it")
     keep: bool = Field(True, description="keep the generator's weights, packs and cache between rollouts; false frees them")

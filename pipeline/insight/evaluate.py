@@ -103,7 +103,7 @@ def answer_prompts(
         return []
     prompt_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
     places = list(range(len(prompts))) if streams is None else list(streams)
-    generations = rollouts.generate(prompt_ids, sampling, places, batch_size=batch_size)
+    generations = rollouts.generate(prompt_ids, sampling, places, batch_size=batch_size, text=tokenizer.decode)
     return [tokenizer.decode(generation.token_ids) for generation in generations]
 
 

@@ -212,6 +212,17 @@ def test_cut_sampling_is_warned_about():
     assert message.startswith("rollout.min_new_tokens=9 exceeds")
 
 
+def test_stop_strings_and_the_caches_bound():
+    config = config_of("rollout.stop=['Human:', ' a b']", "rollout.cache_bytes=2e9")
+    assert config.rollout.stop == ["Human:", " a b"] and config.rollout.cache_bytes == 2_000_000_000
+    assert config_of().rollout.stop == [] and config_of().rollout.cache_bytes is None
+    assert warnings(config) == []
+    assert "[a, b, ...]" in refusal("rollout.stop=Human:")
+    assert refusal("rollout.stop=['']").startswith("rollout.stop")
+    for bad in ("0", "-5", "many", "1.5"):
+        assert refusal(f"rollout.cache_bytes={bad}").startswith(f"rollout.cache_bytes={bad}: ")
+
+
 def test_role_engines_change_the_run_engine():
     settings = engine_settings(EngineSettings(zero_stage=2, dtype="bf16"), {"zero_stage": 3})
     assert (settings.zero_stage, settings.dtype) == (3, "bf16")

@@ -17,7 +17,7 @@ from pipeline.data.encode import TokenItem
 from pipeline.data.records import Message, Prompt
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
-from pipeline.stage import answers_of, prepare_generation
+from pipeline.stage import answers_of, prepare_generation, sampling
 from step1_sft.batches import micro_batches
 from step1_sft.evaluate import held_out_loss
 from step1_sft.loss import sft_loss
@@ -118,7 +118,7 @@ class Letters:
 def test_answering_leaves_no_generator_behind(folder: Path) -> None:
     """The training that follows needs the memory; and the rollout's settings hold in this stage too."""
     engine = build_policy(source_in(folder), trained(dtype="bf16"), generates=True)
-    prepare_generation(engine, RolloutSection(stream=True, selfcheck_every=7))
+    prepare_generation(engine, RolloutSection(stream=True, selfcheck_every=7, cache_bytes=40_000))
     assert (engine.flip.stream, engine.flip.selfcheck_every) == (True, 7)
     engine.flip.stream = False
     sampled = Sampling(max_new_tokens=2, end_ids=(1,))
@@ -127,3 +127,17 @@ def test_answering_leaves_no_generator_behind(folder: Path) -> None:
         assert len(answers_of(engine, cast(Any, Letters()), asked, sampled, keep=keep)) == 1
         twin = engine.flip._twin
         assert twin is not None and all(p.is_meta == gone for p in twin.module.parameters())
+    assert engine.flip._rollouts is not None and engine.flip._rollouts.cache_bytes == 40_000
+
+
+def test_answers_end_with_a_stop_string(folder: Path) -> None:
+    engine = build_policy(source_in(folder), trained(), generates=True)
+    asked = [Prompt((Message("user", "hi"),), "made")]
+    tokenizer = cast(Any, Letters())
+    tokenizer.end_ids, tokenizer.pad_id = (), 0
+    section = RolloutSection(max_new_tokens=9)
+    whole = answers_of(engine, tokenizer, asked, sampling(section, tokenizer, seed=1), keep=True)[0]
+    stop = " ".join(whole.split()[1:3])
+    section = RolloutSection(max_new_tokens=9, stop=[stop])
+    cut = answers_of(engine, tokenizer, asked, sampling(section, tokenizer, seed=1), keep=True)[0]
+    assert cut == whole[: whole.index(stop) + len(stop)] and len(cut) < len(whole)

@@ -1,5 +1,7 @@
 """Rows of sequences, and what the four models say of answers, against each sequence on its own."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,21 @@ def test_the_reference_of_adapters_is_the_model_under_them(tmp_path: Path) -> No
     base = collect(models_in(tmp_path), prompts, drawn, temperature=1.0, pad_id=0, budget=64)
     torch.testing.assert_close(found.reference, base.reference, atol=3e-5, rtol=1e-5)
     assert (found.logprobs - base.logprobs).abs().max() > 0.01
+
+
+def test_a_stop_string_ends_an_answer_by_itself(tmp_path: Path) -> None:
+    saved_models(tmp_path)
+    models, prompts = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES).prompts[:3]
+    sampling = replace(SAMPLING, end_ids=())
+
+    def text(ids: Sequence[int]) -> str:
+        return "".join(f"<{token}>" for token in ids)
+
+    whole = generate(models, prompts, sampling, first_stream=0, batch_size=4, text=text)
+    assert not any(answer.finished for answer in whole)
+    stop = text(whole[1].token_ids[1:3])
+    cut = generate(models, prompts, replace(sampling, stop=(stop,)), first_stream=0, batch_size=4, text=text)
+    assert cut[1].finished and cut[1].token_ids == whole[1].token_ids[:3]
 
 
 def one_step(folder: Path, zero_stage: int, packing: bool = False) -> dict[str, Any]:
