@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config.messages import indivisible, messages
+from pipeline.config.messages import as_written, indivisible, messages
 from pipeline.config.schema import (
     ROLE_ENGINES,
     DataConfig,
@@ -123,9 +123,13 @@ def _engine_mistakes(config: RunConfig) -> Iterable[str]:
                 yield f"ppo.{name}.{line}"
         if "tensor_parallel" in getattr(config.ppo, name):
             yield f"ppo.{name}.tensor_parallel: the models of PPO are split alike; set engine.tensor_parallel"
+        if "pipeline_parallel" in getattr(config.ppo, name):
+            yield f"ppo.{name}.pipeline_parallel: PPO has no pipelines; leave it out"
     yield from _offload_mistakes("engine", config.engine)
     yield from _number_mistakes("engine", config.engine)
     yield from _deepspeed_mistakes(config.engine)
+    if config.engine.pipeline_parallel > 1:
+        yield from _pipeline_mistakes(config)
 
 
 def _offload_mistakes(key: str, settings: EngineSettings) -> Iterable[str]:
@@ -146,6 +150,24 @@ def _number_mistakes(key: str, settings: EngineSettings) -> Iterable[str]:
             yield f"{key}.states=bf16 needs {key}.dtype=bf16, not {settings.dtype}"
         if settings.offload_optimizer != "none" or settings.tensor_parallel > 1:
             yield f"{key}.states=bf16 needs {key}.offload_optimizer=none and {key}.tensor_parallel=1"
+
+
+def _pipeline_mistakes(config: RunConfig) -> Iterable[str]:
+    """What a model in pieces does not go with."""
+    pieces, settings = f"engine.pipeline_parallel={config.engine.pipeline_parallel}", config.engine
+    if wanted_stages(config) != ["sft"]:
+        yield f"{pieces} is for supervised fine-tuning: stage=sft with it, then the other stages without"
+    if settings.zero_stage == 3:
+        yield f"{pieces} has parameters whole in each piece: engine=zero0, zero1 or zero2"
+    needed: dict[str, Any] = {
+        "auto": False, "deepspeed": None, "offload_optimizer": "none", "offload_parameters": "none",
+        "compile_blocks": False, "compress": "none", "states": "fp32", "tensor_parallel": 1,
+    }  # fmt: skip
+    for key, value in needed.items():
+        if getattr(settings, key) != value:
+            yield f"{pieces} needs engine.{key}={as_written(value)}"
+    if config.rollout.tensor_parallel > 1 or config.rollout.stream:
+        yield f"{pieces} answers held-out prompts with the whole model: rollout.tensor_parallel=1 rollout.stream=false"
 
 
 def _deepspeed_mistakes(settings: EngineSettings) -> Iterable[str]:

@@ -20,7 +20,7 @@ def messages(problem: ValidationError, root: type[BaseModel]) -> list[str]:
 
 def _message(key: str, error: ErrorDetails, root: type[BaseModel]) -> str:
     kind, context = error["type"], error.get("ctx", {})
-    shown = _shown(error["input"])
+    shown = as_written(error["input"])
     if kind == "extra_forbidden":
         return f"{key}: there is no such key{_instead(key, root)}"
     if kind == "missing":
@@ -45,7 +45,8 @@ def _message(key: str, error: ErrorDetails, root: type[BaseModel]) -> str:
     return f"{key}={shown}: {error['msg']}"
 
 
-def _shown(value: Any) -> str:
+def as_written(value: Any) -> str:
+    """A value as it stands behind a key on the command line, cut where it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value) if len(str(value)) <= 60 else str(value)[:57] + "..."

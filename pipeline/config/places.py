@@ -9,19 +9,21 @@ from pipeline.errors import UserError
 
 
 def check_ranks(config: RunConfig, ranks: int) -> None:
-    """Batches must divide over the ranks (tensor groups). Raises UserError with the sizes that do."""
-    tensor = config.engine.tensor_parallel
-    if ranks % tensor:
-        raise UserError(f"engine.tensor_parallel={tensor} does not divide the {ranks} ranks")
-    shares, mistakes = ranks // tensor, []
+    """Batches must divide over the ranks (tensor groups, pipelines). Raises UserError with the sizes that do."""
+    tensor, pieces = config.engine.tensor_parallel, config.engine.pipeline_parallel
+    for key, size in (("tensor_parallel", tensor), ("pipeline_parallel", pieces)):
+        if ranks % size:
+            raise UserError(f"engine.{key}={size} does not divide the {ranks} ranks")
+    group = "tensor groups" if tensor > 1 else "pipelines" if pieces > 1 else "ranks"
+    shares, mistakes = ranks // (tensor * pieces), []
     copies = config.engine.shard_ranks
     if copies is not None and config.engine.zero_stage > 0 and shares % copies:
-        raise UserError(f"engine.shard_ranks={copies} does not divide the {shares} ranks (or tensor groups)")
+        raise UserError(f"engine.shard_ranks={copies} does not divide the {shares} {group}")
     for stage in wanted_stages(config):
         size = getattr(config, stage).batch_size
         parts = shares * (config.ppo.minibatches if stage == "ppo" else 1)
         if size % parts:
-            over = f"{shares} {'ranks' if tensor == 1 else 'tensor groups'}"
+            over = f"{shares} {group}"
             over += f" x ppo.minibatches={config.ppo.minibatches}" if parts != shares else ""
             mistakes.append(indivisible(f"{stage}.batch_size", size, parts, over))
     if mistakes:

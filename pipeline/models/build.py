@@ -76,6 +76,8 @@ class EngineChoice:
             compress=settings.compress,
             states=settings.states,
             tensor_parallel=settings.tensor_parallel,
+            pipeline_parallel=settings.pipeline_parallel,
+            pipeline_schedule=settings.pipeline_schedule,
             tensor_plan=source.tensor_plan if source is not None else None,
             loss_scale=LossScale(initial_power=settings.loss_scale_power, window=settings.loss_scale_window),
         )

@@ -86,11 +86,12 @@ def _export(
 
 
 def _named(engine: Engine, prefix: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, whole in whole_parameters(engine.module):
+    for name, whole in engine.everywhere(whole_parameters(engine.module)):
         yield name.removeprefix(prefix), whole.to(device="cpu", dtype=dtype).contiguous()
     persistent = engine.module.state_dict().keys() - dict(engine.module.named_parameters(remove_duplicate=False)).keys()
-    for name in sorted(persistent):
-        yield name.removeprefix(prefix), engine.module.get_buffer(name).detach().cpu().contiguous()
+    buffers = ((name, engine.module.get_buffer(name).detach()) for name in sorted(persistent))
+    for name, buffer in engine.everywhere(buffers):
+        yield name.removeprefix(prefix), buffer.cpu().contiguous()
 
 
 def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, *, leads: bool) -> None:

@@ -43,6 +43,9 @@ def announce(
     said; it runs all the same).
     """
     world = dist.world()
+    if config.engine.pipeline_parallel > 1:
+        _say(["memory: not predicted under engine.pipeline_parallel"])
+        return config, {}
     try:
         if config.engine.auto:
             config = _settled(config, stage, folder, policy, reward)

@@ -185,8 +185,27 @@ def test_numbers_must_go_with_the_layout(words: list[str], message: str):
         config_of(*words)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["stage=all"], "engine.pipeline_parallel=2 is for supervised fine-tuning: stage=sft"),
+        (["engine=zero3"], "engine=zero0, zero1 or zero2"),
+        (["engine=zero2-offload"], "needs engine.offload_optimizer=none"),
+        (["engine=auto"], "needs engine.auto=false"),
+        (["engine.tensor_parallel=2"], "needs engine.tensor_parallel=1"),
+        (["rollout.stream=true"], "rollout.stream=false"),
+        (["stage=ppo", "ppo.actor_engine={pipeline_parallel: 2}"], "ppo.actor_engine.pipeline_parallel"),
+    ],
+)
+def test_what_does_not_go_with_a_pipeline_is_refused(words: list[str], message: str):
+    assert message in refusal("stage=sft", "engine.pipeline_parallel=2", *words)
+
+
 def test_ranks_must_divide_batches():
     check_ranks(config_of(), 4)
+    check_ranks(config_of("stage=sft", "engine.pipeline_parallel=3"), 12)  # 4 pipelines
+    with pytest.raises(UserError, match=r"engine.pipeline_parallel=3 does not divide the 4 ranks"):
+        check_ranks(config_of("stage=sft", "engine.pipeline_parallel=3"), 4)
     check_ranks(config_of("engine.tensor_parallel=3"), 12)  # 4 groups
     with pytest.raises(UserError, match=r"engine.tensor_parallel=3 does not divide the 4 ranks"):
         check_ranks(config_of("engine.tensor_parallel=3"), 4)
