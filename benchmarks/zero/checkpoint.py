@@ -1,13 +1,16 @@
 """`checkpoint`: what a save costs the training loop, as a share of the save's own time; OPT-125M shape, one rank.
 
-Steps run alone, then a save is begun and steps go on until it is on disk. Held up are the call itself (the copies) and
-what the steps beside the writing took longer than those alone. Writing shares the cores with training: on a machine of
-two cores that is seen, on one with cores to spare it is not.
+Steps run alone, then a save is begun and steps go on until it is on disk: that is the save's own time. Held up are the
+call itself, and what the steps beside the writing took longer than as many steps alone (their median): copies made
+before the first of them changes what is not yet written, and cores shared with the writing. `call_share` leaves the
+latter out; `save_alone` is a save that nobody trains beside.
 """
 
 import os
 import tempfile
+import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from benchmarks.record import Result
 from engine import Checkpointer, Engine, EngineConfig, OptimizerConfig, initialize
 from engine.memory.shapes import shape_of
 
-ROWS, LENGTH, ALONE = 2, 64, 4
+ROWS, LENGTH, ALONE = 2, 64, 6
 
 
 def measure(rounds: int) -> Result:
@@ -37,20 +40,39 @@ def measure(rounds: int) -> Result:
 
 def _held(engine: Engine, ids: Tensor, folder: Path) -> dict[str, float]:
     """Seconds: the call, the whole save, and what the steps beside it took more than alone."""
-    alone = min(_step(engine, ids) for _ in range(ALONE))
     checkpointer = Checkpointer({"engine": engine})
+    began = time.perf_counter()
+    checkpointer.save(folder.with_name("alone"), {})
+    checkpointer.wait()
+    save_alone = time.perf_counter() - began
+    alone = median([_step(engine, ids) for _ in range(ALONE)])
     began = time.perf_counter()
     checkpointer.save(folder, {})
     call = time.perf_counter() - began
+    ended = _when_done(checkpointer)
     beside: list[float] = []
     while not checkpointer.done:
         beside.append(_step(engine, ids))
     checkpointer.wait()
-    whole = time.perf_counter() - began
+    whole = ended.result() - began
     size = sum(file.stat().st_size for file in folder.iterdir())
-    slower = sum(max(0.0, seconds - alone) for seconds in beside)
-    figures = {"call": call, "whole": whole, "slower": slower, "step_alone": alone, "steps_beside": float(len(beside))}
+    slower = max(0.0, sum(beside) - len(beside) * alone)
+    figures = {"call": call, "slower": slower, "whole": whole, "save_alone": save_alone, "call_share": call / whole}
+    figures |= {"step_alone": alone, "steps_beside": float(len(beside)), "first_step_beside": beside[0]}
     return figures | {"gigabytes": size / 1e9, "cores": float(os.cpu_count() or 1)}
+
+
+def _when_done(checkpointer: Checkpointer) -> "Future[float]":
+    """The moment at which nothing is left to write, which may be in the middle of a step."""
+    ended: Future[float] = Future()
+
+    def look() -> None:
+        while not checkpointer.done:
+            time.sleep(0.01)
+        ended.set_result(time.perf_counter())
+
+    threading.Thread(target=look).start()
+    return ended
 
 
 def _engine() -> Engine:

@@ -1,24 +1,16 @@
-"""Work in a thread of its own that gives way to training."""
+"""Work in a thread of its own."""
 
-import os
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
-
-LEAST_PRIORITY = 19  # nice(2)
 
 
 def behind(work: Callable[[], Any]) -> "Future[Any]":
     """Do it beside training; the future says how it went."""
     future: Future[Any] = Future()
 
-    def run() -> None:
-        _give_way()
-        _do(work, future)
-
-    threading.Thread(target=run, name="checkpoint").start()
+    threading.Thread(target=_do, args=(work, future), name="checkpoint").start()
     return future
 
 
@@ -36,9 +28,3 @@ def _do(work: Callable[[], Any], future: "Future[Any]") -> None:
         if isinstance(problem, KeyboardInterrupt | SystemExit):
             raise
         future.set_exception(problem)
-
-
-def _give_way() -> None:
-    """The lowest priority for this thread alone; Linux has one for each."""
-    if sys.platform.startswith("linux"):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)

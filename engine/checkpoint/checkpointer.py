@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -56,15 +57,18 @@ class Checkpointer:
         snapshot = _snapshot(tensors) if beside else Snapshot({})
         if beside:
             self._watch(snapshot)
+        begun = threading.Event()
         work = partial(
-            dcp.save, tensors, storage_writer=Writer(staging, snapshot), planner=planners.SavePlanner(filed),
+            dcp.save, tensors, storage_writer=Writer(staging, snapshot, begun), planner=planners.SavePlanner(filed),
             process_group=dist.background_group(),
         )  # fmt: skip
         leads = dist.world().leads
         self._pending = Future()
         saving = behind(work) if beside else now(work)
+        saving.add_done_callback(lambda _: begun.set())
         # The coordinator finishes after every rank has written: its index is the last file.
         saving.add_done_callback(partial(_settle, self._pending, snapshot, staging, folder, leads=leads))
+        begun.wait()  # two threads that both want the interpreter take longer than one after the other
 
     @property
     def done(self) -> bool:

@@ -9,9 +9,10 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
-from engine.offload.blocks import aligned
+from engine.offload.blocks import BLOCK_BYTES
 
 
 class Snapshot:
@@ -77,5 +78,9 @@ class Snapshot:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """On the host, at a border of pages, so that it can be written without another copy."""
-    return aligned(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    """On the host, and as far from the border of a block as the original: its place in a file may depend on that."""
+    size = tensor.numel() * tensor.element_size()
+    room = torch.empty(size + BLOCK_BYTES, dtype=torch.uint8)  # of malloc, which has memory that was used before
+    wanted = tensor.data_ptr() if tensor.device.type == "cpu" and tensor.is_contiguous() else 0
+    shift = (wanted - room.data_ptr()) % BLOCK_BYTES
+    return room[shift : shift + size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())

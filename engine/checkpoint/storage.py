@@ -1,4 +1,4 @@
-"""How tensors lie on disk: the numbers of each as they are, at a border of blocks, and an index of them in JSON.
+"""How tensors lie on disk: the numbers of each as they are, one after another, and an index of them in JSON.
 
     tensors-R.bin   what rank R wrote
     index.json      {"tensors": {name: {"dtype", "shape", "pieces": [{"offsets", "shape", "file", "at"}]}}}
@@ -10,6 +10,7 @@ executed. Left out: checksums; a file system that loses bytes is not noticed.
 
 import json
 import os
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,10 +55,10 @@ class _Place:
 class Writer(StorageWriter):
     """Writes one file a rank into a folder that is there. `snapshot` says what to read in the place of live tensors."""
 
-    def __init__(self, folder: Path, snapshot: Snapshot) -> None:
+    def __init__(self, folder: Path, snapshot: Snapshot, begun: threading.Event) -> None:
+        """`begun` is set when the planning is over, which is Python's work, and the disk's begins."""
         super().__init__()
-        self._folder, self._snapshot = folder, snapshot
-        self._room = aligned(REQUEST_BYTES, torch.uint8)
+        self._folder, self._snapshot, self._begun = folder, snapshot, begun
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -76,44 +77,41 @@ class Writer(StorageWriter):
         return [replace(plan, storage_data=f"tensors-{rank}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        """Each item at a border of blocks. Raises OSError."""
+        """One item after another. Raises OSError."""
         name: str = plan.storage_data
         self._snapshot.keep_only({item.index.fqn for item in plan.items})
+        self._begun.set()
         file = BlockFile(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, what=name)
         written, end = [], 0
         try:
             for item in plan.items:
-                size = self._write(file, item, planner, end)
-                written.append(WriteResult(item.index, size, _Place(name, end)))
-                end += whole_bytes(size)
+                start, end = self._write(file, item, planner, end)
+                written.append(WriteResult(item.index, end - start, _Place(name, start)))
+            file.resize(whole_bytes(end))  # so that it can be read in whole blocks
             file.to_disk()
         finally:
             file.close()
         return _done(written)
 
-    def _write(self, file: BlockFile, item: WriteItem, planner: SavePlanner, place: int) -> int:
-        """The bytes of one item."""
-        assert item.type is not WriteItemType.BYTE_IO, f"{item.index.fqn} is no tensor"
-        data = planner.resolve_data(item)
-        assert isinstance(data, Tensor)
-        size = data.numel() * data.element_size()
-        for start in range(0, size, REQUEST_BYTES):
-            with self._snapshot.reading(item.index.fqn, data) as source:
-                data = source.to("cpu").contiguous()
-                part = bytes_of(data)[start : start + REQUEST_BYTES]
-                file.transfer(os.pwritev, self._whole_blocks(part), place + start)
-        self._snapshot.read(item.index.fqn)
-        return size
+    def _write(self, file: BlockFile, item: WriteItem, planner: SavePlanner, end: int) -> tuple[int, int]:
+        """One item behind byte `end`: where it begins and ends.
 
-    def _whole_blocks(self, part: memoryview) -> memoryview:
-        """The same bytes where direct I/O takes them, filled up with zeros."""
-        values = torch.frombuffer(part, dtype=torch.uint8)
-        if not (values.data_ptr() | len(part)) % BLOCK_BYTES:
-            return part
-        size = whole_bytes(len(part))
-        self._room[: len(part)] = values
-        self._room[len(part) : size] = 0
-        return bytes_of(self._room)[:size]
+        It lies as far from the border of a block as in memory, so that all but its ends can go directly.
+        """
+        assert item.type is not WriteItemType.BYTE_IO, f"{item.index.fqn} is no tensor"
+        name, data = item.index.fqn, planner.resolve_data(item)
+        assert isinstance(data, Tensor)
+        with self._snapshot.reading(name, data) as source:
+            data = source.to("cpu").contiguous()
+        start = end + (data.data_ptr() - end) % BLOCK_BYTES
+        done, size = 0, data.numel() * data.element_size()
+        while done < size:
+            stop = min(size, _border(start + done, size + start) - start)
+            with self._snapshot.reading(name, data) as source:
+                file.transfer(os.pwritev, bytes_of(source)[done:stop], start + done)
+            done = stop
+        self._snapshot.read(name)
+        return start, start + size
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """The index, when all ranks have written."""
@@ -207,6 +205,14 @@ def _rows(file: BlockFile, item: ReadItem, at: int, shape: torch.Size, dtype: to
     for dim in range(1, len(shape)):
         values = values.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
     return values
+
+
+def _border(place: int, end: int) -> int:
+    """How far the next request of bytes `place` to `end` goes: to the next block, over whole blocks, to the end."""
+    if place % BLOCK_BYTES:
+        return whole_bytes(place)
+    blocks = (end - place) // BLOCK_BYTES * BLOCK_BYTES
+    return place + min(blocks, REQUEST_BYTES) if blocks else end
 
 
 def _done(value: Any) -> Any:

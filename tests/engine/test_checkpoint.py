@@ -165,8 +165,8 @@ def test_what_a_resumed_engine_knows(tmp_path: Path) -> None:
 def test_training_goes_on_while_the_old_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(0)
     before = advance(engine, 1, 2)
-    write, goes_on = Writer.write_data, threading.Event()
-    monkeypatch.setattr(Writer, "write_data", lambda *a: (goes_on.wait(60), write(*a))[1])
+    write, goes_on = Writer._write, threading.Event()
+    monkeypatch.setattr(Writer, "_write", lambda *a: (goes_on.wait(60), write(*a))[1])
     checkpointer = Checkpointer({"net": engine})
     checkpointer.save(tmp_path / "step-2", {})
     advance(engine, 3, STEPS)
