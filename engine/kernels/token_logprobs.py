@@ -8,13 +8,12 @@ with lse = log-sum-exp and p = softmax(z). Backward takes a gradient of its own 
 
 The vocabulary is walked in blocks, so that no more than a block of logits, (N, block), exists at once; they are
 computed again in backward, unless one block is all. Blocks of the vocabulary rather than of tokens: each row of the
-weight is then read once, and its gradient is one product over all tokens, accumulated in fp32 and written once.
+weight is then read once, and its gradient is one product over all tokens, accumulated in fp32 and written once. The
+hidden states' gradient is added up in fp32 over the blocks, each block's share rounded to their precision.
 
 This is the torch implementation, for every device, and the reference for faster ones beside it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits a block. On a CPU 8 MB of them: twice as fast as 64 MB, which fall out of the cache and are fresh memory from
-# the system each time (measured, 2048 tokens, vocabulary 50,272).
+from engine.kernels.products import Products
+
+# Logits a block. On a CPU 8 MB of them stay near the cores from the product to the sums; smaller ones gain nothing.
 BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**25}
 SMALLEST_BLOCK = 256  # columns; fewer make poor matrix products
 
@@ -65,9 +65,9 @@ class Head:
     temperature: float
     softcap: float | None
 
-    def logits(self, products: "_Products", hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """z, (N, block) fp32; hidden and weight are operands of `products`."""
-        z = products(hidden, weight.T)
+    def logits(self, products: Products, hidden: Tensor, rows: Tensor, bias: Tensor | None, room: Tensor) -> Tensor:
+        """z, (N, block) fp32, in `room`; hidden and rows are operands of `products`."""
+        z = products(hidden, rows.T, room)
         if bias is not None:
             z += bias
         if self.softcap is not None:
@@ -88,17 +88,17 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.head = head
-        blocks = _blocks(hidden, weight)
-        products = _Products(hidden, weight)
         z = None
-        if len(blocks) == 1:
-            z = head.logits(products, products.operand(hidden), products.operand(weight), bias)
+        if len(_blocks(hidden, weight)) == 1:
+            products = Products(hidden, weight)
+            room = hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
+            z = head.logits(products, products.operand(hidden), products.operand(weight), bias, room)
             lse = z.logsumexp(-1)
             logprobs = z.gather(-1, targets[:, None])[:, 0] - lse
             logp = z - lse[:, None]
             entropy = -torch.linalg.vecdot(logp.exp(), logp)
         else:
-            logprobs, entropy, lse = _forward_blocks(head, products, hidden, weight, targets, bias, blocks)
+            logprobs, entropy, lse = statistics(head, hidden, weight, targets, bias)
         ctx.save_for_backward(hidden, weight, targets, bias, lse, entropy, z)
         return logprobs, entropy
 
@@ -123,8 +123,26 @@ def statistics(
     head: Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies and log-sum-exps, (N,) fp32 each; a target outside of the rows counts as logit 0."""
-    products = _Products(hidden, weight)
-    return _forward_blocks(head, products, hidden, weight, targets, bias, _blocks(hidden, weight))
+    lses, entropies = [], []  # of each block by itself
+    target_logits = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+    products, blocks = Products(hidden, weight), _blocks(hidden, weight)
+    logits, weights = (_Buffer.widest(hidden, blocks) for _ in range(2))
+    wide = products.operand(hidden)
+    for start, end in blocks:
+        rows = products.operand(weight[start:end])
+        z = head.logits(products, wide, rows, None if bias is None else bias[start:end], logits(end - start))
+        places, here = _places(targets - start, end - start)
+        target_logits += z.gather(-1, places)[:, 0] * here
+        highest = z.amax(-1, keepdim=True)
+        weight_of = torch.exp(z.sub_(highest), out=weights(end - start))
+        total = weight_of.sum(-1)
+        lses.append(highest[:, 0] + total.log())
+        entropies.append(total.log() - weight_of.mul_(z).sum(-1) / total)
+    stacked = torch.stack(lses)
+    lse = stacked.logsumexp(0)
+    log_share = stacked - lse  # of a block in the whole
+    entropy = (log_share.exp() * (torch.stack(entropies) - log_share)).sum(0)
+    return target_logits - lse, entropy, lse
 
 
 def gradients(
@@ -140,65 +158,42 @@ def gradients(
     if of_logprob is None:
         of_logprob = torch.zeros_like(lse)
     d_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if wants[0] else None
-    d_weight = torch.empty_like(weight) if wants[1] else None
+    products, blocks = Products(hidden, weight), _blocks(hidden, weight)
+    d_weight = torch.empty_like(weight, dtype=products.dtype) if wants[1] else None
     d_bias = torch.empty_like(bias) if wants[2] and bias is not None else None
-    products = _Products(hidden, weight)
-    wide = products.operand(hidden)
-    for start, end in _blocks(hidden, weight):
+    types = (torch.float32, torch.float32, products.dtype)
+    logits, slopes, narrow = (_Buffer.widest(hidden, blocks, of) for of in types)
+    wide, rounded = products.operand(hidden), hidden.to(products.dtype)
+    for start, end in blocks:
+        width = end - start
         rows = products.operand(weight[start:end])
         z = saved
         if z is None:
-            z = head.logits(products, wide, rows, None if bias is None else bias[start:end])
-        dz = head.back(_logit_gradient(z, targets - start, lse, entropy, of_logprob, of_entropy), z)
+            z = head.logits(products, wide, rows, None if bias is None else bias[start:end], logits(width))
+        dz = _logit_gradient(z, targets - start, lse, entropy, of_logprob, of_entropy, out=slopes(width))
+        head.back(dz, z)
         if d_bias is not None:
             d_bias[start:end] = dz.sum(0)
+        if dz.dtype != products.dtype:
+            dz = narrow(width).copy_(dz)
         if d_hidden is not None:
-            d_hidden += products(dz, rows)
-        if d_weight is not None:  # rounded once, to the weight's precision, so a plain product will do
-            d_weight[start:end] = dz.T.to(hidden.dtype) @ hidden
-    return d_hidden, d_weight, d_bias
-
-
-def _forward_blocks(
-    head: Head,
-    products: "_Products",
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    blocks: list[tuple[int, int]],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies and log-sum-exps, (N,) each, from one block of the vocabulary after another."""
-    lses, entropies = [], []  # of each block by itself
-    target_logits = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    hidden = products.operand(hidden)
-    for start, end in blocks:
-        rows = products.operand(weight[start:end])
-        z = head.logits(products, hidden, rows, None if bias is None else bias[start:end])
-        places, here = _places(targets - start, end - start)
-        target_logits += z.gather(-1, places)[:, 0] * here
-        highest = z.amax(-1, keepdim=True)
-        weights = z.sub_(highest).exp()
-        total = weights.sum(-1)
-        lses.append(highest[:, 0] + total.log())
-        entropies.append(total.log() - torch.linalg.vecdot(weights, z) / total)
-    stacked = torch.stack(lses)
-    lse = stacked.logsumexp(0)
-    log_share = stacked - lse  # of a block in the whole
-    entropy = (log_share.exp() * (torch.stack(entropies) - log_share)).sum(0)
-    return target_logits - lse, entropy, lse
+            d_hidden += dz @ weight[start:end].to(products.dtype)
+        if d_weight is not None:
+            torch.mm(dz.T, rounded, out=d_weight[start:end])
+    return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), d_bias
 
 
 def _logit_gradient(
-    z: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, of_logprob: Tensor, of_entropy: Tensor | None
+    z: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, of_logprob: Tensor, of_entropy: Tensor | None, out: Tensor
 ) -> Tensor:
     """dz (N, block) of the formula above. `targets` count from the block's first column and may lie outside of it."""
-    logp = z - lse[:, None]
-    dz = logp.exp()
+    logp = torch.sub(z, lse[:, None], out=out)
     if of_entropy is None:
-        dz.mul_(-of_logprob[:, None])
+        dz = logp.exp_().mul_(-of_logprob[:, None])
     else:
-        dz.mul_(logp.add_(entropy[:, None]).mul_(-of_entropy[:, None]).sub_(of_logprob[:, None]))
+        p = logp.exp()
+        pull = of_logprob + of_entropy * entropy
+        dz = logp.mul_(-of_entropy[:, None]).sub_(pull[:, None]).mul_(p)
     places, here = _places(targets, z.shape[1])
     return dz.scatter_add_(1, places, (of_logprob * here)[:, None])
 
@@ -218,47 +213,17 @@ def _blocks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
     return [(vocabulary * i // count, vocabulary * (i + 1) // count) for i in range(count)]
 
 
-class _Products:
-    """Products in fp32, whatever the precision of hidden states and weight.
+@dataclass(frozen=True)
+class _Buffer:
+    """Memory for (N, block) numbers, used again block after block: fresh memory costs the system more than the sums."""
 
-    A plain product of bf16 matrices rounds its result to bf16, which moves log-probabilities by percents. CUDA has
-    products that keep their fp32 accumulators. On the CPU oneDNN is told to compute a product of fp32 matrices in
-    bf16, exact for inputs that were bf16 (measured with AMX: 3.4 x as fast as plain fp32, half as fast as bf16, and
-    as close to float64 as fp32). fp16 on the CPU computes in fp32.
-    """
+    memory: Tensor
+    tokens: int
 
-    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
-        same = hidden.dtype == weight.dtype != torch.float32
-        self._narrow = hidden.dtype if same and hidden.is_cuda else None
-        self._rounds = same and weight.dtype == torch.bfloat16 and hidden.device.type == "cpu"
+    @classmethod
+    def widest(cls, hidden: Tensor, blocks: list[tuple[int, int]], dtype: torch.dtype = torch.float32) -> "_Buffer":
+        tokens, width = len(hidden), max(end - start for start, end in blocks)
+        return cls(hidden.new_empty(tokens * width, dtype=dtype), tokens)
 
-    def operand(self, matrix: Tensor) -> Tensor:
-        """A matrix as products take it, to be made once for several of them."""
-        return matrix if self._narrow is not None else matrix.float()
-
-    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b of operands; a gradient in fp32 will do for either."""
-        if self._narrow is not None:
-            return torch.mm(a.to(self._narrow), b.to(self._narrow), out_dtype=torch.float32)
-        if self._rounds:
-            with _bf16_products():
-                return a @ b
-        return a @ b
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32, once."""
-    products = _Products(a, b)
-    return products(products.operand(a), products.operand(b))
-
-
-@contextmanager
-def _bf16_products() -> Iterator[None]:
-    """Let oneDNN round the inputs of fp32 matrix products to bf16. A setting of the process, put back at once."""
-    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = setting.fp32_precision
-    setting.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        setting.fp32_precision = before
+    def __call__(self, width: int) -> Tensor:
+        return self.memory[: self.tokens * width].view(self.tokens, width)

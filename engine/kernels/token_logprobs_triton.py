@@ -33,7 +33,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.kernels.launch import dot_precision, multiprocessors
-from engine.kernels.token_logprobs import Head, _product, check, wanted
+from engine.kernels.products import product
+from engine.kernels.token_logprobs import Head, check, wanted
 
 # Elements of the buffer that backward holds at once: 128 MB in bf16.
 CHUNK_ELEMENTS = 2**26
@@ -331,9 +332,9 @@ def gradients(
     for first, last in _chunks(hidden.shape[0], weight.shape[0]):
         dz = _logit_gradient(tiled, hidden, weight, targets, bias, lse, entropy, g, e, first, last)
         if d_hidden is not None:
-            d_hidden += _product(dz, weight[first:last])
+            d_hidden += product(dz, weight[first:last])
         if d_weight is not None:
-            d_weight[first:last] = _product(dz.T, hidden)
+            d_weight[first:last] = product(dz.T, hidden)
         if d_bias is not None:
             d_bias[first:last] = dz.sum(0, dtype=torch.float32)
     return d_hidden, d_weight, d_bias

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import token_logprobs
+from engine.kernels.products import Products
 from tests.engine.kernels.oracle import close, in_float64, make
 
 kernel = importlib.import_module("engine.kernels.token_logprobs")
@@ -53,9 +54,11 @@ def test_one_output_alone_gives_its_own_gradient(which: int) -> None:
         close(mine.grad, theirs.grad, 1e-5)
 
 
-def test_bf16_keeps_its_logits_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("width", [300, 37])
+def test_bf16_keeps_its_logits_in_fp32(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """Rounding logits to bf16 errs by about 1e-2; fp32 accumulation of bf16 inputs by about 1e-6."""
-    monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", {"cpu": 64 * 300})
+    monkeypatch.setattr(kernel, "SMALLEST_BLOCK", 1)
+    monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", {"cpu": 64 * width})
     leaves = make(64, 1000, 96, dtype=torch.bfloat16)
     targets, upstream = torch.randint(1000, (64,)), torch.randn(64)
     logprobs, entropy = token_logprobs(leaves[0], leaves[1], targets)
@@ -79,15 +82,15 @@ def test_frozen_head_gets_no_gradient() -> None:
 
 def test_no_more_than_a_block_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[int] = []
-    product = kernel._Products.__call__
+    product = Products.__call__
 
-    def watched(self: kernel._Products, a: Tensor, b: Tensor) -> Tensor:
-        result = product(self, a, b)
+    def watched(self: Products, a: Tensor, b: Tensor, room: Tensor | None = None) -> Tensor:
+        result = product(self, a, b, room)
         if a.shape == (64, 8):  # hidden x head, forward and again in backward
             widths.append(result.shape[1])
         return result
 
-    monkeypatch.setattr(kernel._Products, "__call__", watched)
+    monkeypatch.setattr(Products, "__call__", watched)
     monkeypatch.setattr(kernel, "SMALLEST_BLOCK", 1)
     monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", {"cpu": 64 * 100})
     hidden, weight, _ = make(64, 1050, 8)

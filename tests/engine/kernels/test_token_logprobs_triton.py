@@ -76,7 +76,11 @@ def test_strides_frozen_heads_and_no_tokens() -> None:
     frozen = weight.detach().to(DEVICE)
     targets = torch.arange(9, device=DEVICE)
     logprobs, _ = kernel.token_logprobs(strided, frozen, targets)
-    close(logprobs.detach().cpu(), in_float64((hidden, weight, None), targets.cpu(), 1.0, None)[1].detach(), TOLERANCE[torch.float32][0])
+    close(
+        logprobs.detach().cpu(),
+        in_float64((hidden, weight, None), targets.cpu(), 1.0, None)[1].detach(),
+        TOLERANCE[torch.float32][0],
+    )
     logprobs.sum().backward()
     assert strided.grad is not None and frozen.grad is None
     nothing, entropy = kernel.token_logprobs(strided[:0], frozen.requires_grad_(), targets[:0])
