@@ -115,14 +115,16 @@ def _capped(
 
 @contextmanager
 def routed(module: nn.Module, name: str = NAME) -> Iterator[None]:
-    """Within the block the module attends by the function that is registered as `name`."""
+    """Within the block the module attends by the function that is registered as `name`, and knows of no padding: some
+    models look for it in their tokens when no mask is given, for which a GPU would have to be waited for.
+    """
     config: Any = module.config
-    before = config._attn_implementation
-    config._attn_implementation = name
+    before = config._attn_implementation, getattr(config, "pad_token_id", None)
+    config._attn_implementation, config.pad_token_id = name, None
     try:
         yield
     finally:
-        config._attn_implementation = before
+        config._attn_implementation, config.pad_token_id = before
 
 
 AttentionInterface.register(NAME, slot_attention)

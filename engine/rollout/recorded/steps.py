@@ -6,8 +6,7 @@ recorded at all.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,7 +88,7 @@ class RecordedSteps:
             return lambda x: recorder.call(forward, (x,), {}, as_=Layer(layer))
 
         try:
-            with routed(self.module), _unwarned(self.module), self.packs.applied(through), recorder.watching():
+            with routed(self.module), self.packs.applied(through), recorder.watching():
                 logits = self.forward(ids, positions, step)
             size.program = Program(lower(recorder.finish(logits), self.packs, rows))
             size.version = self.packs.version
@@ -116,17 +115,3 @@ class RecordedSteps:
         self.refused = reason
         self._sizes.clear()
         log.info("%s decodes through its modules: %s", type(self.module).__name__, reason)
-
-
-@contextmanager
-def _unwarned(module: nn.Module) -> Iterator[None]:
-    """Within the block transformers does not look for padding among the tokens; it does so only to warn of it."""
-    name = "warn_if_padding_and_no_attention_mask"
-    models = [model for model in module.modules() if hasattr(model, name)]
-    for model in models:
-        model.__dict__[name] = lambda *_: None
-    try:
-        yield
-    finally:
-        for model in models:
-            del model.__dict__[name]
