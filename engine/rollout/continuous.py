@@ -4,10 +4,8 @@ A forward carries its tokens in one row (1, N), whichever sequence they belong t
 says depends on its prompt, the sampling settings and its stream, not on its slot or on what runs beside it.
 """
 
-import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,20 @@ from torch import Tensor, nn
 
 from engine.parallel import dist
 from engine.rollout.attention import Unserved, routed
+from engine.rollout.decoding import Decoding, Drawn
 from engine.rollout.grouping import Grouping
 from engine.rollout.groups import Group
 from engine.rollout.on_device.rounds import DeviceDecoding, Rounds
 from engine.rollout.packed import PackedLinears
 from engine.rollout.recorded.steps import RecordedSteps
-from engine.rollout.sampling import Sampling, forbid, penalise, sample, uniforms
-from engine.rollout.scheduler import Answering, Scheduler
+from engine.rollout.sampling import Sampling
+from engine.rollout.scheduler import Scheduler
+from engine.rollout.served import check_model, has_window
 from engine.rollout.slots import SlotCache, Step
 
 # Tokens of prompts a forward carries at most: bounds the activations, which on CPUs should stay in the caches.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
 ROUND_CAPACITY = 64
-SERVED_LAYERS = {"full_attention", "sliding_attention"}
-
-Drawn = tuple[int, int, float]  # the prompt's place, the token, its log-probability
 
 
 class SlotDecoder:
@@ -51,7 +48,7 @@ class SlotDecoder:
     ) -> None:
         self.module, self.device, self.cache_bytes, self.ranks = module, device, cache_bytes, ranks
         self.packs = PackedLinears(module)
-        self.keeps_logits = _check_served(module)
+        self.keeps_logits = check_model(module)
         self.cache: SlotCache | None = None
         # Then steps are captured, and the host follows a round behind.
         self.on_device = replay and device.type == "cuda"
@@ -80,7 +77,8 @@ class SlotDecoder:
         slots = max(1, min(slots, cache.slots - spare))
         scheduler = Scheduler(prompts, slots, PREFILL_TOKENS.get(self.device.type, 1024))
         if not self.on_device:
-            return iter(_Decoding(self, cache, scheduler, sampling, streams, ends))
+            groups = Grouping(self.token_numbers, families=self.device.type == "cpu")
+            return iter(Decoding(self.forward, cache, scheduler, sampling, streams, ends, groups, self.device))
         if self._rounds is None or not self._rounds.fit(cache):
             self._rounds = None  # free the old graphs first
             self._rounds = Rounds(self.module, cache, self.device)
@@ -118,7 +116,7 @@ class SlotDecoder:
         text: Any = self.module.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
         if len(cache.layers) != text.num_hidden_layers:
             raise Unserved(f"{len(cache.layers)} of its {text.num_hidden_layers} layers attend by name")
-        if _has_window(text) and step.windows == {None}:
+        if has_window(text) and step.windows == {None}:
             raise Unserved("its sliding window does not reach the attention")
         return cache.token_bytes, cache.token_numbers
 
@@ -133,115 +131,6 @@ class SlotDecoder:
             self.cache = self._rounds = cache = None  # free the old one first
             self.cache = cache = SlotCache(min(slots, affordable), capacity)
         return cache
-
-
-class _Decoding:
-    """One call's work."""
-
-    def __init__(
-        self,
-        decoder: SlotDecoder,
-        cache: SlotCache,
-        scheduler: Scheduler,
-        sampling: Sampling,
-        streams: Sequence[int],
-        ends: Callable[[int, int], bool],
-    ) -> None:
-        self.decoder, self.cache, self.scheduler, self.sampling, self.ends = decoder, cache, scheduler, sampling, ends
-        device = decoder.device
-        places = torch.arange(sampling.max_new_tokens, device=device)
-        self.draws = uniforms(sampling.seed, torch.tensor(streams, device=device)[:, None], places)  # (n, max new)
-        self._seen: Tensor | None = None  # (slots, V), for the repetition penalty
-        self._groups = Grouping(decoder.token_numbers, families=device.type == "cpu")
-
-    def __iter__(self) -> Iterator[list[Drawn]]:
-        while self.scheduler.busy:
-            with torch.inference_mode():
-                drawn = self._step()
-            if drawn:
-                yield drawn
-                self._finish(drawn)
-
-    def _step(self) -> list[Drawn]:
-        """One forward, and a token for each sequence whose tokens are all in the cache."""
-        scheduler, cache = self.scheduler, self.cache
-        for source, target, tokens in scheduler.admit():
-            cache.copy_prefix(source, target, tokens)
-        chunks, members = scheduler.chunks()
-        decoding = list(scheduler.decoding)
-        token_ids, positions = [s.last for s in decoding], [s.cached for s in decoding]
-        slots = [s.slot for s in decoding]
-        for chunk, member in zip(chunks, members, strict=True):
-            token_ids += member.prompt[chunk.start : chunk.length]
-            positions += range(chunk.start, chunk.length)
-            slots += [chunk.slot] * (chunk.length - chunk.start)
-        where = torch.tensor([slots, positions], device=self.decoder.device)
-        step = Step(cache, where[0], where[1], self._groups(decoding), chunks)
-        whole = [(c.end - 1, m) for c, m in zip(chunks, members, strict=True) if c.length == len(m.prompt)]
-        keep = [*range(len(decoding)), *(column for column, _ in whole)]
-        logits = self.decoder.forward(token_ids, step, keep)
-        for sequence in decoding:
-            sequence.cached += 1
-        for copy in scheduler.ran(members, chunks):
-            cache.copy_prefix(*copy)
-        speakers = [[sequence] for sequence in decoding] + [[member, *member.followers] for _, member in whole]
-        if any(len(each) > 1 for each in speakers):
-            logits = logits[[row for row, each in enumerate(speakers) for _ in each]]
-        return self._draw(logits, [*chain.from_iterable(speakers)]) if keep else []
-
-    def _draw(self, logits: Tensor, sequences: Sequence[Answering]) -> list[Drawn]:
-        """Draw the next token of each sequence: logits (n, V)."""
-        sampling = self.sampling
-        early = [row for row, s in enumerate(sequences) if s.drawn < sampling.min_new_tokens]
-        if early and sampling.end_ids:
-            logits[early] = forbid(logits[early], sampling.end_ids)
-        if sampling.repetition_penalty != 1:
-            logits = penalise(logits, self._seen_by(sequences, logits.shape[-1]), sampling.repetition_penalty)
-        draws = self.draws[[s.request for s in sequences], [s.drawn for s in sequences]]
-        tokens, logprobs = sample(logits, sampling, draws)
-        drawn = list(zip([s.request for s in sequences], tokens.tolist(), logprobs.tolist(), strict=True))
-        for sequence, (_, token, _) in zip(sequences, drawn, strict=True):
-            sequence.last, sequence.drawn = token, sequence.drawn + 1
-        return drawn
-
-    def _seen_by(self, sequences: Sequence[Answering], vocabulary: int) -> Tensor:
-        """(n, V): which tokens stand in each sequence."""
-        if self._seen is None:
-            self._seen = torch.zeros(self.cache.slots, vocabulary, dtype=torch.bool, device=self.decoder.device)
-        for sequence in sequences:
-            if sequence.drawn == 0:
-                self._seen[sequence.slot] = False
-                self._seen[sequence.slot, list(sequence.prompt)] = True
-            else:
-                self._seen[sequence.slot, sequence.last] = True
-        return self._seen[[sequence.slot for sequence in sequences]]
-
-    def _finish(self, drawn: Sequence[Drawn]) -> None:
-        ended = {request for request, token, _ in drawn if self.ends(request, token)}
-        ended |= {s.request for s in self.scheduler.decoding if s.drawn == self.sampling.max_new_tokens}
-        if ended:
-            self.scheduler.finish(ended)
-
-
-def _check_served(module: nn.Module) -> bool:
-    """Raise Unserved for a model that can't use the slot cache; returns whether it can compute chosen logits only."""
-    config: Any = module.config
-    text: Any = config.get_text_config(decoder=True)
-    names = set(inspect.signature(module.forward).parameters)
-    if not getattr(module, "_supports_attention_backend", False) or "position_ids" not in names:
-        raise Unserved("its attention can't be reached by name")
-    kinds: list[str] = getattr(text, "layer_types", None) or []
-    odd, shares_keys = set(kinds) - SERVED_LAYERS, bool(getattr(text, "num_kv_shared_layers", None))
-    if odd or shares_keys:
-        raise Unserved(f"it has layers of another kind ({', '.join(sorted(odd)) or 'with shared keys'})")
-    return "logits_to_keep" in names
-
-
-def _has_window(text: Any) -> bool:
-    """Whether a configuration makes some layers attend to the last tokens only."""
-    if getattr(text, "layer_types", None):
-        return "sliding_attention" in text.layer_types
-    return getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
 
 
 def free_bytes(device: torch.device) -> int:

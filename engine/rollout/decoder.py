@@ -19,7 +19,8 @@ from torch import nn
 from engine.healing.failure import attempt
 from engine.parallel import dist
 from engine.rollout.attention import Unserved
-from engine.rollout.continuous import Drawn, SlotDecoder
+from engine.rollout.continuous import SlotDecoder
+from engine.rollout.decoding import Drawn
 from engine.rollout.padded import run_padded
 from engine.rollout.sampling import Ending, Sampling
 

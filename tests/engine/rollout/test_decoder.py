@@ -87,7 +87,7 @@ def test_a_stream_decodes_no_further_than_it_is_read(llama: nn.Module, monkeypat
     calls = []
     forward = llama.forward
     monkeypatch.setattr(llama, "forward", lambda **inputs: calls.append(1) or forward(**inputs))
-    monkeypatch.setattr(continuous, "_check_served", lambda _: True)  # which reads the forward's signature
+    monkeypatch.setattr(continuous, "check_model", lambda _: True)  # which reads the forward's signature
     rollouts = Rollouts(llama, "cpu")
     assert rollouts.fallback is None
     calls.clear()  # the trial of the slot decoder

@@ -76,8 +76,9 @@ def test_stop_strings_and_samples() -> None:
     same(model, on_device(model), replace(DRAWN, end_ids=(), stop=stop),
          text=lambda ids: "".join(f"<{token}>" for token in ids))  # fmt: skip
     prompts = ragged_prompts(30, 21)
-    shared = on_device(model).generate(prompts, DRAWN, list(range(8)), samples=4)
-    apart = Rollouts(model, "cpu").generate(prompts, DRAWN, list(range(8)), samples=4)
+    penalised = replace(DRAWN, repetition_penalty=1.6)
+    shared = on_device(model).generate(prompts, penalised, list(range(8)), batch_size=5, samples=4)
+    apart = [Rollouts(model, "cpu").generate([prompts[i // 4]], penalised, [i])[0] for i in range(8)]
     assert [a.token_ids for a in shared] == [a.token_ids for a in apart]
 
 

@@ -1,0 +1,104 @@
+"""Continuous batching where the host learns of every token at once: on CPUs, and where no steps are captured."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from engine.rollout.grouping import Grouping
+from engine.rollout.sampling import Sampling, forbid, penalise, sample, uniforms
+from engine.rollout.scheduler import Answering, Scheduler
+from engine.rollout.slots import SlotCache, Step
+
+Drawn = tuple[int, int, float]  # the prompt's place, the token, its log-probability
+Forward = Callable[[Sequence[int], Step, Sequence[int]], Tensor]
+
+
+class Decoding:
+    """One call's work; iterating yields what each forward drew. `forward` is `SlotDecoder.forward`."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        cache: SlotCache,
+        scheduler: Scheduler,
+        sampling: Sampling,
+        streams: Sequence[int],
+        ends: Callable[[int, int], bool],
+        groups: Grouping,
+        device: torch.device,
+    ) -> None:
+        self.forward, self.cache, self.scheduler, self.sampling, self.ends = forward, cache, scheduler, sampling, ends
+        self.groups, self.device = groups, device
+        places = torch.arange(sampling.max_new_tokens, device=device)
+        self.draws = uniforms(sampling.seed, torch.tensor(streams, device=device)[:, None], places)  # (n, max new)
+        self._seen: Tensor | None = None  # (slots, V), for the repetition penalty
+
+    def __iter__(self) -> Iterator[list[Drawn]]:
+        while self.scheduler.busy:
+            with torch.inference_mode():
+                drawn = self._step()
+            if drawn:
+                yield drawn
+                self._finish(drawn)
+
+    def _step(self) -> list[Drawn]:
+        """One forward, and a token for each sequence whose tokens are all in the cache."""
+        scheduler, cache = self.scheduler, self.cache
+        for source, target, tokens in scheduler.admit():
+            cache.copy_prefix(source, target, tokens)
+        chunks, members = scheduler.chunks()
+        decoding = list(scheduler.decoding)
+        token_ids, positions = [s.last for s in decoding], [s.cached for s in decoding]
+        slots = [s.slot for s in decoding]
+        for chunk, member in zip(chunks, members, strict=True):
+            token_ids += member.prompt[chunk.start : chunk.length]
+            positions += range(chunk.start, chunk.length)
+            slots += [chunk.slot] * (chunk.length - chunk.start)
+        where = torch.tensor([slots, positions], device=self.device)
+        step = Step(cache, where[0], where[1], self.groups(decoding), chunks)
+        whole = [(c.end - 1, m) for c, m in zip(chunks, members, strict=True) if c.length == len(m.prompt)]
+        keep = [*range(len(decoding)), *(column for column, _ in whole)]
+        logits = self.forward(token_ids, step, keep)
+        for sequence in decoding:
+            sequence.cached += 1
+        for copy in scheduler.ran(members, chunks):
+            cache.copy_prefix(*copy)
+        speakers = [[sequence] for sequence in decoding] + [[member, *member.followers] for _, member in whole]
+        if any(len(each) > 1 for each in speakers):
+            logits = logits[[row for row, each in enumerate(speakers) for _ in each]]
+        return self._draw(logits, [*chain.from_iterable(speakers)]) if keep else []
+
+    def _draw(self, logits: Tensor, sequences: Sequence[Answering]) -> list[Drawn]:
+        """Draw the next token of each sequence: logits (n, V)."""
+        sampling = self.sampling
+        early = [row for row, s in enumerate(sequences) if s.drawn < sampling.min_new_tokens]
+        if early and sampling.end_ids:
+            logits[early] = forbid(logits[early], sampling.end_ids)
+        if sampling.repetition_penalty != 1:
+            logits = penalise(logits, self._seen_by(sequences, logits.shape[-1]), sampling.repetition_penalty)
+        draws = self.draws[[s.request for s in sequences], [s.drawn for s in sequences]]
+        tokens, logprobs = sample(logits, sampling, draws)
+        drawn = list(zip([s.request for s in sequences], tokens.tolist(), logprobs.tolist(), strict=True))
+        for sequence, (_, token, _) in zip(sequences, drawn, strict=True):
+            sequence.last, sequence.drawn = token, sequence.drawn + 1
+        return drawn
+
+    def _seen_by(self, sequences: Sequence[Answering], vocabulary: int) -> Tensor:
+        """(n, V): which tokens stand in each sequence."""
+        if self._seen is None:
+            self._seen = torch.zeros(self.cache.slots, vocabulary, dtype=torch.bool, device=self.device)
+        for sequence in sequences:
+            if sequence.drawn == 0:
+                self._seen[sequence.slot] = False
+                self._seen[sequence.slot, list(sequence.prompt)] = True
+            else:
+                self._seen[sequence.slot, sequence.last] = True
+        return self._seen[[sequence.slot for sequence in sequences]]
+
+    def _finish(self, drawn: Sequence[Drawn]) -> None:
+        ended = {request for request, token, _ in drawn if self.ends(request, token)}
+        ended |= {s.request for s in self.scheduler.decoding if s.drawn == self.sampling.max_new_tokens}
+        if ended:
+            self.scheduler.finish(ended)

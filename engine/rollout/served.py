@@ -1,0 +1,31 @@
+"""Which models can decode by slots, as far as their configuration says."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from engine.rollout.attention import Unserved
+
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def check_model(module: nn.Module) -> bool:
+    """Raise Unserved for a model that can't use the slot cache; returns whether it can compute chosen logits only."""
+    config: Any = module.config
+    text: Any = config.get_text_config(decoder=True)
+    names = set(inspect.signature(module.forward).parameters)
+    if not getattr(module, "_supports_attention_backend", False) or "position_ids" not in names:
+        raise Unserved("its attention can't be reached by name")
+    kinds: list[str] = getattr(text, "layer_types", None) or []
+    odd, shares_keys = set(kinds) - SERVED_LAYERS, bool(getattr(text, "num_kv_shared_layers", None))
+    if odd or shares_keys:
+        raise Unserved(f"it has layers of another kind ({', '.join(sorted(odd)) or 'with shared keys'})")
+    return "logits_to_keep" in names
+
+
+def has_window(text: Any) -> bool:
+    """Whether a configuration makes some layers attend to the last tokens only."""
+    if getattr(text, "layer_types", None):
+        return "sliding_attention" in text.layer_types
+    return getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
