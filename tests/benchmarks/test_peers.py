@@ -1,5 +1,6 @@
 """The peers bench: the work is the same each time, and a child's figures come back."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from benchmarks.measure import BenchFailed
 from benchmarks.peers import CASES, environments, work
 from benchmarks.peers.children import measure
+from benchmarks.peers.ratio import spread
 
 
 def test_work_is_the_same_each_time_and_within_its_bounds() -> None:
@@ -48,6 +50,10 @@ def test_an_environment_is_known_by_its_packages(tmp_path: Path, monkeypatch: py
     assert environments.environment("one", ["a==1"]) == first and len(made) == 1
     assert environments.environment("one", ["a==2"]) != first
     assert made == [[environments.TORCH, "a==1"], [environments.TORCH, "a==2"]]
+
+
+def test_a_spread_of_ratios_is_theirs_and_not_their_logarithms() -> None:
+    assert spread([math.log(1.5), math.log(0.5)]) == pytest.approx(0.5)
 
 
 def test_every_case_has_a_module() -> None:

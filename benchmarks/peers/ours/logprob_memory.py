@@ -17,10 +17,12 @@ def main() -> None:
     torch.set_num_threads(work["threads"])
     generator = torch.Generator().manual_seed(1)
 
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.bfloat16).requires_grad_()
+    def drawn(*shape: int, std: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.bfloat16).mul_(std).requires_grad_()
 
-    hidden, weight = drawn(work["tokens"], work["hidden"]), drawn(work["vocabulary"], work["hidden"])
+    # Logits of a few units, as a model's are: where they are hundreds, exponentials underflow, which costs time.
+    hidden = drawn(work["tokens"], work["hidden"])
+    weight = drawn(work["vocabulary"], work["hidden"], std=2 * work["hidden"] ** -0.5)
     targets = torch.randint(work["vocabulary"], (work["tokens"],), generator=generator)
     resting, began = _peak_bytes(), time.perf_counter()
     logprobs = (

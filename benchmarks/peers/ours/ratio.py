@@ -1,54 +1,45 @@
-"""How far the first ratios of a rollout are from 1 in bf16: by our forwards, or from bf16 logits of padded rows.
+"""How far the ratios of our first minibatches are from 1 in bf16: the stage's generator, scoring and training forwards.
 
-Old log-probabilities are taken over all answers, new ones over minibatches, as PPO does: the shapes differ, and what
-rounding does with them.
+Old log-probabilities are scored over all answers, new ones over minibatches, as the PPO stage does. The generator's
+own log-probabilities, which the stage takes for importance weights alone, are compared likewise.
 """
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from benchmarks.peers.children import report, told
 from benchmarks.peers.ours.engines import begin, choice, source
+from engine import Sampling
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
-from step3_ppo.rollout import Rows, policy_logprobs, rows
-
-PARTS = 4
+from step3_ppo.rollout import policy_logprobs, rows
 
 
 def main() -> None:
-    """The standard deviation of ratio - 1 over all response tokens."""
+    """Draw answers, score them, take the first minibatches' ratios."""
     work = told()
     begin(work)
-    prompts, responses = work["prompts"], work["responses"]
-    ours = work["layout"] == "ours"
-    engine = build_policy(source(work), choice(work)) if ours else None
-    if engine is not None:
-        assert verify(engine, max_length=work["max_length"]).packing
-    torch.manual_seed(0)
-    model = None if ours else AutoModelForCausalLM.from_config(source(work).config, dtype=torch.bfloat16).eval()
+    prompts, new_tokens, parts = work["prompts"], work["new_tokens"], work["parts"]
+    engine = build_policy(source(work), choice(work), generates=True)
+    assert verify(engine, max_length=work["max_length"]).packing
+    how = Sampling(max_new_tokens=new_tokens, end_ids=(), pad_id=1, seed=1)
+    with engine.generating() as rollouts:
+        answers = rollouts.generate(prompts, how, streams=range(len(prompts)), batch_size=len(prompts))
+    responses = [answer.token_ids for answer in answers]
 
     def score(places: list[int]) -> dict[int, Tensor]:
-        batch = rows(prompts, responses, places, 1, packing=ours)
-        with torch.no_grad():
-            flat = policy_logprobs(engine.module, batch, 1.0)[0] if engine is not None else plain(model, batch)
+        batch = rows(prompts, responses, places, 1, packing=True)
+        flat = policy_logprobs(engine.module, batch, 1.0)[0].detach()
         return dict(zip(places, flat.split(batch.counts), strict=True))
 
     every = list(range(len(prompts)))
-    old = score(every)
-    new = {place: part for first in range(PARTS) for place, part in score(every[first::PARTS]).items()}
-    ratios = torch.cat([(new[place] - old[place]).exp() for place in every])
-    deviation = (ratios - 1.0).square().mean().sqrt().item()
-    report([1.0], [1.0], deviation=deviation, largest=(ratios - 1.0).abs().max().item())
-
-
-def plain(model: torch.nn.Module | None, batch: Rows) -> Tensor:
-    """Log-softmax, in fp32, of the model's bf16 logits."""
-    assert model is not None
-    keep = batch.score_mask[:, 1:]
-    logits = model(batch.input_ids).logits[:, :-1][keep].float()
-    return torch.log_softmax(logits, -1).gather(-1, batch.input_ids[:, 1:][keep][:, None])[:, 0]
+    with engine.scoring():
+        old = score(every)
+    engine.module.train()
+    new = {place: part for first in range(parts) for place, part in score(every[first::parts]).items()}
+    trained, scored = (torch.cat([table[place] for place in every]) for table in (new, old))
+    drawn = torch.tensor([value for answer in answers for value in answer.logprobs])
+    report([1.0], [float(len(drawn))], first=(trained - scored).tolist(), generator=(trained - drawn).tolist())
 
 
 if __name__ == "__main__":
