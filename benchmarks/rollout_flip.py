@@ -1,6 +1,6 @@
 """The flip between training and generating, ZeRO-3 on 2 ranks: its cost, what it buys, what it leaves in memory.
 
-zero3: the ragged work split over the ranks, 16 answers at a time on all together, flip included, against transformers'
+zero3: the ragged work of both ranks, 16 answers at a time on all together, flip included, against transformers'
 `generate` on the FSDP2 module, which gathers each layer for each token. The peer answers the first batch only, 8
 prompts a rank, and runs once: it takes minutes. The detail says what we make of 16 at a time on each rank. flip:
 seconds in and out as a share of the rollout they serve, with a training step before each. release: resident memory
