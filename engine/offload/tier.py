@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.offload.adam import HostAdam
 from engine.offload.blocks import aligned
 from engine.offload.gradients import Gradients, squared_sums
 from engine.offload.layout import Piece, SubGroup
@@ -76,20 +77,46 @@ class Tier:
             if average is not None or any(self.gradients.arrived(piece.parameter) for piece in group.pieces)
         ]
         known = [MASTER, *(self.kinds if any(self.begun) else ()), *((AVERAGE,) if average is not None else ())]
+        adam = HostAdam() if HostAdam.serves(optimizer, self.device) else None
         for group, states in self.store.walk(groups, read=known, write=self.store.kinds):
             moving = [piece for piece in group.pieces if self.gradients.arrived(piece.parameter)]
-            self._step_pieces(optimizer, moving, states, factor)
+            self._writer.begin(group)
+            if adam is not None:
+                for piece in moving:
+                    self._step_adam(adam, optimizer, piece, states, factor)
+            else:
+                self._step_pieces(optimizer, moving, states, factor)
+                self._cast(moving, states[MASTER])
             if average is not None:
                 states[AVERAGE].lerp_(states[MASTER], 1.0 - average)
-            self._send(group, states[MASTER])
+            self._cast([piece for piece in group.pieces if piece not in moving], states[MASTER])
+            self._send(group)
         for shard in range(len(self.shards)):
             self.begun[shard] |= self.gradients.arrived(shard)
         self._writer.settle()
 
-    def _send(self, group: SubGroup, values: Tensor) -> None:
-        self._writer.send(group, values)
+    def _cast(self, pieces: Sequence[Piece], values: Tensor) -> None:
+        for piece in pieces:
+            self._writer.place(piece).copy_(values[piece.place])
+
+    def _send(self, group: SubGroup) -> None:
+        self._writer.send(group)
         if self.let_go is not None:
             self.let_go()
+
+    def _step_adam(
+        self, adam: HostAdam, optimizer: torch.optim.Optimizer, piece: Piece, states: dict[str, Tensor], factor: float
+    ) -> None:
+        """Step one piece, and cast it."""
+        own = {kind: tensor[piece.place] for kind, tensor in states.items()}
+        if not self.begun[piece.parameter]:
+            self.numbers[piece] = {"step": torch.zeros((), dtype=torch.float32)}
+            for kind in self.kinds:
+                own[kind].zero_()
+        gradient = self.gradients.piece(piece)
+        assert gradient is not None
+        group = optimizer.param_groups[self.shards[piece.parameter].group]
+        adam.step(optimizer, group, own | self.numbers[piece], gradient, factor, self._writer.place(piece))
 
     def _step_pieces(
         self, optimizer: torch.optim.Optimizer, pieces: Sequence[Piece], states: dict[str, Tensor], factor: float
@@ -131,7 +158,9 @@ class Tier:
     def show(self, kind: str) -> None:
         """Put the masters, or the averages, into the module."""
         for group, states in self.store.walk(self.store.layout.groups, read=[kind], write=()):
-            self._send(group, states[kind])
+            self._writer.begin(group)
+            self._cast(group.pieces, states[kind])
+            self._send(group)
         self._writer.settle()
 
     def start_averaging(self) -> None:
@@ -143,14 +172,20 @@ class Tier:
 
 
 class _Writer:
-    """Sends a sub-group's fp32 values to the shards of the module, in their precision."""
+    """Brings a sub-group's values to the shards of the module, in their precision: here straight into them."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
 
-    def send(self, group: SubGroup, values: Tensor) -> None:
-        for piece in group.pieces:
-            self._shards[piece.parameter].flat[piece.start : piece.stop].copy_(values[piece.place])
+    def begin(self, group: SubGroup) -> None:
+        """`place` will be asked for pieces of this sub-group."""
+
+    def place(self, piece: Piece) -> Tensor:
+        """Where the values of a piece go."""
+        return self._shards[piece.parameter].flat[piece.start : piece.stop]
+
+    def send(self, group: SubGroup) -> None:
+        """All pieces have their values."""
 
     def settle(self) -> None:
         """Until everything sent is there, for whatever comes next on the device."""
@@ -165,16 +200,21 @@ class _StreamedWriter(_Writer):
         self._sent: list[torch.cuda.Event | None] = [None, None]
         self._stream = torch.cuda.Stream()
 
-    def send(self, group: SubGroup, values: Tensor) -> None:
-        staged, sent = self._staged.pop(0), self._sent.pop(0)
-        if sent is not None:
-            sent.synchronize()
-        staged[: group.size].copy_(values)
+    def begin(self, group: SubGroup) -> None:
+        self._staged.reverse()
+        self._sent.reverse()
+        if self._sent[0] is not None:
+            self._sent[0].synchronize()
+
+    def place(self, piece: Piece) -> Tensor:
+        return self._staged[0][piece.place]
+
+    def send(self, group: SubGroup) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())  # which may still read what is overwritten
         with torch.cuda.stream(self._stream):
-            super().send(group, staged)
-            self._sent.append(self._stream.record_event())
-        self._staged.append(staged)
+            for piece in group.pieces:
+                super().place(piece).copy_(self.place(piece), non_blocking=True)
+            self._sent[0] = self._stream.record_event()
 
     def settle(self) -> None:
         torch.cuda.current_stream().wait_stream(self._stream)
