@@ -100,7 +100,7 @@ TRAINING = [
         ("compression_training", None, "section", "the engine trains whole models or LoRA adapters; leave it out"),
         ("quantize_training", None, "section", "the engine trains in bf16, fp16 or fp32; leave it out"),
         ("eigenvalue", None, "section", "belongs to quantize_training; leave it out"),
-        ("pipeline", None, "section", "no pipeline parallelism: zero_optimization.stage=3 or engine.tensor_parallel"),
+        ("pipeline", None, "section", "engine.pipeline_parallel=N without a file, or zero_optimization.stage=3"),
         ("tensor_parallel", None, "section", "engine.tensor_parallel=N, or EngineConfig(tensor_parallel=N)"),
         ("sequence_parallel_size", 1, "int", "no sequence parallelism: activation_checkpointing fits long sequences"),
     ),

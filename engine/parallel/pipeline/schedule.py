@@ -3,7 +3,7 @@
 What a schedule hands around are the numbers of the micro-batches: each rank has them all, and looks them up.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -84,30 +84,31 @@ class Pipeline:
                 dist.all_reduce_sum(dtensors.local(parameter.grad), group=self._ends)
 
     def _run(self, work: Callable[[int], Any], rows: Sequence[int], *, trains: bool) -> None:
-        stage, many = self._stage, len(rows)
-        stage.rows = max(rows)
-        passes = _Passes(stage, self.piece, work, self._before_backward(many) if trains else None)
-        messages, end = stage.message(), torch.empty((), device="meta", requires_grad=True)
-        one = PipelineStage(
-            passes, self.piece.rank, self.piece.size, dist.world().device, group=self._group,
-            input_args=torch.empty(1, dtype=torch.long, device="meta") if self.piece.is_first else messages,
-            output_args=end if self.piece.is_last else messages,
-        )  # fmt: skip
-        loss_of = _own if trains else None
-        schedule: ScheduleGPipe | Schedule1F1B
-        if self._kind == "1f1b" and trains and many >= self.piece.size:
-            schedule = Schedule1F1B(one, many, loss_of, scale_grads=False)
-        else:
-            schedule = ScheduleGPipe(one, many, loss_of, scale_grads=False)
-        places = torch.arange(many)
-        target = places if self.piece.is_last and trains else None
-        inputs: Mapping[str, Tensor] = {} if self.piece.is_first else {"place": places}
+        self._stage.rows, many = max(rows), len(rows)
+        passes = _Passes(self._stage, self.piece, work, self._before_backward(many) if trains else None)
+        schedule, places = self._schedule(passes, many, trains=trains), torch.arange(many)
         try:
-            schedule.step(*([places] if self.piece.is_first else []), target=target, return_outputs=False, **inputs)
+            if self.piece.is_first:
+                schedule.step(places, return_outputs=False)
+            else:
+                schedule.step(place=places, target=places if trains else None, return_outputs=False)
         except RuntimeError as wrapped:
             raise wrapped.__cause__ or wrapped from None
         sent = (not self.piece.is_last) + (trains and not self.piece.is_first)
-        count("other", sent * many * messages.nbytes)
+        count("other", sent * many * self._stage.message().nbytes)
+
+    def _schedule(self, passes: "_Passes", many: int, *, trains: bool) -> ScheduleGPipe | Schedule1F1B:
+        """For one step: what a schedule has prepared fits the shape of this step's messages alone."""
+        messages, loss = self._stage.message(), torch.empty((), device="meta", requires_grad=True)
+        number = torch.empty(1, dtype=torch.long, device="meta")
+        one = PipelineStage(
+            passes, self.piece.rank, self.piece.size, dist.world().device, group=self._group,
+            input_args=number if self.piece.is_first else messages,
+            output_args=loss if self.piece.is_last else messages,
+        )  # fmt: skip
+        in_turn = self._kind == "1f1b" and trains and many >= self.piece.size
+        kind = Schedule1F1B if in_turn else ScheduleGPipe
+        return kind(one, many, _own if trains else None, scale_grads=False)
 
     def _before_backward(self, many: int) -> Callable[[int], None]:
         def prepare(place: int) -> None:
