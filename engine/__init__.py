@@ -4,7 +4,7 @@ from engine.checkpoint import Checkpointer
 from engine.config import EngineConfig, OptimizerConfig
 from engine.engine import Engine, Update
 from engine.entry import initialize
-from engine.kernels import token_logprobs
+from engine.parallel.head import token_logprobs
 from engine.rollout.decoder import Generation, Rollouts
 from engine.rollout.sampling import Sampling
 

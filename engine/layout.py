@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from engine import optim, precision
 from engine.config import EngineConfig, OptimizerConfig
 from engine.offload import MappedShards, together
-from engine.parallel import dist, pipeline, tensor, zero
+from engine.parallel import dist, head, pipeline, tensor, zero
 
 
 def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | None) -> MappedShards | None:
@@ -78,6 +78,7 @@ def _split(module: nn.Module, config: EngineConfig) -> None:
     if config.tensor_parallel > 1:
         mesh = zero.layout(stage=config.zero_stage, ranks=config.shard_ranks)["tensor"]
         tensor.parallelize(module, config.tensor_plan or tensor.plan_of(module), mesh)
+        head.split_head(module, mesh)
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

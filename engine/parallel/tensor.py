@@ -5,8 +5,9 @@ transformers ships a plan with most families (`layers.*.self_attn.q_proj: colwis
 the mesh's `tensor` dimension, which FSDP2 then shards over the others; forwards work on the local parts, with a
 collective (`regions`) only where a part has to become whole. All ranks of a group see the same batch.
 
-Embedding and head stay whole on every rank, whatever the plan says of them; so do norms and biases that are added to
-whole outputs. Left out: splitting the sequence, attention that compresses keys (MLA).
+A language model's head is split by engine/parallel/head.py, whatever the plan says of it. Norms, biases that are added
+to whole outputs, and embeddings that are not tied to the head stay whole on every rank. Left out: splitting the
+sequence, attention that compresses keys (MLA).
 """
 
 import re
@@ -52,7 +53,7 @@ def parallelize(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) ->
     modules = list(module.named_modules())
     applied = 0
     for path, child in modules:
-        style = _style(path, inside)
+        style = style_of(path, inside)
         if style is not None:
             _check_heads(module.get_submodule(path.rpartition(".")[0]), style, mesh.size())
             _apply(path, child, style, inside, mesh)
@@ -61,7 +62,8 @@ def parallelize(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) ->
         raise ValueError(f"tensor_parallel: no module is called like {next(iter(inside), 'what the plan names')}")
 
 
-def _style(path: str, plan: Mapping[str, str]) -> str | None:
+def style_of(path: str, plan: Mapping[str, str]) -> str | None:
+    """What a plan says of the module or parameter at `path`."""
     generic = re.sub(r"\.\d+(?=\.|$)", ".*", path)
     return next((style for pattern, style in plan.items() if f".{generic}".endswith(f".{pattern}")), None)
 
@@ -91,7 +93,8 @@ def _linear(path: str, child: nn.Module, style: str, mesh: DeviceMesh) -> None:
         LINEAR[style](path, part, mesh)
 
 
-def _column_wise(path: str, layer: nn.Linear, mesh: DeviceMesh, *, gather: bool) -> None:
+def column_wise(path: str, layer: nn.Linear, mesh: DeviceMesh, *, gather: bool) -> None:
+    """Split a linear layer by its outputs; `gather` puts them together again."""
     group = mesh.get_group()
     for leaf in ("weight", "bias"):
         _distribute(path, layer, leaf, 0, mesh)
@@ -121,7 +124,7 @@ def _own_norm(module: nn.Module, mesh: DeviceMesh) -> None:
     group, inner = mesh.get_group(), module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _seen_as(module, lambda p: regions.copied(p, group)):
+        with seen_as(module, lambda p: regions.copied(p, group)):
             return inner(*args, **kwargs)
 
     module.forward = forward  # type: ignore[method-assign]
@@ -139,7 +142,7 @@ def _experts(path: str, module: nn.Module, plan: Mapping[str, str], mesh: Device
     """Every rank computes a share of every expert's inner width: tokens need not travel."""
     group, inner = mesh.get_group(), module.forward
     for leaf, parameter in list(module.named_parameters(recurse=False)):
-        style = _style(f"{path}.{leaf}", plan)
+        style = style_of(f"{path}.{leaf}", plan)
         if style not in EXPERTS:
             raise ValueError(f"tensor_parallel: {path}.{leaf} is planned {style}; {', '.join(EXPERTS)} are known")
         dim, pieces = EXPERTS[style]
@@ -147,7 +150,7 @@ def _experts(path: str, module: nn.Module, plan: Mapping[str, str], mesh: Device
 
     def forward(hidden: Tensor, indices: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         hidden, weights = regions.copied(hidden, group), regions.copied(weights, group)
-        with _seen_as(module, dtensors.local):
+        with seen_as(module, dtensors.local):
             part = inner(hidden, indices, weights, *args, **kwargs)
         return regions.summed(part, group)
 
@@ -155,9 +158,9 @@ def _experts(path: str, module: nn.Module, plan: Mapping[str, str], mesh: Device
 
 
 LINEAR: dict[str, Callable[[str, nn.Linear, DeviceMesh], None]] = {
-    "colwise": partial(_column_wise, gather=False),
-    "colwise_gather_output": partial(_column_wise, gather=True),
-    "colwise_rep": partial(_column_wise, gather=True),
+    "colwise": partial(column_wise, gather=False),
+    "colwise_gather_output": partial(column_wise, gather=True),
+    "colwise_rep": partial(column_wise, gather=True),
     "rowwise": partial(_row_wise, split=False),
     "rowwise_split_input": partial(_row_wise, split=True),
     "rowwise_rep": partial(_row_wise, split=True),
@@ -210,7 +213,7 @@ def _check_heads(parent: nn.Module, style: str, ranks: int) -> None:
 
 
 @contextmanager
-def _seen_as(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def seen_as(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Within the block the module's own parameters are what `change` makes of them."""
     kept = dict(module._parameters)
     module._parameters.update({name: None if p is None else change(p) for name, p in kept.items()})  # type: ignore[misc]
