@@ -26,7 +26,7 @@ from engine.rollout.served import check_model, has_window
 from engine.rollout.slots import SlotCache, Step
 
 # Tokens of prompts a forward carries at most: bounds the activations, which on CPUs should stay in the caches.
-PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
+PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 ROUND_CAPACITY = 64
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+BLOCK, BLOCKS = 256, 16  # weights summed together where there are at least so many blocks of them
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -83,6 +85,8 @@ def sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor
     gone, the rest normalised. Greedy tokens carry the one of the plain distribution (temperature 1).
     A token of probability zero is never drawn. Rows with NaN give NaN log-probabilities.
     """
+    if sampling.temperature > 0 and sampling.top_k == 0 and sampling.top_p == 1:
+        return _invert(_without_unlikely(_weights(logits, sampling.temperature), sampling.min_p), uniforms)
     logits = logits.float()
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
@@ -90,8 +94,6 @@ def sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor
         return tokens, chosen - logits.logsumexp(-1)
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
-    if sampling.top_k == 0 and sampling.top_p == 1:
-        return _invert(_without_unlikely(logits.softmax(-1), sampling.min_p), uniforms)
     ranked, tokens = _ranked(logits, sampling.top_k)
     probabilities = ranked.softmax(-1)
     if sampling.top_p < 1:
@@ -161,21 +163,56 @@ def _ranked(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return torch.sort(logits, dim=-1, descending=True, stable=True)
 
 
-def _invert(probabilities: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def _weights(logits: Tensor, temperature: float) -> Tensor:
+    """What the probabilities of logits (B, V) are proportional to: (B, V or more), fp32, in [0, 1].
+
+    Many are filled up with zeros to whole blocks, for `_invert`. Every pass works in the one copy that is made.
+    """
+    rows, size = logits.shape
+    if size < BLOCKS * BLOCK:
+        weights = logits.to(torch.float32, copy=True)
+    else:
+        weights = logits.new_empty(rows, -(-size // BLOCK) * BLOCK, dtype=torch.float32)
+        weights[:, :size] = logits
+        weights[:, size:] = float("-inf")
+    weights -= weights.amax(-1, keepdim=True)
+    if temperature != 1:
+        weights /= temperature
+    return weights.exp_()
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Invert the cumulative sum of weights (B, V) at uniforms (B,): places (B,), log-probabilities (B,).
 
-    The place found is the first whose cumulative sum exceeds u times the total, so it carries weight. A sum that runs
-    in parallel, as on a GPU, may round such that this fails in the last bit; the heaviest place stands in then.
+    The place found is the first whose cumulative sum exceeds u times the total, so it carries weight. Rounding may make
+    this fail in the last bit; the heaviest place stands in then. Of many weights whole blocks are summed first, and one
+    of them is looked into: the cumulative sum of all takes five times as long as their sum.
     """
-    cumulative = probabilities.cumsum(-1)
-    total = cumulative[:, -1:]
-    places = torch.searchsorted(cumulative, uniforms[:, None].to(cumulative.dtype) * total, right=True)
-    places = places.clamp_(max=probabilities.shape[-1] - 1)
-    weights = probabilities.gather(-1, places)
-    if weights.device.type != "cpu" or not bool((weights > 0).all()):  # asking a GPU would wait for it
-        places = torch.where(weights > 0, places, probabilities.argmax(-1, keepdim=True))
-        weights = probabilities.gather(-1, places)
-    return places[:, 0], (weights / total).log()[:, 0]
+    rows, size = weights.shape
+    drawn = uniforms[:, None].to(weights.dtype)
+    if size % BLOCK or size < BLOCKS * BLOCK:
+        cumulative = weights.cumsum(-1)
+        total = cumulative[:, -1:]
+        places = _first_above(cumulative, drawn * total)
+    else:
+        blocks = weights.view(rows, -1, BLOCK)
+        sums = blocks.sum(-1)
+        cumulative = sums.cumsum(-1)
+        total = cumulative[:, -1:]
+        block = _first_above(cumulative, drawn * total)
+        rest = drawn * total - (cumulative.gather(-1, block) - sums.gather(-1, block))
+        within = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
+        places = block * BLOCK + _first_above(within.cumsum(-1), rest.clamp_(min=0))
+    found = weights.gather(-1, places)
+    if found.device.type != "cpu" or not bool((found > 0).all()):  # asking a GPU would wait for it
+        places = torch.where(found > 0, places, weights.argmax(-1, keepdim=True))
+        found = weights.gather(-1, places)
+    return places[:, 0], (found / total).log()[:, 0]
+
+
+def _first_above(cumulative: Tensor, share: Tensor) -> Tensor:
+    """The first place (B, 1) of rows (B, V) that rise whose number exceeds the row's share (B, 1), else the last."""
+    return torch.searchsorted(cumulative, share, right=True).clamp_(max=cumulative.shape[-1] - 1)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -205,3 +205,28 @@ def test_stop_strings_need_text() -> None:
 def test_bad_settings_are_named(key: str, value: float | tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=key):
         Sampling(**({"max_new_tokens": 4} | {key: value}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [4095, 4096, 5000, 50257])
+def test_large_vocabularies_are_inverted_as_in_float64(size: int) -> None:
+    """Vocabularies on either side of where blocks are summed first, whole and with a rest."""
+    generator = torch.Generator().manual_seed(size)
+    logits = 3 * torch.randn(64, size, generator=generator)
+    logits[:, ::7] = float("-inf")
+    draws = torch.rand(64, generator=generator)
+    tokens, logprobs = sample(logits, Sampling(1, temperature=0.7), draws)
+    exact = (logits.double() / 0.7).softmax(-1)
+    cumulative = exact.cumsum(-1)
+    above = cumulative.gather(-1, tokens[:, None])[:, 0]
+    below = above - exact.gather(-1, tokens[:, None])[:, 0]
+    assert ((below - 2e-6 <= draws) & (draws <= above + 2e-6)).all()
+    assert (tokens % 7 != 0).all()
+    torch.testing.assert_close(logprobs.double(), exact.gather(-1, tokens[:, None])[:, 0].log(), atol=2e-5, rtol=0)
+
+
+def test_the_ends_of_large_vocabularies_are_drawn() -> None:
+    """The first and the last number of a stream fall on the first and the last token that can be drawn."""
+    logits = torch.zeros(2, 5000)
+    logits[:, :300], logits[:, 4990:] = float("-inf"), float("-inf")
+    tokens, _ = sample(logits, ONE, torch.tensor([0.0, 1 - 2**-24]))
+    assert tokens.tolist() == [300, 4989]
