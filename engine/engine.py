@@ -22,6 +22,7 @@ from engine.average import Average
 from engine.checkpoint import Checkpointer
 from engine.compression.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
+from engine.figures import numbers
 from engine.healing import Healer, Pass, Portion
 from engine.ledger import Ledger
 from engine.ledger.beside import generator_bytes, optimizer_bytes
@@ -188,19 +189,18 @@ class Engine:
         """Clip, update and clear, when `gradient_accumulation` micro-batches are in; until then nothing, and None."""
         if self._micro_batches < self.config.gradient_accumulation:
             return None
-        return self._step()
+        return self._step(float(self._gradients().squared_norm()))
 
     def about_to_change(self) -> None:
         """Parameters or states of the optimizer will have other values: let those know who read them meanwhile."""
         for know in self.before_change:
             know()
 
-    def _step(self) -> Step:
-        """A step with a non-finite gradient is skipped on every rank alike."""
-        self.about_to_change()
+    def _step(self, squared_norm: float) -> Step:
+        """A step with a non-finite gradient is skipped on every rank alike. `squared_norm` is the gradient's."""
         assert self.optimizer is not None and self.optimizer_config is not None, "a frozen engine has no step"
         config, gradients = self.optimizer_config, self._gradients()
-        norm = math.sqrt(gradients.squared_norm()) / self.scaler.scale
+        norm = math.sqrt(squared_norm) / self.scaler.scale
         lr = self._set_rates(self.optimizer)
         skipped = not _finite(norm)
         if not skipped:
@@ -220,6 +220,7 @@ class Engine:
 
     def _gradients(self) -> optim.Gradients | OffloadedOptimizer | OneBitAdam:
         """The step's gradients: the module's, or those that an optimizer has taken or averages itself."""
+        self.about_to_change()  # 1-bit Adam takes them into its momenta when it is asked for their norm
         if isinstance(self.optimizer, OffloadedOptimizer | OneBitAdam):
             return self.optimizer
         return optim.Gradients(self.module, self._pipelined.pipeline.squared_norm if self._pipelined else None)
@@ -259,14 +260,15 @@ class Engine:
             total = total + loss_sum
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
-        local = {name: float(value) for name, value in sums.items()} | {"loss": float(total)}
+        *read, loss, squared_norm = numbers([*sums.values(), total, self._gradients().squared_norm()])
+        local = dict(zip(sums, read, strict=True)) | {"loss": loss}
         if self._pipelined is not None:
             local = self._pipelined.pipeline.from_last(local)
         everywhere = dist.sum_over_ranks(local)
         loss = everywhere.pop("loss") / count
         if before_step is not None:
             before_step(everywhere)
-        done = self._step()
+        done = self._step(squared_norm)
         return Update(loss, everywhere, done.grad_norm, done.lr, done.skipped, traffic.sent() - before)
 
     def _passes(

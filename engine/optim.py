@@ -113,11 +113,11 @@ class Gradients:
     module: nn.Module
     norm: Callable[[], float] | None = None
 
-    def squared_norm(self) -> float:
-        """The sum of squares, the same number on every rank."""
+    def squared_norm(self) -> float | Tensor:
+        """The sum of squares, the same number on every rank; on the device where it was computed there."""
         if self.norm is not None:
             return self.norm()
-        return dtensors.squared_norm(self._tensors()).item()
+        return dtensors.squared_norm(self._tensors())
 
     def scale(self, factor: float) -> None:
         """Multiply all of them."""

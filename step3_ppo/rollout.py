@@ -165,7 +165,8 @@ def policy_logprobs(module: nn.Module, batch: Rows, temperature: float) -> tuple
 
 def critic_values(module: nn.Module, batch: Rows) -> Tensor:
     """Values (N,) before each response token: what the critic expects when it has seen all tokens before."""
-    return module(batch.input_ids, documents=batch.documents)[:, :-1][batch.score_mask[:, 1:]]
+    places = batch.score_mask.flatten().nonzero().squeeze(1)
+    return module(batch.input_ids, documents=batch.documents).flatten().index_select(0, places - 1)
 
 
 def end_scores(module: nn.Module, batch: Rows) -> Tensor:

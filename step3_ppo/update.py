@@ -117,12 +117,15 @@ def update_policy(
 
     batches = cast("list[Portion[Rows | TokenBatch]]", [*minibatch.batches, *(ptx.batches if ptx else [])])
 
+    most: list[float] = []
+
     def look(sums: Mapping[str, float]) -> None:
+        most.append(largest.item())  # here the device has nothing to do; after the step this would wait for it
         if check is not None:
             check(sums["deviation"] / minibatch.tokens)
 
     update = models.actor.update(batches, loss, minibatch.tokens, before_step=look)
-    return update, dist.max_over_ranks(largest.item())
+    return update, dist.max_over_ranks(most[0])
 
 
 def update_critic(models: Models, minibatch: Minibatch, rollout: Rollout, targets: Targets, ppo: PpoSection) -> Update:
@@ -149,8 +152,9 @@ def _weights(rollout: Rollout, batch: Rows, cap: float | None) -> tuple[Tensor |
 
 def _flat(table: Tensor, rollout: Rollout, places: Sequence[int]) -> Tensor:
     """(B, R) -> (N,) the response tokens of some sequences, in the order the models give them."""
-    where = list(places)
-    return table[where][rollout.response_mask[where]]
+    if not places:
+        return table.new_empty(0)
+    return torch.cat([table[place, : len(rollout.responses[place])] for place in places])
 
 
 def means(update: Update, tokens: int) -> dict[str, float]:

@@ -47,17 +47,23 @@ class Policy(nn.Module):
         temperature divides the logits.
         """
         inputs = _inputs(self.lm, input_ids, documents)
-        keep = score_mask[:, 1:]
-        targets = input_ids[:, 1:][keep]
+        # Places rather than masks: a mask would wait for the device, to count its tokens, wherever it is used.
+        places = score_mask.flatten().nonzero().squeeze(1)
+        targets, seen = input_ids.flatten()[places], places - 1
         if self.use_logits:
-            logits = self.lm(**inputs, use_cache=False).logits[:, :-1][keep]
+            logits = self.lm(**inputs, use_cache=False).logits.flatten(0, 1).index_select(0, seen)
             logprobs = log_softmax(logits.float() / temperature, dim=-1)
             entropy = -(logprobs.exp() * logprobs).sum(-1)
             return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
         hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state
         head = cast(nn.Linear, self.lm.get_output_embeddings())
         return token_logprobs(
-            hidden[:, :-1][keep], head.weight, targets, temperature=temperature, bias=head.bias, softcap=self.softcap
+            hidden.flatten(0, 1).index_select(0, seen),
+            head.weight,
+            targets,
+            temperature=temperature,
+            bias=head.bias,
+            softcap=self.softcap,
         )
 
 

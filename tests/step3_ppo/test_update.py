@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from engine.parallel import dist
 from pipeline.config.schema import PpoSection
 from pipeline.data.batch import TokenBatch
+from pipeline.models.checks import verify
 from step3_ppo.ptx import PtxBatch
 from step3_ppo.rollout import Rollout
 from step3_ppo.update import answer_scores, means, minibatches, targets_of, update_critic, update_policy
+from tests.reads import Reads
 from tests.step3_ppo.made import Table, close, models_in, rollout_of, saved_models
 from tests.step3_ppo.test_advantages import gae_by_hand, rewards_by_hand
 from tests.step3_ppo.test_loss import policy_by_hand, value_by_hand
@@ -177,3 +179,22 @@ def test_the_mix_of_conversations_adds_its_mean_loss(tmp_path: Path) -> None:
     mean = math.fsum(nats) / len(nats)
     assert update.loss == pytest.approx(plain.loss + 0.3 * mean, rel=1e-4)
     assert means(update, minibatch.tokens)["ptx_loss"] == pytest.approx(mean, rel=1e-5)
+
+
+def test_the_host_waits_once_a_pass_and_once_a_step(tmp_path: Path) -> None:
+    saved_models(tmp_path)
+    models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
+    section = PpoSection(importance_cap=2.0)
+    targets = targets_of(rollout, section, kl_coef=0.1)
+    for engine in (models.actor, models.critic):
+        assert verify(engine, max_length=16).packing
+    (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18, packing=True)
+    passes = [each.batch for each in minibatch.batches]  # laid out beforehand
+    with Reads() as policy:
+        update_policy(models, minibatch, rollout, targets, section, temperature=0.8)
+    with Reads() as critic:
+        update_critic(models, minibatch, rollout, targets, section)
+    # A pass counts the tokens that its mask marks. What is read at the end is all read at once (test_figures.py), but
+    # for the largest ratio, which follows when the device is idle.
+    assert policy.found == {"nonzero": len(passes), "_local_scalar_dense": 1}
+    assert critic.found == {"nonzero": len(passes)}

@@ -1,0 +1,22 @@
+"""Operators for which a host waits for its device, counted on any device."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Reads(TorchDispatchMode):
+    """`found` counts, by name, those that read a number or count what a mask marks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masked = name in ("index", "index_put") and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if masked or name in ("_local_scalar_dense", "nonzero", "masked_select"):
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
