@@ -1,9 +1,9 @@
 """DeepSpeed-Chat's published run like for like: OPT-1.3B actor, OPT-350M critic and reward model, 256 + 256 tokens.
 
 Random weights and tokens, fixed lengths, one epoch, one minibatch: the work of a step is the published one's, whatever
-is learned. Whole on a GPU; on a CPU the shapes and lengths are tiny ones, and only the program is tried.
+is learned. Whole on a GPU; on a CPU scaled down: an OPT-125M actor, a critic of about a quarter of it, 64 + 64 tokens.
 
-Utilisation = model FLOPs / seconds / the device's measured bf16 product rate (fp32 on a CPU). A forward costs
+Utilisation = model FLOPs / seconds / the device's measured bf16 product rate. A forward costs
 2 P + 2 L D T FLOPs a token (P parameters, L layers, D hidden size, T sequence length, attention causal), training three
 times as much; an answer is one forward to generate, whatever the decoder repeats, one each for old and reference
 log-probabilities, values and score, and three each for actor and critic (Chowdhery et al., 2022, appendix B).
@@ -21,9 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from benchmarks.gpu.ceilings import matmul_rate
 from benchmarks.gpu.setting import OPT_1_3B, TINY, Setting
 from benchmarks.gpu.training import fill
+from benchmarks.machine import quiet_figures
 from benchmarks.measure import medians_by_name
 from benchmarks.record import Result
 from engine import Engine, EngineConfig, OptimizerConfig, Sampling
+from engine.config import Precision
 from engine.kernels import gae
 from engine.parallel import dist
 from pipeline.data.documents import Documents
@@ -37,9 +39,34 @@ OPT_350M = OPT_1_3B | {
     "hidden_size": 1024, "num_attention_heads": 16, "ffn_dim": 4096, "word_embed_proj_dim": 512,
     "do_layer_norm_before": False,
 }  # fmt: skip
+OPT_125M = OPT_1_3B | {
+    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072, "word_embed_proj_dim": 768,
+}  # fmt: skip
+SMALL_CRITIC = OPT_125M | {
+    "hidden_size": 384, "num_attention_heads": 6, "ffn_dim": 1536, "word_embed_proj_dim": 192,
+    "do_layer_norm_before": False,
+}  # fmt: skip
 PUBLISHED_TOKENS = 135.3e6
 PUBLISHED_HOURS = {"one_a100_80g": 11.7, "eight_a100_80g": 1.4}  # DeepSpeed-Chat's README, table 1
 OPTIMIZER = OptimizerConfig(lr=1e-6, schedule="constant")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shapes of actor and critic, sequences a step, tokens of a prompt and of an answer, sequences a micro-batch."""
+
+    name: str
+    actor: dict[str, Any]
+    critic: dict[str, Any]
+    batch: int
+    length: int
+    micro: int
+    dtype: Precision = "bf16"
+
+
+WHOLE = Size("opt-1.3b", OPT_1_3B, OPT_350M, 256, 256, 32)
+SCALED = Size("opt-125m", OPT_125M, SMALL_CRITIC, 16, 64, 16)
+TRIAL = Size("tiny", TINY, TINY, 4, 8, 2, "fp32")
 
 
 @dataclass(frozen=True)
@@ -54,50 +81,46 @@ class Rows:
 
 @dataclass(frozen=True)
 class Chat:
-    """Four engines, how many sequences a step has, tokens of a prompt and of an answer, sequences a micro-batch."""
+    """Four engines, and how large the work is."""
 
     actor: Engine
     reference: Engine
     critic: Engine
     reward: Engine
-    batch: int
-    length: int
-    micro: int
+    size: Size
 
 
 def run(cases: Sequence[str], rounds: int) -> list[Result]:
     """Tokens a second, prompt and answer, over whole steps."""
-    setting = Setting(dist.world().device, tiny=not torch.cuda.is_available())
-    chat = build(setting)
+    whole = torch.cuda.is_available()
+    setting = Setting(dist.world().device, tiny=not whole)
+    chat = build(WHOLE if whole else SCALED)
     clocks = [step(chat, setting, number) for number in range(rounds + 1)][1:]
     return [_result(chat, setting, medians_by_name(clocks)) for _ in cases]
 
 
-def build(setting: Setting) -> Chat:
-    """Sizes as published; tiny ones on a CPU."""
-    large = setting.of(OPT_1_3B, TINY)
-    small = setting.of(OPT_350M, TINY)
-    batch, length, micro = setting.of((256, 256, 32), (4, 8, 2))
+def build(size: Size) -> Chat:
+    """The four models, with random weights."""
     engines = (
-        _engine(setting, large, scores=False, learns=True),
-        _engine(setting, large, scores=False, learns=False),
-        _engine(setting, small, scores=True, learns=True),
-        _engine(setting, small, scores=True, learns=False),
+        _engine(size, scores=False, learns=True),
+        _engine(size, scores=False, learns=False),
+        _engine(size, scores=True, learns=True),
+        _engine(size, scores=True, learns=False),
     )
     for engine in engines:
-        assert verify(engine, max_length=2 * length).packing
-    return Chat(*engines, batch, length, micro)
+        assert verify(engine, max_length=2 * size.length).packing
+    return Chat(*engines, size)
 
 
-def _engine(setting: Setting, shape: dict[str, Any], *, scores: bool, learns: bool) -> Engine:
-    config = AutoConfig.for_model("opt", **shape, num_labels=1)
+def _engine(size: Size, *, scores: bool, learns: bool) -> Engine:
+    config = AutoConfig.for_model("opt", **(size.critic if scores else size.actor), num_labels=1)
     auto: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(config, dtype=torch.float32)
     model.tie_weights()
     return Engine(
         Scorer(model) if scores else Policy(model),
-        EngineConfig(dtype=setting.of("bf16", "fp32")),
+        EngineConfig(dtype=size.dtype),
         optimizer=OPTIMIZER if learns else None,
         fill=fill,
         rollout_path="lm" if learns and not scores else None,
@@ -106,9 +129,9 @@ def _engine(setting: Setting, shape: dict[str, Any], *, scores: bool, learns: bo
 
 def step(chat: Chat, setting: Setting, number: int) -> dict[str, float]:
     """One PPO step; the seconds of each phase."""
-    vocabulary = setting.shape["vocab_size"]
+    vocabulary, size = chat.size.actor["vocab_size"], chat.size
     source = torch.Generator().manual_seed(number)
-    prompts = torch.randint(10, vocabulary, (chat.batch, chat.length), generator=source)
+    prompts = torch.randint(10, vocabulary, (size.batch, size.length), generator=source)
     clock: dict[str, float] = {}
 
     def timed(phase: str, work: Callable[[], Any]) -> Any:
@@ -143,7 +166,7 @@ def step(chat: Chat, setting: Setting, number: int) -> dict[str, float]:
 
 
 def _generate(chat: Chat, prompts: list[list[int]], seed: int) -> Tensor:
-    how = Sampling(max_new_tokens=chat.length, end_ids=(), pad_id=1, seed=seed)  # all have their full length
+    how = Sampling(max_new_tokens=chat.size.length, end_ids=(), pad_id=1, seed=seed)  # all have their full length
     with chat.actor.generating() as rollouts:
         drawn = rollouts.generate(prompts, how, streams=list(range(len(prompts))), batch_size=len(prompts))
     return torch.tensor([answer.token_ids for answer in drawn])
@@ -151,10 +174,10 @@ def _generate(chat: Chat, prompts: list[list[int]], seed: int) -> Tensor:
 
 def _rows(chat: Chat, ids: Tensor) -> list[Rows]:
     answer = torch.zeros_like(ids, dtype=torch.bool)
-    answer[:, chat.length :] = True
+    answer[:, chat.size.length :] = True
     return [
         Rows(places, ids[places].view(1, -1), answer[places].view(1, -1), Documents((ids.shape[1],) * len(places)))
-        for places in torch.arange(chat.batch).split(chat.micro)
+        for places in torch.arange(chat.size.batch).split(chat.size.micro)
         for places in [places.tolist()]
     ]
 
@@ -165,9 +188,9 @@ def _score(chat: Chat, rows: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor, Te
     for engine in (chat.actor, chat.reference):
         with engine.scoring() as module:
             found = [module(b.input_ids, b.score_mask, documents=b.documents)[0] for b in rows]
-        tables.append(torch.cat(found).view(chat.batch, -1))
+        tables.append(torch.cat(found).view(chat.size.batch, -1))
     with chat.critic.scoring() as module:
-        values = torch.cat([_values(module, b) for b in rows]).view(chat.batch, -1)
+        values = torch.cat([_values(module, b) for b in rows]).view(chat.size.batch, -1)
     with chat.reward.scoring() as module:
         scores = torch.cat([module(b.input_ids, documents=b.documents)[0, b.documents.ends()] for b in rows])
     return tables[0], tables[1], values, scores
@@ -179,25 +202,27 @@ def _values(module: nn.Module, batch: Rows) -> Tensor:
 
 
 def _result(chat: Chat, setting: Setting, clock: dict[str, float]) -> Result:
-    tokens, seconds = 2 * chat.length * chat.batch, sum(clock.values())
-    large, small = (_forward_flops(engine, 2 * chat.length) for engine in (chat.actor, chat.critic))
+    size = chat.size
+    tokens, seconds = 2 * size.length * size.batch, sum(clock.values())
+    large, small = (_forward_flops(engine, 2 * size.length) for engine in (chat.actor, chat.critic))
     flops = {"generate": large, "score": 2 * large + 2 * small, "train_actor": 3 * large, "train_critic": 3 * small}
-    peak = matmul_rate(setting)
-    whole = setting.device.type == "cuda"
-    rate = tokens / seconds
+    peak = _product_rate(setting)
+    rate, whole = tokens / seconds, size is WHOLE
     return Result(
         bench="dschat",
-        case="opt-1.3b" if whole else "tiny",
+        case=size.name,
         ours=rate,
         unit="tokens/s",
         lower_is_better=False,
         peer=PUBLISHED_TOKENS / PUBLISHED_HOURS["one_a100_80g"] / 3600 if whole else None,
         detail={
-            "work": f"{chat.batch} x ({chat.length} + {chat.length}) tokens a step, one epoch",
-            "scaled": "no" if whole else "down to tiny shapes: says nothing of the published run",
+            "work": f"{size.batch} x ({size.length} + {size.length}) tokens a step, one epoch, {size.dtype}",
+            "scaled": "no" if whole else "down to small models: its hours are not those of the published run's models",
             "share_of_generation": clock["generate"] / seconds,
             "utilisation": tokens * sum(flops.values()) / seconds / peak,
-            **(_beside_the_table(rate) if whole else {}),
+            "utilisation_formula": "tokens x (2 P + 2 L D T) x (1 generate, 4 score, 3 + 3 train) / s / product rate",
+            "hours_of_135_m_tokens": PUBLISHED_TOKENS / rate / 3600,
+            **{f"published_hours_{name}": hours for name, hours in PUBLISHED_HOURS.items()},
             "seconds_by_phase": clock,
             "tokens_per_second_by_phase": {name: tokens / taken for name, taken in clock.items()},
             "utilisation_by_phase": {name: tokens * flops[name] / taken / peak for name, taken in clock.items()},
@@ -205,10 +230,9 @@ def _result(chat: Chat, setting: Setting, clock: dict[str, float]) -> Result:
     )
 
 
-def _beside_the_table(rate: float) -> dict[str, float]:
-    """Hours that the published run would take, and took."""
-    published = {f"published_hours_{name}": hours for name, hours in PUBLISHED_HOURS.items()}
-    return {"hours_of_the_published_run": PUBLISHED_TOKENS / rate / 3600, **published}
+def _product_rate(setting: Setting) -> float:
+    """FLOPs a second of a large bf16 product."""
+    return matmul_rate(setting) if setting.device.type == "cuda" else 1e9 * quiet_figures()["matmul_bf16_gflops"]
 
 
 def _forward_flops(engine: Engine, length: int) -> float:

@@ -11,7 +11,7 @@ from engine.parallel import dist, dtensors
 @pytest.fixture(scope="module")
 def chat() -> dschat.Chat:
     dist.start("test")
-    return dschat.build(Setting(dist.world().device, tiny=True))
+    return dschat.build(dschat.TRIAL)
 
 
 def test_a_step_has_its_phases_and_moves_both_models(chat: dschat.Chat) -> None:
@@ -26,14 +26,14 @@ def test_a_step_has_its_phases_and_moves_both_models(chat: dschat.Chat) -> None:
 
 
 def test_rows_hold_every_sequence_once_with_its_answer_marked(chat: dschat.Chat) -> None:
-    length = 2 * chat.length
-    ids = torch.arange(chat.batch * length).view(chat.batch, length) % 500
+    length = 2 * chat.size.length
+    ids = torch.arange(chat.size.batch * length).view(chat.size.batch, length) % 500
     rows = dschat._rows(chat, ids)
-    assert [place for row in rows for place in row.places] == list(range(chat.batch))
+    assert [place for row in rows for place in row.places] == list(range(chat.size.batch))
     for row in rows:
         assert torch.equal(row.input_ids.view(-1, length), ids[row.places])
         assert row.documents.lengths == (length,) * len(row.places)
-        assert torch.equal(row.input_ids[row.score_mask], ids[row.places, chat.length :].flatten())
+        assert torch.equal(row.input_ids[row.score_mask], ids[row.places, chat.size.length :].flatten())
 
 
 def test_flops_of_a_forward_by_hand(chat: dschat.Chat) -> None:
