@@ -26,7 +26,7 @@ from engine.rollout.served import check_model, has_window
 from engine.rollout.slots import SlotCache, Step
 
 # Tokens of prompts a forward carries at most: bounds the activations, which on CPUs should stay in the caches.
-PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
 ROUND_CAPACITY = 64
 
 
@@ -134,9 +134,10 @@ class SlotDecoder:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be taken on a device."""
+    """Memory that can still be taken on a device, what torch's allocator keeps for later included."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
