@@ -6,9 +6,10 @@ tile; nothing as wide as the vocabulary is written.
 
 Filtered rows are drawn from likelihood order, yet nothing is sorted. All that the draw needs of the order is where its
 cumulative count (top-k) or weight (top-p, and the draw itself) passes a given value, and that is a search for a logit:
-floats compare as integers once their sign is folded, so the search halves an interval of integers twice in each pass
-over the row, which lies in the L2 cache after the first, and finds the very logit after 16 passes at most. Ties are
-taken by index, as a stable sort would.
+floats compare as integers once their sign is folded, so each pass over the row, which lies in the L2 cache after the
+first, halves an interval of integers twice and cuts it to the logits that there are in it. It ends with the very logit,
+after some 9 passes over bf16 logits, 10 to 13 over fp32 ones (counted at 50,272 and 151,936 tokens), 16 at most. Ties
+are taken by index, as a stable sort would.
 
 Sums run in another order than the torch path's, so that a token may differ where u falls within rounding, about 1e-6,
 of the border between two.
@@ -28,6 +29,7 @@ from engine.kernels.sample import check
 from engine.rollout.sampling import Sampling
 
 TILE = 4096
+SCAN = 2048  # of the passes that search: half as wide, as their sums take registers
 # Weights of e^-104 and less are 0 in fp32; log-probabilities of tokens so unlikely never matter.
 DEPTH = tl.constexpr(104.0)
 NOWHERE = tl.constexpr(2**30)
@@ -53,6 +55,7 @@ def sample(logits: Tensor, streams: Tensor, positions: Tensor, how: Sampling) ->
     out = (streams, positions, tokens, logprobs, _state(how.seed), min_p)
     tile_kernel[(batch, tiles)](*row, TILE=TILE, num_warps=8)
     if filtered:
+        constants["TILE"] = SCAN
         kinds = {"HAS_TOP_K": top_k > 0, "HAS_TOP_P": how.top_p < 1, "HAS_MIN_P": min_p > 0}
         floor = log(min_p) if min_p > 0 else 0.0
         filtered_kernel[(batch,)](*row, *out, top_k, how.top_p, floor, **kinds, **constants, num_warps=16)
@@ -188,14 +191,30 @@ def _value(key):
 
 
 @triton.jit
-def _above(logits, vocabulary, inverse_temperature, top, a, b, c, TILE: tl.constexpr):
-    """Weight and number of the tokens whose keys are at least a, b and c: six scalars."""
+def _weight_from(logits, vocabulary, inverse_temperature, top, low, TILE: tl.constexpr):
+    """Weight and number of the tokens whose keys are at least `low`."""
+    weight = tl.zeros((TILE,), dtype=tl.float32)
+    count = tl.zeros((TILE,), dtype=tl.int32)
+    for step in range(tl.cdiv(vocabulary, TILE)):
+        z = _tile(logits, step * TILE, vocabulary, inverse_temperature, TILE)
+        weight += tl.where(_key(z) >= low, tl.exp(z - top), 0.0)
+        count += (_key(z) >= low).to(tl.int32)
+    return tl.sum(weight, 0), tl.sum(count, 0)
+
+
+@triton.jit
+def _probe(logits, vocabulary, inverse_temperature, top, lo, a, b, c, hi, TILE: tl.constexpr):
+    """Weight and number of the tokens whose keys are at least a, b and c, and the least and the largest key that there
+    is in [lo, hi): eight scalars from one pass.
+    """
     weight_a = tl.zeros((TILE,), dtype=tl.float32)
     weight_b = tl.zeros((TILE,), dtype=tl.float32)
     weight_c = tl.zeros((TILE,), dtype=tl.float32)
     count_a = tl.zeros((TILE,), dtype=tl.int32)
     count_b = tl.zeros((TILE,), dtype=tl.int32)
     count_c = tl.zeros((TILE,), dtype=tl.int32)
+    least = tl.zeros((TILE,), dtype=tl.int32) + hi - 1
+    largest = tl.zeros((TILE,), dtype=tl.int32) + lo
     for step in range(tl.cdiv(vocabulary, TILE)):
         z = _tile(logits, step * TILE, vocabulary, inverse_temperature, TILE)
         key = _key(z)
@@ -206,9 +225,11 @@ def _above(logits, vocabulary, inverse_temperature, top, a, b, c, TILE: tl.const
         count_a += (key >= a).to(tl.int32)
         count_b += (key >= b).to(tl.int32)
         count_c += (key >= c).to(tl.int32)
+        least = tl.minimum(least, tl.where(key >= lo, key, hi - 1))
+        largest = tl.maximum(largest, tl.where(key < hi, key, lo))
     return (
         tl.sum(weight_a, 0), tl.sum(weight_b, 0), tl.sum(weight_c, 0),
-        tl.sum(count_a, 0), tl.sum(count_b, 0), tl.sum(count_c, 0),
+        tl.sum(count_a, 0), tl.sum(count_b, 0), tl.sum(count_c, 0), tl.min(least, 0), tl.max(largest, 0),
     )  # fmt: skip
 
 
@@ -219,7 +240,8 @@ def _search(
 ):  # fmt: skip
     """The largest key k in [low, key(top)] with amount(keys >= k) at least (strictly: above) the target; `low` serves.
 
-    Returns k, and weight and number of the tokens with larger keys.
+    Returns k, and weight and number of the tokens with larger keys. The interval [lo, hi) that k lies in is cut into
+    four by each pass, and to the keys that there are in it: it ends with one token's, or that of several alike.
     """
     lo = low.to(tl.int64)
     hi = _key(top).to(tl.int64) + 1
@@ -229,9 +251,10 @@ def _search(
         b = lo + (hi - lo) // 2
         a = lo + (b - lo) // 2
         c = b + (hi - b) // 2
-        weight_a, weight_b, weight_c, count_a, count_b, count_c = _above(
-            logits, vocabulary, inverse_temperature, top, a.to(tl.int32), b.to(tl.int32), c.to(tl.int32), TILE
-        )
+        weight_a, weight_b, weight_c, count_a, count_b, count_c, least, largest = _probe(
+            logits, vocabulary, inverse_temperature, top, lo.to(tl.int32), a.to(tl.int32), b.to(tl.int32),
+            c.to(tl.int32), hi.to(tl.int32), TILE,
+        )  # fmt: skip
         if BY_COUNT:
             in_a, in_b, in_c = count_a >= target, count_b >= target, count_c >= target
         elif STRICT:
@@ -243,7 +266,9 @@ def _search(
         count = tl.where(in_c, count, tl.where(in_b, count_c, tl.where(in_a, count_b, count_a)))
         hi = tl.where(in_c, hi, tl.where(in_b, c, tl.where(in_a, b, a)))
         lo = tl.where(in_c, c, tl.where(in_b, b, tl.where(in_a & (a > lo), a, lo)))
-        hi = tl.maximum(hi, lo + 1)
+        # Between two keys that there are, the amounts stay as they are.
+        lo = tl.maximum(lo, least.to(tl.int64))
+        hi = tl.maximum(tl.minimum(hi, largest.to(tl.int64) + 1), lo + 1)
     return lo.to(tl.int32), weight, count
 
 
@@ -264,7 +289,7 @@ def filtered_kernel(
     whole = tl.sum(tl.load(totals + stats, mask=tile < tiles, other=0.0), 0)  # NaN where the row has one
     logits += row.to(tl.int64) * stride
     low = _key(top - DEPTH)
-    kept, _, _, number, _, _ = _above(logits, vocabulary, inverse_temperature, top, low, low, low, TILE)
+    kept, number = _weight_from(logits, vocabulary, inverse_temperature, top, low, TILE)
     ties = 0 * number + NOWHERE
     if HAS_TOP_K:  # noqa: SIM102  known when compiling; the other is not
         if number > top_k:
@@ -282,7 +307,7 @@ def filtered_kernel(
     if HAS_MIN_P:
         key = _key(top + floor)  # floor: the logarithm of min_p
         if key > low:
-            kept, _, _, _, _, _ = _above(logits, vocabulary, inverse_temperature, top, key, key, key, TILE)
+            kept, _ = _weight_from(logits, vocabulary, inverse_temperature, top, key, TILE)
             low = key
             ties = 0 * number + NOWHERE
     target = _uniform(state, streams, positions, row) * kept

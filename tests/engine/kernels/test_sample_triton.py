@@ -37,6 +37,7 @@ def test_draws_what_torch_draws(index: int, filters: dict[str, Any]) -> None:
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_p": 0.99, "min_p": 0.3}], ids=str)
 def test_ties_go_by_index(monkeypatch: pytest.MonkeyPatch, filters: dict[str, Any]) -> None:
     monkeypatch.setattr(kernel, "TILE", 128)
+    monkeypatch.setattr(kernel, "SCAN", 64)
     logits = torch.randint(-3, 4, (5, 300), device=DEVICE).to(torch.bfloat16)
     streams = torch.arange(5, device=DEVICE)
     ours, theirs = draw(kernel.sample, logits, streams, **filters), draw(plain, logits, streams, **filters)
@@ -47,6 +48,7 @@ def test_ties_go_by_index(monkeypatch: pytest.MonkeyPatch, filters: dict[str, An
 def test_ties_at_the_edge_of_top_k_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tokens of one weight, three places: which of them torch.topk takes is open, the shares are not."""
     monkeypatch.setattr(kernel, "TILE", 16)
+    monkeypatch.setattr(kernel, "SCAN", 4)
     logits = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0, -9.0]], device=DEVICE).repeat(5, 1)
     tokens, logprobs = draw(kernel.sample, logits, torch.arange(5, device=DEVICE), top_k=4)
     total = torch.tensor(1.0).exp() + 3
