@@ -1,10 +1,10 @@
 """Linear layers with weights packed for oneDNN, for small batches on CPUs.
 
 A product of a few rows with a large matrix is bound by reading the matrix; packed beforehand into blocks it is read at
-twice the speed, where PyTorch's own linear repacks it at each call (in bf16 with the same result, bit for bit, in a
-decode step of some sequences; with the many rows of prompts sums may round in another order). Layers that read the same
-input (a block's queries, keys and values) may be packed as one matrix, which is read faster than three. A pack is a
-copy, and is made again when the weight may have changed.
+twice the speed, where PyTorch's own linear repacks it at each call. In bf16 the result is the same, bit for bit, for up
+to 32 rows; with more, as of prompts, sums are rounded in another order. Layers that read the same input (a block's
+queries, keys and values) may be packed as one matrix, which is read faster than three. A pack is a copy, and is made
+again when the weight may have changed.
 
 Left out: matrices of experts, which are not linear layers; quantised weights.
 """
