@@ -1,9 +1,12 @@
 """A bare GPU machine has PyTorch, transformers and Triton, and none of what the stages need: there the engine's tests
-run, and the others are left out and named.
+run, and the others are left out and named. Without `-m gpu` no test sees a GPU: they are written for CPUs.
 """
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).parent
 NEEDED = ("pydantic", "hydra", "datasets")  # what a stage imports and the engine does not
@@ -15,6 +18,12 @@ collect_ignore = [
     for path in HERE.rglob("test_*.py")
     if LACKING and not path.relative_to(HERE).as_posix().startswith(WITHOUT)
 ]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything asks CUDA how many devices there are."""
+    if config.option.markexpr in ("", "not gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_report_header() -> str | None:

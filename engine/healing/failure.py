@@ -7,14 +7,17 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
-HOST = ("can't allocate memory", "not enough memory")  # what torch's host allocator says, as a plain RuntimeError
+# What plain RuntimeErrors say: torch's host allocator; CUDA and Triton beside torch's own allocator; cuBLAS.
+SAID = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True for what a device or the host says when there is no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in HOST)
+    if isinstance(error, torch.distributed.DistError):  # its group can't be used any more
+        return False
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in SAID)
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:

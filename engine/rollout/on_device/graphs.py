@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from engine.healing.failure import is_out_of_memory
 from engine.rollout.on_device.static_step import StaticStep
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class Replays:
             try:
                 self._graphs[size] = self._capture(slots)
             except RuntimeError as problem:
+                if is_out_of_memory(problem):  # says nothing about the model
+                    raise
                 self.captures = False
                 _say_once(type(self.step.module).__name__, problem)
         return self._graphs[size].replay if size in self._graphs else lambda: self.step(slots)
