@@ -73,7 +73,7 @@ def held(layout: dict[str, Any]) -> dict[str, float]:
             engine.begin(last=last)
             engine.backward(engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().sum(), last=last)
         after = settled(skip) - before
-        engine._step()
+        engine.step()
     resting = settled(skip) - before
     away = engine.optimizer.bytes["nvme"] if isinstance(engine.optimizer, OffloadedOptimizer) else 0
     files = away + (mapped.bytes if mapped is not None else 0)

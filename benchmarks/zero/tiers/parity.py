@@ -12,9 +12,7 @@ def measure(rounds: int) -> Result:
     curves = {ranks: run_ranks(WORKER, ["fp32"], ranks)[0] for ranks in RANKS}
     wanted = curves[1].pop("plain")
     gaps = {
-        f"{name} x{ranks}": furthest(curve, wanted)
-        for ranks, found in curves.items()
-        for name, curve in found.items()
+        f"{name} x{ranks}": furthest(curve, wanted) for ranks, found in curves.items() for name, curve in found.items()
     }
     worst = max(gaps, key=lambda name: gaps[name])
     return Result(
