@@ -130,7 +130,7 @@ class StageSection(Section):
     steps: int | None = Field(None, ge=1, description="cap on optimizer steps (ppo: on rollouts); epochs decide otherwise")
     batch_size: int = Field(64, ge=1, description="global batch over all ranks: conversations, pairs or prompts a step")
     max_length: int = Field(1024, ge=8, description="tokens a sequence; longer ones are cut, or dropped where a cut makes no sense")
-    micro_batch_tokens: int = Field(8192, ge=8, description="tokens a forward and backward pass a rank, padding included")
+    micro_batch_tokens: int = Field(8192, ge=8, description="most tokens of a forward and backward pass on a rank, padding included where rows are padded; a longer sequence goes alone")
     lr: float = Field(1e-5, ge=0, description="peak learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="learning rate after the warm-up")
     warmup: float = Field(0.03, ge=0, le=1, description="share of the steps in which the rate rises")
@@ -149,7 +149,7 @@ class StageSection(Section):
 
 
 class SftSection(StageSection):
-    packing: bool = Field(True, description="pack conversations into full rows that can't see each other")
+    packing: bool = Field(True, description="conversations stand in one row without padding and can't see each other")
     loss_on: Literal["assistant", "all"] = Field("assistant", description="tokens that count in the loss")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout while training, where the model has it")
 
