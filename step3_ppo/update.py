@@ -48,8 +48,8 @@ def targets_of(rollout: Rollout, ppo: PpoSection, *, kl_coef: float) -> Targets:
     mask = rollout.response_mask
     earned = answer_scores(rollout, missing_end_penalty=ppo.missing_end_penalty, score_clip=ppo.score_clip)
     rewards = shaped_rewards(earned, kl_k1(rollout.logprobs, rollout.reference), mask, kl_coef=kl_coef)
-    advantages, returns, _ = gae(rewards, rollout.values, mask, gamma=ppo.gamma, lam=ppo.lam)
-    return Targets(whiten(advantages, mask) if ppo.whiten_advantages else advantages, returns, rewards)
+    advantages, returns, moments = gae(rewards, rollout.values, mask, gamma=ppo.gamma, lam=ppo.lam)
+    return Targets(whiten(advantages, mask, moments) if ppo.whiten_advantages else advantages, returns, rewards)
 
 
 def minibatches(

@@ -122,7 +122,10 @@ def _sample(capability: int) -> Iterator[Variant]:
     for greedy in (False, True):
         constants = {"GREEDY": greedy, "TILE": tile, "TILES": 64, "num_warps": 8}
         yield _variant(f"sample {'likeliest' if greedy else 'draw'}", sample_triton.draw_kernel, types, constants)
-    constants = {"HAS_TOP_K": True, "HAS_TOP_P": True, "HAS_MIN_P": True, "TILE": sample_triton.SCAN, "TILES": 64, "num_warps": 16}
+    constants = {
+        "HAS_TOP_K": True, "HAS_TOP_P": True, "HAS_MIN_P": True, "TILE": sample_triton.SCAN, "TILES": 64,
+        "num_warps": 16,
+    }  # fmt: skip
     yield _variant("sample draw, filtered", sample_triton.filtered_kernel, types, constants)
 
 

@@ -58,7 +58,7 @@ def _own_tokens(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
             embedding.padding_idx = padding  # initialisers of the whole module read it
         return regions.summed(found.masked_fill(elsewhere[..., None], 0), group)
 
-    embedding.forward = forward  # type: ignore[method-assign]
+    embedding.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def token_logprobs(
