@@ -11,7 +11,7 @@ from torch import nn
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.parallel import dist, dtensors, zero
 from engine.precision import policy
-from engine.rollout import gather, hybrid, pooling
+from engine.rollout import gather, hybrid, packed, pooling
 from engine.rollout.hybrid import Twin
 from engine.rollout.packed import available
 from engine.rollout.pooling import Pool
@@ -134,15 +134,16 @@ def test_replicated_shards(ranks: list[dict[str, Any]]) -> None:
 
 
 def pooled() -> dict[str, Any]:
-    """Three flips with training between them, ranks apart and one for all."""
+    """Three flips with training between them, ranks apart and one for all; all matrices are packed."""
     torch.set_num_threads(1)
+    packed.FEWEST_NUMBERS[torch.float32], packed.FP32_ROWS = 1, (1, 256)
     pooling._cores = lambda: 2
     few, found = pooling.FEWEST_BYTES, {}
     for way, pooling.FEWEST_BYTES in (("apart", few), ("together", 0)):
         torch.manual_seed(0)
         config = EngineConfig(zero_stage=3, dtype="fp32")
         engine = Engine(build("llama"), config, optimizer=OptimizerConfig(lr=0.02), rollout_path="")
-        mine: dict[str, Any] = {"said": [], "threads": [], "checked": [], "packed": []}
+        mine: dict[str, Any] = {"said": [], "threads": [], "checked": []}
         for _ in range(3):
             with engine.generating() as rollouts:
                 places = engine.flip.share_of([len(prompt) for prompt in PROMPTS], expected=8)
