@@ -84,6 +84,8 @@ def trained(family: str, **layout: Any) -> dict[str, Any]:
     with engine.scoring():
         logits = engine(input_ids=batches(STEPS)[0], use_cache=False).logits
     held = {name: dtensors.local(p.detach()).numel() for name, p in engine.module.named_parameters()}
+    nowhere = [b for b in engine.module.buffers() if b.is_floating_point() and b.isnan().any()]
+    assert all(b.untyped_storage().nbytes() == b.itemsize for b in nowhere), "another rank's parameter has memory here"
     return {"curve": curve, "weights": weights(engine), "scored": scored, "logits": logits, "held": held}
 
 
