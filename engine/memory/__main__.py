@@ -13,8 +13,8 @@ from engine.memory.stages import Demand, Workload, ppo_demand, reward_demand, sf
 GIB = 2**30
 KEYS: dict[str, Any] = {
     "model": "opt-1.3b", "critic": None, "gpus": 1, "nodes": 1, "dtype": "bf16", "checkpointing": False,
-    "micro_batch_tokens": 8192, "max_length": 1024, "prompt": 512, "answer": 256, "rollout_batch": 64,
-    "nvme_path": None,
+    "tensor_parallel": 1, "states": "fp32", "micro_batch_tokens": 8192, "max_length": 1024, "prompt": 512,
+    "answer": 256, "rollout_batch": 64, "nvme_path": None,
 }  # fmt: skip
 USAGE = (
     "python -m engine.memory model=NAME|FOLDER|JSON gpus=8\n"
@@ -28,8 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     """Print the tables; 2 for a mistake."""
     try:
         keys = parse(arguments)
-        actor = shape_of(keys["model"])
-        critic = shape_of(keys["critic"]) if keys["critic"] else actor
+        actor = shape_of(keys["model"], keys["tensor_parallel"])
+        critic = shape_of(keys["critic"], keys["tensor_parallel"]) if keys["critic"] else actor
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -47,6 +47,10 @@ def parse(arguments: Sequence[str]) -> dict[str, Any]:
         found[key] = _value(key, text)
     if found["dtype"] not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"dtype={found['dtype']}: write bf16, fp16 or fp32")
+    if found["states"] not in ("fp32", "bf16"):
+        raise ValueError(f"states={found['states']}: write fp32 or bf16")
+    if found["gpus"] * found["nodes"] % found["tensor_parallel"]:
+        raise ValueError(f"tensor_parallel={found['tensor_parallel']} does not divide the number of GPUs")
     return found
 
 
@@ -65,6 +69,8 @@ def _value(key: str, text: str) -> Any:
 def tables(actor: Shape, critic: Shape, keys: dict[str, Any], machine: Machine) -> Iterator[str]:
     """The lines of all tables."""
     ranks = keys["gpus"] * keys["nodes"]
+    if actor.tensor > 1:
+        yield f"one of {actor.tensor} parts that tensor groups hold; DeepSpeed's estimates do not know of them"
     yield f"{actor.name}: {actor.parameters / 1e6:,.0f} M parameters, largest layer {actor.largest_layer / 1e6:,.0f} M"
     yield _capacity(machine)
     yield f"\nDeepSpeed's estimate of model states, {keys['gpus']} GPUs a node x {keys['nodes']} nodes (GiB)"
@@ -73,12 +79,12 @@ def tables(actor: Shape, critic: Shape, keys: dict[str, Any], machine: Machine) 
         yield f"  {row.name:34}{row.device / GIB:9.2f}{row.host / GIB:9.2f}"
     yield f"\nThis engine, bytes a device at the height of each stage, {ranks} ranks, {keys['dtype']} (GiB)"
     yield f"  {'':26}{'states':>9}{'sft':>9}{'reward':>9}{'ppo':>9}{'host':>9}{'files':>9}   highest phase of ppo"
-    work = Workload(ranks=ranks, dtype=keys["dtype"], **{key: keys[key] for key in _SHARED})
+    work = Workload(ranks=ranks // actor.tensor, dtype=keys["dtype"], **{key: keys[key] for key in _SHARED})
     for name, choice in _choices(work):
         yield _row(name, actor, critic, choice, machine, keys["gpus"])
 
 
-_SHARED = ("checkpointing", "micro_batch_tokens", "max_length", "prompt", "answer", "rollout_batch")
+_SHARED = ("states", "checkpointing", "micro_batch_tokens", "max_length", "prompt", "answer", "rollout_batch")
 
 
 def _choices(work: Workload) -> Iterator[tuple[str, Workload]]:
@@ -86,6 +92,8 @@ def _choices(work: Workload) -> Iterator[tuple[str, Workload]]:
     for stage in range(4):
         yield f"zero{stage}", replace(work, stage=stage)
     yield "zero3, recomputing", replace(work, stage=3, checkpointing=True)
+    if work.states == "bf16":
+        return  # which are not offloaded
     lean = replace(work, stage=3, checkpointing=True)
     yield "zero2, optimizer on host", replace(work, stage=2, offload_optimizer="cpu")
     yield "zero2, optimizer on NVMe", replace(work, stage=2, offload_optimizer="nvme")

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModel, PretrainedConfig
 
 from engine.config import Precision
+from engine.memory.narrowed import narrow
 from engine.memory.shapes import Shape
 from engine.memory.states import SIZE
 from engine.precision import TORCH_DTYPE
@@ -39,13 +40,16 @@ class Activations:
         return self.outside + self.blocks * self.block
 
 
-def activations(shape: Shape, *, rows: int, length: int, dtype: Precision) -> Activations:
-    """Activations of `rows` sequences of `length` tokens in a forward with gradients."""
-    one, two = (rows * _saved(shape, count, length, dtype) for count in (1, 2))
+def activations(shape: Shape, *, tokens: int, length: int, dtype: Precision) -> Activations:
+    """Activations of `tokens` tokens in sequences of `length` in a forward with gradients.
+
+    Whether each has a row of its own or they all lie in one, attention goes no further than a sequence.
+    """
+    one, two = (tokens * _saved(shape, count, length, dtype) // length for count in (1, 2))
     return Activations(
         outside=max(0, one - (two - one)),
         block=two - one,
-        block_input=rows * length * shape.width * SIZE[dtype],
+        block_input=tokens * shape.width * SIZE[dtype],
         blocks=shape.blocks,
     )
 
@@ -56,6 +60,8 @@ def _saved(shape: Shape, blocks: int, length: int, dtype: Precision) -> int:
     with torch.device("meta"):
         body = AutoModel.from_config(cut(shape.config, blocks), attn_implementation=shape.attention)
         body = body.to(TORCH_DTYPE[dtype]).train()
+        if shape.tensor > 1:
+            narrow(body, shape.tensor)
         ids = torch.zeros(1, length, dtype=torch.long)
         positions = torch.arange(length)[None]
     own = {_storage(t) for t in [*body.parameters(), *body.buffers()]}

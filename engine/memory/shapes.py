@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.pytorch_utils import Conv1D
 
+from engine.memory.narrowed import narrow
 from engine.parallel import zero
 
 NAMED = Path(__file__).resolve().parents[2] / "conf" / "model"
@@ -20,6 +22,7 @@ class Shape:
 
     parameters: P, tied ones once. largest_layer: the most that one module owns itself. root: parameters outside of the
     blocks (embeddings and head). block: of the largest block. cache_per_token: numbers in one token's key-value cache.
+    linear: weights of linear layers, the head's too where it is tied. All of one rank of a group of `tensor`.
     """
 
     name: str
@@ -33,22 +36,24 @@ class Shape:
     width: int
     vocabulary: int
     cache_per_token: int
+    linear: int = 0
+    tensor: int = 1
 
 
-def shape_of(model: str | dict[str, Any]) -> Shape:
+def shape_of(model: str | dict[str, Any], tensor: int = 1) -> Shape:
     """The shape of a folder with a config.json, of an option's name (conf/model), or of an architecture.
 
-    An architecture is a dictionary, or its JSON, with model_type and the fields of transformers' configuration. Raises
-    ValueError for what is none of these.
+    An architecture is a dictionary, or its JSON, with model_type and the fields of transformers' configuration. Counts
+    are those of one rank of a group of `tensor`. Raises ValueError for what is none of these.
     """
     attention = "sdpa"
     if isinstance(model, str) and model.lstrip().startswith("{"):
         model = json.loads(model)
     if isinstance(model, dict):
-        return measured(str(model.get("name", model.get("model_type"))), _config(model), attention)
+        return measured(str(model.get("name", model.get("model_type"))), _config(model), attention, tensor)
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
-        return measured(folder.name, AutoConfig.from_pretrained(folder), attention)
+        return measured(folder.name, AutoConfig.from_pretrained(folder), attention, tensor)
     option = NAMED / f"{model}.yaml"
     if not option.is_file():
         names = ", ".join(sorted(place.stem for place in NAMED.glob("*.yaml")))
@@ -56,7 +61,7 @@ def shape_of(model: str | dict[str, Any]) -> Shape:
     import yaml
 
     found = yaml.safe_load(option.read_text(encoding="utf-8"))
-    return measured(model, _config(found["architecture"]), found.get("attention", attention))
+    return measured(model, _config(found["architecture"]), found.get("attention", attention), tensor)
 
 
 def _config(architecture: dict[str, Any]) -> PretrainedConfig:
@@ -66,10 +71,12 @@ def _config(architecture: dict[str, Any]) -> PretrainedConfig:
     return AutoConfig.for_model(architecture["model_type"], **fields)
 
 
-def measured(name: str, config: PretrainedConfig, attention: str = "sdpa") -> Shape:
-    """Build it on the meta device and count."""
+def measured(name: str, config: PretrainedConfig, attention: str = "sdpa", tensor: int = 1) -> Shape:
+    """Build it on the meta device and count. Raises ValueError where it has no plan for tensor groups."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    if tensor > 1:
+        narrow(model, tensor)
     total = _count(model)
     blocks = [_count(block) for block in zero.units(model)]
     text = config.get_text_config()
@@ -85,9 +92,17 @@ def measured(name: str, config: PretrainedConfig, attention: str = "sdpa") -> Sh
         block=max(blocks, default=0),
         blocks=len(blocks),
         width=text.hidden_size,
-        vocabulary=text.vocab_size,
-        cache_per_token=2 * text.num_hidden_layers * groups * head,
+        vocabulary=_outputs(model, text.vocab_size),
+        cache_per_token=2 * text.num_hidden_layers * groups * head // tensor,
+        linear=sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | Conv1D)),
+        tensor=tensor,
     )
+
+
+def _outputs(model: nn.Module, vocabulary: int) -> int:
+    """Rows of the head."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return vocabulary if head is None else len(head.weight)
 
 
 def _count(module: nn.Module) -> int:

@@ -5,6 +5,7 @@ Heights are added where things live at the same time: all models rest, one of th
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.config import Precision, Tier
 from engine.memory.activations import activations
@@ -16,7 +17,11 @@ LOGIT_BLOCK = 2**25  # logits that are held at once (engine/kernels/token_logpro
 
 @dataclass(frozen=True)
 class Workload:
-    """How models are laid out and fed. Lengths are tokens; `rollout_batch` sequences are decoded together."""
+    """How models are laid out and fed. Lengths are tokens; `rollout_batch` sequences are decoded together.
+
+    `ranks` share a model's states; ranks of a tensor group count once, and their shapes are narrower. `states` as in
+    EngineConfig; `errors` are 1-bit Adam's. `packs` says that linear layers are packed for generating (on CPUs).
+    """
 
     ranks: int = 1
     stage: int = 0
@@ -31,6 +36,9 @@ class Workload:
     rollout_batch: int = 64
     accumulates: bool = True
     trained_share: float = 1.0
+    states: Literal["fp32", "bf16"] = "fp32"
+    errors: bool = False
+    packs: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,7 @@ def ppo_demand(
         reference = ModelStates(0, 0, 0, 0, 0)
     rest = {"actor": actors.resting, "critic": critics.resting}
     rest |= {"reference": reference.resting, "reward": reward.resting}
-    kept = rest | {"twin": _twin(actor, own["actor"])}
+    kept = rest | {"twin": _twin(actor, own["actor"]), "packs": _packs(actor, own["actor"])}
     scoring = max(states.gathered for states in (reference, reward, actors, critics))
     return Demand(
         {
@@ -117,6 +125,7 @@ def _trained(shape: Shape, work: Workload) -> ModelStates:
         shape.parameters, root=shape.root, block=shape.block, stage=work.stage, ranks=work.ranks, dtype=work.dtype,
         trained=round(shape.parameters * work.trained_share), accumulates=work.accumulates,
         offload_optimizer=work.offload_optimizer, offload_parameters=work.offload_parameters,
+        lean=work.states == "bf16", errors=work.errors,
     )  # fmt: skip
 
 
@@ -129,8 +138,8 @@ def _frozen(shape: Shape, work: Workload) -> ModelStates:
 
 def _training(shape: Shape, work: Workload, states: ModelStates, *, logits: bool = True) -> dict[str, int]:
     """What a micro-batch brings."""
-    rows = max(1, work.micro_batch_tokens // work.max_length)
-    kept = activations(shape, rows=rows, length=work.max_length, dtype=work.dtype)
+    tokens = max(work.micro_batch_tokens, work.max_length)
+    kept = activations(shape, tokens=tokens, length=work.max_length, dtype=work.dtype)
     return {
         "gathered": states.gathered,
         "gradients": states.gradients,
@@ -151,6 +160,7 @@ def _generating(shape: Shape, work: Workload) -> dict[str, int]:
     tokens = work.rollout_batch * (work.prompt + work.answer)
     return {
         "twin": _twin(shape, work),
+        "packs": _packs(shape, work),
         "cache": tokens * shape.cache_per_token * SIZE[work.dtype],
         "logits": 4 * 2 * work.rollout_batch * shape.vocabulary,
     }
@@ -161,3 +171,8 @@ def _twin(shape: Shape, work: Workload) -> int:
     whole = work.offload_parameters == "none" and (work.stage == 0 or work.ranks == 1)
     shared = whole and (work.dtype == "fp32" or work.offload_optimizer != "none")
     return 0 if shared else SIZE[work.dtype] * shape.parameters
+
+
+def _packs(shape: Shape, work: Workload) -> int:
+    """Linear layers once more, as decoding reads them on CPUs (engine/rollout/packed.py)."""
+    return SIZE[work.dtype] * shape.linear if work.packs and work.dtype != "fp16" else 0

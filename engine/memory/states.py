@@ -68,23 +68,29 @@ def model_states(
     offload_parameters: Tier = "none",
     ratio: float = 1.0,
     sub_group: int = EngineConfig.sub_group_size,
+    lean: bool = False,
+    errors: bool = False,
 ) -> ModelStates:
     """States of a model that is trained; `trained` parameters of it (None: all), `moments` fp32 values a parameter.
 
     `root` and `block` are parameters of FSDP units: outside of the blocks, and of the largest block. `accumulates` says
-    that a step has several micro-batches. `ratio` is the share of them whose optimizer is offloaded.
+    that a step has several micro-batches. `ratio` is the share of them whose optimizer is offloaded. `lean` states are
+    bf16 parameters (here masters) and moments; `errors` are what 1-bit Adam keeps of what it did not send.
     """
     size, shards = SIZE[dtype], 1 if stage == 0 else ranks
     learning = parameters if trained is None else trained
+    each = 2 if lean else 4
     whole_gradients = stage == 0 or (stage == 1 and accumulates)
-    gradients = 4 * learning if whole_gradients else 4 * learning // shards
+    gradients = 4 * learning if whole_gradients else each * learning // shards
     gathered = size * (min(parameters, root + 2 * block) if stage == 3 else parameters)
     if not accumulates and stage < 3:
         # A lone micro-batch frees the gathered copy of a block as its gradient comes.
         gathered, gradients = max(gathered, gradients), 0
-    held = (4 * parameters // shards, 4 * moments * learning // shards)
+    held = (each * parameters // shards, each * moments * learning // shards)
+    if errors:
+        held = (held[0], held[1] + 4 * learning + 4 * learning // ranks)
     passing = max(root, block) * (size + 4) if learning else 0
-    if ranks == 1 and offload_optimizer == offload_parameters == "none":
+    if ranks == 1 and not (lean or errors) and offload_optimizer == offload_parameters == "none":
         copies = size * parameters if size < 4 else 0  # engine/parallel/alone.py, at every stage
         return ModelStates(*held, copies, 4 * learning, size * max(root, block) if learning else 0)
     if offload_optimizer == "none":

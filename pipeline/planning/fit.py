@@ -12,6 +12,7 @@ from engine import EngineConfig
 from engine.memory import Demand, Shape, Workload, ppo_demand, reward_demand, sft_demand
 from engine.memory.machine import this_machine
 from engine.memory.shapes import measured
+from engine.parallel import dist
 from pipeline.config.check import engine_settings
 from pipeline.config.schema import ROLE_ENGINES, EngineSettings, RunConfig, StageSection
 from pipeline.errors import UserError
@@ -89,8 +90,9 @@ def task(
     config: RunConfig, stage: str, *, policy: ModelSource, reward: ModelSource | None = None, ranks: int
 ) -> Task:
     """The stage's settings and models in the engine's words."""
-    shape = measured(policy.name, policy.config, policy.attention)
-    critic = measured(reward.name, reward.config, reward.attention) if reward is not None else shape
+    parts = config.engine.tensor_parallel
+    shape = measured(policy.name, policy.config, policy.attention, parts)
+    critic = measured(reward.name, reward.config, reward.attention, parts) if reward is not None else shape
     roles = {}
     for key in ROLE_ENGINES if stage == "ppo" else ():
         own = getattr(config.ppo, key)
@@ -102,6 +104,7 @@ def task(
 def workload(config: RunConfig, stage: str, ranks: int, settings: EngineSettings) -> Workload:
     """The stage's settings in the engine's words."""
     section: StageSection = getattr(config, stage)
+    ranks //= settings.tensor_parallel  # a tensor group sees the same data, and shards each part by itself
     engine: EngineConfig = EngineChoice(settings).layout()["config"]
     length = section.max_length
     if stage == "ppo":
@@ -121,6 +124,8 @@ def workload(config: RunConfig, stage: str, ranks: int, settings: EngineSettings
         answer=config.rollout.max_new_tokens,
         rollout_batch=min(config.rollout.batch_size, LEAST_ROLLOUT),
         trained_share=0.01 if section.lora.rank else 1.0,
+        states=engine.states,
+        packs=dist.world().device.type == "cpu",
     )
 
 

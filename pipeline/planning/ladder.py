@@ -63,6 +63,8 @@ class Setting:
 def ladder(work: Workload, room: Room) -> Iterator[Setting]:
     """Every setting, each with the micro-batch as configured and halved down to one sequence."""
     for engine in _layouts(work.ranks, on_gpu=room.on_gpu):
+        if work.states == "bf16" and engine["offload_optimizer"] != "none":
+            continue  # these can't be offloaded
         tokens = work.micro_batch_tokens
         yield Setting(engine, tokens)
         while tokens > work.max_length:

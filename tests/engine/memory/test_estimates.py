@@ -79,7 +79,7 @@ def test_activations_are_what_autograd_saves(family: str) -> None:
         if family != "llama":
             mask = None  # with one the CPU's attention lays its output out by heads
         body(input_ids=places, position_ids=places, attention_mask=mask, use_cache=False)
-    found = activations(shape, rows=3, length=64, dtype="fp32")
+    found = activations(shape, tokens=3 * 64, length=64, dtype="fp32")
     assert found.total(checkpointing=False) == pytest.approx(sum(saved.values()), rel=0.05)
     assert found.block_input == 3 * 64 * 64 * 4
 
@@ -111,3 +111,30 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ("gpus=0", "dtype=int4", "checkpointing=maybe"):
         with pytest.raises(ValueError, match=wrong.split("=")[0]):
             parse([wrong])
+
+
+def test_a_tensor_groups_ranks_hold_their_parts() -> None:
+    """Counted by hand: matrices of attention and MLP, the head and its bias-free rows are halved, norms are not."""
+    config = LlamaConfig(intermediate_size=160, num_key_value_heads=2, tie_word_embeddings=False, **SMALL)
+    whole, part = measured("llama", config), measured("llama", config, tensor=2)
+    split = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160  # q, o; k, v; gate, up, down
+    assert whole.block - part.block == split // 2
+    assert whole.parameters - part.parameters == (3 * split + 64 * 64) // 2  # the head's 64 rows too
+    assert (part.cache_per_token, part.vocabulary) == (whole.cache_per_token // 2, 32)
+    one, two = (activations(shape, tokens=64, length=64, dtype="bf16") for shape in (whole, part))
+    # Inputs of norms and products stay whole: a hidden state four times; what is inside of attention and MLP is halved.
+    assert one.block / 2 < two.block < one.block
+    with pytest.raises(ValueError, match="without a tensor-parallel plan"):
+        measured("opt", CONFIGS["opt"], tensor=2)
+
+
+def test_bf16_states_errors_and_packs() -> None:
+    shape = shape_of("opt-125m")
+    lean = sft_demand(shape, Workload(ranks=1, states="bf16")).phases["train"]
+    assert (lean["parameters"], lean["optimizer"]) == (2 * shape.parameters, 4 * shape.parameters)
+    one_bit = sft_demand(shape, Workload(ranks=4, errors=True)).phases["train"]
+    assert one_bit["optimizer"] == (8 + 4 + 1) * shape.parameters
+    packed = sft_demand(shape, Workload(packs=True)).phases["generate"]
+    # 12 blocks of 4 D x D and 2 D x 4D, and the head.
+    assert packed["packs"] == 2 * (12 * 12 * 768 * 768 + 50272 * 768)
+    assert sft_demand(shape, Workload()).phases["generate"]["packs"] == 0

@@ -16,7 +16,8 @@ from engine.parallel import dist, mailbox, zero
 from tests.ranks import run_ranks
 
 WIDTH = 160
-CASES = [(stage, dtype) for stage in range(4) for dtype in ("fp32", "bf16")]
+CASES = [(stage, dtype, "") for stage in range(4) for dtype in ("fp32", "bf16")]
+CASES += [*((stage, "bf16", "lean") for stage in range(4)), (0, "fp32", "errors"), (0, "bf16", "errors")]
 
 
 class Block(nn.Module):
@@ -74,10 +75,18 @@ def settled() -> int:
     return now
 
 
-def held(stage: int, dtype: str) -> dict[str, int]:
+def config_of(stage: int, dtype: str, special: str) -> tuple[EngineConfig, OptimizerConfig]:
+    """`lean` are bf16 states, `errors` 1-bit Adam's."""
+    states = "bf16" if special == "lean" else "fp32"
+    name = "onebitadam" if special == "errors" else "adamw"
+    return EngineConfig(zero_stage=stage, dtype=dtype, states=states), OptimizerConfig(lr=1e-3, name=name)  # type: ignore[arg-type]
+
+
+def held(stage: int, dtype: str, special: str) -> dict[str, int]:
     """Bytes between steps, in the forward of a second micro-batch, after its backward; and of a frozen engine."""
     before = settled()
-    engine = Engine(Net(), EngineConfig(zero_stage=stage, dtype=dtype), optimizer=OptimizerConfig(lr=1e-3))  # type: ignore[arg-type]
+    config, optimizer = config_of(stage, dtype, special)
+    engine = Engine(Net(), config, optimizer=optimizer)
     x = torch.randn(1, WIDTH)
     found: dict[str, int] = {}
     for last in (False, True):
@@ -89,7 +98,7 @@ def held(stage: int, dtype: str) -> dict[str, int]:
         engine.backward(loss, last=last)
         del loss
     found["backward"] = living() - before
-    engine._step()
+    engine.step()
     found["resting"] = settled() - before
     del engine
     before = settled()
@@ -119,13 +128,14 @@ def check(ranks: int, measured: list[dict[str, int]]) -> None:
     total = sum(p.numel() for p in net.parameters())
     block = sum(p.numel() for p in zero.units(net)[0].parameters())
     sizes: dict[str, Any] = {"root": total - 6 * block, "block": block, "ranks": ranks}
-    for (stage, dtype), found in zip(CASES, measured, strict=True):
-        states = model_states(total, stage=stage, dtype=dtype, **sizes)  # type: ignore[arg-type]
+    for (stage, dtype, special), found in zip(CASES, measured, strict=True):
+        lean, errors = special == "lean", special == "errors"
+        states = model_states(total, stage=stage, dtype=dtype, lean=lean, errors=errors, **sizes)  # type: ignore[arg-type]
         frozen = frozen_states(total, stage=stage, dtype=dtype, **sizes)  # type: ignore[arg-type]
         shards = 1 if stage == 0 else ranks
-        where = f"stage {stage} {dtype} {ranks} ranks: {found}"
+        where = f"stage {stage} {dtype} {special} {ranks} ranks: {found}"
         assert found["resting"] == pytest.approx(states.resting, rel=0.05), where
-        assert found["backward"] == pytest.approx(states.resting + 4 * total / shards, rel=0.05), where
+        assert found["backward"] == pytest.approx(states.resting + (2 if lean else 4) * total / shards, rel=0.05), where
         assert found["forward"] == pytest.approx(states.resting + states.gathered + states.gradients, rel=0.05), where
         # The gather of the next block may or may not be in flight; without a backward the last one's buffer stays.
         slack = block * (4 if dtype == "fp32" else 2) * 1.05
