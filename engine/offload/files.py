@@ -64,15 +64,11 @@ class PrivateFile(BlockFile):
 
     def read(self, target: Tensor, offset: int) -> list["Future[None]"]:
         """Begin to fill `target` (contiguous) from byte `offset`; done when all futures are, with their OSError."""
-        return [
-            workers().submit(self.transfer, os.preadv, view, place) for view, place in _requests(target, offset)
-        ]
+        return [workers().submit(self.transfer, os.preadv, view, place) for view, place in _requests(target, offset)]
 
     def write(self, source: Tensor, offset: int) -> list["Future[None]"]:
         """Begin to write `source` (contiguous) at byte `offset`; it must not change before all futures are done."""
-        return [
-            workers().submit(self.transfer, os.pwritev, view, place) for view, place in _requests(source, offset)
-        ]
+        return [workers().submit(self.transfer, os.pwritev, view, place) for view, place in _requests(source, offset)]
 
     def mapping(self, offset: int, elements: int, dtype: torch.dtype) -> tuple[Tensor, mmap.mmap]:
         """A tensor over a part of the file (`offset` at a block border), and the mapping it lives in."""

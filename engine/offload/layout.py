@@ -62,10 +62,7 @@ def lay_out(sizes: Sequence[int], sub_group: int) -> Layout:
         end += whole_blocks(size)
     step = whole_blocks(sub_group)
     borders = [*range(0, end, step), end]
-    groups = [
-        SubGroup(start, stop, tuple(_pieces(sizes, offsets, start, stop)))
-        for start, stop in pairwise(borders)
-    ]
+    groups = [SubGroup(start, stop, tuple(_pieces(sizes, offsets, start, stop))) for start, stop in pairwise(borders)]
     return Layout(tuple(sizes), tuple(offsets), end, tuple(groups))
 
 

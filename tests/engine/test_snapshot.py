@@ -79,7 +79,13 @@ def test_no_reading_while_a_copy_is_made(tensors: dict[str, Tensor], monkeypatch
         return copy(tensor)
 
     monkeypatch.setattr(snapshot, "_copy", slow)
-    training = threading.Thread(target=lambda: (kept.complete(), [t.fill_(9.0) for t in tensors.values()]))
+
+    def train() -> None:
+        kept.complete()
+        for tensor in tensors.values():
+            tensor.fill_(9.0)
+
+    training = threading.Thread(target=train)
     training.start()
     copying.wait(10)
     found: list[list[float]] = []

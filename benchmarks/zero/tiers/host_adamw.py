@@ -29,7 +29,9 @@ def measure(rounds: int) -> Result:
     """Alternating steps on the same gradients, fp32 as torch's takes them."""
     dist.start("host", device="cpu")
     with _deepspeed() as peer:
-        cases = {"ours": partial(_timed, _ours()), "torch": partial(_timed, _torch()), "deepspeed": peer}
+        cases: dict[str, Callable[[], float]] = {
+            "ours": partial(_timed, _ours()), "torch": partial(_timed, _torch()), "deepspeed": peer,
+        }  # fmt: skip
         in_turn(cases, 2)
         seconds = in_turn(cases, max(rounds, 9))
     ours, theirs = median(seconds["ours"]), median(seconds["torch"])

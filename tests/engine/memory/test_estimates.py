@@ -75,7 +75,7 @@ def test_activations_are_what_autograd_saves(family: str) -> None:
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         places = torch.arange(64).expand(3, -1)
-        mask = torch.ones(64, 64, dtype=torch.bool).tril().expand(3, 1, 64, 64)
+        mask: Tensor | None = torch.ones(64, 64, dtype=torch.bool).tril().expand(3, 1, 64, 64)
         if family != "llama":
             mask = None  # with one the CPU's attention lays its output out by heads
         body(input_ids=places, position_ids=places, attention_mask=mask, use_cache=False)
