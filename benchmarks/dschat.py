@@ -146,10 +146,10 @@ def step(chat: Chat, setting: Setting, number: int) -> dict[str, float]:
     rows = _rows(chat, torch.cat([prompts, answers], dim=1).to(setting.device))
     old, reference, values, scores = timed("score", lambda: _score(chat, rows))
     mask = torch.ones_like(old, dtype=torch.bool)
-    advantages, returns, _ = gae(
+    advantages, returns, moments = gae(
         shaped_rewards(scores, kl_k1(old, reference), mask, kl_coef=0.1), values, mask, gamma=1.0, lam=0.95
     )
-    advantages, count = whiten(advantages, mask), float(mask.sum())
+    advantages, count = whiten(advantages, mask, moments), float(mask.sum())
 
     def actor_loss(module: nn.Module, batch: Rows) -> Any:
         logprobs, _ = module(batch.input_ids, batch.score_mask, documents=batch.documents)

@@ -3,15 +3,12 @@
 import errno
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
-
-FULL_DISK_BYTES = 2**20  # what is left on a disk that torch's writer found full, which it says in words of its own
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -35,8 +32,7 @@ def explained_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno == errno.ENOSPC or shutil.disk_usage(folder).free < FULL_DISK_BYTES
-        what = "the disk is full" if full else f"writing failed ({error})"
+        what = "the disk is full" if error.errno == errno.ENOSPC else f"writing failed ({error})"
         raise UserError(
             f"{folder}: {what}. The last whole checkpoint is kept; make room (or choose run_dir= on another disk, "
             "moving the run folder there), then the same command continues"

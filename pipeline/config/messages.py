@@ -27,6 +27,8 @@ def _message(key: str, error: ErrorDetails, root: type[BaseModel]) -> str:
         return f"{key} is missing{_about(key, root)}"
     if kind == "literal_error":
         return f"{key}={shown}: write {context['expected'].replace(chr(39), '')}"
+    if kind == "string_too_short":
+        return f"{key} is empty: write a text, or leave it out{_about(key, root)}"
     bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
     if kind in bounds:
         limit = next(iter(context.values()))

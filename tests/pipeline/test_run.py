@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter
 
 from engine import Engine, EngineConfig, OptimizerConfig
+from engine.checkpoint.storage import Writer
 from engine.parallel import dist
 from pipeline.config.schema import SftSection
 from pipeline.errors import UserError
@@ -197,7 +197,7 @@ def test_a_full_disk_is_one_message_and_the_older_checkpoint_stays(
     stage, engine = stage_of(tmp_path, save_every=1)
     work(stage, engine, 1, 1)
     stage.settle()
-    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    monkeypatch.setattr(Writer, "write_data", full)
     stage.save(2)
     with pytest.raises(UserError, match="the disk is full") as told:
         stage.save(3)
