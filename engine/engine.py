@@ -31,9 +31,9 @@ from engine.merging import whole_parameters
 from engine.offload import OffloadedOptimizer, full_precision
 from engine.parallel import dist, pipeline, traffic, zero
 from engine.pipelined import Pipelined
-from engine.rollout.assembled import Assembled
 from engine.rollout.decoder import Rollouts
-from engine.rollout.flip import Flip
+from engine.rollout.twin.assembled import Assembled
+from engine.rollout.twin.flip import Flip
 
 Batch = TypeVar("Batch")
 Score = TypeVar("Score")

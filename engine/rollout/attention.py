@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from engine.rollout.groups import Family, Group
+from engine.rollout.cache.groups import Family, Group
+from engine.rollout.cache.shared_prompt import joined_attention
+from engine.rollout.cache.slots import Step
 from engine.rollout.recorded.recording import recorded_whole
-from engine.rollout.shared_prompt import joined_attention
-from engine.rollout.slots import Step
 
 NAME = "zerochat_slots"
 CHANGES_SCORES = ("position_bias", "s_aux", "head_mask", "alibi")  # arguments that this function would have to heed

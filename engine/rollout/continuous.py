@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from engine.parallel import dist
 from engine.rollout.attention import Unserved, routed
+from engine.rollout.cache.grouping import Grouping
+from engine.rollout.cache.groups import Group
+from engine.rollout.cache.slots import SlotCache, Step
 from engine.rollout.decoding import Decoding, Drawn
-from engine.rollout.grouping import Grouping
-from engine.rollout.groups import Group
 from engine.rollout.on_device.rounds import DeviceDecoding, Rounds
 from engine.rollout.packed import PackedLinears
 from engine.rollout.recorded.steps import RecordedSteps
 from engine.rollout.sampling import Sampling
 from engine.rollout.scheduler import Scheduler
 from engine.rollout.served import check_model, has_window
-from engine.rollout.slots import SlotCache, Step
 
 # Tokens of prompts a forward carries at most: bounds the activations, which on CPUs should stay in the caches.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}

@@ -6,10 +6,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from engine.rollout.grouping import Grouping
+from engine.rollout.cache.grouping import Grouping
+from engine.rollout.cache.slots import SlotCache, Step
 from engine.rollout.sampling import Sampling, forbid, penalise, sample, uniforms
 from engine.rollout.scheduler import Answering, Scheduler
-from engine.rollout.slots import SlotCache, Step
 
 Drawn = tuple[int, int, float]  # the prompt's place, the token, its log-probability
 Forward = Callable[[Sequence[int], Step, Sequence[int]], Tensor]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.rollout import kv_cache
-from engine.rollout.kv_cache import BufferedCache
+from engine.rollout.cache import kv_cache
+from engine.rollout.cache.kv_cache import BufferedCache
 from engine.rollout.sampling import Sampling, forbid, penalise, sample, uniforms
 
 COMPACT_BELOW = 0.75  # share of live rows at which the others leave: a copy of the cache against work on dead rows

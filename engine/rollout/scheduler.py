@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.rollout.groups import Chunk
+from engine.rollout.cache.groups import Chunk
 
 SHARED_AT_LEAST = 16  # tokens of a common beginning that are worth a copy
 

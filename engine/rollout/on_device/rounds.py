@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.rollout.cache.slots import SlotCache, Step
 from engine.rollout.on_device.graphs import Replays, upload
 from engine.rollout.on_device.static_step import NOTHING, DecodeState, StaticStep
 from engine.rollout.sampling import Sampling, under_seed
 from engine.rollout.scheduler import Answering, Scheduler
-from engine.rollout.slots import SlotCache, Step
 
 WINDOW = 8  # decode steps a round: the host asks no sooner
 SETTINGS_KEPT = 4  # sampling settings whose graphs are kept

@@ -17,8 +17,8 @@ from transformers import AttentionInterface
 
 from engine.kernels import decode_attention, sample
 from engine.rollout.attention import Unserved, check_served, routed
+from engine.rollout.cache.slots import SlotCache
 from engine.rollout.sampling import Sampling, penalise
-from engine.rollout.slots import SlotCache
 
 NAME = "zerochat_static_slots"
 TOKEN, CACHED, STREAM, DRAWN, LIMIT, ENDED = range(6)  # columns of DecodeState.rows

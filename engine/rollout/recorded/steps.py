@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from engine.rollout.attention import routed
+from engine.rollout.cache.slots import Step
 from engine.rollout.on_device.graphs import bucket
 from engine.rollout.packed import Forward, PackedLinears
 from engine.rollout.recorded.lowering import lower
 from engine.rollout.recorded.program import Program
 from engine.rollout.recorded.recording import Layer, Recorder, Unrecordable
-from engine.rollout.slots import Step
 
 log = logging.getLogger(__name__)
 RECORD_AFTER = 3  # steps of a size

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from engine.rollout import attention, continuous, decoder, grouping, packed
+from engine.rollout import attention, continuous, decoder, packed
+from engine.rollout.cache import grouping
+from engine.rollout.cache.grouping import Grouping, cut_into_groups
+from engine.rollout.cache.groups import Chunk, Family, Group
+from engine.rollout.cache.slots import Step
 from engine.rollout.decoder import Generation, Rollouts
-from engine.rollout.grouping import Grouping, cut_into_groups
-from engine.rollout.groups import Chunk, Family, Group
 from engine.rollout.sampling import Sampling
 from engine.rollout.scheduler import Answering, Scheduler
-from engine.rollout.slots import Step
 from tests.engine.rollout.families import ENDS, VOCABULARY, build, greedy_by_definition, ragged_prompts
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from engine.rollout import attention, selfcheck
+from engine.rollout.cache.slots import SlotCache
 from engine.rollout.decoder import Rollouts
-from engine.rollout.slots import SlotCache
 from tests.engine.rollout.families import FAMILIES, build
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -9,10 +9,10 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig, Sampling
-from engine.rollout.cuts import Cut
 from engine.rollout.decoder import Rollouts
+from engine.rollout.twin.cuts import Cut
 from tests.engine.rollout.families import build
-from tests.engine.rollout.test_hybrid import CPU, PROMPTS, merged_by_peft
+from tests.engine.rollout.twin.test_hybrid import CPU, PROMPTS, merged_by_peft
 from tests.ranks import run_ranks
 
 OPT_PLAN = {

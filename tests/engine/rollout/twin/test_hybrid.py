@@ -11,8 +11,8 @@ from torch import nn
 from engine.parallel import dtensors, zero
 from engine.precision import policy
 from engine.rollout.decoder import Rollouts
-from engine.rollout.hybrid import Twin
 from engine.rollout.sampling import Sampling
+from engine.rollout.twin.hybrid import Twin
 from tests.engine.rollout.families import build, ragged_prompts
 from tests.ranks import run_ranks
 

@@ -8,7 +8,7 @@ more reading than it costs.
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from engine.rollout.groups import Family, Group
+from engine.rollout.cache.groups import Family, Group
 from engine.rollout.scheduler import Answering
 
 # Cached numbers that attention reads in the time of one more call, and of reading prompt and tail apart; measured on a

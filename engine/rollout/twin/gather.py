@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.loading import local_rows
 from engine.merging import active_matrices, update_rows
 from engine.parallel import dist, dtensors
-from engine.rollout.cuts import Cut
+from engine.rollout.twin.cuts import Cut
 
 BUCKET_BYTES = 64 << 20  # of one rank's rows; two such buckets and what is gathered from them are in memory
 

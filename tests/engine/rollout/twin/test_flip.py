@@ -11,13 +11,14 @@ from torch import nn
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.parallel import dist, dtensors, zero
 from engine.precision import policy
-from engine.rollout import gather, hybrid, packed, pooling
-from engine.rollout.hybrid import Twin
+from engine.rollout import packed
 from engine.rollout.packed import available
-from engine.rollout.pooling import Pool
 from engine.rollout.sampling import Sampling
+from engine.rollout.twin import gather, hybrid, pooling
+from engine.rollout.twin.hybrid import Twin
+from engine.rollout.twin.pooling import Pool
 from tests.engine.rollout.families import build
-from tests.engine.rollout.test_hybrid import PROMPTS, adapted, answers, in_dtype, merged_by_peft
+from tests.engine.rollout.twin.test_hybrid import PROMPTS, adapted, answers, in_dtype, merged_by_peft
 from tests.ranks import run_ranks
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.rollout.groups import Family, Group
-from engine.rollout.slots import SlotLayer
+from engine.rollout.cache.groups import Family, Group
+from engine.rollout.cache.slots import SlotLayer
 
 Tail = tuple[Group, int, int, Tensor | None]
 

@@ -14,10 +14,10 @@ from engine.parallel import dist
 from engine.rollout.balance import shares
 from engine.rollout.continuous import free_bytes
 from engine.rollout.decoder import Rollouts
-from engine.rollout.hybrid import Twin
-from engine.rollout.parking import parked
-from engine.rollout.pooling import alone, pool_of
 from engine.rollout.selfcheck import Checked, selfcheck
+from engine.rollout.twin.hybrid import Twin
+from engine.rollout.twin.parking import parked
+from engine.rollout.twin.pooling import alone, pool_of
 
 SELFCHECK_FIRST = 2  # flips that are always checked
 

@@ -9,7 +9,7 @@ import torch
 from engine import Engine, EngineConfig, OptimizerConfig, Sampling
 from engine.parallel import dist
 from tests.engine.rollout.families import build
-from tests.engine.rollout.test_hybrid import PROMPTS
+from tests.engine.rollout.twin.test_hybrid import PROMPTS
 from tests.ranks import run_ranks
 
 LAYERS = 5

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.parallel import dist, dtensors, zero
-from engine.rollout.gather import Piece, gather
+from engine.rollout.twin.gather import Piece, gather
 
 ALIGNED = 64  # bytes
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from engine.parallel import dist, dtensors
 from engine.parallel.host_memory import share
-from engine.rollout.cuts import Cut, split
-from engine.rollout.gather import Piece, gather
-from engine.rollout.origins import Origin, join, named, on_meta, origins_of, plain, slots
-from engine.rollout.streaming import BlockStream
+from engine.rollout.twin.cuts import Cut, split
+from engine.rollout.twin.gather import Piece, gather
+from engine.rollout.twin.origins import Origin, join, named, on_meta, origins_of, plain, slots
+from engine.rollout.twin.streaming import BlockStream
 
 ALIGNED = 64  # bytes: where a parameter begins
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine.rollout.groups import Family, Group
-from engine.rollout.shared_prompt import joined_attention
-from engine.rollout.slots import SlotCache, SlotLayer, Step
+from engine.rollout.cache.groups import Family, Group
+from engine.rollout.cache.shared_prompt import joined_attention
+from engine.rollout.cache.slots import SlotCache, SlotLayer, Step
 
 HEADS, SIZE, PROMPT = 4, 16, 11
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.offload.blocks import aligned
-from engine.rollout.groups import Chunk, Family, Group
+from engine.rollout.cache.groups import Chunk, Family, Group
 
 Seen = tuple[Group | Chunk | Family, int, int, Tensor | None]
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from engine.rollout.origins import on_meta, plain, slots
+from engine.rollout.twin.origins import on_meta, plain, slots
 
 
 class Assembled:

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.rollout.parking import on_host, parked
+from engine.rollout.twin.parking import on_host, parked
 
 
 def test_storages_are_empty_meanwhile_and_values_come_back() -> None:

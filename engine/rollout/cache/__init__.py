@@ -1,0 +1,1 @@
+"""The key-value cache, and what a forward sees of it."""

@@ -1,0 +1,1 @@
+"""From a training module to the twin that generates, and back."""
