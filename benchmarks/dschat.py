@@ -75,7 +75,7 @@ class Rows:
 
     places: list[int]
     input_ids: Tensor
-    score_mask: Tensor
+    scored: Tensor
     documents: Documents
 
 
@@ -152,7 +152,7 @@ def step(chat: Chat, setting: Setting, number: int) -> dict[str, float]:
     advantages, count = whiten(advantages, mask, moments), float(mask.sum())
 
     def actor_loss(module: nn.Module, batch: Rows) -> Any:
-        logprobs, _ = module(batch.input_ids, batch.score_mask, documents=batch.documents)
+        logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
         flat = [table[batch.places].flatten() for table in (old, advantages)]
         return policy_loss(logprobs, *flat, clip=0.2, dual_clip=None)
 
@@ -173,13 +173,14 @@ def _generate(chat: Chat, prompts: list[list[int]], seed: int) -> Tensor:
 
 
 def _rows(chat: Chat, ids: Tensor) -> list[Rows]:
-    answer = torch.zeros_like(ids, dtype=torch.bool)
-    answer[:, chat.size.length :] = True
-    return [
-        Rows(places, ids[places].view(1, -1), answer[places].view(1, -1), Documents((ids.shape[1],) * len(places)))
-        for places in torch.arange(chat.size.batch).split(chat.size.micro)
-        for places in [places.tolist()]
-    ]
+    length, answer = ids.shape[1], torch.arange(chat.size.length, ids.shape[1], device=ids.device)
+    rows = []
+    for first in range(0, chat.size.batch, chat.size.micro):
+        places = list(range(first, min(first + chat.size.micro, chat.size.batch)))
+        starts = length * torch.arange(len(places), device=ids.device)
+        scored = (starts[:, None] + answer).flatten()
+        rows.append(Rows(places, ids[places].view(1, -1), scored, Documents((length,) * len(places))))
+    return rows
 
 
 def _score(chat: Chat, rows: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -187,7 +188,7 @@ def _score(chat: Chat, rows: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor, Te
     tables = []
     for engine in (chat.actor, chat.reference):
         with engine.scoring() as module:
-            found = [module(b.input_ids, b.score_mask, documents=b.documents)[0] for b in rows]
+            found = [module(b.input_ids, b.scored, documents=b.documents)[0] for b in rows]
         tables.append(torch.cat(found).view(chat.size.batch, -1))
     with chat.critic.scoring() as module:
         values = torch.cat([_values(module, b) for b in rows]).view(chat.size.batch, -1)
@@ -197,7 +198,7 @@ def _score(chat: Chat, rows: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _values(module: nn.Module, batch: Rows) -> Tensor:
-    values: Tensor = module(batch.input_ids, documents=batch.documents)[:, :-1][batch.score_mask[:, 1:]]
+    values: Tensor = module(batch.input_ids, documents=batch.documents).flatten().index_select(0, batch.scored - 1)
     return values
 
 

@@ -24,7 +24,7 @@ def held_out_loss(engine: Engine, items: Sequence[TokenItem], *, budget: int, pa
     batches, count = micro_batches(items, budget=budget, packing=packing, pad_id=pad_id)
 
     def loss(module: nn.Module, batch: TokenBatch) -> list[float]:
-        logprobs, _ = module(batch.input_ids, batch.score_mask, documents=batch.documents)
+        logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
         return [-logprobs.double().sum().item()]
 
     total = sum((part for losses in engine.score(batches, loss) for part in losses), 0.0)

@@ -103,5 +103,5 @@ def _packing(engine: Engine, wanted: bool, max_length: int) -> bool:
 
 def loss_of(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
     """The summed loss of a micro-batch."""
-    logprobs, _ = module(batch.input_ids, batch.score_mask, documents=batch.documents)
+    logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
     return sft_loss(logprobs), {}

@@ -19,6 +19,7 @@ from engine.rollout.selfcheck import compare
 from pipeline.data.batch import padded, plan
 from pipeline.data.documents import Documents
 from pipeline.data.portions import portion
+from pipeline.data.uploads import uploaded
 from step3_ppo.models import Models
 
 
@@ -27,13 +28,13 @@ class Rows:
     """Some sequences as a forward takes them.
 
     places: which b sequences; input_ids (b, T), padded on the right, or (1, N) with `documents`, without padding;
-    score_mask, of the same shape, True on response tokens; ends (b,) where each one's last token lies in the flattened
-    ids; counts: response tokens of each.
+    scored (N,), where the response tokens lie in the flattened ids; ends (b,), where each one's last token does;
+    counts: response tokens of each.
     """
 
     places: list[int]
     input_ids: Tensor
-    score_mask: Tensor
+    scored: Tensor
     ends: Tensor
     counts: list[int]
     documents: Documents | None = None
@@ -130,11 +131,10 @@ def rows(
     else:
         documents, ids = None, padded(sequences, pad_id)[0]
         ends = [row * ids.shape[1] + length - 1 for row, length in enumerate(lengths)]
-    mask = torch.zeros(ids.shape, dtype=torch.bool)
-    for end, count in zip(ends, counts, strict=False):
-        mask.view(-1)[end + 1 - count : end + 1] = True
-    device = dist.world().device
-    return Rows(places, ids.to(device), mask.to(device), torch.tensor(ends, device=device), counts, documents)
+    spans = [torch.arange(end + 1 - count, end + 1) for end, count in zip(ends, counts, strict=False)]
+    scored = torch.cat(spans) if spans else torch.empty(0, dtype=torch.long)
+    ids, scored, last = (uploaded(tensor, dist.world().device) for tensor in (ids, scored, torch.tensor(ends)))
+    return Rows(places, ids, scored, last, counts, documents)
 
 
 def my_rows(
@@ -159,14 +159,13 @@ def my_rows(
 
 def policy_logprobs(module: nn.Module, batch: Rows, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies (N,) of the response tokens of a micro-batch."""
-    logprobs, entropies = module(batch.input_ids, batch.score_mask, temperature=temperature, documents=batch.documents)
+    logprobs, entropies = module(batch.input_ids, batch.scored, temperature=temperature, documents=batch.documents)
     return logprobs, entropies
 
 
 def critic_values(module: nn.Module, batch: Rows) -> Tensor:
     """Values (N,) before each response token: what the critic expects when it has seen all tokens before."""
-    places = batch.score_mask.flatten().nonzero().squeeze(1)
-    return module(batch.input_ids, documents=batch.documents).flatten().index_select(0, places - 1)
+    return module(batch.input_ids, documents=batch.documents).flatten().index_select(0, batch.scored - 1)
 
 
 def end_scores(module: nn.Module, batch: Rows) -> Tensor:

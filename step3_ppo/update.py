@@ -108,7 +108,7 @@ def update_policy(
 
     def imitated(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, Sums]:
         assert ptx is not None
-        logprobs, _ = module(batch.input_ids, batch.score_mask, documents=batch.documents)
+        logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
         loss = -logprobs.sum() * (minibatch.tokens / ptx.tokens)
         return ptx.coef * loss, {"ptx_loss": loss}
 

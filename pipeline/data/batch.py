@@ -16,6 +16,7 @@ from torch import Tensor
 from pipeline.data.documents import Documents
 from pipeline.data.encode import PairItem, TokenItem
 from pipeline.data.planning import plan
+from pipeline.data.uploads import uploaded
 
 __all__ = [
     "PairBatch",
@@ -27,6 +28,7 @@ __all__ = [
     "pack_pairs",
     "pack_tokens",
     "padded",
+    "places_of",
     "plan",
     "shared_tokens",
 ]
@@ -36,7 +38,8 @@ class _Batch:
     """Moves its tensors."""
 
     def to(self, device: torch.device | str) -> Self:
-        moved = {f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}  # type: ignore[arg-type]
+        found = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        moved = {name: uploaded(value, device) for name, value in found.items() if isinstance(value, Tensor)}
         return replace(self, **moved)  # type: ignore[type-var]
 
 
@@ -45,12 +48,12 @@ class TokenBatch(_Batch):
     """Right-padded rows, each of one document, or one row of several documents.
 
     input_ids (B, T) long
-    score_mask (B, T) bool: True where this token is a target that counts; never the first token of a document
+    scored (N,) long: where in the flattened ids the N tokens are that count as targets; never a document's first
     documents: where the documents of a single row lie; None where each has a row of its own
     """
 
     input_ids: Tensor
-    score_mask: Tensor
+    scored: Tensor
     documents: Documents | None = None
 
 
@@ -86,21 +89,21 @@ def batch_indices(n: int, batch_size: int, seed: int, step: int) -> list[int]:
 def collate_tokens(items: Sequence[TokenItem], pad_id: int) -> TokenBatch:
     """One row an item. No items: one token of padding, which does not count."""
     ids = padded([item.ids for item in items], pad_id)[0]
-    score_mask = torch.zeros(ids.shape, dtype=torch.bool)
-    for row, item in zip(score_mask, items, strict=False):
+    counts = torch.zeros(ids.shape, dtype=torch.bool)
+    for row, item in zip(counts, items, strict=False):
         row[: len(item.counts)] = torch.as_tensor(item.counts)
-    score_mask[:, 0] = False
-    return TokenBatch(ids, score_mask)
+    counts[:, 0] = False
+    return TokenBatch(ids, places_of(counts))
 
 
 def pack_tokens(items: Sequence[TokenItem], pad_id: int) -> TokenBatch:
     """All items in one row. No items: one token of padding, which does not count."""
     if not items:
-        return TokenBatch(torch.tensor([[pad_id]]), torch.tensor([[False]]), Documents((1,)))
+        return TokenBatch(torch.tensor([[pad_id]]), torch.empty(0, dtype=torch.long), Documents((1,)))
     documents = Documents(tuple(len(item.ids) for item in items))
-    score_mask = torch.as_tensor(np.concatenate([item.counts for item in items]))[None].clone()
-    score_mask[0, list(documents.starts)] = False
-    return TokenBatch(_row([item.ids for item in items]), score_mask, documents)
+    counts = torch.as_tensor(np.concatenate([item.counts for item in items])).clone()
+    counts[list(documents.starts)] = False
+    return TokenBatch(_row([item.ids for item in items]), places_of(counts), documents)
 
 
 def collate_pairs(items: Sequence[PairItem], pad_id: int) -> PairBatch:
@@ -150,6 +153,11 @@ def padded(rows: Sequence[Any], pad_id: int) -> tuple[Tensor, list[int]]:
     for place, row in enumerate(rows):
         ids[place, : len(row)] = _long(row)
     return ids, lengths
+
+
+def places_of(counts: Tensor) -> Tensor:
+    """(N,) where a mask is True in its flattened form. Not for a device's mask: the host would wait to learn N."""
+    return counts.flatten().nonzero().squeeze(1)
 
 
 def _row(parts: Sequence[Any]) -> Tensor:

@@ -12,6 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from pipeline.data.uploads import uploaded
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -41,7 +43,8 @@ class Documents:
     def positions(self, device: torch.device) -> Tensor:
         """(1, N) each token's position in its document, the prefix counted."""
         spans = [(self.seen(i) - length, self.seen(i)) for i, length in enumerate(self.lengths)]
-        return torch.cat([torch.arange(first, last) for first, last in spans])[None].to(device)
+        places = torch.cat([torch.arange(first, last) for first, last in spans])[None]
+        return uploaded(places, device)
 
     def ends(self) -> list[int]:
         """The place in the row of each document's last token."""
@@ -77,12 +80,12 @@ def _ragged(documents: Documents, device: torch.device) -> Ragged:
     seen = [documents.seen(i) for i in places]
 
     def starts(lengths: Sequence[int]) -> Tensor:
-        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        return uploaded(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
     keys = None
     if any(documents.prefix(i) is not None for i in places):
         spans = [_span(documents, i) for place in places for i in (documents.prefix(place), place) if i is not None]
-        keys = torch.cat(spans).to(device)
+        keys = uploaded(torch.cat(spans), device)
     query_starts = starts(documents.lengths)
     return Ragged(query_starts, query_starts if keys is None else starts(seen), max(documents.lengths), max(seen), keys)
 

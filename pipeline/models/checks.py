@@ -9,6 +9,7 @@ from torch import Tensor
 from engine import Engine
 from engine.parallel import dist
 from engine.rollout.attention import Unserved
+from pipeline.data.batch import places_of
 from pipeline.data.documents import Documents
 from pipeline.models.attention import attention_of, use_documents
 from pipeline.models.modules import Policy, Scorer
@@ -98,9 +99,9 @@ def _numbers(module: Policy | Scorer, row: Tensor, documents: Documents | None =
     """(N,) log-probabilities of all tokens but the first of a document, or the values of all."""
     if isinstance(module, Scorer):
         return module(row, documents=documents)[0]
-    scored = torch.ones_like(row, dtype=torch.bool)
-    scored[0, list(documents.starts) if documents else [0]] = False
-    logprobs: Tensor = module(row, scored, documents=documents)[0]
+    counts = torch.ones_like(row, dtype=torch.bool)
+    counts[0, list(documents.starts) if documents else [0]] = False
+    logprobs: Tensor = module(row, places_of(counts), documents=documents)[0]
     return logprobs
 
 

@@ -36,20 +36,18 @@ class Policy(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        score_mask: Tensor,
+        scored: Tensor,
         *,
         temperature: float = 1.0,
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, (N,) fp32 each, of the N tokens that `score_mask` marks, in row-major order.
+        """Log-probabilities and entropies, (N,) fp32 each, of some tokens, each predicted from the one before it.
 
-        input_ids: (B, T); score_mask: (B, T), never True at the first column, nor at a document's first token;
-        temperature divides the logits.
+        input_ids: (B, T); scored (N,): where the tokens are in the flattened ids, never at the first column, nor at a
+        document's first token; temperature divides the logits.
         """
         inputs = _inputs(self.lm, input_ids, documents)
-        # Places rather than masks: a mask would wait for the device, to count its tokens, wherever it is used.
-        places = score_mask.flatten().nonzero().squeeze(1)
-        targets, seen = input_ids.flatten()[places], places - 1
+        targets, seen = input_ids.flatten()[scored], scored - 1
         if self.use_logits:
             logits = self.lm(**inputs, use_cache=False).logits.flatten(0, 1).index_select(0, seen)
             logprobs = log_softmax(logits.float() / temperature, dim=-1)

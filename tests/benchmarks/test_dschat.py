@@ -33,7 +33,7 @@ def test_rows_hold_every_sequence_once_with_its_answer_marked(chat: dschat.Chat)
     for row in rows:
         assert torch.equal(row.input_ids.view(-1, length), ids[row.places])
         assert row.documents.lengths == (length,) * len(row.places)
-        assert torch.equal(row.input_ids[row.score_mask], ids[row.places, chat.size.length :].flatten())
+        assert torch.equal(row.input_ids.flatten()[row.scored], ids[row.places, chat.size.length :].flatten())
 
 
 def test_flops_of_a_forward_by_hand(chat: dschat.Chat) -> None:

@@ -77,7 +77,7 @@ def test_counts_and_masks_agree() -> None:
     for packing in (True, False):
         portions, count = micro_batches(items(), budget=24, packing=packing, pad_id=0)
         batches = [each.batch for each in portions]
-        assert count == wanted == sum(int(batch.score_mask.sum()) for batch in batches)
+        assert count == wanted == sum(len(batch.scored) for batch in batches)
         assert all((batch.documents is not None) == packing for batch in batches)
         real = sum(len(item.ids) for item in items())
         assert sum(int((batch.input_ids != 0).sum()) for batch in batches) == real

@@ -35,18 +35,18 @@ def test_rows_by_hand() -> None:
     batch = rows([[7, 8], [9], [5, 5, 5]], [[1, 2, 3], [4], [6]], [1, 0], pad_id=0)
     assert batch.places == [1, 0]
     assert batch.input_ids.tolist() == [[9, 4, 0, 0, 0], [7, 8, 1, 2, 3]]
-    assert batch.score_mask.tolist() == [[False, True, False, False, False], [False, False, True, True, True]]
+    assert batch.scored.tolist() == [1, 7, 8, 9]
     assert batch.input_ids.flatten()[batch.ends].tolist() == [4, 3] and batch.counts == [1, 3]
     batch = rows([[7, 8], [9], [5, 5, 5]], [[1, 2, 3], [4], [6]], [1, 0], pad_id=0, packing=True)
     assert batch.input_ids.tolist() == [[9, 4, 7, 8, 1, 2, 3]] and batch.documents == Documents((2, 5))
-    assert batch.score_mask.int().tolist() == [[0, 1, 0, 0, 1, 1, 1]]
+    assert batch.scored.tolist() == [1, 4, 5, 6]
     assert batch.ends.tolist() == [1, 6] and batch.counts == [1, 3]
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_rank_without_work_has_one_token_that_does_not_count(packing: bool) -> None:
     batch = rows([], [], [], pad_id=3, packing=packing)
-    assert batch.input_ids.tolist() == [[3]] and not batch.score_mask.any() and batch.ends.tolist() == [0]
+    assert batch.input_ids.tolist() == [[3]] and not len(batch.scored) and batch.ends.tolist() == [0]
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -61,9 +61,9 @@ def test_every_sequence_once_within_the_budget(budget: int, packing: bool) -> No
         for last, place in zip(batch.ends.tolist(), batch.places, strict=True):
             start, end = last + 1 - PROMPTS[place] - RESPONSES[place], last + 1
             assert batch.input_ids.flatten()[start:end].tolist() == made.prompts[place] + made.responses[place]
-            wanted = [False] * PROMPTS[place] + [True] * RESPONSES[place]
-            assert batch.score_mask.flatten()[start:end].tolist() == wanted
-        assert batch.score_mask.sum() == sum(batch.counts) == sum(RESPONSES[place] for place in batch.places)
+            scored = [where for where in batch.scored.tolist() if start <= where < end]
+            assert scored == list(range(start + PROMPTS[place], end))
+        assert len(batch.scored) == sum(batch.counts) == sum(RESPONSES[place] for place in batch.places)
 
 
 def test_a_rollout_counts_its_tokens() -> None:

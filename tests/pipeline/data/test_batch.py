@@ -93,7 +93,7 @@ def test_packing_fills_micro_batches_evenly() -> None:
 def test_rows_of_one_document() -> None:
     batch = collate_tokens([item(5, 6, 7, counts="011"), item(8, 9, counts="11")], PAD)
     assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, PAD]]
-    assert batch.score_mask.tolist() == [[False, True, True], [False, True, False]]  # a first token has no prediction
+    assert batch.scored.tolist() == [1, 2, 4]  # a first token has no prediction
     assert batch.documents is None and batch.input_ids.dtype == torch.long
 
 
@@ -101,12 +101,12 @@ def test_one_row_of_documents() -> None:
     batch = pack_tokens([item(5, 6, counts="11"), item(1, 2, 3, counts="101"), item(7, 8, 8, 8, counts="0111")], PAD)
     assert batch.input_ids.tolist() == [[5, 6, 1, 2, 3, 7, 8, 8, 8]]
     assert batch.documents == Documents((2, 3, 4))
-    assert batch.score_mask.int().tolist() == [[0, 1, 0, 0, 1, 0, 1, 1, 1]]
+    assert batch.scored.tolist() == [1, 4, 6, 7, 8]
 
 
 def test_empty_batches_count_nothing() -> None:
     for batch in (collate_tokens([], PAD), pack_tokens([], PAD)):
-        assert batch.input_ids.tolist() == [[PAD]] and not batch.score_mask.any()
+        assert batch.input_ids.tolist() == [[PAD]] and not len(batch.scored)
     assert collate_pairs([], PAD).input_ids.tolist() == [[PAD], [PAD]]
     assert pack_pairs([], PAD).input_ids.tolist() == [[PAD, PAD]]
     for pairs in (collate_pairs([], PAD), pack_pairs([], PAD)):

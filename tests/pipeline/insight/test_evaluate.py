@@ -31,8 +31,9 @@ class EchoRollouts:
     """Answers with the prompt's last id and the stream that it was given."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Any, streams: Sequence[int], batch_size: int
+        self, prompts: Sequence[Sequence[int]], sampling: Any, streams: Sequence[int], *, batch_size: int, text: Any
     ) -> list[Answer]:
+        assert text([1, 2]) == "1 2"  # what stop strings are looked for in
         return [Answer([ids[-1], stream, batch_size]) for ids, stream in zip(prompts, streams, strict=True)]
 
 

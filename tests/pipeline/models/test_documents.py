@@ -51,10 +51,8 @@ def policy_in(folder: Path, family: str, **changes: Any) -> Engine:
     return build_policy(source_in(folder), trained())
 
 
-def marks_of(documents: Documents, row: Tensor) -> Tensor:
-    marks = torch.ones_like(row, dtype=torch.bool)
-    marks[0, list(documents.starts)] = False
-    return marks
+def scored_of(documents: Documents, row: Tensor) -> Tensor:
+    return torch.tensor([place for place in range(row.shape[1]) if place not in documents.starts])
 
 
 def check_policy(engine: Engine, before: str, temperature: float = 0.8) -> None:
@@ -68,7 +66,7 @@ def check_policy(engine: Engine, before: str, temperature: float = 0.8) -> None:
     wanted = gradients(engine)
     attention_of(engine.module.lm, own)
     row, documents = torch.cat(sequences(), dim=1), Documents(LENGTHS)
-    found, spread = engine(row, marks_of(documents, row), temperature=temperature, documents=documents)
+    found, spread = engine(row, scored_of(documents, row), temperature=temperature, documents=documents)
     torch.testing.assert_close(found, logprobs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(spread, entropies, atol=1e-5, rtol=1e-5)
     engine.backward((weights * found + 0.3 * weights.flip(0) * spread).sum())
@@ -144,7 +142,7 @@ def test_the_reference_computes_as_the_actor_does(tmp_path: Path) -> None:
     verify(actor, max_length=32)
     adopt(reference, actor)
     row, documents = torch.cat(sequences(), dim=1), Documents(LENGTHS)
-    both = [engine(row, marks_of(documents, row), documents=documents)[0] for engine in (actor, reference)]
+    both = [engine(row, scored_of(documents, row), documents=documents)[0] for engine in (actor, reference)]
     assert reference.module.packs and torch.equal(*both)
 
 

@@ -74,23 +74,20 @@ def test_padding_on_the_right_changes_nothing(family: str, tmp_path: Path) -> No
     engine = build_policy(source_in(tmp_path), frozen())
     short, long = ids_of(1, 5, seed=2), ids_of(1, 12, seed=3)
     alone, _ = engine(short, after_first(short))
-    marks = after_first(torch.cat([torch.nn.functional.pad(short, (0, 7)), long]))
-    marks[0, 5:] = False
-    together, _ = engine(torch.cat([torch.nn.functional.pad(short, (0, 7)), long]), marks)
+    scored = torch.tensor([*range(1, 5), *range(13, 24)])
+    together, _ = engine(torch.cat([torch.nn.functional.pad(short, (0, 7)), long]), scored)
     torch.testing.assert_close(together[:4], alone, atol=1e-5, rtol=1e-5)
-    other, _ = engine(torch.cat([torch.nn.functional.pad(short, (0, 7), value=9), long]), marks)
+    other, _ = engine(torch.cat([torch.nn.functional.pad(short, (0, 7), value=9), long]), scored)
     torch.testing.assert_close(other, together, atol=1e-6, rtol=1e-6)  # whatever the padding token is
 
 
-def test_only_the_marked_tokens_come_back_in_row_major_order(tmp_path: Path) -> None:
+def test_only_the_scored_tokens_come_back_in_order(tmp_path: Path) -> None:
     language_model(config_of("llama")).save_pretrained(tmp_path)
     engine, ids = build_policy(source_in(tmp_path), frozen()), ids_of(3, 6)
     every, _ = engine(ids, after_first(ids))
-    marks = torch.zeros_like(ids, dtype=torch.bool)
-    marks[0, 4], marks[2, 1], marks[2, 5] = True, True, True
-    some, _ = engine(ids, marks)
+    some, _ = engine(ids, torch.tensor([4, 13, 17]))
     assert some.tolist() == pytest.approx([every[3].item(), every[10].item(), every[14].item()], abs=1e-6)
-    none, entropies = engine(ids, torch.zeros_like(marks))
+    none, entropies = engine(ids, torch.empty(0, dtype=torch.long))
     assert none.shape == entropies.shape == (0,)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from engine import EngineConfig, OptimizerConfig
 from engine.config import LossScale
 from engine.engine import Engine
+from pipeline.data.batch import places_of
 from pipeline.data.documents import Documents
 from pipeline.models import attention
 from pipeline.models.checks import verify
@@ -39,8 +40,8 @@ def test_the_kernel_computes_the_same(window: int | None, dtype: torch.dtype) ->
 
 
 def mean_loss(module: nn.Module, batch: tuple[Tensor, Tensor, Documents | None]) -> tuple[Tensor, dict[str, Any]]:
-    ids, marks, documents = batch
-    return -module(ids, marks, documents=documents)[0].sum(), {}
+    ids, scored, documents = batch
+    return -module(ids, scored, documents=documents)[0].sum(), {}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -54,7 +55,7 @@ def test_a_step_over_packed_rows_is_one_over_padded_rows(family: str, dtype: Any
     marks = counts.clone()
     marks[:, 0] = False
     documents = Documents(lengths)
-    batches = [(ids, marks, None), (ids[counts][None], marks[counts][None], documents)]
+    batches = [(ids, places_of(marks), None), (ids[counts][None], places_of(marks[counts]), documents)]
     updates = []
     for batch in batches:
         config = EngineConfig(dtype=dtype, loss_scale=LossScale(initial_power=2))

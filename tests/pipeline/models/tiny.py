@@ -115,7 +115,6 @@ def ids_of(rows: int, length: int, seed: int = 1) -> Tensor:
 
 
 def after_first(ids: Tensor) -> Tensor:
-    """A mask of all tokens that have one before them."""
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[:, 0] = False
-    return mask
+    """Where all tokens are that have one before them."""
+    places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+    return places[:, 1:].flatten()
