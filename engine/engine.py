@@ -202,7 +202,7 @@ class Engine:
         config, gradients = self.optimizer_config, self._gradients()
         norm = math.sqrt(squared_norm) / self.scaler.scale
         lr = self._set_rates(self.optimizer)
-        skipped = not _finite(norm)
+        skipped = not math.isfinite(norm)
         if not skipped:
             factor = 1.0 / self.scaler.scale
             if config.max_grad_norm > 0:
@@ -407,7 +407,3 @@ class Engine:
         zero.release(self.module)
         self.average.swap(shown=average)
         self._shards_changed()
-
-
-def _finite(value: float) -> bool:
-    return value == value and value not in (float("inf"), float("-inf"))

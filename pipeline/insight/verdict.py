@@ -8,11 +8,12 @@ seed would give they don't say, and the text says so.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from pipeline.insight.charts import Interval
 from pipeline.insight.evaluate import Sample, bootstrap_mean, paired_difference
-from pipeline.insight.readings import RunReading, StageReading
+from pipeline.insight.readings import RunReading, StageReading, read_run
 from pipeline.insight.scales import format_signed
 
 MODELS = ("base", "sft", "ppo")
@@ -111,6 +112,15 @@ def judge(run: RunReading) -> Verdict:
     return _by_reward(reward)
 
 
+def conclusion(run_dir: Path) -> str | None:
+    """The verdict on a run folder in a sentence or two; None before PPO has finished."""
+    run = read_run(run_dir)
+    if not run.stage("ppo").finished:
+        return None
+    verdict = judge(run)
+    return f"{verdict.headline} {verdict.evidence}"
+
+
 def _by_gold(gold: Change, reward: Change | None) -> Verdict:
     evidence = (
         f"On the same {gold.prompts} held-out prompts the mean gold score went from {gold.old_mean:.2f} after SFT to "
@@ -144,7 +154,7 @@ def _by_reward(reward: Change | None) -> Verdict:
     moved = {"good": "rose", "bad": "fell", "open": "did not clearly change"}[reward.outcome]
     evidence = (
         f"From SFT to PPO it changed by {_interval(reward)} on the same {reward.prompts} held-out prompts. PPO was "
-        "trained on this score, and this data has no gold score to judge by: read the answers below to see "
+        "trained on this score, and this data has no gold score to judge by: read the answers to see "
         "whether they are better."
     )
     outcome: Outcome = "bad" if reward.outcome == "bad" else "open"

@@ -13,8 +13,8 @@ FIGURES = {
 }
 
 
-def closing_words(run_dir: Path) -> str:
-    """A line for each finished stage with its figures, then where the model is and how to talk to it."""
+def closing_words(run_dir: Path, verdict: str | None = None) -> str:
+    """A line for each finished stage with its figures, the verdict, where the model is and how to talk to it."""
     lines, newest = [], "reward"
     for stage, names in FIGURES.items():
         summary = read_summary(run_dir / stage)
@@ -23,6 +23,8 @@ def closing_words(run_dir: Path) -> str:
         figures = [f"{name} {value:.4g}" for name in names if (value := figure(summary, name)) is not None]
         lines.append(f"{stage:<7} {'  '.join(figures)}".rstrip())
         newest = stage if stage != "reward" else newest
+    if verdict is not None:
+        lines.append(f"verdict {verdict}")
     lines.append(f"model   {run_dir / newest / 'model'}")
     if (run_dir / "report.html").exists():
         lines.append(f"report  {run_dir / 'report.html'}")

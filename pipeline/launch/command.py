@@ -155,9 +155,8 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> N
         cache = HashCache(folder.path / ".hashes.json")
         Manifest.read(folder.path).claim(config, stages)
         ran = [_run_stage(config, folder.path, stage, ranks, control, cache) for stage in stages]
-        if any(ran) or not (folder.path / "report.html").exists():
-            _report(folder.path)
-        print(closing_words(folder.path), flush=True)
+        verdict = _report(folder.path, anew=any(ran) or not (folder.path / "report.html").exists())
+        print(closing_words(folder.path, verdict), flush=True)
     finally:
         folder.close()
 
@@ -255,11 +254,15 @@ def _follow(ranks: Ranks, control: Control) -> int:
             return end.status
 
 
-def _report(run_dir: Path) -> None:
-    """Write report.html. A report that fails is said and costs nothing else."""
+def _report(run_dir: Path, *, anew: bool) -> str | None:
+    """Write report.html where it is to be `anew`, and return the verdict. A report that fails is said, no more."""
     try:
         from pipeline.insight.report import write_report
+        from pipeline.insight.verdict import conclusion
 
-        write_report(run_dir)
+        if anew:
+            write_report(run_dir)
+        return conclusion(run_dir)
     except Exception as problem:
         print(f"warning: report.html could not be written: {type(problem).__name__}: {problem}", file=sys.stderr)
+        return None

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -6,7 +7,9 @@ from pipeline.data.records import Message
 from pipeline.insight.evaluate import Sample
 from pipeline.insight.gaming import gaming, rank_correlation
 from pipeline.insight.readings import RunReading, StageReading
-from pipeline.insight.verdict import change, judge, standings
+from pipeline.insight.verdict import change, conclusion, judge, standings
+from pipeline.launch.closing import closing_words
+from tests.pipeline.insight.made_runs import write_demo_run
 
 PROMPT = (Message("user", "hi"),)
 
@@ -81,6 +84,15 @@ def test_an_unfinished_run_says_how_far_it_is() -> None:
     verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3}), "ppo": ppo}, {}))
     assert verdict.headline.startswith("Too early")
     assert "Finished: SFT. PPO is unfinished, at step 7." in verdict.evidence
+
+
+def test_the_closing_words_of_a_run_say_whether_it_helped(tmp_path: Path) -> None:
+    write_demo_run(tmp_path)
+    verdict = conclusion(tmp_path)
+    assert verdict is not None and verdict.startswith("RLHF helped. On the same 96 held-out prompts")
+    assert f"\nverdict {verdict}\nmodel " in closing_words(tmp_path, verdict)
+    (tmp_path / "ppo" / "summary.json").unlink()
+    assert conclusion(tmp_path) is None and "verdict" not in closing_words(tmp_path)
 
 
 def test_change_counts_prompts_that_both_models_have() -> None:
