@@ -122,12 +122,16 @@ class Tier:
         self, optimizer: torch.optim.Optimizer, pieces: Sequence[Piece], states: dict[str, Tensor], factor: float
     ) -> None:
         masters: list[tuple[Piece, nn.Parameter]] = []
+        # Some optimizers (Adagrad, before torch 2.13) make a parameter's states when they are built: the stand-ins'.
+        first = next(iter(optimizer.state.values()), None)
         for piece in pieces:
             master = nn.Parameter(states[MASTER][piece.place])
             master.grad = self._gradient(piece, factor)
             if self.begun[piece.parameter]:
                 own = {kind: states[kind][piece.place] for kind in self.kinds}
                 optimizer.state[master] = {**self.numbers.get(piece, {}), **own}
+            elif first is not None:
+                optimizer.state[master] = {name: _like(value, master) for name, value in first.items()}
             masters.append((piece, master))
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [master for piece, master in masters if self.shards[piece.parameter].group == index]
@@ -223,3 +227,10 @@ class _StreamedWriter(_Writer):
 def _writer(shards: Sequence[Shard], device: torch.device, largest: int) -> _Writer:
     streams = shards[0].flat.device.type == "cuda" and device.type == "cpu"
     return _StreamedWriter(shards, largest) if streams else _Writer(shards)
+
+
+def _like(value: Any, parameter: Tensor) -> Any:
+    """A state of a stand-in (one number) for a parameter of any size."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.full_like(parameter, value.item()) if value.ndim else value.clone()
