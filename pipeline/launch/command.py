@@ -264,5 +264,5 @@ def _report(run_dir: Path, *, anew: bool) -> str | None:
             write_report(run_dir)
         return conclusion(run_dir)
     except Exception as problem:
-        print(f"warning: report.html could not be written: {type(problem).__name__}: {problem}", file=sys.stderr)
+        print(f"warning: the report could not be made: {type(problem).__name__}: {problem}", file=sys.stderr)
         return None
