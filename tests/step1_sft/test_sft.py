@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
 from pipeline.stage import answers_of, prepare_generation, sampling
 from step1_sft.batches import micro_batches
-from step1_sft.evaluate import held_out_loss
+from step1_sft.evaluate import answer, held_out_loss
 from step1_sft.loss import sft_loss
 from step1_sft.train import loss_of
 from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
@@ -128,6 +129,16 @@ def test_answering_leaves_no_generator_behind(folder: Path) -> None:
         twin = engine.flip._twin
         assert twin is not None and all(p.is_meta == gone for p in twin.module.parameters())
     assert engine.flip._rollouts is not None and engine.flip._rollouts.cache_bytes == 40_000
+
+
+def test_held_out_answers_leave_no_generator_to_the_training_between(folder: Path, tmp_path: Path) -> None:
+    engine = build_policy(source_in(folder), trained(dtype="bf16"), generates=True)
+    tokenizer = cast(Any, Letters())
+    tokenizer.end_ids, tokenizer.pad_id = (), 0
+    config = cast(Any, SimpleNamespace(rollout=RolloutSection(max_new_tokens=2)))
+    answer("base", config, engine, tokenizer, [Prompt((Message("user", "hi"),), "made")], tmp_path)
+    twin = engine.flip._twin
+    assert twin is not None and all(p.is_meta for p in twin.module.parameters())
 
 
 def test_answers_end_with_a_stop_string(folder: Path) -> None:
