@@ -1,0 +1,113 @@
+"""Compiling and loading the C files of this folder.
+
+A file is compiled for this very processor, once; the result is kept in the user's cache directory, under a name that
+says what it was made from. It shares PyTorch's threads: a second OpenMP library would start threads of its own, which
+wait for work on the cores that PyTorch's need.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+HERE = Path(__file__).parent
+# Sums may be reordered, which vectors need; infinities and NaN keep their meaning.
+FLAGS = (
+    "-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
+    "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math",
+)  # fmt: skip
+SWITCH = "ZEROCHAT_HOST_KERNELS"  # 0 in the environment does without
+
+
+@cache
+def library(name: str) -> ctypes.CDLL | None:
+    """The functions of `name`.c; None where they can't be compiled, which is said in the log once."""
+    try:
+        if os.environ.get(SWITCH) == "0":
+            raise Unavailable(f"{SWITCH}=0")
+        return ctypes.CDLL(str(_compiled(HERE / f"{name}.c")))
+    except (Unavailable, OSError, subprocess.SubprocessError) as reason:
+        log.info("%s.c is not used, PyTorch's operators are: %s", name, reason)
+        return None
+
+
+class Unavailable(Exception):
+    """Something that a compiled kernel needs is not here."""
+
+
+def _compiled(source: Path) -> Path:
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if not compiler:
+        raise Unavailable("there is no C compiler")
+    openmp = _openmp()
+    folder = _folder()
+    made = folder / f"{source.stem}-{_fingerprint(source, compiler, openmp)}.so"
+    if not made.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as space:
+            part, whole = Path(space) / "part.o", Path(space) / "whole.so"
+            _run([compiler, *FLAGS, "-c", str(source), "-o", str(part)])
+            _run([compiler, "-shared", str(part), openmp, "-lm", "-o", str(whole)])
+            whole.replace(made)  # at once: another process may be doing the same
+    return made
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise Unavailable(f"{' '.join(command)}: {done.stderr.strip()[-400:]}")
+
+
+def _openmp() -> str:
+    """The OpenMP library that PyTorch has loaded."""
+    if not torch.backends.openmp.is_available():
+        raise Unavailable("PyTorch runs without OpenMP")
+    with open("/proc/self/maps") as maps:  # Linux; elsewhere OSError, and PyTorch's operators serve
+        loaded = {line.split(maxsplit=5)[-1].strip() for line in maps}
+    for path in sorted(loaded):
+        if Path(path).name.startswith(("libgomp", "libiomp5")):
+            return path
+    raise Unavailable("PyTorch's OpenMP library was not found")
+
+
+def _folder() -> Path:
+    """Where compiled files are kept: a folder that nobody else may write to, as what lies there will be run."""
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerochat" / "kernels"
+    try:
+        kept.mkdir(parents=True, exist_ok=True, mode=0o700)
+        about = kept.stat()
+        if about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(kept, os.W_OK):
+            return kept
+    except OSError:
+        pass
+    return _passing_folder()
+
+
+@cache
+def _passing_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="zerochat-kernels-"))
+
+
+def _fingerprint(source: Path, compiler: str, openmp: str) -> str:
+    """Of all that the compiled file depends on, the processor among it: a home may be shared by many machines."""
+    about = hashlib.sha256()
+    for text in (source.read_bytes(), *(header.read_bytes() for header in sorted(HERE.glob("*.h")))):
+        about.update(text)
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
+    for word in (*FLAGS, compiler, version, openmp, platform.machine(), _processor()):
+        about.update(word.encode() + b"\0")
+    return about.hexdigest()[:20]
+
+
+def _processor() -> str:
+    """The instructions that the processor has."""
+    with open("/proc/cpuinfo") as lines:
+        return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,79 @@
+"""C kernels are compiled once, for this machine, and done without where they can't be."""
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.kernels.host import library as module
+
+SOURCE = """
+int answer(void) {
+    int sum = 0;
+#pragma omp parallel num_threads(2) reduction(+ : sum)
+    sum += 21;
+    return sum;
+}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "answer.c").write_text(SOURCE)
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(module.SWITCH, raising=False)
+    module.library.cache_clear()
+    yield tmp_path
+    module.library.cache_clear()
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted((folder / "cache" / "zerochat" / "kernels").iterdir())
+
+
+needs_compiler = pytest.mark.skipif(module.library("decode_attention") is None, reason="no C compiler")
+
+
+@needs_compiler
+def test_a_file_is_compiled_once_and_runs_on_pytorchs_threads(folder: Path) -> None:
+    found = module.library("answer")
+    assert isinstance(found, ctypes.CDLL) and found.answer() == 42
+    (made,) = kept(folder)
+    before = made.stat().st_mtime_ns
+    module.library.cache_clear()
+    assert module.library("answer").answer() == 42 and made.stat().st_mtime_ns == before
+    libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert len([path for path in libraries if "libgomp" in path or "libiomp5" in path]) == 1
+
+
+@needs_compiler
+def test_another_source_is_another_file(folder: Path) -> None:
+    assert module.library("answer").answer() == 42
+    (folder / "answer.c").write_text(SOURCE.replace("21", "3"))
+    module.library.cache_clear()
+    assert module.library("answer").answer() == 6 and len(kept(folder)) == 2
+
+
+@pytest.mark.parametrize("way", ["no compiler", "a compiler that fails", "switched off", "a source that is wrong"])
+def test_without_a_compiler_there_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    if way == "no compiler":
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setenv("PATH", "")
+    elif way == "a compiler that fails":
+        monkeypatch.setenv("CC", "/bin/false")
+    elif way == "switched off":
+        monkeypatch.setenv(module.SWITCH, "0")
+    else:
+        (folder / "answer.c").write_text("not C")
+    assert module.library("answer") is None
+
+
+@needs_compiler
+def test_a_folder_that_others_may_write_to_is_not_run_from(folder: Path) -> None:
+    shared = folder / "cache" / "zerochat" / "kernels"
+    shared.mkdir(parents=True)
+    os.chmod(shared, 0o777)
+    assert module.library("answer").answer() == 42
+    assert kept(folder) == []
