@@ -86,7 +86,7 @@ def _folder() -> Path:
         about = kept.stat()
         if about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(kept, os.W_OK):
             return kept
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: nobody knows where home is
         pass
     return _passing_folder()
 
