@@ -16,9 +16,10 @@ KEYS: dict[str, Any] = {
     "tensor_parallel": 1, "states": "fp32", "micro_batch_tokens": 8192, "max_length": 1024, "prompt": 512,
     "answer": 256, "rollout_batch": 64, "nvme_path": None,
 }  # fmt: skip
+DEFAULTS = {key: str(value).lower() if isinstance(value, bool) else value for key, value in KEYS.items()}
 USAGE = (
     "python -m engine.memory model=NAME|FOLDER|JSON gpus=8\n"
-    "  keys, with their defaults: " + ", ".join(f"{key}={value}" for key, value in KEYS.items() if value is not None)
+    "  keys, with their defaults: " + ", ".join(f"{key}={said}" for key, said in DEFAULTS.items() if said is not None)
     + "\n  critic=NAME is the reward model's base and the critic's; gpus are those of one node; nvme_path=FOLDER is on "
     "the disk of the nvme tiers"
 )  # fmt: skip
@@ -26,14 +27,18 @@ USAGE = (
 
 def main(arguments: Sequence[str]) -> int:
     """Print the tables; 2 for a mistake."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return 0
     try:
         keys = parse(arguments)
         actor = shape_of(keys["model"], keys["tensor_parallel"])
         critic = shape_of(keys["critic"], keys["tensor_parallel"]) if keys["critic"] else actor
-    except ValueError as error:
+        machine = this_machine(keys["nvme_path"])
+    except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(tables(actor, critic, keys, this_machine(keys["nvme_path"]))))
+    print("\n".join(tables(actor, critic, keys, machine)))
     return 0
 
 
@@ -42,8 +47,10 @@ def parse(arguments: Sequence[str]) -> dict[str, Any]:
     found = dict(KEYS)
     for word in arguments:
         key, equals, text = word.lstrip("-").partition("=")
-        if key in ("h", "help") or not equals or key not in KEYS:
+        if key not in KEYS:
             raise ValueError(f"{word}: there is no such key\n{USAGE}")
+        if not equals:
+            raise ValueError(f"{word}: write {key}=VALUE")
         found[key] = _value(key, text)
     if found["dtype"] not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"dtype={found['dtype']}: write bf16, fp16 or fp32")

@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -19,7 +20,12 @@ class Machine:
 
 
 def this_machine(folder: str | None = None) -> Machine:
-    """Measured capacities: the smallest device, the host's memory, what is free where `folder` is (NVMe tiers)."""
+    """Measured capacities: the smallest device, the host's memory, what is free where `folder` is (NVMe tiers).
+
+    Raises FileNotFoundError where there is no such folder.
+    """
+    if folder is not None and not Path(folder).exists():
+        raise FileNotFoundError(f"nvme_path={folder}: there is no such folder; make it, or name another")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     sizes = [torch.cuda.mem_get_info(index)[1] for index in range(count)]
     free = shutil.disk_usage(folder or tempfile.gettempdir()).free

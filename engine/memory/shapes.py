@@ -48,7 +48,10 @@ def shape_of(model: str | dict[str, Any], tensor: int = 1) -> Shape:
     """
     attention = "sdpa"
     if isinstance(model, str) and model.lstrip().startswith("{"):
-        model = json.loads(model)
+        try:
+            model = json.loads(model)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"model={model} is not JSON: {error}") from error
     if isinstance(model, dict):
         return measured(str(model.get("name", model.get("model_type"))), _config(model), attention, tensor)
     folder = Path(model).expanduser()

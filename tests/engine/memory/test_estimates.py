@@ -108,6 +108,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "125 M parameters" in told and "zero3, shards on host" in told and "cache" in told
     assert main(["model=nothing"]) == 2 and "conf/model" in capsys.readouterr().err
     assert main(["gpu=2"]) == 2 and "gpus=1" in capsys.readouterr().err
+    assert main(["--help"]) == 0 and "checkpointing=false" in capsys.readouterr().out
+    assert main(["nvme_path=/no/such"]) == 2 and "nvme_path=/no/such" in capsys.readouterr().err
+    assert main(["model={bad"]) == 2 and "model={bad is not JSON" in capsys.readouterr().err
     for wrong in ("gpus=0", "dtype=int4", "checkpointing=maybe"):
         with pytest.raises(ValueError, match=wrong.split("=")[0]):
             parse([wrong])

@@ -69,7 +69,10 @@ def test_without_gold_the_reward_score_is_not_called_success() -> None:
     verdict = judge(RunReading("run", stages, {}))
     assert verdict.outcome == "open"
     assert verdict.headline == "The reward score rose with PPO."
-    assert "trained on this score" in verdict.evidence
+    assert "trained on this score" in verdict.evidence and "too few" not in verdict.evidence
+    stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows[:4])}
+    verdict = judge(RunReading("run", stages, {}))
+    assert "did not clearly change" in verdict.headline and "too few" in verdict.evidence
 
 
 def test_without_samples_the_summaries_speak_and_no_interval_is_claimed() -> None:
