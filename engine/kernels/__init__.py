@@ -1,8 +1,8 @@
 """Kernels: one public name each, which picks the implementation.
 
-Triton serves CUDA tensors, torch every other device, under the same signature; the torch functions, each in a file
-with the kernel's name, say what the names mean and are what the Triton ones are tested against. Triton is imported
-when a CUDA tensor first comes along.
+Triton serves CUDA tensors, a function in C some of the CPU's where it can be compiled (`host`), torch everything else,
+under the same signature; the torch functions, each in a file with the kernel's name, say what the names mean and are
+what the others are tested against. Triton is imported when a CUDA tensor first comes along.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.kernels.decode_attention import decode_attention as _decode_attention
 from engine.kernels.gae import gae as _gae
+from engine.kernels.host import decode_attention as _host_decode_attention
 from engine.kernels.sample import sample as _sample
 from engine.kernels.split_logprobs import Pieces, Reduce
 from engine.kernels.split_logprobs import split_token_logprobs as _split_token_logprobs
@@ -31,6 +32,7 @@ _TORCH: dict[str, Callable[..., Any]] = {
     "sample": _sample,
     "token_logprobs": _token_logprobs,
 }
+_HOST: dict[str, Any] = {"decode_attention": _host_decode_attention}
 
 
 def token_logprobs(
@@ -93,7 +95,12 @@ def sample(logits: Tensor, streams: Tensor, positions: Tensor, how: Sampling) ->
 
 
 def _pick(name: str, tensor: Tensor) -> Callable[..., Any]:
-    return _triton(name, name) if tensor.is_cuda and _HAS_TRITON else _TORCH[name]
+    if tensor.is_cuda and _HAS_TRITON:
+        return _triton(name, name)
+    if name in _HOST and tensor.device.type == "cpu" and tensor.dtype in _HOST[name].DTYPES and _HOST[name].available():
+        function: Callable[..., Any] = getattr(_HOST[name], name)
+        return function
+    return _TORCH[name]
 
 
 @cache

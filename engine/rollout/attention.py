@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from engine.kernels.host import decode_attention as host
 from engine.rollout.cache.groups import Family, Group
 from engine.rollout.cache.shared_prompt import joined_attention
-from engine.rollout.cache.slots import Step
+from engine.rollout.cache.slots import SlotLayer, Step
 from engine.rollout.recorded.recording import recorded_whole
 
 NAME = "zerochat_slots"
@@ -50,13 +51,57 @@ def slot_attention(
     if slots is None or attention_mask is not None:
         raise Unserved(f"{type(module).__name__} asks for another kind of attention")
     check_served(module, others)
+    slots.windows.add(sliding_window)
+    layer = slots.cache.layer(module.layer_idx, key, value)  # type: ignore[arg-type]
+    at_once = query.device.type == "cpu" and query.dtype in host.DTYPES and host.available()
+    compute = _in_one_call if at_once else _part_by_part
+    return compute(slots, layer, query, key, value, scaling, sliding_window, softcap), None
+
+
+def _in_one_call(
+    slots: Step,
+    layer: SlotLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """All single queries by a kernel of ours, whatever their slots and lengths, then chunk by chunk."""
+    _, heads, tokens, size = query.shape
+    out = query.new_empty(1, tokens, heads, value.shape[-1])
+    host.write_and_attend(
+        query, key, value, layer.keys, layer.values, slots.slots, slots.lengths, slots.singles, out,
+        size**-0.5 if scaling is None else scaling, window, softcap, slots.families(window),
+    )  # fmt: skip
+    for part, first, last, mask in slots.chunks_seen(window):
+        k, v = layer.keys[part.slot, None, :, first:last], layer.values[part.slot, None, :, first:last]
+        said = attend(query[:, :, part.begin : part.end], k, v, mask, scaling=scaling, softcap=softcap)
+        out[:, part.begin : part.end] = said.transpose(1, 2)
+    if tokens > len(slots.slots):  # the others only fill the step up
+        out[:, len(slots.slots) :] = 0
+    return out
+
+
+def _part_by_part(
+    slots: Step,
+    layer: SlotLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """The same by PyTorch's operators."""
     rows = slots.rows(key.shape[1])
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # (N, key heads, head size)
-    layer = slots.cache.write(module.layer_idx, rows, keys[: len(rows)], values[: len(rows)])  # type: ignore[arg-type]
+    layer.write(rows, keys[: len(rows)], values[: len(rows)])
     queries = query[0].transpose(0, 1)  # (N, heads, head size)
     parts = []
     families = softcap is None and key.shape[-1] == value.shape[-1]
-    for part, first, last, mask in slots.seen(sliding_window, families=families):
+    for part, first, last, mask in slots.seen(window, families=families):
         mine = queries[part.begin : part.end]
         if isinstance(part, Family):
             parts.append(joined_attention(mine, layer, part, slots.tails(part), scaling))
@@ -70,7 +115,7 @@ def slot_attention(
     if len(rows) < len(queries):  # the others only fill the step up
         parts.append(parts[0].new_zeros(len(queries) - len(rows), *parts[0].shape[1:]))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return joined[None], None
+    return joined[None]
 
 
 def check_served(module: nn.Module, others: Mapping[str, Any]) -> None:

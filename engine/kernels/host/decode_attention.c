@@ -1,3 +1,312 @@
-/* Attention of one query token a sequence over its slot of a cache: decode_attention.py says what is computed. */
+/* Attention of one query token a sequence over its slot of a cache: decode_attention.py says what is computed.
 
+A task is a share of a sequence's keys under one key head, for all query heads that read it. A sequence of several
+shares has a sum of weighted values, the weights' sum and the largest score from each, which are joined at the end (Dao
+et al., 2023, "Flash-Decoding for long-context inference"). Where shares are cut depends on the sequence alone, so
+what comes out depends neither on the number of threads nor on the sequences beside it. Sequences with the same
+beginning have their queries against it in one task, one after the other, so that memory is read once. */
+
+#include <stdlib.h>
+#include <string.h>
 #include "numbers.h"
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline)) /* so that `half` and the like are constants inside */
+#define LESS(a, b) ((a) < (b) ? (a) : (b))
+enum { SHARE = 256, BLOCK = 64 }; /* keys of a task, keys whose scores are made before they are weighed */
+
+/* Mirrored by decode_attention.py. Strides count numbers. */
+struct call {
+    const char *query, *new_keys, *new_values; /* of the tokens; new_* NULL where they are in the cache already */
+    char *keys, *values, *out;                 /* (slots, key_heads, capacity, *_size), and (tokens, heads, value_size) */
+    const int64_t *slots, *lengths;            /* of each token, the tokens up to it among the lengths */
+    const int64_t *families;                   /* (rows, 2): first row that begins alike, tokens of that; or NULL */
+    const float *alibi;                        /* (heads,) or NULL */
+    int64_t tokens, rows;                      /* tokens to write; the first `rows` of them attend */
+    int64_t heads, key_heads, capacity, key_size, value_size;
+    int64_t query_row, query_head, key_row, key_head, value_row, value_head;
+    int64_t window; /* 0: none */
+    float scale, softcap; /* 0: none */
+    int32_t half, threads; /* half: bf16, else fp32 */
+};
+
+/* Keys [begin, end) of a slot, for `rows` sequences from `row` on, of each the part `part`. */
+struct task { int64_t row, rows, slot, begin, end, part; };
+
+/* What there is to do: `parts` of a row lie from `first` on in `partial`, (heads, value_size + 2) each. */
+struct plan { struct task *tasks; int64_t count, *first, *parts; float *partial; };
+
+INLINE float at(const void *numbers, int64_t place, int half) {
+    return half ? widen(((const bf16 *)numbers)[place]) : ((const float *)numbers)[place];
+}
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+INLINE __m512 joined(__m512 a, __m512 b, __m512 c, __m512 d) {
+    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    return _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
+}
+
+/* The sums of 16 vectors. */
+INLINE __m512 sums(const __m512 *v) {
+    __m512 a = joined(v[0], v[1], v[2], v[3]), b = joined(v[4], v[5], v[6], v[7]);
+    __m512 c = joined(v[8], v[9], v[10], v[11]), d = joined(v[12], v[13], v[14], v[15]);
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+}
+
+/* 16 scores, of which `count` are of keys; the others repeat the last. */
+INLINE void sixteen_scores(float *scores, const bf16 *query, const bf16 *keys, int64_t count, int64_t size) {
+    __m512 sum[16];
+    for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < size; d += 32) {
+        __mmask32 there = size - d >= 32 ? ~0u : (1u << (size - d)) - 1;
+        __m512bh q = (__m512bh)_mm512_maskz_loadu_epi16(there, query + d);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+            const bf16 *key = keys + LESS(i, count - 1) * size + d;
+            sum[i] = _mm512_dpbf16_ps(sum[i], q, (__m512bh)_mm512_maskz_loadu_epi16(there, key));
+        }
+    }
+    _mm512_storeu_ps(scores, sums(sum));
+}
+
+INLINE void half_scores(float *scores, const bf16 *query, const bf16 *keys, int64_t count, int64_t size) {
+    int64_t t = 0;
+    for (; t + 16 <= count; t += 16) sixteen_scores(scores + t, query, keys + t * size, 16, size);
+    if (t < count) sixteen_scores(scores + t, query, keys + t * size, count - t, size);
+}
+#define HALF_SCORES
+#endif
+
+/* Products of a query with `count` <= BLOCK keys. */
+INLINE void products(float *scores, const void *query, const char *keys, int64_t count, int64_t size, int half) {
+#ifdef HALF_SCORES
+    if (half) {
+        half_scores(scores, query, (const bf16 *)keys, count, size);
+        return;
+    }
+#endif
+    for (int64_t t = 0; t < count; t++) {
+        const char *key = keys + t * size * (half ? 2 : 4);
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t d = 0; d < size; d++) sum += at(query, d, half) * at(key, d, half);
+        scores[t] = sum;
+    }
+}
+
+/* sum += weights (count,) times values (count, size). */
+INLINE void weigh(float *restrict sum, const float *restrict weights, const char *values, int64_t count, int64_t size,
+                  int half) {
+    int64_t t = 0;
+    for (; t + 8 <= count; t += 8) {
+        const char *v = values + t * size * (half ? 2 : 4);
+        const float *w = weights + t;
+#pragma omp simd
+        for (int64_t d = 0; d < size; d++)
+            sum[d] += ((w[0] * at(v, d, half) + w[1] * at(v, size + d, half))
+                       + (w[2] * at(v, 2 * size + d, half) + w[3] * at(v, 3 * size + d, half)))
+                    + ((w[4] * at(v, 4 * size + d, half) + w[5] * at(v, 5 * size + d, half))
+                       + (w[6] * at(v, 6 * size + d, half) + w[7] * at(v, 7 * size + d, half)));
+    }
+    for (; t < count; t++) {
+        const char *v = values + t * size * (half ? 2 : 4);
+#pragma omp simd
+        for (int64_t d = 0; d < size; d++) sum[d] += weights[t] * at(v, d, half);
+    }
+}
+
+INLINE float tanh_of(float x) {
+    float e = exp_of(-2 * fabsf(x));
+    return copysignf((1 - e) / (1 + e), x);
+}
+
+/* Scores of `count` products, the first of which is `ahead` (<= 0) tokens from the query; returns the largest. */
+INLINE float scored(float *scores, int64_t count, float scale, float softcap, float slope, float ahead) {
+    float largest = -INFINITY;
+    if (softcap == 0 && slope == 0) {
+#pragma omp simd reduction(max : largest)
+        for (int64_t t = 0; t < count; t++) {
+            scores[t] *= scale;
+            largest = scores[t] > largest ? scores[t] : largest;
+        }
+        return largest;
+    }
+    float inverse = softcap ? 1 / softcap : 0;
+#pragma omp simd reduction(max : largest)
+    for (int64_t t = 0; t < count; t++) {
+        float score = scores[t] * scale;
+        score = softcap ? softcap * tanh_of(score * inverse) : score;
+        scores[t] = score + slope * (ahead + (float)t);
+        largest = scores[t] > largest ? scores[t] : largest;
+    }
+    return largest;
+}
+
+/* What a head has seen: largest score, sum of weights, weighted values. */
+struct seen { float largest, mass, *sum; };
+
+INLINE void look(struct seen *seen, const struct call *c, const char *query, const char *keys, const char *values,
+                 int64_t count, float slope, float ahead, int half) {
+    float weights[BLOCK], mass = 0;
+    products(weights, query, keys, count, c->key_size, half);
+    float largest = scored(weights, count, c->scale, c->softcap, slope, ahead);
+    largest = largest > seen->largest ? largest : seen->largest;
+#pragma omp simd reduction(+ : mass)
+    for (int64_t t = 0; t < count; t++) {
+        weights[t] = exp_of(weights[t] - largest);
+        mass += weights[t];
+    }
+    if (largest != seen->largest) {
+        float kept = exp_of(seen->largest - largest);
+        seen->mass *= kept;
+        for (int64_t d = 0; d < c->value_size; d++) seen->sum[d] *= kept;
+        seen->largest = largest;
+    }
+    seen->mass += mass;
+    weigh(seen->sum, weights, values, count, c->value_size, half);
+}
+
+INLINE void put(const struct call *c, int64_t token, int64_t head, int half) {
+    int64_t wide = half ? 2 : 4, place = (c->slots[token] * c->key_heads + head) * c->capacity + c->lengths[token] - 1;
+    memcpy(c->keys + place * c->key_size * wide, c->new_keys + (token * c->key_row + head * c->key_head) * wide,
+           c->key_size * wide);
+    memcpy(c->values + place * c->value_size * wide,
+           c->new_values + (token * c->value_row + head * c->value_head) * wide, c->value_size * wide);
+}
+
+INLINE void say(const struct call *c, int64_t row, int64_t head, const float *sum, float mass, int half) {
+    int64_t place = (row * c->heads + head) * c->value_size;
+    float share = mass ? 1 / mass : 0;
+    for (int64_t d = 0; d < c->value_size; d++) {
+        if (half) ((bf16 *)c->out)[place + d] = narrow(sum[d] * share);
+        else ((float *)c->out)[place + d] = sum[d] * share;
+    }
+}
+
+static float *partial_of(const struct plan *p, const struct call *c, int64_t row, int64_t part, int64_t head) {
+    return p->partial + ((p->first[row] + part) * c->heads + head) * (c->value_size + 2);
+}
+
+/* One task under one key head. */
+INLINE void attend(const struct call *c, const struct plan *p, const struct task *task, int64_t key_head, int half) {
+    int64_t group = c->heads / c->key_heads, wide = half ? 2 : 4;
+    int64_t base = (task->slot * c->key_heads + key_head) * c->capacity;
+    const char *keys = c->keys + base * c->key_size * wide, *values = c->values + base * c->value_size * wide;
+    float sums[group * c->value_size];
+    struct seen seen[group];
+    for (int64_t row = task->row; row < task->row + task->rows; row++) {
+        int64_t length = c->lengths[row], head = key_head * group;
+        if (c->new_keys && task->end == length) put(c, row, key_head, half);
+        memset(sums, 0, sizeof sums);
+        for (int64_t j = 0; j < group; j++) seen[j] = (struct seen){-INFINITY, 0, sums + j * c->value_size};
+        for (int64_t t = task->begin; t < task->end; t += BLOCK)
+            for (int64_t j = 0; j < group; j++)
+                look(&seen[j], c, c->query + (row * c->query_row + (head + j) * c->query_head) * wide,
+                     keys + t * c->key_size * wide, values + t * c->value_size * wide, LESS(BLOCK, task->end - t),
+                     c->alibi ? c->alibi[head + j] : 0, (float)(t - length + 1), half);
+        for (int64_t j = 0; j < group; j++) {
+            if (p->parts[row] == 1) {
+                say(c, row, head + j, seen[j].sum, seen[j].mass, half);
+                continue;
+            }
+            float *partial = partial_of(p, c, row, task->part, head + j);
+            partial[0] = seen[j].largest;
+            partial[1] = seen[j].mass;
+            memcpy(partial + 2, seen[j].sum, c->value_size * sizeof(float));
+        }
+    }
+}
+
+static void attend_half(const struct call *c, const struct plan *p, const struct task *task, int64_t key_head) {
+    attend(c, p, task, key_head, 1);
+}
+
+static void attend_full(const struct call *c, const struct plan *p, const struct task *task, int64_t key_head) {
+    attend(c, p, task, key_head, 0);
+}
+
+/* The parts of a row under one head as one softmax. */
+static void join(const struct call *c, const struct plan *p, int64_t row, int64_t head) {
+    float sum[c->value_size], largest = -INFINITY, mass = 0;
+    memset(sum, 0, sizeof sum);
+    for (int64_t part = 0; part < p->parts[row]; part++) {
+        float other = partial_of(p, c, row, part, head)[0];
+        largest = other > largest ? other : largest;
+    }
+    for (int64_t part = 0; part < p->parts[row]; part++) {
+        const float *partial = partial_of(p, c, row, part, head);
+        float weight = exp_of(partial[0] - largest);
+        mass += weight * partial[1];
+        for (int64_t d = 0; d < c->value_size; d++) sum[d] += weight * partial[2 + d];
+    }
+    say(c, row, head, sum, mass, c->half);
+}
+
+/* Cut [begin, end) of a slot into tasks. */
+static void cut(struct plan *p, int64_t row, int64_t rows, int64_t slot, int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t += SHARE) {
+        p->tasks[p->count++] = (struct task){row, rows, slot, t, LESS(t + SHARE, end), p->parts[row]};
+        for (int64_t member = row; member < row + rows; member++) p->parts[member]++;
+    }
+}
+
+/* Tasks of all rows; what sequences have in common first, as it takes longest. */
+static void make(struct plan *p, const struct call *c) {
+    int64_t parts = 0;
+    memset(p->parts, 0, c->rows * sizeof *p->parts);
+    for (int64_t row = 0, next; c->families && row < c->rows; row = next) {
+        for (next = row + 1; next < c->rows && c->families[2 * next] == row; next++) {}
+        cut(p, row, next - row, c->slots[row], 0, c->families[2 * row + 1]);
+    }
+    for (int64_t row = 0; row < c->rows; row++) {
+        int64_t begin = c->families ? c->families[2 * row + 1] : 0, length = c->lengths[row];
+        begin = c->window && length - c->window > begin ? length - c->window : begin;
+        cut(p, row, 1, c->slots[row], begin, length);
+        p->first[row] = parts;
+        parts += p->parts[row];
+    }
+}
+
+static int64_t most_parts(const struct call *c) {
+    int64_t most = 0;
+    for (int64_t row = 0; row < c->rows; row++) most += c->lengths[row] / SHARE + 2;
+    return most;
+}
+
+/* 0, or 1 where memory is short. */
+int decode_attention(const struct call *c) {
+    int64_t most = most_parts(c), written = c->new_keys ? (c->tokens - c->rows) * c->key_heads : 0;
+    int64_t several = most > 2 * c->rows || c->families; /* whether a row may have more than one part */
+    struct plan p = {.tasks = malloc(most * sizeof *p.tasks), .first = malloc(2 * c->rows * sizeof *p.first)};
+    p.partial = several ? malloc(most * c->heads * (c->value_size + 2) * sizeof(float)) : NULL;
+    int short_of = c->rows && (!p.tasks || !p.first || (several && !p.partial));
+    if (!short_of) {
+        p.parts = p.first + c->rows;
+        make(&p, c);
+        int64_t all = p.count * c->key_heads, chunk = all / (8 * c->threads) + 1;
+#pragma omp parallel num_threads(c->threads)
+        {
+#pragma omp for schedule(static) nowait
+            for (int64_t i = 0; i < written; i++) {
+                int64_t token = c->rows + i / c->key_heads;
+                if (c->half) put(c, token, i % c->key_heads, 1);
+                else put(c, token, i % c->key_heads, 0);
+            }
+#pragma omp for schedule(dynamic, chunk)
+            for (int64_t i = 0; i < all; i++)
+                (c->half ? attend_half : attend_full)(c, &p, p.tasks + i / c->key_heads, i % c->key_heads);
+#pragma omp for schedule(static) nowait
+            for (int64_t i = 0; i < c->rows * c->heads; i++)
+                if (p.parts[i / c->heads] != 1) join(c, &p, i / c->heads, i % c->heads);
+        }
+    }
+    free(p.tasks);
+    free(p.first);
+    free(p.partial);
+    return short_of;
+}

@@ -1,14 +1,15 @@
 """The slot cache: keys and values of many sequences in memory of a fixed size, and what one forward sees of it.
 
 A slot holds one sequence, its tokens in order; a layer is one tensor (slots, heads, capacity, head size). Tokens are
-written where they belong in one indexed copy, whatever mixture of sequences a forward carries, and nothing is moved
-afterwards: attention reads slices in place. A head's tokens lie together, so that one query streams through memory:
+written where they belong in one call, whatever mixture of sequences a forward carries, and nothing is moved
+afterwards: attention reads them in place. A head's tokens lie together, so that one query streams through memory:
 that was measured an eighth faster than a token's heads together.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from engine.offload.blocks import aligned
 from engine.rollout.cache.groups import Chunk, Family, Group
 
 Seen = tuple[Group | Chunk | Family, int, int, Tensor | None]
+SeenChunk = tuple[Chunk, int, int, Tensor | None]
 
 
 @dataclass
@@ -26,6 +28,11 @@ class SlotLayer:
     keys: Tensor
     values: Tensor
 
+    def write(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values (N, heads, head size) at rows (N, heads) of the layer seen as (all, head size)."""
+        _put(self.keys, rows, keys)
+        _put(self.values, rows, values)
+
 
 class SlotCache:
     """Slots of equal capacity. A layer's memory is taken when its first token comes."""
@@ -34,21 +41,19 @@ class SlotCache:
         self.slots, self.capacity = slots, capacity
         self.layers: dict[int, SlotLayer] = {}
 
-    def write(self, layer_index: int, rows: Tensor, keys: Tensor, values: Tensor) -> SlotLayer:
-        """Put keys and values (N, heads, head size) at rows (N, heads) of a layer seen as (all, head size)."""
-        if layer_index not in self.layers:
-            self.layers[layer_index] = SlotLayer(self._allocate(keys), self._allocate(values))
-        layer = self.layers[layer_index]
-        _put(layer.keys, rows, keys)
-        _put(layer.values, rows, values)
-        return layer
+    def layer(self, index: int, keys: Tensor, values: Tensor) -> SlotLayer:
+        """A layer; at its first token it is made, for keys and values like these (1, heads, N, head size)."""
+        found = self.layers.get(index)
+        if found is None:
+            found = self.layers[index] = SlotLayer(self._allocate(keys), self._allocate(values))
+        return found
 
     def _allocate(self, states: Tensor) -> Tensor:
         """Zeros: what a mask hides has a weight of zero, which would not hide a NaN left in memory.
 
         On CPUs in large pages: a step writes one token to each head of each slot, all on pages of their own.
         """
-        _, heads, size = states.shape
+        _, heads, _, size = states.shape
         shape = (self.slots, heads, self.capacity, size)
         if states.device.type == "cpu":
             return aligned(math.prod(shape), states.dtype).view(shape)
@@ -85,8 +90,11 @@ class Step:
     positions: Tensor
     groups: Sequence[Group | Family]
     chunks: Sequence[Chunk]
+    windows: set[int | None] = field(default_factory=set)  # that layers asked for; None is a layer without
     _rows: dict[int, Tensor] = field(default_factory=dict)
     _seen: dict[tuple[int | None, bool], list[Seen]] = field(default_factory=dict)
+    _chunks: dict[int | None, list[SeenChunk]] = field(default_factory=dict)
+    _families: dict[int | None, Tensor | None] = field(default_factory=dict)
     _tails: dict[int, list[tuple[Group, int, int, Tensor | None]]] = field(default_factory=dict)
 
     def rows(self, heads: int) -> Tensor:
@@ -97,10 +105,36 @@ class Step:
             self._rows[heads] = first + self.positions[:, None]
         return self._rows[heads]
 
-    @property
-    def windows(self) -> set[int | None]:
-        """The sliding windows that layers asked for; None is a layer without."""
-        return {window for window, _ in self._seen}
+    @cached_property
+    def lengths(self) -> Tensor:
+        """(N,): the tokens of a sequence up to each of them."""
+        return self.positions + 1
+
+    @cached_property
+    def singles(self) -> int:
+        """How many of the tokens are the decoding sequences'."""
+        return self.groups[-1].end if self.groups else 0
+
+    def families(self, window: int | None) -> Tensor | None:
+        """(singles, 2): the first row of each one's family, itself where it has none, and the prompt's tokens, 0 where
+        the layer's sliding window does not reach over them; None where there are no families.
+        """
+        if window not in self._families:
+            found = [
+                part for part in self.groups
+                if isinstance(part, Family) and (window is None or window >= max(part.lengths))
+            ]  # fmt: skip
+            table = torch.stack([torch.arange(self.singles), torch.zeros(self.singles, dtype=torch.long)], 1)
+            for part in found:
+                table[part.begin : part.end] = torch.tensor([part.begin, part.prompt])
+            self._families[window] = table if found else None
+        return self._families[window]
+
+    def chunks_seen(self, window: int | None) -> list[SeenChunk]:
+        """Each chunk with the span of positions it reads and its mask, for a layer's sliding window."""
+        if window not in self._chunks:
+            self._chunks[window] = [(chunk, *chunk.seen(window, self.slots.device)) for chunk in self.chunks]
+        return self._chunks[window]
 
     def seen(self, window: int | None, *, families: bool = True) -> list[Seen]:
         """Each part with the span of positions it reads and its mask, for a layer's sliding window.
@@ -118,7 +152,7 @@ class Step:
                     found.append((part, 0, part.prompt, None))
                 else:
                     found += [(group, *group.seen(window, device)) for group in part.groups]
-            found += [(chunk, *chunk.seen(window, device)) for chunk in self.chunks]
+            found += self.chunks_seen(window)
             self._seen[window, families] = found
         return self._seen[window, families]
 

@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.kernels.host import decode_attention
 
 VOCABULARY, POSITIONS = 97, 64
 ENDS = (5, 6, 7, 8, 9, 10, 11, 12)  # an eighth of the vocabulary: answers of mixed length
@@ -48,6 +51,14 @@ def build(family: str, **changes: Any) -> nn.Module:
             if parameter.ndim > 1:
                 parameter.mul_(6)
     return model.eval()
+
+
+def attends_by(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single queries attend by the kernel in "C", or by "torch" as where there is no compiler."""
+    if kernels == "torch":
+        monkeypatch.setattr(decode_attention, "available", lambda: False)
+    elif not decode_attention.available():
+        pytest.skip("no C compiler")
 
 
 def ragged_prompts(*lengths: int) -> list[list[int]]:

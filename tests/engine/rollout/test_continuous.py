@@ -17,7 +17,7 @@ from engine.rollout.cache.slots import Step
 from engine.rollout.decoder import Generation, Rollouts
 from engine.rollout.sampling import Sampling
 from engine.rollout.scheduler import Answering, Scheduler
-from tests.engine.rollout.families import ENDS, VOCABULARY, build, greedy_by_definition, ragged_prompts
+from tests.engine.rollout.families import ENDS, VOCABULARY, attends_by, build, greedy_by_definition, ragged_prompts
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
 STREAMS = list(range(len(PROMPTS)))
@@ -52,10 +52,12 @@ def by_definition(model: nn.Module, prompts: Sequence[list[int]], answers: Seque
 
 @pytest.mark.parametrize("family", ["opt", "llama", "mistral", "gemma2", "gemma3_text", "mixtral"])
 @pytest.mark.parametrize(("slots", "chunk"), [(1, 1024), (3, 4), (5, 9)])
+@pytest.mark.parametrize("kernels", ["C", "torch"])
 def test_few_slots_and_chunked_prompts_say_the_same(
-    family: str, slots: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+    family: str, slots: int, chunk: int, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refilled slots hold other sequences' keys behind their own; chunks see what is cached, within the window."""
+    attends_by(kernels, monkeypatch)
     monkeypatch.setitem(continuous.PREFILL_TOKENS, "cpu", chunk)
     model = build(family)
     by_definition(model, PROMPTS, Rollouts(model, "cpu").generate(PROMPTS, GREEDY, STREAMS, batch_size=slots))
@@ -75,10 +77,12 @@ def test_no_token_is_computed_twice_or_for_nothing(llama: nn.Module, watched: li
 
 @pytest.mark.parametrize("family", ["opt", "llama", "mistral", "gemma2", "gemma3_text"])
 @pytest.mark.parametrize("slots", [8, 3])
+@pytest.mark.parametrize("kernels", ["C", "torch"])
 def test_samples_share_the_prompt(
-    family: str, slots: int, watched: list[Step], monkeypatch: pytest.MonkeyPatch
+    family: str, slots: int, kernels: str, watched: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few slots a sample may begin when the others of its prompt are well on their way."""
+    attends_by(kernels, monkeypatch)
     monkeypatch.setattr(grouping, "JOINING_COST", 0)
     model = build(family)
     prompts = ragged_prompts(30, 21)

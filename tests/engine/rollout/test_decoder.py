@@ -11,7 +11,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.rollout import continuous
 from engine.rollout.decoder import Generation, Rollouts
 from engine.rollout.sampling import Sampling
-from tests.engine.rollout.families import ENDS, FAMILIES, VOCABULARY, build, greedy_by_definition, ragged_prompts
+from tests.engine.rollout.families import (
+    ENDS,
+    FAMILIES,
+    VOCABULARY,
+    attends_by,
+    build,
+    greedy_by_definition,
+    ragged_prompts,
+)
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
 STREAMS = list(range(len(PROMPTS)))
@@ -29,9 +37,11 @@ def agree(ours: Generation, tokens: list[int], logprobs: list[float]) -> None:
     assert ours.logprobs == pytest.approx(logprobs, abs=2e-4)
 
 
+@pytest.mark.parametrize("kernels", ["C", "torch"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_equals_the_plain_forward(family: str) -> None:
+def test_greedy_equals_the_plain_forward(family: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged prompts, sliding windows shorter than they are, padding equal to an end token."""
+    attends_by(kernels, monkeypatch)
     model = build(family)
     answers = Rollouts(model, "cpu").generate(PROMPTS, GREEDY, STREAMS)
     for prompt, answer in zip(PROMPTS, answers, strict=True):

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from engine.rollout import attention, selfcheck
-from engine.rollout.cache.slots import SlotCache
 from engine.rollout.decoder import Rollouts
 from tests.engine.rollout.families import FAMILIES, build
 
@@ -50,14 +49,15 @@ def test_a_layer_that_attends_otherwise_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_keys_in_the_wrong_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = SlotCache.write
+    right = attention.slot_attention
 
-    def reversed_(self: SlotCache, layer_index: int, rows: torch.Tensor, *states: torch.Tensor) -> Any:
-        return right(self, layer_index, rows.flip(0), *states)
+    def reversed_(module: nn.Module, query: torch.Tensor, *states: Any, **rest: Any) -> Any:
+        key, value, *mask = states
+        return right(module, query, key.flip(2), value.flip(2), *mask, **rest)
 
     rollouts = Rollouts(build("llama"), "cpu")
     selfcheck.selfcheck(rollouts)
-    monkeypatch.setattr(SlotCache, "write", reversed_)
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, reversed_)
     with pytest.raises(ValueError, match=r"model\.layers\.0\."):
         selfcheck.selfcheck(rollouts)
 
