@@ -18,15 +18,16 @@ class Learned:
 
     steps: list[dict[str, float]] = field(default_factory=list)
 
-    def add(self, tokens: int, policy: tuple[Update, float] | None, critic: Update) -> None:
+    def add(self, tokens: int, policy: tuple[Update, float] | None, critic: Update | None) -> None:
         """A minibatch of `tokens` response tokens: the actor's step, if it took one, with its largest |ratio - 1|."""
         figures = {"lr": 0.0}
         if policy is not None:
             update, largest = policy
             figures = means(update, tokens)
             figures |= {"policy_loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr, "largest": largest}
-        figures |= means(critic, tokens)
-        figures |= {"value_loss": critic.loss, "critic_grad_norm": critic.grad_norm, "critic_lr": critic.lr}
+        if critic is not None:
+            figures |= means(critic, tokens)
+            figures |= {"value_loss": critic.loss, "critic_grad_norm": critic.grad_norm, "critic_lr": critic.lr}
         self.steps.append(figures)
 
     def figures(self) -> dict[str, float]:
@@ -35,24 +36,26 @@ class Learned:
         found = {k: v for k, v in mean_figures(self.steps).items() if k not in ("ratio", "largest", "deviation")}
         if "ratio" in first:
             found |= {"first_ratio": first["ratio"], "first_ratio_max_deviation": first["largest"]}
-        return found | {name: last[name] for name in ("lr", "critic_lr")}
+        return found | {name: last[name] for name in ("lr", "critic_lr") if name in last}
 
 
 def rollout_figures(rollout: Rollout, targets: Targets) -> dict[str, float]:
     """What was drawn: scores, KL to the reference (nats a sequence), lengths, how far generator and trainer differ."""
     mask = rollout.response_mask
     gap = (rollout.generator.exp() - rollout.logprobs.exp()).abs()
-    return {
+    found = {
         "score": rollout.scores.mean().item(),
         "score_std": rollout.scores.std(unbiased=False).item(),
         "kl": sequence_kl(rollout),
         "kl_k3": (kl_k3(rollout.logprobs, rollout.reference) * mask).sum(1).mean().item(),
         "response_length": mask.sum(1).float().mean().item(),
         "eos_rate": rollout.finished.float().mean().item(),
-        "explained_variance": explained_variance(rollout.values, targets.returns, mask),
         "generator_gap": masked_mean(gap, mask).item(),
         "generator_kl": masked_mean(kl_k3(rollout.generator, rollout.logprobs), mask).item(),
     }
+    if rollout.values is not None and targets.returns is not None:
+        found["explained_variance"] = explained_variance(rollout.values, targets.returns, mask)
+    return found
 
 
 def sequence_kl(rollout: Rollout) -> float:

@@ -1,4 +1,4 @@
-"""The four models of PPO: actor and critic learn, reference and reward model stand still."""
+"""The models of PPO: actor and critic learn, reference and reward model stand still."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,25 +22,31 @@ from pipeline.stage import optimizer_config, stage_source
 
 @dataclass(frozen=True)
 class Models:
-    """`reference` is None for a LoRA actor: the reference is the actor without its adapters."""
+    """`reference` is None for a LoRA actor: the reference is the actor without its adapters. `critic` is None where
+    answers are held against each other.
+    """
 
     actor: Engine
-    critic: Engine
+    critic: Engine | None
     reference: Engine | None
     reward: Engine
     reward_mean: float
 
     @property
     def pack(self) -> bool:
-        """Whether all four take several sequences in a row without padding."""
-        engines = [self.actor, self.critic, self.reward, self.reference or self.actor]
-        return all(isinstance(e.module, Policy | Scorer) and e.module.packs for e in engines)
+        """Whether all take several sequences in a row without padding."""
+        return all(isinstance(e.module, Policy | Scorer) and e.module.packs for e in self.engines.values())
 
     @property
     def engines(self) -> dict[str, Engine]:
         """All there are, by role."""
         found = {"actor": self.actor, "critic": self.critic, "reference": self.reference, "reward": self.reward}
         return {role: engine for role, engine in found.items() if engine is not None}
+
+    @property
+    def learning(self) -> dict[str, Engine]:
+        """Those that are trained, by role."""
+        return {role: engine for role, engine in self.engines.items() if role in ("actor", "critic")}
 
     @contextmanager
     def referring(self) -> Iterator[Engine]:
@@ -102,9 +108,12 @@ def build(config: RunConfig, sources: Sources, *, actor_steps: int, critic_steps
     verify(actor, max_length=longest)
     if reference is not None:
         adopt(reference, actor)
-    critic_optimizer = optimizer_config(section, steps=critic_steps, lr=section.critic_lr)
-    critic = build_scorer(sources.reward, choice(section.critic_engine, optimizer=critic_optimizer), pad_id=pad_id)
+    critic = None
+    if section.advantage == "gae":
+        critic_optimizer = optimizer_config(section, steps=critic_steps, lr=section.critic_lr)
+        critic = build_scorer(sources.reward, choice(section.critic_engine, optimizer=critic_optimizer), pad_id=pad_id)
     reward = build_scorer(sources.reward, choice(section.reward_engine), pad_id=pad_id)
-    verify(critic, max_length=longest)
-    adopt(reward, critic)
+    verify(critic or reward, max_length=longest)
+    if critic is not None:
+        adopt(reward, critic)
     return Models(actor, critic, reference, reward, float(getattr(sources.reward.config, "reward_mean", 0.0)))

@@ -46,8 +46,8 @@ class Rollout:
 
     scores (B,) fp32: the reward model's, its mean over reference answers subtracted. logprobs, reference, values,
     generator (B, R) fp32, zero outside response_mask (B, R): log-probabilities under the policy that drew them (by the
-    trainer's own forward), under the reference, the critic's values before each token, and the generator's own
-    log-probabilities.
+    trainer's own forward), under the reference, the critic's values before each token (None without a critic), and the
+    generator's own log-probabilities.
     """
 
     prompts: list[list[int]]
@@ -57,7 +57,7 @@ class Rollout:
     scores: Tensor
     logprobs: Tensor
     reference: Tensor
-    values: Tensor
+    values: Tensor | None
     generator: Tensor
 
     def __len__(self) -> int:
@@ -83,26 +83,30 @@ def generate(
     batch_size: int,
     keep: bool = True,
     park_optimizer: bool = False,
+    samples: int = 1,
     text: Callable[[list[int]], str] | None = None,
 ) -> list[Generation]:
-    """One answer a prompt, all on every rank, the work spread over ranks. The noise belongs to the prompt's place.
+    """`samples` answers a prompt, side by side, all on every rank, the work spread over ranks. The noise belongs to the
+    answer's place.
 
     `keep` and `park_optimizer` are those of `Engine.generating`; `text` turns token ids into text, for stop strings.
     """
     flip = models.actor.flip
     expected = (sampling.min_new_tokens + sampling.max_new_tokens) / 2
     with models.actor.generating(keep=keep, park_optimizer=park_optimizer) as rollouts:
-        places = flip.share_of([len(prompt) for prompt in prompts], expected)
+        asked = flip.share_of([len(prompt) for prompt in prompts], expected * samples)
+        places = [i * samples + sample for i in asked for sample in range(samples)]
         mine = rollouts.generate(
-            [prompts[i] for i in places],
+            [prompts[i] for i in asked],
             sampling,
             streams=[first_stream + i for i in places],
             batch_size=batch_size,
+            samples=samples,
             text=text,
         )
     check_generator(models, pad_id=sampling.pad_id)
     found = {i: g for part in dist.gather_objects(list(zip(places, mine, strict=True))) for i, g in part}
-    return [found[i] for i in range(len(prompts))]
+    return [found[i] for i in range(len(prompts) * samples)]
 
 
 def check_generator(models: Models, *, pad_id: int) -> None:
@@ -192,7 +196,7 @@ def collect(
     pad_id: int,
     budget: int,
 ) -> Rollout:
-    """Score answers with all four models, by the trainer's own forward, with dropout off."""
+    """Score answers, one a prompt, with all models, by the trainer's own forward, with dropout off."""
     responses = [g.token_ids for g in generations]
     batches = my_rows(prompts, responses, range(len(prompts)), pad_id, budget, packing=models.pack)
 
@@ -205,7 +209,8 @@ def collect(
     mine = {"logprobs": dict(chain.from_iterable(models.actor.score(batches, logprobs)))}
     with models.referring() as reference:
         mine["reference"] = dict(chain.from_iterable(reference.score(batches, logprobs)))
-    mine["values"] = dict(chain.from_iterable(models.critic.score(batches, values)))
+    if models.critic is not None:
+        mine["values"] = dict(chain.from_iterable(models.critic.score(batches, values)))
     scores = score_rows(models, batches)
     everyone = dist.gather_objects(mine)
     parts = {name: {i: t for part in everyone for i, t in part[name].items()} for name in mine}
@@ -220,7 +225,7 @@ def collect(
         scores=torch.tensor([scores[i] for i in range(size)], device=device),
         logprobs=_table(parts["logprobs"], size).to(device),
         reference=_table(parts["reference"], size).to(device),
-        values=_table(parts["values"], size).to(device),
+        values=_table(parts["values"], size).to(device) if models.critic is not None else None,
         generator=_table(generator, size).to(device),
     )
 

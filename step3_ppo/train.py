@@ -59,25 +59,26 @@ class Ppo:
         return within_limits(self.section.micro_batch_tokens, self.models.engines.values())
 
     def rollout(self, step: int, stage: StageRun) -> Rollout:
-        """Draw one answer a prompt of the step's batch, and score them."""
+        """Draw the answers to the prompts of the step's batch, and score them."""
         chosen = batch_indices(len(self.prompts), self.section.batch_size, self.config.seed, step - 1)
-        prompts = [self.prompts[i] for i in chosen]
+        prompts, samples = [self.prompts[i] for i in chosen], self.section.samples
         with stage.clock.phase("generate"):
             generations = generate(
                 self.models,
                 prompts,
                 sampling(self.config.rollout, self.tokenizer, seed=self.config.seed),
-                first_stream=step * self.section.batch_size,
+                first_stream=step * self.section.batch_size * samples,
                 batch_size=self.config.rollout.batch_size,
                 keep=self.config.rollout.keep,
                 park_optimizer=self.config.rollout.park_optimizer,
+                samples=samples,
                 text=self.tokenizer.decode,
             )
         stage.clock.move("generate", "flip", self.models.actor.flip.seconds)
         with stage.clock.phase("score"):
             return collect(
                 self.models,
-                prompts,
+                [prompt for prompt in prompts for _ in range(samples)],
                 generations,
                 temperature=self.config.rollout.temperature,
                 pad_id=self.tokenizer.pad_id,
@@ -115,6 +116,7 @@ class Ppo:
             targets,
             self.section,
             temperature=self.config.rollout.temperature,
+            kl_coef=self.kl.coef if self.section.advantage == "grpo" else 0.0,
             ptx=self.ptx.batch(actor.step_count, packing=self.models.pack) if self.ptx else None,
             check=partial(self._check_ratio, rollout) if first else None,
         )
@@ -122,7 +124,7 @@ class Ppo:
     def state(self) -> dict[str, float]:
         """The KL weight in force, the optimizer steps that were skipped for a gradient that is not finite, and what the
         last flip wrote."""
-        skipped = self.models.actor.scaler.skipped + self.models.critic.scaler.skipped
+        skipped = sum(engine.scaler.skipped for engine in self.models.learning.values())
         return {"kl_coef": self.kl.coef, "skipped_steps": skipped, "flip_bytes": self.models.actor.flip.bytes}
 
     def _check_ratio(self, rollout: Rollout, deviation: float) -> None:
@@ -160,7 +162,7 @@ def run(config: RunConfig, folder: Path) -> None:
         folder,
         ppo.section,
         ppo.steps,
-        {"actor": ppo.models.actor, "critic": ppo.models.critic},
+        ppo.models.learning,
         frozen={name: engine for name, engine in ppo.models.engines.items() if name in ("reference", "reward")},
         watchers=watchers,
         extra=lambda: {"kl_coef": ppo.kl.coef},
@@ -177,7 +179,8 @@ def run(config: RunConfig, folder: Path) -> None:
             targets = targets_of(rollout, ppo.section, kl_coef=ppo.kl.coef)
             with stage.clock.phase("train"):
                 learned = ppo.learn(step, rollout, targets)
-            stage.require_finite(step, learned.get("policy_loss", 0.0) + learned["value_loss"], rollout.responses)
+            losses = learned.get("policy_loss", 0.0) + learned.get("value_loss", 0.0)
+            stage.require_finite(step, losses, rollout.responses)
             stage.clock.tokens += rollout.tokens()
             figures = rollout_figures(rollout, targets) | learned | ppo.state() | stage.clock.lap()
             ppo.kl = ppo.kl.after(sequence_kl(rollout), len(rollout))

@@ -87,11 +87,13 @@ def ppo_demand(
     work: Workload,
     *,
     own_reference: bool = True,
+    has_critic: bool = True,
     roles: Mapping[str, Workload] | None = None,
 ) -> Demand:
     """PPO: actor and critic rest with their optimizers, reference and reward model in compute precision.
 
-    `own_reference` is False where the reference is the actor under its adapters. `roles` (actor, critic, reference,
+    `own_reference` is False where the reference is the actor under its adapters. Without a critic `critic` is the shape
+    of the reward model alone. `roles` (actor, critic, reference,
     reward) are laid out otherwise than `work` says.
     """
     own = {role: (roles or {}).get(role, work) for role in ("actor", "critic", "reference", "reward")}
@@ -99,17 +101,23 @@ def ppo_demand(
     reference, reward = _frozen(actor, own["reference"]), _frozen(critic, own["reward"])
     if not own_reference:
         reference = ModelStates(0, 0, 0, 0, 0)
+    if not has_critic:
+        critics = ModelStates(0, 0, 0, 0, 0)
     rest = {"actor": actors.resting, "critic": critics.resting}
     rest |= {"reference": reference.resting, "reward": reward.resting}
+    if not has_critic:
+        del rest["critic"]
     kept = rest | {"twin": _twin(actor, own["actor"]), "packs": _packs(actor, own["actor"])}
     scoring = max(states.gathered for states in (reference, reward, actors, critics))
+    phases = {
+        "generate": rest | _generating(actor, own["actor"]),
+        "score": kept | {"gathered": scoring, "logits": _logits(actor, work)},
+        "train actor": kept | _training(actor, own["actor"], actors),
+    }
+    if has_critic:
+        phases["train critic"] = kept | _training(critic, own["critic"], critics, logits=False)
     return Demand(
-        {
-            "generate": rest | _generating(actor, own["actor"]),
-            "score": kept | {"gathered": scoring, "logits": _logits(actor, work)},
-            "train actor": kept | _training(actor, own["actor"], actors),
-            "train critic": kept | _training(critic, own["critic"], critics, logits=False),
-        },
+        phases,
         sum(states.host for states in (actors, critics, reference, reward)),
         sum(states.nvme for states in (actors, critics, reference, reward)),
     )

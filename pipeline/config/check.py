@@ -99,13 +99,24 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
             f"ppo.lora.dropout={ppo.lora.dropout:g}: PPO needs the same probabilities when it samples and when it "
             "trains; ppo.lora.dropout=0"
         )
+    if ppo.advantage != "gae":
+        if ppo.samples < 2:
+            yield (
+                f"ppo.advantage={ppo.advantage} holds an answer against the others to its prompt, and ppo.samples="
+                f"{ppo.samples}: ppo.samples=4, or ppo.advantage=gae"
+            )
+        if ppo.critic_warmup:
+            yield (
+                f"ppo.critic_warmup={ppo.critic_warmup}, but ppo.advantage={ppo.advantage} has no critic: leave it "
+                "out, or ppo.advantage=gae"
+            )
     needed = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     if needed > ppo.max_length:
         yield (
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {needed} exceed ppo.max_length={ppo.max_length}: "
             f"ppo.max_length={needed}, or shorter ones"
         )
-    if ppo.batch_size % ppo.minibatches:
+    if ppo.batch_size * ppo.samples % ppo.minibatches:
         yield indivisible("ppo.batch_size", ppo.batch_size, ppo.minibatches, f"ppo.minibatches={ppo.minibatches}")
 
 

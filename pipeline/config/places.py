@@ -22,7 +22,7 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
     for stage in wanted_stages(config):
         size = getattr(config, stage).batch_size
         parts = shares * (config.ppo.minibatches if stage == "ppo" else 1)
-        if size % parts:
+        if size * (config.ppo.samples if stage == "ppo" else 1) % parts:
             over = f"{shares} {group}"
             over += f" x ppo.minibatches={config.ppo.minibatches}" if parts != shares else ""
             mistakes.append(indivisible(f"{stage}.batch_size", size, parts, over))

@@ -88,9 +88,10 @@ def pace_of(config: RunConfig, stage: str, task: Task) -> Pace:
         sides = 2 if stage == "reward" else 1
         return Pace(section.batch_size * sides, task.work.max_length)
     ppo, rollout = config.ppo, config.rollout
+    critics = int(task.has_critic)
     return Pace(
-        ppo.batch_size, task.work.max_length, passes=ppo.update_epochs, updates=ppo.minibatches, models=2, scored=4,
-        answer=rollout.max_new_tokens, together=rollout.batch_size,
+        ppo.batch_size * ppo.samples, task.work.max_length, passes=ppo.update_epochs, updates=ppo.minibatches,
+        models=1 + critics, scored=3 + critics, answer=rollout.max_new_tokens, together=rollout.batch_size,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ LEAST_ROLLOUT = 8  # sequences that must be decodable together
 class Task:
     """A stage as the planner sees it: what is run, on which models, by how many ranks.
 
-    `roles` are PPO's models that have an engine of their own, and what they run.
+    `roles` are PPO's models that have an engine of their own, and what they run; there may be no critic.
     """
 
     stage: str
@@ -36,14 +36,16 @@ class Task:
     policy: Shape
     critic: Shape
     roles: Mapping[str, Workload]
+    has_critic: bool = True
 
     def demand(self, setting: Setting | None = None) -> Demand:
         """Bytes as configured, or under another setting of what all models share."""
         work = self.work if setting is None else setting.of(self.work)
         if self.stage == "ppo":
             return ppo_demand(
-                self.policy, self.critic, work, own_reference=work.trained_share == 1.0, roles=self.roles
-            )
+                self.policy, self.critic, work, own_reference=work.trained_share == 1.0, has_critic=self.has_critic,
+                roles=self.roles,
+            )  # fmt: skip
         return sft_demand(self.policy, work) if self.stage == "sft" else reward_demand(self.policy, work)
 
 
@@ -98,7 +100,8 @@ def task(
         own = getattr(config.ppo, key)
         if own:
             roles[key.removesuffix("_engine")] = workload(config, stage, ranks, engine_settings(config.engine, own))
-    return Task(stage, workload(config, stage, ranks, config.engine), shape, critic, roles)
+    work = workload(config, stage, ranks, config.engine)
+    return Task(stage, work, shape, critic, roles, has_critic=config.ppo.advantage == "gae")
 
 
 def workload(config: RunConfig, stage: str, ranks: int, settings: EngineSettings) -> Workload:
@@ -109,8 +112,8 @@ def workload(config: RunConfig, stage: str, ranks: int, settings: EngineSettings
     length = section.max_length
     if stage == "ppo":
         length = min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
-    sides = 2 if stage == "reward" else 1
-    whole = math.ceil(section.batch_size / ranks) * sides * length  # a rank's share of a step may be less than a budget
+    rows = {"sft": 1, "reward": 2, "ppo": config.ppo.samples}[stage] * section.batch_size
+    whole = math.ceil(rows / ranks) * length  # a rank's share of a step may be less than a budget
     return Workload(
         ranks=ranks,
         stage=engine.zero_stage,

@@ -148,6 +148,7 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         ("seed=1,2", "add -m to run every value"),
         ("name=a/b", "name=a/b: a run name has"),
         ("ppo.lora.dropout=0.1", "ppo.lora.dropout=0"),
+        ("ppo.advantage=rloo", "ppo.samples=1: ppo.samples=4, or ppo.advantage=gae"),
         ("ppo.minibatches=3", "ppo.batch_size=64 does not divide over ppo.minibatches=3: ppo.batch_size=63 or 66"),
         ("ppo.actor_engine.zero_stag=3", "ppo.actor_engine.zero_stag: there is no such key; did you mean"),
         ("ppo.critic_engine.offload_optimizer=disk", "offload_optimizer=disk: write none, cpu or nvme"),
@@ -166,6 +167,11 @@ def test_mistakes_are_answered_with_what_to_write(override, expected):
 def test_every_mistake_is_named_at_once():
     lines = refusal("sft.lrr=1", "ppo.clip=-1", "engine.zero_stage=4").splitlines()
     assert [line.split(":")[0] for line in sorted(lines)] == ["engine.zero_stage=4", "ppo.clip=-1", "sft.lrr"]
+
+
+def test_a_critic_that_is_not_there_can_not_warm_up():
+    line = refusal("ppo.advantage=grpo", "ppo.samples=4", "ppo.critic_warmup=2")
+    assert line.startswith("ppo.critic_warmup=2, but ppo.advantage=grpo has no critic: leave it out")
 
 
 def test_actor_belongs_to_ppo():

@@ -1,6 +1,7 @@
 """Rewards, GAE, whitening and the KL controller against loops by hand in float64."""
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from step3_ppo.advantages import (
     kl_k3,
     masked_mean,
     masked_variance,
+    over_others,
     shaped_rewards,
     whiten,
 )
@@ -97,6 +99,17 @@ def test_mean_variance_and_whitening_over_the_mask_of_the_whole_batch() -> None:
     close(white, [[(v - mean) / math.sqrt(variance + 1e-8) for v in row] for row in rows])
     assert abs(white[mask].mean().item()) < 1e-6
     assert white[mask].std(unbiased=False).item() == pytest.approx(1, abs=1e-5)
+
+
+def test_answers_to_one_prompt_are_held_against_each_other() -> None:
+    groups = [[1.0, 4.0, 2.5], [-3.0, 0.5, 7.0], [2.0, 2.0, 2.0]]
+    flat = torch.tensor([score for group in groups for score in group])
+    others = [[score - (sum(group) - score) / 2 for score in group] for group in groups]
+    assert over_others(flat, 3, scaled=False).tolist() == pytest.approx([a for group in others for a in group])
+    scaled = [
+        (score - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6) for group in groups for score in group
+    ]
+    assert over_others(flat, 3, scaled=True).tolist() == pytest.approx(scaled, rel=1e-5)
 
 
 def test_nothing_to_average_is_zero_and_equal_values_whiten_to_zero() -> None:

@@ -20,6 +20,7 @@ from pipeline.models.modules import Policy
 from pipeline.models.source import resolve
 from pipeline.run import StageRun
 from step3_ppo.evaluate import Examiner, HeldOut, earlier_answers, write_table
+from step3_ppo.figures import rollout_figures
 from step3_ppo.models import build, find
 from step3_ppo.train import Ppo
 from step3_ppo.update import targets_of
@@ -98,8 +99,7 @@ def ppo_of(folder: Path, **keys: Any) -> tuple[Ppo, StageRun]:
     sources = find(made, folder)
     prompts = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
     ppo = Ppo(made, folder / "ppo", sources, prompts)
-    engines = {"actor": ppo.models.actor, "critic": ppo.models.critic}
-    return ppo, StageRun(folder / "ppo", ppo.section, ppo.steps, engines)
+    return ppo, StageRun(folder / "ppo", ppo.section, ppo.steps, ppo.models.learning)
 
 
 def weights(engine: Any) -> list[torch.Tensor]:
@@ -127,6 +127,26 @@ def test_the_loop_begins_on_policy_and_moves_both_models(tmp_path: Path) -> None
         assert learned["critic_lr"] == 0.01
     assert ppo.models.actor.step_count == 4 and ppo.models.critic.step_count == 8
     assert stage.clock.seconds["generate"] > 0 and stage.clock.seconds["score"] > 0
+
+
+@pytest.mark.parametrize("advantage", ["rloo", "grpo"])
+def test_without_a_critic_answers_to_a_prompt_are_neighbours(advantage: str, tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    ppo, stage = ppo_of(tmp_path, batch_size=4, samples=3, advantage=advantage, kl_coef=0.1)
+    assert ppo.models.critic is None and set(ppo.models.engines) == {"actor", "reference", "reward"}
+    before = weights(ppo.models.actor)
+    rollout = ppo.rollout(1, stage)
+    assert len(rollout) == 12 and rollout.values is None
+    for first in range(0, 12, 3):
+        assert rollout.prompts[first] == rollout.prompts[first + 1] == rollout.prompts[first + 2]
+        assert len({tuple(response) for response in rollout.responses[first : first + 3]}) > 1  # noise of its own each
+    targets = targets_of(rollout, ppo.section, kl_coef=0.1)
+    assert targets.advantages[:, 0].view(4, 3).sum(1).abs().max() < 1e-4
+    learned = ppo.learn(1, rollout, targets)
+    figures = rollout_figures(rollout, targets) | learned | ppo.state()
+    assert not {"value_loss", "critic_lr", "explained_variance"} & set(figures)
+    assert learned["first_ratio"] == pytest.approx(1, abs=1e-5)
+    assert any(not torch.equal(a, b) for a, b in zip(before, weights(ppo.models.actor), strict=True))
 
 
 def test_a_rollout_off_the_policy_stops_the_run(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Targets and updates on a small made rollout, against loops by hand in float64."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -59,6 +60,23 @@ def test_targets(whitened: bool) -> None:
     close(found.rewards.cpu(), rewards)
     close(found.returns.cpu(), returns)
     close(found.advantages.cpu(), advantages)
+
+
+@pytest.mark.parametrize("advantage", ["rloo", "grpo"])
+def test_targets_without_a_critic(advantage: str) -> None:
+    rollout = dataclasses.replace(rollout_of([3, 3, 5, 5], [4, 1, 6, 2]), values=None)
+    section = PpoSection(advantage=advantage, samples=2, missing_end_penalty=0.7)
+    found = targets_of(rollout, section, kl_coef=0.13)
+    ours, theirs = rows_of(rollout.logprobs, rollout), rows_of(rollout.reference, rollout)
+    earned = earned_by_hand(rollout, 0.7, None)
+    if advantage == "rloo":  # the whole answer's KL is part of what it earned
+        earned = [e - 0.13 * (math.fsum(a) - math.fsum(b)) for e, a, b in zip(earned, ours, theirs, strict=True)]
+        above = [earned[0] - earned[1], earned[1] - earned[0], earned[2] - earned[3], earned[3] - earned[2]]
+    else:  # of two numbers, each is half their distance from the mean, and the deviation is that over the root of two
+        signs = [math.copysign(1, earned[i] - earned[i ^ 1]) for i in range(4)]
+        above = [sign / math.sqrt(2) for sign in signs]
+    close(found.advantages, [[a] * len(row) for a, row in zip(above, rollout.responses, strict=True)])
+    assert found.returns is None
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
@@ -129,6 +147,22 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
             terms = terms - advantage * ratio
     (terms / count).backward()
     norm = math.sqrt(math.fsum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
+    assert update.grad_norm == pytest.approx(norm, rel=1e-3)
+
+
+def test_the_kl_of_grpo_is_part_of_the_loss(tmp_path: Path) -> None:
+    saved_models(tmp_path)
+    models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
+    section, targets = PpoSection(clip=10.0, dual_clip=None), targets_of(rollout, PpoSection(), kl_coef=0.0)
+    targets.advantages.zero_()
+    new, _, model = own_policy(tmp_path, rollout, 1.0)
+    reference = [x for row in rows_of(rollout.reference, rollout) for x in row]
+    terms = sum(math.exp(b) / a.exp() - 1 - (b - a) for a, b in zip(new, reference, strict=True))
+    (terms * 0.3 / sum(RESPONSES)).backward()
+    norm = math.sqrt(math.fsum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
+    (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
+    update, _ = update_policy(models, minibatch, rollout, targets, section, temperature=1.0, kl_coef=0.3)
+    assert update.loss == pytest.approx(0.3 * terms.item() / sum(RESPONSES), rel=1e-3)
     assert update.grad_norm == pytest.approx(norm, rel=1e-3)
 
 

@@ -22,19 +22,20 @@ def main() -> None:
     work = told()
     begin(work)
     frozen = choice(work, learns=False)
+    critic = build_scorer(source(work, scores=True), choice(work), pad_id=1)
     models = Models(
         actor=build_policy(source(work), choice(work), generates=True),
-        critic=build_scorer(source(work, scores=True), choice(work), pad_id=1),
+        critic=critic,
         reference=build_policy(source(work), frozen),
         reward=build_scorer(source(work, scores=True), frozen, pad_id=1),
         reward_mean=0.0,
     )
     longest = len(work["prompts"][0]) + work["new_tokens"]
     verify(models.actor, max_length=longest)
-    verify(models.critic, max_length=longest)
+    verify(critic, max_length=longest)
     assert models.reference is not None
     adopt(models.reference, models.actor)
-    adopt(models.reward, models.critic)
+    adopt(models.reward, critic)
     models.actor.flip.selfcheck_every = 0
     clocks = [_iteration(models, work, number) for number in range(work["warmup"] + work["steps"])]
     measured = clocks[work["warmup"] :]

@@ -98,6 +98,10 @@ def test_demands_move_as_they_should() -> None:
     assert four.phases["generate"]["cache"] == 64 * 768 * 2 * 12 * 768 * 2
     assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "twin"}
     assert ppo_demand(shape, shape, base, own_reference=False).peak < four.peak
+    three = ppo_demand(shape, shape, base, has_critic=False)
+    assert "train critic" not in three.phases
+    gone = sum(four.phases["train actor"].values()) - sum(three.phases["train actor"].values())
+    assert gone == pytest.approx(12 * shape.parameters / 8, rel=0.01)  # its master and Adam's moments, over the ranks
     away = Workload(ranks=8, stage=3, offload_optimizer="cpu", offload_parameters="cpu")
     assert ppo_demand(shape, shape, away).host > 2 * 12 * shape.parameters // 8
 
