@@ -15,12 +15,15 @@ beginning have their queries against it in one task, one after the other, so tha
 
 #define INLINE static inline __attribute__((always_inline)) /* so that `half` and the like are constants inside */
 #define LESS(a, b) ((a) < (b) ? (a) : (b))
-enum { SHARE = 256, BLOCK = 64 }; /* keys of a task, keys whose scores are made before they are weighed */
+enum {
+    SHARE = 256,  /* keys of a task */
+    AHEAD = 4096, /* bytes to fetch ahead of use: processors stop fetching by themselves where a page ends */
+};
 
 /* Mirrored by decode_attention.py. Strides count numbers. */
 struct call {
     const char *query, *new_keys, *new_values; /* of the tokens; new_* NULL where they are in the cache already */
-    char *keys, *values, *out;                 /* (slots, key_heads, capacity, *_size), and (tokens, heads, value_size) */
+    char *keys, *values, *out;                 /* (slots, key_heads, capacity, *_size), (tokens, heads, value_size) */
     const int64_t *slots, *lengths;            /* of each token, the tokens up to it among the lengths */
     const int64_t *families;                   /* (rows, 2): first row that begins alike, tokens of that; or NULL */
     const float *alibi;                        /* (heads,) or NULL */
@@ -42,6 +45,11 @@ INLINE float at(const void *numbers, int64_t place, int half) {
     return half ? widen(((const bf16 *)numbers)[place]) : ((const float *)numbers)[place];
 }
 
+/* So many bytes, AHEAD of `here`; asking for what is nobody's is harmless. */
+INLINE void fetch(const void *here, int64_t bytes) {
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)here + AHEAD + b);
+}
+
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 INLINE __m512 joined(__m512 a, __m512 b, __m512 c, __m512 d) {
     __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
@@ -61,6 +69,7 @@ INLINE __m512 sums(const __m512 *v) {
 /* 16 scores, of which `count` are of keys; the others repeat the last. */
 INLINE void sixteen_scores(float *scores, const bf16 *query, const bf16 *keys, int64_t count, int64_t size) {
     __m512 sum[16];
+    fetch(keys, 16 * size * 2);
     for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
     for (int64_t d = 0; d < size; d += 32) {
         __mmask32 there = size - d >= 32 ? ~0u : (1u << (size - d)) - 1;
@@ -82,7 +91,7 @@ INLINE void half_scores(float *scores, const bf16 *query, const bf16 *keys, int6
 #define HALF_SCORES
 #endif
 
-/* Products of a query with `count` <= BLOCK keys. */
+/* Products of a query with `count` <= SHARE keys; `scores` has room for SHARE. */
 INLINE void products(float *scores, const void *query, const char *keys, int64_t count, int64_t size, int half) {
 #ifdef HALF_SCORES
     if (half) {
@@ -93,6 +102,7 @@ INLINE void products(float *scores, const void *query, const char *keys, int64_t
     for (int64_t t = 0; t < count; t++) {
         const char *key = keys + t * size * (half ? 2 : 4);
         float sum = 0;
+        fetch(key, size * (half ? 2 : 4));
 #pragma omp simd reduction(+ : sum)
         for (int64_t d = 0; d < size; d++) sum += at(query, d, half) * at(key, d, half);
         scores[t] = sum;
@@ -106,6 +116,7 @@ INLINE void weigh(float *restrict sum, const float *restrict weights, const char
     for (; t + 8 <= count; t += 8) {
         const char *v = values + t * size * (half ? 2 : 4);
         const float *w = weights + t;
+        fetch(v, 8 * size * (half ? 2 : 4));
 #pragma omp simd
         for (int64_t d = 0; d < size; d++)
             sum[d] += ((w[0] * at(v, d, half) + w[1] * at(v, size + d, half))
@@ -147,30 +158,6 @@ INLINE float scored(float *scores, int64_t count, float scale, float softcap, fl
     return largest;
 }
 
-/* What a head has seen: largest score, sum of weights, weighted values. */
-struct seen { float largest, mass, *sum; };
-
-INLINE void look(struct seen *seen, const struct call *c, const char *query, const char *keys, const char *values,
-                 int64_t count, float slope, float ahead, int half) {
-    float weights[BLOCK], mass = 0;
-    products(weights, query, keys, count, c->key_size, half);
-    float largest = scored(weights, count, c->scale, c->softcap, slope, ahead);
-    largest = largest > seen->largest ? largest : seen->largest;
-#pragma omp simd reduction(+ : mass)
-    for (int64_t t = 0; t < count; t++) {
-        weights[t] = exp_of(weights[t] - largest);
-        mass += weights[t];
-    }
-    if (largest != seen->largest) {
-        float kept = exp_of(seen->largest - largest);
-        seen->mass *= kept;
-        for (int64_t d = 0; d < c->value_size; d++) seen->sum[d] *= kept;
-        seen->largest = largest;
-    }
-    seen->mass += mass;
-    weigh(seen->sum, weights, values, count, c->value_size, half);
-}
-
 INLINE void put(const struct call *c, int64_t token, int64_t head, int half) {
     int64_t wide = half ? 2 : 4, place = (c->slots[token] * c->key_heads + head) * c->capacity + c->lengths[token] - 1;
     memcpy(c->keys + place * c->key_size * wide, c->new_keys + (token * c->key_row + head * c->key_head) * wide,
@@ -197,27 +184,32 @@ INLINE void attend(const struct call *c, const struct plan *p, const struct task
     int64_t group = c->heads / c->key_heads, wide = half ? 2 : 4;
     int64_t base = (task->slot * c->key_heads + key_head) * c->capacity;
     const char *keys = c->keys + base * c->key_size * wide, *values = c->values + base * c->value_size * wide;
-    float sums[group * c->value_size];
-    struct seen seen[group];
+    int64_t count = task->end - task->begin;
+    keys += task->begin * c->key_size * wide;
+    values += task->begin * c->value_size * wide;
     for (int64_t row = task->row; row < task->row + task->rows; row++) {
-        int64_t length = c->lengths[row], head = key_head * group;
-        if (c->new_keys && task->end == length) put(c, row, key_head, half);
-        memset(sums, 0, sizeof sums);
-        for (int64_t j = 0; j < group; j++) seen[j] = (struct seen){-INFINITY, 0, sums + j * c->value_size};
-        for (int64_t t = task->begin; t < task->end; t += BLOCK)
-            for (int64_t j = 0; j < group; j++)
-                look(&seen[j], c, c->query + (row * c->query_row + (head + j) * c->query_head) * wide,
-                     keys + t * c->key_size * wide, values + t * c->value_size * wide, LESS(BLOCK, task->end - t),
-                     c->alibi ? c->alibi[head + j] : 0, (float)(t - length + 1), half);
-        for (int64_t j = 0; j < group; j++) {
+        if (c->new_keys && task->end == c->lengths[row]) put(c, row, key_head, half);
+        for (int64_t head = key_head * group; head < (key_head + 1) * group; head++) {
+            float weights[SHARE], sum[c->value_size], mass = 0;
+            const char *query = c->query + (row * c->query_row + head * c->query_head) * wide;
+            products(weights, query, keys, count, c->key_size, half);
+            float slope = c->alibi ? c->alibi[head] : 0, ahead = (float)(task->begin - c->lengths[row] + 1);
+            float largest = scored(weights, count, c->scale, c->softcap, slope, ahead);
+#pragma omp simd reduction(+ : mass)
+            for (int64_t t = 0; t < count; t++) {
+                weights[t] = exp_of(weights[t] - largest);
+                mass += weights[t];
+            }
+            memset(sum, 0, sizeof sum);
+            weigh(sum, weights, values, count, c->value_size, half);
             if (p->parts[row] == 1) {
-                say(c, row, head + j, seen[j].sum, seen[j].mass, half);
+                say(c, row, head, sum, mass, half);
                 continue;
             }
-            float *partial = partial_of(p, c, row, task->part, head + j);
-            partial[0] = seen[j].largest;
-            partial[1] = seen[j].mass;
-            memcpy(partial + 2, seen[j].sum, c->value_size * sizeof(float));
+            float *partial = partial_of(p, c, row, task->part, head);
+            partial[0] = largest;
+            partial[1] = mass;
+            memcpy(partial + 2, sum, sizeof sum);
         }
     }
 }
