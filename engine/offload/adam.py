@@ -1,8 +1,9 @@
 """Adam and AdamW on the host, a few numbers at a time, so that a number is cast while it is still in the cache.
 
-The step is torch's fused kernel, which reads and writes 28 bytes a parameter and is bound by memory. By itself the cast
-to 16 bits reads 4 of them again, the gradient's own cast and its scaling 8 each; done chunk by chunk they come from the
-cache. Left out: amsgrad, whose third state torch's own class steps.
+A step is bound by memory. Where it can be compiled (engine/kernels/host) one pass does all of it. Elsewhere torch's
+fused kernel steps, 28 bytes a parameter; by itself the cast to 16 bits reads 4 of them again, the gradient's own cast
+and its scaling 8 each; done chunk by chunk they come from the cache. Left out: amsgrad, whose third state torch's own
+class steps.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from engine.kernels.host import adam as compiled
 
 CHUNK = 2**16  # parameters a thread: 1 MiB of masters, gradients and moments, which fits a core's second-level cache
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -45,6 +48,13 @@ class HostAdam:
         states["step"].add_(1.0)
         # What torch.optim's classes call, the same from 2.11 to 2.13.
         decoupled = isinstance(optimizer, torch.optim.AdamW) or optimizer.defaults.get("decoupled_weight_decay")
+        if compiled.serves(gradient, target):
+            mean, square = (states[kind] for kind in MOMENTS)
+            compiled.adam(
+                states["parameter"], mean, square, gradient, step=int(states["step"]), group=group,
+                decoupled=bool(decoupled), factor=factor, target=target,
+            )  # fmt: skip
+            return
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
         size = CHUNK * torch.get_num_threads()
         flat = [states["parameter"], *(states[kind] for kind in MOMENTS), gradient, target]

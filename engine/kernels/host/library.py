@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -25,16 +26,22 @@ FLAGS = (
     "-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
     "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math",
 )  # fmt: skip
+# Sums are not: the same bits wherever a number lies in a vector.
+EXACT = ("-fno-associative-math", "-fno-reciprocal-math", "-fsigned-zeros", "-ffp-contract=off")
 SWITCH = "ZEROCHAT_HOST_KERNELS"  # 0 in the environment does without
+SHARE = 16384  # numbers of light work that are worth a thread
 
 
 @cache
-def library(name: str) -> ctypes.CDLL | None:
-    """The functions of `name`.c; None where they can't be compiled, which is said in the log once."""
+def library(name: str, *, exact: bool = False) -> ctypes.CDLL | None:
+    """The functions of `name`.c; None where they can't be compiled, which is said in the log once.
+
+    `exact` compiles them to round as they are written.
+    """
     try:
         if os.environ.get(SWITCH) == "0":
             raise Unavailable(f"{SWITCH}=0")
-        return ctypes.CDLL(str(_compiled(HERE / f"{name}.c")))
+        return ctypes.CDLL(str(_compiled(HERE / f"{name}.c", (*FLAGS, *EXACT) if exact else FLAGS)))
     except (Unavailable, OSError, subprocess.SubprocessError) as reason:
         log.info("%s.c is not used, PyTorch's operators are: %s", name, reason)
         return None
@@ -44,17 +51,17 @@ class Unavailable(Exception):
     """Something that a compiled kernel needs is not here."""
 
 
-def _compiled(source: Path) -> Path:
+def _compiled(source: Path, flags: Sequence[str]) -> Path:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if not compiler:
         raise Unavailable("there is no C compiler")
     openmp = _openmp()
     folder = _folder()
-    made = folder / f"{source.stem}-{_fingerprint(source, compiler, openmp)}.so"
+    made = folder / f"{source.stem}-{_fingerprint(source, compiler, flags, openmp)}.so"
     if not made.exists():
         with tempfile.TemporaryDirectory(dir=folder) as space:
             part, whole = Path(space) / "part.o", Path(space) / "whole.so"
-            _run([compiler, *FLAGS, "-c", str(source), "-o", str(part)])
+            _run([compiler, *flags, "-c", str(source), "-o", str(part)])
             _run([compiler, "-shared", str(part), openmp, "-lm", "-o", str(whole)])
             whole.replace(made)  # at once: another process may be doing the same
     return made
@@ -96,13 +103,13 @@ def _passing_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="zerochat-kernels-"))
 
 
-def _fingerprint(source: Path, compiler: str, openmp: str) -> str:
+def _fingerprint(source: Path, compiler: str, flags: Sequence[str], openmp: str) -> str:
     """Of all that the compiled file depends on, the processor among it: a home may be shared by many machines."""
     about = hashlib.sha256()
     for text in (source.read_bytes(), *(header.read_bytes() for header in sorted(HERE.glob("*.h")))):
         about.update(text)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
-    for word in (*FLAGS, compiler, version, openmp, platform.machine(), _processor()):
+    for word in (*flags, compiler, version, openmp, platform.machine(), _processor()):
         about.update(word.encode() + b"\0")
     return about.hexdigest()[:20]
 
@@ -111,3 +118,8 @@ def _processor() -> str:
     """The instructions that the processor has."""
     with open("/proc/cpuinfo") as lines:
         return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def team(numbers: int) -> int:
+    """How many threads pay for light work on so many numbers: meeting costs as much as working on some thousands."""
+    return 1 if numbers < 2 * SHARE else min(numbers // SHARE, torch.get_num_threads())

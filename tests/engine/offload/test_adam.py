@@ -11,9 +11,14 @@ SIZE = 5 * 64 + 7
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_step_as_the_whole_does(
-    kind: type[torch.optim.Adam], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("way", ["compiled", "chunks"])
+def test_a_step_is_as_torchs_own(
+    kind: type[torch.optim.Adam], dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if way == "chunks":
+        monkeypatch.setattr(adam.compiled, "serves", lambda *_: False)
+    elif not adam.compiled.available():
+        pytest.skip("no C compiler")
     monkeypatch.setattr(adam, "CHUNK", 64 // torch.get_num_threads())
     torch.manual_seed(0)
     plain = torch.nn.Parameter(torch.randn(SIZE))

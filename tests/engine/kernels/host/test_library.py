@@ -56,6 +56,14 @@ def test_another_source_is_another_file(folder: Path) -> None:
     assert module.library("answer").answer() == 6 and len(kept(folder)) == 2
 
 
+@needs_compiler
+def test_exact_files_round_as_they_are_written(folder: Path) -> None:
+    (folder / "answer.c").write_text("float rest(float a, float b) { return (a + b) - a; }")
+    found = module.library("answer", exact=True)
+    found.rest.argtypes, found.rest.restype = [ctypes.c_float, ctypes.c_float], ctypes.c_float
+    assert found.rest(1.0, 1e-9) == 0.0  # 1e-9 where the sum may be reordered
+
+
 @pytest.mark.parametrize("way", ["no compiler", "a compiler that fails", "switched off", "a source that is wrong"])
 def test_without_a_compiler_there_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     if way == "no compiler":
