@@ -1,5 +1,6 @@
 """What every stage does at its edge: plain values for the engine, the stage's inputs, answers to held-out prompts."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -191,3 +192,10 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
                 flush=True,
             )
     return records
+
+
+def say_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> None:
+    """Say how many of a stage's `count` examples were cut or dropped for their length, which `limit` (a key) bounds."""
+    if dist.world().leads and notes:
+        cut = ", ".join(f"{number} {why}" for why, number in sorted(notes.items()))
+        print(f"{stage}: too long, of {count}: {cut}; {limit} sets the limit", flush=True)

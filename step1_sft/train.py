@@ -25,6 +25,7 @@ from pipeline.stage import (
     prepare_generation,
     require_context,
     run_tokenizer,
+    say_cut,
     stage_records,
     stage_steps,
 )
@@ -37,8 +38,8 @@ from step1_sft.loss import sft_loss
 def run(config: RunConfig, folder: Path) -> None:
     """Train, evaluate, export. `folder` is RUN/sft."""
     section = config.sft
-    tokenizer = run_tokenizer(config, folder.parent)
     source = base_source(config)
+    tokenizer = run_tokenizer(config, folder.parent)
     check_vocabulary(source, tokenizer)
     adopt_special_ids(source, tokenizer)
     require_context(source, section.max_length, "sft.max_length")
@@ -46,6 +47,7 @@ def run(config: RunConfig, folder: Path) -> None:
     train, notes = encode_conversations(
         tokenizer, records.train, max_length=section.max_length, loss_on=section.loss_on
     )
+    say_cut("sft", notes, len(records.train), "sft.max_length")
     held_out, _ = encode_conversations(
         tokenizer, records.held_out[: section.eval_examples], max_length=section.max_length, loss_on=section.loss_on
     )

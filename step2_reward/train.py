@@ -28,6 +28,7 @@ from pipeline.stage import (
     optimizer_config,
     require_context,
     run_tokenizer,
+    say_cut,
     stage_records,
     stage_source,
     stage_steps,
@@ -49,6 +50,7 @@ def run(config: RunConfig, folder: Path) -> None:
     require_context(source, section.max_length, "reward.max_length")
     records = stage_records(config, "reward")
     train, notes = encode_preferences(tokenizer, records.train, max_length=section.max_length)
+    say_cut("reward", notes, len(records.train), "reward.max_length")
     held_out, _ = encode_preferences(
         tokenizer, records.held_out[: section.eval_examples], max_length=section.max_length
     )

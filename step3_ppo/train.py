@@ -20,6 +20,7 @@ from pipeline.stage import (
     prepare_generation,
     require_context,
     sampling,
+    say_cut,
     stage_records,
     stage_steps,
 )
@@ -229,6 +230,7 @@ def load_prompts(config: RunConfig, sources: Sources) -> tuple[list[list[int]], 
     """The training prompts as tokens, and what was left out, by reason."""
     records = stage_records(config, "ppo")
     items, notes = encode_prompts(sources.tokenizer, records.train, max_tokens=config.rollout.max_prompt_tokens)
+    say_cut("ppo", notes, len(records.train), "rollout.max_prompt_tokens")
     return [item.ids.tolist() for item in items], {**records.skipped, **notes}
 
 

@@ -41,8 +41,10 @@ def messages_of(value: Any) -> tuple[Message, ...]:
             value = json.loads(value)
         except (json.JSONDecodeError, RecursionError) as error:
             raise BadRow("messages are not a list") from error
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise BadRow("no messages" if value is None else "messages are not a list")
+    if isinstance(value, (str, bytes)):
+        raise BadRow("messages are not a list")
+    if not isinstance(value, Sequence):
+        raise BadRow("no messages" if value is None else "neither a text nor a list of messages")
     if not value:
         raise BadRow("no messages")
     return _in_order([_message(item) for item in value])

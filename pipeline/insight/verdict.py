@@ -154,8 +154,8 @@ def _by_reward(reward: Change | None) -> Verdict:
     moved = {"good": "rose", "bad": "fell", "open": "did not clearly change"}[reward.outcome]
     few = " These are too few prompts to tell." if reward.prompts < FEWEST_PROMPTS else ""
     evidence = (
-        f"From SFT to PPO it changed by {_interval(reward)} on the same {reward.prompts} held-out prompts.{few} PPO was "
-        "trained on this score, and this data has no gold score to judge by: read the answers to see "
+        f"From SFT to PPO it changed by {_interval(reward)} on the same {reward.prompts} held-out prompts.{few} PPO "
+        "was trained on this score, and this data has no gold score to judge by: read the answers to see "
         "whether they are better."
     )
     outcome: Outcome = "bad" if reward.outcome == "bad" else "open"

@@ -3,10 +3,12 @@
 Weights are read from safetensors only. A pickle can run code when it is opened, so it is refused.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from pipeline.config.schema import ModelConfig
@@ -96,7 +98,17 @@ def _from_folder(model: ModelConfig, seed: int, folder: Path) -> ModelSource:
 
 
 def _check_weights(folder: Path) -> None:
-    if (folder / "model.safetensors").exists() or (folder / "model.safetensors.index.json").exists():
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"{index} is damaged ({error}); download it again") from error
+        for name in named:
+            _check_file(folder / name)
+        return
+    if (folder / "model.safetensors").exists():
+        _check_file(folder / "model.safetensors")
         return
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:
@@ -106,6 +118,20 @@ def _check_weights(folder: Path) -> None:
             "model.path=NEW_FOLDER"
         )
     raise UserError(f"{folder} has no model.safetensors; is the download complete?")
+
+
+def _check_file(file: Path) -> None:
+    """Opening reads the header, which knows how long the file has to be."""
+    if not file.exists():
+        raise UserError(f"{file.parent} has no {file.name}, which its index names; is the download complete?")
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        with file.open("rb") as content:
+            pointer = content.read(20).startswith(b"version https://git")
+        how = "it is a pointer of Git LFS: run `git lfs pull`" if pointer else f"{error}; download it again"
+        raise UserError(f"{file} is no whole safetensors file: {how}") from error
 
 
 def check_kind(source: ModelSource, *, wanted: str) -> None:

@@ -141,6 +141,7 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, "empty answer"),
         ({"messages": [USER, {"role": "system", "content": "s"}, GOOD]}, "a system message after the start"),
         ({"messages": "hello"}, "messages are not a list"),
+        ({"prompt": 7, "completion": "hello"}, "neither a text nor a list of messages"),
     ],
 )
 def test_bad_rows_are_counted_by_reason(row: dict[str, Any], reason: str) -> None:

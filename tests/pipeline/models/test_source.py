@@ -54,6 +54,24 @@ def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:
     assert "pytorch_model.bin" in message and "pickle" in message and "save_pretrained" in message
 
 
+def test_damaged_and_missing_weights_are_named(tmp_path: Path) -> None:
+    language_model(config_of("llama")).save_pretrained(tmp_path)
+    config, file = model_config(path=str(tmp_path)), tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    message = said(config)
+    assert str(file) in message and "download it again" in message
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert "git lfs pull" in said(config)
+    file.rename(tmp_path / "model-1.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
+    (tmp_path / "model-1.safetensors").write_bytes(whole)
+    assert "no model-2.safetensors" in said(config)
+    index.write_text("{")
+    assert f"{index} is damaged" in said(config)
+
+
 @pytest.mark.parametrize("text", ['{"model_type": "nobody-knows-it"}', "{}", "not JSON"])
 def test_a_configuration_that_transformers_does_not_know(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
