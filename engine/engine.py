@@ -100,7 +100,7 @@ class Engine:
                 source = self._assembled.module
             self._flip = Flip(blueprint, source, dtype, config.tensor_plan)
         self._pipelined = self._pieces()
-        self.healer = Healer(self.module, self._discard)
+        self.healer = Healer(self.module, self._discard, compiled=config.compile_blocks)
         self.ledger = Ledger(self.module, self._beside, watches=not config.compile_blocks)
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
         self.optimizer = self._build(optimizer) if optimizer is not None else None

@@ -5,7 +5,8 @@ ZeRO stage. A rank that fails goes through the collectives that are left of its 
 replay.py), at the end all ranks agree, throw gradients and results away, put the random state and the buffers back, cut
 every micro-batch that is as large as the failed one, and do all of it again. What can't be cut any more, and what runs
 out elsewhere (building the engine, the optimizer's step, a checkpoint), ends with a message that says what to change.
-Left out: tensor groups, whose collectives are inside the blocks and are not noted; there a failure ends the run.
+Left out: tensor groups that span hosts, or whose blocks are compiled (their collectives are in compiled code, and are
+not noted); there a failure ends the run.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from engine.healing.failure import attempt
 from engine.healing.portion import Portion
 from engine.parallel import dist, zero
+from engine.parallel.board import of_tensor_group
 from engine.parallel.replay import Note
 
 T = TypeVar("T")
@@ -50,9 +52,11 @@ class Healer:
     failed yet); `times` counts the attempts that were done again.
     """
 
-    def __init__(self, module: nn.Module, discard: Callable[[], None]) -> None:
-        """`discard` throws away what half a step left: gradients, and parameters that were gathered."""
-        self.module, self._discard = module, discard
+    def __init__(self, module: nn.Module, discard: Callable[[], None], *, compiled: bool = False) -> None:
+        """`discard` throws away what half a step left: gradients, and parameters that were gathered. `compiled` says
+        that the module's blocks are.
+        """
+        self.module, self._discard, self._compiled = module, discard, compiled
         self.limit: int | None = None
         self.times = 0
         self._notes: dict[Pass, Note] = {}
@@ -63,7 +67,7 @@ class Healer:
         Every rank passes equally many. Only a `Portion` can be cut: where not all are, they run as they are. Raises
         ValueError on every rank where what failed can't be cut.
         """
-        if not batches or not all(isinstance(batch, Portion) for batch in batches) or dist.world().tensor > 1:
+        if not batches or not all(isinstance(batch, Portion) for batch in batches) or not self._can_heal():
             return [[work(laid_out(batch), _kind(name, at, len(batches)))] for at, batch in enumerate(batches)]
         pieces: Pieces = [[batch] for batch in batches]
         if self.limit is not None:
@@ -99,30 +103,32 @@ class Healer:
         sizes = tuple(piece.size for piece in flat)
         for place, piece in enumerate(flat):
             kind = _kind(name, place, len(flat))
-            result, calls, reason = self._noted(piece, kind, work)
+            result, reached, reason = self._noted(piece, kind, work)
             if reason is not None:
                 results.clear()
-                self._notes_of(kind).finish(calls)
-                for later in range(place + 1, len(flat)):
-                    self._notes_of(_kind(name, later, len(flat))).finish(0)
+                if dist.world().size > 1:
+                    self._notes[kind].finish(reached)
+                    for later in range(place + 1, len(flat)):
+                        self._notes[_kind(name, later, len(flat))].finish(Note())
                 return [], _Report(piece.size, piece.halves() is not None, reason, sizes)
             results.append(result)
         return results, _Report(0, True, "", sizes)
 
-    def _noted(self, piece: Portion[Any], kind: Pass, work: Callable[[Any, Pass], T]) -> tuple[Any, int, str | None]:
-        """The result of a pass, how many collectives it got through, and why it failed, where it did."""
+    def _noted(self, piece: Portion[Any], kind: Pass, work: Callable[[Any, Pass], T]) -> tuple[Any, Note, str | None]:
+        """The result of a pass, the collectives that it got through, and why it failed, where it did."""
         if dist.world().size == 1:
             result, reason = attempt(lambda: work(piece.batch, kind))
-            return result, 0, reason
-        note = Note()
+            return result, Note(), reason
+        note = Note(of_tensor_group() if dist.world().tensor > 1 else None)
         with note.taken():
             result, reason = attempt(lambda: work(piece.batch, kind))
         if reason is None:
+            note.over()
             self._notes[kind] = note
-        return result, len(note.calls), reason
+        return result, note, reason
 
-    def _notes_of(self, kind: Pass) -> Note:
-        return self._notes[kind] if dist.world().size > 1 else Note()
+    def _can_heal(self) -> bool:
+        return dist.world().tensor == 1 or (not self._compiled and of_tensor_group() is not None)
 
     def _learn(self, name: str, flat: Sequence[Portion[Any]], work: Callable[[Any, Pass], T], before: "_State") -> None:
         """Find out by passes over nothing which collectives the passes to come have, where that is not known yet."""

@@ -173,6 +173,12 @@ def mesh(*, replicate: int, shard: int) -> DeviceMesh:
     return _meshes[key]
 
 
+def tensor_groups() -> list[dist.ProcessGroup]:
+    """This rank's tensor group, once for each mesh that was made, in the order they were made in (alike on all ranks).
+    """
+    return [mesh.get_group("tensor") for mesh in _meshes.values() if "tensor" in (mesh.mesh_dim_names or ())]
+
+
 def neighbours(ranks: int) -> DeviceMesh:
     """The mesh (tensor,) of this rank's group, where every `ranks` neighbouring ranks are one.
 

@@ -17,23 +17,25 @@ MARK = 16  # bytes in front, by which a rank knows that it opened the right memo
 ALIGNED = 4096
 
 
-def share(size: int) -> Tensor | None:
-    """(size,) uint8, the same memory on every rank; None, on every rank alike, where they can't share. Collective.
+def share(size: int, neighbours: int | None = None) -> Tensor | None:
+    """(size,) uint8, the same memory on all ranks, or on every `neighbours` of them. Collective, of all ranks.
 
-    The memory is given back when the last rank drops its tensor. Writing is for the caller to order.
+    None, on every rank alike, where any of them can't share. The memory is given back when the last rank drops its
+    tensor. Writing is for the caller to order.
     """
-    world = dist.world()
-    if world.device.type != "cpu" or not hasattr(os, "memfd_create"):
+    if not hasattr(os, "memfd_create"):
         return None
+    world = dist.world()
+    leader = world.rank - world.rank % (neighbours or world.size)
     mark, fd = secrets.token_bytes(MARK), -1
     mine: Tensor | None = None
-    if world.leads:
+    if world.rank == leader:
         fd = _create(ALIGNED + size)
         mine = _mapped(fd, ALIGNED + size) if fd >= 0 else None
         if mine is not None:
             mine[:MARK] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
-    pid, theirs, wanted = dist.broadcast_object((os.getpid(), fd, mark))
-    if not world.leads and theirs >= 0:
+    pid, theirs, wanted = dist.gather_objects((os.getpid(), fd, mark))[leader]
+    if world.rank != leader and theirs >= 0:
         mine = _open(f"/proc/{pid}/fd/{theirs}", ALIGNED + size)
     good = mine is not None and bytes(mine[:MARK].tolist()) == wanted
     everyone = all(dist.gather_objects(good))

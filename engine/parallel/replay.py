@@ -15,12 +15,14 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from engine.parallel import board as boards
 from engine.parallel import dist
+from engine.parallel.board import Board, Entry
 
 # FSDP2 looks these up in `torch.distributed` at each call; the second name of a pair is that of torch before 2.13.
 NOTED = (
     "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
-    "all_reduce", "all_to_all_single", "broadcast",
+    "all_reduce", "all_to_all_single", "broadcast", "all_gather",
 )  # fmt: skip
 
 
@@ -53,9 +55,11 @@ class Call:
 
 @dataclass
 class Note:
-    """The collectives of one pass, in order."""
+    """The collectives of one pass, in order, those of a tensor group left out: these stand on `board`."""
 
+    board: Board | None = None
     calls: list[Call] = field(default_factory=list)
+    begun: Entry | None = None  # written on the board, and not through when the pass failed
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -64,32 +68,56 @@ class Note:
         deep = [False]  # some of these functions call one another
         try:
             for name, function in originals.items():
-                setattr(torch.distributed, name, self._noting(function, deep))
+                setattr(torch.distributed, name, self._noting(name, function, deep))
             yield
         finally:
             for name, function in originals.items():
                 setattr(torch.distributed, name, function)
 
-    def finish(self, done: int) -> None:
-        """Take part in the collectives after the first `done`."""
-        for call in self.calls[done:]:
+    def over(self) -> None:
+        """The pass came through."""
+        if self.board is not None:
+            self.board.write(Entry(boards.OVER))
+
+    def finish(self, reached: "Note") -> None:
+        """Take part in the collectives of this pass that follow after those that were `reached`."""
+        left = iter(self.calls[len(reached.calls) :])
+        if self.board is not None:
+            self._follow(self.board, reached.begun, left)
+        for call in left:
             call.again()
         if dist.world().device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _noting(self, function: Callable[..., Any], deep: list[bool]) -> Callable[..., Any]:
+    def _follow(self, board: Board, begun: Entry | None, left: Iterator[Call]) -> None:
+        """The mates in the tensor group, until they are through, or none of them is left in the pass."""
+        entry = begun or board.follow()
+        while entry.kind not in (boards.FAILED, boards.OVER):
+            if entry.kind == boards.SHARD:
+                next(left).again()
+            else:
+                entry.take_part()
+            entry = board.follow()
+
+    def _noting(self, name: str, function: Callable[..., Any], deep: list[bool]) -> Callable[..., Any]:
         @wraps(function)
         def noted(*arguments: Any, **keywords: Any) -> Any:
             if deep[0] or dist.beside_training(keywords.get("group")):
                 return function(*arguments, **keywords)
+            in_tensor_group = keywords.get("group") in dist.tensor_groups()
+            if self.board is not None:
+                self.begun = boards.entry_of(name, arguments, keywords) if in_tensor_group else Entry(boards.SHARD)
+                self.board.write(self.begun)
             forms = tuple(_form(value) for value in arguments)
-            call = Call(function, forms, {name: _form(value) for name, value in keywords.items()})
+            call = Call(function, forms, {key: _form(value) for key, value in keywords.items()})
             deep[0] = True
             try:
                 result = function(*arguments, **keywords)
             finally:
                 deep[0] = False
-            self.calls.append(call)  # not where it raised: then it is still to be done
+            self.begun = None
+            if not in_tensor_group:
+                self.calls.append(call)  # not where it raised: then it is still to be done
             return result
 
         return noted

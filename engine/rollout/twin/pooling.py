@@ -66,7 +66,7 @@ def pool_of(module: nn.Module) -> Pool:
         return alone()
     threads = sum(dist.gather_objects(torch.get_num_threads()))
     too_many = dist.broadcast_object(threads > min(MOST_THREADS, _cores()))
-    memory = None if too_many else share(8)
+    memory = None if too_many or world.device.type != "cpu" else share(8)
     if memory is None:  # several hosts, or GPUs
         return alone()
     return Pool(world.size, world.leads, threads, memory.view(torch.int64))

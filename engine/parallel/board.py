@@ -1,0 +1,125 @@
+"""What each rank of a tensor group is about to do, in memory that they share, so that one that fails can follow.
+
+Ranks of a tensor group (engine/parallel/tensor.py) sum and gather inside every block, in shapes that go with the
+micro-batch. A rank that runs out of memory in the middle of a pass can't know which of these are left. So each rank
+writes down every collective of a pass before it begins it, and a rank that failed reads what its mates write, takes
+part with zeros, and is with them at the end. Nobody waits where nothing fails: to write is all there is to it.
+
+Every rank writes one number at each place of a pass: a collective, FAILED, or OVER at the end. One number is one
+aligned word, so it is there whole or not at all. The ranks of a group do the same in the same order: so they agree on
+places.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from engine.parallel import dist, host_memory
+
+PLACES = 2**16  # of one pass that nobody has read yet; a backend lets no rank be so far ahead
+FAILED, OVER, SHARD = 1, 2, 3  # SHARD: a collective of FSDP2, which every rank has noted by itself (replay.py)
+SUM, LARGEST, GATHER = 4, 5, 6
+KINDS = {torch.distributed.ReduceOp.SUM: SUM, torch.distributed.ReduceOp.MAX: LARGEST}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+LAP, GROUP, KIND, DTYPE, NUMBERS = 14, 6, 4, 4, 35  # bits of a word, from the highest
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What stands at a place; `group`, `dtype` and `numbers` say what a collective of the tensor group sends."""
+
+    kind: int
+    group: int = 0
+    dtype: int = 0
+    numbers: int = 0
+
+    def take_part(self) -> None:
+        """In the collective, with zeros."""
+        group, device = dist.tensor_groups()[self.group], dist.world().device
+        zeros = torch.zeros(self.numbers, dtype=DTYPES[self.dtype], device=device)
+        if self.kind == GATHER:
+            dist.gather_tensors(zeros, group)
+        elif self.kind == LARGEST:
+            dist.all_reduce_max(zeros, group)
+        else:
+            dist.all_reduce_sum(zeros, group)
+
+
+class Board:
+    """The words (ranks of a group, PLACES) int64 of this rank's group. `place` is where this rank is."""
+
+    def __init__(self, memory: Tensor, rank: int, ranks: int) -> None:
+        self._words = memory.view(torch.int64).view(ranks, PLACES).numpy()
+        self._own, self._mates = self._words[rank], [each for each in range(ranks) if each != rank]
+        self.place = 0
+
+    def write(self, entry: Entry) -> None:
+        """Say what comes next, and go one place on."""
+        self._own[self.place % PLACES] = _packed(self._lap(), entry)
+        self.place += 1
+
+    def follow(self) -> Entry:
+        """Say that this rank failed, and go one place on: what a mate does there, or FAILED where none is left.
+
+        Waits for the mates to come to the place. Raises RuntimeError where they don't.
+        """
+        place, until = self.place, time.monotonic() + dist.TIMEOUT.total_seconds()
+        lap = self._lap()
+        self.write(Entry(FAILED))
+        while True:
+            found = [_unpacked(int(self._words[mate][place % PLACES]), lap) for mate in self._mates]
+            doing = next((entry for entry in found if entry is not None and entry.kind != FAILED), None)
+            if doing is not None:
+                return doing
+            if None not in found:
+                return Entry(FAILED)
+            if time.monotonic() > until:
+                raise RuntimeError("a rank of this rank's tensor group has stopped in the middle of a pass")
+            time.sleep(1e-4)
+
+    def _lap(self) -> int:
+        return 1 + self.place // PLACES % (2**LAP - 1)  # 0 is memory that nobody wrote to
+
+
+def entry_of(function: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Entry:
+    """What a call of `torch.distributed` in a tensor group is called on the board."""
+    group = next(at for at, each in enumerate(dist.tensor_groups()) if each is keywords["group"])
+    if function == "all_gather":
+        kind, sent = GATHER, arguments[1]
+    else:
+        assert function == "all_reduce", f"tensor groups don't {function}"
+        kind, sent = KINDS[keywords.get("op", torch.distributed.ReduceOp.SUM)], arguments[0]
+    return Entry(kind, group, DTYPES.index(sent.dtype), sent.numel())
+
+
+def of_tensor_group() -> Board | None:
+    """This rank's board; None where a tensor group spans hosts. Collective when first asked, of all ranks."""
+    return dist.once(f"board of {dist.world().tensor}", _make)
+
+
+def _make() -> Board | None:
+    ranks = dist.world().tensor
+    memory = host_memory.share(8 * PLACES * ranks, neighbours=ranks)
+    return None if memory is None else Board(memory, dist.world().rank % ranks, ranks)
+
+
+def _packed(lap: int, entry: Entry) -> int:
+    word = lap
+    for bits, value in ((GROUP, entry.group), (KIND, entry.kind), (DTYPE, entry.dtype), (NUMBERS, entry.numbers)):
+        assert value < 2**bits
+        word = word << bits | value
+    return word
+
+
+def _unpacked(word: int, lap: int) -> Entry | None:
+    """None where nothing was written in this lap."""
+    values = []
+    for bits in (NUMBERS, DTYPE, KIND, GROUP):
+        values.append(word & (2**bits - 1))
+        word >>= bits
+    numbers, dtype, kind, group = values
+    return Entry(kind, group, dtype, numbers) if word == lap else None
