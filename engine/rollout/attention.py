@@ -53,8 +53,8 @@ def slot_attention(
     check_served(module, others)
     slots.windows.add(sliding_window)
     layer = slots.cache.layer(module.layer_idx, key, value)  # type: ignore[arg-type]
-    at_once = query.device.type == "cpu" and query.dtype in host.DTYPES and host.available()
-    compute = _in_one_call if at_once else _part_by_part
+    in_c = query.device.type == "cpu" and host.serves(query.dtype)
+    compute = _in_one_call if in_c else _part_by_part
     return compute(slots, layer, query, key, value, scaling, sliding_window, softcap), None
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.host import decode_attention as host
 from engine.parallel import dist
 from engine.rollout.attention import Unserved, routed
-from engine.rollout.cache.grouping import Grouping
+from engine.rollout.cache.grouping import BY_TORCH, IN_C, Grouping, Joining
 from engine.rollout.cache.groups import Group
 from engine.rollout.cache.slots import SlotCache, Step
 from engine.rollout.decoding import Decoding, Drawn
@@ -54,7 +55,7 @@ class SlotDecoder:
         self.on_device = replay and device.type == "cuda"
         self._rounds: Rounds | None = None
         self.recorded = RecordedSteps(module, self.packs, self._logits) if replay and device.type == "cpu" else None
-        self.token_bytes, self.token_numbers = self._probe()
+        self.token_bytes, self.token_numbers, self.dtype = self._probe()
 
     def release(self) -> None:
         """Free the cache, the packed weights and the graphs."""
@@ -77,7 +78,7 @@ class SlotDecoder:
         slots = max(1, min(slots, cache.slots - spare))
         scheduler = Scheduler(prompts, slots, PREFILL_TOKENS.get(self.device.type, 1024))
         if not self.on_device:
-            groups = Grouping(self.token_numbers, families=self.device.type == "cpu")
+            groups = Grouping(self.token_numbers, self._joining())
             return iter(Decoding(self.forward, cache, scheduler, sampling, streams, ends, groups, self.device))
         if self._rounds is None or not self._rounds.fit(cache):
             self._rounds = None  # free the old graphs first
@@ -105,8 +106,14 @@ class SlotDecoder:
         logits: Tensor = output.logits
         return logits
 
-    def _probe(self) -> tuple[int, int]:
-        """Run one token; returns the bytes of a token in the cache, and its numbers a layer."""
+    def _joining(self) -> Joining | None:
+        """What it costs to read a common prompt once; None where it is not done."""
+        if self.device.type != "cpu":
+            return None
+        return IN_C if host.serves(self.dtype) else BY_TORCH
+
+    def _probe(self) -> tuple[int, int, torch.dtype]:
+        """Run one token; returns the bytes of a token in the cache, its numbers a layer, and their type."""
         cache, zero = SlotCache(1, 1), torch.zeros(1, dtype=torch.long, device=self.device)
         step = Step(cache, zero, zero, [Group(0, 1, 0, (1,))], [])
         try:
@@ -118,7 +125,7 @@ class SlotDecoder:
             raise Unserved(f"{len(cache.layers)} of its {text.num_hidden_layers} layers attend by name")
         if has_window(text) and step.windows == {None}:
             raise Unserved("its sliding window does not reach the attention")
-        return cache.token_bytes, cache.token_numbers
+        return cache.token_bytes, cache.token_numbers, cache.layers[0].keys.dtype
 
     def _cache_for(self, tokens: int, slots: int) -> SlotCache:
         """The cache at hand if it is large enough, else one for at most `slots` sequences of `tokens`, in bounds."""

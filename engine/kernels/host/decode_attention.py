@@ -38,6 +38,11 @@ def available() -> bool:
     return found is not None
 
 
+def serves(dtype: torch.dtype) -> bool:
+    """Whether the kernel is here, and takes numbers of this type."""
+    return dtype in DTYPES and available()
+
+
 def decode_attention(
     query: Tensor,
     keys: Tensor,

@@ -1,28 +1,44 @@
 """Which rows of a decode step attend together.
 
-A call of attention serves single queries of neighbouring slots, and reads as much for each as for the longest. Samples
-of one prompt read that once for all of them, and apart what is each one's own (`shared_prompt.py`), where that saves
-more reading than it costs.
+A call of PyTorch's attention serves single queries of neighbouring slots, and reads as much for each as for the
+longest; our kernel for CPUs takes any slots and lengths in one. Samples of one prompt read that once for all of them,
+and apart what is each one's own, where that saves more reading than it costs.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from engine.rollout.cache.groups import Family, Group
 from engine.rollout.scheduler import Answering
 
-# Cached numbers that attention reads in the time of one more call, and of reading prompt and tail apart; measured on a
-# CPU.
-CALL_COST = 45_000
-JOINING_COST = 700_000
 REGROUP_EVERY = 16  # steps
+CALL_COST = 45_000  # cached numbers that PyTorch's attention reads in the time of one more call; measured on a CPU
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What reading a family's prompt and tails apart costs, in cached numbers that attention reads meanwhile, and in
+    tokens a member; measured on CPUs.
+    """
+
+    numbers: int = 0
+    tokens: int = 0
+
+    def pays(self, members: int, prompt: int, token_numbers: int) -> bool:
+        """Whether reading a prompt of so many tokens once saves more."""
+        saved = (members - 1) * prompt - members * self.tokens
+        return members > 1 and saved * token_numbers > self.numbers
+
+
+BY_TORCH, IN_C = Joining(numbers=700_000), Joining(tokens=16)
 
 
 class Grouping:
-    """Cuts the rows of decode steps; a cut is kept for some steps. `families` are found where they are wanted."""
+    """Cuts the rows of decode steps; a cut is kept for some steps. Families are found where `joining` says its cost."""
 
-    def __init__(self, token_numbers: int, *, families: bool) -> None:
-        self._token_numbers, self._families = token_numbers, families
+    def __init__(self, token_numbers: int, joining: Joining | None) -> None:
+        self._token_numbers, self._joining = token_numbers, joining
         self._slots: list[int] = []
         self._plan: list[tuple[int, list[tuple[int, int]]]] = []  # (tokens of a common prompt, cuts of its rows)
         self._age = 0
@@ -43,7 +59,7 @@ class Grouping:
         for _, members in groupby(decoding, key=lambda s: s.same_prompt):
             same = list(members)
             prompt, at = len(same[0].prompt), at + len(same)
-            if self._families and (len(same) - 1) * prompt * self._token_numbers > JOINING_COST:
+            if self._joining is not None and self._joining.pays(len(same), prompt, self._token_numbers):
                 yield 0, self._cut(decoding, begin, at - len(same), 0)
                 yield prompt, self._cut(decoding, at - len(same), at, prompt)
                 begin = at

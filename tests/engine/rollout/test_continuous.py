@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from engine.rollout import attention, continuous, decoder, packed
-from engine.rollout.cache import grouping
-from engine.rollout.cache.grouping import Grouping, cut_into_groups
+from engine.rollout.cache.grouping import BY_TORCH, IN_C, Grouping, Joining, cut_into_groups
 from engine.rollout.cache.groups import Chunk, Family, Group
 from engine.rollout.cache.slots import Step
 from engine.rollout.decoder import Generation, Rollouts
@@ -83,7 +82,7 @@ def test_samples_share_the_prompt(
 ) -> None:
     """With few slots a sample may begin when the others of its prompt are well on their way."""
     attends_by(kernels, monkeypatch)
-    monkeypatch.setattr(grouping, "JOINING_COST", 0)
+    monkeypatch.setattr(Joining, "pays", lambda *_: True)
     model = build(family)
     prompts = ragged_prompts(30, 21)
     sampling = Sampling(9, seed=3, end_ids=ENDS)
@@ -110,12 +109,15 @@ def test_a_family_is_worth_its_cost() -> None:
 
     rows = [answering(0, 0, 400), *(answering(1, slot, 400) for slot in (1, 2, 4)), answering(2, 3, 5)]
     rows += [answering(2, 5, 5)]
-    cut = Grouping(1536, families=True)(rows)
+    cut = Grouping(1536, BY_TORCH)(rows)
     assert cut[1] == Family(400, (Group(1, 3, 1, (403, 403)), Group(3, 4, 4, (403,))))
     assert [type(part) for part in cut] == [Group, Family, Group, Group]
-    alone = Grouping(1536, families=False)(rows)
+    alone = Grouping(1536, None)(rows)
     assert all(isinstance(part, Group) for part in alone)
     assert [(part.begin, part.end) for part in alone] == [(0, 3), (3, 4), (4, 5), (5, 6)]
+    assert [IN_C.pays(8, prompt, 1536) for prompt in (18, 19)] == [False, True]
+    assert [IN_C.pays(2, prompt, 1536) for prompt in (32, 33)] == [False, True]
+    assert not BY_TORCH.pays(1, 10**6, 1536)
 
 
 def test_a_common_beginning_is_copied(llama: nn.Module, watched: list[Step]) -> None:
