@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from engine.kernels.host.ragged_attention import Families
 from pipeline.data.uploads import uploaded
 
 
@@ -49,6 +50,17 @@ class Documents:
     def ends(self) -> list[int]:
         """The place in the row of each document's last token."""
         return [start + length - 1 for start, length in zip(self.starts, self.lengths, strict=True)]
+
+    @cached_property
+    def families(self) -> Families | None:
+        """The same for the kernel on CPUs; None where a prefix goes on from another."""
+        members: dict[int, list[tuple[int, int]]] = {}
+        for place, span in enumerate(zip(self.starts, self.lengths, strict=True)):
+            before = self.prefix(place)
+            if before is not None and self.prefix(before) is not None:
+                return None
+            members.setdefault(place if before is None else before, []).append(span)
+        return Families.of(list(members.values()))
 
     @cached_property
     def _on_device(self) -> "dict[torch.device, Ragged]":

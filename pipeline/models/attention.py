@@ -5,8 +5,8 @@ document. transformers lets an attention function be registered by name and hand
 called with, so a forward with `documents=Documents(...)` reaches it in the model's own code. No mask function belongs
 to the name, so no mask of N x N is ever made: documents and the layer's window say it all.
 
-On CUDA one call of a variable-length kernel serves all documents; elsewhere, and where the kernel doesn't fit, there
-is one call a document.
+On CUDA one call of a variable-length kernel serves all documents, on CPUs one of our own; elsewhere, and where the
+kernel doesn't fit, there is one call a document.
 """
 
 import inspect
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from engine.kernels.host.ragged_attention import ragged_attention
 from engine.rollout.attention import Unserved, attend, check_served
 from pipeline.data.documents import Documents, Ragged
 
@@ -77,7 +78,8 @@ def document_attention(
     kernel = _kernel() if query.is_cuda and how.fits_kernel(query, value) else None
     if kernel is not None:
         return _by_kernel(kernel, query[0], key[0], value[0], documents.ragged(query.device), how)[None], None
-    return _one_by_one(query, key, value, documents, how), None
+    on_host = _on_host(query[0], key[0], value[0], documents, how)
+    return (_one_by_one(query, key, value, documents, how) if on_host is None else on_host[None]), None
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,19 @@ class _How:
         if torch.cuda.get_device_capability(query.device) < KERNEL_CAPABILITY:
             return False
         return plain and query.shape[-1] == value.shape[-1] <= LARGEST_HEAD and query.shape[-1] % 8 == 0
+
+
+def _on_host(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How) -> Tensor | None:
+    """(heads, N, size) queries -> (N, heads, size) by the kernel for CPUs; None where it can't.
+
+    A compiler of blocks can't look into it, and does well with operators.
+    """
+    if query.device.type != "cpu" or how.softcap is not None or how.dropout or torch.compiler.is_compiling():
+        return None
+    if (families := documents.families) is None:
+        return None
+    scale = query.shape[-1] ** -0.5 if how.scaling is None else how.scaling
+    return ragged_attention(query, key, value, families, scale=scale, window=how.window)
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from engine import Engine
+from engine.kernels.host.library import library
+from engine.kernels.host.ragged_attention import ragged_attention
 from engine.parallel import dist, dtensors
 from pipeline.data.documents import Documents
 from pipeline.models import attention
@@ -84,6 +86,38 @@ def test_every_family_takes_documents_or_says_so(family: str, tmp_path: Path) ->
     assert (engine.module.lm.config._attn_implementation == NAME) == found.packing
     if family in TRAINED:
         check_policy(engine, before)
+
+
+@pytest.mark.parametrize("family", ["opt", "gemma2", "mistral"])
+@pytest.mark.parametrize("prefixes", [(), (None, None, 1, 1, None)])
+def test_the_kernel_for_cpus_does_what_operators_do(
+    family: str, prefixes: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library("ragged_attention") is None:
+        pytest.skip("no C compiler, or switched off")
+    windowed = {"sliding_window": 5} if family == "mistral" else {}
+    model = language_model(config_of(family, **windowed)).eval()  # no dropout
+    assert attention.use_documents(model)
+    row, documents = torch.cat(sequences(), dim=1), Documents(LENGTHS, prefixes)
+    used, found = [], []
+
+    def by_kernel(*inputs: Any, **rest: Any) -> Tensor | None:
+        used.append(ragged_attention(*inputs, **rest))
+        return used[-1]
+
+    def by_operators(*inputs: Any, **rest: Any) -> None:
+        return None
+
+    for way in (by_kernel, by_operators):
+        monkeypatch.setattr(attention, "ragged_attention", way)
+        out = model.base_model(row, position_ids=documents.positions(torch.device("cpu")), documents=documents)[0]
+        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
+        found.append([out.detach(), *(p.grad.clone() for p in model.base_model.parameters())])
+        model.zero_grad()
+    assert all(out is not None for out in used)
+    assert len(used) == (0 if family == "gemma2" else model.config.num_hidden_layers)  # a cap is left to operators
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", list(WINDOWED))

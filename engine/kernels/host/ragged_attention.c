@@ -1,0 +1,334 @@
+/* Causal attention of many sequences side by side, forward and backward: ragged_attention.py says what is computed.
+
+   All sums are fp32. One unit of work is a family (a sequence and those that go on from it) at one key head: nothing
+   else adds to the gradients of its keys and values. Keys lie twice in a thread's room: as they are, and in panels of
+   some keys whose numbers of one dimension stand side by side, so that every product reads its right side in vectors. */
+
+#include "numbers.h"
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef __AVX512F__
+enum { LANES = 16, VECTORS = 4 };
+#else
+enum { LANES = 8, VECTORS = 2 };
+#endif
+enum {
+    ROWS = 6,                 /* of a tile of a product: ROWS x VECTORS sums stay in registers */
+    PANEL = LANES * VECTORS,  /* keys */
+    BLOCK = 8 * ROWS,         /* queries at a time */
+    AHEAD = 12,               /* rows */
+    DEPTH = 128,              /* of a product at a time: DEPTH x PANEL numbers stay in the nearest cache */
+};
+
+typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* One tile: c (rows, width) = or += a (rows, depth) b (depth, width), width being vectors of LANES. */
+static inline __attribute__((always_inline)) void tile(const int rows, const int vectors, long depth, const float *a,
+                                                       long a_row, long a_step, const float *b, long b_step, float *c,
+                                                       long c_row, int add) {
+    vector sums[ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++)
+            sums[r][v] = add ? *(const vector *)(c + r * c_row + v * LANES) : (vector){0};
+    for (long k = 0; k < depth; k++) {
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            float x = a[r * a_row + k * a_step];
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++) sums[r][v] += x * *(const vector *)(b + k * b_step + v * LANES);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) *(vector *)(c + r * c_row + v * LANES) = sums[r][v];
+}
+
+#define TILES(vectors)                                                                     \
+    switch (rows) {                                                                        \
+    case 6: tile(6, vectors, depth, a, a_row, a_step, b, b_step, c, c_row, add); break;    \
+    case 5: tile(5, vectors, depth, a, a_row, a_step, b, b_step, c, c_row, add); break;    \
+    case 4: tile(4, vectors, depth, a, a_row, a_step, b, b_step, c, c_row, add); break;    \
+    case 3: tile(3, vectors, depth, a, a_row, a_step, b, b_step, c, c_row, add); break;    \
+    case 2: tile(2, vectors, depth, a, a_row, a_step, b, b_step, c, c_row, add); break;    \
+    default: tile(1, vectors, depth, a, a_row, a_step, b, b_step, c, c_row, add);          \
+    }
+
+static void tile_of(int rows, int whole, long depth, const float *a, long a_row, long a_step, const float *b,
+                    long b_step, float *c, long c_row, int add) {
+    if (whole) {
+        TILES(VECTORS)
+    } else {
+        TILES(1)
+    }
+}
+
+/* c (m, n) = or += a (m, depth) b (depth, n); n is a multiple of LANES, `a` has any strides. */
+static void product(long m, long n, long depth, const float *a, long a_row, long a_step, const float *b, long b_step,
+                    float *c, long c_row, int add) {
+    for (long k = 0; k < depth; k += DEPTH) {
+        long deep = depth - k < DEPTH ? depth - k : DEPTH;
+        for (long j = 0; j < n;) {
+            int whole = n - j >= PANEL;
+            for (long i = 0; i < m; i += ROWS)
+                tile_of(m - i < ROWS ? (int)(m - i) : ROWS, whole, deep, a + i * a_row + k * a_step, a_row, a_step,
+                        b + k * b_step + j, b_step, c + i * c_row + j, c_row, add || k);
+            j += whole ? PANEL : LANES;
+        }
+    }
+}
+
+/* A tensor (heads, tokens, size) in bf16 or fp32, steps counted in numbers. */
+typedef struct {
+    void *data;
+    long head, token;
+} rows_of;
+
+typedef struct {
+    const int64_t *spans;    /* (sequences, 3): start, length, keys of the family's first that come before its own */
+    const int64_t *families; /* (families + 1): which sequences make up each, in `spans` */
+    long families_count, longest;
+    long heads, key_heads, tokens, size, window;
+    float scale;
+    int wide; /* fp32, otherwise bf16 */
+} work;
+
+/* Rows of one head are far apart: a processor does not see by itself which comes next. */
+static void ask_for(const work *w, rows_of from, long head, long token) {
+    long bytes = w->wide ? 4 : 2, at = (head * from.head + (token + AHEAD) * from.token) * bytes;
+    for (long d = 0; d < w->size * bytes; d += 64) __builtin_prefetch((const char *)from.data + at + d);
+}
+
+static void take(const work *w, float *to, rows_of from, long head, long token, float factor) {
+    long at = head * from.head + token * from.token;
+    ask_for(w, from, head, token);
+    if (w->wide)
+        for (long d = 0; d < w->size; d++) to[d] = factor * ((const float *)from.data)[at + d];
+    else
+        for (long d = 0; d < w->size; d++) to[d] = factor * widen(((const bf16 *)from.data)[at + d]);
+}
+
+static void give(const work *w, const float *from, rows_of to, long head, long token, float factor) {
+    long at = head * to.head + token * to.token;
+    if (w->wide)
+        for (long d = 0; d < w->size; d++) ((float *)to.data)[at + d] = factor * from[d];
+    else
+        for (long d = 0; d < w->size; d++) ((bf16 *)to.data)[at + d] = narrow(factor * from[d]);
+}
+
+/* A thread's room. `padded` is the size in whole vectors, `keys` the longest sequence in whole panels. */
+typedef struct {
+    long padded, keys;
+    float *all, *query, *upstream, *scores, *slopes, *out, *key, *key_panels, *value, *value_panels, *d_key, *d_value;
+} room;
+
+static int make_room(const work *w, room *r, int backward) {
+    r->padded = (w->size + LANES - 1) / LANES * LANES;
+    r->keys = (w->longest + PANEL - 1) / PANEL * PANEL;
+    long block = BLOCK * r->padded, scores = BLOCK * r->keys, whole = r->keys * r->padded;
+    r->all = calloc(3 * block + 2 * scores + (backward ? 6 : 2) * whole, sizeof(float));
+    if (!r->all) return 0;
+    float *next = r->all;
+    r->query = next, next += block;
+    r->upstream = next, next += block;
+    r->out = next, next += block;
+    r->scores = next, next += scores;
+    r->slopes = next, next += scores;
+    r->key_panels = next, next += whole;
+    r->value = next, next += whole;
+    if (backward) {
+        r->key = next, next += whole;
+        r->value_panels = next, next += whole;
+        r->d_key = next, next += whole;
+        r->d_value = next;
+    }
+    return 1;
+}
+
+static void into_panel(const work *w, const room *r, float *panels, long place, const float *row) {
+    float *panel = panels + place / PANEL * PANEL * r->padded + place % PANEL;
+    for (long d = 0; d < w->size; d++) panel[d * PANEL] = row[d];
+}
+
+/* Keys and values of `length` tokens from `start` on, to `place` and after. */
+static void take_keys(const work *w, room *r, rows_of key, rows_of value, long head, long start, long length,
+                      long place, int backward) {
+    for (long i = 0; i < length; i++) {
+        float *row = backward ? r->key + (place + i) * r->padded : r->query;
+        take(w, row, key, head, start + i, 1);
+        into_panel(w, r, r->key_panels, place + i, row);
+        row = r->value + (place + i) * r->padded;
+        take(w, row, value, head, start + i, 1);
+        if (backward) into_panel(w, r, r->value_panels, place + i, row);
+    }
+}
+
+/* a (m, size) times panels of keys from `low` to `high` -> out (m, keys). */
+static void by_panels(const room *r, long m, const float *a, const float *panels, long low, long high, float *out) {
+    for (long j = low; j < high; j += PANEL)
+        product(m, PANEL, r->padded, a, r->padded, 1, panels + j * r->padded, PANEL, out + j, r->keys, 0);
+}
+
+/* The keys that `count` queries from place `first` on look at: from a panel's start. */
+static long lowest(const work *w, long first) {
+    long low = w->window && first >= w->window ? first - w->window + 1 : 0;
+    return low / PANEL * PANEL;
+}
+
+/* The keys that one query looks at, and whole vectors around them. */
+typedef struct {
+    long begin, end, from, to;
+} range;
+
+static range seen(const work *w, long place) {
+    long begin = w->window && place >= w->window ? place - w->window + 1 : 0, end = place + 1;
+    return (range){begin, end, begin / LANES * LANES, (end + LANES - 1) / LANES * LANES};
+}
+
+static void fill(float *x, long from, long to, float with) {
+    for (long j = from; j < to; j++) x[j] = with;
+}
+
+/* What lies in whole vectors beside the range. */
+static void beside(float *x, range s, float with) {
+    fill(x, s.from, s.begin, with);
+    fill(x, s.end, s.to, with);
+}
+
+static float largest(const float *x, range s) {
+    float lanes[LANES], found = -INFINITY;
+    for (int l = 0; l < LANES; l++) lanes[l] = -INFINITY;
+    for (long j = s.from; j < s.to; j += LANES)
+        for (int l = 0; l < LANES; l++) lanes[l] = x[j + l] > lanes[l] ? x[j + l] : lanes[l];
+    for (int l = 0; l < LANES; l++) found = lanes[l] > found ? lanes[l] : found;
+    return found;
+}
+
+/* x = e^(x - from), at most 1; the sum. */
+static float exponentials(float *x, range s, float from) {
+    float sums[LANES] = {0}, sum = 0;
+    for (long j = s.from; j < s.to; j += LANES)
+        for (int l = 0; l < LANES; l++) {
+            float below = x[j + l] - from;
+            sums[l] += x[j + l] = exp_of(below > 0 ? 0 : below);
+        }
+    for (int l = 0; l < LANES; l++) sum += sums[l];
+    return sum;
+}
+
+/* slope = p (slope - sum of p slope): the gradient of the scores from that of p. */
+static void slopes_of(float *slope, const float *p, range s) {
+    float sums[LANES] = {0}, mean = 0;
+    for (long j = s.from; j < s.to; j += LANES)
+        for (int l = 0; l < LANES; l++) sums[l] += p[j + l] * slope[j + l];
+    for (int l = 0; l < LANES; l++) mean += sums[l];
+    for (long j = s.from; j < s.to; j += LANES)
+        for (int l = 0; l < LANES; l++) slope[j + l] = p[j + l] * (slope[j + l] - mean);
+}
+
+static void attend(const work *w, room *r, rows_of query, rows_of out, float *lses, long head, long token, long first,
+                   long count) {
+    long low = lowest(w, first), high = first + count;
+    for (long i = 0; i < count; i++) take(w, r->query + i * r->padded, query, head, token + i, w->scale);
+    by_panels(r, count, r->query, r->key_panels, low, high, r->scores);
+    float totals[BLOCK];
+    for (long i = 0; i < count; i++) {
+        float *row = r->scores + i * r->keys;
+        range s = seen(w, first + i);
+        beside(row, s, -INFINITY);
+        float highest = largest(row, s);
+        totals[i] = exponentials(row, s, highest);
+        lses[head * w->tokens + token + i] = highest + logf(totals[i]);
+        fill(row, low, s.begin, 0);
+        fill(row, s.end, high, 0);
+    }
+    product(count, r->padded, high - low, r->scores + low, r->keys, 1, r->value + low * r->padded, r->padded, r->out,
+            r->padded, 0);
+    for (long i = 0; i < count; i++) give(w, r->out + i * r->padded, out, head, token + i, 1 / totals[i]);
+}
+
+static void attend_back(const work *w, room *r, rows_of query, rows_of upstream, rows_of d_query, const float *lses,
+                        long head, long token, long first, long count) {
+    long low = lowest(w, first), high = first + count;
+    for (long i = 0; i < count; i++) {
+        take(w, r->query + i * r->padded, query, head, token + i, w->scale);
+        take(w, r->upstream + i * r->padded, upstream, head, token + i, 1);
+    }
+    by_panels(r, count, r->query, r->key_panels, low, high, r->scores);
+    by_panels(r, count, r->upstream, r->value_panels, low, high, r->slopes);
+    for (long i = 0; i < count; i++) {
+        float *p = r->scores + i * r->keys, *slope = r->slopes + i * r->keys;
+        range s = seen(w, first + i);
+        exponentials(p, s, lses[head * w->tokens + token + i]);
+        fill(p, low, s.begin, 0), fill(p, s.end, high > s.to ? high : s.to, 0);
+        fill(slope, low, s.begin, 0), fill(slope, s.end, high > s.to ? high : s.to, 0);
+        slopes_of(slope, p, s);
+    }
+    long keys = high - low, at = low * r->padded;
+    product(keys, r->padded, count, r->scores + low, 1, r->keys, r->upstream, r->padded, r->d_value + at, r->padded, 1);
+    product(keys, r->padded, count, r->slopes + low, 1, r->keys, r->query, r->padded, r->d_key + at, r->padded, 1);
+    product(count, r->padded, keys, r->slopes + low, r->keys, 1, r->key + at, r->padded, r->out, r->padded, 0);
+    for (long i = 0; i < count; i++) give(w, r->out + i * r->padded, d_query, head, token + i, w->scale);
+}
+
+/* Write the gradients of `length` keys and values at `place`, and clear them. */
+static void give_keys(const work *w, room *r, rows_of d_key, rows_of d_value, long head, long start, long length,
+                      long place) {
+    for (long i = 0; i < length; i++) {
+        give(w, r->d_key + (place + i) * r->padded, d_key, head, start + i, 1);
+        give(w, r->d_value + (place + i) * r->padded, d_value, head, start + i, 1);
+    }
+    memset(r->d_key + place * r->padded, 0, length * r->padded * sizeof(float));
+    memset(r->d_value + place * r->padded, 0, length * r->padded * sizeof(float));
+}
+
+/* All of an argument list: the tensors, and where backward, their gradients. */
+typedef struct {
+    rows_of query, key, value, out, d_query, d_key, d_value;
+    float *lses;
+    int backward; /* `out` then holds the gradient of the output */
+} tensors;
+
+static void family(const work *w, room *r, const tensors *t, long number, long key_head) {
+    long begin = w->families[number], end = w->families[number + 1], group = w->heads / w->key_heads;
+    for (long one = begin; one < end; one++) {
+        long start = w->spans[3 * one], length = w->spans[3 * one + 1], past = w->spans[3 * one + 2];
+        take_keys(w, r, t->key, t->value, key_head, start, length, past, t->backward);
+        for (long head = key_head * group; head < (key_head + 1) * group; head++)
+            for (long at = 0; at < length; at += BLOCK) {
+                long count = length - at < BLOCK ? length - at : BLOCK;
+                if (t->backward)
+                    attend_back(w, r, t->query, t->out, t->d_query, t->lses, head, start + at, past + at, count);
+                else
+                    attend(w, r, t->query, t->out, t->lses, head, start + at, past + at, count);
+            }
+        if (t->backward && one != begin) give_keys(w, r, t->d_key, t->d_value, key_head, start, length, past);
+    }
+    const int64_t *first = w->spans + 3 * begin;
+    if (t->backward) give_keys(w, r, t->d_key, t->d_value, key_head, first[0], first[1], 0);
+}
+
+/* Steps: (head, token) of query, key, value, out and, where backward, d_query, d_key, d_value. 0, or 1 without memory. */
+int ragged_attention(void *const *data, const int64_t *steps, float *lses, const int64_t *spans,
+                     const int64_t *families, long families_count, long longest, long heads, long key_heads,
+                     long tokens, long size, long window, float scale, int wide, int backward, int threads) {
+    work w = {spans, families, families_count, longest, heads, key_heads, tokens, size, window, scale, wide};
+    rows_of given[7] = {0};
+    for (int i = 0; i < (backward ? 7 : 4); i++) given[i] = (rows_of){data[i], steps[2 * i], steps[2 * i + 1]};
+    tensors t = {given[0], given[1], given[2], given[3], given[4], given[5], given[6], lses, backward};
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+    {
+        room r;
+        int made = make_room(&w, &r, backward);
+        failed = !made;
+#pragma omp for schedule(dynamic)
+        for (long unit = 0; unit < families_count * key_heads; unit++)
+            if (made) family(&w, &r, &t, unit / key_heads, unit % key_heads);
+        if (made) free(r.all);
+    }
+    return failed;
+}
