@@ -43,9 +43,9 @@ INTRODUCTION = """\
 Made from `pipeline/config/schema.py` by `python -m pipeline.config.document`; do not edit.
 
 Every key can be set on the command line as `KEY=VALUE` (`ppo.kl_coef=0.1`, `sft.lora.rank=16`,
-`data.columns='{text: prompt}'`). Groups (`model=opt-1.3b`) choose a file of `conf/<group>/`. Later wins: the
-defaults below, the options of model and data, the recipe that fits the two (`conf/recipe/`), the other options, the
-command line.
+`"data.sources=[{path: mine.csv, columns: {text: prompt}}]"`). Groups (`model=opt-1.3b`) choose a file of
+`conf/<group>/`. Later wins: the defaults below, the options of model and data, the recipe that fits the two
+(`conf/recipe/`), the other options, the command line.
 `python train.py --cfg job ...` shows what comes out.
 
 Short forms:

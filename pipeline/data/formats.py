@@ -23,6 +23,7 @@ Form = Literal["preferences", "messages", "completions", "prompts"]
 Record = Conversation | Preference | Prompt
 
 PROMPT_COLUMNS = ("prompt", "question", "instruction")
+RENAME = 'Columns are renamed by "data.sources=[{path: FILE, columns: {their name: our name}}]"'
 ANSWER_COLUMNS = ("completion", "answer", "output", "response")
 MESSAGE_COLUMNS = ("messages", "conversations")
 SERVES: dict[Form, tuple[str, ...]] = {
@@ -55,7 +56,7 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
         (absent,) = {"chosen", "rejected"} - found
         raise UserError(
             f"{name}: has the column {there} and lacks {absent}. Columns found: {', '.join(sorted(found))}. "
-            "Preferences need both; rename columns with data.sources' `columns: {their name: our name}`."
+            f"Preferences need both. {RENAME}."
         )
     if found & set(MESSAGE_COLUMNS):
         return "messages"
@@ -63,7 +64,7 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
         return "completions" if found & set(ANSWER_COLUMNS) else "prompts"
     raise UserError(
         f"{name}: the columns don't tell what the rows are. Columns found: {', '.join(sorted(found)) or 'none'}. "
-        f"Understood are: {FORMS_TEXT}. Rename columns with data.sources' `columns: {{their name: our name}}`."
+        f"Understood are: {FORMS_TEXT}. {RENAME}."
     )
 
 

@@ -191,8 +191,9 @@ def _run_stage(
     if decision.action == "run" and stage_dir.exists():
         aside = move_aside(stage_dir)
         print(f"{stage}: runs again ({decision.because or 'its record is gone'}); the old one is {aside}", flush=True)
-        if stage == "sft" and manifest.changes_tokenizer(stage, consumed) and (run_dir / "tokenizer").exists():
-            move_aside(run_dir / "tokenizer")
+    makes_tokenizer = stage == "sft" or (stage == "reward" and "sft" not in manifest.stages)
+    if makes_tokenizer and manifest.changes_tokenizer(stage, consumed) and (run_dir / "tokenizer").exists():
+        move_aside(run_dir / "tokenizer")
     processes = f"{ranks.world} process{'es' if ranks.world > 1 else ''}"
     print(f"{stage}: {'goes on' if decision.action == 'resume' else 'starts'}, {processes}", flush=True)
     manifest.begin(stage, consumed)

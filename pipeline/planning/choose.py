@@ -56,7 +56,8 @@ def announce(
         if config.engine.auto:
             what = f"engine=auto: {policy.name} can't be predicted ({problem}); choose engine=zero2"
             raise UserError(what) from problem
-        _say([f"memory: not predicted for {policy.name} ({type(problem).__name__}: {problem})"])
+        reason = str(problem).partition("\n")[0]
+        _say([f"memory: not predicted for {policy.name} ({type(problem).__name__}: {reason})"])
         return config, {}
     _say(require_fit(found, refuse=world.device.type == "cuda"))
     return config, found.demand.phases

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,19 @@ def test_changed_data_runs_again_with_a_new_tokenizer(train):
     Path("a.jsonl").write_text('{"prompt": "2"}\n')
     _, said = train("name=x", "data.path=a.jsonl", "stage=sft", "sft.lr=3e-5")
     assert "sft: runs again (the data changed)" in said
+    assert [path.name for path in Path("runs/x").glob("tokenizer*")] == ["tokenizer.1"]
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_another_template_makes_another_tokenizer_where_the_stages_folder_is_gone_too(train, stage):
+    Path("t.jinja").write_text("")
+    train("name=x", f"stage={stage}")
+    Path("runs/x/tokenizer").mkdir()
+    shutil.rmtree(f"runs/x/{stage}")
+    train("name=x", f"stage={stage}")
+    assert Path("runs/x/tokenizer").exists()
+    shutil.rmtree(f"runs/x/{stage}")
+    train("name=x", f"stage={stage}", "model.chat_template=t.jinja")
     assert [path.name for path in Path("runs/x").glob("tokenizer*")] == ["tokenizer.1"]
 
 
