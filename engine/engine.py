@@ -23,7 +23,7 @@ from engine.checkpoint import Checkpointer
 from engine.compression.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
 from engine.figures import numbers
-from engine.healing import Healer, Pass, Portion
+from engine.healing import Healer, OneByOne, Pass, Portion
 from engine.ledger import Ledger
 from engine.ledger.beside import generator_bytes, optimizer_bytes
 from engine.loading import copy_local
@@ -99,9 +99,9 @@ class Engine:
                 self._assembled = Assembled(blueprint, rollout_path, dtype)
                 source = self._assembled.module
             self._flip = Flip(blueprint, source, dtype, config.tensor_plan)
-        self._pipelined = self._pieces()
-        self.healer = Healer(self.module, self._discard, compiled=config.compile_blocks)
         self.ledger = Ledger(self.module, self._beside, watches=not config.compile_blocks)
+        self._pipelined = self._pieces()
+        self.healer = Healer(self.module, self._discard, self._pipelined or OneByOne(compiled=config.compile_blocks))
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
         self.optimizer = self._build(optimizer) if optimizer is not None else None
         self.average = Average(self.module, self.optimizer)
@@ -116,7 +116,8 @@ class Engine:
             return None
         dtype = precision.TORCH_DTYPE[config.dtype]
         kind, stage = config.pipeline_schedule, config.zero_stage
-        return Pipelined(pipeline.Pipeline(self.module, piece, kind=kind, zero_stage=stage, dtype=dtype))
+        made = pipeline.Pipeline(self.module, piece, kind=kind, zero_stage=stage, dtype=dtype)
+        return Pipelined(made, self.ledger)
 
     def _build(self, config: OptimizerConfig) -> torch.optim.Optimizer | OffloadedOptimizer:
         if layout.offloads(self.config, config):
@@ -279,9 +280,11 @@ class Engine:
             learned = self.healer.run("train", micro_batches, partial(self._learn, loss_fn, count))
             return [done for pieces in learned for done in pieces]
         self._check_arrangement()
-        found = self._pipelined.train(micro_batches, loss_fn, self.scaler.scale * dist.world().data_size / count)
+        work = self._pipelined.learning(loss_fn, self.scaler.scale * dist.world().data_size / count)
+        found = self.healer.run("train", self._pipelined.enough(micro_batches), work)
+        self._pipelined.pipeline.add_up()
         self.ledger.after_backward()
-        return found
+        return [done for pieces in found for done in pieces if done is not None]
 
     def _learn(
         self, loss_fn: "LossFn[Any]", count: float, micro_batch: Any, which: Pass
@@ -301,7 +304,8 @@ class Engine:
         Every rank calls. A step whose micro-batches are no larger has room then.
         """
         if self._pipelined is not None:
-            self._pipelined.rehearse(micro_batch, loss_fn, self._discard)
+            under_way = self._pipelined.enough([micro_batch] * self._pipelined.pipeline.piece.size)
+            self.healer.rehearse(under_way, self._pipelined.learning(loss_fn, 1.0))
         else:
             self.healer.rehearse([micro_batch], partial(self._learn, loss_fn, 1.0))
 
@@ -321,8 +325,10 @@ class Engine:
         """
         with self.scoring() as module:
             if self._pipelined is not None:
-                return [list(rows) for rows in self._pipelined.score(micro_batches, work)]
-            found = self.healer.run("score", micro_batches, lambda batch, _: work(module, batch))
+                scored = self.healer.run("score", micro_batches, self._pipelined.scoring(work))
+                found = self._pipelined.pipeline.from_last(scored)
+            else:
+                found = self.healer.run("score", micro_batches, lambda batch, _: work(module, batch))
         return [[row for piece in pieces for row in piece] for pieces in found]
 
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:

@@ -1,69 +1,112 @@
-"""A step's micro-batches on their way into a pipeline: enough of them, how large they are, and memory that runs out.
+"""A step's micro-batches on their way through a pipeline: enough of them, how large they are, and memory that runs out.
 
-What the healer (engine/healing) is where every rank has the whole model. Nothing is halved after a failure here: the
-other ranks of a schedule would wait for messages of the one that failed.
+What healing does one micro-batch after another (engine/healing/passes.py) it does here with all of a step's: forwards
+and backwards of several are under way at once. A rank that runs out of memory sends zeros to its neighbours from then
+on, and takes part in the collectives of the ranks that hold the same piece; no message is left out, so the schedule
+comes to its end on every rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from engine.healing import Portion, is_out_of_memory
-from engine.parallel.pipeline import Pipeline
+from engine.healing import Parts, Pass, Portion, Report, report
+from engine.healing.parts import Notes
+from engine.ledger import Ledger
+from engine.parallel import dist
+from engine.parallel.pipeline import Guard, Pipeline
 
+T = TypeVar("T")
 Learned = tuple[Tensor, dict[str, float | Tensor]]
-ADVICE = (
-    "under pipeline_parallel a micro-batch is not halved: fewer tokens in each (micro_batch_tokens), "
-    "activation_checkpointing, or more ranks in the pipeline need less"
-)
+Work = Callable[[Any, Pass], tuple[Tensor, T]]  # what backward begins with, and the result
 
 
 class Pipelined:
-    """Runs the passes of a pipeline."""
+    """How the healer runs the passes of a pipeline (engine/healing/passes.py). Results are on the last rank."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
+    advice = "Shorter sequences (max_length), activation_checkpointing or more ranks in the pipeline need less"
 
-    def train(
-        self, batches: Sequence[Any], loss_fn: Callable[[nn.Module, Any], Learned], factor: float
-    ) -> list[Learned]:
-        """Forward and backward of all micro-batches; losses and metrics on the last rank, nothing on the others."""
-        enough = _enough(batches, self.pipeline.piece.size)
-        with _explained():
-            return self.pipeline.train([_batch(each) for each in enough], _rows(enough), loss_fn, factor)
+    def __init__(self, pipeline: Pipeline, ledger: Ledger) -> None:
+        self.pipeline, self._ledger = pipeline, ledger
+        # Inside of a pass only ranks that hold the same piece wait for each other.
+        self._notes: Notes | None = {} if dist.world().data_size > 1 else None
 
-    def rehearse(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Learned], discard: Callable[[], None]) -> None:
-        """As many of a micro-batch as are under way at once; nothing stays of them, the random state neither."""
-        before = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        self.train([batch] * self.pipeline.piece.size, loss_fn, 1.0)
-        discard()
-        torch.set_rng_state(before[0])
-        if before[1] is not None:
-            torch.cuda.set_rng_state(before[1])
+    def enough(self, batches: Sequence[Any]) -> Sequence[Any]:
+        """At least as many micro-batches as ranks, where they can be cut: each into as many, alike on all ranks."""
+        while 0 < len(batches) < self.pipeline.piece.size and all(isinstance(batch, Portion) for batch in batches):
+            batches = [part for batch in batches for part in batch.halves() or (batch, batch.nothing())]
+        return batches
 
-    def score(self, batches: Sequence[Any], work: Callable[[nn.Module, Any], Any]) -> list[Any]:
-        """What `work` gives of each micro-batch, on every rank."""
-        with _explained():
-            return self.pipeline.score([_batch(each) for each in batches], _rows(batches), work)
+    def learning(self, loss_fn: Callable[[nn.Module, Any], Learned], factor: float) -> Work[Learned]:
+        """Work whose gradients are those of `factor` times a loss."""
 
+        def work(batch: Any, _: Pass) -> tuple[Tensor, Learned]:
+            loss_sum, metrics = loss_fn(self.pipeline.module, batch)
+            kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+            return loss_sum * factor, (loss_sum.detach(), kept)
 
-def _enough(batches: Sequence[Any], ranks: int) -> Sequence[Any]:
-    """At least as many micro-batches as ranks, where they can be cut: each into as many parts, on every rank alike."""
-    while 0 < len(batches) < ranks and all(isinstance(batch, Portion) for batch in batches):
-        batches = [part for batch in batches for part in batch.halves() or (batch, batch.nothing())]
-    return batches
+        return work
 
+    def scoring(self, score: Callable[[nn.Module, Any], T]) -> Work[T]:
+        """Work without gradients."""
+        return lambda batch, _: (torch.zeros((), device=dist.world().device), score(self.pipeline.module, batch))
 
-def _batch(batch: Any) -> Any:
-    return batch.batch if isinstance(batch, Portion) else batch
+    def heals(self) -> bool:
+        return True
 
+    def as_they_are(self, name: str, batches: Sequence[Any], work: Work[T]) -> list[T | None]:
+        return self._pass(name, batches, [_ids(batch).numel() for batch in batches], work, lambda _, __, part: part())
 
-def _rows(batches: Sequence[Any]) -> list[int]:
-    """Tokens of each micro-batch, padding included: what a message between ranks has to have room for."""
-    return [batch.size if isinstance(batch, Portion) else _ids(batch).numel() for batch in batches]
+    def knows(self, name: str, count: int) -> bool:
+        return self._notes is None or Pass(f"{name} forward", True, False) in self._notes
+
+    def learn(self, name: str, nothing: Portion[Any], count: int, work: Work[T]) -> str | None:
+        _, found = self.attempt(name, [nothing] * max(2, self.pipeline.piece.size), work, again=False)
+        return found.reason or None
+
+    def attempt(
+        self, name: str, batches: Sequence[Portion[Any]], work: Work[T], *, again: bool
+    ) -> tuple[list[T | None], Report]:
+        """`again`: one forward, one backward in turn, whatever is configured. With all forwards first, halves would be
+        kept as long as the whole.
+        """
+        parts, last = Parts(self._notes), len(batches) - 1
+
+        def guard(forward: bool, place: int, part: Callable[[], Any]) -> Any:
+            kind = Pass(f"{name} forward", place == 0, last=False)
+            if not forward:
+                kind = Pass(f"{name} backward", first=False, last=place == last)
+            return parts.run(kind, place, part)
+
+        sizes = [batch.size for batch in batches]
+        results = self._pass(name, [batch.batch for batch in batches], sizes, work, guard, in_turn=again)
+        return results, report(parts, batches)
+
+    def _pass(
+        self, name: str, batches: Sequence[Any], rows: Sequence[int], work: Work[T], guard: Guard, *,
+        in_turn: bool = False,
+    ) -> list[T | None]:  # fmt: skip
+        results: list[T | None] = [None] * len(batches)
+        trains = torch.is_grad_enabled()
+        under_way = self._ledger.under_way(trains=trains)
+
+        def one(place: int) -> Tensor:
+            with under_way.forward():
+                loss, results[place] = work(batches[place], Pass(name, place == 0, place == len(batches) - 1))
+            return loss
+
+        def guarded(forward: bool, place: int, part: Callable[[], Any]) -> Any:
+            if not forward:
+                under_way.height()
+            found = guard(forward, place, part)
+            if found is None:
+                under_way.forget()
+            return found
+
+        self.pipeline.run(one, rows, guarded, trains=trains, kind="1f1b" if in_turn else self.pipeline.kind)
+        return results
 
 
 def _ids(batch: Any) -> Tensor:
@@ -71,13 +114,3 @@ def _ids(batch: Any) -> Tensor:
     if not isinstance(ids, Tensor):
         raise ValueError("pipeline_parallel has to know a micro-batch's tokens: a tensor of ids, or input_ids in it")
     return ids
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ValueError(f"out of memory ({str(error).partition(chr(10))[0]}); {ADVICE}") from error

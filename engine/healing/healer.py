@@ -10,39 +10,18 @@ not noted); there a failure ends the run.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from engine.healing.failure import attempt
+from engine.healing.parts import Pass
+from engine.healing.passes import OneByOne, Passes, Report
 from engine.healing.portion import Portion
 from engine.parallel import dist, zero
-from engine.parallel.board import of_tensor_group
-from engine.parallel.replay import Note
 
 T = TypeVar("T")
 Pieces = list[list[Portion[Any]]]  # of each micro-batch, what it was cut into
-
-
-@dataclass(frozen=True)
-class Pass:
-    """Which pass of how it is: its collectives depend on no more. `name` tells training from scoring."""
-
-    name: str
-    first: bool
-    last: bool
-
-
-@dataclass(frozen=True)
-class _Report:
-    """What a rank says of an attempt: the failed micro-batch's size (0: none), if it can be cut, and all sizes."""
-
-    failed: int
-    divisible: bool
-    reason: str
-    sizes: tuple[int, ...]
 
 
 class Healer:
@@ -52,23 +31,24 @@ class Healer:
     failed yet); `times` counts the attempts that were done again.
     """
 
-    def __init__(self, module: nn.Module, discard: Callable[[], None], *, compiled: bool = False) -> None:
-        """`discard` throws away what half a step left: gradients, and parameters that were gathered. `compiled` says
-        that the module's blocks are.
+    def __init__(self, module: nn.Module, discard: Callable[[], None], passes: Passes | None = None) -> None:
+        """`discard` throws away what half a step left: gradients, and parameters that were gathered. `passes` run a
+        step, by default one micro-batch after another.
         """
-        self.module, self._discard, self._compiled = module, discard, compiled
+        self.module, self._discard = module, discard
+        self._passes: Passes = passes or OneByOne()
         self.limit: int | None = None
         self.times = 0
-        self._notes: dict[Pass, Note] = {}
 
     def run(self, name: str, batches: Sequence[Any], work: Callable[[Any, Pass], T]) -> list[list[T]]:
         """`work` on each micro-batch: for each of them a list, of one result, or one for each piece it was cut into.
 
-        Every rank passes equally many. Only a `Portion` can be cut: where not all are, they run as they are. Raises
-        ValueError on every rank where what failed can't be cut.
+        Every rank passes equally many. Only a `Portion` can be cut: where not all are, they run as they are. Of a
+        pipeline the last rank has the results; the others get None. Raises ValueError on every rank where what failed
+        can't be cut.
         """
-        if not batches or not all(isinstance(batch, Portion) for batch in batches) or not self._can_heal():
-            return [[work(laid_out(batch), _kind(name, at, len(batches)))] for at, batch in enumerate(batches)]
+        if not batches or not all(isinstance(batch, Portion) for batch in batches) or not self._passes.heals():
+            return [[result] for result in self._passes.as_they_are(name, [laid_out(each) for each in batches], work)]
         pieces: Pieces = [[batch] for batch in batches]
         if self.limit is not None:
             pieces = _within(pieces, self.limit)
@@ -77,7 +57,7 @@ class Healer:
         while True:
             flat = [piece for group in pieces for piece in group]
             self._learn(name, flat, work, before)
-            results, report = self._attempt(name, flat, work)
+            results, report = self._passes.attempt(name, flat, work, again=self.limit is not None or healed)
             if dist.max_over_ranks(float(report.failed)) == 0:
                 if healed:
                     self._tell()
@@ -95,62 +75,25 @@ class Healer:
         self._discard()
         before.restore()
 
-    def _attempt(
-        self, name: str, flat: Sequence[Portion[Any]], work: Callable[[Any, Pass], T]
-    ) -> tuple[list[T], _Report]:
-        """All passes, or those until one fails and the collectives of the others."""
-        results: list[T] = []
-        sizes = tuple(piece.size for piece in flat)
-        for place, piece in enumerate(flat):
-            kind = _kind(name, place, len(flat))
-            result, reached, reason = self._noted(piece, kind, work)
-            if reason is not None:
-                results.clear()
-                if dist.world().size > 1:
-                    self._notes[kind].finish(reached)
-                    for later in range(place + 1, len(flat)):
-                        self._notes[_kind(name, later, len(flat))].finish(Note())
-                return [], _Report(piece.size, piece.halves() is not None, reason, sizes)
-            results.append(result)
-        return results, _Report(0, True, "", sizes)
-
-    def _noted(self, piece: Portion[Any], kind: Pass, work: Callable[[Any, Pass], T]) -> tuple[Any, Note, str | None]:
-        """The result of a pass, the collectives that it got through, and why it failed, where it did."""
-        if dist.world().size == 1:
-            result, reason = attempt(lambda: work(piece.batch, kind))
-            return result, Note(), reason
-        note = Note(of_tensor_group() if dist.world().tensor > 1 else None)
-        with note.taken():
-            result, reason = attempt(lambda: work(piece.batch, kind))
-        if reason is None:
-            note.over()
-            self._notes[kind] = note
-        return result, note, reason
-
-    def _can_heal(self) -> bool:
-        return dist.world().tensor == 1 or (not self._compiled and of_tensor_group() is not None)
-
     def _learn(self, name: str, flat: Sequence[Portion[Any]], work: Callable[[Any, Pass], T], before: "_State") -> None:
         """Find out by passes over nothing which collectives the passes to come have, where that is not known yet."""
-        count = min(len(flat), 3)
-        if dist.world().size == 1 or all(_kind(name, place, count) in self._notes for place in range(count)):
+        if self._passes.knows(name, len(flat)):
             return
         zero.release(self.module)
-        for place in range(count):
-            _, _, reason = self._noted(flat[0].nothing(), _kind(name, place, count), work)
-            if reason is not None:
-                raise ValueError(f"no memory is left for even a pass over nothing ({reason}). {ADVICE}")
+        reason = self._passes.learn(name, flat[0].nothing(), len(flat), work)
+        if reason is not None:
+            raise ValueError(f"no memory is left for even a pass over nothing ({reason}). {self._passes.advice}")
         self._discard()
         before.restore()
 
-    def _smaller(self, pieces: Pieces, reports: Sequence[_Report]) -> Pieces:
+    def _smaller(self, pieces: Pieces, reports: Sequence[Report]) -> Pieces:
         """Cut what is as large as the smallest that failed, alike on every rank."""
         failures = [report for report in reports if report.failed]
         for report in failures:
             if not report.divisible:
                 raise ValueError(
                     f"out of memory with a micro-batch of one sequence of {report.failed} tokens, which can't be "
-                    f"halved ({report.reason}). {ADVICE}"
+                    f"halved ({report.reason}). {self._passes.advice}"
                 )
         failed = min(report.failed for report in failures)
         largest = [max(column) for column in zip(*(report.sizes for report in reports), strict=True)]
@@ -167,12 +110,6 @@ class Healer:
                 "The step was done again, with the same result",
                 flush=True,
             )
-
-
-ADVICE = (
-    "Shorter sequences (max_length), engine.activation_checkpointing=true, a higher ZeRO stage, an offload tier "
-    "(engine=zero3-offload) or adapters (lora.rank) need less"
-)
 
 
 class _State:
@@ -206,10 +143,6 @@ def _written(module: nn.Module) -> dict[str, Tensor]:
 def laid_out(batch: Any) -> Any:
     """What a pass takes: the micro-batch of a portion, anything else as it is."""
     return batch.batch if isinstance(batch, Portion) else batch
-
-
-def _kind(name: str, place: int, count: int) -> Pass:
-    return Pass(name, place == 0, place == count - 1)
 
 
 def _cut(pieces: Pieces, chosen: Sequence[bool]) -> Pieces:

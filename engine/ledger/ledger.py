@@ -6,7 +6,7 @@ a GPU and on a CPU; what kernels take for a moment (logits, buffers of a reducti
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -33,6 +33,10 @@ class Ledger:
         self._due = self._updates < FIRST or self._updates % EVERY == 0
         self._updates += 1
 
+    def under_way(self, *, trains: bool) -> "UnderWay":
+        """For passes of which several are kept at once, where they train."""
+        return UnderWay(self, Saved() if trains and self._due and self.watches else None)
+
     @contextmanager
     def forward(self, *, first: bool) -> Iterator[None]:
         """The forward of a micro-batch runs within the block; the first of a sampled update is looked at."""
@@ -42,6 +46,10 @@ class Ledger:
         saved = Saved()
         with saved.watching():
             yield
+        self.kept(saved)
+
+    def kept(self, saved: Saved) -> None:
+        """Count, with what forwards have kept until now."""
         saved.settle([*zero.gathered(self.module), *_shards(self.module)])
         self.sample("train", {"activations": saved.bytes})
 
@@ -68,6 +76,27 @@ class Ledger:
             **self.rest(),
         }
         return {owner: count for owner, count in found.items() if count}
+
+
+class UnderWay:
+    """The forwards of a pipeline's step up to the first backward: then most of them are kept."""
+
+    def __init__(self, ledger: Ledger, saved: Saved | None) -> None:
+        self._ledger, self._saved = ledger, saved
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around each forward."""
+        return nullcontext() if self._saved is None else self._saved.watching()
+
+    def height(self) -> None:
+        """The first backward is about to begin, or is past."""
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            self._ledger.kept(saved)
+
+    def forget(self) -> None:
+        """The step is thrown away."""
+        self._saved = None
 
 
 def size(tensors: list[Tensor]) -> int:

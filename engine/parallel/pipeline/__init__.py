@@ -7,6 +7,6 @@ runs the model's own forward on them, so masks, positions and rotary angles are 
 
 from engine.parallel.pipeline.everywhere import everywhere
 from engine.parallel.pipeline.piece import Piece, cut, piece_of
-from engine.parallel.pipeline.schedule import Pipeline
+from engine.parallel.pipeline.schedule import Guard, Pipeline
 
-__all__ = ["Piece", "Pipeline", "cut", "everywhere", "piece_of"]
+__all__ = ["Guard", "Piece", "Pipeline", "cut", "everywhere", "piece_of"]
