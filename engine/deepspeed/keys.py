@@ -229,12 +229,12 @@ OTHERS = [
         ("max_out_tokens", 512, "int", "the cache is sized by each batch (rollout.max_new_tokens)"),
         ("release_inference_cache", False, "bool", "engine.generating(keep=False) frees its buffers"),
         ("pin_parameters", True, "bool", "weights are gathered once a flip"),
-        ("tp_gather_partition_size", 8, "int", "generation has no tensor parallelism"),
+        ("tp_gather_partition_size", 8, "int", "each rank writes its own rows into the generator"),
         ("enable_cuda_graph", False, "bool", "the rollout engine decides by itself"),
     ),
     *_rows(
         "refused", "hybrid_engine.",
-        ("inference_tp_size", 1, "int", "each rank generates its own share; leave it 1"),
+        ("inference_tp_size", 1, "int", "rollout.tensor_parallel=N splits the generator; leave it 1"),
     ),
 ]  # fmt: skip
 
