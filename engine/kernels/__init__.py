@@ -16,19 +16,22 @@ from torch import Tensor
 from engine.kernels.decode_attention import decode_attention as _decode_attention
 from engine.kernels.gae import gae as _gae
 from engine.kernels.host import decode_attention as _host_decode_attention
+from engine.kernels.host import sample as _host_sample
+from engine.kernels.sample import draw as _draw
 from engine.kernels.sample import sample as _sample
 from engine.kernels.split_logprobs import Pieces, Reduce
 from engine.kernels.split_logprobs import split_token_logprobs as _split_token_logprobs
 from engine.kernels.token_logprobs import gradients, statistics
 from engine.kernels.token_logprobs import token_logprobs as _token_logprobs
 
-__all__ = ["Reduce", "decode_attention", "gae", "sample", "split_token_logprobs", "token_logprobs"]
+__all__ = ["Reduce", "decode_attention", "draw", "gae", "sample", "split_token_logprobs", "token_logprobs"]
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 _HAS_TRITON = find_spec("triton") is not None  # PyTorch's CUDA builds for Linux bring it
-_HOST: dict[str, Any] = {"decode_attention": _host_decode_attention}
+_IN_TRITON = {"decode_attention", "gae", "sample", "token_logprobs"}
+_HOST: dict[str, Any] = {"decode_attention": _host_decode_attention, "draw": _host_sample, "sample": _host_sample}
 
 
 def _picked(plain: Callable[Given, Result]) -> Callable[Given, Result]:
@@ -46,7 +49,7 @@ def _picked(plain: Callable[Given, Result]) -> Callable[Given, Result]:
 
 def _for_device(name: str, tensor: Tensor) -> Callable[..., Any] | None:
     """What serves a tensor better than torch's operators; None where nothing does."""
-    if tensor.is_cuda and _HAS_TRITON:
+    if tensor.is_cuda and _HAS_TRITON and name in _IN_TRITON:
         return _triton(name, name)
     if name in _HOST and tensor.device.type == "cpu" and tensor.dtype in _HOST[name].DTYPES and _HOST[name].available():
         function: Callable[..., Any] = getattr(_HOST[name], name)
@@ -61,6 +64,7 @@ def _triton(kernel: str, name: str) -> Callable[..., Any]:
 
 
 decode_attention = _picked(_decode_attention)
+draw = _picked(_draw)
 gae = _picked(_gae)
 sample = _picked(_sample)
 token_logprobs = _picked(_token_logprobs)

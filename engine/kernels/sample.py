@@ -22,7 +22,12 @@ def sample(logits: Tensor, streams: Tensor, positions: Tensor, how: Sampling) ->
     shapes don't fit.
     """
     check(logits, streams, positions)
-    return sampling.sample(logits, how, sampling.uniforms(how.seed, streams, positions))
+    return draw(logits, how, sampling.uniforms(how.seed, streams, positions))
+
+
+def draw(logits: Tensor, how: Sampling, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """`sample` by given random numbers (B,) in [0, 1)."""
+    return sampling.sample(logits, how, numbers)
 
 
 def check(logits: Tensor, streams: Tensor, positions: Tensor) -> None:

@@ -6,9 +6,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from engine.kernels import draw
 from engine.rollout.cache.grouping import Grouping
 from engine.rollout.cache.slots import SlotCache, Step
-from engine.rollout.sampling import Sampling, forbid, penalise, sample, uniforms
+from engine.rollout.sampling import Sampling, forbid, penalise, uniforms
 from engine.rollout.scheduler import Answering, Scheduler
 
 Drawn = tuple[int, int, float]  # the prompt's place, the token, its log-probability
@@ -79,7 +80,7 @@ class Decoding:
         if sampling.repetition_penalty != 1:
             logits = penalise(logits, self._seen_by(sequences, logits.shape[-1]), sampling.repetition_penalty)
         draws = self.draws[[s.request for s in sequences], [s.drawn for s in sequences]]
-        tokens, logprobs = sample(logits, sampling, draws)
+        tokens, logprobs = draw(logits, sampling, draws)
         drawn = list(zip([s.request for s in sequences], tokens.tolist(), logprobs.tolist(), strict=True))
         for sequence, (_, token, _) in zip(sequences, drawn, strict=True):
             sequence.last, sequence.drawn = token, sequence.drawn + 1

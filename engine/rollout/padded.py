@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.kernels import draw
 from engine.rollout.cache import kv_cache
 from engine.rollout.cache.kv_cache import BufferedCache
-from engine.rollout.sampling import Sampling, forbid, penalise, sample, uniforms
+from engine.rollout.sampling import Sampling, forbid, penalise, uniforms
 
 COMPACT_BELOW = 0.75  # share of live rows at which the others leave: a copy of the cache against work on dead rows
 PREFILL_TOKENS = 8192  # tokens of prompts run at once, padding included: bounds the activations
@@ -90,7 +91,7 @@ class PaddedDecoding:
                 logits = forbid(logits, self.sampling.end_ids)
             if self.sampling.repetition_penalty != 1:
                 logits = penalise(logits, self._seen_with(tokens, logits.shape[-1]), self.sampling.repetition_penalty)
-            tokens, logprobs = sample(logits, self.sampling, self.draws[:, step])
+            tokens, logprobs = draw(logits, self.sampling, self.draws[:, step])
             yield self.rows, tokens, logprobs
             if step + 1 == self.sampling.max_new_tokens:
                 return
