@@ -1,10 +1,14 @@
-"""Linear layers with weights packed for oneDNN, for small batches on CPUs.
+"""Linear layers laid out for small batches on CPUs.
 
-A product of a few rows with a large matrix is bound by reading the matrix; packed beforehand into blocks it is read at
-twice the speed, where PyTorch's own linear repacks it at each call. In bf16 the result is the same, bit for bit, for up
-to 32 rows; with more, as of prompts, sums are rounded in another order. Layers that read the same input (a block's
-queries, keys and values) may be packed as one matrix, which is read faster than three. A pack is a copy, and is made
-again when the weight may have changed.
+A product of a few rows with a large matrix is bound by reading the matrix. PyTorch's own linear packs it anew at each
+call; read beforehand into blocks for oneDNN, or where it lies by a kernel of ours (`engine/kernels/host/linear.py`), it
+is read at up to twice the speed. Which of the two is decided by the precision and by what the processor can do, never
+by a measurement, so that a machine says the same in each run. Layers that read the same input (a block's queries, keys
+and values) may be laid out as one, which is read faster than three.
+
+oneDNN's packs are copies, and made again when the weight may have changed. In bf16 its product is PyTorch's own, bit
+for bit, for up to 32 rows; with more, as of prompts, sums are rounded in another order. Ours needs no copy, but of a
+weight that lies the other way round (GPT-2's).
 
 Left out: matrices of experts, which are not linear layers; quantised weights.
 """
@@ -17,42 +21,74 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-# The number of rows that packs are laid out for. In bf16 the layout for one row is the faster one with more rows, too:
-# a step of OPT-125M with 16 rows took 27.1 ms, and 34.5 ms in the layout for 16.
+from engine.kernels.host import linear
+
+# The number of rows that oneDNN's packs are laid out for. In bf16 the layout for one row is the faster one with more
+# rows, too: a step of OPT-125M with 16 rows took 27.1 ms, and 34.5 ms in the layout for 16.
 ROWS = {torch.bfloat16: 1, torch.float32: 16}
 # Numbers below which the call costs more than it saves.
 FEWEST_NUMBERS = {torch.bfloat16: 1 << 14, torch.float32: 1 << 18}
-FP32_ROWS = (4, 256)  # with fewer rows PyTorch's own fp32 product is as fast, with more the packing is hidden
+FP32_ROWS = (1, 256)  # with more the packing is hidden
 
 Forward = Callable[[Tensor], Tensor]
 
 
+class _OneDNN:
+    """Weights (outs, ins) as one matrix in oneDNN's layout."""
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        whole = weights[0].contiguous() if len(weights) == 1 else torch.cat([*weights])
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(whole, ROWS[whole.dtype])
+        self.bias: Tensor | None = None
+        if any(bias is not None for bias in biases):
+            each = zip(biases, weights, strict=True)
+            self.bias = torch.cat([bias if bias is not None else w.new_zeros(len(w)) for bias, w in each])
+
+    def __call__(self, x: Tensor, *, relu: bool = False) -> Tensor:
+        then = "relu" if relu else "none"
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, then, [], "")
+        return product
+
+
 class Pack:
-    """Layers that read the same input as one packed matrix: (..., in) -> (..., sum of their outs)."""
+    """Layers that read the same input as one matrix: (..., in) -> (..., sum of their outs)."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = tuple(layers)
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
         self.outs = [_out_by_in(layer).shape[0] for layer in layers]
         self.dtype = _out_by_in(layers[0]).dtype
+        self.in_place = linear.serves([_out_by_in(layer) for layer in layers])
+        self._product: linear.LinearRows | _OneDNN | None = None
         self._asked: Tensor | None = None
         self._answers: list[Tensor] = []
 
+    @property
+    def filled(self) -> bool:
+        return self._product is not None
+
     def fill(self) -> None:
-        """Pack the weights as they are now."""
-        weights = [_out_by_in(layer) for layer in self.layers]
-        whole = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
-        self.weight = None  # free first: new memory costs more than packing does
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(whole, ROWS[self.dtype])
-        biases = [_bias(layer) for layer in self.layers]
-        if any(bias is not None for bias in biases):
-            filled = [b if b is not None else w.new_zeros(len(w)) for b, w in zip(biases, weights, strict=True)]
-            self.bias = filled[0] if len(filled) == 1 else torch.cat(filled)
+        """Take the weights as they are now."""
+        self._product = None  # free first: new memory costs more than packing does
+        weights, biases = [_out_by_in(layer) for layer in self.layers], [_bias(layer) for layer in self.layers]
+        if self.in_place:
+            self._product = linear.LinearRows([weight.contiguous() for weight in weights], biases)
+        else:
+            self._product = _OneDNN(weights, biases)
+
+    def free(self) -> None:
+        """Let go of weights and copies until `fill`."""
+        self._product = None
 
     def pays(self, rows: int) -> bool:
         """Whether a product of so many rows is faster than PyTorch's own."""
+        if self.in_place:
+            return rows <= linear.MOST_ROWS[linear.way()]
         return self.dtype != torch.float32 or FP32_ROWS[0] <= rows <= FP32_ROWS[1]
+
+    def product(self, x: Tensor, relu: bool = False) -> Tensor:
+        """What all layers give, side by side; with `relu` nothing below zero."""
+        assert self._product is not None, "a pack is filled before it is asked"
+        return self._product(x, relu=relu)
 
     def forward(self, layer: nn.Module, x: Tensor) -> Tensor:
         """One layer's product. Of layers that were packed together the first that is asked computes all."""
@@ -60,11 +96,9 @@ class Pack:
             plain: Tensor = type(layer).forward(layer, x)
             return plain
         if len(self.layers) == 1:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return product
+            return self.product(x)
         if self._asked is not x:
-            joint = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            self._asked, self._answers = x, list(joint.split(self.outs, -1))
+            self._asked, self._answers = x, list(self.product(x).split(self.outs, -1))
         answer = self._answers[self.layers.index(layer)]
         if layer is self.layers[-1]:
             self._asked, self._answers = None, []
@@ -92,14 +126,14 @@ class PackedLinears:
             if layer not in self._packs:
                 self._packs[layer] = Pack([layer])
         for pack in dict.fromkeys(self._packs.values()):
-            if changed is None or pack.weight is None or any(layer in changed for layer in pack.layers):
+            if changed is None or not pack.filled or any(layer in changed for layer in pack.layers):
                 pack.fill()
         self._made, self.version = True, self.version + 1
 
     def release(self) -> None:
         """Free the packs; they are made again at the next use."""
         for pack in self._packs.values():
-            pack.weight = pack.bias = None
+            pack.free()
         self._made, self.version = False, self.version + 1
 
     def join(self, layers: Sequence[nn.Module]) -> Pack:
@@ -109,7 +143,7 @@ class PackedLinears:
             assert all(len(self._packs[layer].layers) == 1 for layer in layers), "a layer is in one pack"
             pack = Pack(layers)
             for layer in layers:
-                self._packs[layer].weight = None
+                self._packs[layer].free()
                 self._packs[layer] = pack
             pack.fill()
             self.version += 1
@@ -135,10 +169,20 @@ class PackedLinears:
 
     def __len__(self) -> int:
         """How many layers are packed."""
-        return sum(pack.weight is not None for pack in self._packs.values())
+        return sum(pack.filled for pack in self._packs.values())
 
 
 def available(dtype: torch.dtype) -> bool:
+    """Whether weights of `dtype` can be laid out here."""
+    return not copies(dtype) or _onednn_packs(dtype)
+
+
+def copies(dtype: torch.dtype) -> bool:
+    """Whether weights of `dtype` are copied where they are laid out; else they are read where they lie."""
+    return dtype != torch.bfloat16 or linear.way() == linear.Way.LEAVE
+
+
+def _onednn_packs(dtype: torch.dtype) -> bool:
     """Whether this PyTorch can pack and multiply weights of `dtype` here; the operators are not public."""
     ops: Any = torch.ops.mkldnn
     if not torch.backends.mkldnn.is_available() or dtype not in FEWEST_NUMBERS:
@@ -155,7 +199,7 @@ def _packable(module: nn.Module) -> Iterator[nn.Module]:
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if weight.device.type != "cpu" or weight.numel() < FEWEST_NUMBERS.get(weight.dtype, 1 << 62):
             continue
-        if available(weight.dtype):
+        if linear.serves([_out_by_in(layer)]) or _onednn_packs(weight.dtype):
             yield layer
 
 

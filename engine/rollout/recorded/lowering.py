@@ -19,18 +19,6 @@ from engine.rollout.recorded.recording import Call, Layer, Recording, Value
 RELUS = (functional.relu, torch.relu, Tensor.relu)
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A pack's weight or bias, found where it lies."""
-
-    pack: Pack
-    part: str
-
-    def now(self) -> Tensor | None:
-        found: Tensor | None = getattr(self.pack, self.part)
-        return found
-
-
 def lower(recording: Recording, packs: PackedLinears, rows: int) -> Recording:
     """The recording for steps of `rows` rows."""
     kept = _without(recording, _is_dropout)
@@ -113,7 +101,7 @@ def _with_packs(recording: Recording, packs: PackedLinears, rows: int) -> list[C
         if isinstance(call.function, _Joint):
             pack, product = packs.join(call.function.layers), Value(spare + len(calls))
             if pack.pays(rows):
-                calls.append(_product(call.args[0], pack, "none", product))
+                calls.append(_product(call.args[0], pack, False, product))
                 calls.append(Call(Tensor.split, (product, list(pack.outs), -1), {}, call.results, whole=False))
             else:
                 calls += _each(pack, call)
@@ -123,7 +111,7 @@ def _with_packs(recording: Recording, packs: PackedLinears, rows: int) -> list[C
             if relu is not None:
                 absorbed.add(id(relu))
                 result = relu.results[0]
-            single = _product(call.args[0], pack, "none" if relu is None else "relu", result)
+            single = _product(call.args[0], pack, relu is not None, result)
             calls += [single] if pack.pays(rows) else _each(pack, call)
         elif id(call) not in absorbed:
             calls.append(call)
@@ -136,9 +124,8 @@ def _each(pack: Pack, call: Call) -> list[Call]:
     return [Call(partial(pack.forward, layer), call.args, {}, (result,)) for layer, result in layers]
 
 
-def _product(value: Any, pack: Pack, then: str, result: Value | None) -> Call:
-    arguments: tuple[Any, ...] = (value, Packed(pack, "weight"), Packed(pack, "bias"), then, [], "")
-    return Call(torch.ops.mkldnn._linear_pointwise.default, arguments, {}, (result,))
+def _product(value: Any, pack: Pack, relu: bool, result: Value | None) -> Call:
+    return Call(pack.product, (value, relu), {}, (result,))
 
 
 def _uses(recording: Recording) -> dict[Value, int]:

@@ -79,14 +79,13 @@ def frozen_and_freed() -> dict[str, Any]:
     engine = Engine(live, EngineConfig(zero_stage=3, dtype="bf16"), optimizer=OptimizerConfig(lr=0.05), rollout_path="")
     engine.flip.selfcheck_every = 0
     found: dict[str, Any] = {"bytes": [], "packed": [], "answers": []}
-    made, pack = [0], torch.ops.mkldnn._reorder_linear_weight
+    made, fill = [0], packed.Pack.fill
 
-    def counted(*arguments: Any) -> torch.Tensor:
+    def counted(pack: packed.Pack) -> None:
         made[0] += 1
-        packed: torch.Tensor = pack(*arguments)
-        return packed
+        fill(pack)
 
-    torch.ops.mkldnn._reorder_linear_weight = counted
+    packed.Pack.fill = counted  # type: ignore[method-assign]
     for number in range(4):
         made[0] = 0
         with engine.generating(keep=number < 2) as rollouts:
@@ -95,7 +94,7 @@ def frozen_and_freed() -> dict[str, Any]:
             found["bytes"].append(engine.flip.bytes)
         ids = torch.tensor([PROMPTS[1]])
         engine.update([ids], lambda module, batch: (module(batch, labels=batch).loss, {}), 1)
-    torch.ops.mkldnn._reorder_linear_weight = pack
+    packed.Pack.fill = fill  # type: ignore[method-assign]
     twin = engine.flip._twin
     assert twin is not None
     found["freed"] = all(p.is_meta for p in twin.module.parameters()) and not len(engine.flip._rollouts._slots.packs)  # type: ignore[union-attr, arg-type]

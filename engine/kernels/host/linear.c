@@ -1,0 +1,251 @@
+/* Products of a few rows in bf16 with a large matrix, y = x W^T + b and its ReLU: linear.py says what is computed.
+
+   Reading W is what takes the time, so each of its rows is read once, in order, as it lies, and is asked for before it
+   is needed. Tiles of 16 outputs (4 rows of x by 4 of W, and 2 by 8 and 1 by 16 for what is left) share what is loaded;
+   an output is summed in LANES parts over BLOCK numbers, those are added, and so block after block. The order is the
+   same whatever is computed beside it: no number of y depends on how many rows there are or on the threads. */
+
+#include "numbers.h"
+#include <string.h>
+#ifdef __x86_64__
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
+#define TILE 16    /* outputs of a tile, and the fewest of a matrix */
+#define SPAN 64    /* rows of W at most that are computed with ROWS rows of x while both are in the caches */
+#define ROWS 16
+#define BLOCK 1024 /* of so many numbers ROWS rows of x stay in the first cache */
+#define AHEAD 2    /* tiles that are asked for before they are needed */
+#define INLINE static inline __attribute__((always_inline))
+
+enum way { LEAVE, WIDEN, PAIRS };
+
+/* How numbers are multiplied here; LEAVE where PyTorch is faster (AMX) or nothing was measured. */
+int linear_way(void) {
+#ifdef __x86_64__
+    unsigned a, b, c, d;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1)) return LEAVE; /* AMX-BF16 */
+#ifdef __AVX512BF16__
+    return PAIRS;
+#elif defined(__AVX2__) && defined(__FMA__)
+    return WIDEN;
+#endif
+#endif
+    return LEAVE;
+}
+
+/* `numbers` hold STEP numbers in bf16, `lanes` as many sums as are kept of an output. */
+#if defined(__AVX512BF16__)
+#define LANES 16
+#define STEP 32
+#elif defined(__AVX512F__)
+#define LANES 16
+#define STEP 16
+#elif defined(__AVX2__)
+#define LANES 8
+#define STEP 8
+#else
+#define LANES 4
+#define STEP 4
+#endif
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+#if defined(__AVX512BF16__)
+typedef __m512bh numbers;
+#else
+typedef float numbers __attribute__((vector_size(4 * LANES)));
+#endif
+
+INLINE numbers load(const bf16 *from) {
+#if defined(__AVX512BF16__)
+    return (numbers)_mm512_loadu_si512(from);
+#else
+    typedef uint16_t narrow_lanes __attribute__((vector_size(2 * LANES)));
+    typedef uint32_t wide_lanes __attribute__((vector_size(4 * LANES)));
+    narrow_lanes read;
+    memcpy(&read, from, sizeof read);
+    return (numbers)(__builtin_convertvector(read, wide_lanes) << 16);
+#endif
+}
+
+/* The last ones of a row, and zeros. */
+INLINE numbers load_some(const bf16 *from, long count) {
+    bf16 some[STEP] = {0};
+    memcpy(some, from, count * sizeof(bf16));
+    return load(some);
+}
+
+INLINE lanes multiply_add(numbers x, numbers w, lanes sum) {
+#if defined(__AVX512BF16__)
+    return (lanes)_mm512_dpbf16_ps((__m512)sum, x, w);
+#elif defined(__AVX512F__)
+    return (lanes)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (lanes)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
+#else
+    return sum + x * w;
+#endif
+}
+
+/* The sum of the lanes of each of 16: halves are added, then quarters, eighths and the two that are left. */
+INLINE void add_lanes(const lanes *from, float *to) {
+#if defined(__AVX512F__)
+#define FOLD(how, a, b, low, high) _mm512_add_ps(how(a, b, low), how(a, b, high))
+    __m512 v[TILE];
+#pragma GCC unroll 16
+    for (int i = 0; i < 8; i++)
+        v[i] = FOLD(_mm512_shuffle_f32x4, (__m512)from[i], (__m512)from[i + 8], 0x44, 0xee);
+#pragma GCC unroll 16
+    for (int i = 0; i < 4; i++) v[i] = FOLD(_mm512_shuffle_f32x4, v[i], v[i + 4], 0x88, 0xdd);
+#pragma GCC unroll 16
+    for (int i = 0; i < 2; i++) v[i] = FOLD(_mm512_shuffle_ps, v[i], v[i + 2], 0x44, 0xee);
+    __m512 sums = FOLD(_mm512_shuffle_ps, v[0], v[1], 0x88, 0xdd);
+    const __m512i in_order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+    _mm512_storeu_ps(to, _mm512_permutexvar_ps(in_order, sums));
+#else
+    for (int i = 0; i < TILE; i++) {
+        lanes left = from[i];
+        for (int half = LANES / 2; half; half /= 2)
+            for (int l = 0; l < half; l++) left[l] += left[l + half];
+        to[i] = left[0];
+    }
+#endif
+}
+
+/* sums[r][c] += x[r] . w[c] over `count` numbers of R rows of x and C of W, R * C = TILE. Of what lies at `next`, the
+   first `fetch` rows are asked for. */
+INLINE void tile(
+    const int R, const int C, const bf16 *x, long x_stride, const bf16 *w, long ins, long count, const int fetch,
+    const bf16 *next, float (*sums)[SPAN]
+) {
+    lanes sum[TILE] = {{0}};
+    long at = 0;
+    for (; at + STEP <= count; at += STEP) {
+        numbers row[4];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) row[r] = load(x + r * x_stride + at);
+#pragma GCC unroll 16
+        for (int c = 0; c < C; c++) {
+            numbers column = load(w + c * ins + at);
+            if (c < fetch) __builtin_prefetch(next + c * ins + at);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) sum[r * C + c] = multiply_add(row[r], column, sum[r * C + c]);
+        }
+    }
+    if (at < count)
+        for (int c = 0; c < C; c++) {
+            numbers column = load_some(w + c * ins + at, count - at);
+            for (int r = 0; r < R; r++)
+                sum[r * C + c] = multiply_add(load_some(x + r * x_stride + at, count - at), column, sum[r * C + c]);
+        }
+    float whole[TILE];
+    add_lanes(sum, whole);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+        for (int c = 0; c < C; c++) sums[r][c] += whole[r * C + c];
+}
+
+/* The same for one size, so that a compiler has it once. */
+#define SIZE(name, R, C, fetch)                                                                                       \
+    static __attribute__((noinline)) void name(                                                                       \
+        const bf16 *x, long x_stride, const bf16 *w, long ins, long count, const bf16 *next, float (*sums)[SPAN]      \
+    ) {                                                                                                               \
+        tile(R, C, x, x_stride, w, ins, count, fetch, next, sums);                                                    \
+    }
+SIZE(four_rows, 4, 4, 0)
+SIZE(four_rows_fetch_1, 4, 4, 1)
+SIZE(four_rows_fetch_2, 4, 4, 2)
+SIZE(four_rows_fetch_4, 4, 4, 4)
+SIZE(two_rows, 2, 8, 0)
+SIZE(two_rows_fetch_8, 2, 8, 8)
+SIZE(one_row, 1, 16, 0)
+SIZE(one_row_fetch_16, 1, 16, 16)
+
+/* sums[r][c] += x[r] . w[c] over `count` numbers, for up to ROWS rows and `columns` (a multiple of TILE). Where `first`
+   says that W was not read yet, the passes over a tile share in asking for one to come: together they compute as long
+   as memory takes to bring it. */
+static void block(
+    const bf16 *x, long x_stride, long rows, const bf16 *w, long ins, long columns, long count, int first,
+    float (*sums)[SPAN]
+) {
+    long passes = rows / 4, r = 4 * passes;
+    for (long c = 0; c < columns && passes; c += 4) {
+        const bf16 *here = w + c * ins, *next = here + 4 * AHEAD * ins;
+        for (long pass = 0; pass < passes; pass++) {
+            const bf16 *from = x + 4 * pass * x_stride;
+            float(*to)[SPAN] = (float(*)[SPAN])&sums[4 * pass][c];
+            if (!first)
+                four_rows(from, x_stride, here, ins, count, next, to);
+            else if (passes == 1)
+                four_rows_fetch_4(from, x_stride, here, ins, count, next, to);
+            else if (passes == 2 || (passes == 3 && pass == 0))
+                four_rows_fetch_2(from, x_stride, here, ins, count, next + 2 * pass * ins, to);
+            else
+                four_rows_fetch_1(from, x_stride, here, ins, count, next + (pass + (passes == 3)) * ins, to);
+        }
+    }
+    first = first && !passes;
+    for (long c = 0; c < columns && r + 2 <= rows; c += 8)
+        (first ? two_rows_fetch_8 : two_rows)(
+            x + r * x_stride, x_stride, w + c * ins, ins, count, w + (c + 8 * AHEAD) * ins, (float(*)[SPAN])&sums[r][c]
+        );
+    if (r + 2 <= rows) first = 0, r += 2;
+    for (long c = 0; c < columns && r < rows; c += 16)
+        (first ? one_row_fetch_16 : one_row)(
+            x + r * x_stride, x_stride, w + c * ins, ins, count, w + (c + 16 * AHEAD) * ins, (float(*)[SPAN])&sums[r][c]
+        );
+}
+
+static void write(float (*sums)[SPAN], long rows, long from, long to, const bf16 *bias, int relu, bf16 *y, long outs) {
+    for (long r = 0; r < rows; r++)
+        for (long c = from; c < to; c++) {
+            float sum = bias ? sums[r][c] + widen(bias[c]) : sums[r][c];
+            y[r * outs + c] = narrow(relu && sum < 0 ? 0 : sum);
+        }
+}
+
+/* One of the matrices that x is multiplied with: (outs, ins), at least TILE outs, and bias (outs) or none. */
+struct part {
+    const bf16 *w, *bias;
+    long outs;
+};
+
+/* Outputs `begin` to `end` of a part, for all rows of x. Of fewer than a tile those before are computed once more. */
+static void share(
+    const struct part *part, long begin, long end, const bf16 *x, long rows, long ins, int relu, bf16 *y, long outs
+) {
+    float sums[ROWS][SPAN];
+    for (long c = begin; c < end;) {
+        long left = end - c, columns = left < SPAN ? (left < TILE ? TILE : left / TILE * TILE) : SPAN;
+        long skip = left < TILE ? TILE - left : 0, at = c - skip;
+        for (long r = 0; r < rows; r += ROWS) {
+            long some = rows - r < ROWS ? rows - r : ROWS;
+            memset(sums, 0, some * sizeof sums[0]);
+            for (long k = 0; k < ins; k += BLOCK)
+                block(
+                    x + r * ins + k, ins, some, part->w + at * ins + k, ins, columns, ins - k < BLOCK ? ins - k : BLOCK,
+                    r == 0, sums
+                );
+            write(sums, some, skip, columns, part->bias ? part->bias + at : 0, relu, y + r * outs + at, outs);
+        }
+        c = at + columns;
+    }
+}
+
+/* y (rows, outs of all parts) of x (rows, ins), both contiguous; each thread has a row of tiles to itself. */
+void linear_rows(const struct part *parts, int count, const bf16 *x, bf16 *y, long rows, long ins, int relu, int threads) {
+    long outs = 0, tiles = 0;
+    for (int p = 0; p < count; p++) outs += parts[p].outs, tiles += (parts[p].outs + TILE - 1) / TILE;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int thread = 0; thread < threads; thread++) {
+        long low = tiles * thread / threads, high = tiles * (thread + 1) / threads, before = 0, column = 0;
+        for (int p = 0; p < count; p++) {
+            long own = (parts[p].outs + TILE - 1) / TILE;
+            long begin = (low - before) * TILE, end = (high - before) * TILE;
+            begin = begin < 0 ? 0 : begin, end = end > parts[p].outs ? parts[p].outs : end;
+            if (begin < end) share(&parts[p], begin, end, x, rows, ins, relu, y + column, outs);
+            before += own, column += parts[p].outs;
+        }
+    }
+}
