@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine import optim, precision
 from engine.config import EngineConfig, OptimizerConfig
+from engine.kernels.wide_linear import widen_linears
 from engine.offload import MappedShards, together
 from engine.parallel import dist, head, pipeline, tensor, zero
 
@@ -22,6 +23,8 @@ def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig 
     if not trains or elsewhere or config.states == "bf16":
         _cast_parameters(module, precision.TORCH_DTYPE[config.dtype])
     _split(module, config)
+    if config.dtype == "fp32" and dist.world().device.type == "cpu":
+        widen_linears(module)
     if config.activation_checkpointing and trains:
         for block in zero.units(module):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]

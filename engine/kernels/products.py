@@ -1,11 +1,13 @@
 """Matrix products of bf16 and fp16 whose results are fp32, as log-probabilities need them."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from engine.kernels.wide_linear import serves, wide_product
 
 
 class Products:
@@ -35,8 +37,18 @@ class Products:
         """a @ b of operands, fp32; on the CPU in `room`, where it is given."""
         if self._narrow is not None:
             return torch.mm(a, b, out_dtype=torch.float32)
-        with _bf16_products() if self._rounds else nullcontext():
+        if not self._rounds:
+            return product_of(a, b, room)
+        with _bf16_products():
             return torch.mm(a, b, out=room)
+
+
+def product_of(a: Tensor, b: Tensor, room: Tensor | None = None) -> Tensor:
+    """a @ b in their own precision, by what is fastest here; in `room` where it is given."""
+    if not serves(a, b):
+        return torch.mm(a, b, out=room)
+    found = wide_product(a, b)
+    return found if room is None else room.copy_(found)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.kernels.products import Products
+from engine.kernels.products import Products, product_of
 
 # Logits a block. On a CPU 8 MB of them stay near the cores from the product to the sums; smaller ones gain nothing.
 BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**25}
@@ -177,9 +177,9 @@ def gradients(
         if dz.dtype != products.dtype:
             dz = narrow(width).copy_(dz)
         if d_hidden is not None:
-            d_hidden += dz @ weight[start:end].to(products.dtype)
+            d_hidden += product_of(dz, weight[start:end].to(products.dtype))
         if d_weight is not None:
-            torch.mm(dz.T, rounded, out=d_weight[start:end])
+            product_of(dz.T, rounded, d_weight[start:end])
     return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), d_bias
 
 
