@@ -281,7 +281,7 @@ class Engine:
             return [done for pieces in learned for done in pieces]
         self._check_arrangement()
         work = self._pipelined.learning(loss_fn, self.scaler.scale * dist.world().data_size / count)
-        found = self.healer.run("train", self._pipelined.enough(micro_batches), work)
+        found: list[list[Any]] = self.healer.run("train", self._pipelined.enough(micro_batches), work)
         self._pipelined.pipeline.add_up()
         self.ledger.after_backward()
         return [done for pieces in found for done in pieces if done is not None]

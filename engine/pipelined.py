@@ -56,19 +56,19 @@ class Pipelined:
     def heals(self) -> bool:
         return True
 
-    def as_they_are(self, name: str, batches: Sequence[Any], work: Work[T]) -> list[T | None]:
+    def as_they_are(self, name: str, batches: Sequence[Any], work: Callable[[Any, Pass], Any]) -> list[Any]:
         return self._pass(name, batches, [_ids(batch).numel() for batch in batches], work, lambda _, __, part: part())
 
     def knows(self, name: str, count: int) -> bool:
         return self._notes is None or Pass(f"{name} forward", True, False) in self._notes
 
-    def learn(self, name: str, nothing: Portion[Any], count: int, work: Work[T]) -> str | None:
+    def learn(self, name: str, nothing: Portion[Any], count: int, work: Callable[[Any, Pass], Any]) -> str | None:
         _, found = self.attempt(name, [nothing] * max(2, self.pipeline.piece.size), work, again=False)
         return found.reason or None
 
     def attempt(
-        self, name: str, batches: Sequence[Portion[Any]], work: Work[T], *, again: bool
-    ) -> tuple[list[T | None], Report]:
+        self, name: str, batches: Sequence[Portion[Any]], work: Callable[[Any, Pass], Any], *, again: bool
+    ) -> tuple[list[Any], Report]:
         """`again`: one forward, one backward in turn, whatever is configured. With all forwards first, halves would be
         kept as long as the whole.
         """
@@ -85,10 +85,10 @@ class Pipelined:
         return results, report(parts, batches)
 
     def _pass(
-        self, name: str, batches: Sequence[Any], rows: Sequence[int], work: Work[T], guard: Guard, *,
+        self, name: str, batches: Sequence[Any], rows: Sequence[int], work: Callable[[Any, Pass], Any], guard: Guard, *,
         in_turn: bool = False,
-    ) -> list[T | None]:  # fmt: skip
-        results: list[T | None] = [None] * len(batches)
+    ) -> list[Any]:  # fmt: skip
+        results: list[Any] = [None] * len(batches)
         trains = torch.is_grad_enabled()
         under_way = self._ledger.under_way(trains=trains)
 
