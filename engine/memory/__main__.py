@@ -7,14 +7,15 @@ from typing import Any
 
 from engine.memory.estimates import all_estimates
 from engine.memory.machine import Machine, this_machine
+from engine.memory.pieces import pieces_of
 from engine.memory.shapes import Shape, shape_of
 from engine.memory.stages import Demand, Workload, ppo_demand, reward_demand, sft_demand
 
 GIB = 2**30
 KEYS: dict[str, Any] = {
     "model": "opt-1.3b", "critic": None, "gpus": 1, "nodes": 1, "dtype": "bf16", "checkpointing": False,
-    "tensor_parallel": 1, "states": "fp32", "micro_batch_tokens": 8192, "max_length": 1024, "prompt": 512,
-    "answer": 256, "rollout_batch": 64, "nvme_path": None,
+    "tensor_parallel": 1, "pipeline_parallel": 1, "states": "fp32", "micro_batch_tokens": 8192, "max_length": 1024,
+    "prompt": 512, "answer": 256, "rollout_batch": 64, "nvme_path": None,
 }  # fmt: skip
 DEFAULTS = {key: str(value).lower() if isinstance(value, bool) else value for key, value in KEYS.items()}
 USAGE = (
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         actor = shape_of(keys["model"], keys["tensor_parallel"])
         critic = shape_of(keys["critic"], keys["tensor_parallel"]) if keys["critic"] else actor
         machine = this_machine(keys["nvme_path"])
+        pieces_of(actor, keys["pipeline_parallel"])
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -56,8 +58,11 @@ def parse(arguments: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"dtype={found['dtype']}: write bf16, fp16 or fp32")
     if found["states"] not in ("fp32", "bf16"):
         raise ValueError(f"states={found['states']}: write fp32 or bf16")
-    if found["gpus"] * found["nodes"] % found["tensor_parallel"]:
-        raise ValueError(f"tensor_parallel={found['tensor_parallel']} does not divide the number of GPUs")
+    for key in ("tensor_parallel", "pipeline_parallel"):
+        if found["gpus"] * found["nodes"] % found[key]:
+            raise ValueError(f"{key}={found[key]} does not divide the number of GPUs")
+    if found["pipeline_parallel"] > 1 and (found["tensor_parallel"] > 1 or found["states"] == "bf16"):
+        raise ValueError("pipeline_parallel needs tensor_parallel=1 states=fp32")
     return found
 
 
@@ -75,7 +80,7 @@ def _value(key: str, text: str) -> Any:
 
 def tables(actor: Shape, critic: Shape, keys: dict[str, Any], machine: Machine) -> Iterator[str]:
     """The lines of all tables."""
-    ranks = keys["gpus"] * keys["nodes"]
+    ranks, pieces = keys["gpus"] * keys["nodes"], keys["pipeline_parallel"]
     if actor.tensor > 1:
         yield f"one of {actor.tensor} parts that tensor groups hold; DeepSpeed's estimates do not know of them"
     yield f"{actor.name}: {actor.parameters / 1e6:,.0f} M parameters, largest layer {actor.largest_layer / 1e6:,.0f} M"
@@ -85,8 +90,14 @@ def tables(actor: Shape, critic: Shape, keys: dict[str, Any], machine: Machine) 
     for row in all_estimates(actor.parameters, actor.largest_layer, gpus=keys["gpus"], nodes=keys["nodes"]):
         yield f"  {row.name:34}{row.device / GIB:9.2f}{row.host / GIB:9.2f}"
     yield f"\nThis engine, bytes a device at the height of each stage, {ranks} ranks, {keys['dtype']} (GiB)"
+    work = Workload(
+        ranks=ranks // (actor.tensor * pieces), dtype=keys["dtype"], pieces=pieces,
+        step_tokens=4 * pieces * keys["micro_batch_tokens"], **{key: keys[key] for key in _SHARED},
+    )  # fmt: skip
+    if pieces > 1:
+        yield from _piece_rows(actor, work, machine)
+        return
     yield f"  {'':26}{'states':>9}{'sft':>9}{'reward':>9}{'ppo':>9}{'host':>9}{'files':>9}   highest phase of ppo"
-    work = Workload(ranks=ranks // actor.tensor, dtype=keys["dtype"], **{key: keys[key] for key in _SHARED})
     for name, choice in _choices(work):
         yield _row(name, actor, critic, choice, machine, keys["gpus"])
 
@@ -94,11 +105,25 @@ def tables(actor: Shape, critic: Shape, keys: dict[str, Any], machine: Machine) 
 _SHARED = ("states", "checkpointing", "micro_batch_tokens", "max_length", "prompt", "answer", "rollout_batch")
 
 
+def _piece_rows(shape: Shape, work: Workload, machine: Machine) -> Iterator[str]:
+    """Fine-tuning in a pipeline: the height of each piece, with four micro-batches a piece in a step."""
+    names = list(sft_demand(shape, work).phases)
+    yield f"  {'sft, in pieces':26}" + "".join(f"{name:>17}" for name in names)
+    for name, choice in _choices(work):
+        if choice.stage < 3 and choice.offload_optimizer == "none":
+            heights = [sum(owners.values()) for owners in sft_demand(shape, choice).phases.values()]
+            over = [machine.device is not None and height > machine.device for height in heights]
+            cells = (f"{height / GIB:16.2f}{'!' if much else ' '}" for height, much in zip(heights, over, strict=True))
+            yield f"  {name:26}" + "".join(cells)
+    yield f"  {work.micro_batches} micro-batches a step; pipelines are for sft, with ZeRO 0 to 2 and no offload"
+
+
 def _choices(work: Workload) -> Iterator[tuple[str, Workload]]:
     """From fastest to leanest."""
     for stage in range(4):
         yield f"zero{stage}", replace(work, stage=stage)
-    yield "zero3, recomputing", replace(work, stage=3, checkpointing=True)
+    recomputing = 3 if work.pieces == 1 else 2
+    yield f"zero{recomputing}, recomputing", replace(work, stage=recomputing, checkpointing=True)
     if work.states == "bf16":
         return  # which are not offloaded
     lean = replace(work, stage=3, checkpointing=True)

@@ -40,15 +40,16 @@ class Activations:
         return self.outside + self.blocks * self.block
 
 
-def activations(shape: Shape, *, tokens: int, length: int, dtype: Precision) -> Activations:
+def activations(shape: Shape, *, tokens: int, length: int, dtype: Precision, joins: bool = False) -> Activations:
     """Activations of `tokens` tokens in sequences of `length` in a forward with gradients.
 
-    Whether each has a row of its own or they all lie in one, attention goes no further than a sequence.
+    Whether each has a row of its own or they all lie in one, attention goes no further than a sequence. `joins` says
+    that what it puts out for each is joined to one row, and so is there twice.
     """
     one, two = (tokens * _saved(shape, count, length, dtype) // length for count in (1, 2))
     return Activations(
         outside=max(0, one - (two - one)),
-        block=two - one,
+        block=two - one + joins * tokens * shape.queries * SIZE[dtype],
         block_input=tokens * shape.width * SIZE[dtype],
         blocks=shape.blocks,
     )
@@ -61,7 +62,7 @@ def _saved(shape: Shape, blocks: int, length: int, dtype: Precision) -> int:
         body = AutoModel.from_config(cut(shape.config, blocks), attn_implementation=shape.attention)
         body = body.to(TORCH_DTYPE[dtype]).train()
         if shape.tensor > 1:
-            narrow(body, shape.tensor)
+            narrow(body, shape.tensor, shape.plan)
         ids = torch.zeros(1, length, dtype=torch.long)
         positions = torch.arange(length)[None]
     own = {_storage(t) for t in [*body.parameters(), *body.buffers()]}

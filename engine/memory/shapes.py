@@ -1,6 +1,7 @@
 """The shape of a model, counted on the meta device: nothing is allocated, no weight is read."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ class Shape:
 
     parameters: P, tied ones once. largest_layer: the most that one module owns itself. root: parameters outside of the
     blocks (embeddings and head). block: of the largest block. cache_per_token: numbers in one token's key-value cache.
-    linear: weights of linear layers, the head's too where it is tied. All of one rank of a group of `tensor`.
+    queries: numbers that a block's attention puts out for a token.
+    linear: weights of linear layers, the head's too where it is tied. All of one rank of a group of `tensor`, split by
+    `plan` (None: the model's own).
     """
 
     name: str
@@ -38,6 +41,8 @@ class Shape:
     cache_per_token: int
     linear: int = 0
     tensor: int = 1
+    queries: int = 0
+    plan: Mapping[str, str] | None = None
 
 
 def shape_of(model: str | dict[str, Any], tensor: int = 1) -> Shape:
@@ -64,7 +69,8 @@ def shape_of(model: str | dict[str, Any], tensor: int = 1) -> Shape:
     import yaml
 
     found = yaml.safe_load(option.read_text(encoding="utf-8"))
-    return measured(model, _config(found["architecture"]), found.get("attention", attention), tensor)
+    config, plan = _config(found["architecture"]), found.get("tensor_plan")
+    return measured(model, config, found.get("attention", attention), tensor, plan)
 
 
 def _config(architecture: dict[str, Any]) -> PretrainedConfig:
@@ -74,12 +80,14 @@ def _config(architecture: dict[str, Any]) -> PretrainedConfig:
     return AutoConfig.for_model(architecture["model_type"], **fields)
 
 
-def measured(name: str, config: PretrainedConfig, attention: str = "sdpa", tensor: int = 1) -> Shape:
-    """Build it on the meta device and count. Raises ValueError where it has no plan for tensor groups."""
+def measured(
+    name: str, config: PretrainedConfig, attention: str = "sdpa", tensor: int = 1, plan: Mapping[str, str] | None = None
+) -> Shape:
+    """Build it on the meta device and count. Raises ValueError where there is no plan for tensor groups."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     if tensor > 1:
-        narrow(model, tensor)
+        narrow(model, tensor, plan)
     total = _count(model)
     blocks = [_count(block) for block in zero.units(model)]
     text = config.get_text_config()
@@ -99,6 +107,8 @@ def measured(name: str, config: PretrainedConfig, attention: str = "sdpa", tenso
         cache_per_token=2 * text.num_hidden_layers * groups * head // tensor,
         linear=sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | Conv1D)),
         tensor=tensor,
+        queries=text.num_attention_heads * head // tensor,
+        plan=plan,
     )
 
 

@@ -1,14 +1,17 @@
 """What each stage of the pipeline needs of a device, by owner: states, activations, logits, cache, the models of PPO.
 
-Heights are added where things live at the same time: all models rest, one of them works, on one micro-batch.
+Heights are added where things live at the same time: all models rest, one of them works, on one micro-batch. The pieces
+of a pipeline work on several: the first of P on P of them, the last on one; with all forwards first each on all.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.config import Precision, Tier
+from engine.config import PipelineSchedule, Precision, Tier
 from engine.memory.activations import activations
+from engine.memory.pieces import pieces_of
 from engine.memory.shapes import Shape
 from engine.memory.states import SIZE, ModelStates, frozen_states, model_states
 
@@ -20,7 +23,9 @@ class Workload:
     """How models are laid out and fed. Lengths are tokens; `rollout_batch` sequences are decoded together.
 
     `ranks` share a model's states; ranks of a tensor group count once, and their shapes are narrower. `states` as in
-    EngineConfig; `errors` are 1-bit Adam's. `packs` says that linear layers are packed for generating (on CPUs).
+    EngineConfig; `errors` are 1-bit Adam's. `packs` says that linear layers are packed for generating (on CPUs). A
+    pipeline deals a model out in `pieces`, which `ranks` does not count; `step_tokens` are a rank's of a step. `joins`
+    is that of engine/memory/activations.py.
     """
 
     ranks: int = 1
@@ -39,6 +44,15 @@ class Workload:
     states: Literal["fp32", "bf16"] = "fp32"
     errors: bool = False
     packs: bool = False
+    joins: bool = False
+    pieces: int = 1
+    schedule: PipelineSchedule = "1f1b"
+    step_tokens: int = 0
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step; a pipeline has one for each piece at least."""
+        return max(self.pieces, math.ceil(self.step_tokens / self.micro_batch_tokens))
 
 
 @dataclass(frozen=True)
@@ -61,17 +75,56 @@ class Demand:
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
 
-def sft_demand(shape: Shape, work: Workload) -> Demand:
-    """Fine-tuning: training, and answering held-out prompts."""
+def sft_demand(shape: Shape, work: Workload, *, generates: Shape | None = None) -> Demand:
+    """Fine-tuning: training, and answering held-out prompts. Of a pipeline `train` is the first rank's.
+
+    `generates` is the shape that answers, where that is split over tensor groups otherwise than what is trained.
+    """
+    if work.pieces > 1:
+        return _pipeline_demand(shape, work)
     states = _trained(shape, work)
     return Demand(
         {
             "train": _resting(states) | _training(shape, work, states),
-            "generate": _resting(states) | _generating(shape, work),
+            "generate": _resting(states) | _generating(generates or shape, work),
         },
         states.host,
         states.nvme,
     )
+
+
+def _pipeline_demand(shape: Shape, work: Workload) -> Demand:
+    """Each piece trains by itself; held-out prompts are answered with the whole model."""
+    pieces = pieces_of(shape, work.pieces)
+    phases, most = dict[str, dict[str, int]](), dict[str, int]()
+    for rank, piece in enumerate(pieces):
+        states = _trained(piece, work)
+        name = "train" if rank == 0 else f"train, piece {rank + 1}"
+        phases[name] = _resting(states) | _piece_training(piece, work, states, rank)
+        most = max(most, _resting(states), key=lambda owners: sum(owners.values()))
+    phases["generate"] = most | _generating(shape, work) | {"twin": SIZE[work.dtype] * shape.parameters}
+    return Demand(phases)
+
+
+def _piece_training(piece: Shape, work: Workload, states: ModelStates, rank: int) -> dict[str, int]:
+    """What the micro-batches bring that are under way at once. Messages have room from the first to the last."""
+    tokens, many = max(work.micro_batch_tokens, work.max_length), work.micro_batches
+    is_last = rank == work.pieces - 1
+    at_once = many if work.schedule == "gpipe" else min(many, work.pieces - rank)
+    kept = activations(piece, tokens=tokens, length=work.max_length, dtype=work.dtype, joins=work.joins)
+    again = kept.block if work.checkpointing else 0  # computed again one after the other, not at once
+    behind = 0 if is_last else kept.outside  # the last norm: in front of the blocks next to nothing is kept
+    each = kept.total(checkpointing=work.checkpointing) - again - behind
+    message = tokens * piece.width * SIZE[work.dtype]
+    sides = (rank > 0) + (not is_last)
+    return {
+        "gathered": states.gathered,
+        "gradients": states.gradients,
+        "reducing": states.passing,
+        "activations": at_once * each + again,
+        "messages": message * (sides * many + (0 if is_last else at_once)),
+        "logits": _logits(piece, work) if is_last else 0,
+    }
 
 
 def reward_demand(shape: Shape, work: Workload) -> Demand:
@@ -89,12 +142,13 @@ def ppo_demand(
     own_reference: bool = True,
     has_critic: bool = True,
     roles: Mapping[str, Workload] | None = None,
+    generates: Shape | None = None,
 ) -> Demand:
     """PPO: actor and critic rest with their optimizers, reference and reward model in compute precision.
 
     `own_reference` is False where the reference is the actor under its adapters. Without a critic `critic` is the shape
-    of the reward model alone. `roles` (actor, critic, reference,
-    reward) are laid out otherwise than `work` says.
+    of the reward model alone. `roles` (actor, critic, reference, reward) are laid out otherwise than `work` says;
+    `generates` as in `sft_demand`.
     """
     own = {role: (roles or {}).get(role, work) for role in ("actor", "critic", "reference", "reward")}
     actors, critics = _trained(actor, own["actor"]), _trained(critic, own["critic"])
@@ -107,10 +161,11 @@ def ppo_demand(
     rest |= {"reference": reference.resting, "reward": reward.resting}
     if not has_critic:
         del rest["critic"]
-    kept = rest | {"twin": _twin(actor, own["actor"]), "packs": _packs(actor, own["actor"])}
+    answers = generates or actor
+    kept = rest | {"twin": _twin(answers, own["actor"]), "packs": _packs(answers, own["actor"])}
     scoring = max(states.gathered for states in (reference, reward, actors, critics))
     phases = {
-        "generate": rest | _generating(actor, own["actor"]),
+        "generate": rest | _generating(answers, own["actor"]),
         "score": kept | {"gathered": scoring, "logits": _logits(actor, work)},
         "train actor": kept | _training(actor, own["actor"], actors),
     }
@@ -147,7 +202,7 @@ def _frozen(shape: Shape, work: Workload) -> ModelStates:
 def _training(shape: Shape, work: Workload, states: ModelStates, *, logits: bool = True) -> dict[str, int]:
     """What a micro-batch brings."""
     tokens = max(work.micro_batch_tokens, work.max_length)
-    kept = activations(shape, tokens=tokens, length=work.max_length, dtype=work.dtype)
+    kept = activations(shape, tokens=tokens, length=work.max_length, dtype=work.dtype, joins=work.joins)
     return {
         "gathered": states.gathered,
         "gradients": states.gradients,

@@ -20,6 +20,7 @@ from transformers import AutoModel
 from engine.config import Precision
 from engine.kernels import token_logprobs
 from engine.memory.activations import cut
+from engine.memory.narrowed import narrow
 from engine.memory.shapes import Shape
 from engine.parallel import dist
 from engine.precision import TORCH_DTYPE
@@ -35,7 +36,8 @@ ROUNDS = 3
 class Probe:
     """Seconds: of a block's forward and backward a token, of one decoded token of all of `rows` sequences in a block,
     of the head's log-probabilities a token; of AdamW a parameter, on the device and on the host; of an all-reduce, a
-    copy between host and device, and a read or write of the disk, a byte.
+    copy between host and device, and a read or write of the disk, a byte. `group_wire` is `wire` in a tensor group.
+    Blocks and head are one rank's share of a group's.
     """
 
     forward: float
@@ -47,13 +49,21 @@ class Probe:
     wire: float
     copy: float
     disk: float
+    group_wire: float = 0.0
 
 
-def probe(shape: Shape, *, dtype: Precision, length: int, rows: int, folder: str | None = None) -> Probe:
-    """Measure; every rank calls. `length` tokens a sequence, `rows` sequences decoded together, files in `folder`."""
+def probe(
+    shape: Shape, *, dtype: Precision, length: int, rows: int, folder: str | None = None, generates: Shape | None = None
+) -> Probe:
+    """Measure; every rank calls. `length` tokens a sequence, `rows` sequences decoded together, files in `folder`.
+
+    `generates` is the shape that decodes, where that is split otherwise than `shape`, which trains.
+    """
     device = dist.world().device
     length = min(length, TOKENS[device.type])
     forward, backward, decode = _block(shape, dtype, length, rows, device)
+    if generates is not None and generates.tensor != shape.tensor:
+        _, _, decode = _block(generates, dtype, length, rows, device)
     return Probe(
         forward=forward,
         backward=backward,
@@ -64,6 +74,7 @@ def probe(shape: Shape, *, dtype: Precision, length: int, rows: int, folder: str
         wire=_wire(device),
         copy=_copy(device),
         disk=_disk(folder),
+        group_wire=_wire(device, shape.tensor) if shape.tensor > 1 else 0.0,
     )
 
 
@@ -91,11 +102,13 @@ def _block(shape: Shape, dtype: Precision, length: int, rows: int, device: torch
 
 
 def _body(shape: Shape, blocks: int, dtype: Precision, device: torch.device) -> nn.Module:
-    """The model without its head, cut to some blocks, with one number for all weights."""
+    """The model without its head, cut to some blocks, with one number for all weights; of a tensor group one share."""
     with init_empty_weights(include_buffers=False):
         body: Any = AutoModel.from_config(
             cut(shape.config, blocks), attn_implementation=shape.attention, dtype=TORCH_DTYPE[dtype]
         )
+    if shape.tensor > 1:
+        narrow(body, shape.tensor, shape.plan)
     body._apply(lambda t: torch.full(t.shape, 0.01, dtype=t.dtype, device=device) if t.is_meta else t.to(device))
     return body.train()
 
@@ -116,11 +129,13 @@ def _adam(device: torch.device) -> float:
     return _seconds(torch.optim.AdamW([parameter], fused=True).step) / SAMPLE
 
 
-def _wire(device: torch.device) -> float:
+def _wire(device: torch.device, neighbours: int | None = None) -> float:
+    """Of all ranks, or of every few neighbours at the same time."""
     if dist.world().size == 1:
         return 0.0
     numbers = torch.zeros(BYTES // 4, device=device)
-    return _seconds(lambda: dist.all_reduce_sum(numbers)) / BYTES
+    group = None if neighbours is None else dist.neighbours(neighbours).get_group()
+    return _seconds(lambda: dist.all_reduce_sum(numbers, group=group)) / BYTES
 
 
 def _copy(device: torch.device) -> float:

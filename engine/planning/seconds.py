@@ -4,11 +4,15 @@ Bytes on the wire, with P parameters in d bytes, n micro-batches a step (a gathe
 all-reduce): stage 0 all-reduces 4P once; stage 1 gathers dP and reduce-scatters 4P once; stage 2 gathers once and
 reduce-scatters n times; stage 3 gathers 2n times and reduce-scatters n times. On a GPU the wire and the copies run
 beside the compute, and the longer of the two counts; on a CPU they share the cores, and add up.
+
+A tensor group sums a token's hidden states twice a block in forward, twice in backward and once at the head, and waits.
+A pipeline of p pieces takes n + p - 1 turns of its slowest piece for n micro-batches.
 """
 
 import math
 from dataclasses import dataclass
 
+from engine.memory.pieces import pieces_of
 from engine.memory.shapes import Shape
 from engine.memory.stages import Workload
 from engine.memory.states import SIZE
@@ -36,25 +40,49 @@ class Pace:
 def step_seconds(shape: Shape, work: Workload, pace: Pace, found: Probe, *, on_gpu: bool) -> dict[str, float]:
     """Seconds by phase of one step (PPO: one rollout and the updates on it), at full length."""
     tokens = math.ceil(pace.sequences / work.ranks) * pace.length
-    ahead = shape.blocks * found.forward * tokens
+    count = _micro_batches(work, tokens)
+    if work.pieces > 1:
+        turns = (count + work.pieces - 1) / count
+        pieces = [_compute(piece, work, found, tokens) for piece in pieces_of(shape, work.pieces)]
+        sent = max(_beside(piece, work, found, count, 1) for piece in pieces_of(shape, work.pieces))
+        between = tokens * shape.width * SIZE[work.dtype] * found.wire  # an activation, its gradient: half a sum each
+        slowest = turns * (max(pieces) + between)
+        learns = max(_optimizer(piece, work, found) for piece in pieces_of(shape, work.pieces))
+        return {"train": max(slowest, sent) if on_gpu else slowest + sent, "step": learns}
+    ahead = _forward(shape, work, found, tokens)
     phases: dict[str, float] = {}
     if pace.answer:
         waves = math.ceil(pace.sequences / work.ranks / pace.together)
         phases["generate"] = waves * pace.answer * shape.blocks * found.decode
     if pace.scored:
-        phases["score"] = pace.scored * (ahead + _stream(shape, work, found, _micro_batches(work, tokens)))
-    compute = ahead + shape.blocks * found.backward * tokens + found.head * tokens
-    if work.checkpointing:
-        compute += ahead
-    beside = _beside(shape, work, found, _micro_batches(work, tokens), pace.updates)
+        phases["score"] = pace.scored * (ahead + _stream(shape, work, found, count))
+    compute = _compute(shape, work, found, tokens)
+    beside = _beside(shape, work, found, count, pace.updates)
     trained = pace.models * pace.passes
     phases["train"] = trained * (max(compute, beside) if on_gpu else compute + beside)
     phases["step"] = trained * pace.updates * _optimizer(shape, work, found)
     return phases
 
 
+def _forward(shape: Shape, work: Workload, found: Probe, tokens: int) -> float:
+    return shape.blocks * tokens * (found.forward + 2 * _sum(shape, work, found))
+
+
+def _compute(shape: Shape, work: Workload, found: Probe, tokens: int) -> float:
+    """Forward and backward of a rank's tokens, and what a tensor group sums meanwhile."""
+    each = _sum(shape, work, found)
+    ahead = _forward(shape, work, found, tokens) * (2 if work.checkpointing else 1)
+    head = found.head + (2 if work.dtype != "fp32" else 1) * each if shape.vocabulary else 0.0
+    return ahead + shape.blocks * tokens * (found.backward + 2 * each) + head * tokens
+
+
+def _sum(shape: Shape, work: Workload, found: Probe) -> float:
+    """Seconds of the sum of one token's hidden states over a tensor group."""
+    return shape.width * SIZE[work.dtype] * found.group_wire
+
+
 def _micro_batches(work: Workload, tokens: int) -> int:
-    return max(1, math.ceil(tokens / work.micro_batch_tokens))
+    return max(work.pieces, math.ceil(tokens / work.micro_batch_tokens))
 
 
 def _beside(shape: Shape, work: Workload, found: Probe, count: int, updates: int) -> float:

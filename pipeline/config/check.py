@@ -166,12 +166,12 @@ def _number_mistakes(key: str, settings: EngineSettings) -> Iterable[str]:
 def _pipeline_mistakes(config: RunConfig) -> Iterable[str]:
     """What a model in pieces does not go with."""
     pieces, settings = f"engine.pipeline_parallel={config.engine.pipeline_parallel}", config.engine
-    if wanted_stages(config) != ["sft"]:
+    if config.stage != "plan" and wanted_stages(config) != ["sft"]:
         yield f"{pieces} is for supervised fine-tuning: stage=sft with it, then the other stages without"
     if settings.zero_stage == 3:
         yield f"{pieces} has parameters whole in each piece: engine=zero0, zero1 or zero2"
     needed: dict[str, Any] = {
-        "auto": False, "deepspeed": None, "offload_optimizer": "none", "offload_parameters": "none",
+        "deepspeed": None, "offload_optimizer": "none", "offload_parameters": "none",
         "compile_blocks": False, "compress": "none", "states": "fp32", "tensor_parallel": 1,
     }  # fmt: skip
     for key, value in needed.items():

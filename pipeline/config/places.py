@@ -19,7 +19,7 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
     copies = config.engine.shard_ranks
     if copies is not None and config.engine.zero_stage > 0 and shares % copies:
         raise UserError(f"engine.shard_ranks={copies} does not divide the {shares} {group}")
-    for stage in wanted_stages(config):
+    for stage in wanted_stages(config) if pieces == 1 else ("sft",):
         size = getattr(config, stage).batch_size
         parts = shares * (config.ppo.minibatches if stage == "ppo" else 1)
         if size * (config.ppo.samples if stage == "ppo" else 1) % parts:

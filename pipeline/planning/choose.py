@@ -43,9 +43,6 @@ def announce(
     said; it runs all the same).
     """
     world = dist.world()
-    if config.engine.pipeline_parallel > 1:
-        _say(["memory: not predicted under engine.pipeline_parallel"])
-        return config, {}
     try:
         if config.engine.auto:
             config = _settled(config, stage, folder, policy, reward)
@@ -101,6 +98,7 @@ def measure(config: RunConfig, task: Task) -> Probe:
     return probe(
         task.policy, dtype=task.work.dtype, length=task.work.max_length,
         rows=min(config.rollout.batch_size, 32), folder=config.engine.nvme_path,
+        generates=task.generates,
     )  # fmt: skip
 
 

@@ -8,7 +8,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from transformers import PretrainedConfig
+
 from engine import EngineConfig
+from engine.config import Precision
+from engine.kernels.host.library import library
 from engine.memory import Demand, Shape, Workload, ppo_demand, reward_demand, sft_demand
 from engine.memory.machine import this_machine
 from engine.memory.shapes import measured
@@ -37,6 +41,7 @@ class Task:
     critic: Shape
     roles: Mapping[str, Workload]
     has_critic: bool = True
+    generates: Shape | None = None  # the policy, split as it generates
 
     def demand(self, setting: Setting | None = None) -> Demand:
         """Bytes as configured, or under another setting of what all models share."""
@@ -44,9 +49,11 @@ class Task:
         if self.stage == "ppo":
             return ppo_demand(
                 self.policy, self.critic, work, own_reference=work.trained_share == 1.0, has_critic=self.has_critic,
-                roles=self.roles,
+                roles=self.roles, generates=self.generates,
             )  # fmt: skip
-        return sft_demand(self.policy, work) if self.stage == "sft" else reward_demand(self.policy, work)
+        if self.stage == "sft":
+            return sft_demand(self.policy, work, generates=self.generates)
+        return reward_demand(self.policy, work)
 
 
 @dataclass(frozen=True)
@@ -93,21 +100,31 @@ def task(
 ) -> Task:
     """The stage's settings and models in the engine's words."""
     parts = config.engine.tensor_parallel
-    shape = measured(policy.name, policy.config, policy.attention, parts)
-    critic = measured(reward.name, reward.config, reward.attention, parts) if reward is not None else shape
+    shape, together = _shape(policy, parts), config.rollout.tensor_parallel
+    generates = shape if together == parts else _shape(policy, together)
+    critic = _shape(reward, parts) if reward is not None else shape
     roles = {}
     for key in ROLE_ENGINES if stage == "ppo" else ():
         own = getattr(config.ppo, key)
         if own:
-            roles[key.removesuffix("_engine")] = workload(config, stage, ranks, engine_settings(config.engine, own))
-    work = workload(config, stage, ranks, config.engine)
-    return Task(stage, work, shape, critic, roles, has_critic=config.ppo.advantage == "gae")
+            roles[key.removesuffix("_engine")] = workload(
+                config, stage, ranks, engine_settings(config.engine, own), policy.config
+            )
+    work = workload(config, stage, ranks, config.engine, policy.config)
+    return Task(stage, work, shape, critic, roles, has_critic=config.ppo.advantage == "gae", generates=generates)
 
 
-def workload(config: RunConfig, stage: str, ranks: int, settings: EngineSettings) -> Workload:
-    """The stage's settings in the engine's words."""
+def _shape(source: ModelSource, parts: int) -> Shape:
+    return measured(source.name, source.config, source.attention, parts, source.tensor_plan)
+
+
+def workload(
+    config: RunConfig, stage: str, ranks: int, settings: EngineSettings, architecture: PretrainedConfig
+) -> Workload:
+    """The stage's settings in the engine's words; `architecture` is that of the model that is trained."""
     section: StageSection = getattr(config, stage)
-    ranks //= settings.tensor_parallel  # a tensor group sees the same data, and shards each part by itself
+    # A tensor group, or a pipeline, sees the same data, and shards each part by itself.
+    ranks //= settings.tensor_parallel * settings.pipeline_parallel
     engine: EngineConfig = EngineChoice(settings).layout()["config"]
     length = section.max_length
     if stage == "ppo":
@@ -121,7 +138,7 @@ def workload(config: RunConfig, stage: str, ranks: int, settings: EngineSettings
         offload_optimizer=engine.offload_optimizer,
         offload_parameters=engine.offload_parameters,
         checkpointing=engine.activation_checkpointing,
-        micro_batch_tokens=min(section.micro_batch_tokens, whole),
+        micro_batch_tokens=_each(min(section.micro_batch_tokens, whole), whole, length, settings.pipeline_parallel),
         max_length=length,
         prompt=config.rollout.max_prompt_tokens,
         answer=config.rollout.max_new_tokens,
@@ -129,7 +146,27 @@ def workload(config: RunConfig, stage: str, ranks: int, settings: EngineSettings
         trained_share=0.01 if section.lora.rank else 1.0,
         states=engine.states,
         packs=dist.world().device.type == "cpu",
+        joins=getattr(section, "packing", True) and joins(architecture, engine.dtype),
+        pieces=settings.pipeline_parallel,
+        schedule=settings.pipeline_schedule,
+        step_tokens=whole,
     )
+
+
+def joins(architecture: PretrainedConfig, dtype: Precision) -> bool:
+    """Whether packed rows are attended to one sequence at a time here (pipeline/models/attention.py), and joined."""
+    if getattr(architecture.get_text_config(), "attn_logit_softcapping", None):
+        return True
+    if dist.world().device.type == "cpu":
+        return dtype == "fp16" or library("ragged_attention") is None
+    return dtype == "fp32"
+
+
+def _each(tokens: int, whole: int, length: int, pieces: int) -> int:
+    """Tokens of a micro-batch: a step that has fewer of them than a pipeline has pieces is cut further."""
+    while math.ceil(whole / tokens) < pieces and tokens > length:
+        tokens = max(length, math.ceil(tokens / 2))
+    return tokens
 
 
 def this_room(settings: EngineSettings, ranks: int) -> Room:

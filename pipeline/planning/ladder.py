@@ -62,7 +62,7 @@ class Setting:
 
 def ladder(work: Workload, room: Room) -> Iterator[Setting]:
     """Every setting, each with the micro-batch as configured and halved down to one sequence."""
-    for engine in _layouts(work.ranks, on_gpu=room.on_gpu):
+    for engine in _layouts(work.ranks, on_gpu=room.on_gpu, whole=work.pieces > 1):
         if work.states == "bf16" and engine["offload_optimizer"] != "none":
             continue  # these can't be offloaded
         tokens = work.micro_batch_tokens
@@ -72,12 +72,15 @@ def ladder(work: Workload, room: Room) -> Iterator[Setting]:
             yield Setting(engine, tokens)
 
 
-def _layouts(ranks: int, *, on_gpu: bool) -> Iterator[dict[str, Any]]:
-    shared = (0, 1, 2, 3) if ranks > 1 else (0,)
+def _layouts(ranks: int, *, on_gpu: bool, whole: bool) -> Iterator[dict[str, Any]]:
+    """`whole` says that parameters have to be whole where they compute, and on the device: those of a pipeline."""
+    shared = ((0, 1, 2) if whole else (0, 1, 2, 3)) if ranks > 1 else (0,)
     for stage in shared:
         yield _layout(stage)
     for stage in shared[-2:]:
         yield _layout(stage, recompute=True)
+    if whole:
+        return
     for tier in ("cpu", "nvme") if on_gpu else ("nvme",):
         stage = 2 if ranks > 1 else 0
         yield _layout(stage, optimizer=tier)

@@ -19,7 +19,7 @@ def run(config: RunConfig, folder: Path) -> None:
     """Print the plan of every stage; `folder` is thrown away afterwards."""
     policy = base_source(config)
     reward = resolve(config.reward_model, config.seed) if config.reward_model is not None else None
-    for stage in STAGES:
+    for stage in STAGES if config.engine.pipeline_parallel == 1 else ("sft",):
         for line in describe(config, stage, policy=reward or policy if stage == "reward" else policy, reward=reward):
             if dist.world().leads:
                 print(line, flush=True)
@@ -52,10 +52,11 @@ def _bytes(found: Plan) -> Iterator[str]:
     """Owners down, phases across."""
     phases = found.demand.phases
     owners = list(dict.fromkeys(owner for part in phases.values() for owner in part))
-    yield "  as configured, GiB" + "".join(f"{name:>14}" for name in phases)
+    wide = max(14, 2 + max(len(name) for name in phases))
+    yield "  as configured, GiB" + "".join(f"{name:>{wide}}" for name in phases)
     for owner in owners:
-        yield f"    {owner:16}" + "".join(f"{part.get(owner, 0) / GIB:14.3f}" for part in phases.values())
-    yield f"    {'together':16}" + "".join(f"{sum(part.values()) / GIB:14.3f}" for part in phases.values())
+        yield f"    {owner:16}" + "".join(f"{part.get(owner, 0) / GIB:{wide}.3f}" for part in phases.values())
+    yield f"    {'together':16}" + "".join(f"{sum(part.values()) / GIB:{wide}.3f}" for part in phases.values())
     yield f"    host {found.demand.host / GIB:.3f}, files {found.demand.nvme / GIB:.3f}; {_verdict(found)}"
 
 

@@ -197,7 +197,6 @@ def test_numbers_must_go_with_the_layout(words: list[str], message: str):
         (["stage=all"], "engine.pipeline_parallel=2 is for supervised fine-tuning: stage=sft"),
         (["engine=zero3"], "engine=zero0, zero1 or zero2"),
         (["engine=zero2-offload"], "needs engine.offload_optimizer=none"),
-        (["engine=auto"], "needs engine.auto=false"),
         (["engine.tensor_parallel=2"], "needs engine.tensor_parallel=1"),
         (["rollout.stream=true"], "rollout.stream=false"),
         (["stage=ppo", "ppo.actor_engine={pipeline_parallel: 2}"], "ppo.actor_engine.pipeline_parallel"),
@@ -205,6 +204,13 @@ def test_numbers_must_go_with_the_layout(words: list[str], message: str):
 )
 def test_what_does_not_go_with_a_pipeline_is_refused(words: list[str], message: str):
     assert message in refusal("stage=sft", "engine.pipeline_parallel=2", *words)
+
+
+def test_pipelines_are_planned_and_chosen_for():
+    assert config_of("stage=plan", "engine.pipeline_parallel=2").engine.pipeline_parallel == 2
+    assert config_of("stage=sft", "engine.pipeline_parallel=2", "engine=auto").engine.auto
+    planned = config_of("stage=plan", "engine.pipeline_parallel=2", "sft.batch_size=64", "ppo.batch_size=36")
+    check_ranks(planned, 32)  # PPO is not planned
 
 
 def test_ranks_must_divide_batches():

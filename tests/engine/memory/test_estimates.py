@@ -110,6 +110,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model=opt-125m", "gpus=2", "max_length=128", "micro_batch_tokens=512", "critic=opt-125m"]) == 0
     told = capsys.readouterr().out
     assert "125 M parameters" in told and "zero3, shards on host" in told and "cache" in told
+    pieces = ["model=opt-125m", "gpus=4", "pipeline_parallel=2", "max_length=128", "micro_batch_tokens=512"]
+    assert main(pieces) == 0
+    told = capsys.readouterr().out
+    assert "train, piece 2" in told and "8 micro-batches a step" in told and "zero2, recomputing" in told
+    assert "zero3" not in told.partition("in pieces")[2]
+    assert main([*pieces, "tensor_parallel=2"]) == 2 and "tensor_parallel=1" in capsys.readouterr().err
     assert main(["model=nothing"]) == 2 and "conf/model" in capsys.readouterr().err
     assert main(["gpu=2"]) == 2 and "gpus=1" in capsys.readouterr().err
     assert main(["--help"]) == 0 and "checkpointing=false" in capsys.readouterr().out
@@ -133,6 +139,10 @@ def test_a_tensor_groups_ranks_hold_their_parts() -> None:
     assert one.block / 2 < two.block < one.block
     with pytest.raises(ValueError, match="without a tensor-parallel plan"):
         measured("opt", CONFIGS["opt"], tensor=2)
+    by_plan, alone = shape_of("opt-125m", 2), shape_of("opt-125m")  # conf/model has one for OPT
+    assert by_plan.block == pytest.approx(alone.block / 2, rel=0.01)
+    kept, wanted = (sft_demand(each, Workload()).phases["train"]["activations"] for each in (by_plan, alone))
+    assert wanted / 2 < kept < 0.75 * wanted
 
 
 def test_bf16_states_errors_and_packs() -> None:

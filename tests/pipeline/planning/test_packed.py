@@ -1,0 +1,58 @@
+"""Activations of packed rows as they are predicted, with the CPU's kernel and with one call a sequence."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from engine.kernels.host import ragged_attention
+from engine.kernels.host.library import library
+from engine.memory.activations import activations
+from engine.memory.shapes import measured
+from pipeline.data.documents import Documents
+from pipeline.models.attention import use_documents
+from pipeline.planning import fit
+
+LENGTH, MANY = 32, 4
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=4, max_position_embeddings=64,
+)  # fmt: skip
+
+
+def saved() -> int:
+    """Bytes that a forward over one packed row keeps."""
+    model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="sdpa").float().train()
+    assert use_documents(model)
+    documents = Documents((LENGTH,) * MANY)
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    sizes: dict[int, int] = {}
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in own:
+            sizes[place] = tensor.untyped_storage().nbytes()
+            kept.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.base_model(
+            input_ids=torch.zeros(1, MANY * LENGTH, dtype=torch.long), documents=documents, use_cache=False,
+            position_ids=documents.positions(torch.device("cpu")),
+        )  # fmt: skip
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_packed_rows(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel and library("ragged_attention") is None:
+        pytest.skip("there is no compiler for the kernel")
+    if not kernel:
+        for module in (ragged_attention, fit):
+            monkeypatch.setattr(module, "library", lambda name: None)
+    joins = fit.joins(CONFIG, "fp32")
+    assert joins is not kernel
+    found = activations(measured("llama", CONFIG), tokens=MANY * LENGTH, length=LENGTH, dtype="fp32", joins=joins)
+    assert found.total(checkpointing=False) == pytest.approx(saved(), rel=0.02)
