@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from engine.kernels.host import decode_attention as host
+from engine.kernels.host.ragged_attention import ragged_attention
 from engine.rollout.cache.groups import Family, Group
 from engine.rollout.cache.shared_prompt import joined_attention
 from engine.rollout.cache.slots import SlotLayer, Step
@@ -68,14 +69,22 @@ def _in_one_call(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """All single queries by a kernel of ours, whatever their slots and lengths, then chunk by chunk."""
+    """All single queries by a kernel of ours, whatever their slots and lengths; all chunks that begin a prompt by one
+    of ours, too, then the others by themselves.
+    """
     _, heads, tokens, size = query.shape
-    out = query.new_empty(1, tokens, heads, value.shape[-1])
+    scale = size**-0.5 if scaling is None else scaling
+    begun = None
+    if slots.beginnings is not None and softcap is None:
+        begun = ragged_attention(query[0], key[0], value[0], slots.beginnings, scale=scale, window=window)
+    out = query.new_empty(1, tokens, heads, value.shape[-1]) if begun is None else begun[None]
     host.write_and_attend(
-        query, key, value, layer.keys, layer.values, slots.slots, slots.lengths, slots.singles, out,
-        size**-0.5 if scaling is None else scaling, window, softcap, slots.families(window),
+        query, key, value, layer.keys, layer.values, slots.slots, slots.lengths, slots.singles, out, scale, window,
+        softcap, slots.families(window),
     )  # fmt: skip
     for part, first, last, mask in slots.chunks_seen(window):
+        if begun is not None and part.start == 0:
+            continue
         k, v = layer.keys[part.slot, None, :, first:last], layer.values[part.slot, None, :, first:last]
         said = attend(query[:, :, part.begin : part.end], k, v, mask, scaling=scaling, softcap=softcap)
         out[:, part.begin : part.end] = said.transpose(1, 2)

@@ -79,7 +79,8 @@ class Decoding:
             logits[early] = forbid(logits[early], sampling.end_ids)
         if sampling.repetition_penalty != 1:
             logits = penalise(logits, self._seen_by(sequences, logits.shape[-1]), sampling.repetition_penalty)
-        draws = self.draws[[s.request for s in sequences], [s.drawn for s in sequences]]
+        places = [s.request * sampling.max_new_tokens + s.drawn for s in sequences]
+        draws = self.draws.take(torch.tensor(places, device=self.device))
         tokens, logprobs = draw(logits, sampling, draws)
         drawn = list(zip([s.request for s in sequences], tokens.tolist(), logprobs.tolist(), strict=True))
         for sequence, (_, token, _) in zip(sequences, drawn, strict=True):

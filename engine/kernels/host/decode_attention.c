@@ -280,7 +280,7 @@ int decode_attention(const struct call *c) {
     if (!short_of) {
         p.parts = p.first + c->rows;
         make(&p, c);
-        int64_t all = p.count * c->key_heads, chunk = all / (8 * c->threads) + 1;
+        int64_t all = p.count * c->key_heads, chunk = all / (32 * c->threads) + 1;
 #pragma omp parallel num_threads(c->threads)
         {
 #pragma omp for schedule(static) nowait

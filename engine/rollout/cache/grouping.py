@@ -31,7 +31,7 @@ class Joining:
         return members > 1 and saved * token_numbers > self.numbers
 
 
-BY_TORCH, IN_C = Joining(numbers=700_000), Joining(tokens=16)
+BY_TORCH, IN_C = Joining(numbers=700_000), Joining(tokens=64)
 
 
 class Grouping:

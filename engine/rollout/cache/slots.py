@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from engine.kernels.host.ragged_attention import Families
 from engine.offload.blocks import aligned
 from engine.rollout.cache.groups import Chunk, Family, Group
 
@@ -129,6 +130,12 @@ class Step:
                 table[part.begin : part.end] = torch.tensor([part.begin, part.prompt])
             self._families[window] = table if found else None
         return self._families[window]
+
+    @cached_property
+    def beginnings(self) -> Families | None:
+        """Where the chunks lie that begin a prompt, each by itself; None where there are none."""
+        found = [[(chunk.begin, chunk.end - chunk.begin)] for chunk in self.chunks if chunk.start == 0]
+        return Families.of(found) if found else None
 
     def chunks_seen(self, window: int | None) -> list[SeenChunk]:
         """Each chunk with the span of positions it reads and its mask, for a layer's sliding window."""

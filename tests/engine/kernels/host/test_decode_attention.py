@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from engine import kernels
-from engine.kernels.decode_attention import decode_attention as plain
 from engine.kernels.host import decode_attention as host
 from tests.engine.kernels.oracle import attention_in_float64, ragged_cache
 
@@ -56,8 +55,8 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads() -> None:
 
 
 def test_the_public_name_takes_it_for_the_types_it_serves() -> None:
-    for dtype, picked in ((torch.float32, host.decode_attention), (torch.float16, plain)):
-        assert kernels._pick("decode_attention", torch.empty(1, dtype=dtype)) is picked
+    for dtype, picked in ((torch.float32, host.decode_attention), (torch.float16, None)):
+        assert kernels._for_device("decode_attention", torch.empty(1, dtype=dtype)) is picked
 
 
 def test_what_points_outside_the_cache_is_refused() -> None:
