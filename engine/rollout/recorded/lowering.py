@@ -1,10 +1,11 @@
 """A recording with fewer, larger calls that compute the same.
 
 Linear layers become products with their packs; those that read the same value become one product; a ReLU goes into the
-product before it (it commutes with rounding, so the result is the same bit for bit).
+product before it (it commutes with rounding, so the result is the same bit for bit). What stands between the products
+is joined by `fusing.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,23 +15,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.rollout.packed import Pack, PackedLinears
-from engine.rollout.recorded.recording import Call, Layer, Recording, Value
+from engine.rollout.recorded.fusing import fuse
+from engine.rollout.recorded.graph import values
+from engine.rollout.recorded.recording import Call, Form, Layer, Recording, Value
 
 RELUS = (functional.relu, torch.relu, Tensor.relu)
 
 
 def lower(recording: Recording, packs: PackedLinears, rows: int) -> Recording:
     """The recording for steps of `rows` rows."""
-    kept = _without(recording, _is_dropout)
+    kept = _without(recording)
     joined = _with_joint_products(kept, packs)
-    return replace(joined, calls=tuple(_with_packs(joined, packs, rows)))
+    return fuse(_with_packs(joined, packs, rows))
 
 
-def _is_dropout(call: Call) -> bool:
-    return call.function is functional.dropout and call.kwargs.get("training") is False
-
-
-def _without(recording: Recording, drop: Callable[[Call], bool]) -> Recording:
+def _without(recording: Recording) -> Recording:
     """Leave out calls that give their first argument back."""
     same: dict[Value, Value] = {}
     calls = []
@@ -38,11 +37,27 @@ def _without(recording: Recording, drop: Callable[[Call], bool]) -> Recording:
         call = replace(
             call, args=_renamed(call.args, same), kwargs={key: _renamed(v, same) for key, v in call.kwargs.items()}
         )
-        if drop(call) and call.results[0] is not None:
-            same[call.results[0]] = call.args[0]
+        result = call.results[0]
+        if result is not None and _gives_back(call, recording.forms):
+            same[result] = call.args[0]
         else:
             calls.append(call)
     return replace(recording, calls=tuple(calls), output=same.get(recording.output, recording.output))
+
+
+def _gives_back(call: Call, forms: Mapping[Value, Form]) -> bool:
+    """Whether a call's result is its first argument: a dropout that is off, a cast to what it is, a view of all."""
+    if call.mutates or not call.whole:
+        return False
+    if call.same or (call.function is functional.dropout and call.kwargs.get("training") is False):
+        return True
+    viewed = call.args[0] if call.args else None
+    if not isinstance(viewed, Value) or not call.results[0] or forms.get(viewed) != forms[call.results[0]]:
+        return False
+    if call.name == "__getitem__":
+        places = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+        return all(place in (Ellipsis, slice(None), slice(0, None)) for place in places)
+    return call.name in ("view", "reshape")
 
 
 def _renamed(argument: Any, same: dict[Value, Value]) -> Any:
@@ -86,7 +101,7 @@ class _Joint:
         raise AssertionError("a joint call is put into words before it is called")
 
 
-def _with_packs(recording: Recording, packs: PackedLinears, rows: int) -> list[Call]:
+def _with_packs(recording: Recording, packs: PackedLinears, rows: int) -> Recording:
     """Layers put into words, each with the ReLU that follows it."""
     used = _uses(recording)
     spare = max(value.index for value in used) + 1
@@ -96,11 +111,13 @@ def _with_packs(recording: Recording, packs: PackedLinears, rows: int) -> list[C
         if call.function in RELUS and isinstance(call.args[0], Value) and used[call.args[0]] == 1
     }
     calls: list[Call] = []
+    forms = dict(recording.forms)
     absorbed: set[int] = set()
     for call in recording.calls:
         if isinstance(call.function, _Joint):
             pack, product = packs.join(call.function.layers), Value(spare + len(calls))
             if pack.pays(rows):
+                forms[product] = Form((*forms[call.args[0]].shape[:-1], sum(pack.outs)), pack.dtype)
                 calls.append(_product(call.args[0], pack, False, product))
                 calls.append(Call(Tensor.split, (product, list(pack.outs), -1), {}, call.results, whole=False))
             else:
@@ -115,7 +132,7 @@ def _with_packs(recording: Recording, packs: PackedLinears, rows: int) -> list[C
             calls += [single] if pack.pays(rows) else _each(pack, call)
         elif id(call) not in absorbed:
             calls.append(call)
-    return calls
+    return replace(recording, calls=tuple(calls), forms=forms)
 
 
 def _each(pack: Pack, call: Call) -> list[Call]:
@@ -125,7 +142,7 @@ def _each(pack: Pack, call: Call) -> list[Call]:
 
 
 def _product(value: Any, pack: Pack, relu: bool, result: Value | None) -> Call:
-    return Call(pack.product, (value, relu), {}, (result,))
+    return Call(pack.product, (value, relu), {}, (result,), contiguous=True)
 
 
 def _uses(recording: Recording) -> dict[Value, int]:
@@ -135,16 +152,6 @@ def _uses(recording: Recording) -> dict[Value, int]:
         for result in call.results:
             if result is not None:
                 used.setdefault(result, 0)
-        for value in _values([*call.args, *call.kwargs.values()]):
+        for value in values([*call.args, *call.kwargs.values()]):
             used[value] = used.get(value, 0) + 1
     return used
-
-
-def _values(arguments: Sequence[Any]) -> list[Value]:
-    found = []
-    for argument in arguments:
-        if isinstance(argument, Value):
-            found.append(argument)
-        elif type(argument) in (tuple, list):
-            found += _values(argument)
-    return found

@@ -11,7 +11,7 @@ Left out: forwards that need a gradient; control flow that depends on values.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, ClassVar, TypeVar
 
@@ -58,19 +58,36 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Form:
+    """What a value is at every replay; how it lies in memory is not said."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Call:
-    """`results` has a value for each tensor that `function` gave, None for what was none; one alone is `whole`."""
+    """`results` has a value for each tensor that `function` gave, None for what was none; one alone is `whole`.
+
+    `same`: it gave its first argument back. `contiguous`: its results are so at every replay.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     results: tuple[Value | None, ...]
     whole: bool = True
+    same: bool = False
+    contiguous: bool = False
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", "")
 
     @property
     def mutates(self) -> bool:
         """Whether it may write into one of its arguments."""
-        name = getattr(self.function, "__name__", "")
+        name = self.name
         in_place = name.endswith("_") and not name.endswith("__")
         return in_place or name == "__setitem__" or name.startswith("__i") or self.kwargs.get("out") is not None
 
@@ -93,6 +110,7 @@ class Recording:
     calls: tuple[Call, ...]
     inputs: tuple[Value, ...]
     output: Value
+    forms: Mapping[Value, Form] = field(default_factory=dict)
 
 
 class Recorder(TorchFunctionMode):
@@ -119,7 +137,12 @@ class Recorder(TorchFunctionMode):
         """What was recorded, of which `output` is the result."""
         if id(output) not in self._known:
             raise Unrecordable("its output comes from elsewhere")
-        return Recording(tuple(self.calls), self.inputs, self._known[id(output)])
+        forms = {
+            Value(index): Form(tuple(tensor.shape), tensor.dtype)
+            for index, tensor in enumerate(self._alive)
+            if isinstance(tensor, Tensor)
+        }
+        return Recording(tuple(self.calls), self.inputs, self._known[id(output)], forms)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside:
@@ -163,7 +186,8 @@ class Recorder(TorchFunctionMode):
             raise Unrecordable(f"{name} gives more than tensors")
         told, named = self._refer(args), {key: self._refer(value) for key, value in kwargs.items()}
         function, told = _plain(function, told)
-        self.calls.append(Call(function, told, named, tuple(self._new(r) for r in results), whole))
+        same = whole and bool(args) and outcome is args[0]
+        self.calls.append(Call(function, told, named, tuple(self._new(r) for r in results), whole, same))
 
     def _new(self, tensor: Tensor | None) -> Value | None:
         if tensor is None:
