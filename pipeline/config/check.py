@@ -177,8 +177,8 @@ def _pipeline_mistakes(config: RunConfig) -> Iterable[str]:
     for key, value in needed.items():
         if getattr(settings, key) != value:
             yield f"{pieces} needs engine.{key}={as_written(value)}"
-    if config.rollout.tensor_parallel > 1 or config.rollout.stream:
-        yield f"{pieces} answers held-out prompts with the whole model: rollout.tensor_parallel=1 rollout.stream=false"
+    if config.rollout.tensor_parallel > 1:
+        yield f"{pieces} needs rollout.tensor_parallel=1: held-out prompts are answered on each rank by itself"
 
 
 def _deepspeed_mistakes(settings: EngineSettings) -> Iterable[str]:

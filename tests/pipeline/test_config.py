@@ -198,7 +198,7 @@ def test_numbers_must_go_with_the_layout(words: list[str], message: str):
         (["engine=zero3"], "engine=zero0, zero1 or zero2"),
         (["engine=zero2-offload"], "needs engine.offload_optimizer=none"),
         (["engine.tensor_parallel=2"], "needs engine.tensor_parallel=1"),
-        (["rollout.stream=true"], "rollout.stream=false"),
+        (["rollout.tensor_parallel=2"], "needs rollout.tensor_parallel=1"),
         (["stage=ppo", "ppo.actor_engine={pipeline_parallel: 2}"], "ppo.actor_engine.pipeline_parallel"),
     ],
 )

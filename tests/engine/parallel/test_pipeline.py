@@ -213,6 +213,17 @@ def one_micro_batch(pipeline_parallel: int) -> dict[str, Any]:
     assert passed == ([3] if pipeline_parallel == 1 else [1, 2])
     engine.rehearse(portion([3, 4, 5], [6, 7, 8]), loss_of)
     found = {"update": (update.loss, update.grad_norm), "answers": answers(engine), "weights": weights(engine)}
+    streamed = engine_of("qwen3", generates=True, pipeline_parallel=pipeline_parallel)
+    streamed.flip.stream = True
+    found["streamed"] = answers(streamed)
+    if pipeline_parallel > 1:
+        with streamed.generating(keep=False) as rollouts:
+            weight = next(rollouts.module.parameters()).detach()
+            if dist.world().leads:
+                weight.fill_(7.0)
+            dist.barrier()
+            assert weight.eq(7.0).all(), "each rank has a whole model of its own"
+            dist.barrier()
     half = engine_of("opt", dtype="bf16", pipeline_parallel=pipeline_parallel)
     return found | {"bf16": [advance(half, step) for step in range(STEPS)]}
 
@@ -222,6 +233,7 @@ def test_one_micro_batch_is_cut_and_the_pieces_answer_as_one() -> None:
     for found in run_ranks(one_micro_batch, 2, 2):
         assert found["update"] == pytest.approx(alone["update"], rel=1e-5)
         assert found["answers"] == alone["answers"]
+        assert found["streamed"] == alone["streamed"]
         torch.testing.assert_close(found["weights"], alone["weights"], atol=1e-5, rtol=1e-5)
         for mine, wanted in zip(found["bf16"], alone["bf16"], strict=True):
             assert mine == pytest.approx(wanted, rel=2e-2)
