@@ -24,12 +24,13 @@ from engine.compression.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
 from engine.figures import numbers
 from engine.healing import Healer, OneByOne, Pass, Portion
+from engine.large_pages import ask_for_large_pages
 from engine.ledger import Ledger
 from engine.ledger.beside import generator_bytes, optimizer_bytes
 from engine.loading import copy_local
 from engine.merging import whole_parameters
 from engine.offload import OffloadedOptimizer, full_precision
-from engine.parallel import dist, pipeline, traffic, zero
+from engine.parallel import dist, dtensors, pipeline, traffic, zero
 from engine.pipelined import Pipelined
 from engine.rollout.decoder import Rollouts
 from engine.rollout.twin.assembled import Assembled
@@ -127,6 +128,7 @@ class Engine:
 
     def _fill(self, fill: Callable[[nn.Module], None] | None) -> None:
         """Give parameters their values, and offloaded masters theirs in full precision."""
+        ask_for_large_pages(dtensors.local(parameter.detach()) for parameter in self.module.parameters())
         offloaded = self.optimizer if isinstance(self.optimizer, OffloadedOptimizer) else None
         with offloaded.filling() if offloaded is not None else nullcontext():
             for name, parameter in self.module.named_parameters():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from engine.compression.onebit_adam import OneBitAdam
 from engine.config import OptimizerConfig
+from engine.large_pages import ask_for_large_pages
 from engine.lion import Lion
 from engine.parallel import dtensors
 from engine.stochastic import BFloat16AdamW
@@ -159,9 +160,15 @@ def _third(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _make_moments(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], names: tuple[str, ...]) -> None:
+    moments: list[Tensor] = []
     for parameter in parameters:
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        optimizer.state[parameter] = {"step": step, **{name: torch.zeros_like(parameter) for name in names}}
+        kept = {name: torch.empty_like(parameter, requires_grad=False) for name in names}
+        optimizer.state[parameter] = {"step": step, **kept}
+        moments += kept.values()
+    ask_for_large_pages(dtensors.local(moment) for moment in moments)
+    for moment in moments:
+        moment.zero_()
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:

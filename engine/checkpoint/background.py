@@ -1,8 +1,10 @@
 """Work in a thread of its own."""
 
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -19,6 +21,21 @@ def now(work: Callable[[], Any]) -> "Future[Any]":
     future: Future[Any] = Future()
     _do(work, future)
     return future
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Make many objects, all of them needed, without Python looking through all that the process has for rubbish.
+
+    Which takes some tenths of a second where much is imported, and stops every thread.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _do(work: Callable[[], Any], future: "Future[Any]") -> None:

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from engine.checkpoint import contents
-from engine.checkpoint.background import behind, now
+from engine.checkpoint.background import behind, now, uncollected
 from engine.checkpoint.snapshot import Snapshot
 from engine.checkpoint.storage import INDEX, Reader, Writer
 from engine.offload import planners
@@ -64,11 +64,12 @@ class Checkpointer:
         )  # fmt: skip
         leads = dist.world().leads
         self._pending = Future()
-        saving = behind(work) if beside else now(work)
-        saving.add_done_callback(lambda _: begun.set())
-        # The coordinator finishes after every rank has written: its index is the last file.
-        saving.add_done_callback(partial(_settle, self._pending, snapshot, staging, folder, leads=leads))
-        begun.wait()  # two threads that both want the interpreter take longer than one after the other
+        with uncollected():
+            saving = behind(work) if beside else now(work)
+            saving.add_done_callback(lambda _: begun.set())
+            # The coordinator finishes after every rank has written: its index is the last file.
+            saving.add_done_callback(partial(_settle, self._pending, snapshot, staging, folder, leads=leads))
+            begun.wait()  # two threads that both want the interpreter take longer than one after the other
 
     @property
     def done(self) -> bool:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from engine.large_pages import ask_for_large_pages
 from engine.offload.blocks import BLOCK_BYTES
 
 
@@ -81,6 +82,7 @@ def _copy(tensor: Tensor) -> Tensor:
     """On the host, and as far from the border of a block as the original: its place in a file may depend on that."""
     size = tensor.numel() * tensor.element_size()
     room = torch.empty(size + BLOCK_BYTES, dtype=torch.uint8)  # of malloc, which has memory that was used before
+    ask_for_large_pages([room])
     wanted = tensor.data_ptr() if tensor.device.type == "cpu" and tensor.is_contiguous() else 0
     shift = (wanted - room.data_ptr()) % BLOCK_BYTES
     return room[shift : shift + size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())

@@ -36,11 +36,12 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from engine.checkpoint.background import uncollected
 from engine.checkpoint.snapshot import Snapshot
+from engine.checkpoint.stream import Stream
 from engine.offload.blocks import BLOCK_BYTES, BlockFile, aligned, bytes_of, whole_bytes
 
 INDEX = "index.json"
-REQUEST_BYTES = 8 * 2**20
 Plan = TypeVar("Plan")
 
 
@@ -82,37 +83,33 @@ class Writer(StorageWriter):
         self._snapshot.keep_only({item.index.fqn for item in plan.items})
         self._begun.set()
         file = BlockFile(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, what=name)
-        written, end = [], 0
+        stream, written = Stream(file), []
         try:
             for item in plan.items:
-                start, end = self._write(file, item, planner, end)
-                written.append(WriteResult(item.index, end - start, _Place(name, start)))
-            file.resize(whole_bytes(end))  # so that it can be read in whole blocks
+                start, size = self._write(stream, item, planner)
+                written.append(WriteResult(item.index, size, _Place(name, start)))
+            stream.close()
             file.to_disk()
         finally:
             file.close()
         return _done(written)
 
-    def _write(self, file: BlockFile, item: WriteItem, planner: SavePlanner, end: int) -> tuple[int, int]:
-        """One item behind byte `end`: where it begins and ends.
-
-        It lies as far from the border of a block as in memory, so that all but its ends can go directly.
-        """
+    def _write(self, stream: Stream, item: WriteItem, planner: SavePlanner) -> tuple[int, int]:
+        """One item: where it begins, and its bytes."""
         assert item.type is not WriteItemType.BYTE_IO, f"{item.index.fqn} is no tensor"
         name, data = item.index.fqn, planner.resolve_data(item)
         assert isinstance(data, Tensor)
         with self._snapshot.reading(name, data) as source:
             data = source.to("cpu").contiguous()
-        start = end + (data.data_ptr() - end) % BLOCK_BYTES
-        done, size = 0, data.numel() * data.element_size()
-        while done < size:
-            stop = min(size, _border(start + done, size + start) - start)
+        start = stream.begin(data.data_ptr(), data.nbytes)
+        done = 0
+        while done < data.nbytes:
             with self._snapshot.reading(name, data) as source:
-                file.transfer(os.pwritev, bytes_of(source)[done:stop], start + done)
-            done = stop
+                done += stream.write(bytes_of(source)[done:])
         self._snapshot.read(name)
-        return start, start + size
+        return start, done
 
+    @uncollected()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """The index, when all ranks have written."""
         places = {result.index: result.storage_data for rank in results for result in rank}
@@ -127,7 +124,7 @@ class Writer(StorageWriter):
             dtype = str(about.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(about.size), "pieces": pieces}
         with (self._folder / INDEX).open("w", encoding="utf-8") as file:
-            json.dump({"tensors": tensors}, file)
+            file.write(json.dumps({"tensors": tensors}))  # `dump` goes through Python, which training needs
             file.flush()
             os.fsync(file.fileno())
 
@@ -205,14 +202,6 @@ def _rows(file: BlockFile, item: ReadItem, at: int, shape: torch.Size, dtype: to
     for dim in range(1, len(shape)):
         values = values.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
     return values
-
-
-def _border(place: int, end: int) -> int:
-    """How far the next request of bytes `place` to `end` goes: to the next block, over whole blocks, to the end."""
-    if place % BLOCK_BYTES:
-        return whole_bytes(place)
-    blocks = (end - place) // BLOCK_BYTES * BLOCK_BYTES
-    return place + min(blocks, REQUEST_BYTES) if blocks else end
 
 
 def _done(value: Any) -> Any:

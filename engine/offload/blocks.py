@@ -78,10 +78,6 @@ class BlockFile:
                 raise OSError(errno.EIO, f"{self.what} ends at byte {offset + done}, too early")
             done += moved
 
-    def resize(self, size: int) -> None:
-        """Cut it, or fill it up with zeros."""
-        os.ftruncate(self._plain, size)
-
     def to_disk(self) -> None:
         """Until what was written is on the disk."""
         os.fsync(self._plain)
