@@ -6,6 +6,7 @@ as absent (an empty section) is absent here too.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,13 +47,21 @@ class Choices:
     notes: tuple[str, ...]
 
 
+COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+def _without_comments(text: str) -> str:
+    """JSON without the comments that DeepSpeed allows (it reads Hjson); strings, lines and columns stay as they are."""
+    return COMMENT.sub(lambda found: found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0]), text)
+
+
 def open_file(path: str | Path) -> dict[str, Any]:
-    """A JSON file as a dictionary. Raises ValueError where there is none, or a key stands in it twice."""
+    """A JSON file as a dictionary; comments may stand in it. Raises ValueError where there is none, or a key twice."""
     place = Path(path).expanduser()
     if not place.is_file():
         raise ValueError(f"{path}: there is no such file (looked from {Path.cwd()})")
     try:
-        found = json.loads(place.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        found = json.loads(_without_comments(place.read_text(encoding="utf-8")), object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):

@@ -44,7 +44,7 @@ def _message(key: str, error: ErrorDetails, root: type[BaseModel]) -> str:
             "model": "keys below it, as in " + key + ".KEY=VALUE",
         }[kind.split("_")[0]]
         return f"{key}={shown}: write {wanted}{_about(key, root)}"
-    return f"{key}={shown}: {error['msg']}"
+    return f"{key}={shown}: {error['msg'].removeprefix('Value error, ')}"
 
 
 def as_written(value: Any) -> str:

@@ -233,6 +233,8 @@ def _kept(end: StageEnd, stage_dir: Path) -> str:
     """Keep a crash's traceback in a file; returns the words that say where."""
     if end.status != CRASHED or not end.traceback:
         return ""
+    if stage_dir.name == "plan":  # whose folder goes with it
+        return " (debug=true shows the traceback)"
     file = stage_dir / "error.txt"
     try:
         file.write_text(end.traceback, encoding="utf-8")

@@ -41,7 +41,7 @@ def test_a_batch_that_is_not_the_stages_own_is_told() -> None:
 
 
 def test_mistakes_are_refused_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"engine.deepspeed=.*nothing.json.*no such file"):
+    with pytest.raises(UserError, match=r"engine.deepspeed=\S*: /\S*nothing.json: there is no such file"):
         validate(raw(str(tmp_path / "nothing.json")))
     with pytest.raises(UserError, match=r"engine.deepspeed=.*zero_optimization.stage=7"):
         validate(raw({"zero_optimization": {"stage": 7}}))

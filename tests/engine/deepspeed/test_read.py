@@ -13,6 +13,7 @@ from engine.config import LossScale
 from engine.deepspeed import read
 from engine.deepspeed.document import PAGE, page
 from engine.deepspeed.keys import KEYS
+from engine.deepspeed.read import open_file
 from engine.parallel import dtensors
 
 OWN = OptimizerConfig(lr=3e-4, total_steps=50, warmup_steps=5, weight_decay=0.2)
@@ -197,6 +198,8 @@ def test_files(tmp_path: Path) -> None:
         read(file)
     file.write_text(json.dumps(CHAT))
     assert read(file, ranks=4) == read(CHAT, ranks=4)
+    file.write_text('# how\n{"a": "/* # // */ \\" //", // why\n /* two\nlines */ "b": 2}')
+    assert open_file(file) == {"a": '/* # // */ " //', "b": 2}
 
 
 def test_optimizers_and_their_options() -> None:
