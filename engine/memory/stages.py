@@ -88,7 +88,7 @@ def sft_demand(shape: Shape, work: Workload, *, generates: Shape | None = None) 
     return Demand(
         {
             "train": _resting(states) | _training(shape, work, states),
-            "generate": _resting(states) | _generating(generates or shape, work),
+            "generate": _resting(states) | _generating(generates or shape, work, shape),
         },
         states.host,
         states.nvme,
@@ -104,7 +104,7 @@ def _pipeline_demand(shape: Shape, work: Workload) -> Demand:
         name = "train" if rank == 0 else f"train, piece {rank + 1}"
         phases[name] = _resting(states) | _piece_training(piece, work, states, rank)
         most = max(most, _resting(states), key=lambda owners: sum(owners.values()))
-    phases["generate"] = most | _generating(shape, work) | {"twin": SIZE[work.dtype] * shape.parameters}
+    phases["generate"] = most | _generating(shape, work, shape) | {"twin": SIZE[work.dtype] * shape.parameters}
     return Demand(phases)
 
 
@@ -164,10 +164,10 @@ def ppo_demand(
     if not has_critic:
         del rest["critic"]
     answers = generates or actor
-    kept = rest | {"twin": _twin(answers, own["actor"]), "packs": _packs(answers, own["actor"])}
+    kept = rest | {"twin": _twin(answers, own["actor"], actor), "packs": _packs(answers, own["actor"])}
     scoring = max(states.gathered for states in (reference, reward, actors, critics))
     phases = {
-        "generate": rest | _generating(answers, own["actor"]),
+        "generate": rest | _generating(answers, own["actor"], actor),
         "score": kept | {"gathered": scoring, "logits": _logits(actor, work)},
         "train actor": kept | _training(actor, own["actor"], actors),
     }
@@ -220,20 +220,21 @@ def _logits(shape: Shape, work: Workload) -> int:
     return 12 * min(tokens * shape.vocabulary, LOGIT_BLOCK) + 4 * tokens * shape.width
 
 
-def _generating(shape: Shape, work: Workload) -> dict[str, int]:
+def _generating(shape: Shape, work: Workload, trained: Shape) -> dict[str, int]:
     """The flip's gathered weights, and the cache of the sequences that are decoded together."""
     tokens = work.rollout_batch * (work.prompt + work.answer)
     return {
-        "twin": _twin(shape, work),
+        "twin": _twin(shape, work, trained),
         "packs": _packs(shape, work),
         "cache": tokens * shape.cache_per_token * SIZE[work.dtype],
         "logits": 4 * 2 * work.rollout_batch * shape.vocabulary,
     }
 
 
-def _twin(shape: Shape, work: Workload) -> int:
-    """The weights to generate with: shared where nothing is sharded, cast or on the host."""
-    whole = work.offload_parameters == "none" and (work.stage == 0 or work.ranks == 1)
+def _twin(shape: Shape, work: Workload, trained: Shape) -> int:
+    """The weights to generate with: shared where nothing is sharded, split, cast or on the host."""
+    split = trained.tensor > 1 or shape.tensor > 1
+    whole = not split and work.offload_parameters == "none" and (work.stage == 0 or work.ranks == 1)
     shared = whole and (work.dtype == "fp32" or work.offload_optimizer != "none")
     return 0 if shared else SIZE[work.dtype] * shape.parameters
 

@@ -36,8 +36,8 @@ ROUNDS = 3
 class Probe:
     """Seconds: of a block's forward and backward a token, of one decoded token of all of `rows` sequences in a block,
     of the head's log-probabilities a token; of AdamW a parameter, on the device and on the host; of an all-reduce, a
-    copy between host and device, and a read or write of the disk, a byte. `group_wire` is `wire` in a tensor group.
-    Blocks and head are one rank's share of a group's.
+    copy between host and device, and a read or write of the disk, a byte. `group_wire` is `wire` in a tensor group;
+    `tokens` are those of the micro-batch that was run. Blocks and head are one rank's share of a group's.
     """
 
     forward: float
@@ -50,6 +50,7 @@ class Probe:
     copy: float
     disk: float
     group_wire: float = 0.0
+    tokens: int = 0
 
 
 def probe(
@@ -74,14 +75,14 @@ def probe(
         wire=_wire(device),
         copy=_copy(device),
         disk=_disk(folder),
+        tokens=_sequences(device, length) * length,
         group_wire=_wire(device, shape.tensor) if shape.tensor > 1 else 0.0,
     )
 
 
 def _block(shape: Shape, dtype: Precision, length: int, rows: int, device: torch.device) -> tuple[float, float, float]:
     """Seconds of one block: forward and backward a token, and a forward of one token of each of `rows` sequences."""
-    count = max(1, TOKENS[device.type] // length)
-    ids = torch.zeros(count, length, dtype=torch.long, device=device)
+    ids = torch.zeros(_sequences(device, length), length, dtype=torch.long, device=device)
     single = torch.zeros(rows, 1, dtype=torch.long, device=device)
     found = []
     for blocks in (1, 2):
@@ -99,6 +100,10 @@ def _block(shape: Shape, dtype: Precision, length: int, rows: int, device: torch
         del body
     ahead, back, step = (max(two - one, 0.05 * two) for one, two in zip(*found, strict=True))
     return ahead / ids.numel(), back / ids.numel(), step
+
+
+def _sequences(device: torch.device, length: int) -> int:
+    return max(1, TOKENS[device.type] // length)
 
 
 def _body(shape: Shape, blocks: int, dtype: Precision, device: torch.device) -> nn.Module:

@@ -6,7 +6,8 @@ reduce-scatters n times; stage 3 gathers 2n times and reduce-scatters n times. O
 beside the compute, and the longer of the two counts; on a CPU they share the cores, and add up.
 
 A tensor group sums a token's hidden states twice a block in forward, twice in backward and once at the head, and waits.
-A pipeline of p pieces takes n + p - 1 turns of its slowest piece for n micro-batches.
+A pipeline of p pieces takes n + p - 1 turns of its slowest piece for n micro-batches; one of fewer tokens than the
+probe ran is taken to need as long as that, since what a small one costs is not known.
 """
 
 import math
@@ -42,7 +43,7 @@ def step_seconds(shape: Shape, work: Workload, pace: Pace, found: Probe, *, on_g
     tokens = math.ceil(pace.sequences / work.ranks) * pace.length
     count = _micro_batches(work, tokens)
     if work.pieces > 1:
-        turns = (count + work.pieces - 1) / count
+        turns = (count + work.pieces - 1) / count * max(1.0, found.tokens * count / tokens)
         pieces = [_compute(piece, work, found, tokens) for piece in pieces_of(shape, work.pieces)]
         sent = max(_beside(piece, work, found, count, 1) for piece in pieces_of(shape, work.pieces))
         between = tokens * shape.width * SIZE[work.dtype] * found.wire  # an activation, its gradient: half a sum each

@@ -89,11 +89,16 @@ def trained(sizes: list[int], fails: dict[int, str], *, tensor_parallel: int = 2
     }  # fmt: skip
 
 
+GATHERED = {  # outputs gathered, inputs split
+    "layers.*.mlp.gate_proj": "colwise_gather_output", "layers.*.mlp.up_proj": "colwise_gather_output",
+    "layers.*.mlp.down_proj": "rowwise_split_input",
+}  # fmt: skip
 CASES: list[tuple[list[int], dict[int, str], dict[str, Any]]] = [
     ([8], {0: "forward"}, {}),
     ([3, 3, 2], {1: "backward"}, {"zero_stage": 2}),
     ([5, 3], {0: "backward", 1: "forward"}, {"activation_checkpointing": True}),
     ([3, 5], {0: "forward", 1: "forward"}, {"zero_stage": 3}),
+    ([8], {1: "early"}, {"tensor_plan": GATHERED}),
 ]
 FOUR: list[tuple[list[int], dict[int, str], dict[str, Any]]] = [
     ([4], {1: "backward"}, {"zero_stage": 3}),

@@ -139,6 +139,10 @@ def test_a_tensor_groups_ranks_hold_their_parts() -> None:
     assert one.block / 2 < two.block < one.block
     with pytest.raises(ValueError, match="without a tensor-parallel plan"):
         measured("opt", CONFIGS["opt"], tensor=2)
+    work = Workload(dtype="fp32")
+    twins = [sft_demand(part, work, generates=each).phases["generate"]["twin"] for each in (whole, part)]
+    assert twins == [4 * whole.parameters, 4 * part.parameters], "a rank's part is no model to generate with"
+    assert sft_demand(whole, work).phases["generate"]["twin"] == 0
     by_plan, alone = shape_of("opt-125m", 2), shape_of("opt-125m")  # conf/model has one for OPT
     assert by_plan.block == pytest.approx(alone.block / 2, rel=0.01)
     kept, wanted = (sft_demand(each, Workload()).phases["train"]["activations"] for each in (by_plan, alone))

@@ -37,6 +37,8 @@ def test_a_pipeline_takes_turns_of_its_slowest_piece() -> None:
     found = step_seconds(shape, work, Pace(4, 100), probed, on_gpu=False)
     last = 2 * 400 * 3e-5 + 400 * 1e-4  # the first has three blocks and no head
     assert found["train"] == pytest.approx(5 / 4 * (last + 400 * 32 * 4 * 1e-9))
+    longer = Probe(**(vars(probed) | {"tokens": 150}))  # more than a micro-batch has
+    assert step_seconds(shape, work, Pace(4, 100), longer, on_gpu=False)["train"] == pytest.approx(1.5 * found["train"])
     assert found["step"] == pytest.approx(max(piece.parameters for piece in pieces_of(shape, 2)) * 1e-9)
 
 
