@@ -65,13 +65,12 @@ def run_tokenizer(config: RunConfig, run_dir: Path, given: Path | None = None) -
     kept = run_dir / "tokenizer"
     if given is not None:
         return load_tokenizer(str(model_folder(given)), chat_template=None)
-    if not (kept / "tokenizer_config.json").exists():
-        if dist.world().leads:
-            made = _make_tokenizer(config)
-            staging = run_dir / "tokenizer.tmp"
-            made.save(staging)
-            staging.rename(kept)
-        dist.barrier()
+    if dist.world().leads and not (kept / "tokenizer_config.json").exists():
+        made = _make_tokenizer(config)
+        staging = run_dir / "tokenizer.tmp"
+        made.save(staging)
+        staging.rename(kept)
+    dist.barrier()  # of all ranks, each time: one that comes late finds the tokenizer made
     return load_tokenizer(str(kept), chat_template=None)
 
 
