@@ -46,6 +46,7 @@ def norm_of(graph: Graph, result: Value) -> Norm | None:
     form, parameters = graph.forms[norm.x], [norm.weight.now(), *([norm.bias.now()] if norm.bias else [])]
     fits = form == graph.forms[result] and form.dtype in DTYPES and form.shape[-1] <= MOST
     fits = fits and all(p.shape == form.shape[-1:] and p.dtype == form.dtype for p in parameters)
+    fits = fits and all(p.is_contiguous() for p in parameters)
     squares = [each for call in norm.calls if call.name in ("pow", "mean") for each in call.results]
     fits = fits and all(graph.forms[each].dtype == torch.float32 for each in squares if each is not None)
     return norm if fits and graph.closed(norm.calls, [result]) else None

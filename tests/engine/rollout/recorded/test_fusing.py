@@ -132,7 +132,7 @@ def norm_of_another_tensor(toy: Toy, x: Tensor) -> Tensor:
     return toy.weight * (x * toy.scale(x + 1))
 
 
-def norm_by_a_wider_weight(toy: Toy, x: Tensor) -> Tensor:
+def norm_by_a_weight_of_another_type(toy: Toy, x: Tensor) -> Tensor:
     return toy.weight * (x.float() * toy.scale(x)).to(x.dtype)
 
 
@@ -143,11 +143,13 @@ def norm_by_a_wider_weight(toy: Toy, x: Tensor) -> Tensor:
         (norm_whose_scale_is_read, torch.float32),
         (norm_of_another_dimension, torch.float32),
         (norm_of_another_tensor, torch.float32),
-        (norm_by_a_wider_weight, torch.bfloat16),
+        (norm_by_a_weight_of_another_type, torch.float32),
+        (norm_by_a_weight_of_another_type, torch.bfloat16),
     ],
 )
 def test_what_is_no_norm_is_left_alone(forward: Callable[[Toy, Tensor], Tensor], dtype: torch.dtype) -> None:
-    module = Toy(forward)
+    others = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}
+    module = Toy(forward, others[dtype] if forward is norm_by_a_weight_of_another_type else dtype)
     recording, program = replayed(module, torch.rand(1, 3, 8, dtype=dtype))
     assert fused(recording) == {}
     again = torch.rand(1, 3, 8, dtype=dtype)
@@ -185,7 +187,7 @@ def test_a_turn_is_one_by_halves(at: int) -> None:
 def test_a_sum_is_kept_for_who_reads_it_and_the_output_is_not_written_again() -> None:
     def forward(toy: Toy, x: Tensor) -> Tensor:
         total = x + x * 2
-        return toy.weight * (total * toy.scale(total)) + total
+        return toy.weight * (total * toy.scale(total)) - total
 
     module = Toy(forward)
     x, other = torch.rand(2, 1, 3, 8)
