@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from benchmarks.gpu.ceilings import matmul_rate
 from benchmarks.gpu.setting import OPT_1_3B, Setting
 from engine import EngineConfig, OptimizerConfig, token_logprobs
 from engine.engine import Engine
-from engine.memory.states import model_states
+from engine.memory.states import ModelStates, model_states
 from engine.parallel import zero
 
 TIERS: dict[str, dict[str, Any]] = {
@@ -65,14 +66,18 @@ def run(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def largest(setting: Setting) -> Iterator[dict[str, Any]]:
-    """For each tier the largest OPT that is predicted to fit, tried with steps of 512 tokens; smaller ones if not."""
+    """For each tier the largest OPT that is predicted to fit, tried with steps of 512 tokens; smaller ones if not.
+
+    What the tier keeps on the host has to fit, too: where that runs out, the system ends the whole bench.
+    """
     free = torch.cuda.mem_get_info()[0] if setting.device.type == "cuda" else 2**34
+    host = psutil.virtual_memory().available
     for name in list(TIERS)[2:5:2] if setting.quick else TIERS:
         sizes = setting.of(list(SIZES), ["tiny"])
         predicted = {size: _predicted(setting, size, TIERS[name]) for size in sizes}
-        fitting = [size for size in sizes if predicted[size] <= 0.95 * free]
+        fitting = [size for size, of in predicted.items() if of.peak <= 0.95 * free and of.host <= 0.85 * host]
         for size in fitting[::-1]:
-            row = {"case": name, "model": size, "predicted_gib": predicted[size] / 2**30}
+            row = {"case": name, "model": size, "predicted_gib": predicted[size].peak / 2**30}
             try:
                 seconds, _ = _step_seconds(setting, _shape(setting, size), TIERS[name], 1, setting.of(512, 16), 1)
                 yield {**row, "trains": True, "step_seconds": seconds, "peak_gib": setting.peak_gib()}
@@ -91,14 +96,13 @@ def _shape(setting: Setting, size: str) -> dict[str, Any]:
                        "ffn_dim": 4 * hidden, "word_embed_proj_dim": hidden}  # fmt: skip
 
 
-def _predicted(setting: Setting, size: str, tier: dict[str, Any]) -> int:
-    """Bytes of model states on the device at the height of a step of one micro-batch."""
+def _predicted(setting: Setting, size: str, tier: dict[str, Any]) -> ModelStates:
+    """Model states in a step of one micro-batch."""
     model = setting.blueprint(_shape(setting, size))
     units = [sum(p.numel() for p in unit.parameters()) for unit in zero.units(model)]
     total = sum(p.numel() for p in model.parameters())
     layout = {"stage" if key == "zero_stage" else key: value for key, value in tier.items()}
-    states = model_states(total, root=total - sum(units), block=max(units), ranks=1, accumulates=False, **layout)
-    return states.peak
+    return model_states(total, root=total - sum(units), block=max(units), ranks=1, accumulates=False, **layout)
 
 
 def _step_seconds(

@@ -4,17 +4,19 @@ A first kernel walks the logits, tiles of the vocabulary side by side: maximum a
 rows then need one tile more: the totals say in which one the cumulative sum passes u. The logits are read once and a
 tile; nothing as wide as the vocabulary is written.
 
-Filtered rows are drawn from likelihood order, yet nothing is sorted. All that the draw needs of the order is where its
-cumulative count (top-k) or weight (top-p, and the draw itself) passes a given value, and that is a search for a logit:
-floats compare as integers once their sign is folded, so each pass over the row, which lies in the L2 cache after the
-first, halves an interval of integers twice and cuts it to the logits that there are in it. It ends with the very logit,
-after some 9 passes over bf16 logits, 10 to 13 over fp32 ones (counted at 50,272 and 151,936 tokens), 16 at most. Ties
-are taken by index, as a stable sort would.
+Filtered rows are drawn from likelihood order. The first kernel then keeps the highest logit of every 32, too; from
+these alone a second one finds a logit that what survives lies above: as many groups have one above it as top-k wants
+tokens, or as hold a good thousand of them for top-p. A third gathers those tokens, and reads of the row only the groups
+that have one. A fourth sorts the few: count and weight along the order say the rest, and whether the few were enough.
+
+Rows where they were not (flat ones under top-p: thousands of tokens make up its share) fall to a fifth kernel, which
+does nothing for the others. It searches: floats compare as integers once their sign is folded, so each pass over the
+row, which lies in the L2 cache, halves an interval of integers twice and cuts it to the logits that there are in it:
+some 9 passes a search over bf16 logits, 10 to 13 over fp32 ones (counted at 50,272 and 151,936 tokens), 16 at most.
+Ties are taken by index, as a stable sort would.
 
 Sums run in another order than the torch path's, so that a token may differ where u falls within rounding, about 1e-6,
 of the border between two.
-
-Left out: rows held in registers over all passes (vocabularies up to 65,536), rows shared by several programs.
 """
 
 from math import log
@@ -29,6 +31,7 @@ from engine.kernels.sample import check
 from engine.rollout.sampling import Sampling
 
 TILE = 4096
+GROUP = tl.constexpr(32)  # neighbouring logits of which the highest is kept
 SCAN = 2048  # of the passes that search: half as wide, as their sums take registers
 # Weights of e^-104 and less are 0 in fp32; log-probabilities of tokens so unlikely never matter.
 DEPTH = tl.constexpr(104.0)
@@ -53,17 +56,37 @@ def sample(logits: Tensor, streams: Tensor, positions: Tensor, how: Sampling) ->
     row = (logits, stats[0], stats[1], vocabulary, logits.stride(0), tiles, 1.0 if greedy else 1.0 / how.temperature)
     constants: Any = {"TILE": TILE, "TILES": triton.next_power_of_2(tiles)}
     out = (streams, positions, tokens, logprobs, _state(how.seed), min_p)
-    tile_kernel[(batch, tiles)](*row, TILE=TILE, num_warps=8)
+    grouped = filtered or min_p > 0
+    groups = stats.new_empty(batch, tiles * TILE // GROUP.value if grouped else 0)
+    tile_kernel[(batch, tiles)](*row, groups, GROUPED=grouped, TILE=TILE, num_warps=8)
     if filtered:
-        constants["TILE"] = SCAN
         kinds = {"HAS_TOP_K": top_k > 0, "HAS_TOP_P": how.top_p < 1, "HAS_MIN_P": min_p > 0}
         floor = log(min_p) if min_p > 0 else 0.0
-        filtered_kernel[(batch,)](*row, *out, top_k, how.top_p, floor, **kinds, **constants, num_warps=16)
+        room = room_for(top_k)
+        wanted = top_k or max(1, min(room // 2, 3 * triton.cdiv(vocabulary, GROUP.value) // 4))
+        candidates = streams.new_empty(batch, room)
+        found = streams.new_empty(4, batch, dtype=torch.int32)
+        few = (candidates, found[0], found[1], found[2], found[3])
+        width = triton.next_power_of_2(groups.shape[1])
+        bound_kernel[(batch,)](
+            *row, groups, *few[1:], wanted, how.top_p, floor, **kinds, WIDTH=width, **constants, num_warps=8
+        )
+        gather_kernel[(batch, tiles)](*row, groups, *few, ROOM=room, TILE=TILE, num_warps=8)
+        sorted_kernel[(batch,)](
+            *row, *out, *few, top_k, how.top_p, **kinds, ROOM=room, TILES=constants["TILES"], num_warps=8
+        )
+        constants["TILE"] = SCAN
+        filtered_kernel[(batch,)](*row, *out, found[3], top_k, how.top_p, floor, **kinds, **constants, num_warps=16)
     else:
         if min_p > 0:
-            keep_kernel[(batch, tiles)](*row, min_p, **constants, num_warps=8)
+            keep_kernel[(batch, tiles)](*row, groups, min_p, **constants, num_warps=8)
         draw_kernel[(batch,)](*row, *out, GREEDY=greedy, **constants, num_warps=8)
     return tokens, logprobs
+
+
+def room_for(top_k: int) -> int:
+    """Candidates of a row that are sorted at most."""
+    return 1024 if 0 < top_k <= 256 else 4096
 
 
 def _state(seed: int) -> int:
@@ -108,9 +131,12 @@ def _tile(logits, start, vocabulary, inverse_temperature, TILE: tl.constexpr):
 
 @triton.jit
 def tile_kernel(
-    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, TILE: tl.constexpr,
+    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, groups, GROUPED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Maximum and sum e^(z - maximum) of a tile of a row: (B, tiles) fp32 each."""
+    """Maximum and sum e^(z - maximum) of a tile of a row: (B, tiles) fp32 each. Maxima of its groups, where asked for:
+    (B, tiles TILE / GROUP).
+    """
     row = tl.program_id(0)
     tile = tl.program_id(1)
     z = _tile(logits + row.to(tl.int64) * stride, tile * TILE, vocabulary, inverse_temperature, TILE)
@@ -118,11 +144,30 @@ def tile_kernel(
     base = tl.where(m == float("-inf"), 0.0, m)  # a tile of nothing has weight 0, not NaN
     tl.store(highest + row * tiles + tile, m)
     tl.store(totals + row * tiles + tile, tl.sum(tl.exp(z - base), 0))
+    if GROUPED:
+        first = (row * tiles + tile) * (TILE // GROUP)
+        of_groups = tl.max(tl.reshape(z, (TILE // GROUP, GROUP)), 1)
+        tl.store(groups + first + tl.arange(0, TILE // GROUP), of_groups)
+
+
+@triton.jit
+def _groups_above(
+    logits, groups, row, tile, tiles, vocabulary, stride, inverse_temperature, bound, TILE: tl.constexpr,
+):  # fmt: skip
+    """z (TILE / GROUP, GROUP) of a tile, -inf in groups that have none at or above `bound`, which are not read; and the
+    places of these in the vocabulary.
+    """
+    group = tl.arange(0, TILE // GROUP)
+    kept = tl.load(groups + (row * tiles + tile) * (TILE // GROUP) + group) >= bound
+    places = tile * TILE + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    read = kept[:, None] & (places < vocabulary)
+    z = tl.load(logits + row.to(tl.int64) * stride + places, mask=read, other=float("-inf")).to(tl.float32)
+    return z * inverse_temperature, places
 
 
 @triton.jit
 def keep_kernel(
-    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, min_p, TILE: tl.constexpr,
+    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, groups, min_p, TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
     """The totals of tile_kernel without the tokens below `min_p` times the row's likeliest, unknown until then."""
@@ -130,10 +175,14 @@ def keep_kernel(
     here = row * tiles + tl.program_id(1)
     tile = tl.arange(0, TILES)
     top = tl.max(tl.load(highest + row * tiles + tile, mask=tile < tiles, other=float("-inf")), 0)
-    z = _tile(logits + row.to(tl.int64) * stride, tl.program_id(1) * TILE, vocabulary, inverse_temperature, TILE)
+    bound = top + tl.log(min_p) - 0.01  # a little room for rounding
+    z, _ = _groups_above(
+        logits, groups, row, tl.program_id(1), tiles, vocabulary, stride, inverse_temperature, bound, TILE
+    )
     m = tl.load(highest + here)
     base = tl.where(m == float("-inf"), 0.0, m)
-    tl.store(totals + here, tl.sum(tl.where(tl.exp(z - top) < min_p, 0.0, tl.exp(z - base)), 0))
+    kept = tl.sum(tl.sum(tl.where(tl.exp(z - top) < min_p, 0.0, tl.exp(z - base)), 1), 0)
+    tl.store(totals + here, kept + 0.0 * tl.load(totals + here))  # NaN stays
 
 
 @triton.jit(do_not_specialize=["state"])
@@ -272,17 +321,127 @@ def _search(
     return lo.to(tl.int32), weight, count
 
 
+@triton.jit(do_not_specialize=["wanted"])
+def bound_kernel(
+    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, groups, bounds, whole_there, counts,
+    settled, wanted, top_p, floor, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr,
+    WIDTH: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """A key, (B,) int32, that `wanted` groups reach, or a few more; lower ones than any token that can be kept don't
+    come in. Whether it is the lowest that can be, so that nothing is missing above: (B,) int32.
+    """
+    row = tl.program_id(0)
+    tile = tl.arange(0, TILES)
+    stats = row * tiles + tile
+    top = tl.max(tl.load(highest + stats, mask=tile < tiles, other=float("-inf")), 0)
+    whole = tl.sum(tl.load(totals + stats, mask=tile < tiles, other=0.0)
+                   * tl.exp(tl.load(highest + stats, mask=tile < tiles, other=float("-inf")) - top), 0)  # fmt: skip
+    lowest = _key(top - DEPTH)
+    if not HAS_TOP_K:  # of the whole, which is known; a little room for rounding
+        if HAS_TOP_P:  # all below weigh together what top-p leaves out
+            share = top + tl.log((1.0 - top_p) * whole / vocabulary) - 0.01
+            lowest = tl.maximum(lowest, _key(tl.where(share == share, share, float("-inf"))))
+        if HAS_MIN_P:
+            lowest = tl.maximum(lowest, _key(top + floor - 0.01))
+    number = tiles * (TILE // GROUP)
+    place = tl.arange(0, WIDTH)
+    m = tl.load(groups + row * number + place, mask=place < number, other=float("-inf"))
+    key = _key(tl.where(m == m, m, float("-inf")))
+    lo = lowest.to(tl.int64)
+    hi = tl.maximum(_key(top).to(tl.int64) + 1, lo + 1)
+    count = tl.sum((key >= lowest).to(tl.int32), 0)
+    while (hi - lo > 1) & (count > wanted + wanted // 4):
+        middle = lo + (hi - lo) // 2
+        above = tl.sum((key >= middle.to(tl.int32)).to(tl.int32), 0)
+        lo = tl.where(above >= wanted, middle, lo)
+        hi = tl.where(above >= wanted, hi, middle)
+        count = tl.where(above >= wanted, above, count)
+    tl.store(bounds + row, lo.to(tl.int32))
+    tl.store(whole_there + row, (lo == lowest.to(tl.int64)).to(tl.int32))
+    tl.store(counts + row, 0 * count)
+    tl.store(settled + row, 0 * count)
+
+
+@triton.jit
+def gather_kernel(
+    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, groups, candidates, bounds, whole_there,
+    counts, settled, ROOM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The tokens at or above the bound, in any order: (B, ROOM) int64, whose order is that of likelihood, ties by
+    index. More than there is room for are counted only.
+    """
+    row = tl.program_id(0)
+    tile = tl.program_id(1)
+    low = tl.load(bounds + row)
+    if _key(tl.load(highest + row * tiles + tile)) >= low:
+        z, places = _groups_above(
+            logits, groups, row, tile, tiles, vocabulary, stride, inverse_temperature, _value(low), TILE
+        )
+        z, places = tl.reshape(z, (TILE,)), tl.reshape(places, (TILE,))
+        key = _key(z)
+        chosen = ((key >= low) & (z == z) & (places < vocabulary)).to(tl.int32)
+        at = tl.atomic_add(counts + row, tl.sum(chosen, 0)) + tl.cumsum(chosen, 0) - 1
+        packed = (-key.to(tl.int64) << 32) | places.to(tl.int64)
+        tl.store(candidates + row.to(tl.int64) * ROOM + at, packed, mask=(chosen > 0) & (at < ROOM))
+
+
+@triton.jit(do_not_specialize=["state", "top_k"])
+def sorted_kernel(
+    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, streams, positions, tokens, logprobs,
+    state, min_p, candidates, bounds, whole_there, counts, settled, top_k, top_p, HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, ROOM: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """The token, where the candidates are all that it can be: `settled` (B,) int32 says so."""
+    row = tl.program_id(0)
+    count = tl.load(counts + row)
+    if count <= ROOM:
+        tile = tl.arange(0, TILES)
+        m = tl.load(highest + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
+        top = tl.max(m, 0)
+        whole = tl.sum(tl.exp(m - top) * tl.load(totals + row * tiles + tile, mask=tile < tiles, other=0.0), 0)
+        place = tl.arange(0, ROOM)
+        exists = place < count
+        packed = tl.load(candidates + row.to(tl.int64) * ROOM + place, mask=exists, other=0x7FFFFFFFFFFFFFFF)
+        packed = tl.sort(packed)
+        key = (-(packed >> 32)).to(tl.int32)
+        e = tl.where(exists, tl.exp(_value(key) - top), 0.0)
+        enough = tl.load(whole_there + row) > 0
+        if HAS_TOP_K:
+            enough = enough | (count >= top_k)
+            e = tl.where(place < top_k, e, 0.0)
+        if HAS_TOP_P:
+            share = top_p * (tl.sum(e, 0) if HAS_TOP_K else whole)
+            if not HAS_TOP_K:
+                enough = enough | (tl.sum(e, 0) >= share)
+            e = tl.where(tl.cumsum(e, 0) - e < share, e, 0.0)
+        if HAS_MIN_P:
+            e = tl.where(e < min_p, 0.0, e)
+        kept = tl.sum(e, 0)
+        passed = tl.cumsum(e, 0) > _uniform(state, streams, positions, row) * kept
+        chosen = tl.min(tl.where(passed & (e > 0), place, NOWHERE), 0)
+        last = tl.max(tl.where(e > 0, place, 0), 0)
+        chosen = tl.where(chosen == NOWHERE, last, chosen)
+        token = tl.sum(tl.where(place == chosen, packed & 0xFFFFFFFF, 0), 0)
+        z = tl.sum(tl.where((place == chosen) & exists, _value(key), 0.0), 0)
+        if enough & (count > 0):
+            tl.store(tokens + row, token)
+            tl.store(logprobs + row, z - top - tl.log(kept) + 0.0 * whole)
+            tl.store(settled + row, 1)
+
+
 @triton.jit(do_not_specialize=["state", "top_k"])
 def filtered_kernel(
     logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, streams, positions, tokens, logprobs,
-    state, min_p, top_k, top_p, floor, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr,
+    state, min_p, settled, top_k, top_p, floor, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
+    HAS_MIN_P: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The token whose share of the cumulative sum of what the filters keep, in falling likelihood, u falls in.
 
     `low` is the smallest key kept and `ties` how many of its tokens are; `kept` is the weight of all that is kept.
     """
     row = tl.program_id(0)
+    if tl.load(settled + row) > 0:
+        return
     tile = tl.arange(0, TILES)
     stats = row * tiles + tile
     top = tl.max(tl.load(highest + stats, mask=tile < tiles, other=float("-inf")), 0)

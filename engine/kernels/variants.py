@@ -36,7 +36,8 @@ class Variant:
 
     def of_ones(self) -> "Variant":
         """As for the smallest launch: Triton compiles a kernel anew where a count is 1, with the 1 for a constant."""
-        fixed = {"state", "top_k", *(n for n in self.kernel.arg_names if n in ALIGNED or n.startswith("stride"))}
+        strides = (n for n in self.kernel.arg_names if n in ALIGNED or n.startswith("stride"))
+        fixed = {"state", "top_k", "wanted", *strides}
         ones = {name: 1 for name, of in self.signature().items() if of == "i32" and name not in fixed}
         return replace(self, constants={**self.constants, **ones})
 
@@ -111,22 +112,34 @@ def _decode_attention(capability: int) -> Iterator[Variant]:
 
 def _sample(capability: int) -> Iterator[Variant]:
     types = {
-        **_pointers("fp32", "logits", "highest", "totals", "logprobs"),
-        **_pointers("i64", "streams", "positions", "tokens"),
+        **_pointers("fp32", "logits", "highest", "totals", "logprobs", "groups"),
+        **_pointers("i64", "streams", "positions", "tokens", "candidates"),
+        **_pointers("i32", "bounds", "whole_there", "counts", "settled"),
         **dict.fromkeys(("inverse_temperature", "min_p", "top_p", "floor"), "fp32"), "state": "i64",
     }  # fmt: skip
     tile = sample_triton.TILE
-    yield _variant("sample tiles", sample_triton.tile_kernel, types, {"TILE": tile, "num_warps": 8})
+    for grouped in (False, True):
+        constants = {"GROUPED": grouped, "TILE": tile, "num_warps": 8}
+        yield _variant(f"sample tiles{' and groups' if grouped else ''}", sample_triton.tile_kernel, types, constants)
     constants = {"TILE": tile, "TILES": 64, "num_warps": 8}
     yield _variant("sample tiles without the unlikely", sample_triton.keep_kernel, types, constants)
     for greedy in (False, True):
         constants = {"GREEDY": greedy, "TILE": tile, "TILES": 64, "num_warps": 8}
         yield _variant(f"sample {'likeliest' if greedy else 'draw'}", sample_triton.draw_kernel, types, constants)
-    constants = {
-        "HAS_TOP_K": True, "HAS_TOP_P": True, "HAS_MIN_P": True, "TILE": sample_triton.SCAN, "TILES": 64,
-        "num_warps": 16,
-    }  # fmt: skip
-    yield _variant("sample draw, filtered", sample_triton.filtered_kernel, types, constants)
+    kinds = {"HAS_TOP_K": False, "HAS_TOP_P": True, "HAS_MIN_P": True}
+    constants = {**kinds, "WIDTH": 8192, "TILE": tile, "TILES": 64, "num_warps": 8}
+    yield _variant("sample bound", sample_triton.bound_kernel, types, constants)
+    for top_k in (50, 0):
+        room = sample_triton.room_for(top_k)
+        kinds = {**kinds, "HAS_TOP_K": top_k > 0}
+        if top_k:
+            constants = {"ROOM": room, "TILE": tile, "num_warps": 8}
+            yield _variant("sample gather", sample_triton.gather_kernel, types, constants)
+        constants = {**kinds, "ROOM": room, "TILES": 64, "num_warps": 8}
+        yield _variant(f"sample draw of {room} sorted", sample_triton.sorted_kernel, types, constants)
+    kinds["HAS_TOP_K"] = True
+    constants = {**kinds, "TILE": sample_triton.SCAN, "TILES": 64, "num_warps": 16}
+    yield _variant("sample draw by search", sample_triton.filtered_kernel, types, constants)
 
 
 def _gae(capability: int) -> Iterator[Variant]:

@@ -19,6 +19,7 @@ from engine.rollout.cache.grouping import BY_TORCH, IN_C, Grouping, Joining
 from engine.rollout.cache.groups import Group
 from engine.rollout.cache.slots import SlotCache, Step
 from engine.rollout.decoding import Decoding, Drawn
+from engine.rollout.on_device.graphs import upload
 from engine.rollout.on_device.rounds import DeviceDecoding, Rounds
 from engine.rollout.packed import PackedLinears
 from engine.rollout.recorded.steps import RecordedSteps
@@ -93,11 +94,11 @@ class SlotDecoder:
             if replayed is not None:
                 return replayed
         extra: dict[str, Any] = {}
-        columns = None if len(keep) == len(token_ids) else torch.tensor(keep or [0], device=self.device)
+        columns = None if len(keep) == len(token_ids) else upload(keep or [0], self.device)
         if self.keeps_logits and columns is not None:
             extra["logits_to_keep"], columns = columns, None
         with routed(self.module), self.packs.applied():
-            logits = self._logits(torch.tensor([token_ids], device=self.device), step.positions[None], step, **extra)[0]
+            logits = self._logits(upload([token_ids], self.device), step.positions[None], step, **extra)[0]
         return logits if columns is None else logits[columns]
 
     def _logits(self, token_ids: Tensor, positions: Tensor, step: Step, **extra: Any) -> Tensor:

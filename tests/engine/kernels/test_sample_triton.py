@@ -18,6 +18,13 @@ FILTERS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes seconds to sort thousands."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(kernel, "room_for", lambda top_k: 128 if top_k else 256)
+
+
 def draw(function: Any, logits: Tensor, streams: Tensor, **filters: Any) -> tuple[Tensor, Tensor]:
     tokens, logprobs = function(logits, streams, 3 * streams % 11, Sampling(max_new_tokens=1, seed=5, **filters))
     return tokens, logprobs
@@ -47,7 +54,7 @@ def test_ties_go_by_index(monkeypatch: pytest.MonkeyPatch, filters: dict[str, An
 
 def test_ties_at_the_edge_of_top_k_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tokens of one weight, three places: which of them torch.topk takes is open, the shares are not."""
-    monkeypatch.setattr(kernel, "TILE", 16)
+    monkeypatch.setattr(kernel, "TILE", 64)
     monkeypatch.setattr(kernel, "SCAN", 4)
     logits = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0, -9.0]], device=DEVICE).repeat(5, 1)
     tokens, logprobs = draw(kernel.sample, logits, torch.arange(5, device=DEVICE), top_k=4)
@@ -55,6 +62,42 @@ def test_ties_at_the_edge_of_top_k_are_cut(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(tokens.tolist()) <= {0, 1, 2, 3} and len(set(tokens.tolist())) > 1
     for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
         assert logprob == pytest.approx(float(logits[0, token] - total.log()), abs=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("filters", "width", "few"),
+    [
+        ({"top_k": 40, "top_p": 0.9}, 1.0, True),
+        ({"top_k": 40, "min_p": 0.1, "temperature": 0.7}, 1.0, True),
+        ({"top_k": 200}, 1.0, False),
+        ({"top_p": 0.7}, 5.0, True),
+        ({"top_p": 0.9}, 0.2, False),
+        ({"top_p": 0.99, "min_p": 0.3}, 2.0, True),
+    ],
+    ids=str,
+)
+def test_few_candidates_are_sorted_and_many_searched(
+    monkeypatch: pytest.MonkeyPatch, filters: dict[str, Any], width: float, few: bool
+) -> None:
+    monkeypatch.setattr(kernel, "room_for", lambda top_k: 128 if top_k else 256)
+    searched = kernel.filtered_kernel
+    settled: list[Tensor] = []
+
+    class Watched:
+        def __getitem__(self, grid: Any) -> Any:
+            def call(*args: Any, **constants: Any) -> None:
+                settled.append(args[searched.arg_names.index("settled")].clone())
+                searched[grid](*args, **constants)
+
+            return call
+
+    monkeypatch.setattr(kernel, "filtered_kernel", Watched())
+    torch.manual_seed(1)
+    logits, streams = width * torch.randn(3, 151936 // 32, device=DEVICE), torch.arange(3, device=DEVICE)
+    ours, theirs = draw(kernel.sample, logits, streams, **filters), draw(plain, logits, streams, **filters)
+    assert settled[0].tolist() == [int(few)] * 3
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1], theirs[1], atol=ROUNDING, rtol=0)
 
 
 def test_the_number_is_that_of_the_stream() -> None:
