@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from engine.kernels import decode_attention_triton as attention
-from engine.kernels import gae_triton, sample_triton
+from engine.kernels import gae_triton, sample_candidates_triton, sample_search_triton, sample_triton
 from engine.kernels import token_logprobs_triton as logprobs
 
 TRITON_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -128,18 +128,18 @@ def _sample(capability: int) -> Iterator[Variant]:
         yield _variant(f"sample {'likeliest' if greedy else 'draw'}", sample_triton.draw_kernel, types, constants)
     kinds = {"HAS_TOP_K": False, "HAS_TOP_P": True, "HAS_MIN_P": True}
     constants = {**kinds, "WIDTH": 8192, "TILE": tile, "TILES": 64, "num_warps": 8}
-    yield _variant("sample bound", sample_triton.bound_kernel, types, constants)
+    yield _variant("sample bound", sample_candidates_triton.bound_kernel, types, constants)
     for top_k in (50, 0):
-        room = sample_triton.room_for(top_k)
+        room = sample_candidates_triton.room_for(top_k)
         kinds = {**kinds, "HAS_TOP_K": top_k > 0}
         if top_k:
             constants = {"ROOM": room, "TILE": tile, "num_warps": 8}
-            yield _variant("sample gather", sample_triton.gather_kernel, types, constants)
+            yield _variant("sample gather", sample_candidates_triton.gather_kernel, types, constants)
         constants = {**kinds, "ROOM": room, "TILES": 64, "num_warps": 8}
-        yield _variant(f"sample draw of {room} sorted", sample_triton.sorted_kernel, types, constants)
+        yield _variant(f"sample draw of {room} sorted", sample_candidates_triton.sorted_kernel, types, constants)
     kinds["HAS_TOP_K"] = True
-    constants = {**kinds, "TILE": sample_triton.SCAN, "TILES": 64, "num_warps": 16}
-    yield _variant("sample draw by search", sample_triton.filtered_kernel, types, constants)
+    constants = {**kinds, "TILE": sample_search_triton.SCAN, "TILES": 64, "num_warps": 16}
+    yield _variant("sample draw by search", sample_search_triton.search_kernel, types, constants)
 
 
 def _gae(capability: int) -> Iterator[Variant]:

@@ -80,7 +80,7 @@ def test_few_candidates_are_sorted_and_many_searched(
     monkeypatch: pytest.MonkeyPatch, filters: dict[str, Any], width: float, few: bool
 ) -> None:
     monkeypatch.setattr(kernel, "room_for", lambda top_k: 128 if top_k else 256)
-    searched = kernel.filtered_kernel
+    searched = kernel.search_kernel
     settled: list[Tensor] = []
 
     class Watched:
@@ -91,7 +91,7 @@ def test_few_candidates_are_sorted_and_many_searched(
 
             return call
 
-    monkeypatch.setattr(kernel, "filtered_kernel", Watched())
+    monkeypatch.setattr(kernel, "search_kernel", Watched())
     torch.manual_seed(1)
     logits, streams = width * torch.randn(3, 151936 // 32, device=DEVICE), torch.arange(3, device=DEVICE)
     ours, theirs = draw(kernel.sample, logits, streams, **filters), draw(plain, logits, streams, **filters)
