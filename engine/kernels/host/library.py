@@ -74,15 +74,16 @@ def _run(command: list[str]) -> None:
 
 
 def _openmp() -> str:
-    """The OpenMP library that PyTorch has loaded."""
+    """The OpenMP library that PyTorch has loaded: its own, where other packages have brought theirs along."""
     if not torch.backends.openmp.is_available():
         raise Unavailable("PyTorch runs without OpenMP")
     with open("/proc/self/maps") as maps:  # Linux; elsewhere OSError, and PyTorch's operators serve
         loaded = {line.split(maxsplit=5)[-1].strip() for line in maps}
-    for path in sorted(loaded):
-        if Path(path).name.startswith(("libgomp", "libiomp5")):
-            return path
-    raise Unavailable("PyTorch's OpenMP library was not found")
+    found = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp5"))]
+    if not found:
+        raise Unavailable("PyTorch's OpenMP library was not found")
+    package = str(Path(torch.__file__).parent)  # some wheels keep libraries beside it, in torch.libs
+    return min(found, key=lambda path: (not path.startswith(package), path))
 
 
 def _folder() -> Path:
