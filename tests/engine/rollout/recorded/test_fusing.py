@@ -54,20 +54,19 @@ def fused(recording: Recording) -> dict[str, int]:
 def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What is recorded, what becomes of it, and the logits of its first replay beside those of the module."""
     seen: dict[str, Any] = {}
-    lower, check = lowering.lower, steps.RecordedSteps._check
+    lower, agree = lowering.lower, steps.RecordedSteps._agree
 
     def lowered(recording: Recording, *others: Any) -> Recording:
         seen["before"], seen["after"] = recording, lower(recording, *others)
         after: Recording = seen["after"]
         return after
 
-    def checked(self: Any, size: Any, program: Program, *inputs: Any) -> Tensor:
-        right = check(self, size, program, *inputs)
-        seen["module"], seen["replay"] = right.clone(), program(*inputs)
-        return right
+    def compared(self: Any, right: Tensor, replayed: Tensor) -> bool:
+        seen["module"], seen["replay"] = right.clone(), replayed.clone()
+        return agree(self, right, replayed)
 
     monkeypatch.setattr(steps, "lower", lowered)
-    monkeypatch.setattr(steps.RecordedSteps, "_check", checked)
+    monkeypatch.setattr(steps.RecordedSteps, "_agree", compared)
     monkeypatch.setitem(packed.FEWEST_NUMBERS, torch.float32, 1)
     monkeypatch.setitem(packed.FEWEST_NUMBERS, torch.bfloat16, 1)
     return seen

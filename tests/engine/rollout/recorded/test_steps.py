@@ -84,6 +84,14 @@ def test_a_recording_follows_the_weights(monkeypatch: pytest.MonkeyPatch) -> Non
     assert drawn(decoder) != before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_decoded_before_changes_no_bit(dtype: torch.dtype) -> None:
+    module = build("llama").to(dtype)
+    used = SlotDecoder(module, CPU)
+    first = drawn(used)
+    assert drawn(used) == first == drawn(SlotDecoder(module, CPU))
+
+
 class Asks(nn.Module):
     """Behaves otherwise by its numbers; `hides` it from who watches its calls."""
 
