@@ -8,7 +8,7 @@ function belongs to the name, so transformers makes no mask: each sequence's len
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,17 @@ CHANGES_SCORES = ("position_bias", "s_aux", "head_mask", "alibi")  # arguments t
 
 class Unserved(Exception):
     """The model asks for something that this attention doesn't do."""
+
+
+class Asked(NamedTuple):
+    """What a layer hands its attention: query (1, heads, N, head size), key and value (1, key heads, N, head size)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float | None
+    window: int | None
+    softcap: float | None
 
 
 @recorded_whole
@@ -55,23 +66,15 @@ def slot_attention(
     slots.windows.add(sliding_window)
     layer = slots.cache.layer(module.layer_idx, key, value)  # type: ignore[arg-type]
     in_c = query.device.type == "cpu" and host.serves(query.dtype)
-    compute = _in_one_call if in_c else _part_by_part
-    return compute(slots, layer, query, key, value, scaling, sliding_window, softcap), None
+    asked = Asked(query, key, value, scaling, sliding_window, softcap)
+    return (_in_one_call if in_c else _part_by_part)(slots, layer, asked), None
 
 
-def _in_one_call(
-    slots: Step,
-    layer: SlotLayer,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _in_one_call(slots: Step, layer: SlotLayer, asked: Asked) -> Tensor:
     """All single queries by a kernel of ours, whatever their slots and lengths; all chunks that begin a prompt by one
     of ours, too, then the others by themselves.
     """
+    query, key, value, scaling, window, softcap = asked
     _, heads, tokens, size = query.shape
     scale = size**-0.5 if scaling is None else scaling
     begun = None
@@ -93,17 +96,9 @@ def _in_one_call(
     return out
 
 
-def _part_by_part(
-    slots: Step,
-    layer: SlotLayer,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _part_by_part(slots: Step, layer: SlotLayer, asked: Asked) -> Tensor:
     """The same by PyTorch's operators."""
+    query, key, value, scaling, window, softcap = asked
     rows = slots.rows(key.shape[1])
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # (N, key heads, head size)
     layer.write(rows, keys[: len(rows)], values[: len(rows)])
