@@ -55,8 +55,10 @@ class SlotDecoder:
         # Then steps are captured, and the host follows a round behind.
         self.on_device = replay and device.type == "cuda"
         self._rounds: Rounds | None = None
-        self.recorded = RecordedSteps(module, self.packs, self._logits) if replay and device.type == "cpu" else None
+        self.recorded: RecordedSteps | None = None  # the probe is no step to record
         self.token_bytes, self.token_numbers, self.dtype = self._probe()
+        if replay and device.type == "cpu":
+            self.recorded = RecordedSteps(module, self.packs, self._logits)
 
     def release(self) -> None:
         """Free the cache, the packed weights and the graphs."""

@@ -95,10 +95,11 @@ def test_streaming_gives_the_tokens_of_generate(llama: nn.Module) -> None:
 
 def test_a_stream_decodes_no_further_than_it_is_read(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    forward = llama.forward
-    monkeypatch.setattr(llama, "forward", lambda **inputs: calls.append(1) or forward(**inputs))
-    monkeypatch.setattr(continuous, "check_model", lambda _: True)  # which reads the forward's signature
-    rollouts = Rollouts(llama, "cpu", replay=False)  # a recording would not call the module
+    forward = continuous.SlotDecoder.forward
+    monkeypatch.setattr(
+        continuous.SlotDecoder, "forward", lambda *step, **named: calls.append(1) or forward(*step, **named)
+    )
+    rollouts = Rollouts(llama, "cpu")
     assert rollouts.fallback is None
     calls.clear()  # the trial of the slot decoder
     read = list(itertools.islice(rollouts.stream(PROMPTS[0], Sampling(50)), 3))
