@@ -1,7 +1,7 @@
 """Fused recordings say what the module says; what may not be fused is left alone."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,14 +35,6 @@ FAMILIES = {
     "gemma2": (181, 38, {"angles": 1, "norm": 9, "rotary": 4, "gate": 2}),
     "gemma3_text": (229, 36, {"angles": 2, "norm": 9, "rotary": 4, "gate": 2}),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def fused(recording: Recording) -> dict[str, int]:

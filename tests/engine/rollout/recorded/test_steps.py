@@ -1,7 +1,6 @@
 """Recorded decode steps: they say what the modules say, follow the weights, and refuse what they would get wrong."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +14,6 @@ from tests.engine.rollout.families import build, ragged_prompts
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 14)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def drawn(decoder: SlotDecoder, tokens: int = 16) -> dict[int, list[tuple[int, float]]]:
