@@ -29,17 +29,20 @@ def shaped_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) 
     return torch.where(mask, rewards, torch.zeros_like(rewards))
 
 
-def over_others(earned: Tensor, samples: int, *, scaled: bool) -> Tensor:
-    """What each answer earned (B,) over what others to its prompt did; `samples` neighbours have the same prompt.
-
-    Less the mean of the others (leave-one-out; Kool et al., 2019; Ahmadian et al., 2024, arXiv:2402.14740, equation 8),
-    or `scaled`: less the mean of all, over their standard deviation (Shao et al., 2024, arXiv:2402.03300, sec. 4.1.2).
+def leave_one_out(earned: Tensor, samples: int) -> Tensor:
+    """What each answer earned (B,) less the mean of what the others to its prompt did; `samples` neighbours have the
+    same prompt (Kool et al., 2019; Ahmadian et al., 2024, arXiv:2402.14740, equation 8).
     """
     groups = earned.view(-1, samples)
-    above = groups - groups.mean(1, keepdim=True)
-    if scaled:
-        return (above / (groups.std(1, keepdim=True) + 1e-6)).flatten()
-    return (above * (samples / (samples - 1))).flatten()
+    return ((groups - groups.mean(1, keepdim=True)) * (samples / (samples - 1))).flatten()
+
+
+def standardised(earned: Tensor, samples: int) -> Tensor:
+    """What each answer earned (B,) less the mean of all to its prompt, over their standard deviation (Shao et al.,
+    2024, arXiv:2402.03300, section 4.1.2); 0 where all earned the same.
+    """
+    groups = earned.view(-1, samples)
+    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 from engine import Update
 from step3_ppo.advantages import kl_k3, masked_mean, masked_variance
 from step3_ppo.rollout import Rollout
-from step3_ppo.update import Targets, means
+from step3_ppo.targets import Targets
+from step3_ppo.update import means
 
 
 @dataclass

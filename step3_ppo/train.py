@@ -32,7 +32,8 @@ from step3_ppo.figures import Learned, rollout_figures, sequence_kl
 from step3_ppo.models import Models, Sources, build, find
 from step3_ppo.ptx import ptx_mix
 from step3_ppo.rollout import Rollout, collect, generate
-from step3_ppo.update import Minibatch, Targets, minibatches, targets_of, update_critic, update_policy
+from step3_ppo.targets import Targets, targets_of
+from step3_ppo.update import Minibatch, minibatches, update_critic, update_policy
 
 EVALUATION_SEED = 20011
 GENERATOR_GAP = 0.01  # mean difference of probabilities above which generator and trainer are not the same model
@@ -102,8 +103,9 @@ class Ppo:
                 policy = None
                 if step > ppo.critic_warmup:
                     policy = self._update_policy(minibatch, rollout, targets, first=not learned.steps)
-                critic = update_critic(self.models, minibatch, rollout, targets, ppo)
-                learned.add(minibatch.tokens, policy, critic)
+                critic = self.models.critic
+                values = None if critic is None else update_critic(critic, minibatch, rollout, targets, ppo)
+                learned.add(minibatch.tokens, policy, values)
         return learned.figures()
 
     def _update_policy(
@@ -111,13 +113,12 @@ class Ppo:
     ) -> tuple[Update, float]:
         actor = self.models.actor
         return update_policy(
-            self.models,
+            actor,
             minibatch,
             rollout,
             targets,
             self.section,
             temperature=self.config.rollout.temperature,
-            kl_coef=self.kl.coef if self.section.advantage == "grpo" else 0.0,
             ptx=self.ptx.batch(actor.step_count, packing=self.models.pack) if self.ptx else None,
             check=partial(self._check_ratio, rollout) if first else None,
         )

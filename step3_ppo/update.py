@@ -7,28 +7,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from engine import Update
+from engine import Engine, Update
 from engine.healing import Portion
-from engine.kernels import gae
 from engine.parallel import dist
 from pipeline.config.schema import PpoSection
 from pipeline.data.batch import TokenBatch
-from step3_ppo.advantages import kl_k1, kl_k3, over_others, shaped_rewards, whiten
+from step3_ppo.advantages import kl_k3
 from step3_ppo.loss import Sums, importance_weights, log_ratio, policy_loss, value_loss
-from step3_ppo.models import Models
 from step3_ppo.ptx import PtxBatch
 from step3_ppo.rollout import Rollout, Rows, critic_values, my_rows, policy_logprobs
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What a rollout is trained on: advantages and returns (None without a critic), (B, R) fp32 each, and the shaped
-    rewards behind them.
-    """
-
-    advantages: Tensor
-    returns: Tensor | None
-    rewards: Tensor
+from step3_ppo.targets import Targets
 
 
 @dataclass(frozen=True)
@@ -37,27 +25,6 @@ class Minibatch:
 
     batches: list[Portion[Rows]]
     tokens: int
-
-
-def answer_scores(rollout: Rollout, *, missing_end_penalty: float, score_clip: float | None) -> Tensor:
-    """(B,) what an answer earns: the clipped score, less the penalty where it has no end token."""
-    scores = rollout.scores if score_clip is None else rollout.scores.clamp(-score_clip, score_clip)
-    return scores - missing_end_penalty * (~rollout.finished)
-
-
-def targets_of(rollout: Rollout, ppo: PpoSection, *, kl_coef: float) -> Targets:
-    """Score minus kl_coef times KL, GAE, whitening over the global batch; or, without a critic, the whole answer held
-    against the others to its prompt, the same for each of its tokens. GRPO has its KL in the loss instead.
-    """
-    mask, scaled = rollout.response_mask, ppo.advantage == "grpo"
-    earned = answer_scores(rollout, missing_end_penalty=ppo.missing_end_penalty, score_clip=ppo.score_clip)
-    kl = kl_k1(rollout.logprobs, rollout.reference)
-    rewards = shaped_rewards(earned, kl, mask, kl_coef=0.0 if scaled else kl_coef)
-    if rollout.values is None:
-        above = over_others(rewards.sum(1), ppo.samples, scaled=scaled)
-        return Targets(torch.where(mask, above[:, None], torch.zeros_like(rewards)), None, rewards)
-    advantages, returns, moments = gae(rewards, rollout.values, mask, gamma=ppo.gamma, lam=ppo.lam)
-    return Targets(whiten(advantages, mask, moments) if ppo.whiten_advantages else advantages, returns, rewards)
 
 
 def minibatches(
@@ -78,21 +45,19 @@ def minibatches(
 
 
 def update_policy(
-    models: Models,
+    actor: Engine,
     minibatch: Minibatch,
     rollout: Rollout,
     targets: Targets,
     ppo: PpoSection,
     *,
     temperature: float,
-    kl_coef: float = 0.0,
     ptx: PtxBatch | None = None,
     check: Callable[[float], None] | None = None,
 ) -> tuple[Update, float]:
     """One step of the actor; metrics are sums over the minibatch's tokens. Also the largest |ratio - 1| of them all.
 
-    `kl_coef` weighs the KL to the reference in the loss, a token's by its `kl_k3`. `check` is told the mean |ratio - 1|
-    before the step; what it raises leaves the parameters as they were.
+    `check` is told the mean |ratio - 1| before the step; what it raises leaves the parameters as they were.
     """
     largest = torch.zeros((), device=rollout.logprobs.device)
 
@@ -114,8 +79,8 @@ def update_policy(
         bonus = entropies.sum()
         if ppo.entropy_coef:  # a gradient of zero would cost as much as any other
             total = total - ppo.entropy_coef * bonus
-        if kl_coef:
-            total = total + kl_coef * kl_k3(logprobs, _flat(rollout.reference, rollout, batch.places)).sum()
+        if targets.kl_coef:
+            total = total + targets.kl_coef * kl_k3(logprobs, _flat(rollout.reference, rollout, batch.places)).sum()
         return total, sums | weighed | {"entropy": bonus, "deviation": deviation.sum()}
 
     def imitated(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, Sums]:
@@ -136,17 +101,16 @@ def update_policy(
         if check is not None:
             check(sums["deviation"] / minibatch.tokens)
 
-    update = models.actor.update(batches, loss, minibatch.tokens, before_step=look)
+    update = actor.update(batches, loss, minibatch.tokens, before_step=look)
     return update, dist.max_over_ranks(most[0])
 
 
 def update_critic(
-    models: Models, minibatch: Minibatch, rollout: Rollout, targets: Targets, ppo: PpoSection
-) -> Update | None:
-    """One step of the critic, where there is one."""
-    critic, before, returns = models.critic, rollout.values, targets.returns
-    if critic is None or before is None or returns is None:
-        return None
+    critic: Engine, minibatch: Minibatch, rollout: Rollout, targets: Targets, ppo: PpoSection
+) -> Update:
+    """One step of the critic."""
+    before, returns = rollout.values, targets.returns
+    assert before is not None and returns is not None, "a rollout without a critic"
 
     def loss(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
         return value_loss(

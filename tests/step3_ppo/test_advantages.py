@@ -11,10 +11,11 @@ from step3_ppo.advantages import (
     KlController,
     kl_k1,
     kl_k3,
+    leave_one_out,
     masked_mean,
     masked_variance,
-    over_others,
     shaped_rewards,
+    standardised,
     whiten,
 )
 from tests.step3_ppo.made import Table, close, lengths_of, mask_of, table, tensor
@@ -105,11 +106,11 @@ def test_answers_to_one_prompt_are_held_against_each_other() -> None:
     groups = [[1.0, 4.0, 2.5], [-3.0, 0.5, 7.0], [2.0, 2.0, 2.0]]
     flat = torch.tensor([score for group in groups for score in group])
     others = [[score - (sum(group) - score) / 2 for score in group] for group in groups]
-    assert over_others(flat, 3, scaled=False).tolist() == pytest.approx([a for group in others for a in group])
+    assert leave_one_out(flat, 3).tolist() == pytest.approx([a for group in others for a in group])
     scaled = [
         (score - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6) for group in groups for score in group
     ]
-    assert over_others(flat, 3, scaled=True).tolist() == pytest.approx(scaled, rel=1e-5)
+    assert standardised(flat, 3).tolist() == pytest.approx(scaled, rel=1e-5)
 
 
 def test_nothing_to_average_is_zero_and_equal_values_whiten_to_zero() -> None:

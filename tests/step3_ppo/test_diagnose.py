@@ -14,7 +14,8 @@ from pipeline.errors import UserError
 from step3_ppo.diagnose import TOLERANCE, check_first_ratio
 from step3_ppo.models import Models
 from step3_ppo.rollout import Rollout, collect
-from step3_ppo.update import means, minibatches, targets_of, update_policy
+from step3_ppo.targets import targets_of
+from step3_ppo.update import means, minibatches, update_policy
 from tests.pipeline.models.tiny import classifier, config_of, language_model
 from tests.step3_ppo.made import models_in, rollout_of, saved_models
 
@@ -32,7 +33,7 @@ def first_deviation(models: Models, rollout: Rollout, temperature: float) -> flo
     section = PpoSection()
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=30)
     targets = targets_of(rollout, section, kl_coef=0.1)
-    update, _ = update_policy(models, minibatch, rollout, targets, section, temperature=temperature)
+    update, _ = update_policy(models.actor, minibatch, rollout, targets, section, temperature=temperature)
     return means(update, minibatch.tokens)["deviation"]
 
 
@@ -90,7 +91,7 @@ def test_the_check_comes_before_the_step(tmp_path: Path) -> None:
         raise UserError(f"{deviation}")
 
     with pytest.raises(UserError):
-        update_policy(models, minibatch, rollout, targets, PpoSection(), temperature=0.7, check=refuse)
+        update_policy(models.actor, minibatch, rollout, targets, PpoSection(), temperature=0.7, check=refuse)
     assert all(torch.equal(a, b) for a, b in zip(before, models.actor.module.parameters(), strict=True))
 
 

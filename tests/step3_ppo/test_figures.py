@@ -12,7 +12,7 @@ from engine.parallel.traffic import Traffic
 from pipeline.config.schema import PpoSection
 from step3_ppo.figures import Learned, explained_variance, mean_figures, rollout_figures, sequence_kl
 from step3_ppo.rollout import Rollout
-from step3_ppo.update import targets_of
+from step3_ppo.targets import targets_of
 from tests.step3_ppo.made import rollout_of
 
 PROMPTS, RESPONSES = [3, 6, 2, 5, 4], [4, 1, 6, 2, 5]

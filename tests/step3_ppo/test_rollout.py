@@ -13,7 +13,8 @@ from engine import Generation, Sampling
 from pipeline.config.schema import LoraConfig, PpoSection
 from pipeline.data.documents import Documents
 from step3_ppo.rollout import Rollout, collect, generate, my_rows, rows
-from step3_ppo.update import Targets, minibatches, targets_of, update_critic, update_policy
+from step3_ppo.targets import Targets, targets_of
+from step3_ppo.update import minibatches, update_critic, update_policy
 from tests.ranks import run_ranks
 from tests.step3_ppo.made import models_in, rollout_of, saved_models
 
@@ -145,8 +146,8 @@ def one_step(folder: Path, zero_stage: int, packing: bool = False) -> dict[str, 
     targets: Targets = targets_of(rollout, SECTION, kl_coef=0.1)
     updates, seen = [], []
     for minibatch in minibatches(rollout, parts=2, seed=8, pad_id=0, budget=24, packing=packing):
-        actor, largest = update_policy(models, minibatch, rollout, targets, SECTION, temperature=0.9)
-        critic = update_critic(models, minibatch, rollout, targets, SECTION)
+        actor, largest = update_policy(models.actor, minibatch, rollout, targets, SECTION, temperature=0.9)
+        critic = update_critic(models.critic, minibatch, rollout, targets, SECTION)
         norms = {"largest": largest, "grad_norm": actor.grad_norm, "critic_grad_norm": critic.grad_norm}
         updates.append({"loss": actor.loss, "value_loss": critic.loss, **norms, **actor.sums, **critic.sums})
         seen.append([each.batch.places for each in minibatch.batches])

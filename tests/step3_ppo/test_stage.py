@@ -22,8 +22,8 @@ from pipeline.run import StageRun
 from step3_ppo.evaluate import Examiner, HeldOut, earlier_answers, write_table
 from step3_ppo.figures import rollout_figures
 from step3_ppo.models import build, find
+from step3_ppo.targets import targets_of
 from step3_ppo.train import Ppo
-from step3_ppo.update import targets_of
 from tests.pipeline.models.tiny import classifier, config_of, frozen, language_model, source_in
 
 VOCABULARY = 288

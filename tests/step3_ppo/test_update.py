@@ -14,7 +14,8 @@ from pipeline.data.batch import TokenBatch
 from pipeline.models.checks import verify
 from step3_ppo.ptx import PtxBatch
 from step3_ppo.rollout import Rollout
-from step3_ppo.update import answer_scores, means, minibatches, targets_of, update_critic, update_policy
+from step3_ppo.targets import answer_scores, targets_of
+from step3_ppo.update import means, minibatches, update_critic, update_policy
 from tests.reads import Reads
 from tests.step3_ppo.made import Table, close, models_in, rollout_of, saved_models
 from tests.step3_ppo.test_advantages import gae_by_hand, rewards_by_hand
@@ -127,7 +128,7 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     bonus = math.fsum(e.item() for e in entropies)
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
     assert len(minibatch.batches) > 1
-    update, largest = update_policy(models, minibatch, rollout, targets, section, temperature=0.8)
+    update, largest = update_policy(models.actor, minibatch, rollout, targets, section, temperature=0.8)
     count = sum(RESPONSES)
     assert update.loss == pytest.approx((wanted - 0.05 * bonus) / count, rel=1e-3)
     figures = means(update, minibatch.tokens)
@@ -155,13 +156,14 @@ def test_the_kl_of_grpo_is_part_of_the_loss(tmp_path: Path) -> None:
     models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
     section, targets = PpoSection(clip=10.0, dual_clip=None), targets_of(rollout, PpoSection(), kl_coef=0.0)
     targets.advantages.zero_()
+    targets = dataclasses.replace(targets, kl_coef=0.3)
     new, _, model = own_policy(tmp_path, rollout, 1.0)
     reference = [x for row in rows_of(rollout.reference, rollout) for x in row]
     terms = sum(math.exp(b) / a.exp() - 1 - (b - a) for a, b in zip(new, reference, strict=True))
     (terms * 0.3 / sum(RESPONSES)).backward()
     norm = math.sqrt(math.fsum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
-    update, _ = update_policy(models, minibatch, rollout, targets, section, temperature=1.0, kl_coef=0.3)
+    update, _ = update_policy(models.actor, minibatch, rollout, targets, section, temperature=1.0)
     assert update.loss == pytest.approx(0.3 * terms.item() / sum(RESPONSES), rel=1e-3)
     assert update.grad_norm == pytest.approx(norm, rel=1e-3)
 
@@ -190,7 +192,7 @@ def test_one_update_of_the_critic(tmp_path: Path) -> None:
     returns = [v for row in rows_of(targets.returns, rollout) for v in row]
     wanted, clipped = value_by_hand(values, old, returns, 0.4)
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
-    update = update_critic(models, minibatch, rollout, targets, section)
+    update = update_critic(models.critic, minibatch, rollout, targets, section)
     assert update.loss == pytest.approx(wanted / sum(RESPONSES), rel=1e-4)
     assert means(update, minibatch.tokens)["value_clip_fraction"] == clipped / sum(RESPONSES)
     assert 0 < clipped < sum(RESPONSES)
@@ -206,9 +208,9 @@ def test_the_mix_of_conversations_adds_its_mean_loss(tmp_path: Path) -> None:
     mixed = TokenBatch(ids, torch.tensor([2, 3, 4, 6, 7])).to(dist.world().device)
     logs = torch.log_softmax(AutoModelForCausalLM.from_pretrained(tmp_path / "actor")(input_ids=ids).logits, -1)
     nats = [-logs[row, t - 1, ids[row, t]].item() for row, t in counts.nonzero().tolist()]
-    plain, _ = update_policy(models_in(tmp_path), minibatch, rollout, targets, section, temperature=1.0)
+    plain, _ = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0)
     ptx = PtxBatch([mixed], len(nats), coef=0.3)
-    update, _ = update_policy(models_in(tmp_path), minibatch, rollout, targets, section, temperature=1.0, ptx=ptx)
+    update, _ = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0, ptx=ptx)
     mean = math.fsum(nats) / len(nats)
     assert update.loss == pytest.approx(plain.loss + 0.3 * mean, rel=1e-4)
     assert means(update, minibatch.tokens)["ptx_loss"] == pytest.approx(mean, rel=1e-5)
@@ -224,9 +226,9 @@ def test_the_host_waits_once_a_step(tmp_path: Path) -> None:
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18, packing=True)
     assert [each.batch for each in minibatch.batches]  # laid out beforehand
     with Reads() as policy:
-        update_policy(models, minibatch, rollout, targets, section, temperature=0.8)
+        update_policy(models.actor, minibatch, rollout, targets, section, temperature=0.8)
     with Reads() as critic:
-        update_critic(models, minibatch, rollout, targets, section)
+        update_critic(models.critic, minibatch, rollout, targets, section)
     # What is read at the end is all read at once (test_figures.py), but for the largest ratio, which follows when the
     # device is idle.
     assert policy.found == {"_local_scalar_dense": 1}

@@ -14,7 +14,8 @@ from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
 from step3_ppo.models import Models
 from step3_ppo.rollout import collect, generate
-from step3_ppo.update import minibatches, targets_of, update_critic, update_policy
+from step3_ppo.targets import targets_of
+from step3_ppo.update import minibatches, update_critic, update_policy
 
 
 def main() -> None:
@@ -56,8 +57,9 @@ def _iteration(models: Models, work: dict[str, Any], number: int) -> dict[str, f
     times.append(time.perf_counter())
     targets = targets_of(rollout, section, kl_coef=section.kl_coef)
     for minibatch in minibatches(rollout, parts=1, seed=number, pad_id=1, budget=budget, packing=models.pack):
-        update_policy(models, minibatch, rollout, targets, section, temperature=1.0)
-        update_critic(models, minibatch, rollout, targets, section)
+        update_policy(models.actor, minibatch, rollout, targets, section, temperature=1.0)
+        assert models.critic is not None
+        update_critic(models.critic, minibatch, rollout, targets, section)
     times.append(time.perf_counter())
     assert rollout.tokens() == len(prompts) * work["new_tokens"]
     phases = zip(("generate", "score", "train"), pairwise(times), strict=True)
