@@ -343,7 +343,10 @@ class Engine:
         checkpointer.wait()
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Take over what `save` wrote, at any number of ranks and any stage; returns its `extra`. Every rank calls."""
+        """Take over what `save` wrote, at any number of ranks and any stage; returns its `extra`. Every rank calls.
+
+        Raises `engine.checkpoint.Damaged`, an OSError, before anything changes, where a file is not as it was written.
+        """
         zero.release(self.module)
         return Checkpointer({"engine": self}).load(Path(folder))[0]
 

@@ -68,6 +68,15 @@ class Manifest:
         done = self.stages.get(stage, {}).get("status") == "finished"
         return done and (self.run_dir / stage / "model" / "config.json").is_file()
 
+    def product(self, stage: str) -> Path | None:
+        """The model of a stage that is done; None where it is not. Raises UserError where the model is gone since."""
+        if self.stages.get(stage, {}).get("status") != "finished":
+            return None
+        model = self.run_dir / stage / "model"
+        if not self.finished(stage):
+            raise UserError(f"{model} is gone: run stage={stage} (or stage=all) there, which makes it again")
+        return model
+
     def begin(self, stage: str, consumed: dict[str, Any]) -> None:
         record = self.stages.get(stage, {})
         started = record["started"] if record.get("consumed") == consumed else _now()
@@ -111,8 +120,11 @@ class Manifest:
             return Decision("run", differences(record["consumed"], consumed))
         if record["status"] != "finished":
             return Decision("resume")
-        return Decision("skip") if self.finished(stage) else Decision("run", "its model is gone")
-
+        if self.finished(stage):
+            return Decision("skip")
+        if any((self.run_dir / stage / "checkpoints").glob("step-*[0-9]")):
+            return Decision("resume", "its model is gone, and is made again from the newest checkpoint")
+        return Decision("run", "its model and its checkpoints are gone")
 
     def changes_tokenizer(self, stage: str, consumed: dict[str, Any]) -> bool:
         """True where what the run's tokenizer is made from (model, data, seed) is other than the stage had."""
@@ -147,8 +159,9 @@ def _reward_input(config: RunConfig, manifest: Manifest) -> dict[str, Path | Non
         return {"base": None}
     if config.actor is not None:
         return {"sft": model_folder(config.actor, "actor")}
-    if manifest.finished("sft"):
-        return {"sft": manifest.run_dir / "sft" / "model"}
+    made = manifest.product("sft")
+    if made is not None:
+        return {"sft": made}
     if init == "sft":
         raise UserError(f"reward.init=sft, but {manifest.run_dir} has no finished sft stage: run stage=sft first")
     return {"base": None}
@@ -157,8 +170,9 @@ def _reward_input(config: RunConfig, manifest: Manifest) -> dict[str, Path | Non
 def _earlier(manifest: Manifest, stage: str, key: str, given: str | None) -> Path:
     if given is not None:
         return model_folder(given, key)
-    if manifest.finished(stage):
-        return manifest.run_dir / stage / "model"
+    made = manifest.product(stage)
+    if made is not None:
+        return made
     raise UserError(
         f"PPO has no {key} model: {manifest.run_dir} has no finished {stage} stage. "
         f"Run stage={stage} there first (or stage=all), or give {key}=FOLDER"
@@ -169,11 +183,23 @@ def stage_consumes(config: RunConfig, run_dir: Path, stage: str, cache: HashCach
     """Everything a stage's result depends on: its settings, and data and models by content."""
     base = config.reward_model if stage == "reward" and config.reward_model is not None else config.model
     models = {
-        role: cache.tree(folder) if folder is not None else model_content(base, cache)
+        role: _as_made(folder, run_dir, cache) if folder is not None else model_content(base, cache)
         for role, folder in stage_inputs(config, run_dir, stage).items()
     }
     settings, data = stage_settings(config, stage), data_content(config.data, cache)
     return {"config": digest(settings), "settings": settings, "data": data, "models": models}
+
+
+def _as_made(folder: Path, run_dir: Path, cache: HashCache) -> str:
+    """The content hash of a model. Raises UserError where a stage of this run made it, and it is another one now."""
+    found, stage = cache.tree(folder), folder.parent.name
+    record = Manifest.read(run_dir).stages.get(stage, {}) if folder.parent.parent == run_dir else {}
+    if record.get("produced", {}).get("model", found) != found:
+        raise UserError(
+            f"{folder} is not as the {stage} stage made it (damaged, or changed by hand). Put it back; or delete it, "
+            f"and stage={stage} makes it again; or keep what you changed elsewhere, and start another run from there"
+        )
+    return found
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -39,11 +39,23 @@ def test_killed_and_resumed_equals_left_alone(tmp_path: Path) -> None:
             shutil.copytree(whole / name, killed / name, dirs_exist_ok=True)
         said = kill_at_random(killed, stage, 6, rng)
         finish(start_worker(killed, stage))
-        where = f"seed {seed}: {said}"
-        assert metrics(whole, stage) == metrics(killed, stage), where
-        ours, theirs = (load_file(run / stage / "model" / "model.safetensors") for run in (whole, killed))
-        assert ours.keys() == theirs.keys()
-        assert all((ours[name] == theirs[name]).all() for name in ours), where
+        same(whole, killed, stage, f"seed {seed}: {said}")
+    damage(killed)
+    assert "is damaged (tensors-0.bin has 9 bytes" in finish(start_worker(killed, "sft"))
+    same(whole, killed, "sft", "damaged")
+
+
+def same(whole: Path, killed: Path, stage: str, where: str) -> None:
+    assert metrics(whole, stage) == metrics(killed, stage), where
+    ours, theirs = (load_file(run / stage / "model" / "model.safetensors") for run in (whole, killed))
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] == theirs[name]).all() for name in ours), where
+
+
+def damage(run_dir: Path) -> None:
+    """A finished stage without its model, and with a newest checkpoint that was cut off."""
+    shutil.rmtree(run_dir / "sft" / "model")
+    (run_dir / "sft" / "checkpoints" / "step-8" / "tensors-0.bin").write_bytes(b"truncated")
 
 
 def dropping() -> dict[str, object]:

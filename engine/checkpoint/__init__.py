@@ -2,5 +2,6 @@
 
 from engine.checkpoint.checkpointer import Checkpointer, complete
 from engine.checkpoint.random_state import random_state, restore_random_state
+from engine.checkpoint.sums import Damaged
 
-__all__ = ["Checkpointer", "complete", "random_state", "restore_random_state"]
+__all__ = ["Checkpointer", "Damaged", "complete", "random_state", "restore_random_state"]

@@ -1,7 +1,8 @@
 """Writing and reading checkpoints: into `NAME.tmp`, which is renamed when every rank is done.
 
-A folder without `.tmp` is whole. Writing goes on behind training, which copies what is not yet written before it
-changes it (snapshot.py); where the host has no room for that, or states are in files, training waits for the writing.
+A folder without `.tmp` was whole; what became of it since is seen before anything is read (sums.py). Writing goes on
+behind training, which copies what is not yet written before it changes it (snapshot.py); where the host has no room for
+that, or states are in files, training waits for the writing.
 """
 
 import errno
@@ -9,7 +10,8 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,8 @@ from torch import Tensor
 from engine.checkpoint import contents
 from engine.checkpoint.background import behind, now, uncollected
 from engine.checkpoint.snapshot import Snapshot
-from engine.checkpoint.storage import INDEX, Reader, Writer
+from engine.checkpoint.storage import Reader, Writer
+from engine.checkpoint.sums import require_undamaged
 from engine.offload import planners
 from engine.parallel import dist, dtensors
 from engine.pieces import in_pieces
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 COPIES_OF_FREE_MEMORY = 0.5  # share of the host's free memory that copies may take
 Tensors = dict[str, dict[str, Tensor]]  # by engine, by name
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # no_dist is our wish
 
 
 class Checkpointer:
@@ -42,9 +46,17 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._snapshot: Snapshot | None = None
 
-    def save(self, folder: Path, shared: Mapping[str, Any], mine: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        folder: Path,
+        shared: Mapping[str, Any],
+        mine: Mapping[str, Any] | None = None,
+        *,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
         """Begin to write `folder`. `shared` is the same on all ranks, `mine` differs; both must be JSON.
 
+        `then` is done beside training on the first rank, when the folder is whole and has its name.
         Raises OSError where the previous write failed (a full disk), before anything of this one is written.
         """
         self.wait()
@@ -60,15 +72,15 @@ class Checkpointer:
         begun = threading.Event()
         work = partial(
             dcp.save, tensors, storage_writer=Writer(staging, snapshot, begun), planner=planners.SavePlanner(filed),
-            process_group=dist.background_group(),
+            process_group=dist.background_group(), no_dist=dist.world().size == 1,
         )  # fmt: skip
-        leads = dist.world().leads
+        named = partial(_name, staging, folder, then) if dist.world().leads else lambda: None
         self._pending = Future()
         with uncollected():
             saving = behind(work) if beside else now(work)
             saving.add_done_callback(lambda _: begun.set())
             # The coordinator finishes after every rank has written: its index is the last file.
-            saving.add_done_callback(partial(_settle, self._pending, snapshot, staging, folder, leads=leads))
+            saving.add_done_callback(partial(_settle, self._pending, snapshot, named))
             begun.wait()  # two threads that both want the interpreter take longer than one after the other
 
     @property
@@ -89,7 +101,11 @@ class Checkpointer:
             raise OSError(number, f"a checkpoint could not be written: {reason}") from error
 
     def load(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Fill the engines from a checkpoint. Returns (shared, mine); mine is None where the world size changed."""
+        """Fill the engines from a checkpoint. Returns (shared, mine); mine is None where the world size changed.
+
+        Every rank calls. Raises Damaged, before anything changes, where a file is not as it was written.
+        """
+        require_undamaged(folder)
         state = json.loads((folder / "state.json").read_text())
         for name, engine in self.engines.items():
             engine.about_to_change()
@@ -129,9 +145,9 @@ class Checkpointer:
 
 
 def complete(parent: Path) -> list[Path]:
-    """The whole checkpoints `step-N` of a folder, oldest first."""
-    found = [p for p in parent.glob("step-*") if p.suffix != ".tmp" and (p / INDEX).exists()]
-    return sorted(found, key=lambda p: int(p.name.split("-")[1]))
+    """The checkpoints `step-N` of a folder that were written to their end, oldest first."""
+    numbers = {p: p.name.removeprefix("step-") for p in parent.glob("step-*")}
+    return sorted((p for p, number in numbers.items() if number.isdecimal()), key=lambda p: int(numbers[p]))
 
 
 def _snapshot(tensors: Tensors) -> Snapshot:
@@ -149,16 +165,23 @@ def _copies_fit(tensors: Tensors) -> bool:
     return dist.max_over_ranks(needed / psutil.virtual_memory().available) < COPIES_OF_FREE_MEMORY
 
 
-def _settle(
-    settled: "Future[None]", snapshot: Snapshot, staging: Path, folder: Path, done: "Future[Any]", *, leads: bool
-) -> None:
-    """Give a written checkpoint its name; what went wrong in writing or here is for whoever waits."""
+def _name(staging: Path, folder: Path, then: Callable[[], None]) -> None:
+    """Give a written checkpoint its name, and what had it before up."""
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    staging.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    then()
+
+
+def _settle(settled: "Future[None]", snapshot: Snapshot, named: Callable[[], None], done: "Future[Any]") -> None:
+    """Finish a written checkpoint by `named`; what went wrong in writing or there is for whoever waits."""
     snapshot.end()
     try:
         done.result()
-        if leads:
-            shutil.rmtree(folder, ignore_errors=True)
-            staging.rename(folder)
+        named()
     except BaseException as error:
         settled.set_exception(error)
     else:

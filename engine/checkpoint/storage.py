@@ -2,10 +2,11 @@
 
     tensors-R.bin   what rank R wrote
     index.json      {"tensors": {name: {"dtype", "shape", "pieces": [{"offsets", "shape", "file", "at"}]}}}
+    sums.json       what all files of the folder are, so that damage is found (sums.py)
 
 For `torch.distributed.checkpoint`, whose own format goes through Python and a checksum byte by byte, and has its index
 as a pickle. Large aligned requests past the page cache leave the processors to training. Nothing in a file can be
-executed. Left out: checksums; a file system that loses bytes is not noticed.
+executed.
 """
 
 import json
@@ -39,6 +40,7 @@ from torch.futures import Future
 from engine.checkpoint.background import uncollected
 from engine.checkpoint.snapshot import Snapshot
 from engine.checkpoint.stream import Stream
+from engine.checkpoint.sums import Sum, write_sums
 from engine.offload.blocks import BLOCK_BYTES, BlockFile, aligned, bytes_of, whole_bytes
 
 INDEX = "index.json"
@@ -78,7 +80,7 @@ class Writer(StorageWriter):
         return [replace(plan, storage_data=f"tensors-{rank}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        """One item after another. Raises OSError."""
+        """One item after another; where each is, and what the file is then. Raises OSError."""
         name: str = plan.storage_data
         self._snapshot.keep_only({item.index.fqn for item in plan.items})
         self._begun.set()
@@ -88,11 +90,11 @@ class Writer(StorageWriter):
             for item in plan.items:
                 start, size = self._write(stream, item, planner)
                 written.append(WriteResult(item.index, size, _Place(name, start)))
-            stream.close()
+            whole = stream.close()
             file.to_disk()
         finally:
             file.close()
-        return _done(written)
+        return _done([*written, WriteResult(MetadataIndex(name), whole.bytes, whole)])
 
     def _write(self, stream: Stream, item: WriteItem, planner: SavePlanner) -> tuple[int, int]:
         """One item: where it begins, and its bytes."""
@@ -111,8 +113,10 @@ class Writer(StorageWriter):
 
     @uncollected()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The index, when all ranks have written."""
-        places = {result.index: result.storage_data for rank in results for result in rank}
+        """The index and the sums, when all ranks have written."""
+        found = [result for rank in results for result in rank]
+        places = {result.index: result.storage_data for result in found if isinstance(result.storage_data, _Place)}
+        known = {result.index.fqn: result.storage_data for result in found if isinstance(result.storage_data, Sum)}
         tensors = {}
         for name, about in metadata.state_dict_metadata.items():
             assert isinstance(about, TensorStorageMetadata)
@@ -123,10 +127,9 @@ class Writer(StorageWriter):
             ]
             dtype = str(about.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(about.size), "pieces": pieces}
-        with (self._folder / INDEX).open("w", encoding="utf-8") as file:
-            file.write(json.dumps({"tensors": tensors}))  # `dump` goes through Python, which training needs
-            file.flush()
-            os.fsync(file.fileno())
+        # `dump` goes through Python, which training needs.
+        (self._folder / INDEX).write_text(json.dumps({"tensors": tensors}), encoding="utf-8")
+        write_sums(self._folder, known)
 
 
 class Reader(StorageReader):

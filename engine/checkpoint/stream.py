@@ -9,6 +9,7 @@ import os
 
 import torch
 
+from engine.checkpoint.sums import RunningSum, Sum
 from engine.offload.blocks import BLOCK_BYTES, BlockFile, aligned, bytes_of
 
 REQUEST_BYTES = 8 * 2**20  # whoever wants to change a tensor waits for one
@@ -25,6 +26,7 @@ class Stream:
         self._room = bytes_of(aligned(STAGED_BYTES, torch.uint8))
         self._written = 0  # bytes, whole blocks
         self._staged = 0  # bytes behind them
+        self._sum = RunningSum()
 
     @property
     def end(self) -> int:
@@ -54,15 +56,17 @@ class Stream:
             self._flush()
         return count
 
-    def close(self) -> None:
-        """All of it into the file, filled up to a whole block, so that it can be read in whole blocks."""
+    def close(self) -> Sum:
+        """All of it into the file, filled up to a whole block, to be read in whole blocks. What it is then."""
         rest = -self.end % BLOCK_BYTES
         if rest:
             self.write(memoryview(bytes(rest)))
         self._flush()
+        return self._sum.value
 
     def _direct(self, view: memoryview) -> int:
         self._file.transfer(os.pwritev, view, self._written)
+        self._sum.add(view)
         self._written += len(view)
         return len(view)
 

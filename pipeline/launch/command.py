@@ -195,7 +195,8 @@ def _run_stage(
     if makes_tokenizer and manifest.changes_tokenizer(stage, consumed) and (run_dir / "tokenizer").exists():
         move_aside(run_dir / "tokenizer")
     processes = f"{ranks.world} process{'es' if ranks.world > 1 else ''}"
-    print(f"{stage}: {'goes on' if decision.action == 'resume' else 'starts'}, {processes}", flush=True)
+    why = f" ({decision.because})" if decision.action == "resume" and decision.because else ""
+    print(f"{stage}: {'goes on' if decision.action == 'resume' else 'starts'}, {processes}{why}", flush=True)
     manifest.begin(stage, consumed)
     stage_dir.mkdir(exist_ok=True)
     resolved = config.model_copy(update={"name": run_dir.name, "run_dir": str(run_dir.resolve())})

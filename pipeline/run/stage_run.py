@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine import Checkpointer, Engine
-from engine.checkpoint import complete, random_state, restore_random_state
+from engine.checkpoint import Damaged, complete, random_state, restore_random_state
 from engine.parallel import dist, traffic
 from pipeline.config.schema import StageSection
 from pipeline.errors import UserError
@@ -83,11 +83,14 @@ class StageRun:
         return self._seconds_before + time.monotonic() - self._began
 
     def restore(self) -> int:
-        """Go back to the newest whole checkpoint. Returns the number of steps already done."""
-        found = dist.broadcast_object([str(p) for p in complete(self.folder / "checkpoints")])
+        """Go back to the newest checkpoint that is as it was written. Returns the number of steps already done.
+
+        Raises UserError where there are checkpoints and all of them are damaged.
+        """
+        loaded = self._load_newest()
         step = 0
-        if found:
-            shared, mine = self._checkpointer.load(Path(found[-1]))
+        if loaded is not None:
+            shared, mine = loaded
             step = self._saved = shared["step"]
             self._seconds_before = shared["seconds"]
             self.clock.seconds, self.clock.tokens = shared["phases"], shared["tokens"]
@@ -108,6 +111,39 @@ class StageRun:
         dist.barrier()
         self._began = time.monotonic()
         return step
+
+    def _load_newest(self) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
+        """The newest checkpoint that is undamaged: what is beside its tensors. None where there is none."""
+        found = [Path(place) for place in dist.broadcast_object([str(p) for p in self._checkpoints()])]
+        damaged: dict[Path, str] = {}
+        for place in reversed(found):
+            try:
+                loaded = self._checkpointer.load(place)
+            except Damaged as problem:
+                damaged[place] = problem.reason
+                continue
+            if dist.world().leads:
+                for folder, reason in damaged.items():
+                    self._set_aside(folder, reason)
+            return loaded
+        if damaged:
+            told = "; ".join(f"{place.name}: {reason}" for place, reason in damaged.items())
+            raise UserError(
+                f"no checkpoint in {self.folder / 'checkpoints'} is as it was written ({told}). Put a sound copy back; "
+                "or delete that folder, and the same command begins the stage anew"
+            )
+        return None
+
+    def _set_aside(self, damaged: Path, reason: str) -> None:
+        """Out of the way of those to come, where it can be looked at."""
+        aside = damaged.with_name(f"{damaged.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        damaged.rename(aside)
+        told = f"{damaged} is damaged ({reason}), it is {aside.name} now; an older one serves"
+        print(f"{self.folder.name}: {told}", flush=True)
+
+    def _checkpoints(self) -> list[Path]:
+        return complete(self.folder / "checkpoints")
 
     def rehearse(self, work: Callable[[], None]) -> None:
         """Run the largest micro-batch to come, on GPUs: there what fits at the start then fits at the end.
@@ -157,21 +193,19 @@ class StageRun:
         }
         with self.clock.phase("save"), explained_disk(self.folder):
             where = self.folder / "checkpoints" / f"step-{step}"
-            self._checkpointer.save(where, shared, {"random": random_state()})
+            self._checkpointer.save(where, shared, {"random": random_state()}, then=self._drop_old)
         self._saved = step
-        self._drop_old()
 
     def settle(self) -> None:
         """Wait until the last checkpoint is on disk."""
         with explained_disk(self.folder):
             self._checkpointer.wait()
-        self._drop_old()
 
     def _drop_old(self) -> None:
-        """Keep the newest checkpoints. The one being written is not whole yet, so the newest whole one always stays."""
-        if dist.world().leads:
-            for old in complete(self.folder / "checkpoints")[: -self._section.keep_checkpoints]:
-                shutil.rmtree(old, ignore_errors=True)
+        """Keep the newest checkpoints; removing gigabytes takes a file system tenths of a second."""
+        for old in self._checkpoints()[: -self._section.keep_checkpoints]:
+            half = old.rename(old.with_name(f"{old.name}.tmp"))  # at once, whatever a kill leaves of it
+            shutil.rmtree(half, ignore_errors=True)
 
     def __enter__(self) -> "StageRun":
         return self

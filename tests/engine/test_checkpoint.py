@@ -2,8 +2,10 @@
 
 import errno
 import json
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from engine import Checkpointer, Engine, EngineConfig, OptimizerConfig
+from engine.checkpoint import Damaged, complete, random_state, restore_random_state
 from engine.checkpoint import checkpointer as writing
-from engine.checkpoint import complete, random_state, restore_random_state
 from engine.checkpoint.storage import Writer
 from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
@@ -92,6 +94,11 @@ def on_two_ranks(theirs: Path, ours: Path, broken: Path) -> dict[str, Any]:
     _, own = Checkpointer({"net": again}).load(ours)
     continued = advance(again, 3, STEPS)
     through = advance(engine, 3, STEPS)
+    shutil.copytree(ours, ours.with_name("other"), dirs_exist_ok=True) if dist.world().leads else None
+    dist.barrier()
+    if dist.world().leads:
+        overwrite(ours.with_name("other") / "tensors-1.bin")
+    dist.barrier()
     return {
         "shared": shared,
         "mine": mine,
@@ -100,9 +107,29 @@ def on_two_ranks(theirs: Path, ours: Path, broken: Path) -> dict[str, Any]:
         "resumed": resumed,
         "continued": continued,
         "through": through,
+        "damaged": damage_seen(again, ours.with_name("other")),
         "error": failing_on_rank_one(engine, broken),
         "left": [p.name for p in complete(broken.parent)],
     }
+
+
+def overwrite(path: Path) -> None:
+    """One byte becomes another, in place."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def damage_seen(engine: Engine, folder: Path) -> str:
+    before = state_of(engine)
+    try:
+        engine.load(folder)
+    except Damaged as problem:
+        same(state_of(engine), before)
+        return problem.reason
+    return "none"
 
 
 def failing_on_rank_one(engine: Engine, folder: Path) -> str:
@@ -138,6 +165,7 @@ def test_two_ranks_and_one_read_each_others_checkpoints(tmp_path: Path) -> None:
         same(result["resumed"], through, 1e-6)
         same(result["through"], through, 1e-6)
         same(result["continued"], result["through"])
+        assert result["damaged"] == "tensors-1.bin has other bytes than were written"
         assert "No space left" in result["error"]
         assert result["left"] == ["step-2"]
     alone = engine_of(0, seed=9)
@@ -209,12 +237,39 @@ def test_a_failed_write_is_heard_of_and_keeps_the_older(
 
 
 def test_halves_are_never_taken_and_order_is_by_number(tmp_path: Path) -> None:
-    for name in ("step-9", "step-10", "step-11", "step-12.tmp"):
+    for name in ("step-9", "step-10", "step-11.damaged", "step-12.tmp"):
         (tmp_path / name).mkdir()
-    for name in ("step-9", "step-10", "step-12.tmp"):
-        (tmp_path / name / "index.json").touch()
     assert [p.name for p in complete(tmp_path)] == ["step-9", "step-10"]
     assert complete(tmp_path / "nowhere") == []
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "overwritten": (lambda f: overwrite(f / "tensors-0.bin"), "tensors-0.bin has other bytes than were written"),
+    "shortened": (lambda f: (f / "tensors-0.bin").write_bytes(b"short"), "tensors-0.bin has 5 bytes, was written with"),
+    "lost": (lambda f: (f / "tensors-0.bin").unlink(), "tensors-0.bin is missing"),
+    "index": (lambda f: (f / "index.json").write_text("{garbage"), "index.json has 8 bytes"),
+    "index overwritten": (lambda f: overwrite(f / "index.json"), "index.json has other bytes"),
+    "values": (lambda f: overwrite(f / "state.json"), "state.json has other bytes"),
+    "sums": (lambda f: (f / "sums.json").write_text("[1]"), "sums.json can't be read"),
+    "no sums": (lambda f: (f / "sums.json").unlink(), "sums.json is missing"),
+    "folder": (shutil.rmtree, "there is no such folder"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_changes_nothing(damage: str, tmp_path: Path) -> None:
+    written(engine_of(0), tmp_path / "step-1")
+    harm, said = DAMAGES[damage]
+    harm(tmp_path / "step-1")
+    assert damage_seen(engine_of(0, seed=9), tmp_path / "step-1").startswith(said)
+
+
+def test_what_is_to_follow_a_save_finds_the_folder_named(tmp_path: Path) -> None:
+    found: list[list[Path]] = []
+    checkpointer = Checkpointer({"net": engine_of(0)})
+    checkpointer.save(tmp_path / "step-1", {}, then=lambda: found.append(complete(tmp_path)))
+    checkpointer.wait()
+    assert found == [[tmp_path / "step-1"]]
 
 
 def test_values_beside_the_tensors_are_json(tmp_path: Path) -> None:

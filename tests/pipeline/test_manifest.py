@@ -115,6 +115,33 @@ def test_another_template_makes_another_tokenizer_where_the_stages_folder_is_gon
     assert [path.name for path in Path("runs/x").glob("tokenizer*")] == ["tokenizer.1"]
 
 
+def test_a_model_that_is_gone_is_made_again_from_the_newest_checkpoint(train):
+    train("name=x")
+    made = record("x", "sft")["produced"]
+    (Path("runs/x/sft/checkpoints/step-8")).mkdir(parents=True)
+    shutil.rmtree("runs/x/sft/model")
+    for stage in ("reward", "ppo"):
+        status, said = train("name=x", f"stage={stage}")
+        assert status == 2 and "runs/x/sft/model is gone: run stage=sft" in said
+    status, said = train("name=x")
+    assert (status, said.count("skipped")) == (0, 2)
+    assert "sft: goes on, 1 process (its model is gone, and is made again from the newest checkpoint)" in said
+    assert record("x", "sft")["produced"] == made and not Path("runs/x/sft.1").exists()
+    shutil.rmtree("runs/x/sft/model")
+    shutil.rmtree("runs/x/sft/checkpoints")
+    _, said = train("name=x")
+    assert "sft: runs again (its model and its checkpoints are gone); the old one is runs/x/sft.1" in said
+
+
+def test_a_model_that_was_damaged_is_not_gone_on_from(train):
+    train("name=x")
+    file = Path("runs/x/sft/model/config.json")
+    file.write_text(file.read_text()[:-5])
+    status, said = train("name=x")
+    assert status == 2 and "runs/x/sft/model is not as the sft stage made it" in said
+    assert record("x", "reward")["status"] == "finished" and not Path("runs/x/reward.1").exists()
+
+
 def test_an_unfinished_stage_goes_on_in_its_folder(train):
     status, said = train("name=x", stage="crash")
     assert status == 1

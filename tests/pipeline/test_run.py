@@ -101,6 +101,44 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None
     assert [x["seconds"] for x in ours] == sorted(x["seconds"] for x in ours)
 
 
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_serves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    through, engine = stage_of(tmp_path / "a", save_every=2)
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    work(through, engine, 1, 6)
+    through.settle()
+    killed, engine = stage_of(tmp_path / "b", save_every=2, keep_checkpoints=3)
+    work(killed, engine, 1, 6)
+    killed.settle()
+    places = {n: tmp_path / "b" / "checkpoints" / f"step-{n}" for n in (2, 4, 6)}
+    (places[6] / "index.json").unlink()
+    (places[4] / "state.json").write_text("{}")
+    fresh, engine = stage_of(tmp_path / "b", seed=7, save_every=2, keep_checkpoints=1)
+    assert fresh.restore() == 2
+    said = capsys.readouterr().out
+    assert f"{places[6]} is damaged (index.json is missing)" in said and "step-4.damaged" in said
+    assert "continuing after step 2 of 6" in said
+    work(fresh, engine, 3, 4)
+    fresh.settle()
+    assert sorted(p.name for p in places[4].parent.iterdir()) == ["step-4", "step-4.damaged", "step-6.damaged"]
+    work(fresh, engine, 5, 6)
+    fresh.settle()
+    assert [x["loss"] for x in lines(tmp_path / "b")] == [x["loss"] for x in lines(tmp_path / "a")]
+
+
+def test_nothing_begins_anew_by_itself_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
+    stage, engine = stage_of(tmp_path, save_every=2)
+    work(stage, engine, 1, 4)
+    stage.settle()
+    for place in (tmp_path / "checkpoints").iterdir():
+        (place / "tensors-0.bin").unlink()
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"step-4: tensors-0.bin is missing; step-2: .* delete that folder"):
+            stage_of(tmp_path)[0].restore()
+    assert names(tmp_path) == ["step-2", "step-4"] and len(lines(tmp_path)) == 4
+
+
 def test_what_comes_back_besides_the_weights(tmp_path: Path) -> None:
     taken: list[dict[str, Any]] = []
     stage, engine = stage_of(tmp_path, save_every=2, extra=lambda: {"kl_coef": 0.07})
