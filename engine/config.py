@@ -83,6 +83,9 @@ class EngineConfig:
 
     `pipeline_parallel` ranks hold the blocks of a language model one after another (engine/parallel/pipeline), and pass
     micro-batches on by `pipeline_schedule`: one forward, one backward in turn, or all forwards first.
+
+    `sequence_parallel` neighbouring ranks see the same rows and hold their tokens between them, where the module shares
+    them out (engine/parallel/sequence.py); ZeRO lays it out over these ranks as over all others.
     """
 
     zero_stage: int = 0
@@ -104,6 +107,7 @@ class EngineConfig:
     tensor_plan: Mapping[str, str] | None = None
     pipeline_parallel: int = 1
     pipeline_schedule: PipelineSchedule = "1f1b"
+    sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
@@ -135,6 +139,11 @@ class EngineConfig:
             raise ValueError(f"pipeline_schedule must be 1f1b or gpipe, not {self.pipeline_schedule}")
         if self.pipeline_parallel > 1 and (other := self._beside_pipeline()):
             raise ValueError(f"pipeline_parallel={self.pipeline_parallel} needs {', '.join(other)}")
+        if self.sequence_parallel < 1:
+            raise ValueError(f"sequence_parallel must be at least 1, not {self.sequence_parallel}")
+        beside = ("tensor_parallel", 1), ("pipeline_parallel", 1), ("compile_blocks", False)
+        if self.sequence_parallel > 1 and (wanted := [f"{k}={v}" for k, v in beside if getattr(self, k) != v]):
+            raise ValueError(f"sequence_parallel={self.sequence_parallel} needs {', '.join(wanted)}")
 
     def _beside_pipeline(self) -> list[str]:
         """What has to be set to which value for the pieces of a pipeline."""

@@ -172,16 +172,19 @@ class Engine:
             last = count is not None or self._micro_batches + 1 >= self.config.gradient_accumulation
         if not self._begun:
             self.begin(last=last)
-        # FSDP2 averages gradients over ranks; the factor `size` makes that a sum.
-        factor = 1.0 / self.config.gradient_accumulation if count is None else dist.world().data_size / count
+        # FSDP2 averages gradients over ranks, and each of a sequence group has a summand of the group's.
+        world, steps = dist.world(), self.config.gradient_accumulation
+        factor = world.sequence / steps if count is None else world.zero_size / count
         (loss * (factor * self.scaler.scale)).backward()
         zero.after_micro_batch(self.module, last=last)
         self._micro_batches += 1
         self._begun = False
 
     def _check_arrangement(self) -> None:
-        if (dist.world().tensor, dist.world().pipeline) != (self.config.tensor_parallel, self.config.pipeline_parallel):
-            raise ValueError("engines side by side must all have the same tensor_parallel and pipeline_parallel")
+        world, config = dist.world(), self.config
+        asked = (config.tensor_parallel, config.pipeline_parallel, config.sequence_parallel)
+        if (world.tensor, world.pipeline, world.sequence) != asked:
+            raise ValueError("engines side by side must all have the same tensor_, pipeline_ and sequence_parallel")
 
     def begin(self, *, last: bool) -> None:
         """Prepare the coming forward and backward; `backward` does so itself where nobody did."""

@@ -32,7 +32,7 @@ def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig 
         for block in zero.units(module):
             block.compile()
     on_host = config.offload_parameters != "none"
-    whole_here = dist.world().data_size * dist.world().tensor == 1
+    whole_here = dist.world().zero_size * dist.world().tensor == 1
     alone = whole_here and config.states == "fp32" and not (on_host or elsewhere or apart)
     device = torch.device("cpu") if on_host else dist.world().device
     on_meta = any(p.is_meta for p in module.parameters())
@@ -73,8 +73,10 @@ def _apart(config: EngineConfig, optimizer: OptimizerConfig | None) -> bool:
 
 
 def _split(module: nn.Module, config: EngineConfig) -> None:
-    """Over the ranks of a tensor group, as the plan says, or of a pipeline."""
-    world = dist.arrange(tensor=config.tensor_parallel, pipeline=config.pipeline_parallel)
+    """Over the ranks of a tensor group, as the plan says, or of a pipeline; sequence groups split no parameters."""
+    world = dist.arrange(
+        tensor=config.tensor_parallel, pipeline=config.pipeline_parallel, sequence=config.sequence_parallel
+    )
     if config.pipeline_parallel > 1:
         dtype = precision.TORCH_DTYPE[config.dtype]
         pipeline.cut(module, rank=world.pipeline_rank, size=world.pipeline, dtype=dtype, device=world.device)

@@ -18,8 +18,11 @@ from pipeline.models.source import ModelSource, download, model_folder, resolve
 
 def arrange(config: RunConfig) -> None:
     """Say which ranks see the same data, and seed what is drawn while training: alike where they compute the same."""
-    world = dist.arrange(tensor=config.engine.tensor_parallel, pipeline=config.engine.pipeline_parallel)
-    torch.manual_seed(config.seed * 1_000_003 + world.data_size * world.pipeline_rank + world.data_rank)
+    settings = config.engine
+    world = dist.arrange(
+        tensor=settings.tensor_parallel, pipeline=settings.pipeline_parallel, sequence=settings.sequence_parallel
+    )
+    torch.manual_seed(config.seed * 1_000_003 + world.rank // world.tensor)
 
 
 def optimizer_config(section: StageSection, *, steps: int, lr: float | None = None) -> OptimizerConfig:

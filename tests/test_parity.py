@@ -1,4 +1,6 @@
-"""One rank, and two ranks under ZeRO 0 to 3 or holding each matrix between them, walk the same curves in each stage."""
+"""One rank, and two ranks under ZeRO 0 to 3 or holding each matrix or the tokens of each row between them, walk the
+same curves in each stage.
+"""
 
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +20,11 @@ CURVES = {
 }
 
 
-LAYOUTS: list[dict[str, Any]] = [*({"zero_stage": stage} for stage in range(4)), {"tensor_parallel": 2}]
+LAYOUTS: list[dict[str, Any]] = [
+    *({"zero_stage": stage} for stage in range(4)),
+    {"tensor_parallel": 2},
+    {"sequence_parallel": 2, "zero_stage": 3},
+]
 
 
 def run_stages(parent: str, layouts: list[dict[str, Any]]) -> None:

@@ -102,7 +102,7 @@ TRAINING = [
         ("eigenvalue", None, "section", "belongs to quantize_training; leave it out"),
         ("pipeline", None, "section", "engine.pipeline_parallel=N without a file, or zero_optimization.stage=3"),
         ("tensor_parallel", None, "section", "engine.tensor_parallel=N, or EngineConfig(tensor_parallel=N)"),
-        ("sequence_parallel_size", 1, "int", "no sequence parallelism: activation_checkpointing fits long sequences"),
+        ("sequence_parallel_size", 1, "int", "engine.sequence_parallel=N, or EngineConfig(sequence_parallel=N)"),
     ),
 ]  # fmt: skip
 

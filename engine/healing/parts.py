@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from engine.healing.failure import attempt
 from engine.parallel import dist
-from engine.parallel.board import of_tensor_group
+from engine.parallel.board import of_mates
 from engine.parallel.replay import Note
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Parts:
             if self._notes is None:
                 result, reason = attempt(part)
             else:
-                reached = Note(of_tensor_group() if dist.world().tensor > 1 else None)
+                reached = Note(of_mates() if dist.world().mates > 1 else None)
                 with reached.taken():
                     result, reason = attempt(part)
             if reason is None:

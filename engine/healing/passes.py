@@ -10,12 +10,12 @@ from typing import Any, Protocol, TypeVar
 from engine.healing.parts import Notes, Parts, Pass
 from engine.healing.portion import Portion
 from engine.parallel import dist
-from engine.parallel.board import of_tensor_group
+from engine.parallel.board import of_mates
 
 T = TypeVar("T")
 ADVICE = (
     "Shorter sequences (max_length), engine.activation_checkpointing=true, a higher ZeRO stage, an offload tier "
-    "(engine=zero3-offload) or adapters (lora.rank) need less"
+    "(engine=zero3-offload), rows shared out over ranks (engine.sequence_parallel) or adapters (lora.rank) need less"
 )
 
 
@@ -63,12 +63,12 @@ class OneByOne:
     advice = ADVICE
 
     def __init__(self, *, compiled: bool = False) -> None:
-        """`compiled` says that the module's blocks are: what a tensor group does there is not noted."""
+        """`compiled` says that the module's blocks are: what mates do there is not noted."""
         self._compiled = compiled
         self._notes: Notes | None = {} if dist.world().size > 1 else None
 
     def heals(self) -> bool:
-        return dist.world().tensor == 1 or (not self._compiled and of_tensor_group() is not None)
+        return dist.world().mates == 1 or (not self._compiled and of_mates() is not None)
 
     def as_they_are(self, name: str, batches: Sequence[Any], work: Callable[[Any, Pass], T]) -> list[Any]:
         return [work(batch, _kind(name, place, len(batches))) for place, batch in enumerate(batches)]

@@ -14,8 +14,9 @@ from engine.memory.stages import Demand, Workload, ppo_demand, reward_demand, sf
 GIB = 2**30
 KEYS: dict[str, Any] = {
     "model": "opt-1.3b", "critic": None, "gpus": 1, "nodes": 1, "dtype": "bf16", "checkpointing": False,
-    "tensor_parallel": 1, "pipeline_parallel": 1, "states": "fp32", "micro_batch_tokens": 8192, "max_length": 1024,
-    "prompt": 512, "answer": 256, "rollout_batch": 64, "nvme_path": None,
+    "tensor_parallel": 1, "pipeline_parallel": 1, "sequence_parallel": 1, "states": "fp32",
+    "micro_batch_tokens": 8192, "max_length": 1024, "prompt": 512, "answer": 256, "rollout_batch": 64,
+    "nvme_path": None,
 }  # fmt: skip
 DEFAULTS = {key: str(value).lower() if isinstance(value, bool) else value for key, value in KEYS.items()}
 USAGE = (
@@ -58,11 +59,13 @@ def parse(arguments: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"dtype={found['dtype']}: write bf16, fp16 or fp32")
     if found["states"] not in ("fp32", "bf16"):
         raise ValueError(f"states={found['states']}: write fp32 or bf16")
-    for key in ("tensor_parallel", "pipeline_parallel"):
+    for key in ("tensor_parallel", "pipeline_parallel", "sequence_parallel"):
         if found["gpus"] * found["nodes"] % found[key]:
             raise ValueError(f"{key}={found[key]} does not divide the number of GPUs")
     if found["pipeline_parallel"] > 1 and (found["tensor_parallel"] > 1 or found["states"] == "bf16"):
         raise ValueError("pipeline_parallel needs tensor_parallel=1 states=fp32")
+    if found["sequence_parallel"] > 1 and found["tensor_parallel"] * found["pipeline_parallel"] > 1:
+        raise ValueError("sequence_parallel needs tensor_parallel=1 pipeline_parallel=1")
     return found
 
 
@@ -92,8 +95,11 @@ def tables(actor: Shape, critic: Shape, keys: dict[str, Any], machine: Machine) 
     yield f"\nThis engine, bytes a device at the height of each stage, {ranks} ranks, {keys['dtype']} (GiB)"
     work = Workload(
         ranks=ranks // (actor.tensor * pieces), dtype=keys["dtype"], pieces=pieces,
+        sequence=keys["sequence_parallel"], joins=keys["sequence_parallel"] > 1,
         step_tokens=4 * pieces * keys["micro_batch_tokens"], **{key: keys[key] for key in _SHARED},
     )  # fmt: skip
+    if work.sequence > 1:
+        yield f"  every {work.sequence} ranks share out the tokens of a micro-batch"
     if pieces > 1:
         yield from _piece_rows(actor, work, machine)
         return

@@ -44,7 +44,7 @@ def activations(shape: Shape, *, tokens: int, length: int, dtype: Precision, joi
     """Activations of `tokens` tokens in sequences of `length` in a forward with gradients.
 
     Whether each has a row of its own or they all lie in one, attention goes no further than a sequence. `joins` says
-    that what it puts out for each is joined to one row, and so is there twice.
+    that what it puts out is joined to one row, or sent to where its tokens are, and so is there twice.
     """
     one, two = (tokens * _saved(shape, count, length, dtype) // length for count in (1, 2))
     return Activations(

@@ -22,11 +22,11 @@ LOGIT_BLOCK = 2**25  # logits that are held at once (engine/kernels/token_logpro
 class Workload:
     """How models are laid out and fed. Lengths are tokens; `rollout_batch` sequences are decoded together.
 
-    `ranks` share a model's states; ranks of a tensor group count once, and their shapes are narrower. `states` as in
-    EngineConfig; `errors` are 1-bit Adam's. `packs` says that linear layers are laid out for generating (on CPUs),
-    `in_place` that those in bf16 are read where they lie, which needs a copy of the turned ones alone. A
-    pipeline deals a model out in `pieces`, which `ranks` does not count; `step_tokens` are a rank's of a step. `joins`
-    is that of engine/memory/activations.py.
+    `ranks` share a model's states; ranks of a tensor group count once, and their shapes are narrower. Every `sequence`
+    of them share out the tokens of a micro-batch. `states` as in EngineConfig; `errors` are 1-bit Adam's. `packs` says
+    that linear layers are laid out for generating (on CPUs), `in_place` that those in bf16 are read where they lie,
+    which needs a copy of the turned ones alone. A pipeline deals a model out in `pieces`, which `ranks` does not count;
+    `step_tokens` are a rank's of a step. `joins` is that of engine/memory/activations.py.
     """
 
     ranks: int = 1
@@ -50,6 +50,12 @@ class Workload:
     pieces: int = 1
     schedule: PipelineSchedule = "1f1b"
     step_tokens: int = 0
+    sequence: int = 1
+
+    @property
+    def row_tokens(self) -> int:
+        """Of a micro-batch, at most, on one rank."""
+        return math.ceil(max(self.micro_batch_tokens, self.max_length) / self.sequence)
 
     @property
     def micro_batches(self) -> int:
@@ -110,7 +116,7 @@ def _pipeline_demand(shape: Shape, work: Workload) -> Demand:
 
 def _piece_training(piece: Shape, work: Workload, states: ModelStates, rank: int) -> dict[str, int]:
     """What the micro-batches bring that are under way at once. Messages have room from the first to the last."""
-    tokens, many = max(work.micro_batch_tokens, work.max_length), work.micro_batches
+    tokens, many = work.row_tokens, work.micro_batches
     is_last = rank == work.pieces - 1
     at_once = many if work.schedule == "gpipe" else min(many, work.pieces - rank)
     kept = activations(piece, tokens=tokens, length=work.max_length, dtype=work.dtype, joins=work.joins)
@@ -203,8 +209,7 @@ def _frozen(shape: Shape, work: Workload) -> ModelStates:
 
 def _training(shape: Shape, work: Workload, states: ModelStates, *, logits: bool = True) -> dict[str, int]:
     """What a micro-batch brings."""
-    tokens = max(work.micro_batch_tokens, work.max_length)
-    kept = activations(shape, tokens=tokens, length=work.max_length, dtype=work.dtype, joins=work.joins)
+    kept = activations(shape, tokens=work.row_tokens, length=work.max_length, dtype=work.dtype, joins=work.joins)
     return {
         "gathered": states.gathered,
         "gradients": states.gradients,
@@ -216,8 +221,7 @@ def _training(shape: Shape, work: Workload, states: ModelStates, *, logits: bool
 
 def _logits(shape: Shape, work: Workload) -> int:
     """A block of logits three times (they, their softmax, their gradient), and gradients of hidden states in fp32."""
-    tokens = max(work.micro_batch_tokens, work.max_length)
-    return 12 * min(tokens * shape.vocabulary, LOGIT_BLOCK) + 4 * tokens * shape.width
+    return 12 * min(work.row_tokens * shape.vocabulary, LOGIT_BLOCK) + 4 * work.row_tokens * shape.width
 
 
 def _generating(shape: Shape, work: Workload, trained: Shape) -> dict[str, int]:

@@ -1,7 +1,8 @@
-"""What each rank of a tensor group is about to do, in memory that they share, so that one that fails can follow.
+"""What each rank of a tensor or sequence group is about to do, in memory that they share, so that one that fails can
+follow.
 
-Ranks of a tensor group (engine/parallel/tensor.py) sum and gather inside every block, in shapes that go with the
-micro-batch. A rank that runs out of memory in the middle of a pass can't know which of these are left. So each rank
+Such ranks (engine/parallel/tensor.py, sequence.py) sum, gather and exchange inside every block, in shapes that go with
+the micro-batch. A rank that runs out of memory in the middle of a pass can't know which of these are left. So each rank
 writes down every collective of a pass before it begins it, and a rank that failed reads what its mates write, takes
 part with zeros, and is with them at the end. Nobody waits where nothing fails: to write is all there is to it.
 
@@ -22,7 +23,7 @@ from engine.parallel import dist, host_memory
 
 PLACES = 2**16  # of one pass that nobody has read yet; a backend lets no rank be so far ahead
 FAILED, OVER, SHARD = 1, 2, 3  # SHARD: a collective of FSDP2, which every rank has noted by itself (replay.py)
-SUM, LARGEST, GATHER = 4, 5, 6
+SUM, LARGEST, GATHER, EXCHANGE = 4, 5, 6, 7
 KINDS = {torch.distributed.ReduceOp.SUM: SUM, torch.distributed.ReduceOp.MAX: LARGEST}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 LAP, GROUP, KIND, DTYPE, NUMBERS = 14, 6, 4, 4, 35  # bits of a word, from the highest
@@ -30,7 +31,7 @@ LAP, GROUP, KIND, DTYPE, NUMBERS = 14, 6, 4, 4, 35  # bits of a word, from the h
 
 @dataclass(frozen=True)
 class Entry:
-    """What stands at a place; `group`, `dtype` and `numbers` say what a collective of the tensor group sends."""
+    """What stands at a place; `group`, `dtype` and `numbers` say what a collective of the group sends."""
 
     kind: int
     group: int = 0
@@ -39,10 +40,12 @@ class Entry:
 
     def take_part(self) -> None:
         """In the collective, with zeros."""
-        group, device = dist.tensor_groups()[self.group], dist.world().device
+        group, device = dist.groups_of_mates()[self.group], dist.world().device
         zeros = torch.zeros(self.numbers, dtype=DTYPES[self.dtype], device=device)
         if self.kind == GATHER:
             dist.gather_tensors(zeros, group)
+        elif self.kind == EXCHANGE:
+            dist.all_to_all(torch.empty_like(zeros), zeros, group)
         elif self.kind == LARGEST:
             dist.all_reduce_max(zeros, group)
         else:
@@ -78,7 +81,7 @@ class Board:
             if None not in found:
                 return Entry(FAILED)
             if time.monotonic() > until:
-                raise RuntimeError("a rank of this rank's tensor group has stopped in the middle of a pass")
+                raise RuntimeError("a rank of this rank's group has stopped in the middle of a pass")
             time.sleep(1e-4)
 
     def _lap(self) -> int:
@@ -86,23 +89,23 @@ class Board:
 
 
 def entry_of(function: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Entry:
-    """What a call of `torch.distributed` in a tensor group is called on the board."""
-    group = next(at for at, each in enumerate(dist.tensor_groups()) if each is keywords["group"])
-    if function == "all_gather":
-        kind, sent = GATHER, arguments[1]
+    """What a call of `torch.distributed` among mates is called on the board."""
+    group = next(at for at, each in enumerate(dist.groups_of_mates()) if each is keywords["group"])
+    if function in ("all_gather", "all_to_all_single"):
+        kind, sent = GATHER if function == "all_gather" else EXCHANGE, arguments[1]
     else:
-        assert function == "all_reduce", f"tensor groups don't {function}"
+        assert function == "all_reduce", f"mates don't {function}"
         kind, sent = KINDS[keywords.get("op", torch.distributed.ReduceOp.SUM)], arguments[0]
     return Entry(kind, group, DTYPES.index(sent.dtype), sent.numel())
 
 
-def of_tensor_group() -> Board | None:
-    """This rank's board; None where a tensor group spans hosts. Collective when first asked, of all ranks."""
-    return dist.once(f"board of {dist.world().tensor}", _make)
+def of_mates() -> Board | None:
+    """This rank's board; None where its mates are on several hosts. Collective when first asked, of all ranks."""
+    return dist.once(f"board of {dist.world().mates}", _make)
 
 
 def _make() -> Board | None:
-    ranks = dist.world().tensor
+    ranks = dist.world().mates
     memory = host_memory.share(8 * PLACES * ranks, neighbours=ranks)
     return None if memory is None else Board(memory, dist.world().rank % ranks, ranks)
 

@@ -27,9 +27,10 @@ TIMEOUT = timedelta(minutes=30)
 class World:
     """Who this process is. `device` is where its modules live.
 
-    `tensor` neighbouring ranks hold one module between them and see the same data; data is spread over `data_size`
-    such groups. All that once more for each of the `pipeline` pieces of a model: ranks that hold pieces of one see the
-    same data too, and stand `data_size * tensor` apart.
+    `mates` neighbouring ranks see the same data: `tensor` ranks that hold one module between them, or `sequence` ranks
+    that hold the tokens of a row. Data is spread over `data_size` such groups. All that once more for each of the
+    `pipeline` pieces of a model: ranks that hold pieces of one see the same data too, and stand `data_size * mates`
+    apart.
     """
 
     rank: int
@@ -38,21 +39,32 @@ class World:
     device: torch.device
     tensor: int = 1
     pipeline: int = 1
+    sequence: int = 1
+
+    @property
+    def mates(self) -> int:
+        """How many neighbouring ranks see the same data."""
+        return self.tensor * self.sequence
 
     @property
     def data_rank(self) -> int:
         """Which share of the data is this rank's."""
-        return self.rank // self.tensor % self.data_size
+        return self.rank // self.mates % self.data_size
 
     @property
     def data_size(self) -> int:
         """In how many shares data is cut."""
-        return self.size // (self.tensor * self.pipeline)
+        return self.size // (self.mates * self.pipeline)
+
+    @property
+    def zero_size(self) -> int:
+        """Over how many ranks ZeRO lays a module out, a tensor group counted once."""
+        return self.data_size * self.sequence
 
     @property
     def pipeline_rank(self) -> int:
         """Which piece of a model is this rank's."""
-        return self.rank // (self.data_size * self.tensor)
+        return self.rank // (self.data_size * self.mates)
 
     @property
     def leads(self) -> bool:
@@ -111,19 +123,21 @@ def stop() -> None:
     _made.clear()
 
 
-def arrange(*, tensor: int, pipeline: int = 1) -> World:
-    """Put every `tensor` neighbouring ranks, and the ranks of all `pipeline` pieces, on the same data.
+def arrange(*, tensor: int = 1, pipeline: int = 1, sequence: int = 1) -> World:
+    """Put every `tensor` (or `sequence`) neighbouring ranks, and the ranks of all `pipeline` pieces, on the same data.
 
-    For the whole process: engines that live side by side have the same arrangement. Raises ValueError where the world
-    does not divide by it.
+    For the whole process: engines that live side by side have the same arrangement. Collective where it is a new one.
+    Raises ValueError where the world does not divide by it.
     """
     global _world
     now = world()
-    if now.size % (tensor * pipeline):
-        asked = [f"tensor_parallel={tensor}"] if tensor > 1 or pipeline == 1 else []
-        asked += [f"pipeline_parallel={pipeline}"] if pipeline > 1 else []
+    if now.size % (tensor * pipeline * sequence):
+        sizes = {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "sequence_parallel": sequence}
+        asked = [f"{key}={size}" for key, size in sizes.items() if size > 1]
         raise ValueError(f"{' x '.join(asked)} does not divide the {now.size} ranks")
-    _world = replace(now, tensor=tensor, pipeline=pipeline)
+    _world = replace(now, tensor=tensor, pipeline=pipeline, sequence=sequence)
+    if sequence > 1:
+        sequence_group()  # made here, where all ranks are, and not in the middle of a pass
     return _world
 
 
@@ -162,8 +176,7 @@ def beside_training(group: dist.ProcessGroup | None) -> bool:
 def mesh(*, replicate: int, shard: int) -> DeviceMesh:
     """The device mesh (replicate, shard); behind these `tensor` where ranks form such groups, before them `pipeline`.
 
-    replicate * shard is the number of shares that data is cut in. One mesh for each shape: what is laid out on parts of
-    it can be composed.
+    replicate * shard is `zero_size`. One mesh for each shape: what is laid out on parts of it can be composed.
     """
     sizes = {"pipeline": world().pipeline, "replicate": replicate, "shard": shard, "tensor": world().tensor}
     shown = {name: size for name, size in sizes.items() if size > 1 or name in ("replicate", "shard")}
@@ -173,10 +186,24 @@ def mesh(*, replicate: int, shard: int) -> DeviceMesh:
     return _meshes[key]
 
 
-def tensor_groups() -> list[dist.ProcessGroup]:
-    """This rank's tensor group, once for each mesh that was made, in the order they were made in (alike on all ranks).
+def sequence_group() -> dist.ProcessGroup:
+    """The ranks that hold the tokens of this rank's rows. No mesh's: one over all ranks has the group that ZeRO has."""
+    now, ranks = world(), world().sequence
+
+    def make() -> dist.ProcessGroup:
+        firsts = range(0, now.size, ranks)
+        groups = [dist.new_group([*range(first, first + ranks)], timeout=TIMEOUT) for first in firsts]
+        return groups[now.rank // ranks]
+
+    return once(f"sequence {ranks}", make)
+
+
+def groups_of_mates() -> list[dist.ProcessGroup]:
+    """This rank's groups of ranks that see the same data: the tensor group, once for each mesh that was made, in the
+    order they were made in (alike on all ranks), or the sequence group.
     """
-    return [mesh.get_group("tensor") for mesh in _meshes.values() if "tensor" in (mesh.mesh_dim_names or ())]
+    groups = [mesh.get_group("tensor") for mesh in _meshes.values() if "tensor" in (mesh.mesh_dim_names or ())]
+    return groups if world().sequence == 1 else [*groups, sequence_group()]
 
 
 def neighbours(ranks: int) -> DeviceMesh:
@@ -294,19 +321,19 @@ def gather_rows(row: Tensor) -> Tensor:
 
 def rank_rows(mine: Tensor) -> Tensor:
     """Rows (1, n) that each rank has for itself as one tensor (ranks, n), so that a checkpoint keeps all of them."""
-    everyone = mesh(replicate=world().data_size, shard=1)["replicate"]
+    everyone = mesh(replicate=world().zero_size, shard=1)["replicate"]
     return DTensor.from_local(mine, everyone, [Shard(0)], run_check=False)
 
 
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
     """Add up named numbers over the shares of the data, in float64. Every rank passes the same names.
 
-    Ranks that have the same share (tensor groups, pieces of a model) have the same numbers; these count once.
+    Ranks that have the same share (mates, pieces of a model) have the same numbers; these count once.
     """
     names = sorted(values)
     if world().size == 1 or not names:
         return dict(values)
-    first = world().rank % world().tensor == 0 and world().pipeline_rank == 0
+    first = world().rank % world().mates == 0 and world().pipeline_rank == 0
     total = torch.tensor([float(values[name]) if first else 0.0 for name in names], dtype=torch.float64)
     dist.all_reduce(total, group=host_group())
     return dict(zip(names, total.tolist(), strict=True))

@@ -55,7 +55,7 @@ class Call:
 
 @dataclass
 class Note:
-    """The collectives of one pass, in order, those of a tensor group left out: these stand on `board`."""
+    """The collectives of one pass, in order, those among mates left out: these stand on `board`."""
 
     board: Board | None = None
     calls: list[Call] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Note:
             torch.cuda.synchronize()
 
     def _follow(self, board: Board, begun: Entry | None, left: Iterator[Call]) -> None:
-        """The mates in the tensor group, until they are through, or none of them is left in the pass."""
+        """The mates, until they are through, or none of them is left in the pass."""
         entry = begun or board.follow()
         while entry.kind not in (boards.FAILED, boards.OVER):
             if entry.kind == boards.SHARD:
@@ -104,9 +104,9 @@ class Note:
         def noted(*arguments: Any, **keywords: Any) -> Any:
             if deep[0] or dist.beside_training(keywords.get("group")):
                 return function(*arguments, **keywords)
-            in_tensor_group = keywords.get("group") in dist.tensor_groups()
+            among_mates = keywords.get("group") in dist.groups_of_mates()
             if self.board is not None:
-                self.begun = boards.entry_of(name, arguments, keywords) if in_tensor_group else Entry(boards.SHARD)
+                self.begun = boards.entry_of(name, arguments, keywords) if among_mates else Entry(boards.SHARD)
                 self.board.write(self.begun)
             forms = tuple(_form(value) for value in arguments)
             call = Call(function, forms, {key: _form(value) for key, value in keywords.items()})
@@ -116,7 +116,7 @@ class Note:
             finally:
                 deep[0] = False
             self.begun = None
-            if not in_tensor_group:
+            if not among_mates:
                 self.calls.append(call)  # not where it raised: then it is still to be done
             return result
 

@@ -28,11 +28,11 @@ def units(module: nn.Module) -> list[nn.Module]:
 
 
 def layout(*, stage: int, ranks: int | None = None) -> DeviceMesh:
-    """The mesh of a stage. `ranks` neighbours (tensor groups) share one copy from stage 1 on, all of them by default.
+    """The mesh of a stage. `ranks` neighbours (a tensor group is one) share a copy from stage 1 on, all by default.
 
     Raises ValueError where the world does not divide by it.
     """
-    size = dist.world().data_size
+    size = dist.world().zero_size
     together = 1 if stage == 0 else ranks or size
     if size % together:
         raise ValueError(f"shard_ranks={together} does not divide the {size} ranks")

@@ -36,8 +36,8 @@ ROUNDS = 3
 class Probe:
     """Seconds: of a block's forward and backward a token, of one decoded token of all of `rows` sequences in a block,
     of the head's log-probabilities a token; of AdamW a parameter, on the device and on the host; of an all-reduce, a
-    copy between host and device, and a read or write of the disk, a byte. `group_wire` is `wire` in a tensor group;
-    `tokens` are those of the micro-batch that was run. Blocks and head are one rank's share of a group's.
+    copy between host and device, and a read or write of the disk, a byte. `group_wire` is `wire` among mates; `tokens`
+    are those of the micro-batch that was run. Blocks and head are one rank's share of a group's.
     """
 
     forward: float
@@ -54,11 +54,13 @@ class Probe:
 
 
 def probe(
-    shape: Shape, *, dtype: Precision, length: int, rows: int, folder: str | None = None, generates: Shape | None = None
-) -> Probe:
+    shape: Shape, *, dtype: Precision, length: int, rows: int, folder: str | None = None,
+    generates: Shape | None = None, sequence: int = 1,
+) -> Probe:  # fmt: skip
     """Measure; every rank calls. `length` tokens a sequence, `rows` sequences decoded together, files in `folder`.
 
-    `generates` is the shape that decodes, where that is split otherwise than `shape`, which trains.
+    Every `sequence` ranks share out tokens. `generates` is the shape that decodes, where that is split otherwise than
+    `shape`, which trains.
     """
     device = dist.world().device
     length = min(length, TOKENS[device.type])
@@ -76,7 +78,7 @@ def probe(
         copy=_copy(device),
         disk=_disk(folder),
         tokens=_sequences(device, length) * length,
-        group_wire=_wire(device, shape.tensor) if shape.tensor > 1 else 0.0,
+        group_wire=_wire(device, mates) if (mates := shape.tensor * sequence) > 1 else 0.0,
     )
 
 

@@ -6,6 +6,7 @@ reduce-scatters n times; stage 3 gathers 2n times and reduce-scatters n times. O
 beside the compute, and the longer of the two counts; on a CPU they share the cores, and add up.
 
 A tensor group sums a token's hidden states twice a block in forward, twice in backward and once at the head, and waits.
+A sequence group exchanges (half a sum) queries, keys, values and what attention gives, in forward and in backward.
 A pipeline of p pieces takes n + p - 1 turns of its slowest piece for n micro-batches; one of fewer tokens than the
 probe ran is taken to need as long as that, since what a small one costs is not known.
 """
@@ -40,8 +41,9 @@ class Pace:
 
 def step_seconds(shape: Shape, work: Workload, pace: Pace, found: Probe, *, on_gpu: bool) -> dict[str, float]:
     """Seconds by phase of one step (PPO: one rollout and the updates on it), at full length."""
-    tokens = math.ceil(pace.sequences / work.ranks) * pace.length
+    tokens = math.ceil(pace.sequences * work.sequence / work.ranks) * pace.length  # of a rank, or a group
     count = _micro_batches(work, tokens)
+    tokens = math.ceil(tokens / work.sequence)
     if work.pieces > 1:
         turns = (count + work.pieces - 1) / count * max(1.0, found.tokens * count / tokens)
         pieces = [_compute(piece, work, found, tokens) for piece in pieces_of(shape, work.pieces)]
@@ -66,15 +68,24 @@ def step_seconds(shape: Shape, work: Workload, pace: Pace, found: Probe, *, on_g
 
 
 def _forward(shape: Shape, work: Workload, found: Probe, tokens: int) -> float:
-    return shape.blocks * tokens * (found.forward + 2 * _sum(shape, work, found))
+    return shape.blocks * tokens * (found.forward + _inside(shape, work, found))
 
 
 def _compute(shape: Shape, work: Workload, found: Probe, tokens: int) -> float:
-    """Forward and backward of a rank's tokens, and what a tensor group sums meanwhile."""
-    each = _sum(shape, work, found)
+    """Forward and backward of a rank's tokens, and what a group sends meanwhile."""
     ahead = _forward(shape, work, found, tokens) * (2 if work.checkpointing else 1)
-    head = found.head + (2 if work.dtype != "fp32" else 1) * each if shape.vocabulary else 0.0
-    return ahead + shape.blocks * tokens * (found.backward + 2 * each) + head * tokens
+    head = found.head if shape.vocabulary else 0.0
+    if shape.tensor > 1 and shape.vocabulary:
+        head += (2 if work.dtype != "fp32" else 1) * _sum(shape, work, found)
+    return ahead + shape.blocks * tokens * (found.backward + _inside(shape, work, found)) + head * tokens
+
+
+def _inside(shape: Shape, work: Workload, found: Probe) -> float:
+    """Seconds of what a token brings on the wire inside of a block, one way."""
+    if work.sequence > 1:
+        numbers = 2 * shape.queries + shape.cache_per_token / shape.blocks
+        return 0.5 * numbers * SIZE[work.dtype] * found.group_wire
+    return 2 * _sum(shape, work, found)
 
 
 def _sum(shape: Shape, work: Workload, found: Probe) -> float:

@@ -134,6 +134,8 @@ def _engine_mistakes(config: RunConfig) -> Iterable[str]:
                 yield f"ppo.{name}.{line}"
         if "tensor_parallel" in getattr(config.ppo, name):
             yield f"ppo.{name}.tensor_parallel: the models of PPO are split alike; set engine.tensor_parallel"
+        if "sequence_parallel" in getattr(config.ppo, name):
+            yield f"ppo.{name}.sequence_parallel: the models of PPO see the same rows; set engine.sequence_parallel"
         if "pipeline_parallel" in getattr(config.ppo, name):
             yield f"ppo.{name}.pipeline_parallel: PPO has no pipelines; leave it out"
     yield from _offload_mistakes("engine", config.engine)
@@ -141,6 +143,8 @@ def _engine_mistakes(config: RunConfig) -> Iterable[str]:
     yield from _deepspeed_mistakes(config.engine)
     if config.engine.pipeline_parallel > 1:
         yield from _pipeline_mistakes(config)
+    if config.engine.sequence_parallel > 1:
+        yield from _sequence_mistakes(config)
 
 
 def _offload_mistakes(key: str, settings: EngineSettings) -> Iterable[str]:
@@ -179,6 +183,19 @@ def _pipeline_mistakes(config: RunConfig) -> Iterable[str]:
             yield f"{pieces} needs engine.{key}={as_written(value)}"
     if config.rollout.tensor_parallel > 1:
         yield f"{pieces} needs rollout.tensor_parallel=1: held-out prompts are answered on each rank by itself"
+
+
+def _sequence_mistakes(config: RunConfig) -> Iterable[str]:
+    """What rows that ranks share out do not go with."""
+    shared, settings = f"engine.sequence_parallel={config.engine.sequence_parallel}", config.engine
+    for key, value in {"tensor_parallel": 1, "pipeline_parallel": 1, "compile_blocks": False}.items():
+        if getattr(settings, key) != value:
+            yield f"{shared} needs engine.{key}={as_written(value)}"
+    for name in ROLE_ENGINES:
+        if getattr(config.ppo, name).get("compile_blocks"):
+            yield f"{shared} needs ppo.{name}.compile_blocks=false"
+    if not config.sft.packing and "sft" in wanted_stages(config):
+        yield f"{shared} shares out packed rows: sft.packing=true"
 
 
 def _deepspeed_mistakes(settings: EngineSettings) -> Iterable[str]:

@@ -9,16 +9,22 @@ from pipeline.errors import UserError
 
 
 def check_ranks(config: RunConfig, ranks: int) -> None:
-    """Batches must divide over the ranks (tensor groups, pipelines). Raises UserError with the sizes that do."""
-    tensor, pieces = config.engine.tensor_parallel, config.engine.pipeline_parallel
-    for key, size in (("tensor_parallel", tensor), ("pipeline_parallel", pieces)):
+    """Batches must divide over the ranks (groups, pipelines). Raises UserError with the sizes that do."""
+    kinds = {
+        "tensor_parallel": "tensor groups", "pipeline_parallel": "pipelines", "sequence_parallel": "sequence groups",
+    }  # fmt: skip
+    group, shares, mistakes = "ranks", ranks, []
+    for key, kind in kinds.items():
+        size = getattr(config.engine, key)
         if ranks % size:
             raise UserError(f"engine.{key}={size} does not divide the {ranks} ranks")
-    group = "tensor groups" if tensor > 1 else "pipelines" if pieces > 1 else "ranks"
-    shares, mistakes = ranks // (tensor * pieces), []
-    copies = config.engine.shard_ranks
-    if copies is not None and config.engine.zero_stage > 0 and shares % copies:
-        raise UserError(f"engine.shard_ranks={copies} does not divide the {shares} {group}")
+        group, shares = (kind, shares // size) if size > 1 else (group, shares)
+    pieces, sequence, copies = (
+        config.engine.pipeline_parallel, config.engine.sequence_parallel, config.engine.shard_ranks,
+    )  # fmt: skip
+    if copies is not None and config.engine.zero_stage > 0 and shares * sequence % copies:
+        over = f"{shares} {group}" if sequence == 1 else f"{ranks} ranks"
+        raise UserError(f"engine.shard_ranks={copies} does not divide the {over}")
     for stage in wanted_stages(config) if pieces == 1 else ("sft",):
         size = getattr(config, stage).batch_size
         parts = shares * (config.ppo.minibatches if stage == "ppo" else 1)

@@ -118,6 +118,7 @@ class EngineSettings(Section):
         "fp32", description="what AdamW keeps: fp32 masters and moments (12 bytes a parameter), or bf16 alone, stochastically rounded (6)"
     )
     tensor_parallel: int = Field(1, ge=1, description="neighbouring ranks that hold each matrix between them and work on the same data")
+    sequence_parallel: int = Field(1, ge=1, description="neighbouring ranks that hold the tokens of each packed row between them, for long conversations")
     pipeline_parallel: int = Field(1, ge=1, description="ranks that hold the model's blocks one after another and pass micro-batches on; for stage=sft")
     pipeline_schedule: Literal["1f1b", "gpipe"] = Field("1f1b", description="one forward, one backward in turn; or all forwards, then all backwards (more activations)")
     loss_scale_power: int = Field(16, ge=0, le=32, description="fp16: initial loss scale is 2**this")

@@ -47,6 +47,12 @@ class Documents:
         places = torch.cat([torch.arange(first, last) for first, last in spans])[None]
         return uploaded(places, device)
 
+    def filled(self, count: int) -> "Documents":
+        """These, and `count` tokens behind them as a document of their own."""
+        if not count:
+            return self
+        return Documents((*self.lengths, count), (*self.prefixes, None) if self.prefixes else ())
+
     def ends(self) -> list[int]:
         """The place in the row of each document's last token."""
         return [start + length - 1 for start, length in zip(self.starts, self.lengths, strict=True)]

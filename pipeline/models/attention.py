@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine.kernels.host.ragged_attention import ragged_attention
+from engine.parallel.sequence import Share
 from engine.rollout.attention import Unserved, attend, check_served
 from pipeline.data.documents import Documents, Ragged
 
@@ -58,6 +59,7 @@ def document_attention(
     attention_mask: Tensor | None = None,
     *,
     documents: Documents | None = None,
+    share: Share | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -67,7 +69,8 @@ def document_attention(
     """query (B, heads, T, size), key and value (B, key heads, T, size); B = 1 and T = N with `documents`.
 
     Causal: a token sees those before it, of its own document where there are some, at most `sliding_window` of them,
-    itself included. Returns (B, T, heads, value's size). Raises Unserved.
+    itself included. With a `share` T is this rank's share of the N tokens, and each rank attends with some heads.
+    Returns (B, T, heads, value's size). Raises Unserved.
     """
     if attention_mask is not None:
         raise Unserved(f"{type(module).__name__} asks for another kind of attention")
@@ -75,11 +78,9 @@ def document_attention(
     how = _How(scaling, sliding_window, softcap, dropout)
     if documents is None:
         return how.attend(query, key, value).transpose(1, 2), None
-    kernel = _kernel() if query.is_cuda and how.fits_kernel(query, value) else None
-    if kernel is not None:
-        return _by_kernel(kernel, query[0], key[0], value[0], documents.ragged(query.device), how)[None], None
-    on_host = _on_host(query[0], key[0], value[0], documents, how)
-    return (_one_by_one(query, key, value, documents, how) if on_host is None else on_host[None]), None
+    if share is None:
+        return _within(documents, query, key, value, how), None
+    return share.by_tokens(_within(documents, *share.by_heads(query, key, value), how)), None
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,15 @@ class _How:
         if torch.cuda.get_device_capability(query.device) < KERNEL_CAPABILITY:
             return False
         return plain and query.shape[-1] == value.shape[-1] <= LARGEST_HEAD and query.shape[-1] % 8 == 0
+
+
+def _within(documents: Documents, query: Tensor, key: Tensor, value: Tensor, how: _How) -> Tensor:
+    """(1, heads, N, size) queries -> (1, N, heads, size), by what does it best here."""
+    kernel = _kernel() if query.is_cuda and how.fits_kernel(query, value) else None
+    if kernel is not None:
+        return _by_kernel(kernel, query[0], key[0], value[0], documents.ragged(query.device), how)[None]
+    on_host = _on_host(query[0], key[0], value[0], documents, how)
+    return _one_by_one(query, key, value, documents, how) if on_host is None else on_host[None]
 
 
 def _on_host(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How) -> Tensor | None:

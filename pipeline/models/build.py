@@ -16,6 +16,7 @@ from transformers import (
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.config import LossScale
 from engine.parallel import dist
+from engine.parallel.sequence import check_heads
 from pipeline.config.schema import EngineSettings, LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.adapters import add_adapters
@@ -76,6 +77,7 @@ class EngineChoice:
             compress=settings.compress,
             states=settings.states,
             tensor_parallel=settings.tensor_parallel,
+            sequence_parallel=settings.sequence_parallel,
             pipeline_parallel=settings.pipeline_parallel,
             pipeline_schedule=settings.pipeline_schedule,
             tensor_plan=source.tensor_plan if source is not None else None,
@@ -118,6 +120,9 @@ def build_scorer(source: ModelSource, choice: EngineChoice, *, pad_id: int | Non
 
 def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrainedModel:
     config = without_dropout(source.config, choice.dropout)
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    if isinstance(heads, int):
+        check_heads(heads, choice.settings.sequence_parallel)
     try:
         with init_empty_weights(include_buffers=False):
             model = auto.from_config(

@@ -11,6 +11,7 @@ from engine.parallel import dist
 from engine.rollout.attention import Unserved
 from pipeline.data.batch import places_of
 from pipeline.data.documents import Documents
+from pipeline.errors import UserError
 from pipeline.models.attention import attention_of, use_documents
 from pipeline.models.modules import Policy, Scorer
 
@@ -31,7 +32,8 @@ def verify(engine: Engine, *, max_length: int) -> Abilities:
     """Compare head(hidden) with a policy's own logits, documents in one row with separate rows; fall back if need be.
 
     Collective, for an engine around a `Policy` or a `Scorer`. Sets `Policy.use_logits` where the head alone is not the
-    whole way to the logits, and `packs` where the model takes documents of up to `max_length` tokens.
+    whole way to the logits, and `packs` where the model takes documents of up to `max_length` tokens. Raises UserError
+    where it doesn't and sequence groups were to share out rows of documents.
     """
     module = engine.module
     assert isinstance(module, Policy | Scorer)
@@ -43,6 +45,11 @@ def verify(engine: Engine, *, max_length: int) -> Abilities:
             if module.use_logits:
                 notes.append("this model scales its logits after the head, so whole logits are computed")
         module.packs = _packs(module, tolerance, max_length)
+    if not module.packs and dist.world().sequence > 1:
+        raise UserError(
+            f"engine.sequence_parallel shares out rows of several sequences, and {type(module.backbone).__name__} does "
+            "not take these; engine.activation_checkpointing=true fits longer ones without it"
+        )
     if not module.packs:
         notes.append("this model does not take several sequences in a row; batches are padded, by length, instead")
     return Abilities(module.packs, tuple(notes))

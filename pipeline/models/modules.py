@@ -2,16 +2,20 @@
 
 Sequences start at column 0 and are padded on the right, so causal attention never sees padding and no mask is needed;
 positions count from 0. Or all sequences stand in one row without padding, and `documents` says where each lies; where
-`packs` is False the model does not take that.
+`packs` is False the model does not take that. Ranks of a sequence group each compute a share of such a row, and all
+have the whole result.
 """
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, log_softmax, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from engine import token_logprobs
+from engine.parallel import dist
+from engine.parallel.sequence import Share, share_of
 from pipeline.data.documents import Documents
 from pipeline.models.attention import NAME
 
@@ -46,8 +50,19 @@ class Policy(nn.Module):
         input_ids: (B, T); scored (N,): where the tokens are in the flattened ids, never at the first column, nor at a
         document's first token; temperature divides the logits.
         """
-        inputs = _inputs(self.lm, input_ids, documents)
         targets, seen = input_ids.flatten()[scored], scored - 1
+        share = _share(input_ids, documents)
+        inputs = _inputs(self.lm, input_ids, documents, share)
+        if share is None:
+            return self._scored(inputs, targets, seen, temperature)
+        mine = share.mine(seen)
+        logprobs, entropies = self._scored(inputs, targets[mine], seen[mine] - share.first, temperature)
+        return share.together(logprobs, mine, len(scored)), share.together(entropies, mine, len(scored))
+
+    def _scored(
+        self, inputs: dict[str, Any], targets: Tensor, seen: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Of `targets` (N,), each predicted at the place `seen` (N,) in the flattened inputs."""
         if self.use_logits:
             logits = self.lm(**inputs, use_cache=False).logits.flatten(0, 1).index_select(0, seen)
             logprobs = log_softmax(logits.float() / temperature, dim=-1)
@@ -80,16 +95,40 @@ class Scorer(nn.Module):
 
     def forward(self, input_ids: Tensor, *, documents: Documents | None = None) -> Tensor:
         """(B, T) token ids -> (B, T) fp32 values; position t has seen tokens 0..t of its row or document."""
-        hidden = self.model.base_model(**_inputs(self.model, input_ids, documents), use_cache=False).last_hidden_state
+        share = _share(input_ids, documents)
+        inputs = _inputs(self.model, input_ids, documents, share)
+        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         head = cast(nn.Linear, self.model.score)
         # fp32: a bf16 score has three digits, too few for the difference of two.
-        values = F.linear(hidden.float(), head.weight.float())
-        return values.squeeze(-1).clone()  # FSDP2 hooks on the output: it must not be a view
+        values = F.linear(hidden.float(), head.weight.float()).squeeze(-1)
+        if share is not None:
+            places = torch.arange(share.first, share.first + share.own, device=values.device)
+            values = share.together(values[0], places, share.own * share.ranks)[None, : share.tokens]
+        return values.clone()  # FSDP2 hooks on the output: it must not be a view
 
 
-def _inputs(model: PreTrainedModel, input_ids: Tensor, documents: Documents | None) -> dict[str, Any]:
+def _share(input_ids: Tensor, documents: Documents | None) -> Share | None:
+    """This rank's share of a row; None where the rank computes all of it."""
+    if documents is not None:
+        return share_of(input_ids.shape[1])
+    assert dist.world().sequence == 1 or not torch.is_grad_enabled(), "only rows of documents are shared out"
+    return None
+
+
+def _inputs(
+    model: PreTrainedModel, input_ids: Tensor, documents: Documents | None, share: Share | None
+) -> dict[str, Any]:
     if documents is None:
         return {"input_ids": input_ids}
     assert model.config._attn_implementation == NAME, "this model has not been found to take documents (checks.verify)"
-    positions = documents.positions(input_ids.device)
-    return {"input_ids": input_ids, "position_ids": positions, "documents": documents}
+    return packed_inputs(input_ids, documents, share)
+
+
+def packed_inputs(input_ids: Tensor, documents: Documents, share: Share | None) -> dict[str, Any]:
+    """What the backbone takes of a row of documents (1, N), or of this rank's share of it."""
+    if share is None:
+        positions = documents.positions(input_ids.device)
+        return {"input_ids": input_ids, "position_ids": positions, "documents": documents}
+    documents = documents.filled(share.filling)
+    positions = documents.positions(input_ids.device).narrow(1, share.first, share.own)
+    return {"input_ids": share.cut(input_ids), "position_ids": positions, "documents": documents, "share": share}

@@ -98,7 +98,7 @@ def measure(config: RunConfig, task: Task) -> Probe:
     return probe(
         task.policy, dtype=task.work.dtype, length=task.work.max_length,
         rows=min(config.rollout.batch_size, 32), folder=config.engine.nvme_path,
-        generates=task.generates,
+        generates=task.generates, sequence=task.work.sequence,
     )  # fmt: skip
 
 

@@ -125,14 +125,15 @@ def workload(
 ) -> Workload:
     """The stage's settings in the engine's words; `architecture` is that of the model that is trained."""
     section: StageSection = getattr(config, stage)
-    # A tensor group, or a pipeline, sees the same data, and shards each part by itself.
+    # A tensor group, or a pipeline, sees the same data, and shards each part by itself; a sequence group does not.
     ranks //= settings.tensor_parallel * settings.pipeline_parallel
+    shares, sequence = ranks // settings.sequence_parallel, settings.sequence_parallel
     engine: EngineConfig = EngineChoice(settings).layout()["config"]
     length = section.max_length
     if stage == "ppo":
         length = min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
     rows = {"sft": 1, "reward": 2, "ppo": config.ppo.samples}[stage] * section.batch_size
-    whole = math.ceil(rows / ranks) * length  # a rank's share of a step may be less than a budget
+    whole = math.ceil(rows / shares) * length  # a rank's share of a step may be less than a budget
     return Workload(
         ranks=ranks,
         stage=engine.zero_stage,
@@ -149,20 +150,23 @@ def workload(
         states=engine.states,
         packs=dist.world().device.type == "cpu",
         in_place=not copies(torch.bfloat16),
-        joins=getattr(section, "packing", True) and joins(architecture, engine.dtype),
+        joins=getattr(section, "packing", True) and joins(architecture, engine.dtype, sequence=sequence),
         pieces=settings.pipeline_parallel,
         schedule=settings.pipeline_schedule,
         step_tokens=whole,
+        sequence=sequence,
     )
 
 
-def joins(architecture: PretrainedConfig, dtype: Precision) -> bool:
-    """Whether packed rows are attended to one sequence at a time here (pipeline/models/attention.py), and joined."""
+def joins(architecture: PretrainedConfig, dtype: Precision, *, sequence: int = 1) -> bool:
+    """Whether packed rows are attended to one sequence at a time here (pipeline/models/attention.py), and joined, or
+    what a kernel keeps of its output is sent on in a sequence group.
+    """
     if getattr(architecture.get_text_config(), "attn_logit_softcapping", None):
         return True
     if dist.world().device.type == "cpu":
         return dtype == "fp16" or library("ragged_attention") is None
-    return dtype == "fp32"
+    return dtype == "fp32" or sequence > 1
 
 
 def _each(tokens: int, whole: int, length: int, pieces: int) -> int:

@@ -206,6 +206,22 @@ def test_what_does_not_go_with_a_pipeline_is_refused(words: list[str], message: 
     assert message in refusal("stage=sft", "engine.pipeline_parallel=2", *words)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["engine.tensor_parallel=2"], "engine.sequence_parallel=2 needs engine.tensor_parallel=1"),
+        (["engine.pipeline_parallel=2", "stage=sft"], "engine.sequence_parallel=2 needs engine.pipeline_parallel=1"),
+        (["engine.compile_blocks=true"], "engine.sequence_parallel=2 needs engine.compile_blocks=false"),
+        (["ppo.actor_engine={compile_blocks: true}"], "needs ppo.actor_engine.compile_blocks=false"),
+        (["ppo.critic_engine={sequence_parallel: 2}"], "ppo.critic_engine.sequence_parallel: the models of PPO"),
+        (["sft.packing=false"], "engine.sequence_parallel=2 shares out packed rows: sft.packing=true"),
+    ],
+)
+def test_what_does_not_go_with_rows_that_are_shared_out_is_refused(words: list[str], message: str):
+    assert message in refusal("engine.sequence_parallel=2", *words)
+    config_of("engine.sequence_parallel=2", "sft.packing=false", "stage=reward")  # whose rows are always packed
+
+
 def test_pipelines_are_planned_and_chosen_for():
     assert config_of("stage=plan", "engine.pipeline_parallel=2").engine.pipeline_parallel == 2
     assert config_of("stage=sft", "engine.pipeline_parallel=2", "engine=auto").engine.auto
@@ -221,6 +237,11 @@ def test_ranks_must_divide_batches():
     check_ranks(config_of("engine.tensor_parallel=3"), 12)  # 4 groups
     with pytest.raises(UserError, match=r"engine.tensor_parallel=3 does not divide the 4 ranks"):
         check_ranks(config_of("engine.tensor_parallel=3"), 4)
+    check_ranks(config_of("engine=zero3", "engine.sequence_parallel=3", "engine.shard_ranks=6"), 12)  # 4 groups
+    with pytest.raises(UserError, match=r"engine.sequence_parallel=3 does not divide the 4 ranks"):
+        check_ranks(config_of("engine.sequence_parallel=3"), 4)
+    with pytest.raises(UserError, match=r"sft.batch_size=64 does not divide over 3 sequence groups"):
+        check_ranks(config_of("stage=sft", "engine.sequence_parallel=2"), 6)
     check_ranks(config_of("engine=zero3", "engine.shard_ranks=4"), 8)
     with pytest.raises(UserError, match=r"engine.shard_ranks=3 does not divide the 8 ranks"):
         check_ranks(config_of("engine=zero3", "engine.shard_ranks=3"), 8)

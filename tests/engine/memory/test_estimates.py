@@ -15,6 +15,7 @@ from engine.memory.__main__ import GIB, main, parse
 from engine.memory.activations import activations
 from engine.memory.estimates import all_estimates, zero3
 from engine.memory.shapes import measured
+from engine.memory.stages import LOGIT_BLOCK
 
 
 def rounded(gpus: int) -> list[float]:
@@ -94,6 +95,11 @@ def test_demands_move_as_they_should() -> None:
     assert less < peaks[2]["activations"] / 3
     half = sft_demand(shape, Workload(ranks=8, stage=2, micro_batch_tokens=4096)).phases["train"]["activations"]
     assert half == pytest.approx(peaks[2]["activations"] / 2, rel=0.01)
+    shared = sft_demand(shape, Workload(ranks=8, stage=2, sequence=4)).phases["train"]
+    assert shared["activations"] == pytest.approx(peaks[2]["activations"] / 4, rel=0.01)
+    hidden = [owners["logits"] - 12 * LOGIT_BLOCK for owners in (shared, peaks[2])]  # gradients of hidden states
+    assert hidden[0] == hidden[1] // 4
+    assert shared["optimizer"] == peaks[2]["optimizer"]  # ZeRO goes over all ranks
     four = ppo_demand(shape, shape, base)
     assert four.phases["generate"]["cache"] == 64 * 768 * 2 * 12 * 768 * 2
     assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "twin"}
@@ -116,6 +122,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "train, piece 2" in told and "8 micro-batches a step" in told and "zero2, recomputing" in told
     assert "zero3" not in told.partition("in pieces")[2]
     assert main([*pieces, "tensor_parallel=2"]) == 2 and "tensor_parallel=1" in capsys.readouterr().err
+    rows = ["model=opt-125m", "gpus=4", "sequence_parallel=2", "max_length=128", "micro_batch_tokens=512"]
+    assert main(rows) == 0 and "every 2 ranks share out the tokens" in capsys.readouterr().out
+    assert main([*rows, "tensor_parallel=2"]) == 2 and "tensor_parallel=1" in capsys.readouterr().err
     assert main(["model=nothing"]) == 2 and "conf/model" in capsys.readouterr().err
     assert main(["gpu=2"]) == 2 and "gpus=1" in capsys.readouterr().err
     assert main(["--help"]) == 0 and "checkpointing=false" in capsys.readouterr().out

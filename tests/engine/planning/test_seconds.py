@@ -1,4 +1,4 @@
-"""Seconds under tensor and pipeline parallelism, against sums worked out by hand; a probe of narrow blocks."""
+"""Seconds under tensor, sequence, pipeline parallelism, against sums worked out by hand; a probe of narrow blocks."""
 
 import json
 from typing import Any
@@ -28,6 +28,16 @@ def test_a_tensor_group_sums_inside_of_blocks() -> None:
     each = 32 * 4 * 1e-8  # one token's hidden states, once
     ahead = 4 * 400 * (1e-5 + 2 * each)
     assert found["train"] == pytest.approx(2 * ahead + 4 * 400 * (2e-5 + 2 * each) + 400 * (1e-4 + each))
+
+
+def test_a_sequence_group_exchanges_inside_of_blocks() -> None:
+    shape = shape_of(json.dumps(LLAMA))
+    work = Workload(ranks=4, dtype="fp32", micro_batch_tokens=100, sequence=2)
+    found = step_seconds(shape, work, Pace(4, 100), PROBE, on_gpu=False)
+    each = 0.5 * (32 + 16 + 16 + 32) * 4 * 1e-8  # queries, keys and values of half the heads, what attention gives
+    own = 2 * 100 // 2  # two sequences a group, and half of their tokens a rank
+    wire = 2 * 0.5 * 4 * shape.parameters * 1e-9  # gradients, at stage 0
+    assert found["train"] == pytest.approx(own * (4 * (3e-5 + 2 * each) + 1e-4) + wire)
 
 
 def test_a_pipeline_takes_turns_of_its_slowest_piece() -> None:

@@ -1,4 +1,6 @@
-"""Activations of packed rows as they are predicted, with the CPU's kernel and with one call a sequence."""
+"""Activations of packed rows as they are predicted, with the CPU's kernel and with one call a sequence, on one rank and
+on two that share out the row.
+"""
 
 import pytest
 import torch
@@ -10,9 +12,13 @@ from engine.kernels.host import ragged_attention
 from engine.kernels.host.library import library
 from engine.memory.activations import activations
 from engine.memory.shapes import measured
+from engine.parallel import dist
+from engine.parallel.sequence import share_of
 from pipeline.data.documents import Documents
 from pipeline.models.attention import use_documents
+from pipeline.models.modules import packed_inputs
 from pipeline.planning import fit
+from tests.ranks import run_ranks
 
 LENGTH, MANY = 32, 4
 CONFIG = LlamaConfig(
@@ -22,7 +28,7 @@ CONFIG = LlamaConfig(
 
 
 def saved() -> int:
-    """Bytes that a forward over one packed row keeps."""
+    """Bytes that a forward over one packed row, or a share of it, keeps."""
     model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="sdpa").float().train()
     assert use_documents(model)
     documents = Documents((LENGTH,) * MANY)
@@ -38,11 +44,27 @@ def saved() -> int:
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.base_model(
-            input_ids=torch.zeros(1, MANY * LENGTH, dtype=torch.long), documents=documents, use_cache=False,
-            position_ids=documents.positions(torch.device("cpu")),
-        )  # fmt: skip
+        ids = torch.zeros(1, MANY * LENGTH, dtype=torch.long)
+        model.base_model(**packed_inputs(ids, documents, share_of(MANY * LENGTH)), use_cache=False)
     return sum(sizes.values())
+
+
+def shared(kernel: bool) -> tuple[int, int]:
+    """The same on one of two ranks, and as it is predicted."""
+    torch.set_num_threads(1)
+    dist.arrange(sequence=2)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not kernel:
+            switch_off(monkeypatch)
+        joins = fit.joins(CONFIG, "fp32", sequence=2)
+        half = MANY * LENGTH // 2
+        found = activations(measured("llama", CONFIG), tokens=half, length=LENGTH, dtype="fp32", joins=joins)
+        return found.total(checkpointing=False), saved()
+
+
+def switch_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ragged_attention, fit):
+        monkeypatch.setattr(module, "library", lambda name: None)
 
 
 @pytest.mark.parametrize("kernel", [True, False])
@@ -50,9 +72,10 @@ def test_packed_rows(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel and library("ragged_attention") is None:
         pytest.skip("there is no compiler for the kernel")
     if not kernel:
-        for module in (ragged_attention, fit):
-            monkeypatch.setattr(module, "library", lambda name: None)
+        switch_off(monkeypatch)
     joins = fit.joins(CONFIG, "fp32")
     assert joins is not kernel
     found = activations(measured("llama", CONFIG), tokens=MANY * LENGTH, length=LENGTH, dtype="fp32", joins=joins)
     assert found.total(checkpointing=False) == pytest.approx(saved(), rel=0.02)
+    for predicted, kept in run_ranks(shared, 2, kernel):
+        assert predicted == pytest.approx(kept, rel=0.02)

@@ -1,0 +1,177 @@
+"""Ranks that share out the tokens of a row give the losses, gradients and weights of one rank that holds all of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine import Engine, OptimizerConfig
+from engine.parallel import dist, dtensors
+from pipeline.config.schema import EngineSettings, LoraConfig
+from pipeline.data.documents import Documents
+from pipeline.errors import UserError
+from pipeline.models.build import EngineChoice, build_policy, build_scorer
+from pipeline.models.checks import verify
+from tests.pipeline.models.tiny import config_of, ids_of, source_drawn
+from tests.ranks import run_ranks
+
+STEPS, COUNT = 2, 50.0
+LENGTHS = ((7, 4, 12, 1, 5), (9, 3, 3), (6, 1), (2, 15))  # of four rows; none divides by the ranks
+PREFIXES = ((None, 0, 0, None, 3), (None, 0, 0), (None, None), (None, 0))
+SGD = OptimizerConfig(lr=0.1, name="sgd", options={"momentum": 0.9}, max_grad_norm=1.0)  # Adam would magnify rounding
+ONE_BIT = OptimizerConfig(lr=1e-3, name="onebitadam", eps=1e-3)  # which averages by itself
+Row = tuple[Tensor, Documents]
+Told = tuple[list[float], list[float], dict[str, Tensor]]
+
+
+def rows(step: int, *, prefixes: bool) -> list[Row]:
+    """This group's share of a step."""
+    world = dist.world()
+    made = [
+        (ids_of(1, sum(lengths), seed=10 * step + place), Documents(lengths, PREFIXES[place] if prefixes else ()))
+        for place, lengths in enumerate(LENGTHS)
+    ]
+    return made[world.data_rank :: world.data_size]
+
+
+def policy_loss(module: nn.Module, row: Row) -> tuple[Tensor, dict[str, float | Tensor]]:
+    """Each token by a weight of its own, with its entropy; of short rows the last alone, so that a rank has none."""
+    ids, documents = row
+    counts = [place for place in range(ids.shape[1]) if place not in documents.starts]
+    scored = torch.tensor(counts if len(documents.lengths) > 2 else counts[-1:])
+    logprobs, entropies = module(ids, scored, temperature=0.8, documents=documents)
+    weights = torch.linspace(0.5, 1.5, len(scored))
+    return -(weights * logprobs + 0.1 * weights.flip(0) * entropies).sum(), {"tokens": float(len(scored))}
+
+
+def value_loss(module: nn.Module, row: Row) -> tuple[Tensor, dict[str, float | Tensor]]:
+    ids, documents = row
+    values = module(ids, documents=documents)
+    assert values.shape == ids.shape
+    return (values - ids / 50).square().sum(), {"tokens": float(ids.numel())}
+
+
+def built(
+    family: str, *, scorer: bool = False, lora: int = 0, optimizer: OptimizerConfig = SGD,
+    changes: dict[str, Any] | None = None, **layout: Any,
+) -> Engine:  # fmt: skip
+    choice = EngineChoice(
+        EngineSettings(**({"dtype": "fp32"} | layout)), optimizer, LoraConfig(rank=lora) if lora else None
+    )
+    source = source_drawn(config_of(family, **(changes or {})))
+    engine = build_scorer(source, choice, pad_id=0) if scorer else build_policy(source, choice)
+    verify(engine, max_length=32)
+    return engine
+
+
+def advance(engine: Engine, step: int, *, scorer: bool, prefixes: bool = False) -> tuple[float, float]:
+    update = engine.update(rows(step, prefixes=prefixes), value_loss if scorer else policy_loss, COUNT)
+    assert update.sums["tokens"] == (68 if scorer else 24 + 12 + 1 + 1), "a group counts once"
+    return update.loss, update.grad_norm
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    return {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
+
+
+def trained(family: str, *, scorer: bool = False, prefixes: bool = False, **rest: Any) -> Told:
+    engine = built(family, scorer=scorer, **rest)
+    losses, norms = zip(
+        *(advance(engine, step, scorer=scorer, prefixes=prefixes) for step in range(STEPS)), strict=True
+    )
+    return [*losses], [*norms], weights(engine)
+
+
+def same(found: Told, wanted: Told, tolerance: float = 1e-5) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=tolerance)
+    assert found[1] == pytest.approx(wanted[1], rel=tolerance)
+    for name, weight in wanted[2].items():
+        torch.testing.assert_close(
+            found[2][name], weight, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+WINDOW = {"sliding_window": 5}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("opt", {"zero_stage": 0, "activation_checkpointing": True}),
+    ("gpt2", {"zero_stage": 2}),
+    ("llama", {"zero_stage": 3}),
+    ("qwen3", {"zero_stage": 3, "lora": 4, "activation_checkpointing": True}),
+    ("mistral", {"zero_stage": 1, "changes": WINDOW | {"num_key_value_heads": 1}}),
+    ("gemma2", {"zero_stage": 3, "changes": WINDOW}),
+    ("gemma3_text", {"changes": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}}),
+    ("cohere", {}),  # scales its logits after the head
+    ("qwen3_moe", {"zero_stage": 2, "offload_optimizer": "cpu"}),
+    ("llama", {"scorer": True, "prefixes": True, "zero_stage": 3}),
+    ("gpt2", {"scorer": True}),
+    ("llama", {"optimizer": ONE_BIT}),
+]
+FOUR: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"zero_stage": 3}),
+    ("opt", {"scorer": True, "prefixes": True, "shard_ranks": 2, "zero_stage": 2}),
+]
+
+
+def all_cases(ranks: int, cases: list[tuple[str, dict[str, Any]]]) -> list[Told]:
+    torch.set_num_threads(1)
+    return [trained(family, sequence_parallel=ranks, **rest) for family, rest in cases]
+
+
+def refused() -> list[str]:
+    said = []
+    three = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
+    for family, changes in (("llama", three), ("bloom", {})):
+        with pytest.raises((UserError, ValueError)) as problem:
+            built(family, changes=changes, sequence_parallel=2)
+        said.append(str(problem.value))
+    engine = built("llama", sequence_parallel=2)
+    with pytest.raises(AssertionError, match="only rows of documents are shared out"):
+        engine(ids_of(1, 4), torch.tensor([1]))
+    dist.arrange()
+    with pytest.raises(ValueError, match="side by side"):
+        engine.backward(torch.zeros(()))
+    return said
+
+
+def two() -> tuple[list[Told], list[str]]:
+    return all_cases(2, CASES), refused()
+
+
+def test_two_ranks_share_out_rows_or_refuse() -> None:
+    alone = all_cases(1, CASES)
+    for results, said in run_ranks(two, 2):
+        for found, wanted, case in zip(results, alone, CASES, strict=True):
+            print(case)
+            same(found, wanted)
+        heads, family = said
+        assert heads == "sequence_parallel=2 does not divide the 3 attention heads; 1, 3 do"
+        assert "Bloom" in family and "engine.activation_checkpointing=true" in family
+
+
+def four(folder: str) -> dict[str, Any]:
+    """Two groups of two, then one of four; a checkpoint of one rank's, and one that it is to read."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"cases": all_cases(2, FOUR)}
+    engine = built("llama", zero_stage=3, sequence_parallel=2)
+    engine.load(f"{folder}/alone")
+    found["loaded"] = (*advance(engine, 1, scorer=False), weights(engine))
+    engine.save(f"{folder}/groups")
+    found["wide"] = all_cases(4, FOUR[:1])
+    return found
+
+
+def test_groups_that_share_data_and_checkpoints(tmp_path: Path) -> None:
+    alone = all_cases(1, FOUR)
+    engine = built("llama")
+    advance(engine, 0, scorer=False)
+    engine.save(tmp_path / "alone")
+    once = (*advance(engine, 1, scorer=False), weights(engine))
+    for found in run_ranks(four, 4, str(tmp_path)):
+        for told, wanted in zip([*found["cases"], *found["wide"]], [*alone, alone[0]], strict=True):
+            same(told, wanted)
+        same(found["loaded"], once)
+    back = built("llama")
+    back.load(tmp_path / "groups")
+    same((*advance(back, 2, scorer=False), weights(back)), (*advance(engine, 2, scorer=False), weights(engine)))
