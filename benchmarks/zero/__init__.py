@@ -12,6 +12,7 @@ MODULES: dict[str, str] = {
     "deepspeed2": "beside_deepspeed.stage2",
     "deepspeed3": "beside_deepspeed.stage3",
     "wire": "wire.case",
+    "sequence": "sequence.case",
     "parity": "tiers.parity",
     "parity16": "tiers.parity16",
     "bytes": "tiers.held_bytes",

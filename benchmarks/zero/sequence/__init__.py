@@ -1,0 +1,1 @@
+"""Long rows shared out over a sequence group."""
