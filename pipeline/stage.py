@@ -7,6 +7,7 @@ import torch
 
 from engine import Engine, OptimizerConfig, Sampling
 from engine.parallel import dist
+from pipeline.config.check import wanted_stages
 from pipeline.config.schema import RolloutSection, RunConfig, StageSection
 from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, load_stage
 from pipeline.data.records import Conversation, Preference, Prompt
@@ -142,11 +143,32 @@ def context_length(source: ModelSource) -> int | None:
     return getattr(source.config.get_text_config(), "max_position_embeddings", None)
 
 
-def require_context(source: ModelSource, needed: int, keys: str) -> None:
-    """Refuse lengths that the model has no positions for."""
+def require_context(config: RunConfig, stage: str, source: ModelSource) -> None:
+    """Refuse lengths that the model has no positions for: this stage's, and of the stages to come that work on it.
+
+    So nobody learns after a day of SFT that PPO can't begin.
+    """
     has = context_length(source)
-    if has is not None and needed > has:
-        raise UserError(f"{keys} asks for {needed} tokens a sequence, {source.name} has {has} positions; lower it")
+    if has is None:
+        return
+    sft, reward, rollout = config.sft.max_length, config.reward.max_length, config.rollout
+    prompt, answer = rollout.max_prompt_tokens, rollout.max_new_tokens
+    wants = {
+        "sft": (sft, f"sft.max_length={sft}: set it to {has} or less"),
+        "reward": (reward, f"reward.max_length={reward}: set it to {has} or less"),
+        "ppo": (
+            prompt + answer,
+            f"rollout.max_prompt_tokens={prompt} and rollout.max_new_tokens={answer}: {has} or less together",
+        ),
+    }
+    stages = wanted_stages(config)
+    coming = stages[stages.index(stage) :] if stage in stages else [stage]
+    if stage == "sft":  # whose model answers held-out prompts; the reward model may be another one
+        others = () if config.reward_model is None else ("reward",)
+        coming = [name for name in dict.fromkeys((*coming, "ppo")) if name not in others]
+    mistakes = [advice for needed, advice in (wants[name] for name in coming) if needed > has]
+    if mistakes:
+        raise UserError(f"{source.name} has {has} positions for a sequence, too few for " + "; for ".join(mistakes))
 
 
 def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prompt]:
@@ -189,8 +211,8 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
         print(f"{stage}: skipped rows: {skipped}", flush=True)
         if KEPT_FOR_OTHERS in records.skipped:
             print(
-                f"{stage}: trains on {len(records.train)} rows; the stages share a source's prompts out by "
-                "data.stage_shares, or a source's `stages` says which it serves",
+                f"{stage}: trains on {len(records.train)} rows, as each prompt serves one stage only: "
+                "data.stage_shares sets the shares, `stages` of a source which stages it serves",
                 flush=True,
             )
     return records

@@ -42,7 +42,7 @@ def run(config: RunConfig, folder: Path) -> None:
     tokenizer = run_tokenizer(config, folder.parent)
     check_vocabulary(source, tokenizer)
     adopt_special_ids(source, tokenizer)
-    require_context(source, section.max_length, "sft.max_length")
+    require_context(config, "sft", source)
     records = stage_records(config, "sft")
     train, notes = encode_conversations(
         tokenizer, records.train, max_length=section.max_length, loss_on=section.loss_on

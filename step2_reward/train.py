@@ -47,7 +47,7 @@ def run(config: RunConfig, folder: Path) -> None:
     source, tokenizer = starting_point(config, folder.parent)
     check_vocabulary(source, tokenizer)
     adopt_special_ids(source, tokenizer)
-    require_context(source, section.max_length, "reward.max_length")
+    require_context(config, "reward", source)
     records = stage_records(config, "reward")
     train, notes = encode_preferences(tokenizer, records.train, max_length=section.max_length)
     say_cut("reward", notes, len(records.train), "reward.max_length")

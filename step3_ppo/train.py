@@ -143,8 +143,8 @@ class Ppo:
 def run(config: RunConfig, folder: Path) -> None:
     """Train, evaluate, export. `folder` is RUN/ppo."""
     sources = find(config, folder.parent)
-    needed = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    require_context(sources.actor, needed, "rollout.max_prompt_tokens + rollout.max_new_tokens")
+    require_context(config, "ppo", sources.actor)
+    require_context(config, "ppo", sources.reward)
     prompts, skipped = load_prompts(config, sources)
     arrange(config)
     config, predicted = announce(config, "ppo", folder, policy=sources.actor, reward=sources.reward)

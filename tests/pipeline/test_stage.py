@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from pipeline import stage
-from pipeline.stage import say_cut
+from pipeline.errors import UserError
+from pipeline.models.source import ModelSource
+from pipeline.stage import require_context, say_cut
 from tests.tiny import tiny_config
 
 
@@ -29,3 +32,29 @@ def test_what_was_cut_for_its_length_is_said(capsys: pytest.CaptureFixture[str])
     assert told == (
         "sft: too long, of 9: 4 cut to max_length, 1 no answer within max_length; sft.max_length sets the limit\n"
     )
+
+
+def test_lengths_that_a_later_stage_has_no_positions_for_are_told_by_the_first() -> None:
+    source = ModelSource("short", LlamaConfig(max_position_embeddings=200), None, 1, "sdpa", False)
+    long = {"reward": {"max_length": 201}, "rollout": {"max_prompt_tokens": 150, "max_new_tokens": 51}}
+    with pytest.raises(UserError) as told:
+        require_context(tiny_config(**long), "sft", source)
+    assert str(told.value) == (
+        "short has 200 positions for a sequence, too few for reward.max_length=201: set it to 200 or less; "
+        "for rollout.max_prompt_tokens=150 and rollout.max_new_tokens=51: 200 or less together"
+    )
+    with pytest.raises(UserError, match=r"^short has 200 positions for a sequence, too few for rollout"):
+        require_context(tiny_config(**long), "ppo", source)
+    alone = tiny_config(**long).model_copy(update={"stage": "sft"})
+    with pytest.raises(UserError, match=r"^short has 200 positions for a sequence, too few for rollout"):
+        require_context(alone, "sft", source)  # it answers held-out prompts
+    require_context(tiny_config(reward={"max_length": 200}), "sft", source)
+
+
+def test_a_reward_model_of_another_size_has_positions_of_its_own() -> None:
+    source = ModelSource("short", LlamaConfig(max_position_embeddings=200), None, 1, "sdpa", False)
+    long = tiny_config(reward={"max_length": 201})
+    apart = long.model_copy(update={"reward_model": long.model})
+    require_context(apart, "sft", source)
+    with pytest.raises(UserError, match=r"reward\.max_length=201"):
+        require_context(apart, "reward", source)
