@@ -123,6 +123,9 @@ def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrained
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     if isinstance(heads, int):
         check_heads(heads, choice.settings.sequence_parallel)
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    if capped and source.attention == "sdpa":  # older versions of transformers leave the cap out and say nothing
+        raise UserError(f"{source.name} caps its attention's scores, which sdpa does not: model.attention=eager")
     try:
         with init_empty_weights(include_buffers=False):
             model = auto.from_config(

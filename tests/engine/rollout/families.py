@@ -45,7 +45,10 @@ def build(family: str, **changes: Any) -> nn.Module:
     """A model of one family in fp32, with weights large enough that its answers differ from prompt to prompt."""
     fields = FAMILIES[family] | {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(fields | changes)))
+    config = AutoConfig.for_model(family, **(fields | changes))
+    # sdpa caps no scores: newer versions of transformers take another attention by themselves, older ones say nothing.
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if capped else None)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

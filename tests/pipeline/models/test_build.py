@@ -172,6 +172,12 @@ def test_a_family_without_sdpa_names_the_key() -> None:
         build_policy(type(source)("b", source.config, None, 1, "sdpa", False), frozen())
 
 
+def test_capped_scores_are_not_left_out() -> None:
+    source = source_drawn(config_of("gemma2", attn_logit_softcapping=30.0))
+    with pytest.raises(UserError, match=r"caps its attention's scores.*model\.attention=eager"):
+        build_policy(type(source)("g", source.config, None, 1, "sdpa", False), frozen())
+
+
 def test_dropout_is_what_was_asked_for_and_the_configuration_keeps_its_own() -> None:
     config = config_of("opt", dropout=0.1, attention_dropout=0.2, layerdrop=0.3)
     clone = without_dropout(config, 0.05)
