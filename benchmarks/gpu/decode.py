@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.ceilings import copy_rate
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.setting import Setting, failure
 from engine import Rollouts, Sampling
 
 PUBLISHED_STEP_MS = (5.0, 5.6)
@@ -62,7 +62,7 @@ def _measured(
     try:
         whole, first = (setting.seconds(partial(generate, prompts, n), repeats) for n in (new, 1))
     except Exception as problem:
-        return {"failed": f"{type(problem).__name__}: {problem}"[:500]}
+        return failure(problem)
     step = 1e3 * (whole - first) / (new - 1)
     return {"step_ms": step, "over_floor": step / floor, "total_ms": 1e3 * whole, "prompt_ms": 1e3 * first,
             "tokens_per_second": batch * new / whole}  # fmt: skip

@@ -1,6 +1,7 @@
 """Where and how large the GPU bench runs: the real sizes on a card, tiny ones to try its code on a CPU."""
 
 import gc
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -18,6 +19,12 @@ TINY: dict[str, Any] = OPT_1_3B | {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32,
     "vocab_size": 512,
 }  # fmt: skip
+
+
+def failure(problem: Exception) -> dict[str, str]:
+    """What a row says of a case that failed: what went wrong, and where."""
+    where = "".join(traceback.format_exception(problem))
+    return {"failed": f"{type(problem).__name__}: {problem}"[:500], "traceback": where[-4000:]}
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,14 @@ class Setting:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+
+    def lost(self) -> bool:
+        """Whether the device fails whatever it is asked from now on, as after an illegal address; for this process."""
+        try:
+            self.wait()
+        except RuntimeError:
+            return True
+        return False
 
     def peak_gib(self) -> float:
         """The most that was allocated since `clear`; 0 off GPUs."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.ceilings import matmul_rate
-from benchmarks.gpu.setting import OPT_1_3B, Setting
+from benchmarks.gpu.setting import OPT_1_3B, Setting, failure
 from engine import EngineConfig, OptimizerConfig, token_logprobs
 from engine.engine import Engine
 from engine.memory.states import ModelStates, model_states
@@ -61,7 +61,7 @@ def run(setting: Setting) -> Iterator[dict[str, Any]]:
             share = rate * (6 * parameters + 12 * length * numbers) / peak
             yield {**row, "tokens_per_second": rate, "utilisation": share, "peak_gib": setting.peak_gib()}
         except Exception as problem:
-            yield {**row, "failed": f"{type(problem).__name__}: {problem}"[:500]}
+            yield {**row, **failure(problem)}
         setting.clear()
 
 
@@ -83,7 +83,7 @@ def largest(setting: Setting) -> Iterator[dict[str, Any]]:
                 yield {**row, "trains": True, "step_seconds": seconds, "peak_gib": setting.peak_gib()}
                 break
             except Exception as problem:
-                yield {**row, "trains": False, "failed": f"{type(problem).__name__}: {problem}"[:500]}
+                yield {**row, "trains": False, **failure(problem)}
             finally:
                 setting.clear()
 

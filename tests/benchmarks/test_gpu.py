@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 LACKING = ("hydra", "omegaconf", "wandb", "datasets", "pydantic")
 WITHOUT = f"""
@@ -40,4 +42,24 @@ def test_a_part_that_fails_is_said_and_the_others_run(monkeypatch, capsys) -> No
     assert bench.main(["--device", "cpu", "--tiny"]) == 1
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["failed"] for row in rows if "failed" in row] == ["ValueError: no such card"]
+    assert "in breaks" in next(row["traceback"] for row in rows if "failed" in row)
     assert any(row.get("case") == "matmul" for row in rows)
+
+
+def test_what_is_left_runs_in_a_new_process_where_the_device_is_lost(monkeypatch) -> None:
+    from benchmarks.gpu import __main__ as bench
+
+    def breaks(setting):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def execv(path: str, command: list[str]) -> None:
+        raise SystemExit(" ".join(command[1:]))
+
+    monkeypatch.setattr(bench, "PARTS", dict.fromkeys(("ceilings", "decode", "largest"), breaks))
+    monkeypatch.setattr(bench.Setting, "lost", lambda self: True)
+    monkeypatch.setattr(bench.os, "execv", execv)
+    with pytest.raises(SystemExit, match=r"-m benchmarks\.gpu largest --device cpu --tiny --failed"):
+        bench.main(["--device", "cpu", "--tiny", "ceilings", "largest"])
+    monkeypatch.setattr(bench, "PARTS", {"ceilings": lambda setting: iter(())})
+    monkeypatch.setattr(bench.dist, "stop", lambda: None)
+    assert bench.main(["--device", "cpu", "--tiny", "--failed"]) == 1
