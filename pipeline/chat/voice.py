@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from engine import Rollouts, Sampling
 from pipeline.chat.folder import ChatModel
@@ -80,22 +81,30 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> Voice:
     from transformers.utils import logging
 
     from pipeline.config.schema import ModelConfig
-    from pipeline.models.source import resolve
+    from pipeline.models.source import check_kind, resolve
+    from pipeline.models.weights import check_report
 
     source = resolve(ModelConfig(name=model.name, trust_remote_code=trust_remote_code), 0, folder=model.folder)
     kind = next(iter(source.config.architectures or []), "")
     if kind.endswith("ForSequenceClassification"):
         raise UserError(f"{model.folder} holds a reward model ({kind}): it scores answers and has none of its own")
+    check_kind(source, wanted="ForCausalLM")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        module = AutoModelForCausalLM.from_pretrained(
-            model.folder, use_safetensors=True, trust_remote_code=trust_remote_code, dtype="auto"
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            model.folder,
+            use_safetensors=True,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+            dtype="auto",
         )
     except (OSError, ValueError, RuntimeError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"{model.folder} can't be loaded: {reason}") from error
+    module, report = found
+    check_report(source, report)
     tokenizer = load_tokenizer(str(model.folder))
     positions = getattr(module.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return Voice(model.name, Rollouts(module.eval().to(device), device), tokenizer, positions)

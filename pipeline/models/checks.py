@@ -33,13 +33,19 @@ def verify(engine: Engine, *, max_length: int) -> Abilities:
 
     Collective, for an engine around a `Policy` or a `Scorer`. Sets `Policy.use_logits` where the head alone is not the
     whole way to the logits, and `packs` where the model takes documents of up to `max_length` tokens. Raises UserError
-    where it doesn't and sequence groups were to share out rows of documents.
+    where it doesn't and sequence groups were to share out rows of documents, and where a token's number depends on what
+    follows it, as an encoder's do.
     """
     module = engine.module
     assert isinstance(module, Policy | Scorer)
     tolerance = TOLERANCE[engine.config.dtype]
     notes = []
     with engine.scoring():
+        if not _is_causal(module, tolerance):
+            raise UserError(
+                f"{type(module.backbone).__name__} looks at the tokens that follow, as encoders do, so it can't learn "
+                "to write; a causal language model is needed"
+            )
         if isinstance(module, Policy):
             module.use_logits = _needs_logits(module, tolerance)
             if module.use_logits:
@@ -62,6 +68,12 @@ def adopt(engine: Engine, like: Engine) -> None:
     if isinstance(module, Policy) and isinstance(model, Policy):
         module.use_logits = model.use_logits
     module.packs = model.packs and use_documents(module.backbone)
+
+
+def _is_causal(module: Policy | Scorer, tolerance: float) -> bool:
+    row = _tokens(module, 16)
+    alone = _numbers(module, row[:, :8])
+    return not _differs(_numbers(module, row)[: len(alone)], alone, tolerance)
 
 
 def _needs_logits(policy: Policy, tolerance: float) -> bool:

@@ -69,7 +69,7 @@ def _read_through_transformers(
         ignore_mismatched_sizes=True,  # told below, in our words
         trust_remote_code=source.trust_remote_code,
     )
-    _check_report(source, report)
+    check_report(source, report)
     whole = dict(loaded.named_parameters())
     lacking = [name for name, own in plain.items() if own in report["missing_keys"]]
     for name, own in plain.items():
@@ -78,7 +78,7 @@ def _read_through_transformers(
     return lacking
 
 
-def _check_report(source: ModelSource, report: Mapping[str, Any]) -> None:
+def check_report(source: ModelSource, report: Mapping[str, Any]) -> None:
     """Raises UserError where transformers found no value for a parameter, or one of another shape."""
     for name, there, wanted in sorted(report["mismatched_keys"]):
         raise UserError(

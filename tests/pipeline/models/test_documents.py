@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from engine import Engine
 from engine.kernels.host.library import library
 from engine.kernels.host.ragged_attention import ragged_attention
 from engine.parallel import dist, dtensors
 from pipeline.data.documents import Documents
+from pipeline.errors import UserError
 from pipeline.models import attention
 from pipeline.models.attention import NAME, attention_of, document_attention
 from pipeline.models.build import build_policy, build_scorer
@@ -74,6 +76,14 @@ def check_policy(engine: Engine, before: str, temperature: float = 0.8) -> None:
     engine.backward((weights * found + 0.3 * weights.flip(0) * spread).sum())
     for name, gradient in gradients(engine).items():
         torch.testing.assert_close(gradient, wanted[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_a_model_that_sees_what_follows_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    language_model(AutoConfig.for_model("bert", vocab_size=96, **sizes)).save_pretrained(tmp_path)
+    engine = build_policy(source_in(tmp_path), trained())
+    with pytest.raises(UserError, match="looks at the tokens that follow"):
+        verify(engine, max_length=32)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
