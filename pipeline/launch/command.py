@@ -44,7 +44,12 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(arguments, stage)
+        status = _run(arguments, stage)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the rest of it goes at exit
+        return CRASHED
     except UserError as problem:
         if any(argument.lower().endswith("debug=true") for argument in arguments):
             raise
@@ -232,10 +237,12 @@ def _line(stage: str, run_dir: Path) -> str:
 
 def _kept(end: StageEnd, stage_dir: Path) -> str:
     """Keep a crash's traceback in a file; returns the words that say where."""
-    if end.status != CRASHED or not end.traceback:
+    if end.status != CRASHED:
         return ""
     if stage_dir.name == "plan":  # whose folder goes with it
-        return " (debug=true shows the traceback)"
+        return " (debug=true shows the traceback)" if end.traceback else ""
+    if not end.traceback:
+        return "; the same command goes on from the newest checkpoint"
     file = stage_dir / "error.txt"
     try:
         file.write_text(end.traceback, encoding="utf-8")

@@ -19,6 +19,8 @@ def advise(problem: BaseException) -> str | None:
         return str(problem)
     if isinstance(problem, ValueError | FloatingPointError) and _raised_in_engine(problem):
         return str(problem)
+    if isinstance(problem, BrokenPipeError):
+        return "nobody reads what is printed here any more, so it ended; the same command goes on"
     text = str(problem)
     if "No space left on device" in text or "Disk quota exceeded" in text:
         return f"the disk is full ({text}): make room, then give the same command again; finished work is kept"

@@ -1,8 +1,8 @@
 """A stage for the launcher's tests: no torch, and FAKE_STAGE says how it behaves.
 
 ok: leaves a model and a summary. Anything else is "behaviour" or "behaviour:rank" for one rank alone:
-user (a UserError), crash (a RuntimeError), kill (SIGKILL to itself), hang (sleeps), deaf (sleeps, ignores SIGTERM),
-echo (rank 1 has a UserError, rank 0 crashes because of it).
+user (a UserError), crash (a RuntimeError), unread (as a print to a pipe without a reader), kill (SIGKILL to itself),
+hang (sleeps), deaf (sleeps, ignores SIGTERM), echo (rank 1 has a UserError, rank 0 crashes because of it).
 """
 
 import json
@@ -40,6 +40,8 @@ def act(behaviour):
         raise UserError("data.path=x.jsonl: line 3 is not JSON")
     if behaviour == "crash":
         raise RuntimeError("a bug")
+    if behaviour == "unread":
+        raise BrokenPipeError
     if behaviour == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "deaf":

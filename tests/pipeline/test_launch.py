@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import yaml
@@ -15,7 +16,8 @@ from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.errors import UserError
 from pipeline.launch import processes, ranks
-from pipeline.launch.processes import launch_stage
+from pipeline.launch.command import _kept
+from pipeline.launch.processes import StageEnd, launch_stage
 from pipeline.launch.ranks import Ranks, check_given, first_host, given_ranks, own_ranks
 
 HERE = Path(__file__).resolve().parent
@@ -56,6 +58,18 @@ def test_a_mistake_of_the_user_is_said_once(fake, monkeypatch):
     assert (end.status, end.message) == (2, "data.path=x.jsonl: line 3 is not JSON")
 
 
+def test_output_without_a_reader_is_no_crash(fake, monkeypatch):
+    monkeypatch.setenv("FAKE_STAGE", "unread:0")
+    end = ends(fake)
+    assert end.status == 2 and end.message.startswith("nobody reads what is printed")
+    command = subprocess.Popen(
+        [sys.executable, "train.py", "--cfg", "job", "--package", "sft"], cwd=ROOT, stdout=PIPE, stderr=PIPE
+    )
+    command.stdout.close()
+    assert command.stderr.read() == b""
+    assert command.wait() == 1
+
+
 def test_the_cause_is_told_from_its_echo(fake, monkeypatch):
     monkeypatch.setenv("FAKE_STAGE", "echo")
     end = ends(fake)
@@ -78,6 +92,13 @@ def test_a_killed_rank_is_named(fake, monkeypatch):
     assert end.status == 1
     assert end.message.startswith("rank 0 was killed by SIGKILL")
     assert not _alive(fake, 1)
+
+
+def test_a_crash_says_how_to_go_on(tmp_path):
+    killed = StageEnd(1, "rank 0 was killed")
+    assert _kept(killed, tmp_path) == "; the same command goes on from the newest checkpoint"
+    assert "error.txt has the traceback; the same command" in _kept(StageEnd(1, "a bug", "Traceback ..."), tmp_path)
+    assert _kept(StageEnd(2, "a mistake"), tmp_path) == ""
 
 
 def test_other_launchers_failure_ends_the_ranks_here(fake, monkeypatch):
