@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +42,8 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(tables(actor, critic, keys, machine)))
+    with suppress(BrokenPipeError):  # the reader left, as `head` does
+        print("\n".join(tables(actor, critic, keys, machine)), flush=True)
     return 0
 
 
@@ -92,7 +94,8 @@ def tables(actor: Shape, critic: Shape, keys: dict[str, Any], machine: Machine) 
     yield f"  {'':34}{'a GPU':>9}{'a host':>9}"
     for row in all_estimates(actor.parameters, actor.largest_layer, gpus=keys["gpus"], nodes=keys["nodes"]):
         yield f"  {row.name:34}{row.device / GIB:9.2f}{row.host / GIB:9.2f}"
-    yield f"\nThis engine, bytes a device at the height of each stage, {ranks} ranks, {keys['dtype']} (GiB)"
+    counted = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    yield f"\nThis engine, bytes a device at the height of each stage, {counted}, {keys['dtype']} (GiB)"
     work = Workload(
         ranks=ranks // (actor.tensor * pieces), dtype=keys["dtype"], pieces=pieces,
         sequence=keys["sequence_parallel"], joins=keys["sequence_parallel"] > 1,
@@ -167,7 +170,7 @@ def _owners(demand: Demand) -> str:
 def _capacity(machine: Machine) -> str:
     host = f"{machine.host / GIB:.1f} GiB of host memory, {machine.disk / GIB:.0f} GiB of disk"
     if machine.device is None:
-        return f"this machine: no GPU, {host}"
+        return f"this machine: no GPU, {host} (! does not fit)"
     return f"this machine: {machine.devices} GPUs of {machine.device / GIB:.1f} GiB, {host} (! does not fit)"
 
 

@@ -26,7 +26,8 @@ class Workload:
     of them share out the tokens of a micro-batch. `states` as in EngineConfig; `errors` are 1-bit Adam's. `packs` says
     that linear layers are laid out for generating (on CPUs), `in_place` that those in bf16 are read where they lie,
     which needs a copy of the turned ones alone. A pipeline deals a model out in `pieces`, which `ranks` does not count;
-    `step_tokens` are a rank's of a step. `joins` is that of engine/memory/activations.py.
+    `step_tokens` are a rank's of a step. `joins` is that of engine/memory/activations.py. What PPO generates with is
+    held while it trains where it `keeps` that.
     """
 
     ranks: int = 1
@@ -51,6 +52,7 @@ class Workload:
     schedule: PipelineSchedule = "1f1b"
     step_tokens: int = 0
     sequence: int = 1
+    keeps: bool = True
 
     @property
     def row_tokens(self) -> int:
@@ -170,10 +172,12 @@ def ppo_demand(
     if not has_critic:
         del rest["critic"]
     answers = generates or actor
-    kept = rest | {"twin": _twin(answers, own["actor"], actor), "packs": _packs(answers, own["actor"])}
+    generating = _generating(answers, own["actor"], actor)
+    held = ("twin", "packs", "cache") if own["actor"].keeps else ()
+    kept = rest | {owner: generating[owner] for owner in held}
     scoring = max(states.gathered for states in (reference, reward, actors, critics))
     phases = {
-        "generate": rest | _generating(answers, own["actor"], actor),
+        "generate": rest | generating,
         "score": kept | {"gathered": scoring, "logits": _logits(actor, work)},
         "train actor": kept | _training(actor, own["actor"], actors),
     }

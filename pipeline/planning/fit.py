@@ -22,6 +22,7 @@ from engine.rollout.packed import copies
 from pipeline.config.check import engine_settings
 from pipeline.config.schema import ROLE_ENGINES, EngineSettings, RunConfig, StageSection
 from pipeline.errors import UserError
+from pipeline.insight.scales import format_bytes
 from pipeline.models.build import EngineChoice
 from pipeline.models.source import ModelSource
 from pipeline.planning.ladder import Room, Setting, ladder
@@ -70,14 +71,14 @@ class Plan:
 
     @property
     def line(self) -> str:
-        """memory: about X GiB of Y a device."""
+        """memory: about X of Y a device."""
         need = self.demand.peak + (0 if self.room.on_gpu else self.demand.host)
-        return f"memory: about {need / GIB:.1f} GiB of {self.room.device / GIB:.1f} a device ({self._owners})"
+        return f"memory: about {format_bytes(need)} of {format_bytes(self.room.device)} a device ({self._owners})"
 
     @property
     def _owners(self) -> str:
         parts = sorted(self.demand.phases[self.demand.worst].items(), key=lambda part: -part[1])
-        return f"{self.demand.worst}: " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts[:4])
+        return f"{self.demand.worst}: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in parts[:4])
 
 
 def plan(
@@ -155,6 +156,7 @@ def workload(
         schedule=settings.pipeline_schedule,
         step_tokens=whole,
         sequence=sequence,
+        keeps=config.rollout.keep,
     )
 
 

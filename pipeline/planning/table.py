@@ -34,7 +34,7 @@ def describe(
     measured, pace = measure(config, found.task), pace_of(config, stage, found.task)
     seconds = step_seconds(found.task.policy, found.task.work, pace, measured, on_gpu=found.room.on_gpu)
     yield ""
-    yield f"{stage}: {policy.name}, {ranks} ranks, {found.task.work.dtype}; {_room(found)}"
+    yield f"{stage}: {policy.name}, {ranks} rank{'s' if ranks > 1 else ''}, {found.task.work.dtype}; {_room(found)}"
     yield from _bytes(found)
     took = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
     yield f"  seconds a step at full length: {sum(seconds.values()):.2f} ({took})"

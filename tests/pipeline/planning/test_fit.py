@@ -27,7 +27,17 @@ def test_what_fits_is_one_line() -> None:
     found = plan(tiny_config(), "sft", policy=source(), ranks=2, room=room(80 * GIB))
     assert found.fits and found.advice is None
     (line,) = require_fit(found, refuse=True)
-    assert line.startswith("memory: about ") and "of 80.0 a device (train: " in line
+    assert line.startswith("memory: about ") and "of 80.00 GiB a device (train: " in line
+
+
+def test_ppo_without_a_critic_has_more_answers_and_no_critic() -> None:
+    critic, others = (
+        plan(tiny_config(ppo=way), "ppo", policy=source(), ranks=1, room=room(80 * GIB))
+        for way in ({}, {"advantage": "grpo", "samples": 3})
+    )
+    assert "train critic" in critic.demand.phases and "train critic" not in others.demand.phases
+    assert "critic" not in others.demand.phases["train actor"]
+    assert others.task.work.step_tokens == 3 * critic.task.work.step_tokens
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
