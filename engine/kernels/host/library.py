@@ -13,7 +13,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def library(name: str, *, exact: bool = False) -> ctypes.CDLL | None:
     try:
         if os.environ.get(SWITCH) == "0":
             raise Unavailable(f"{SWITCH}=0")
-        return ctypes.CDLL(str(_compiled(HERE / f"{name}.c", (*FLAGS, *EXACT) if exact else FLAGS)))
+        return _loaded(HERE / f"{name}.c", (*FLAGS, *EXACT) if exact else FLAGS)
     except (Unavailable, OSError, subprocess.SubprocessError) as reason:
         log.info("%s.c is not used, PyTorch's operators are: %s", name, reason)
         return None
@@ -51,12 +52,21 @@ class Unavailable(Exception):
     """Something that a compiled kernel needs is not here."""
 
 
-def _compiled(source: Path, flags: Sequence[str]) -> Path:
+def _loaded(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
+    with _folder() as folder:
+        made = _compiled(source, flags, folder)
+        try:
+            return ctypes.CDLL(str(made))
+        except OSError:  # a kept file that lost its end with a machine: once more
+            made.unlink(missing_ok=True)
+            return ctypes.CDLL(str(_compiled(source, flags, folder)))
+
+
+def _compiled(source: Path, flags: Sequence[str], folder: Path) -> Path:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if not compiler:
         raise Unavailable("there is no C compiler")
     openmp = _openmp()
-    folder = _folder()
     made = folder / f"{source.stem}-{_fingerprint(source, compiler, flags, openmp)}.so"
     if not made.exists():
         with tempfile.TemporaryDirectory(dir=folder) as space:
@@ -86,8 +96,21 @@ def _openmp() -> str:
     return min(found, key=lambda path: (not path.startswith(package), path))
 
 
-def _folder() -> Path:
-    """Where compiled files are kept: a folder that nobody else may write to, as what lies there will be run."""
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Where compiled files are kept: a folder that nobody else may write to, as what lies there will be run.
+
+    Where there is none, one that goes when its file is loaded.
+    """
+    kept = _kept()
+    if kept is not None:
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="zerochat-kernels-") as passing:
+        yield Path(passing)
+
+
+def _kept() -> Path | None:
     kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerochat" / "kernels"
     try:
         kept.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -96,12 +119,7 @@ def _folder() -> Path:
             return kept
     except (OSError, RuntimeError):  # RuntimeError: nobody knows where home is
         pass
-    return _passing_folder()
-
-
-@cache
-def _passing_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="zerochat-kernels-"))
+    return None
 
 
 def _fingerprint(source: Path, compiler: str, flags: Sequence[str], openmp: str) -> str:

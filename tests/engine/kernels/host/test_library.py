@@ -2,12 +2,16 @@
 
 import ctypes
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from engine.kernels.host import library as module
 
+ROOT = Path(__file__).parents[4]
 SOURCE = """
 int answer(void) {
     int sum = 0;
@@ -81,9 +85,33 @@ def test_without_a_compiler_there_is_none(folder: Path, monkeypatch: pytest.Monk
 
 
 @needs_compiler
-def test_a_folder_that_others_may_write_to_is_not_run_from(folder: Path) -> None:
+def test_a_folder_that_others_may_write_to_is_not_run_from(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = folder / "cache" / "zerochat" / "kernels"
     shared.mkdir(parents=True)
     os.chmod(shared, 0o777)
+    (passing := folder / "passing").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(passing))
     assert library("answer").answer() == 42
-    assert kept(folder) == []
+    assert kept(folder) == [] and list(passing.iterdir()) == []  # what was made for this process alone is gone
+
+
+@needs_compiler
+def test_a_kept_file_that_is_broken_is_made_anew(folder: Path) -> None:
+    with module._folder() as place:  # not loaded here: a process opens a name once
+        made = module._compiled(folder / "answer.c", module.FLAGS, place)
+    whole = made.stat().st_size
+    made.write_bytes(b"no library")
+    assert library("answer").answer() == 42
+    assert [file.stat().st_size for file in kept(folder)] == [whole]
+
+
+@needs_compiler
+def test_processes_that_compile_at_once_do_not_meet(folder: Path) -> None:
+    """Each finds whole files only, and one file stays."""
+    program = (
+        f"from pathlib import Path; from engine.kernels.host import library as m; m.HERE = Path({str(folder)!r}); "
+        "assert m.library('answer').answer() == 42"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) for _ in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert len(kept(folder)) == 1
