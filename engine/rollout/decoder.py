@@ -46,7 +46,8 @@ class Rollouts:
     `cache_bytes` bounds the key-value cache (by default half of the memory that is free); fewer sequences than asked
     for run at a time where it is short. `slots` False decodes in padded batches; `replay` False runs every step through
     the modules, whose hooks and collectives a recording would miss. `ranks` are those whose answers are generated here
-    together (`pooling.py`). After the weights were changed, call `refresh`.
+    together (`pooling.py`). After the weights were changed, call `refresh`. Raises ValueError for a GPU that is not the
+    current one.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Rollouts:
         replay: bool = True, ranks: int = 1,
     ) -> None:  # fmt: skip
         self.module, self.device, self.cache_bytes, self.ranks = module, torch.device(device), cache_bytes, ranks
+        _check_device(self.device)
         self._slots: SlotDecoder | None = None
         self._replay = replay
         self.most: int | None = None  # sequences that are decoded together at most, since more ran out of memory
@@ -200,6 +202,12 @@ class Rollouts:
                     _told.add(name)
                     log.warning("%s generates in padded batches, more slowly: %s", name, reason)
         return self._slots
+
+
+def _check_device(device: torch.device) -> None:
+    """Kernels and graphs go to the current GPU, wherever the tensors are."""
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        raise ValueError(f"device={device} is not the current GPU: torch.cuda.set_device({device.index}) first")
 
 
 def _check_lengths(lengths: Sequence[int], max_new_tokens: int, config: Any) -> None:

@@ -149,6 +149,13 @@ def test_bad_calls_are_named(llama: nn.Module) -> None:
         rollouts.generate([[3] * 60], GREEDY, [0])
 
 
+def test_a_gpu_that_is_not_the_current_one_is_refused(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    Rollouts(llama, "cuda:1"), Rollouts(llama, "cuda")
+    with pytest.raises(ValueError, match=r"set_device\(0\)"):
+        Rollouts(llama, "cuda:0")
+
+
 def test_weights_that_are_no_numbers_stop_the_rollout() -> None:
     model = build("gpt2")
     with torch.no_grad():
