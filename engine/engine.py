@@ -165,6 +165,11 @@ class Engine:
         summed over ranks is added. `last` says that no more micro-batches follow before the step; by default that is
         counted for means, and True for sums.
         """
+        if self.optimizer is None:
+            raise ValueError(
+                "without an optimizer parameters are frozen: initialize(..., optimizer=OptimizerConfig(lr=...)), or "
+                '"optimizer" in a DeepSpeed configuration'
+            )
         self._check_arrangement()
         if self._pipelined is not None:
             raise ValueError("pipeline_parallel takes all micro-batches of a step at once: call update")

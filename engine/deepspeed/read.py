@@ -178,7 +178,8 @@ def _off(key: Key, value: Any) -> bool:
 
 
 def _unknown(name: str) -> str:
-    known = [*KEYS, *FREE]
+    sections = {key.rpartition(".")[0] for key in KEYS} - {""}
+    known = [*KEYS, *FREE, *sorted(sections)]
     parent, _, leaf = name.rpartition(".")
     beside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == parent]
     near = closest(leaf, beside)

@@ -135,6 +135,12 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
+def test_backward_without_an_optimizer_says_what_is_missing() -> None:
+    engine = initialize(torch.nn.Linear(2, 1), EngineConfig(dtype="fp32"))
+    with pytest.raises(ValueError, match=r"optimizer=OptimizerConfig"):
+        engine.backward(engine(torch.ones(1, 2, device=engine.device)).sum())
+
+
 def test_two_ranks_are_plain_pytorch_and_read_one_ranks_folder(tmp_path: Path) -> None:
     engine = engine_of("bert")
     engine.backward(bert_loss(engine, rows_of("bert", 0), 0))

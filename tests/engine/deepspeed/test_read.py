@@ -152,7 +152,8 @@ def warm_up(**params: Any) -> dict[str, Any]:
     ("file", "message"),
     [
         ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}, "=30 is not .* x 1 ranks; train_batch_size=28"),
-        ({"zero_optimisation": {"stage": 2}}, "did you mean zero_optimization"),
+        ({"zero_optimisation": {"stage": 2}}, r"did you mean zero_optimization\?"),
+        ({"zero_optimization": {"ofload_param": {}}}, r"did you mean zero_optimization.offload_param\?"),
         ({"zero_optimization": {"stag": 2}}, r"zero_optimization.stag: .*did you mean zero_optimization.stage\?"),
         ({"zero_optimization": {"loss_scale_window": 2}}, r"did you mean fp16.loss_scale_window\?"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4: here it may be 0, 1, 2, 3"),
