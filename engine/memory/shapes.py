@@ -3,12 +3,13 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from engine.memory.narrowed import narrow
@@ -59,26 +60,31 @@ def shape_of(model: str | dict[str, Any], tensor: int = 1) -> Shape:
         except json.JSONDecodeError as error:
             raise ValueError(f"model={model} is not JSON: {error}") from error
     if isinstance(model, dict):
-        return measured(str(model.get("name", model.get("model_type"))), _config(model), attention, tensor)
+        return measured(str(model.get("name", model.get("model_type"))), build_config(model), attention, tensor)
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
         return measured(folder.name, AutoConfig.from_pretrained(folder), attention, tensor)
     option = NAMED / f"{model}.yaml"
     if not option.is_file():
         names = ", ".join(sorted(place.stem for place in NAMED.glob("*.yaml")))
-        raise ValueError(f"model={model} is no folder with a config.json and no name of conf/model: {names}")
+        raise ValueError(f"{model} is no folder with a config.json and no name of conf/model: {names}")
     import yaml
 
     found = yaml.safe_load(option.read_text(encoding="utf-8"))
-    config, plan = _config(found["architecture"]), found.get("tensor_plan")
+    config, plan = build_config(found["architecture"]), found.get("tensor_plan")
     return measured(model, config, found.get("attention", attention), tensor, plan)
 
 
-def _config(architecture: dict[str, Any]) -> PretrainedConfig:
+def build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration of an architecture: model_type and the family's own fields. Raises ValueError for no family."""
     fields = {key: value for key, value in architecture.items() if key not in ("model_type", "name")}
     if "model_type" not in architecture:
         raise ValueError("architecture: model_type is missing, the family in transformers' words (opt, llama, qwen3)")
-    return AutoConfig.for_model(architecture["model_type"], **fields)
+    family = architecture["model_type"]
+    if family not in CONFIG_MAPPING:
+        near = " or ".join(get_close_matches(family, CONFIG_MAPPING))
+        raise ValueError(f"model_type={family}: transformers has no such family{near and f'; did you mean {near}?'}")
+    return AutoConfig.for_model(family, **fields)
 
 
 def measured(

@@ -6,11 +6,11 @@ Weights are read from safetensors only. A pickle can run code when it is opened,
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
+from engine.memory.shapes import build_config
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import UserError
 
@@ -43,10 +43,13 @@ def resolve(model: ModelConfig, seed: int, *, folder: Path | None = None) -> Mod
     if model.weights == "random":
         if not model.architecture:
             raise UserError(f"model.weights=random needs model.architecture, which conf/model/{model.name}.yaml lacks")
-        fields: dict[str, Any] = dict(model.architecture)
+        try:
+            config = build_config(model.architecture)
+        except ValueError as error:
+            raise UserError(f"model.architecture: {error}") from error
         return ModelSource(
             model.name,
-            AutoConfig.for_model(**fields),
+            config,
             None,
             seed,
             model.attention,

@@ -1,6 +1,7 @@
 """DeepSpeed's example figures, shapes counted without weights, activations against autograd's own."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ def test_shapes(tmp_path: Path) -> None:
     assert shape_of(str(tmp_path)).parameters == by_json.parameters
     with pytest.raises(ValueError, match=r"no name of conf/model: .*opt-13b"):
         shape_of("opt-13")
+    with pytest.raises(ValueError, match=r"^model_type=lama: transformers has no such family; did you mean llama"):
+        shape_of('{"model_type": "lama"}')
 
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -103,6 +106,11 @@ def test_demands_move_as_they_should() -> None:
     four = ppo_demand(shape, shape, base)
     assert four.phases["generate"]["cache"] == 64 * 768 * 2 * 12 * 768 * 2
     assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "twin"}
+    held = four.phases["generate"]["twin"] + four.phases["generate"]["cache"]
+    freed = ppo_demand(shape, shape, replace(base, keeps=False))
+    assert freed.phases["generate"] == four.phases["generate"]
+    for phase in ("score", "train actor", "train critic"):
+        assert sum(four.phases[phase].values()) - sum(freed.phases[phase].values()) == held
     assert ppo_demand(shape, shape, base, own_reference=False).peak < four.peak
     three = ppo_demand(shape, shape, base, has_critic=False)
     assert "train critic" not in three.phases
