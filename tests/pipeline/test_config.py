@@ -174,6 +174,11 @@ def test_a_critic_that_is_not_there_can_not_warm_up():
     assert line.startswith("ppo.critic_warmup=2, but ppo.advantage=grpo has no critic: leave it out")
 
 
+def test_minibatches_are_cut_from_all_answers_of_a_rollout():
+    assert config_of("ppo.batch_size=6", "ppo.samples=2", "ppo.minibatches=4").ppo.minibatches == 4
+    assert "ppo.batch_size=6 does not divide" in refusal("ppo.batch_size=6", "ppo.samples=3", "ppo.minibatches=4")
+
+
 def test_actor_belongs_to_ppo():
     assert "stage=sft" in refusal("stage=sft", "actor=runs/x/sft")
 

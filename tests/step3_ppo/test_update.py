@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -65,19 +66,23 @@ def test_targets(whitened: bool) -> None:
 
 @pytest.mark.parametrize("advantage", ["rloo", "grpo"])
 def test_targets_without_a_critic(advantage: str) -> None:
-    rollout = dataclasses.replace(rollout_of([3, 3, 5, 5], [4, 1, 6, 2]), values=None)
-    section = PpoSection(advantage=advantage, samples=2, missing_end_penalty=0.7)
+    rollout = dataclasses.replace(rollout_of([3, 3, 3, 5, 5, 5], [4, 1, 6, 2, 3, 5]), values=None)
+    section = PpoSection(advantage=advantage, samples=3, missing_end_penalty=0.7)
     found = targets_of(rollout, section, kl_coef=0.13)
     ours, theirs = rows_of(rollout.logprobs, rollout), rows_of(rollout.reference, rollout)
     earned = earned_by_hand(rollout, 0.7, None)
     if advantage == "rloo":  # the whole answer's KL is part of what it earned
         earned = [e - 0.13 * (math.fsum(a) - math.fsum(b)) for e, a, b in zip(earned, ours, theirs, strict=True)]
-        above = [earned[0] - earned[1], earned[1] - earned[0], earned[2] - earned[3], earned[3] - earned[2]]
-    else:  # of two numbers, each is half their distance from the mean, and the deviation is that over the root of two
-        signs = [math.copysign(1, earned[i] - earned[i ^ 1]) for i in range(4)]
-        above = [sign / math.sqrt(2) for sign in signs]
+    above: list[float] = []
+    for group in (earned[:3], earned[3:]):
+        if advantage == "rloo":
+            above += [each - (sum(group) - each) / 2 for each in group]
+        else:
+            above += [(each - statistics.fmean(group)) / statistics.stdev(group) for each in group]
     close(found.advantages, [[a] * len(row) for a, row in zip(above, rollout.responses, strict=True)])
+    assert found.rewards.sum(1).tolist() == pytest.approx(earned, abs=1e-5)
     assert found.returns is None
+    assert found.kl_coef == (0.13 if advantage == "grpo" else 0.0)  # where the KL counts: in the loss, or above
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
