@@ -102,6 +102,20 @@ def test_a_reward_model_and_a_pickle_are_refused(run: Path, tmp_path: Path) -> N
         load(ChatModel("x", tmp_path))
 
 
+def test_a_model_that_does_not_write_is_refused(run: Path, tmp_path: Path) -> None:
+    """An encoder has no head in its files, one with a head for gaps in the text is none that goes on."""
+    from transformers import BertConfig, BertForMaskedLM, BertModel
+
+    config = BertConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    for kind, told in ((BertModel, "are in no file"), (BertForMaskedLM, "ending in ForCausalLM is needed")):
+        folder = tmp_path / kind.__name__
+        kind(config).save_pretrained(folder)
+        with pytest.raises(UserError, match=told):
+            load(ChatModel("x", folder))
+
+
 # What fits
 
 
@@ -231,6 +245,8 @@ def test_stop_strings_and_what_shapes_the_distribution() -> None:
                  '/set stop ""', "/set min-new-tokens 10", "two"])  # fmt: skip
     first, second = (sampling for _, sampling, _ in voice.seen)
     assert (first.min_p, first.repetition_penalty, first.min_new_tokens, first.stop) == (0.1, 1.5, 2, ("a b\n",))
+    notes = session.notes.getvalue()  # type: ignore[attr-defined]
+    assert r'stop "a b\n"' in notes and 'stop ""' in notes  # as they are typed
     assert (second.stop, second.min_new_tokens) == ((), 2)  # an answer has 9 tokens at most
 
 

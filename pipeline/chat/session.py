@@ -1,5 +1,6 @@
 """The conversation at the terminal: lines in, answers and commands out."""
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -116,7 +117,7 @@ class Session:
         elif command == "/set" and len(words) in (0, 2):
             if words:
                 self.sampling = with_option(self.sampling, *words)
-            self._note("  ".join(f"{key} {getattr(self.sampling, key.replace('-', '_'))}" for key in OPTIONS))
+            self._note("  ".join(f"{key} {_shown(getattr(self.sampling, key.replace('-', '_')))}" for key in OPTIONS))
         elif command == "/help":
             self._note(HELP)
         else:
@@ -129,6 +130,13 @@ class Session:
     def _note(self, text: str) -> None:
         self.out.flush()
         print(printable(text), file=self.notes, flush=True)
+
+
+def _shown(value: int | float | tuple[str, ...]) -> str:
+    """A setting as it is typed."""
+    if isinstance(value, tuple):
+        return " ".join(json.dumps(text, ensure_ascii=False) for text in value) or '""'
+    return str(value)
 
 
 def with_option(sampling: Sampling, key: str, value: str) -> Sampling:

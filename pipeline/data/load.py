@@ -205,7 +205,9 @@ def _at_least_one(aside: _HeldOut, records: Sequence[Record], name: str) -> _Hel
     if not prompts or any(prompt in aside for prompt in prompts):
         return aside
     if len(prompts) == 1:
-        raise UserError(f"{name}: needs at least two different prompts, as one is held out.")
+        raise UserError(
+            f"{name}: all rows that can be used have one prompt, and one is held out; add rows with other prompts."
+        )
     return _HeldOut(aside.prompts | {min(prompts, key=held_out_point)}, aside.share)
 
 

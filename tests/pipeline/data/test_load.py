@@ -127,7 +127,7 @@ def test_a_tiny_file_holds_out_one_prompt(tmp_path: Path) -> None:
     records = load_stage(data, "sft", seed=1)
     assert (len(records.train), len(records.held_out)) == (7, 1)
     assert records.held_out == [min(records.train + records.held_out, key=lambda r: held_out_point(digest(r)))]
-    with pytest.raises(UserError, match="at least two different prompts"):
+    with pytest.raises(UserError, match="have one prompt, and one is held out"):
         load_stage(of({"path": write(tmp_path / "b.jsonl", rows[:1]), "stages": ["sft"]}), "sft", seed=1)
 
 
