@@ -47,7 +47,10 @@ def line_chart(
     marks = [] if reference is None else [reference]
     across = step_axis(x for one in shown for x, _ in one.points)
     up = axis([y for one in shown for _, y in one.points] + marks, bounds=bounds)
-    right = WIDTH - (44 if len(shown) == 1 else 26 + 6.2 * max(len(one.label) for one in shown))
+    beside = max(44.0, *(12 + 6.6 * len(format_number(_last(one))) for one in shown))
+    if len(shown) > 1:
+        beside = max(beside, 26 + 6.2 * max(len(one.label) for one in shown))
+    right = WIDTH - beside
     parts: list[Child] = [scaffold(across, up, right, x_name)]
     if reference is not None:
         y = y_place(up, reference)
@@ -88,7 +91,7 @@ def _end_labels(shown: Sequence[Series], up: Axis, right: float) -> list[Markup]
     """The last value of each curve at its end, with its name where there are several; moved apart where they touch."""
     wanted = []
     for one in shown:
-        y = next(y for _, y in reversed(one.points) if math.isfinite(y))
+        y = _last(one)
         wanted.append((y_place(up, y), one, y))
     wanted.sort(key=lambda item: item[0])
     block = LINE_HEIGHT * (1 if len(shown) == 1 else 2)
@@ -105,6 +108,11 @@ def _end_labels(shown: Sequence[Series], up: Axis, right: float) -> list[Markup]
         line = top + 10 + (LINE_HEIGHT if len(shown) > 1 else 0)
         texts.append(element("text", format_number(value), x=right + 7, y=line, class_=f"{tone} strong"))
     return texts
+
+
+def _last(one: Series) -> float:
+    """The last value there is."""
+    return next(y for _, y in reversed(one.points) if math.isfinite(y))
 
 
 def _hover(shown: Sequence[Series], across: Axis, right: float, x_name: str) -> list[Markup]:

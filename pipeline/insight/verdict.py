@@ -171,8 +171,12 @@ def _unfinished(run: RunReading) -> Verdict:
     parts += [f"{_stage_label(stage)} is unfinished, at step {stage.last_step}." for stage in running]
     if not parts:
         parts.append("No stage of this run has logged a step yet.")
-    parts.append("The same command continues it, and writes this page again.")
-    return Verdict("open", "Too early to say: PPO has not finished.", " ".join(parts))
+    if running or not finished:
+        parts.append("The same command continues it, and writes this page again.")
+    else:
+        parts.append("The same command with stage=all runs the others, and writes this page again.")
+    word = "finished" if run.stage("ppo").started else "run"
+    return Verdict("open", f"Too early to say: PPO has not {word}.", " ".join(parts))
 
 
 def _stage_label(stage: StageReading) -> str:

@@ -58,6 +58,12 @@ def test_end_labels_do_not_overlap(level: float) -> None:
     assert tops[-1] <= HEIGHT
 
 
+def test_a_long_value_at_a_curves_end_has_room() -> None:
+    page = line_chart("t", [Series("", [(1, 2e-3), (2, 1.54e-7)], "plain")], x_name="step")
+    [left] = re.findall(r'<text x="([^"]*)" y="[^"]*" class="label tone-plain strong">1\.5×10⁻⁷<', str(page))
+    assert float(left) + 6.4 * len("1.5×10⁻⁷") <= WIDTH  # a character of a bold label is about so wide
+
+
 def test_long_runs_are_thinned_without_changing_their_mean() -> None:
     points = [(step, float(step % 7)) for step in range(1, 10_001)]
     page = line_chart("t", [Series("", points, "plain", exact=True)], x_name="step", bounds=(0, 6))

@@ -86,7 +86,14 @@ def test_an_unfinished_run_says_how_far_it_is() -> None:
     ppo = StageReading("ppo", rows=[{"step": 7.0}])
     verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3}), "ppo": ppo}, {}))
     assert verdict.headline.startswith("Too early")
-    assert "Finished: SFT. PPO is unfinished, at step 7." in verdict.evidence
+    assert verdict.headline.endswith("PPO has not finished.")
+    assert "Finished: SFT. PPO is unfinished, at step 7. The same command continues it" in verdict.evidence
+
+
+def test_stages_that_were_not_asked_for_are_not_called_unfinished() -> None:
+    verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3})}, {}))
+    assert verdict.headline == "Too early to say: PPO has not run."
+    assert verdict.evidence.startswith("Finished: SFT. The same command with stage=all runs the others")
 
 
 def test_the_closing_words_of_a_run_say_whether_it_helped(tmp_path: Path) -> None:
