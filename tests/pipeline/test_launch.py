@@ -62,9 +62,9 @@ def test_output_without_a_reader_is_no_crash(fake, monkeypatch):
     monkeypatch.setenv("FAKE_STAGE", "unread:0")
     end = ends(fake)
     assert end.status == 2 and end.message.startswith("nobody reads what is printed")
-    command = subprocess.Popen(
-        [sys.executable, "train.py", "--cfg", "job", "--package", "sft"], cwd=ROOT, stdout=PIPE, stderr=PIPE
-    )
+    command = [sys.executable, "train.py", "--cfg", "job", "--package", "sft"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = subprocess.Popen(command, cwd=ROOT, env=buffered, stdout=PIPE, stderr=PIPE)
     command.stdout.close()
     assert command.stderr.read() == b""
     assert command.wait() == 1

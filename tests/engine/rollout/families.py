@@ -33,7 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": _GROUPED,
     "qwen3": _GROUPED,
     "mistral": _GROUPED | {"sliding_window": 6},
-    "gemma2": _GROUPED | {"sliding_window": 6, "layer_types": _MIXED, "attn_logit_softcapping": 2.0},
+    "gemma2": _GROUPED | {"sliding_window": 6, "layer_types": _MIXED, "attn_logit_softcapping": 0.3},
     "gemma3_text": _GROUPED | {"sliding_window": 6, "layer_types": _MIXED},
     "mixtral": _GROUPED | {"num_local_experts": 4},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
