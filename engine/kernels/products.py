@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.kernels.host import products as host
 from engine.kernels.wide_linear import serves, wide_product
 
 
@@ -14,15 +15,17 @@ class Products:
     """Products of hidden states and weight in fp32, whatever their precision.
 
     A plain product of bf16 matrices rounds its result to bf16, which moves log-probabilities by percents. CUDA has
-    products that keep their fp32 accumulators. On the CPU oneDNN is told to compute a product of fp32 matrices in
-    bf16, exact for inputs that were bf16 (measured with AMX: 3.4 x as fast as plain fp32, half as fast as bf16, and
-    as close to float64 as fp32). fp16 on the CPU computes in fp32.
+    products that keep their fp32 accumulators. So has a kernel in C on CPUs that multiply bf16 without AMX; on others
+    oneDNN is told to compute a product of fp32 matrices in bf16, exact for inputs that were bf16 (measured with AMX:
+    3.4 x as fast as plain fp32, half as fast as bf16, and as close to float64 as fp32). fp16 on the CPU computes in
+    fp32.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
         same = hidden.dtype == weight.dtype != torch.float32
         self._narrow = hidden.dtype if same and hidden.is_cuda else None
         self._rounds = same and weight.dtype == torch.bfloat16 and hidden.device.type == "cpu"
+        self._in_c = self._rounds and hidden.shape[1] % 2 == 0 and host.takes(torch.bfloat16)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -31,12 +34,14 @@ class Products:
 
     def operand(self, matrix: Tensor) -> Tensor:
         """A matrix as products take it, to be made once for several of them."""
-        return matrix if self._narrow is not None else matrix.float()
+        return matrix if self._narrow is not None or self._in_c else matrix.float()
 
     def __call__(self, a: Tensor, b: Tensor, room: Tensor | None = None) -> Tensor:
         """a @ b of operands, fp32; on the CPU in `room`, where it is given."""
         if self._narrow is not None:
             return torch.mm(a, b, out_dtype=torch.float32)
+        if self._in_c:
+            return host.product(a, b, out=room)
         if not self._rounds:
             return product_of(a, b, room)
         with _bf16_products():
@@ -45,10 +50,7 @@ class Products:
 
 def product_of(a: Tensor, b: Tensor, room: Tensor | None = None) -> Tensor:
     """a @ b in their own precision, by what is fastest here; in `room` where it is given."""
-    if not serves(a, b):
-        return torch.mm(a, b, out=room)
-    found = wide_product(a, b)
-    return found if room is None else room.copy_(found)
+    return wide_product(a, b, out=room) if serves(a, b) else torch.mm(a, b, out=room)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

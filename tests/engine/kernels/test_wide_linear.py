@@ -1,23 +1,29 @@
-"""Large fp32 products where MKL holds back: the numbers and gradients of nn.Linear, to float64's."""
+"""fp32 products where MKL holds back: the numbers and gradients of nn.Linear, to float64's."""
 
 import pytest
 import torch
 from torch import nn
 
 from engine.kernels import wide_linear
+from engine.kernels.host import products
 from engine.kernels.products import product_of
 from engine.kernels.wide_linear import Linear, serves, widen_linears
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this PyTorch was built without oneDNN"
-)
+WAYS = {
+    "c": pytest.mark.skipif(not products.takes(torch.float32), reason="no C compiler, or no AVX-512"),
+    "onednn": pytest.mark.skipif(
+        not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this PyTorch was built without oneDNN"
+    ),
+}
 
 
-@pytest.fixture(autouse=True)
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the processor; products from a thousand operations on."""
+@pytest.fixture(autouse=True, params=[pytest.param(way, marks=mark) for way, mark in WAYS.items()])
+def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way, whatever the processor; products from a thousand operations on."""
     monkeypatch.setattr(wide_linear, "holds_back", lambda: True)
-    monkeypatch.setattr(wide_linear, "LEAST", 1000)
+    monkeypatch.setattr(wide_linear, "LEAST", dict.fromkeys(WAYS, 1000))
+    if request.param == "onednn":
+        monkeypatch.setattr(products, "takes", lambda _: False)
 
 
 @pytest.mark.parametrize("shape", [(37, 48), (2, 19, 48), (48,)])

@@ -1,0 +1,216 @@
+/* Products of matrices with sums in fp32: products.py says of which.
+
+   As in Goto & van de Geijn, 2008 (Anatomy of high-performance matrix multiplication): of DEPTH words of the sums' length
+   at a time, b is laid out in panels of PANEL columns by all threads together, and each thread multiplies BLOCK rows of a
+   with all panels, in tiles of ROWS x PANEL sums that stay in registers. a is read where it lies, unless its columns lie
+   side by side. A word is 32 bits: a number in fp32, or two neighbours in bf16, which one instruction multiplies and adds
+   to an fp32 sum. A sum runs in the order of its terms, whatever the threads and whatever is computed beside it. */
+
+#ifdef __AVX512F__
+#include <cpuid.h>
+#include <immintrin.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    LANES = 16,
+    VECTORS = 4,
+    PANEL = LANES * VECTORS,
+    ROWS = 6,         /* ROWS x VECTORS sums, VECTORS words of b and one of a fill the registers */
+    BLOCK = 16 * ROWS,
+    DEPTH = 384,      /* a panel of so many words, 96 KB, stays in the second cache */
+};
+#define INLINE static inline __attribute__((always_inline))
+
+/* Numbers of words between rows and between columns; one of them is 1. */
+struct matrix {
+    const float *data;
+    int64_t row, column;
+};
+
+/* `struct _Call` of products.py: c (m, n) = a (m, k) b (k, n) + bias (n). */
+struct call {
+    struct matrix a, b;
+    const float *bias; /* or none */
+    float *c;
+    int64_t c_row, m, n, k;
+    int32_t pairs, threads;
+};
+
+INLINE __m512 multiply_add(__m512 x, __m512 y, __m512 sum, const int pairs) {
+#ifdef __AVX512BF16__
+    if (pairs) return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
+#endif
+    return _mm512_fmadd_ps(x, y, sum);
+}
+
+/* c (rows, PANEL) = a panel + bias, or + c where `add`. */
+INLINE void sums(const int rows, const int pairs, long depth, struct matrix a, const float *panel, const float *bias,
+                 int add, float *c, long c_row) {
+    __m512 sum[ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) {
+            const float *from = add ? c + r * c_row : bias;
+            sum[r][v] = from ? _mm512_loadu_ps(from + v * LANES) : _mm512_setzero_ps();
+        }
+    for (long k = 0; k < depth; k++) {
+        __m512 y[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) y[v] = _mm512_load_ps(panel + k * PANEL + v * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            __m512 x = _mm512_set1_ps(a.data[r * a.row + k * a.column]);
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) sum[r][v] = multiply_add(x, y[v], sum[r][v], pairs);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) _mm512_storeu_ps(c + r * c_row + v * LANES, sum[r][v]);
+}
+
+#define SUMS(rows, pairs) sums(rows, pairs, depth, a, panel, bias, add, c, c_row)
+#define TILES(pairs)                        \
+    switch (rows) {                         \
+    case 6: SUMS(6, pairs); break;          \
+    case 5: SUMS(5, pairs); break;          \
+    case 4: SUMS(4, pairs); break;          \
+    case 3: SUMS(3, pairs); break;          \
+    case 2: SUMS(2, pairs); break;          \
+    default: SUMS(1, pairs);                \
+    }
+
+static void whole_tile(int rows, int pairs, long depth, struct matrix a, const float *panel, const float *bias, int add,
+                       float *c, long c_row) {
+    if (pairs) {
+        TILES(1)
+    } else {
+        TILES(0)
+    }
+}
+
+/* The same for `width` columns, by way of a whole tile. */
+static void tile(int rows, long width, int pairs, long depth, struct matrix a, const float *panel, const float *bias,
+                 int add, float *c, long c_row) {
+    if (width == PANEL) {
+        whole_tile(rows, pairs, depth, a, panel, bias, add, c, c_row);
+        return;
+    }
+    float inside[ROWS * PANEL], ends[PANEL];
+    if (bias) memcpy(ends, bias, width * sizeof(float));
+    for (int r = 0; add && r < rows; r++) memcpy(inside + r * PANEL, c + r * c_row, width * sizeof(float));
+    whole_tile(rows, pairs, depth, a, panel, bias ? ends : 0, add, inside, PANEL);
+    for (int r = 0; r < rows; r++) memcpy(c + r * c_row, inside + r * PANEL, width * sizeof(float));
+}
+
+/* LANES x LANES words turned: of rows s apart the halves change places, for s = 1, 2, 4 and 8. */
+INLINE void turn(const float *from, long from_row, float *to, long to_row) {
+    __m512 rows[LANES];
+    const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++) rows[r] = _mm512_loadu_ps(from + r * from_row);
+#pragma GCC unroll 4
+    for (int s = 1; s < LANES; s *= 2) {
+        const __m512i step = _mm512_set1_epi32(s), other = _mm512_set1_epi32(LANES);
+        const __mmask16 odd = _mm512_test_epi32_mask(places, step);
+        const __m512i low = _mm512_mask_add_epi32(places, odd, _mm512_sub_epi32(places, step), other);
+        const __m512i high = _mm512_mask_add_epi32(_mm512_add_epi32(places, step), odd, places, other);
+#pragma GCC unroll 16
+        for (int r = 0; r < LANES; r++)
+            if (!(r & s)) {
+                __m512 x = rows[r], y = rows[r + s];
+                rows[r] = _mm512_permutex2var_ps(x, low, y);
+                rows[r + s] = _mm512_permutex2var_ps(x, high, y);
+            }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++) _mm512_storeu_ps(to + r * to_row, rows[r]);
+}
+
+/* b (depth, width) -> panel (depth, PANEL), zeros beside it. */
+static void lay_out(struct matrix b, long depth, long width, float *panel) {
+    long c = 0;
+    if (b.column == 1) {
+        for (long k = 0; k < depth; k++) memcpy(panel + k * PANEL, b.data + k * b.row, width * sizeof(float));
+        c = width;
+    }
+    for (; c + LANES <= width; c += LANES) {
+        long k = 0;
+        for (; k + LANES <= depth; k += LANES) turn(b.data + c * b.column + k, b.column, panel + k * PANEL + c, PANEL);
+        for (; k < depth; k++)
+            for (long l = c; l < c + LANES; l++) panel[k * PANEL + l] = b.data[l * b.column + k];
+    }
+    for (; c < PANEL; c++)
+        for (long k = 0; k < depth; k++) panel[k * PANEL + c] = c < width ? b.data[c * b.column + k] : 0;
+}
+
+/* a (rows, depth) whose columns lie side by side -> tiles of (depth, ROWS). */
+static void lay_out_rows(struct matrix a, long rows, long depth, float *tiles) {
+    for (long i = 0; i < rows; i += ROWS) {
+        long some = rows - i < ROWS ? rows - i : ROWS;
+        for (long k = 0; k < depth; k++)
+            memcpy(tiles + i * depth + k * ROWS, a.data + i + k * a.column, some * sizeof(float));
+    }
+}
+
+static long at_most(long left, long most) { return left < most ? left : most; }
+
+/* Rows `i` to `i + rows` of the terms from `k` on. `tiles` are room for lay_out_rows. */
+static void block(const struct call *w, long i, long rows, long k, long depth, const float *panels, float *tiles) {
+    struct matrix a = {w->a.data + i * w->a.row + k * w->a.column, w->a.row, w->a.column};
+    long next = ROWS * a.row;
+    if (a.column != 1) {
+        lay_out_rows(a, rows, depth, tiles);
+        a = (struct matrix){tiles, 1, ROWS}, next = ROWS * depth;
+    }
+    for (long j = 0; j < w->n; j += PANEL) {
+        struct matrix from = a;
+        for (long r = 0; r < rows; r += ROWS, from.data += next)
+            tile(at_most(rows - r, ROWS), at_most(w->n - j, PANEL), w->pairs, depth, from, panels + j * depth,
+                 w->bias ? w->bias + j : 0, k > 0, w->c + (i + r) * w->c_row + j, w->c_row);
+    }
+}
+
+/* 0, or 1 without memory. */
+int product(const struct call *w) {
+    long width = (w->n + PANEL - 1) / PANEL * PANEL, deepest = at_most(w->k, DEPTH);
+    float *room = aligned_alloc(64, (width + w->threads * BLOCK) * ((deepest + 15) / 16 * 16) * sizeof(float));
+    if (!room) return 1;
+    /* As many blocks a thread, as even as tiles allow. */
+    long blocks = (w->m + BLOCK * w->threads - 1) / (BLOCK * w->threads) * w->threads;
+    long tall = (w->m + blocks * ROWS - 1) / (blocks * ROWS) * ROWS;
+#pragma omp parallel num_threads(w->threads)
+    for (long k = 0; k < w->k; k += DEPTH) {
+        long depth = at_most(w->k - k, DEPTH);
+#pragma omp for schedule(static)
+        for (long j = 0; j < width; j += PANEL) {
+            struct matrix b = {w->b.data + k * w->b.row + j * w->b.column, w->b.row, w->b.column};
+            lay_out(b, depth, at_most(w->n - j, PANEL), room + j * depth);
+        }
+#pragma omp for schedule(dynamic)
+        for (long i = 0; i < w->m; i += tall)
+            block(w, i, at_most(w->m - i, tall), k, depth, room,
+                  room + (width + omp_get_thread_num() * BLOCK) * deepest);
+    }
+    free(room);
+    return 0;
+}
+
+/* Whether `product` is here, for fp32 and for bf16. AMX is faster in bf16. */
+int product_ways(void) {
+#ifdef __AVX512BF16__
+    unsigned a, b, c, d;
+    __cpuid_count(7, 0, a, b, c, d);
+    return d >> 22 & 1 ? 1 : 3;
+#else
+    return 1;
+#endif
+}
+#else
+int product_ways(void) { return 0; }
+#endif
