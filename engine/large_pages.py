@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from engine.host_allocator import KEPT
 
 PAGE_BYTES = 2**21
 GAP_BYTES = 4096  # between two blocks of one allocator, at most
@@ -30,6 +33,15 @@ def ask_for_large_pages(tensors: Iterable[Tensor]) -> None:
         first, last = -(-start // PAGE_BYTES) * PAGE_BYTES, stop // PAGE_BYTES * PAGE_BYTES
         if first < last:
             madvise(first, last - first, advice)
+
+
+def prepare_large_pages(size: int) -> None:
+    """Ask for them under the next `size` bytes that malloc takes from its heap, before it writes between two blocks.
+
+    Where it has written, a page stays small: with tensors of a page or two that is every third one. For as much as
+    malloc keeps when it is freed.
+    """
+    ask_for_large_pages([torch.empty(min(size, KEPT - PAGE_BYTES), dtype=torch.uint8)])
 
 
 def _runs(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -9,8 +9,9 @@ from torch.utils.checkpoint import checkpoint
 from engine import optim, precision
 from engine.config import EngineConfig, OptimizerConfig
 from engine.kernels.wide_linear import widen_linears
+from engine.large_pages import prepare_large_pages
 from engine.offload import MappedShards, together
-from engine.parallel import dist, head, pipeline, tensor, zero
+from engine.parallel import dist, dtensors, head, pipeline, tensor, zero
 
 
 def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | None) -> MappedShards | None:
@@ -102,6 +103,8 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
     places = [(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
     first = {id(owner._parameters[name]): (owner, name) for owner, name in reversed(places)}
     tied = [(owner, name, *first[id(owner._parameters[name])]) for owner, name in places]
+    if device.type == "cpu":
+        prepare_large_pages(sum(dtensors.local(p.detach()).nbytes for p in module.parameters()))
     module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(computes))
     for owner, name, theirs, as_name in tied:  # a plain module's ties are cut by that
         owner._parameters[name] = theirs._parameters[as_name]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.compression.onebit_adam import OneBitAdam
 from engine.config import OptimizerConfig
-from engine.large_pages import ask_for_large_pages
+from engine.large_pages import ask_for_large_pages, prepare_large_pages
 from engine.lion import Lion
 from engine.parallel import dtensors
 from engine.stochastic import BFloat16AdamW
@@ -161,6 +161,8 @@ def _third(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _make_moments(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], names: tuple[str, ...]) -> None:
     moments: list[Tensor] = []
+    here = (dtensors.local(parameter) for parameter in parameters)
+    prepare_large_pages(len(names) * sum(tensor.nbytes for tensor in here if tensor.device.type == "cpu"))
     for parameter in parameters:
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         kept = {name: torch.empty_like(parameter, requires_grad=False) for name in names}
