@@ -1,7 +1,7 @@
 """Tests that need a GPU: `pytest -m gpu` runs them, and they are skipped where there is none.
 
 GPU_TESTS_ON=cpu runs their code on the CPU instead (nothing is captured, kernels are torch's): it shows that the tests
-work, not that the GPU does.
+work, not that the GPU does. tests/pretended_gpu runs them on a device that is pretended.
 """
 
 import os

@@ -1,0 +1,96 @@
+"""What runs on GPUs only, on a pretended one (tests/pretended_gpu), which says what a GPU would not forgive."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pretended_gpu import building
+
+ROOT = Path(__file__).resolve().parents[2]
+WITHOUT = building.lacking()
+pytestmark = pytest.mark.skipif(WITHOUT is not None, reason=str(WITHOUT))
+ON_GPU = (
+    "tests/engine/rollout/on_device/test_graphs.py::test_graphs_equal_the_steps_called[llama]",
+    "tests/engine/test_on_gpu.py::test_updates_are_those_of_plain_pytorch",
+    "tests/pretended_gpu/work.py",
+)
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    building.library()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+
+
+def test_the_gpu_tests_pass_without_a_fault() -> None:
+    plugin = ("-m", "pytest", "-p", "tests.pretended_gpu.plugin", "-p", "no:cacheprovider", "-q", "-m", "gpu")
+    done = run(*plugin, *ON_GPU)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout.splitlines()[-1]
+
+
+FAULTY = """
+from tests.pretended_gpu import cuda
+import torch
+
+side = torch.cuda.Stream()
+x = torch.ones(1000, device="cuda")
+with torch.cuda.stream(side):
+    y = x * 2  # without waiting for the ones
+assert "reads what" in cuda.faults()[0]
+x = torch.ones(1000, device="cuda")
+side.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(side):
+    y = x + 1
+del x
+x = torch.zeros(10, device="cuda")  # the allocator may well give it the same memory
+assert "freed while another stream" in cuda.faults()[0]
+pinned = torch.zeros(1000, pin_memory=True)
+y.copy_(pinned, non_blocking=True)
+pinned[0] = 1
+assert "was written to while" in cuda.faults()[0]
+pinned.copy_(torch.ones(1000, device="cuda"), non_blocking=True)
+assert pinned[0] != 1  # not there yet
+torch.cuda.synchronize()
+assert pinned[0] == 1
+for wrong in (lambda: y + torch.ones(1000), lambda: torch._fused_adamw_(
+    [y], [y], [y], [y], [], [torch.zeros(())], amsgrad=False, lr=1.0, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1.0,
+    maximize=False)):
+    try:
+        wrong()
+    except RuntimeError as error:
+        assert "same device" in str(error)
+    else:
+        raise AssertionError("host and device were mixed")
+graph, y = torch.cuda.CUDAGraph(), torch.ones(4, device="cuda")
+with torch.cuda.stream(side):
+    side.wait_stream(torch.cuda.default_stream())
+    graph.capture_begin()
+    z = (y + 1).sum()
+    try:
+        z.item()
+    except RuntimeError as error:
+        assert "capturing" in str(error)
+    else:
+        raise AssertionError("a capture read a number")
+    y.zero_()
+    graph.capture_end()
+assert y.sum() == 4  # what is captured did not run
+graph.replay()
+assert z == 8 and y.sum() == 0
+cuda.limit(cuda.allocated() + 1000)
+try:
+    torch.empty(2000, device="cuda")
+except torch.OutOfMemoryError:
+    print("all of it")
+"""
+
+
+def test_it_notices_what_a_gpu_does_not_forgive() -> None:
+    done = run("-c", FAULTY)
+    assert done.stdout == "all of it\n", done.stdout + done.stderr

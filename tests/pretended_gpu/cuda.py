@@ -1,0 +1,308 @@
+"""`torch.cuda` over the pretended device. To be imported before torch: PyTorch asks for its hooks once."""
+
+import tests.pretended_gpu.loading  # noqa: F401  before torch  # isort: skip
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+_ops, _aten = torch.ops.pretended, torch.ops.aten
+MEMORY = 2**33
+PROCESSORS = 4  # few, as the interpreter runs programs one after another
+WAITS = {
+    "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::equal", "aten::is_nonzero", "aten::item",
+}  # fmt: skip
+INDEXES = ("aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put")
+ALLOCATES = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.new_empty.default,
+             _aten.empty_like.default, _aten.new_empty_strided.default)  # fmt: skip
+
+
+def faults() -> list[str]:
+    """What was done since the last call that a GPU does not forgive. Waits for the device."""
+    torch._C._accelerator_synchronizeDevice(0)
+    return list(_ops.faults())
+
+
+def limit(size: int = MEMORY) -> None:
+    """Bytes that the device has."""
+    _ops.limit(size)
+
+
+def allocated() -> int:
+    """Bytes that are taken."""
+    return int(_ops.allocated())
+
+
+class Stream(torch.Stream):
+    """`torch.cuda.Stream`."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **known: int) -> "Stream":
+        return super().__new__(cls, **known) if known else super().__new__(cls, "cuda:0")
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.wait_event(other.record_event())
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, torch.Stream) and self.stream_id == other.stream_id
+
+    def __hash__(self) -> int:
+        return hash(self.stream_id)
+
+
+class Event(torch.Event):
+    """`torch.cuda.Event`."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> "Event":
+        return super().__new__(cls, "cuda:0", enable_timing=enable_timing)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        super().record(stream or current_stream())
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        super().wait(stream or current_stream())
+
+
+class Within:
+    """`torch.cuda.stream`."""
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self.before = current_stream()
+        if self.stream is not None:
+            torch._C._accelerator_setStream(self.stream)
+
+    def __exit__(self, *_: Any) -> None:
+        torch._C._accelerator_setStream(self.before)
+
+
+def _stream(number: int) -> Stream:
+    return Stream(stream_id=number, device_index=0, device_type=1)
+
+
+def current_stream(device: Any = None) -> Stream:
+    return _stream(torch._C._accelerator_getStream(0).stream_id)
+
+
+def synchronize(device: Any = None) -> None:
+    _refuse("synchronize")
+    torch._C._accelerator_synchronizeDevice(0)
+
+
+# Captures, and what waits
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses what makes the host wait where that is not allowed, and notes a capture's calls."""
+
+    def __init__(self, calls: list[Any] | None = None) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _now.may_not_wait and _waits(func._schema.name, args, kwargs):
+            _refuse(func._schema.name)
+        out = func(*args, **kwargs)
+        if self.calls is not None:
+            self.calls.append((func, args, kwargs, out))
+        return out
+
+
+class _Now:
+    """Whether a graph is being captured, and what PyTorch's check for waiting does."""
+
+    def __init__(self) -> None:
+        self.capture: CUDAGraph | None = None
+        self.sync = 0
+
+    @property
+    def may_not_wait(self) -> bool:
+        return self.capture is not None or self.sync == 2
+
+
+_now = _Now()
+
+
+def _refuse(what: str) -> None:
+    if _now.capture is not None:
+        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what} (pretended)")
+    if _now.sync == 2:
+        raise RuntimeError(f"called a synchronizing CUDA operation: {what} (pretended)")
+
+
+def _waits(name: str, args: Any, kwargs: Any) -> bool:
+    given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+    if name in WAITS:
+        return any(each.is_cuda for each in given)
+    if name in INDEXES:
+        places = [place for place in args[1] if place is not None]
+        return args[0].is_cuda and any(p.dtype in (torch.bool, torch.uint8) or not p.is_cuda for p in places)
+    if name == "aten::repeat_interleave":
+        return given[0].is_cuda and kwargs.get("output_size") is None
+    if name == "aten::copy_" and args[0].is_cuda != args[1].is_cuda:
+        on_host = args[1] if args[0].is_cuda else args[0]
+        return not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)) or not on_host.is_pinned()
+    if name == "aten::_to_copy" and kwargs.get("device") is not None:
+        kinds = {torch.device(kwargs["device"]).type, args[0].device.type}
+        return kinds == {"cpu", "cuda"} and not (kwargs.get("non_blocking") and args[0].is_pinned())
+    return False
+
+
+class CUDAGraph:
+    """`torch.cuda.CUDAGraph`: the calls of a capture, made again on the same memory."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.calls: list[Any] = []
+        self.watch = _Watch(self.calls)
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        if current_stream().stream_id == 0:
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream. (pretended)")
+        _now.capture = self
+        _ops.hold()
+        self.watch.__enter__()
+
+    def capture_end(self) -> None:
+        self.watch.__exit__(None, None, None)
+        _now.capture = None
+        _ops.put_back()
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            if func in ALLOCATES or _is_view(func, args, out):
+                continue
+            new = func(*args, **kwargs)
+            for there, value in zip(tree_flatten(out)[0], tree_flatten(new)[0], strict=True):
+                if isinstance(there, Tensor) and there.data_ptr() != value.data_ptr():
+                    there.copy_(value)
+
+
+def _is_view(func: Any, args: Any, out: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    returns = func._schema.returns
+    if not returns or any(one.alias_info is None or one.alias_info.is_write for one in returns):
+        return False
+    memory = {t.untyped_storage().data_ptr() for t in tree_flatten(args)[0] if isinstance(t, Tensor)}
+    return all(t.untyped_storage().data_ptr() in memory for t in tree_flatten(out)[0] if isinstance(t, Tensor))
+
+
+def _launching(plain: Callable[..., None]) -> Callable[..., None]:
+    """A launch of Triton's interpreter, which reads device memory as no kernel has to."""
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        held, sync = _now.capture, _now.sync
+        calls = held.watch.calls if held is not None else None
+        _now.capture, _now.sync = None, 0
+        if held is not None:
+            held.watch.calls = None
+        try:
+            plain(self, *args, **kwargs)
+        finally:
+            _now.capture, _now.sync = held, sync
+        if held is not None and calls is not None:
+            held.watch.calls = calls
+            calls.append((plain, (self, *args), kwargs, None))
+
+    return launch
+
+
+# What stands in for torch's own
+
+
+def _attention(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        how: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        if not query.is_cuda:
+            return plain(query, key, value, attn_mask, dropout_p, is_causal, **how)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
+        made = _aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, **how
+        )
+        return made[0]
+
+    return attention
+
+
+def _joining(plain: Callable[..., None]) -> Callable[..., None]:
+    """`init_process_group` for one rank, without NCCL."""
+
+    def join(backend: str, *, device_id: Any = None, **how: Any) -> None:
+        plain(backend=backend.replace("nccl", "fake"), **how)
+
+    return join
+
+
+def _resizing(plain: Callable[..., None]) -> Callable[..., None]:
+    def resize(self: Any, size: int) -> None:
+        if self.device.type != "cuda":
+            return plain(self, size)
+        return _ops.resize_storage(torch.empty(0, dtype=torch.uint8, device="cuda").set_(self), size)
+
+    return resize
+
+
+def _set_sync(mode: int | str) -> None:
+    _now.sync = {"default": 0, "warn": 1, "error": 2}[mode] if isinstance(mode, str) else mode
+
+
+def _free(device: Any = None) -> tuple[int, int]:
+    return MEMORY - allocated(), MEMORY
+
+
+def _install() -> None:
+    about = SimpleNamespace(name="pretended", multi_processor_count=PROCESSORS, total_memory=MEMORY, major=9, minor=0)
+    limit()
+    idle = ("set_device", "_lazy_init", "init", "empty_cache", "set_rng_state", "manual_seed", "manual_seed_all")
+    nothing = {name: lambda *_, **__: None for name in idle}
+    true = {name: lambda *_, **__: True for name in ("is_available", "is_initialized", "is_bf16_supported")}
+    bytes_taken = {name: lambda *_: allocated() for name in ("memory_allocated", "memory_reserved")}
+    most_taken = {name: lambda *_: _ops.peak() for name in ("max_memory_allocated", "max_memory_reserved")}
+    others: dict[str, Any] = {
+        "device_count": lambda: 1, "current_device": lambda: 0, "synchronize": synchronize, "Stream": Stream,
+        "Event": Event, "current_stream": current_stream, "default_stream": lambda device=None: _stream(0),
+        "stream": Within, "set_stream": torch._C._accelerator_setStream, "CUDAGraph": CUDAGraph,
+        "graph_pool_handle": lambda: (0, 1), "is_current_stream_capturing": lambda: _now.capture is not None,
+        "get_device_properties": lambda device=None: about, "get_device_name": lambda device=None: about.name,
+        "get_device_capability": lambda device=None: (9, 0), "mem_get_info": _free,
+        "reset_peak_memory_stats": lambda device=None: _ops.reset_peak(), "device": lambda device: nullcontext(),
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(), "_is_in_bad_fork": lambda: False,
+        "get_sync_debug_mode": lambda: _now.sync, "set_sync_debug_mode": _set_sync,
+    }  # fmt: skip
+    for name, stands_in in (nothing | true | bytes_taken | most_taken | others).items():
+        setattr(torch.cuda, name, stands_in)
+    torch.UntypedStorage.resize_ = _resizing(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
+    attention = _attention(torch.nn.functional.scaled_dot_product_attention)
+    torch.nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    torch._C._nn.scaled_dot_product_attention = attention
+    torch.distributed.init_process_group = _joining(torch.distributed.init_process_group)
+    from triton.runtime.interpreter import GridExecutor
+
+    GridExecutor.__call__ = _launching(GridExecutor.__call__)
+    _Watch().__enter__()
+
+
+_install()

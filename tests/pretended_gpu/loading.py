@@ -1,0 +1,11 @@
+"""The pretended device's library, loaded by being imported: before torch, which asks for a device's hooks once."""
+
+import ctypes
+import os
+
+from tests.pretended_gpu import building
+
+_LIB = building.torch_folder() / "lib"
+for _path in (_LIB / "libtorch_global_deps.so", _LIB / "libc10.so", _LIB / "libtorch_cpu.so", building.library()):
+    ctypes.CDLL(str(_path), mode=ctypes.RTLD_GLOBAL)
+os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,0 +1,108 @@
+"""What `-m gpu` leaves out, on the pretended device: checkpoints, memory that runs out, states that are parked, blocks
+that are streamed. tests/engine/test_pretended_gpu.py runs it.
+"""
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine import Checkpointer, EngineConfig, Sampling
+from engine.engine import Engine
+from engine.healing import Portion
+from tests.engine.rollout.families import build
+from tests.engine.test_on_gpu import OPTIMIZER, Policy, batches, loss
+from tests.gpu import lone_rank, needs_gpu  # noqa: F401  a fixture
+from tests.pretended_gpu import cuda
+
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("lone_rank")]
+
+
+def engine_of(family: str, **layout: Any) -> Engine:
+    config = EngineConfig(dtype="fp32", **layout)
+    return Engine(Policy(build(family)), config, optimizer=OPTIMIZER, rollout_path="lm")
+
+
+def advance(engine: Engine, some: Sequence[Tensor], micro: int = 4) -> list[float]:
+    return [engine.update(list(ids.split(micro)), loss, ids[:, 1:].numel()).loss for ids in some]
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"zero_stage": 2},
+    {"zero_stage": 3, "offload_optimizer": "cpu", "offload_ratio": 0.5},
+    {"zero_stage": 3, "offload_optimizer": "nvme"},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_checkpoint_goes_on_as_it_was(layout: dict[str, Any], tmp_path: Path) -> None:
+    """Written while training goes on, from memory of the device, of the host, and of files."""
+    engine, following = engine_of("opt", **layout), engine_of("opt", **layout)
+    for each in (engine, following):
+        each.start_averaging(0.9)
+    advance(engine, batches()[:2])
+    checkpointer = Checkpointer({"engine": engine})
+    checkpointer.save(tmp_path / "step-2", {})
+    expected = advance(engine, batches()[2:])
+    checkpointer.wait()
+    Checkpointer({"engine": following}).load(tmp_path / "step-2")
+    assert advance(following, batches()[2:]) == expected
+
+
+def test_micro_batches_are_summed_on_the_host() -> None:
+    expected = advance(engine_of("llama", zero_stage=2), batches(), micro=1)
+    found = advance(engine_of("llama", zero_stage=2, offload_optimizer="cpu"), batches(), micro=1)
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def negative(module: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
+    return -module(ids)[0].sum(), {}
+
+
+def portion(ids: Tensor) -> Portion[Tensor]:
+    def collate(rows: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(rows)) if rows else ids[:1]
+
+    return Portion(list(ids.split(1)), collate, lambda batch: batch.numel())
+
+
+def test_memory_that_runs_out_is_healed() -> None:
+    ids = batches()[0].repeat(4, 1)
+    losses, needed = [], 0
+    for limited in (False, True):
+        engine = engine_of("opt", zero_stage=2)
+        engine.update([portion(ids[:1])], negative, 19)
+        gc.collect()
+        before = cuda.allocated()
+        torch.cuda.reset_peak_memory_stats()
+        if limited:
+            cuda.limit(before + needed * 6 // 10)
+        losses.append(engine.update([portion(ids)], negative, ids[:, 1:].numel()).loss)
+        needed = torch.cuda.max_memory_allocated() - before
+        cuda.limit()
+        assert (engine.healer.times > 0) == limited
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_parked_optimizer_comes_back() -> None:
+    engine, unparked = engine_of("opt", zero_stage=0), engine_of("opt", zero_stage=0)
+    for each, park in ((engine, True), (unparked, False)):
+        each.flip.selfcheck_every = 0
+        advance(each, batches()[:1])
+        with each.generating(keep=False, park_optimizer=park) as rollouts:
+            rollouts.generate([[1, 2, 3]], Sampling(2), [0])
+    assert advance(engine, batches()[1:]) == advance(unparked, batches()[1:])
+
+
+def test_streamed_blocks_say_what_whole_ones_say() -> None:
+    said = []
+    for stream in (False, True):
+        engine = engine_of("opt", zero_stage=3)
+        engine.flip.stream, engine.flip.selfcheck_every = stream, 0
+        with engine.generating() as rollouts:
+            said.append([a.token_ids for a in rollouts.generate([[1, 2, 3], [4, 5]], Sampling(3, seed=1), [0, 1])])
+    assert said[0] == said[1]
