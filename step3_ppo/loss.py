@@ -32,16 +32,18 @@ def policy_loss(
     advantages: Tensor,
     *,
     clip: float,
+    clip_high: float | None = None,
     dual_clip: float | None,
     weights: Tensor | float = 1.0,
 ) -> tuple[Tensor, Sums]:
     """sum of max(-A r, -A clip(r, 1 - clip, 1 + clip)); for A < 0 at most -A * dual_clip (Ye et al., 2020, eq. 5).
 
-    `weights` (N,) multiply each token's loss.
+    `clip_high` is the upper bound where it is another one (Yu et al., 2025, arXiv:2503.14476, section 3.1). `weights`
+    (N,) multiply each token's loss.
     """
     logs = log_ratio(logprobs, old)
-    ratio = logs.exp()
-    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip, 1.0 + clip)
+    ratio, high = logs.exp(), clip if clip_high is None else clip_high
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip, 1.0 + high)
     loss = torch.maximum(plain, clipped)
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)

@@ -70,6 +70,7 @@ def update_policy(
             old,
             _flat(targets.advantages, rollout, batch.places),
             clip=ppo.clip,
+            clip_high=ppo.clip_high,
             dual_clip=ppo.dual_clip,
             weights=weights,
         )

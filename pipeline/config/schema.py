@@ -172,6 +172,7 @@ class PpoSection(StageSection):
     update_epochs: int = Field(4, ge=1, description="passes over each rollout")
     minibatches: int = Field(1, ge=1, description="optimizer steps a pass over a rollout")
     clip: float = Field(0.2, gt=0, description="policy ratio is clipped to 1 - clip .. 1 + clip")
+    clip_high: float | None = Field(None, gt=0, description="policy ratio is clipped to 1 - clip .. 1 + clip_high (Yu et al., 2025); null for clip")
     dual_clip: float | None = Field(3.0, gt=1, description="bound on the ratio where the advantage is negative (Ye et al., 2020); null for none")
     value_clip: float | None = Field(0.2, gt=0, description="values are clipped to within this of the old ones; null for none")
     critic_lr: float = Field(1e-5, ge=0, description="peak learning rate of the critic")

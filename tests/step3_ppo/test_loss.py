@@ -16,15 +16,17 @@ def made(seed: int, scale: float, shift: float = 0.0) -> list[float]:
     return [source.gauss(shift, scale) for _ in range(N)]
 
 
-def policy_by_hand(new: list[float], old: list[float], advantages: list[float], clip: float, dual: float | None):
+def policy_by_hand(
+    new: list[float], old: list[float], advantages: list[float], clip: float, dual: float | None, high: float
+):
     """(loss, clipped tokens, approximate KL, sum of ratios) by cases, not by a maximum of two tensors."""
     loss = kl = ratios = 0.0
     clipped = 0
     for a, b, advantage in zip(new, old, advantages, strict=True):
         ratio = math.exp(a - b)
         held = ratio
-        if advantage > 0 and ratio > 1 + clip:
-            held, clipped = 1 + clip, clipped + 1
+        if advantage > 0 and ratio > 1 + high:
+            held, clipped = 1 + high, clipped + 1
         if advantage < 0 and ratio < 1 - clip:
             held, clipped = 1 - clip, clipped + 1
         if dual is not None and advantage < 0 and ratio > dual:
@@ -35,16 +37,21 @@ def policy_by_hand(new: list[float], old: list[float], advantages: list[float], 
     return loss, clipped, kl, ratios
 
 
-@pytest.mark.parametrize(("clip", "dual"), [(0.2, None), (0.2, 3.0), (0.1, 1.5)])
-def test_policy_loss(clip: float, dual: float | None) -> None:
+@pytest.mark.parametrize(
+    ("clip", "dual", "high"),
+    [(0.2, None, None), (0.2, 3.0, None), (0.1, 1.5, None), (0.2, 3.0, 0.28), (0.3, None, 0.1)],
+)
+def test_policy_loss(clip: float, dual: float | None, high: float | None) -> None:
     old, advantages = made(1, 0.5, -2), made(2, 1.5)
     new = [b + d for b, d in zip(old, made(3, 0.8), strict=True)]
-    loss, clipped, kl, ratios = policy_by_hand(new, old, advantages, clip, dual)
+    above = clip if high is None else high
+    loss, clipped, kl, ratios = policy_by_hand(new, old, advantages, clip, dual, above)
     if dual is not None:
-        assert loss != pytest.approx(policy_by_hand(new, old, advantages, clip, None)[0], rel=1e-3)
-    found, sums = policy_loss(
-        torch.tensor(new), torch.tensor(old), torch.tensor(advantages), clip=clip, dual_clip=dual
-    )
+        assert loss != pytest.approx(policy_by_hand(new, old, advantages, clip, None, above)[0], rel=1e-3)
+    if high is not None:
+        assert loss != pytest.approx(policy_by_hand(new, old, advantages, clip, dual, clip)[0], rel=1e-3)
+    tables = (torch.tensor(table) for table in (new, old, advantages))
+    found, sums = policy_loss(*tables, clip=clip, clip_high=high, dual_clip=dual)
     assert found.item() == pytest.approx(loss, rel=1e-5)
     assert 0 < clipped < N and sums["clip_fraction"] == clipped
     assert float(sums["approx_kl"]) == pytest.approx(kl, rel=1e-4)

@@ -120,7 +120,7 @@ def own_policy(folder: Path, rollout: Rollout, temperature: float) -> tuple[list
 def test_one_update_of_the_policy(tmp_path: Path) -> None:
     saved_models(tmp_path)
     models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
-    section = PpoSection(entropy_coef=0.05, clip=0.2, dual_clip=1.3)
+    section = PpoSection(entropy_coef=0.05, clip=0.2, clip_high=0.1, dual_clip=1.3)
     targets = targets_of(rollout, section, kl_coef=0.1)
     new, entropies, model = own_policy(tmp_path, rollout, 0.8)
     # Old log-probabilities near the new ones, so that some tokens are clipped and some are not.
@@ -129,7 +129,7 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     rollout.logprobs.copy_(padded(old))
     advantages = [a for row in rows_of(targets.advantages, rollout) for a in row]
     flat = [x for row in old for x in row]
-    wanted, clipped, kl, ratios = policy_by_hand([x.item() for x in new], flat, advantages, 0.2, 1.3)
+    wanted, clipped, kl, ratios = policy_by_hand([x.item() for x in new], flat, advantages, 0.2, 1.3, high=0.1)
     bonus = math.fsum(e.item() for e in entropies)
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
     assert len(minibatch.batches) > 1
