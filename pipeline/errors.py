@@ -3,3 +3,7 @@
 
 class UserError(ValueError):
     """Its message is one clear paragraph that says what is wrong and what to write or do instead."""
+
+
+class SharedError(UserError):
+    """One that every rank raises at the same place, so that they can still end together what is under way."""

@@ -81,6 +81,7 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
             section[role] = {key: value for key, value in own.items() if key in ENGINE_KEYS} | _deepspeed_settings(own)
     chosen[stage] = section
     if stage == "ppo":
+        section["reward_function"] = _absolute(config.ppo.reward_function)
         chosen["rollout"] = {key: value for key, value in whole["rollout"].items() if key != "batch_size"}
     return flat(chosen)
 

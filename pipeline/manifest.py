@@ -24,6 +24,7 @@ from pipeline.fingerprint import (
     model_source,
     stage_settings,
 )
+from pipeline.reward_function import function_file
 
 Action = Literal["skip", "resume", "run"]
 
@@ -139,7 +140,8 @@ class Manifest:
 def stage_inputs(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Path | None]:
     """The models a stage starts from, by role; None is the base model of the configuration.
 
-    sft: {"base": None}; reward: {"base": None} or {"sft": folder}; ppo: {"actor": folder, "reward": folder}.
+    sft: {"base": None}; reward: {"base": None} or {"sft": folder}; ppo: {"actor": folder} and, with a reward model,
+    {"reward": folder}.
     Launcher and worker both ask here. Raises UserError where a model is missing.
     """
     manifest = Manifest.read(run_dir)
@@ -147,10 +149,10 @@ def stage_inputs(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Path
         return {"base": None}
     if stage == "reward":
         return _reward_input(config, manifest)
-    return {
-        "actor": _earlier(manifest, "sft", "actor", config.actor),
-        "reward": _earlier(manifest, "reward", "reward", config.reward_path),
-    }
+    found: dict[str, Path | None] = {"actor": _earlier(manifest, "sft", "actor", config.actor)}
+    if config.ppo.reward_model:
+        found["reward"] = _earlier(manifest, "reward", "reward", config.reward_path)
+    return found
 
 
 def _reward_input(config: RunConfig, manifest: Manifest) -> dict[str, Path | None]:
@@ -180,14 +182,17 @@ def _earlier(manifest: Manifest, stage: str, key: str, given: str | None) -> Pat
 
 
 def stage_consumes(config: RunConfig, run_dir: Path, stage: str, cache: HashCache) -> dict[str, Any]:
-    """Everything a stage's result depends on: its settings, and data and models by content."""
+    """Everything a stage's result depends on: its settings, and data, models and the reward function by content."""
     base = config.reward_model if stage == "reward" and config.reward_model is not None else config.model
     models = {
         role: _as_made(folder, run_dir, cache) if folder is not None else model_content(base, cache)
         for role, folder in stage_inputs(config, run_dir, stage).items()
     }
     settings, data = stage_settings(config, stage), data_content(config.data, cache)
-    return {"config": digest(settings), "settings": settings, "data": data, "models": models}
+    found = {"config": digest(settings), "settings": settings, "data": data, "models": models}
+    if stage == "ppo" and config.ppo.reward_function is not None:
+        found["reward_function"] = cache.file(function_file(config.ppo.reward_function))
+    return found
 
 
 def _as_made(folder: Path, run_dir: Path, cache: HashCache) -> str:
@@ -208,6 +213,8 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     found = [f"{key} was {old['settings'].get(key)}, is {new['settings'][key]}" for key in keys[:3]]
     found += [f"{len(keys) - 3} more keys"] if len(keys) > 3 else []
     found += ["the data changed"] if old["data"] != new["data"] else []
+    functions = {old.get("reward_function"), new.get("reward_function")} - {None}
+    found += ["the reward function's file changed"] if len(functions) == 2 else []
     roles = [role for role in new["models"] if old["models"].get(role) != new["models"][role]]
     found += [f"its {role} model changed" for role in roles]
     return "; ".join(found) or "its settings changed"

@@ -174,7 +174,7 @@ def require_context(config: RunConfig, stage: str, source: ModelSource) -> None:
 def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prompt]:
     """The held-out prompts that base, SFT and PPO model all answer."""
     try:
-        held_out = load_stage(config.data, "ppo", config.seed).held_out
+        held_out = _load(config, "ppo").held_out
     except UserError:
         held_out = [c.prompt() for c in load_stage(config.data, "sft", config.seed).held_out]
     limit = config.rollout.max_prompt_tokens
@@ -205,7 +205,7 @@ def answers_of(
 
 def stage_records(config: RunConfig, stage: str) -> StageRecords:
     """The stage's records; says what was skipped."""
-    records = load_stage(config.data, stage, config.seed)
+    records = _load(config, stage)
     if dist.world().leads and records.skipped:
         skipped = ", ".join(f"{count} {why}" for why, count in sorted(records.skipped.items()))
         print(f"{stage}: skipped rows: {skipped}", flush=True)
@@ -216,6 +216,12 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
                 flush=True,
             )
     return records
+
+
+def _load(config: RunConfig, stage: str) -> StageRecords:
+    """A reward function is told the rows that prompts come from; nobody else needs them."""
+    rows = stage == "ppo" and config.ppo.reward_function is not None
+    return load_stage(config.data, stage, config.seed, rows=rows)
 
 
 def say_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> None:

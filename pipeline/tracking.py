@@ -250,7 +250,7 @@ def sample_table(file: Path) -> tuple[list[str], list[list[Any]]]:
         return [], []
     samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     names = list(dict.fromkeys(name for sample in samples for name in sample.get("answers", {})))
-    kinds = [kind for kind in ("scores", "gold") if any(sample.get(kind) for sample in samples)]
+    kinds = [kind for kind in ("scores", "function", "gold") if any(sample.get(kind) for sample in samples)]
     columns = ["prompt", *names, *(f"{kind} {name}" for kind in kinds for name in names)]
     rows = []
     for sample in samples:

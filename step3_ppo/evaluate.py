@@ -1,4 +1,4 @@
-"""Held-out prompts: what the policy answers, what reward model and gold scorer say, beside base and SFT model."""
+"""Held-out prompts: what the policy answers, what it scores and what the gold scorer says, beside base and SFT."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,20 +12,25 @@ from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.insight.evaluate import Sample, gold_scores, read_samples, write_samples
 from pipeline.stage import answers_of
 from step3_ppo.models import Models
-from step3_ppo.rollout import my_rows, score_rows
+from step3_ppo.rollout import Call, my_rows, score_answers
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One policy's answers to the held-out prompts; gold is None where nobody can judge."""
+    """One policy's answers to the held-out prompts; gold is None where nobody can judge, function where the reward
+    function does not score beside a reward model.
+    """
 
     answers: list[str]
     scores: list[float]
     gold: list[float] | None
+    function: list[float] | None = None
 
     @property
     def figures(self) -> dict[str, float]:
         found = {"eval_score": statistics.fmean(self.scores)}
+        if self.function is not None:
+            found["eval_function_score"] = statistics.fmean(self.function)
         if self.gold is not None:
             found["gold_score"] = statistics.fmean(self.gold)
         return found
@@ -53,8 +58,13 @@ class Examiner:
         batches = my_rows(
             prompts, responses, range(len(prompts)), self.tokenizer.pad_id, self.budget, packing=models.pack
         )
-        scores = score_rows(models, batches)
-        return HeldOut(list(answers), [scores[i] for i in range(len(answers))], gold_scores(self.prompts, answers))
+        scores = score_answers(models, batches, self._calls(answers))
+        return HeldOut(list(answers), scores.total, gold_scores(self.prompts, answers), scores.function)
+
+    def _calls(self, answers: Sequence[str]) -> list[Call]:
+        """What a reward function is called with; prompts keep their rows for it alone."""
+        asked = zip(self.prompts, answers, strict=True)
+        return [(answer, prompt.row) for prompt, answer in asked if prompt.row is not None]
 
 
 def earlier_answers(prompts: Sequence[Prompt], folder: Path, name: str) -> list[str] | None:
@@ -65,7 +75,7 @@ def earlier_answers(prompts: Sequence[Prompt], folder: Path, name: str) -> list[
 
 
 def write_table(prompts: Sequence[Prompt], results: Mapping[str, HeldOut], folder: Path) -> None:
-    """samples.jsonl: each prompt with every model's answer, score and gold score."""
+    """samples.jsonl: each prompt with every model's answer, scores and gold score."""
     if dist.world().leads:
         write_samples(
             folder / "samples.jsonl",
@@ -75,6 +85,7 @@ def write_table(prompts: Sequence[Prompt], results: Mapping[str, HeldOut], folde
                     {name: result.answers[i] for name, result in results.items()},
                     {name: result.scores[i] for name, result in results.items()},
                     {name: result.gold[i] for name, result in results.items() if result.gold is not None},
+                    {name: result.function[i] for name, result in results.items() if result.function is not None},
                 )
                 for i, prompt in enumerate(prompts)
             ],

@@ -54,6 +54,8 @@ def rollout_figures(rollout: Rollout, targets: Targets) -> dict[str, float]:
         "generator_gap": masked_mean(gap, mask).item(),
         "generator_kl": masked_mean(kl_k3(rollout.generator, rollout.logprobs), mask).item(),
     }
+    if rollout.function is not None:
+        found["function_score"] = rollout.function.mean().item()
     if rollout.values is not None and targets.returns is not None:
         found["explained_variance"] = explained_variance(rollout.values, targets.returns, mask)
     return found

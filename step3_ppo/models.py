@@ -1,4 +1,4 @@
-"""The models of PPO: actor and critic learn, reference and reward model stand still."""
+"""The models of PPO: actor and critic learn, reference and reward model stand still. A function may score, too."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,20 +17,22 @@ from pipeline.models.build import EngineChoice, build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, model_folder, resolve
+from pipeline.reward_function import RewardFunction, load_function
 from pipeline.stage import optimizer_config, stage_source
 
 
 @dataclass(frozen=True)
 class Models:
     """`reference` is None for a LoRA actor: the reference is the actor without its adapters. `critic` is None where
-    answers are held against each other.
+    answers are held against each other, `reward` where `function` alone scores.
     """
 
     actor: Engine
     critic: Engine | None
     reference: Engine | None
-    reward: Engine
-    reward_mean: float
+    reward: Engine | None
+    reward_mean: float = 0.0
+    function: RewardFunction | None = None
 
     @property
     def pack(self) -> bool:
@@ -60,10 +62,13 @@ class Models:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where PPO starts: the SFT model and the reward model, with one tokenizer between them."""
+    """Where PPO starts: the SFT model and the reward model, with one tokenizer between them. The critic begins as the
+    reward model, or without one as the SFT model with a head of zeros.
+    """
 
     actor: ModelSource
-    reward: ModelSource
+    critic: ModelSource
+    reward: ModelSource | None
     tokenizer: ChatTokenizer
 
 
@@ -73,20 +78,22 @@ def find(config: RunConfig, run_dir: Path) -> Sources:
     Raises UserError where one is missing or of another kind.
     """
     folders = stage_inputs(config, run_dir, "ppo")
-    actor_folder, reward_folder = folders["actor"], folders["reward"]
-    assert actor_folder is not None and reward_folder is not None
+    actor_folder, reward_folder = folders["actor"], folders.get("reward")
+    assert actor_folder is not None
     actor = stage_source(config, actor_folder)
-    reward = resolve(config.reward_model or config.model, config.seed, folder=reward_folder)
     check_kind(actor, wanted="ForCausalLM")
-    check_kind(reward, wanted="ForSequenceClassification")
     tokenizer = load_tokenizer(str(model_folder(actor_folder)), chat_template=None)
+    if reward_folder is None:
+        return Sources(actor, stage_source(config, actor_folder), None, tokenizer)
+    reward = resolve(config.reward_model or config.model, config.seed, folder=reward_folder)
+    check_kind(reward, wanted="ForSequenceClassification")
     theirs = load_tokenizer(str(model_folder(reward_folder)), chat_template=None)
     if theirs.fingerprint() != tokenizer.fingerprint():
         raise UserError(
             f"the reward model in {reward_folder} has another tokenizer than the actor in {actor_folder}, so it would "
             "read other text than the actor writes; train it with the actor's tokenizer (stage=reward in the same run)"
         )
-    return Sources(actor, reward, tokenizer)
+    return Sources(actor, reward, reward, tokenizer)
 
 
 def build(config: RunConfig, sources: Sources, *, actor_steps: int, critic_steps: int) -> Models:
@@ -111,9 +118,16 @@ def build(config: RunConfig, sources: Sources, *, actor_steps: int, critic_steps
     critic = None
     if section.advantage == "gae":
         critic_optimizer = optimizer_config(section, steps=critic_steps, lr=section.critic_lr)
-        critic = build_scorer(sources.reward, choice(section.critic_engine, optimizer=critic_optimizer), pad_id=pad_id)
+        learns = choice(section.critic_engine, optimizer=critic_optimizer)
+        critic = build_scorer(sources.critic, learns, pad_id=pad_id, zero_head=sources.reward is None)
+        verify(critic, max_length=longest)
+    function = None if section.reward_function is None else load_function(section.reward_function)
+    if sources.reward is None:
+        return Models(actor, critic, reference, None, function=function)
     reward = build_scorer(sources.reward, choice(section.reward_engine), pad_id=pad_id)
-    verify(critic or reward, max_length=longest)
     if critic is not None:
         adopt(reward, critic)
-    return Models(actor, critic, reference, reward, float(getattr(sources.reward.config, "reward_mean", 0.0)))
+    else:
+        verify(reward, max_length=longest)
+    mean = float(getattr(sources.reward.config, "reward_mean", 0.0))
+    return Models(actor, critic, reference, reward, mean, function)

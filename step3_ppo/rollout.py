@@ -1,4 +1,4 @@
-"""Rollouts: answers drawn from the policy, and what the four models say of them.
+"""Rollouts: answers drawn from the policy, and what the models, and a reward function, say of them.
 
 B sequences of a global batch, R the longest response, T the longest sequence. Every rank holds the whole rollout (some
 MB), so that any rank can train on any row and whitening needs no collective; generating and scoring are spread over
@@ -12,15 +12,21 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from engine import Generation, Sampling
+from engine import Engine, Generation, Sampling
 from engine.healing import Portion
 from engine.parallel import dist
 from engine.rollout.selfcheck import compare
 from pipeline.data.batch import padded, plan
 from pipeline.data.documents import Documents
 from pipeline.data.portions import portion
+from pipeline.data.records import Row
 from pipeline.data.uploads import uploaded
+from pipeline.errors import SharedError, UserError
+from pipeline.reward_function import RewardFunction
 from step3_ppo.models import Models
+
+Call = tuple[str, Row]
+"""What a reward function is called with: an answer's text, and the row of the data that its prompt comes from."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,8 @@ class Rows:
 class Rollout:
     """prompts, responses: token ids of B sequences, an end token included where there is one; finished (B,) says where.
 
-    scores (B,) fp32: the reward model's, its mean over reference answers subtracted. logprobs, reference, values,
+    scores (B,) fp32: the reward model's, its mean over reference answers subtracted, plus the reward function's.
+    function (B,) fp32: the function's part, or None where one of the two scores alone. logprobs, reference, values,
     generator (B, R) fp32, zero outside response_mask (B, R): log-probabilities under the policy that drew them (by the
     trainer's own forward), under the reference, the critic's values before each token (None without a critic), and the
     generator's own log-probabilities.
@@ -59,6 +66,7 @@ class Rollout:
     reference: Tensor
     values: Tensor | None
     generator: Tensor
+    function: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -177,14 +185,57 @@ def end_scores(module: nn.Module, batch: Rows) -> Tensor:
     return module(batch.input_ids, documents=batch.documents).flatten()[batch.ends]
 
 
-def score_rows(models: Models, batches: Sequence[Portion[Rows]]) -> dict[int, float]:
-    """Reward scores, centred, of all sequences by place, on every rank."""
+@dataclass(frozen=True)
+class Scores:
+    """What answers score in all, and the reward function's part of it; None where one of the two scores alone."""
+
+    total: list[float]
+    function: list[float] | None = None
+
+
+def score_answers(models: Models, batches: Sequence[Portion[Rows]], calls: Sequence[Call]) -> Scores:
+    """By the reward model, by the reward function, or by both: of all sequences, on every rank."""
+    given = None if models.function is None else function_scores(models.function, calls)
+    if models.reward is None:
+        assert given is not None, "nothing scores"
+        return Scores(given)
+    found = model_scores(models.reward, batches, models.reward_mean)
+    if given is None:
+        return Scores(found)
+    return Scores([one + other for one, other in zip(found, given, strict=True)], given)
+
+
+def model_scores(reward: Engine, batches: Sequence[Portion[Rows]], mean: float) -> list[float]:
+    """Scores of all sequences less `mean`, on every rank."""
 
     def centred(module: nn.Module, batch: Rows) -> list[tuple[int, float]]:
-        return list(zip(batch.places, (end_scores(module, batch) - models.reward_mean).tolist(), strict=False))
+        return list(zip(batch.places, (end_scores(module, batch) - mean).tolist(), strict=False))
 
-    mine = dict(chain.from_iterable(models.reward.score(batches, centred)))
-    return {place: score for part in dist.gather_objects(mine) for place, score in part.items()}
+    return _in_order(dict(chain.from_iterable(reward.score(batches, centred))))
+
+
+def function_scores(function: RewardFunction, calls: Sequence[Call]) -> list[float]:
+    """What a function gives for each call, the calls spread over ranks; all of it on every rank.
+
+    Raises SharedError where a call fails on any rank.
+    """
+    world = dist.world()
+    mine: dict[int, float] = {}
+    failure: UserError | None = None
+    try:
+        mine = {place: function.score(*calls[place]) for place in range(world.rank, len(calls), world.size)}
+    except UserError as problem:
+        failure = problem
+    said = [text for text in dist.gather_objects(None if failure is None else str(failure)) if text is not None]
+    if said:
+        raise SharedError(said[0]) from failure
+    return _in_order(mine)
+
+
+def _in_order(mine: dict[int, float]) -> list[float]:
+    """Every rank's scores by place -> all of them."""
+    found = {place: score for part in dist.gather_objects(mine) for place, score in part.items()}
+    return [found[place] for place in range(len(found))]
 
 
 def collect(
@@ -195,8 +246,12 @@ def collect(
     temperature: float,
     pad_id: int,
     budget: int,
+    calls: Sequence[Call] = (),
 ) -> Rollout:
-    """Score answers, one a prompt, with all models, by the trainer's own forward, with dropout off."""
+    """Score answers, one a prompt, with all models, by the trainer's own forward, with dropout off.
+
+    `calls` are what a reward function is called with, one an answer.
+    """
     responses = [g.token_ids for g in generations]
     batches = my_rows(prompts, responses, range(len(prompts)), pad_id, budget, packing=models.pack)
 
@@ -211,7 +266,7 @@ def collect(
         mine["reference"] = dict(chain.from_iterable(reference.score(batches, logprobs)))
     if models.critic is not None:
         mine["values"] = dict(chain.from_iterable(models.critic.score(batches, values)))
-    scores = score_rows(models, batches)
+    scores = score_answers(models, batches, calls)
     everyone = dist.gather_objects(mine)
     parts = {name: {i: t for part in everyone for i, t in part[name].items()} for name in mine}
     device, size = dist.world().device, len(prompts)
@@ -222,11 +277,12 @@ def collect(
         responses=responses,
         finished=torch.tensor([g.finished for g in generations], device=device),
         response_mask=(torch.arange(int(lengths.max()))[None] < lengths[:, None]).to(device),
-        scores=torch.tensor([scores[i] for i in range(size)], device=device),
+        scores=torch.tensor(scores.total, device=device),
         logprobs=_table(parts["logprobs"], size).to(device),
         reference=_table(parts["reference"], size).to(device),
         values=_table(parts["values"], size).to(device) if models.critic is not None else None,
         generator=_table(generator, size).to(device),
+        function=None if scores.function is None else torch.tensor(scores.function, device=device),
     )
 
 

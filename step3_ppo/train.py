@@ -2,15 +2,16 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from engine import Update
+from engine import Generation, Update
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import encode_prompts
+from pipeline.data.records import Row
 from pipeline.models.export import export_policy
 from pipeline.planning.choose import announce
 from pipeline.run import StageRun, within_limits
@@ -31,7 +32,7 @@ from step3_ppo.evaluate import Examiner, HeldOut, earlier_answers, write_table
 from step3_ppo.figures import Learned, rollout_figures, sequence_kl
 from step3_ppo.models import Models, Sources, build, find
 from step3_ppo.ptx import ptx_mix
-from step3_ppo.rollout import Rollout, collect, generate
+from step3_ppo.rollout import Call, Rollout, collect, generate
 from step3_ppo.targets import Targets, targets_of
 from step3_ppo.update import Minibatch, minibatches, update_critic, update_policy
 
@@ -42,9 +43,12 @@ GENERATOR_GAP = 0.01  # mean difference of probabilities above which generator a
 class Ppo:
     """What stays the same over the loop: configuration, models, prompts, the folder."""
 
-    def __init__(self, config: RunConfig, folder: Path, sources: Sources, prompts: list[list[int]]) -> None:
+    def __init__(
+        self, config: RunConfig, folder: Path, sources: Sources, prompts: list[list[int]], rows: Sequence[Row] = ()
+    ) -> None:
+        """`rows` are the prompts' rows of the data, for a reward function."""
         self.config, self.section, self.tokenizer = config, config.ppo, sources.tokenizer
-        self.prompts, self.folder = prompts, folder
+        self.prompts, self.rows, self.folder = prompts, rows, folder
         self.steps = stage_steps(self.section, len(prompts))
         inner = self.section.update_epochs * self.section.minibatches
         actor_steps = max(1, self.steps - self.section.critic_warmup) * inner
@@ -63,11 +67,12 @@ class Ppo:
     def rollout(self, step: int, stage: StageRun) -> Rollout:
         """Draw the answers to the prompts of the step's batch, and score them."""
         chosen = batch_indices(len(self.prompts), self.section.batch_size, self.config.seed, step - 1)
-        prompts, samples = [self.prompts[i] for i in chosen], self.section.samples
+        samples = self.section.samples
+        asked = [i for i in chosen for _ in range(samples)]  # by each answer
         with stage.clock.phase("generate"):
             generations = generate(
                 self.models,
-                prompts,
+                [self.prompts[i] for i in chosen],
                 sampling(self.config.rollout, self.tokenizer, seed=self.config.seed),
                 first_stream=step * self.section.batch_size * samples,
                 batch_size=self.config.rollout.batch_size,
@@ -80,12 +85,20 @@ class Ppo:
         with stage.clock.phase("score"):
             return collect(
                 self.models,
-                [prompt for prompt in prompts for _ in range(samples)],
+                [self.prompts[i] for i in asked],
                 generations,
                 temperature=self.config.rollout.temperature,
                 pad_id=self.tokenizer.pad_id,
                 budget=self.budget,
+                calls=self._calls(asked, generations),
             )
+
+    def _calls(self, asked: Sequence[int], generations: Sequence[Generation]) -> list[Call]:
+        """What a reward function is called with; rows are there for it alone."""
+        if not self.rows:
+            return []
+        drawn = zip(asked, generations, strict=True)
+        return [(self.tokenizer.decode(answer.token_ids), self.rows[place]) for place, answer in drawn]
 
     def learn(self, step: int, rollout: Rollout, targets: Targets) -> dict[str, float]:
         """Several passes over the rollout; the first minibatch's ratio must be 1."""
@@ -144,11 +157,11 @@ def run(config: RunConfig, folder: Path) -> None:
     """Train, evaluate, export. `folder` is RUN/ppo."""
     sources = find(config, folder.parent)
     require_context(config, "ppo", sources.actor)
-    require_context(config, "ppo", sources.reward)
-    prompts, skipped = load_prompts(config, sources)
+    require_context(config, "ppo", sources.critic)
+    prompts, rows, skipped = load_prompts(config, sources)
     arrange(config)
     config, predicted = announce(config, "ppo", folder, policy=sources.actor, reward=sources.reward)
-    ppo = Ppo(config, folder, sources, prompts)
+    ppo = Ppo(config, folder, sources, prompts, rows)
     examiner = Examiner(
         evaluation_prompts(config, sources.tokenizer),
         sources.tokenizer,
@@ -227,12 +240,15 @@ def finish(ppo: Ppo, sources: Sources, examiner: Examiner, stage: StageRun, skip
     )
 
 
-def load_prompts(config: RunConfig, sources: Sources) -> tuple[list[list[int]], dict[str, int]]:
-    """The training prompts as tokens, and what was left out, by reason."""
+def load_prompts(config: RunConfig, sources: Sources) -> tuple[list[list[int]], list[Row], dict[str, int]]:
+    """The training prompts as tokens, their rows of the data where a reward function wants them, and what was left out,
+    by reason.
+    """
     records = stage_records(config, "ppo")
     items, notes = encode_prompts(sources.tokenizer, records.train, max_tokens=config.rollout.max_prompt_tokens)
     say_cut("ppo", notes, len(records.train), "rollout.max_prompt_tokens")
-    return [item.ids.tolist() for item in items], {**records.skipped, **notes}
+    rows = [item.row for item in items if item.row is not None]
+    return [item.ids.tolist() for item in items], rows, {**records.skipped, **notes}
 
 
 def warn_of_gap(gap: float) -> None:

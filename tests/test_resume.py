@@ -1,4 +1,6 @@
-"""A stage that is killed at a random moment and started again ends like one that was left alone, bit for bit."""
+"""A stage that is stopped, at a random moment or by a reward function, and started again ends like one that was left
+alone, bit for bit.
+"""
 
 import random
 import shutil
@@ -30,7 +32,9 @@ def test_killed_and_resumed_equals_left_alone(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    config = tiny_config(sft={"dropout": 0.1}, model={"architecture": dropping()})
+    config = tiny_config(
+        sft={"dropout": 0.1}, model={"architecture": dropping()}, ppo={"reward_function": function_in(tmp_path)}
+    )
     lay_out(whole, config)
     for stage in STAGES:
         finish(start_worker(whole, stage))
@@ -56,6 +60,47 @@ def damage(run_dir: Path) -> None:
     """A finished stage without its model, and with a newest checkpoint that was cut off."""
     shutil.rmtree(run_dir / "sft" / "model")
     (run_dir / "sft" / "checkpoints" / "step-8" / "tensors-0.bin").write_bytes(b"truncated")
+
+
+FUNCTION = """
+from pathlib import Path
+
+calls = 0
+
+def score(answer, row):
+    global calls
+    calls += 1
+    if calls == 30 and Path(__file__).with_name("broken").exists():
+        raise ConnectionError("no answer from the judge")
+    return len(answer) % 7 / 7 + len(row["prompt"])
+"""
+
+
+def function_in(folder: Path) -> str:
+    """A reward function that raises at its thirtieth call if a file `broken` stands beside it."""
+    (folder / "mine.py").write_text(FUNCTION)
+    return f"{folder}/mine.py:score"
+
+
+def test_a_function_that_raises_loses_nothing(tmp_path: Path) -> None:
+    """The thirtieth call is in the third rollout, behind eight held-out prompts and two rollouts of eight."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    by_function = {"reward_model": False, "reward_function": function_in(tmp_path)}
+    config = tiny_config(sft={"steps": 2}, ppo={"steps": 4, **by_function})
+    lay_out(whole, config)
+    finish(start_worker(whole, "sft"))
+    finish(start_worker(whole, "ppo"))
+    lay_out(stopped, config)
+    for name in ("tokenizer", "sft"):
+        shutil.copytree(whole / name, stopped / name, dirs_exist_ok=True)
+    (tmp_path / "broken").touch()
+    worker = start_worker(stopped, "ppo")
+    said, _ = worker.communicate(timeout=240)
+    assert worker.returncode == 2 and "score raised ConnectionError: no answer from the judge (line 10)" in said
+    assert [folder.name for folder in (stopped / "ppo" / "checkpoints").iterdir()] == ["step-2"]
+    (tmp_path / "broken").unlink()
+    assert "continuing after step 2 of 4" in finish(start_worker(stopped, "ppo"))
+    same(whole, stopped, "ppo", "a function that raised")
 
 
 def dropping() -> dict[str, object]:

@@ -14,8 +14,8 @@ from engine.memory.stages import Demand, Workload, ppo_demand, reward_demand, sf
 
 GIB = 2**30
 KEYS: dict[str, Any] = {
-    "model": "opt-1.3b", "critic": None, "gpus": 1, "nodes": 1, "dtype": "bf16", "checkpointing": False,
-    "tensor_parallel": 1, "pipeline_parallel": 1, "sequence_parallel": 1, "states": "fp32",
+    "model": "opt-1.3b", "critic": None, "reward_model": True, "gpus": 1, "nodes": 1, "dtype": "bf16",
+    "checkpointing": False, "tensor_parallel": 1, "pipeline_parallel": 1, "sequence_parallel": 1, "states": "fp32",
     "micro_batch_tokens": 8192, "max_length": 1024, "prompt": 512, "answer": 256, "rollout_batch": 64,
     "nvme_path": None,
 }  # fmt: skip
@@ -23,8 +23,8 @@ DEFAULTS = {key: str(value).lower() if isinstance(value, bool) else value for ke
 USAGE = (
     "python -m engine.memory model=NAME|FOLDER|JSON gpus=8\n"
     "  keys, with their defaults: " + ", ".join(f"{key}={said}" for key, said in DEFAULTS.items() if said is not None)
-    + "\n  critic=NAME is the reward model's base and the critic's; gpus are those of one node; nvme_path=FOLDER is on "
-    "the disk of the nvme tiers"
+    + "\n  critic=NAME is the reward model's base and the critic's; reward_model=false has none; gpus are those of "
+    "one node; nvme_path=FOLDER is on the disk of the nvme tiers"
 )  # fmt: skip
 
 
@@ -106,9 +106,16 @@ def tables(actor: Shape, critic: Shape, keys: dict[str, Any], machine: Machine) 
     if pieces > 1:
         yield from _piece_rows(actor, work, machine)
         return
-    yield f"  {'':26}{'states':>9}{'sft':>9}{'reward':>9}{'ppo':>9}{'host':>9}{'files':>9}   highest phase of ppo"
+    stages = ("sft", "reward", "ppo") if keys["reward_model"] else ("sft", "ppo")
+    heads = "".join(f"{head:>9}" for head in ("states", *stages, "host", "files"))
+    yield f"  {'':26}{heads}   highest phase of ppo"
     for name, choice in _choices(work):
-        yield _row(name, actor, critic, choice, machine, keys["gpus"])
+        demands = {
+            "sft": sft_demand(actor, choice),
+            "reward": reward_demand(critic, choice),
+            "ppo": ppo_demand(actor, critic, choice, has_reward=keys["reward_model"]),
+        }
+        yield _row(name, [demands[stage] for stage in stages], machine, keys["gpus"])
 
 
 _SHARED = ("states", "checkpointing", "micro_batch_tokens", "max_length", "prompt", "answer", "rollout_batch")
@@ -142,8 +149,8 @@ def _choices(work: Workload) -> Iterator[tuple[str, Workload]]:
     yield "zero3, all on NVMe", replace(lean, offload_optimizer="nvme", offload_parameters="nvme")
 
 
-def _row(name: str, actor: Shape, critic: Shape, work: Workload, machine: Machine, gpus: int) -> str:
-    demands = (sft_demand(actor, work), reward_demand(critic, work), ppo_demand(actor, critic, work))
+def _row(name: str, demands: Sequence[Demand], machine: Machine, gpus: int) -> str:
+    """`demands` of the stages; fine-tuning is the first, PPO the last."""
     held = ("parameters", "optimizer", "gathered", "gradients", "reducing")
     states = sum(demands[0].phases["train"][owner] for owner in held)
     cells = "".join(_cell(demand, machine) for demand in demands)
@@ -154,7 +161,7 @@ def _row(name: str, actor: Shape, critic: Shape, work: Workload, machine: Machin
             (max(demand.nvme for demand in demands) * gpus, machine.disk),
         )
     )
-    return f"  {name:26}{states / GIB:9.2f}{cells}{here}   {_owners(demands[2])}"
+    return f"  {name:26}{states / GIB:9.2f}{cells}{here}   {_owners(demands[-1])}"
 
 
 def _cell(demand: Demand, machine: Machine) -> str:

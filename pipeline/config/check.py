@@ -35,11 +35,13 @@ def validate(raw: Mapping[str, Any]) -> RunConfig:
 
 
 def wanted_stages(config: RunConfig) -> list[str]:
-    """The stages to run, in order. `actor` and `reward_path` stand in for the stages that would make them."""
+    """The stages to run, in order. `actor` and `reward_path` stand in for the stages that would make them; PPO may do
+    without a reward model.
+    """
     if config.stage not in ("all", "plan"):
         return [config.stage]
-    given = {"sft": config.actor, "reward": config.reward_path}
-    return [stage for stage in STAGES if given.get(stage) is None]
+    spared = {"sft": config.actor is not None, "reward": config.reward_path is not None or not config.ppo.reward_model}
+    return [stage for stage in STAGES if not spared.get(stage)]
 
 
 def _pair_mistakes(config: RunConfig) -> Iterable[str]:
@@ -94,6 +96,8 @@ def _data_mistakes(data: DataConfig) -> Iterable[str]:
 
 def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
     ppo = config.ppo
+    if not ppo.reward_model:
+        yield from _without_reward_model(config)
     if ppo.lora.dropout > 0:
         yield (
             f"ppo.lora.dropout={ppo.lora.dropout:g}: PPO needs the same probabilities when it samples and when it "
@@ -118,6 +122,17 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
         )
     if ppo.batch_size * ppo.samples % ppo.minibatches:
         yield indivisible("ppo.batch_size", ppo.batch_size, ppo.minibatches, f"ppo.minibatches={ppo.minibatches}")
+
+
+def _without_reward_model(config: RunConfig) -> Iterable[str]:
+    """What can't be had where no reward model is wanted."""
+    if config.ppo.reward_function is None:
+        yield (
+            "ppo.reward_model=false leaves nothing that scores answers: give ppo.reward_function=FILE.py:NAME, or "
+            "leave ppo.reward_model out"
+        )
+    if config.reward_path is not None:
+        yield f"reward={config.reward_path} is a reward model, and ppo.reward_model=false wants none: leave one out"
 
 
 def engine_settings(engine: EngineSettings, own: Mapping[str, Any]) -> EngineSettings:
@@ -231,6 +246,8 @@ def warnings(config: RunConfig) -> list[str]:
             f"{' '.join(changed)}: PPO samples from a cut distribution and trains the whole one; "
             f"{' '.join(f'rollout.{key}={plain}' for key, plain in PLAIN_SAMPLING.items())} is what its ratios assume"
         )
+    if "ppo" in wanted_stages(config) and config.reward_model is not None and not config.ppo.reward_model:
+        found.append(f"reward_model={config.reward_model.name} is not used: ppo.reward_model=false has none")
     if config.engine.deepspeed is not None:
         from engine.deepspeed import notes
 

@@ -171,6 +171,8 @@ class PpoSection(StageSection):
     kl_horizon: int = Field(10000, ge=1, description="sequences over which kl_coef adapts")
     update_epochs: int = Field(4, ge=1, description="passes over each rollout")
     minibatches: int = Field(1, ge=1, description="optimizer steps a pass over a rollout")
+    reward_model: bool = Field(True, description="answers are scored by a reward model; false leaves that to reward_function, and no reward stage runs")
+    reward_function: FilePath | None = Field(None, description="FILE.py:NAME, a function (answer, row) -> number that scores answers; with a reward model the two are added")
     clip: float = Field(0.2, gt=0, description="policy ratio is clipped to 1 - clip .. 1 + clip")
     clip_high: float | None = Field(None, gt=0, description="policy ratio is clipped to 1 - clip .. 1 + clip_high (Yu et al., 2025); null for clip")
     dual_clip: float | None = Field(3.0, gt=1, description="bound on the ratio where the advantage is negative (Ye et al., 2020); null for none")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.records import Conversation, Message, Preference, Prompt
+from pipeline.data.records import Conversation, Message, Preference, Prompt, Row
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 
@@ -42,11 +42,12 @@ class PairItem:
 
 @dataclass(frozen=True, eq=False)
 class PromptItem:
-    """ids (P,), generation prompt included."""
+    """ids (P,), generation prompt included; the data's row where the record kept it."""
 
     ids: Ids
     messages: tuple[Message, ...]
     source: str
+    row: Row | None = None
 
 
 def encode_conversations(
@@ -103,7 +104,7 @@ def encode_prompts(
     """(prompts, what was dropped). Raises UserError where nothing is left."""
     encoded = tokenizer.encode_prompts([record.messages for record in records])
     items = [
-        PromptItem(_ids(ids), record.messages, record.source)
+        PromptItem(_ids(ids), record.messages, record.source, record.row)
         for record, ids in zip(records, encoded, strict=True)
         if len(ids) <= max_tokens
     ]

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.records import Row
 from pipeline.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 CHECKOUT = Path(__file__).resolve().parents[2]
 _HELD_OUT_NAME = re.compile(r"(test|eval|valid|dev|held[-_ ]?out)", re.IGNORECASE)
-
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

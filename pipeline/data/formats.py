@@ -11,11 +11,11 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pipeline.data.files import Row, Table
-from pipeline.data.records import Conversation, Message, Preference, Prompt
+from pipeline.data.files import Table
+from pipeline.data.records import Conversation, Message, Preference, Prompt, Row
 from pipeline.data.turns import BadRow, answer_of, messages_of, question_of, text_of, turns_of
 from pipeline.errors import UserError
 
@@ -68,8 +68,9 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
     )
 
 
-def to_records(table: Table, stage: str, source: str, bad_row_limit: float) -> Parsed:
-    """The table's rows as what `stage` needs: Conversation (sft), Preference (reward), Prompt (ppo).
+def to_records(table: Table, stage: str, source: str, bad_row_limit: float, *, rows: bool = False) -> Parsed:
+    """The table's rows as what `stage` needs: Conversation (sft), Preference (reward), Prompt (ppo). With `rows`
+    a prompt keeps its row.
 
     Unusable rows are skipped and counted. Raises UserError where their share is above `bad_row_limit`, with the
     counts and the place of the first row of each kind.
@@ -80,7 +81,8 @@ def to_records(table: Table, stage: str, source: str, bad_row_limit: float) -> P
     first: dict[str, str] = {}
     for index, row in enumerate(table.rows):
         try:
-            records.append(_for_stage(parse(row, source), stage))
+            record = _for_stage(parse(row, source), stage)
+            records.append(replace(record, row=row) if rows and isinstance(record, Prompt) else record)
         except BadRow as reason:
             skipped[str(reason)] += 1
             first.setdefault(str(reason), table.place(index))

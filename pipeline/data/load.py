@@ -62,13 +62,14 @@ class _HeldOut:
         return held_out_point(prompt) < self.share or prompt in self.prompts
 
 
-def load_stage(data: "DataConfig", stage: str, seed: int) -> StageRecords:
+def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False) -> StageRecords:
     """Reads the data of one stage ("sft", "reward" or "ppo").
 
-    `seed` chooses the rows that stay where sources of unequal supply are mixed; the splits don't depend on it.
+    `seed` chooses the rows that stay where sources of unequal supply are mixed; the splits don't depend on it. With
+    `rows` prompts keep the rows that they were read from.
     Raises UserError for data that is missing, broken or of no use to the stage.
     """
-    return _Loading(data, stage).records(seed)
+    return _Loading(data, stage, rows).records(seed)
 
 
 def check_stages(data: "DataConfig", stages: Iterable[str]) -> None:
@@ -83,8 +84,8 @@ def check_stages(data: "DataConfig", stages: Iterable[str]) -> None:
 class _Loading:
     """The work of `load_stage`; gathers counts on the way."""
 
-    def __init__(self, data: "DataConfig", stage: str) -> None:
-        self.data, self.stage = data, stage
+    def __init__(self, data: "DataConfig", stage: str, rows: bool) -> None:
+        self.data, self.stage, self.rows = data, stage, rows
         self.skipped: Counter[str] = Counter()
         self.sources = _open(data)
         self.aside = _held_out_prompts(self.sources, data)
@@ -133,7 +134,7 @@ class _Loading:
         return mine, list(dict.fromkeys(held_out)) if self.stage == "ppo" else held_out
 
     def _parse(self, each: _Configured, table: Table) -> list[Record]:
-        parsed = to_records(table, self.stage, each.source.name, self.data.bad_row_limit)
+        parsed = to_records(table, self.stage, each.source.name, self.data.bad_row_limit, rows=self.rows)
         self.skipped.update(parsed.skipped)
         if self.stage == "reward" or detect(table.columns) != "preferences":
             return parsed.records

@@ -1,6 +1,11 @@
 """The three records that data files become. Everything after the readers works on these."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Row = Mapping[str, Any]
+"""A row of the data, by column."""
 
 
 @dataclass(frozen=True)
@@ -13,10 +18,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that waits for the assistant: its last message is not the assistant's."""
+    """A conversation that waits for the assistant: its last message is not the assistant's.
+
+    `row` is what it was read from, where that was asked for; no part of what the prompt is.
+    """
 
     messages: tuple[Message, ...]
     source: str
+    row: Row | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,15 @@ RESAMPLES = 4_000
 class Sample:
     """One held-out prompt with what each model ("base", "sft", "ppo") answered.
 
-    `scores` are the reward model's, `gold` the gold scorer's; a model may be absent from either.
+    `scores` are what PPO is trained on, by a reward model, a reward function or both together; `function` is the
+    function's part where both score; `gold` are the gold scorer's. A model may be absent from any.
     """
 
     prompt: tuple[Message, ...]
     answers: Mapping[str, str]
     scores: Mapping[str, float] = field(default_factory=dict)
     gold: Mapping[str, float] = field(default_factory=dict)
+    function: Mapping[str, float] = field(default_factory=dict)
 
     def to_row(self) -> dict[str, Any]:
         """The object that stands in one line of samples.jsonl."""
@@ -43,11 +45,8 @@ class Sample:
             "prompt": [{"role": message.role, "content": message.content} for message in self.prompt],
             "answers": dict(self.answers),
         }
-        if self.scores:
-            row["scores"] = dict(self.scores)
-        if self.gold:
-            row["gold"] = dict(self.gold)
-        return row
+        kinds = {"scores": self.scores, "gold": self.gold, "function": self.function}
+        return row | {kind: dict(values) for kind, values in kinds.items() if values}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Sample":
@@ -57,6 +56,7 @@ class Sample:
             answers={str(model): str(answer) for model, answer in row["answers"].items()},
             scores=_numbers(row.get("scores")),
             gold=_numbers(row.get("gold")),
+            function=_numbers(row.get("function")),
         )
 
 

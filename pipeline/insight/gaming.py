@@ -1,4 +1,4 @@
-"""Is the reward model being gamed? Gold score against reward score over PPO.
+"""Is the reward being gamed? Gold score against reward score over PPO.
 
 The sign of it is known (Gao, Schulman & Hilton, 2022, arXiv:2210.10760): the reward score goes on
 rising while the gold score turns and falls.
@@ -21,10 +21,11 @@ class Gaming:
     reason: str
 
 
-def gaming(path: Sequence[tuple[float, float, float]], noise: float) -> Gaming:
+def gaming(path: Sequence[tuple[float, float, float]], noise: float, rewarder: str = "reward model") -> Gaming:
     """Read the path (rollout, reward score, gold score) of held-out evaluations.
 
-    `noise` is how far a gold mean may move by chance; a fall below the best by less is not called one.
+    `noise` is how far a gold mean may move by chance; a fall below the best by less is not called one. `rewarder` is
+    what gives the reward score.
     """
     path = [point for point in path if all(math.isfinite(value) for value in point)]
     if len(path) < 3:
@@ -38,7 +39,7 @@ def gaming(path: Sequence[tuple[float, float, float]], noise: float) -> Gaming:
             "bad",
             "Yes.",
             f"Gold was best at rollout {best:g} ({best_gold:.2f}) and fell to {last_gold:.2f} by rollout {last:g}, "
-            f"while the reward score went on from {rewards}: the policy learned to please the reward model instead. An "
+            f"while the reward score went on from {rewards}: the policy learned to please the {rewarder} instead. An "
             "earlier stop or a larger ppo.kl_coef would have served better.",
         )
     if last_reward <= first_reward:
@@ -54,7 +55,7 @@ def gaming(path: Sequence[tuple[float, float, float]], noise: float) -> Gaming:
         "open",
         "Possibly.",
         f"The reward score rose from {_plain(first_reward)} to {_plain(last_reward)}, gold stayed near "
-        f"{last_gold:.2f}: the reward model pays for something that the gold scorer does not see.",
+        f"{last_gold:.2f}: the {rewarder} pays for something that the gold scorer does not see.",
     )
 
 

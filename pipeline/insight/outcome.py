@@ -16,10 +16,20 @@ from pipeline.insight.verdict import LABELS, MODELS, Change, Measure, change, ju
 LONGEST_TEXT = 4000
 DEFAULT_ROWS = 16
 DEFAULT_NOISE = 0.03
-MEASURES: tuple[tuple[Measure, str, str], ...] = (
-    ("gold", "Gold score", "By the program that checks answers; it trained nothing. 0 to 1."),
-    ("scores", "Reward score", "By the reward model that PPO was trained on. No fixed scale."),
-)
+SCORED = {
+    "reward model": "By the reward model that PPO was trained on. No fixed scale.",
+    "reward function": "By the reward function that PPO was trained on.",
+    "reward": "By reward model and reward function together, which PPO was trained on. No fixed scale.",
+}
+
+
+def measures(run: RunReading) -> tuple[tuple[Measure, str, str], ...]:
+    """What answers are measured by: the figure, its title, what it is."""
+    return (
+        ("gold", "Gold score", "By the program that checks answers; it trained nothing. 0 to 1."),
+        ("scores", "Reward score", SCORED[run.rewarder]),
+        ("function", "Reward function's part", "What the function gave of the reward score."),
+    )
 
 
 def verdict_header(run: RunReading, facts: Markup) -> Markup:
@@ -41,7 +51,7 @@ def verdict_header(run: RunReading, facts: Markup) -> Markup:
             note=note,
             bounds=(0, 1) if measure == "gold" else (None, None),
         )
-        for measure, title, note in MEASURES
+        for measure, title, note in measures(run)
     ]
     shown = [chart for chart in charts if chart]
     return element("header", told, element("div", shown, class_="scores") if shown else None)
@@ -52,7 +62,7 @@ def changes_section(run: RunReading) -> Markup | None:
     samples = run.samples()
     rows = [
         (f"{LABELS[before]} to {LABELS[after]}", title, *_change_cells(found, measure))
-        for measure, title, _ in MEASURES
+        for measure, title, _ in measures(run)
         for before, after in (("base", "sft"), ("sft", "ppo"))
         if (found := change(samples, measure, before, after))
     ]
@@ -86,7 +96,7 @@ def gaming_section(run: RunReading) -> Markup | None:
     ]
     if not path and not any(group.points for group in judged):
         return None
-    found = gaming(path, _noise(run))
+    found = gaming(path, _noise(run), run.rewarder)
     figures = (
         path_chart("Gold against reward over PPO", path, x_name="reward score", y_name="gold score",
                    note="Up and to the right is honest progress; right and down is gaming.", y_bounds=(0, 1)),
@@ -96,7 +106,7 @@ def gaming_section(run: RunReading) -> Markup | None:
                       note=_correlation_note(judged), y_bounds=(0, 1)),
     )  # fmt: skip
     lead = [element("strong", found.answer, class_=f"outcome-{found.outcome}"), " ", found.reason]
-    return section("gaming", "Is the reward model being gamed?", lead, grid(chart for chart in figures if chart))
+    return section("gaming", f"Is the {run.rewarder} being gamed?", lead, grid(chart for chart in figures if chart))
 
 
 def _scored(run: RunReading, model: str) -> list[Sample]:
@@ -152,6 +162,8 @@ def _answer(sample: Sample, model: str) -> Markup:
     if model in sample.scores:
         figures.append(element("span", f"reward {format_signed(sample.scores[model])}", class_="score"))
     answer = sample.answers[model]
+    if model in sample.function:
+        figures.append(element("span", f"function {format_signed(sample.function[model])}", class_="score"))
     text = element("p", _cut(answer), dir="auto", class_="text") if answer else element("p", "(empty)", class_="empty")
     head = element("h3", LABELS.get(model, model), class_=f"tone-{tone}")
     return element("div", element("div", head, figures, class_="who"), text, class_="answer")

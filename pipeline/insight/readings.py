@@ -78,6 +78,13 @@ class RunReading:
             value = mapping(value).get(key)
         return value
 
+    @property
+    def rewarder(self) -> str:
+        """What PPO's answers are scored by: "reward model", "reward function", or "reward" for the two together."""
+        if not self.setting("ppo", "reward_function"):
+            return "reward model"
+        return "reward function" if self.setting("ppo", "reward_model") is False else "reward"
+
     def samples(self) -> Sequence[Sample]:
         """Answers to held-out prompts of the furthest stage that has some."""
         return next((self.stage(name).samples for name in reversed(STAGES) if self.stage(name).samples), ())

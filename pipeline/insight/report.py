@@ -55,6 +55,7 @@ def render_report(run: RunReading) -> Markup:
 
 def _parts(run: RunReading) -> Mapping[str, Markup | None]:
     reward = run.stage("reward")
+    unused = " PPO did without it." if run.rewarder == "reward function" else ""
     return {
         "changes": outcome.changes_section(run),
         "gaming": outcome.gaming_section(run),
@@ -64,7 +65,7 @@ def _parts(run: RunReading) -> Mapping[str, Markup | None]:
             SFT_PLOTS, "step",
         ),
         "reward": stage_section(
-            reward, "Stage 2: reward model", "Trained to score the preferred answer of a pair higher.",
+            reward, "Stage 2: reward model", f"Trained to score the preferred answer of a pair higher.{unused}",
             REWARD_PLOTS, "step", accuracy_chart(reward),
         ),
         "ppo": stage_section(

@@ -83,6 +83,11 @@ PPO_PLOTS = (
         "Mean over the answers of a rollout, and over held-out prompts.",
         (Curve("score", "rollouts"), Curve("eval_score", "held-out", "strong", sparse=True)),
     ),
+    Plot(
+        "Reward function's part of the score",
+        "Mean over the answers of a rollout, and over held-out prompts.",
+        (Curve("function_score", "rollouts"), Curve("eval_function_score", "held-out", "strong", sparse=True)),
+    ),
     Plot("Spread of the score", "Standard deviation within a rollout.", [Curve("score_std")], (0, None)),
     Plot("KL to the reference, nats a sequence", "How far the policy has moved from SFT.", [Curve("kl")]),
     Plot("Entropy, nats a token", "A fall to zero means one answer only.", [Curve("entropy")], (0, None)),

@@ -1,8 +1,8 @@
 """Did RLHF help? The judgement that heads the report, with what it rests on and how sure it is.
 
-The gold score decides where there is one: it never trained anything. The reward score alone decides
-nothing, since PPO was trained on it. Intervals are over held-out prompts within one run; what another
-seed would give they don't say, and the text says so.
+The gold score decides where there is one: it never trained anything. A reward model's score alone decides nothing,
+since PPO was trained on it; a reward function's says whether answers are better by what it checks. Intervals are over
+held-out prompts within one run; what another seed would give they don't say, and the text says so.
 """
 
 import math
@@ -14,11 +14,11 @@ from typing import Literal
 from pipeline.insight.charts import Interval
 from pipeline.insight.evaluate import Sample, bootstrap_mean, paired_difference
 from pipeline.insight.readings import RunReading, StageReading, read_run
-from pipeline.insight.scales import format_signed
+from pipeline.insight.scales import format_number, format_signed
 
 MODELS = ("base", "sft", "ppo")
 LABELS = {"base": "Base", "sft": "SFT", "ppo": "PPO"}
-Measure = Literal["gold", "scores"]
+Measure = Literal["gold", "scores", "function"]
 Outcome = Literal["good", "bad", "open"]
 
 ONE_RUN = (
@@ -26,6 +26,12 @@ ONE_RUN = (
     "too: compare several runs before relying on a small difference."
 )
 FEWEST_PROMPTS = 8
+SCORE = {
+    "reward model": "The reward score",
+    "reward function": "The reward function's score",
+    "reward": "The score of reward model and reward function together",
+}
+MOVED: dict[Outcome, str] = {"good": "rose", "bad": "fell", "open": "did not clearly change"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def change(samples: Sequence[Sample], measure: Measure, before: str, after: str)
 
 
 def _values(sample: Sample, measure: Measure) -> Mapping[str, float]:
-    return sample.gold if measure == "gold" else sample.scores
+    return {"gold": sample.gold, "scores": sample.scores, "function": sample.function}[measure]
 
 
 def judge(run: RunReading) -> Verdict:
@@ -105,11 +111,15 @@ def judge(run: RunReading) -> Verdict:
     reward = change(samples, "scores", "sft", "ppo")
     gold = change(samples, "gold", "sft", "ppo")
     if gold is not None:
-        return _by_gold(gold, reward)
+        return _by_gold(gold, reward, run.rewarder)
     sft_gold, ppo_gold = run.stage("sft").number("gold_score"), ppo.number("gold_score")
     if sft_gold is not None and ppo_gold is not None:
         return _by_summary(sft_gold, ppo_gold)
-    return _by_reward(reward)
+    if reward is None:
+        return Verdict("open", "PPO has finished.", "No scored held-out answers are in this folder.")
+    if run.rewarder == "reward function":
+        return _by_function(reward)
+    return _by_reward(reward, change(samples, "function", "sft", "ppo"), run.rewarder)
 
 
 def conclusion(run_dir: Path) -> str | None:
@@ -121,18 +131,18 @@ def conclusion(run_dir: Path) -> str | None:
     return f"{verdict.headline} {verdict.evidence}"
 
 
-def _by_gold(gold: Change, reward: Change | None) -> Verdict:
+def _by_gold(gold: Change, reward: Change | None, rewarder: str) -> Verdict:
     evidence = (
         f"On the same {gold.prompts} held-out prompts the mean gold score went from {gold.old_mean:.2f} after SFT to "
         f"{gold.new_mean:.2f} after PPO: {_interval(gold)}."
     )
     if reward:
-        evidence += f" The reward score, which PPO was trained on, changed by {_interval(reward)}."
+        evidence += f" {SCORE[rewarder]}, which PPO was trained on, changed by {_interval(reward)}."
     if gold.outcome == "good":
         return Verdict("good", "RLHF helped.", evidence, ONE_RUN)
     if gold.outcome == "bad":
         gamed = reward is not None and reward.outcome == "good"
-        headline = "RLHF hurt: the reward model was gamed." if gamed else "RLHF hurt."
+        headline = f"RLHF hurt: the {rewarder} was gamed." if gamed else "RLHF hurt."
         return Verdict("bad", headline, evidence, ONE_RUN)
     few = gold.prompts < FEWEST_PROMPTS
     reason = "These are too few prompts to tell." if few else "The interval of gold contains zero."
@@ -148,18 +158,30 @@ def _by_summary(sft: float, ppo: float) -> Verdict:
     return Verdict("open", f"The gold score {rose} with PPO, without an interval.", evidence)
 
 
-def _by_reward(reward: Change | None) -> Verdict:
-    if reward is None:
-        return Verdict("open", "All three stages ran.", "No scored held-out answers are in this folder.")
-    moved = {"good": "rose", "bad": "fell", "open": "did not clearly change"}[reward.outcome]
-    few = " These are too few prompts to tell." if reward.prompts < FEWEST_PROMPTS else ""
+def _by_function(reward: Change) -> Verdict:
+    """The function is what was asked for: held-out answers are better by it, or not."""
+    means = f"{format_number(reward.old_mean)} after SFT to {format_number(reward.new_mean)} after PPO"
     evidence = (
-        f"From SFT to PPO it changed by {_interval(reward)} on the same {reward.prompts} held-out prompts.{few} PPO "
-        "was trained on this score, and this data has no gold score to judge by: read the answers to see "
-        "whether they are better."
+        f"On the same {reward.prompts} held-out prompts the mean went from {means}: {_interval(reward)}.{_few(reward)} "
+        "PPO was trained on this function, with other prompts; what it does not check, only the answers show."
+    )
+    headline = f"{SCORE['reward function']} {MOVED[reward.outcome]} with PPO."
+    return Verdict(reward.outcome, headline, evidence, ONE_RUN)
+
+
+def _by_reward(reward: Change, function: Change | None, rewarder: str) -> Verdict:
+    part = f" The reward function's part of it changed by {_interval(function)}." if function else ""
+    evidence = (
+        f"From SFT to PPO it changed by {_interval(reward)} on the same {reward.prompts} held-out "
+        f"prompts.{part}{_few(reward)} PPO was trained on this score, and this data has no gold score to judge by: "
+        "read the answers to see whether they are better."
     )
     outcome: Outcome = "bad" if reward.outcome == "bad" else "open"
-    return Verdict(outcome, f"The reward score {moved} with PPO.", evidence, ONE_RUN)
+    return Verdict(outcome, f"{SCORE[rewarder]} {MOVED[reward.outcome]} with PPO.", evidence, ONE_RUN)
+
+
+def _few(one: Change) -> str:
+    return " These are too few prompts to tell." if one.prompts < FEWEST_PROMPTS else ""
 
 
 def _unfinished(run: RunReading) -> Verdict:

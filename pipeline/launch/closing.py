@@ -9,7 +9,7 @@ from pipeline.fingerprint import flat
 FIGURES = {
     "sft": ("eval_loss", "gold_score"),
     "reward": ("eval_accuracy",),
-    "ppo": ("eval_score", "gold_score", "kl", "response_length"),
+    "ppo": ("eval_score", "eval_function_score", "gold_score", "kl", "response_length"),
 }
 
 

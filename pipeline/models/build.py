@@ -97,8 +97,11 @@ def build_policy(source: ModelSource, choice: EngineChoice, *, generates: bool =
     )
 
 
-def build_scorer(source: ModelSource, choice: EngineChoice, *, pad_id: int | None) -> Engine:
-    """An engine around a `Scorer`. From a language model's weights the head is drawn anew, N(0, 1/sqrt(D + 1)).
+def build_scorer(
+    source: ModelSource, choice: EngineChoice, *, pad_id: int | None, zero_head: bool = False
+) -> Engine:
+    """An engine around a `Scorer`. From a language model's weights the head is drawn anew, N(0, 1/sqrt(D + 1)), or is
+    zero.
 
     `pad_id` goes into the exported configuration; None where padding is the end token, which makes other tools refuse
     padded batches instead of scoring the wrong token.
@@ -114,7 +117,7 @@ def build_scorer(source: ModelSource, choice: EngineChoice, *, pad_id: int | Non
     return Engine(
         Scorer(model),
         **choice.layout(source),
-        fill=lambda module: fill(module, "model.", model, source),
+        fill=lambda module: fill(module, "model.", model, source, zero_head=zero_head),
     )
 
 

@@ -14,8 +14,12 @@ from pipeline.models.source import ModelSource
 
 
 @torch.no_grad()
-def fill(module: nn.Module, prefix: str, model: PreTrainedModel, source: ModelSource) -> None:
-    """Give every parameter its value. `prefix` is what our module puts before the model's own names."""
+def fill(
+    module: nn.Module, prefix: str, model: PreTrainedModel, source: ModelSource, *, zero_head: bool = False
+) -> None:
+    """Give every parameter its value. `prefix` is what our module puts before the model's own names; `zero_head` makes
+    a value head that the source lacks zero.
+    """
     parameters = dict(module.named_parameters())
     adapters = [name for name in parameters if ".lora_" in name]
     own = [name for name in parameters if name not in adapters]
@@ -25,7 +29,7 @@ def fill(module: nn.Module, prefix: str, model: PreTrainedModel, source: ModelSo
         draw += list(plain)
     else:
         draw += _read(module, plain, model, source)
-    draw_parameters(module, draw, source.seed, _initializer(model))
+    draw_parameters(module, draw, source.seed, _initializer(model, zero_head))
 
 
 def _read(module: nn.Module, plain: Mapping[str, str], model: PreTrainedModel, source: ModelSource) -> list[str]:
@@ -97,8 +101,8 @@ def _is_value_head(name: str) -> bool:
     return name.split(".")[-2:] == ["score", "weight"]
 
 
-def _initializer(model: PreTrainedModel) -> Callable[[nn.Module, str], None]:
-    """How one module's parameters are drawn: LoRA's B zero, a value head narrow, the rest as the family does."""
+def _initializer(model: PreTrainedModel, zero_head: bool) -> Callable[[nn.Module, str], None]:
+    """How one module's parameters are drawn: LoRA's B zero, a value head narrow or zero, the rest as its family's."""
 
     def initialize(module: nn.Module, name: str) -> None:
         if ".lora_B" in name:
@@ -106,7 +110,7 @@ def _initializer(model: PreTrainedModel) -> Callable[[nn.Module, str], None]:
         if ".lora_A" in name and isinstance(module, nn.Linear):
             nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5))
         elif name.rpartition(".")[2] == "score" and isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=1.0 / math.sqrt(module.in_features + 1))
+            nn.init.normal_(module.weight, std=0.0 if zero_head else 1.0 / math.sqrt(module.in_features + 1))
         else:
             model._init_weights(module)
 

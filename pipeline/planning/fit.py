@@ -35,7 +35,8 @@ LEAST_ROLLOUT = 8  # sequences that must be decodable together
 class Task:
     """A stage as the planner sees it: what is run, on which models, by how many ranks.
 
-    `roles` are PPO's models that have an engine of their own, and what they run; there may be no critic.
+    `roles` are PPO's models that have an engine of their own, and what they run; there may be no critic and no reward
+    model.
     """
 
     stage: str
@@ -44,6 +45,7 @@ class Task:
     critic: Shape
     roles: Mapping[str, Workload]
     has_critic: bool = True
+    has_reward: bool = True
     generates: Shape | None = None  # the policy, split as it generates
 
     def demand(self, setting: Setting | None = None) -> Demand:
@@ -52,7 +54,7 @@ class Task:
         if self.stage == "ppo":
             return ppo_demand(
                 self.policy, self.critic, work, own_reference=work.trained_share == 1.0, has_critic=self.has_critic,
-                roles=self.roles, generates=self.generates,
+                has_reward=self.has_reward, roles=self.roles, generates=self.generates,
             )  # fmt: skip
         if self.stage == "sft":
             return sft_demand(self.policy, work, generates=self.generates)
@@ -87,7 +89,8 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Predict a stage ("sft", "reward" or "ppo") on `ranks` ranks.
 
-    `policy` is the model that is trained (the reward stage: that one), `reward` the base of reward model and critic.
+    `policy` is the model that is trained (the reward stage: that one), `reward` the base of reward model and critic
+    (None: that model, too).
     `room` is what a rank may have, measured by default.
     """
     found = task(config, stage, policy=policy, reward=reward, ranks=ranks)
@@ -114,7 +117,10 @@ def task(
                 config, stage, ranks, engine_settings(config.engine, own), policy.config
             )
     work = workload(config, stage, ranks, config.engine, policy.config)
-    return Task(stage, work, shape, critic, roles, has_critic=config.ppo.advantage == "gae", generates=generates)
+    return Task(
+        stage, work, shape, critic, roles, has_critic=config.ppo.advantage == "gae",
+        has_reward=config.ppo.reward_model, generates=generates,
+    )  # fmt: skip
 
 
 def _shape(source: ModelSource, parts: int) -> Shape:

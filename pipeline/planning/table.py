@@ -19,7 +19,8 @@ def run(config: RunConfig, folder: Path) -> None:
     """Print the plan of every stage; `folder` is thrown away afterwards."""
     policy = base_source(config)
     reward = resolve(config.reward_model, config.seed) if config.reward_model is not None else None
-    for stage in STAGES if config.engine.pipeline_parallel == 1 else ("sft",):
+    stages = [stage for stage in STAGES if stage != "reward" or config.ppo.reward_model]
+    for stage in stages if config.engine.pipeline_parallel == 1 else ["sft"]:
         for line in describe(config, stage, policy=reward or policy if stage == "reward" else policy, reward=reward):
             if dist.world().leads:
                 print(line, flush=True)

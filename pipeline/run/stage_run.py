@@ -18,7 +18,7 @@ from engine import Checkpointer, Engine
 from engine.checkpoint import Damaged, complete, random_state, restore_random_state
 from engine.parallel import dist, traffic
 from pipeline.config.schema import StageSection
-from pipeline.errors import UserError
+from pipeline.errors import SharedError, UserError
 from pipeline.files import explained_disk, write_json
 from pipeline.run import metrics
 from pipeline.run.clock import Clock
@@ -211,7 +211,7 @@ class StageRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+        if kind is None or issubclass(kind, SharedError):  # the newest checkpoint is whole, then
             self.settle()
 
     def require_finite(self, step: int, loss: float, batch: Any) -> None:
@@ -220,8 +220,7 @@ class StageRun:
             return
         path = self.folder / f"nan-step-{step}-rank-{dist.world().rank}.json"
         path.write_text(json.dumps(batch))
-        self.settle()
-        raise UserError(
+        raise SharedError(
             f"the loss is {loss} at step {step}; the batch is in {path}. Lower the learning rate, or use "
             "engine.dtype=bf16 or fp32; the last checkpoint is whole, the same command continues from it"
         )

@@ -142,6 +142,37 @@ def test_a_model_that_was_damaged_is_not_gone_on_from(train):
     assert record("x", "reward")["status"] == "finished" and not Path("runs/x/reward.1").exists()
 
 
+FUNCTION = "def score(answer, row): return {}.0"
+
+
+def test_a_changed_reward_function_makes_ppo_run_again(train):
+    file, words = Path("mine.py"), ("name=x", "ppo.reward_model=false", "ppo.reward_function=mine.py:score")
+    file.write_text(FUNCTION.format(1))
+    _, said = train(*words)
+    assert "ppo: starts" in said and "reward:" not in said and not Path("runs/x/reward").exists()
+    assert set(record("x", "ppo")["consumed"]["models"]) == {"actor"}
+    assert train(*words)[1].count("skipped") == 2
+    file.write_text(FUNCTION.format(2))
+    _, said = train(*words)
+    assert "ppo: runs again (the reward function's file changed); the old one is runs/x/ppo.1" in said
+    assert said.count("skipped") == 1 and "sft: finished" in said
+    Path("mine.py").rename("other.py")
+    assert "ppo: runs again (ppo.reward_function was" in train(*words[:2], "ppo.reward_function=other.py:score")[1]
+
+
+def test_an_unfinished_ppo_with_another_function_begins_anew(train):
+    file, words = Path("mine.py"), ("name=x", "ppo.reward_function=mine.py:score")
+    train("name=x")
+    file.write_text(FUNCTION.format(1))
+    assert train(*words, stage="crash")[0] == 1
+    Path("runs/x/ppo/checkpoint").touch()
+    assert "ppo: goes on" in train(*words, stage="crash")[1]
+    assert Path("runs/x/ppo/checkpoint").exists()
+    file.write_text(FUNCTION.format(2))
+    assert "ppo: runs again (the reward function's file changed)" in train(*words)[1]
+    assert not Path("runs/x/ppo/checkpoint").exists()
+
+
 def test_an_unfinished_stage_goes_on_in_its_folder(train):
     status, said = train("name=x", stage="crash")
     assert status == 1

@@ -34,7 +34,7 @@ def main() -> None:
     longest = len(work["prompts"][0]) + work["new_tokens"]
     verify(models.actor, max_length=longest)
     verify(critic, max_length=longest)
-    assert models.reference is not None
+    assert models.reference is not None and models.reward is not None
     adopt(models.reference, models.actor)
     adopt(models.reward, critic)
     models.actor.flip.selfcheck_every = 0

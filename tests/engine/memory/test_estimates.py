@@ -116,6 +116,10 @@ def test_demands_move_as_they_should() -> None:
     assert "train critic" not in three.phases
     gone = sum(four.phases["train actor"].values()) - sum(three.phases["train actor"].values())
     assert gone == pytest.approx(12 * shape.parameters / 8, rel=0.01)  # its master and Adam's moments, over the ranks
+    by_function = ppo_demand(shape, shape, base, has_reward=False)
+    assert all("reward" not in phase for phase in by_function.phases.values()) and "train critic" in by_function.phases
+    gone = sum(four.phases["train actor"].values()) - sum(by_function.phases["train actor"].values())
+    assert gone == four.phases["train actor"]["reward"] >= 2 * shape.parameters // 8
     away = Workload(ranks=8, stage=3, offload_optimizer="cpu", offload_parameters="cpu")
     assert ppo_demand(shape, shape, away).host > 2 * 12 * shape.parameters // 8
 
@@ -124,6 +128,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model=opt-125m", "gpus=2", "max_length=128", "micro_batch_tokens=512", "critic=opt-125m"]) == 0
     told = capsys.readouterr().out
     assert "125 M parameters" in told and "zero3, shards on host" in told and "cache" in told
+    tables = []
+    for word in ("true", "false"):
+        assert main(["model=opt-125m", f"reward_model={word}"]) == 0
+        tables.append(capsys.readouterr().out.partition("This engine")[2].splitlines())
+    both, by_function = ([row.split() for row in table[1:3]] for table in tables)
+    assert both[0][:4] == ["states", "sft", "reward", "ppo"] and by_function[0][:3] == ["states", "sft", "ppo"]
+    saved = float(both[1][4]) - float(by_function[1][3])  # zero0 states sft (reward) ppo
+    assert saved == pytest.approx(2 * 125.2e6 / 2**30, abs=0.02)
     pieces = ["model=opt-125m", "gpus=4", "pipeline_parallel=2", "max_length=128", "micro_batch_tokens=512"]
     assert main(pieces) == 0
     told = capsys.readouterr().out

@@ -1,3 +1,4 @@
+import json
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
@@ -7,7 +8,7 @@ import pytest
 from pipeline.errors import UserError
 from pipeline.insight.readings import read_run
 from pipeline.insight.report import render_report, write_report
-from tests.pipeline.insight.made_runs import HOSTILE, sample, write_demo_run, write_stage
+from tests.pipeline.insight.made_runs import CONFIG, HOSTILE, sample, write_demo_run, write_stage
 
 TAGS = """
 html head meta title style body main header footer nav section article div p span strong h1 h2 h3 dl dt dd a
@@ -76,6 +77,39 @@ def test_a_gamed_run_says_so(tmp_path: Path) -> None:
     found = check(render_report(read_run(tmp_path)))
     assert "the reward model was gamed" in found.text
     assert "Gold was best at rollout 25" in found.text
+
+
+def by_function(run_dir: Path, *, reward_model: bool) -> str:
+    """The text of a page on a run with a reward function."""
+    write_demo_run(run_dir, gamed=True)
+    told = f"{CONFIG}ppo:\n  reward_function: mine.py:score\n  reward_model: {str(reward_model).lower()}\n"
+    (run_dir / "ppo" / "config.yaml").write_text(told)
+    if reward_model:
+        rows = [{"step": step, "function_score": 0.1 * step, "eval_function_score": 0.1 * step} for step in (1, 5, 60)]
+        with (run_dir / "ppo" / "metrics.jsonl").open("a") as metrics:
+            metrics.writelines(json.dumps(row) + "\n" for row in rows)
+        samples = [json.loads(line) for line in (run_dir / "ppo" / "samples.jsonl").read_text().splitlines()]
+        lines = [json.dumps(one | {"function": {"sft": 0.0, "ppo": 1.0}}) + "\n" for one in samples]
+        (run_dir / "ppo" / "samples.jsonl").write_text("".join(lines))
+    else:
+        shutil.rmtree(run_dir / "reward")
+    return check(render_report(read_run(run_dir))).text
+
+
+def test_a_function_is_called_a_function(tmp_path: Path) -> None:
+    text = by_function(tmp_path, reward_model=False)
+    assert "reward model" not in text.lower()
+    for words in ("the reward function was gamed", "Is the reward function being gamed?", "Reward score",
+                  "to please the reward function", "By the reward function that PPO was trained on."):  # fmt: skip
+        assert words in text, words
+    assert "Reward function's part" not in text
+
+
+def test_beside_a_reward_model_a_functions_part_is_shown_apart(tmp_path: Path) -> None:
+    text = by_function(tmp_path, reward_model=True)
+    for words in ("Is the reward being gamed?", "By reward model and reward function together", "function +1.00",
+                  "Reward function's part of the score", "What the function gave of the reward score."):  # fmt: skip
+        assert words in text, words
 
 
 @pytest.mark.parametrize("kept", [(), ("sft",), ("reward",), ("sft", "reward"), ("ppo",)])

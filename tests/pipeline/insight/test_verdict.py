@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,43 @@ def test_without_gold_the_reward_score_is_not_called_success() -> None:
     stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows[:4])}
     verdict = judge(RunReading("run", stages, {}))
     assert "did not clearly change" in verdict.headline and "too few" in verdict.evidence
+
+
+BY_FUNCTION = {"ppo": {"reward_function": "mine.py:score", "reward_model": False}}
+BY_BOTH = {"ppo": {"reward_function": "mine.py:score", "reward_model": True}}
+
+
+@pytest.mark.parametrize(("gain", "outcome", "moved"), [
+    (0.25, "good", "rose"), (-0.25, "bad", "fell"), (0.0, "open", "did not clearly change"),
+])  # fmt: skip
+def test_a_functions_score_on_held_out_prompts_is_a_verdict(gain: float, outcome: str, moved: str) -> None:
+    rows = [Sample(PROMPT, {}, {"sft": 0.1 * (n % 5), "ppo": 0.1 * (n % 5) + gain}) for n in range(20)]
+    stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows)}
+    verdict = judge(RunReading("run", stages, BY_FUNCTION))
+    assert (verdict.outcome, verdict.headline) == (outcome, f"The reward function's score {moved} with PPO.")
+    assert "20 held-out prompts the mean went from 0.200 after SFT" in verdict.evidence
+    assert "trained on this function, with other prompts" in verdict.evidence and "reward model" not in verdict.evidence
+
+
+def test_reward_model_and_function_together_are_called_so() -> None:
+    rows = [Sample(PROMPT, {}, {"sft": n, "ppo": n + 1.0}, {}, {"sft": 0.0, "ppo": 0.5}) for n in range(20)]
+    stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows)}
+    verdict = judge(RunReading("run", stages, BY_BOTH))
+    assert (verdict.outcome, verdict.headline) == (
+        "open", "The score of reward model and reward function together rose with PPO."
+    )  # fmt: skip
+    assert "The reward function's part of it changed by +0.50" in verdict.evidence
+
+
+@pytest.mark.parametrize(("settings", "headline", "score"), [
+    ({}, "RLHF hurt: the reward model was gamed.", "The reward score, "),
+    (BY_FUNCTION, "RLHF hurt: the reward function was gamed.", "The reward function's score, "),
+    (BY_BOTH, "RLHF hurt: the reward was gamed.", "The score of reward model and reward function together, "),
+])  # fmt: skip
+def test_what_was_gamed_is_what_scored(settings: dict[str, Any], headline: str, score: str) -> None:
+    run = finished(samples(SPREAD, [value - 0.3 for value in SPREAD], reward=1.0))
+    verdict = judge(RunReading(run.name, run.stages, settings))
+    assert verdict.headline == headline and f" {score}which PPO was trained on, changed by" in verdict.evidence
 
 
 def test_without_samples_the_summaries_speak_and_no_interval_is_claimed() -> None:

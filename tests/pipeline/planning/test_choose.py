@@ -81,3 +81,20 @@ def test_the_table_names_owners_phases_and_the_fastest(monkeypatch: pytest.Monke
     for word in ("train critic", "reference", "cache", "generate", "recomputing", "the fastest that fits", "it fits"):
         assert word in lines
     assert plan(tiny_config(), "ppo", policy=source(), ranks=1).fits
+
+
+def test_a_reward_model_that_is_not_there_is_not_planned_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(table, "measure", lambda *_: PROBE)
+    monkeypatch.setattr(table, "base_source", lambda _: source())
+    counts = []
+    for words in ({}, {"reward_model": False, "reward_function": "mine.py:score"}):
+        config = tiny_config(ppo=words)
+        table.run(config, Path())
+        told = capsys.readouterr().out
+        assert ("\nreward: " in told) == ("    reward " in told) == (not words)
+        found = task(config, "ppo", policy=source(), ranks=1)
+        counts.append(choose.pace_of(config, "ppo", found).scored)
+        assert ("reward" in found.demand().phases["score"]) == (not words)
+    assert counts == [4, 3]

@@ -1,0 +1,116 @@
+"""A reward that is a person's own Python function, `ppo.reward_function=FILE.py:NAME`:
+
+    def NAME(answer: str, row: dict) -> float
+
+It is called once for each answer. `answer` is its text without control tokens, `row` the row of the data that the
+prompt comes from, with every column. The file is run as it stands, never from a compiled copy beside it, so that what
+runs is what the manifest has the hash of. What can be found wrong before a run starts is found then.
+"""
+
+import copy
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pipeline.data.records import Row
+from pipeline.errors import UserError
+
+KEY = "ppo.reward_function"
+SIGNATURE = "def NAME(answer: str, row: dict) -> float"
+MODULE = "zerochat_reward_function"
+FP32_MAX = 3.4028234663852886e38
+LONGEST_VALUE, LONGEST_ROW = 120, 1000  # characters of a message
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """The function, the file it stands in, and how it was named (FILE.py:NAME)."""
+
+    where: str
+    file: Path
+    call: Callable[[str, dict[str, Any]], Any]
+
+    def score(self, answer: str, row: Row) -> float:
+        """What the function gives for an answer. It gets a copy of the row, so that it can't change the next call's.
+
+        Raises UserError, with the row and the answer, where it raises or gives no finite number.
+        """
+        try:
+            value = self.call(answer, copy.deepcopy(dict(row)))
+        except (Exception, SystemExit) as problem:
+            raise UserError(self._told(f"raised {_what(problem, self.file)}", answer, row)) from problem
+        if not hasattr(type(value), "__float__"):
+            raise UserError(self._told(f"returned {type(value).__name__}, no number", answer, row))
+        try:
+            number = float(value)
+        except Exception as problem:
+            raise UserError(self._told(f"returned {_cut(repr(value))}, no number", answer, row)) from problem
+        if not abs(number) <= FP32_MAX:
+            raise UserError(self._told(f"returned {number}, no finite number", answer, row))
+        return number
+
+    def _told(self, what: str, answer: str, row: Row) -> str:
+        shown = ", ".join(f"{name}: {_cut(repr(value))}" for name, value in row.items())
+        return (
+            f"{KEY}={self.where} {what} for the answer {_cut(repr(answer))} to the row {{{_cut(shown, LONGEST_ROW)}}}. "
+            "It has to return a finite number for any text, an empty one too"
+        )
+
+
+def load_function(where: str) -> RewardFunction:
+    """Run the file and find the function. Raises UserError where either is missing or can't be called as it has to."""
+    file, name = function_file(where), where.rpartition(":")[2]
+    module = ModuleType(MODULE)
+    module.__file__ = str(file)
+    sys.modules[MODULE] = module  # dataclasses and others look it up there
+    try:
+        exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
+    except (Exception, SystemExit) as problem:
+        raise UserError(f"{KEY}={where}: {file} can't be run: {_what(problem, file)}") from problem
+    call = getattr(module, name, None)
+    if not callable(call):
+        there = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == MODULE]
+        found = f"it has {', '.join(there)}" if there else "it has no function"
+        raise UserError(f"{KEY}={where}: there is no function {name} in {file}; {found}")
+    if inspect.iscoroutinefunction(call) or not _takes_two(call):
+        wanted = SIGNATURE.replace("NAME", name)
+        raise UserError(f"{KEY}={where}: {name} can't be called with an answer and a row; write {wanted}")
+    return RewardFunction(where, file, call)
+
+
+def function_file(where: str) -> Path:
+    """The file that FILE.py:NAME names. Raises UserError where it is not there."""
+    path, _, name = where.rpartition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        raise UserError(f"{KEY}={where}: write FILE.py:NAME, a Python file and a function in it, {SIGNATURE}")
+    if not Path(path).is_file():
+        raise UserError(f"{KEY}={where}: there is no file {path} (looked from {Path.cwd()})")
+    return Path(path)
+
+
+def _takes_two(call: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(call).bind("", {})
+    except TypeError:
+        return False
+    except ValueError:  # a function in C that does not tell
+        return True
+    return True
+
+
+def _what(problem: BaseException, file: Path) -> str:
+    """The error in a line, with the line of the file where it came up."""
+    lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if frame.filename == str(file)]
+    if isinstance(problem, SyntaxError):
+        return f"{type(problem).__name__} in line {problem.lineno}: {problem.msg}"
+    said = f"{type(problem).__name__}: {problem}" if str(problem) else type(problem).__name__
+    return f"{_cut(said, LONGEST_ROW)} (line {lines[-1]})" if lines else _cut(said, LONGEST_ROW)
+
+
+def _cut(text: str, longest: int = LONGEST_VALUE) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -1,0 +1,151 @@
+"""PPO by a function: alone without a reward model, beside one, over ranks, and on held-out prompts."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Sampling
+from engine.parallel import dtensors
+from pipeline.config.schema import RunConfig
+from pipeline.data.records import Message
+from pipeline.errors import SharedError, UserError
+from pipeline.run import StageRun
+from step3_ppo.evaluate import Examiner
+from step3_ppo.figures import rollout_figures
+from step3_ppo.models import build, find
+from step3_ppo.targets import targets_of
+from step3_ppo.train import Ppo
+from tests.ranks import run_ranks
+from tests.step3_ppo.test_stage import config, prompts, run_folder, weights
+
+# Of text and row; counts its calls, and raises for a row that says so.
+TEXT = """
+calls = 0
+
+def score(answer, row):
+    global calls
+    calls += 1
+    if row.get("bad"):
+        raise KeyError("solution")
+    return len(answer) + 100 * row["number"]
+"""
+
+
+def setting(folder: Path, **ppo: Any) -> RunConfig:
+    (folder / "mine.py").write_text(TEXT)
+    ppo.setdefault("reward_model", False)
+    made = config(folder, reward_function=f"{folder}/mine.py:score", **ppo)
+    return made if ppo["reward_model"] else made.model_copy(update={"reward_path": None})
+
+
+def ppo_of(folder: Path, **ppo: Any) -> tuple[Ppo, StageRun]:
+    made = setting(folder, **ppo)
+    sources = find(made, folder)
+    asked = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
+    found = Ppo(made, folder / "ppo", sources, asked, [{"number": n} for n in range(12)])
+    return found, StageRun(folder / "ppo", found.section, found.steps, found.models.learning)
+
+
+def numbers_of(ppo: Ppo, found: Any) -> list[int]:
+    """The rows that a rollout's prompts come from."""
+    return [ppo.prompts.index(prompt) for prompt in found.prompts]
+
+
+def test_without_a_reward_model_the_critic_begins_as_the_actor_with_a_head_of_zeros(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    ppo, stage = ppo_of(tmp_path)
+    models = ppo.models
+    assert set(models.engines) == {"actor", "critic", "reference"} and models.critic is not None
+    actor = {name.removeprefix("lm."): p for name, p in models.actor.module.named_parameters()}
+    body = {name.removeprefix("model."): p for name, p in models.critic.module.named_parameters()}
+    assert not dtensors.full_tensor(body.pop("score.weight").detach()).any()
+    assert body and all(torch.equal(dtensors.full_tensor(p), dtensors.full_tensor(actor[n])) for n, p in body.items())
+    rollout = ppo.rollout(1, stage)
+    assert rollout.values is not None and not rollout.values.any()
+    before = weights(models.critic)
+    ppo.learn(1, rollout, targets_of(rollout, ppo.section, kl_coef=0.05))
+    assert all(not torch.equal(a, b) for a, b in zip(before, weights(models.critic), strict=True))
+    assert models.actor.module.lm.config.architectures == ["LlamaForCausalLM"]  # the critic's head left it alone
+
+
+def test_a_function_alone_gives_the_score(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    ppo, stage = ppo_of(tmp_path, advantage="rloo", batch_size=3, samples=2)
+    assert set(ppo.models.engines) == {"actor", "reference"}
+    rollout = ppo.rollout(1, stage)
+    wanted = [
+        len(ppo.tokenizer.decode(response)) + 100 * number
+        for response, number in zip(rollout.responses, numbers_of(ppo, rollout), strict=True)
+    ]
+    assert rollout.scores.tolist() == wanted and rollout.function is None
+    assert "function_score" not in rollout_figures(rollout, targets_of(rollout, ppo.section, kl_coef=0.0))
+
+
+def test_beside_a_reward_model_the_two_are_added(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    ppo, stage = ppo_of(tmp_path, reward_model=True)
+    rollout = ppo.rollout(1, stage)
+    plain = replace(ppo.models, function=None)
+    ppo.models = plain
+    alone = ppo.rollout(1, stage)
+    assert alone.responses == rollout.responses and alone.function is None and rollout.function is not None
+    wanted = [
+        len(ppo.tokenizer.decode(response)) + 100.0 * number
+        for response, number in zip(rollout.responses, numbers_of(ppo, rollout), strict=True)
+    ]
+    assert rollout.function.tolist() == wanted
+    torch.testing.assert_close(rollout.scores, alone.scores + rollout.function)
+    figures = rollout_figures(rollout, targets_of(rollout, ppo.section, kl_coef=0.0))
+    assert figures["function_score"] == pytest.approx(sum(wanted) / len(wanted))
+    assert figures["score"] == pytest.approx(figures["function_score"] + alone.scores.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("reward_model", [False, True])
+def test_held_out_answers_are_scored_by_the_same_total(reward_model: bool, tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    made = setting(tmp_path, reward_model=reward_model)
+    sources = find(made, tmp_path)
+    models = build(made, sources, actor_steps=1, critic_steps=1)
+    sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
+    asked = [replace(prompt, row={"number": n}) for n, prompt in enumerate(prompts())]
+    judged = Examiner(asked, sources.tokenizer, sampling, 64, keep=True).judge(models, ["words", "to learn", ""])
+    by_function = [5.0, 108.0, 200.0]
+    if not reward_model:
+        assert judged.scores == by_function and judged.function is None
+        assert judged.figures == {"eval_score": pytest.approx(313 / 3)}
+        return
+    without = replace(models, function=None)
+    plain = Examiner(prompts(), sources.tokenizer, sampling, 64, keep=True).judge(without, judged.answers)
+    assert judged.function == by_function and plain.function is None
+    assert judged.scores == pytest.approx([a + b for a, b in zip(plain.scores, by_function, strict=True)])
+    assert judged.figures["eval_function_score"] == pytest.approx(313 / 3)
+
+
+def one_rollout(folder: Path) -> dict[str, Any]:
+    """A rollout with its update, the calls this rank made for it, and what a call that fails says."""
+    torch.set_num_threads(1)
+    ppo, stage = ppo_of(folder)
+    rollout = ppo.rollout(1, stage)
+    assert ppo.models.function is not None
+    called = ppo.models.function.call.__globals__["calls"]
+    learned = ppo.learn(1, rollout, targets_of(rollout, ppo.section, kl_coef=0.05))
+    ppo.rows = [{"number": 0, "bad": number == numbers_of(ppo, rollout)[1]} for number in range(12)]  # rank 1's of two
+    with pytest.raises(SharedError) as caught:
+        ppo.rollout(1, stage)
+    return {"rollout": rollout, "calls": called, "learned": learned, "said": str(caught.value)}
+
+
+def test_two_ranks_share_the_calls_and_score_as_one_does(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    alone = one_rollout(tmp_path)
+    several = run_ranks(one_rollout, 2, tmp_path)
+    assert alone["calls"] == 6 and [rank["calls"] for rank in several] == [3, 3]
+    assert "raised KeyError: 'solution'" in alone["said"] and issubclass(SharedError, UserError)
+    for rank in several:
+        assert rank["rollout"].responses == alone["rollout"].responses
+        assert rank["rollout"].scores.tolist() == alone["rollout"].scores.tolist()
+        assert rank["learned"] == pytest.approx(alone["learned"], rel=2e-3, abs=2e-4)
+        assert rank["said"] == alone["said"] and "bad: True" in rank["said"]
