@@ -43,6 +43,7 @@ def test_a_recorded_step_says_what_the_modules_say(family: str) -> None:
     check_equal(decoder, module, 1e-4)
     assert decoder.recorded is not None and decoder.recorded.refused is None
     assert 4 in decoder.recorded.trusted
+    assert len(decoder.recorded.trusted) > 1, "fewer rows have a recording of their own"
 
 
 @pytest.mark.skipif(not packed.available(torch.float32), reason="needs oneDNN")
@@ -105,4 +106,35 @@ def test_what_depends_on_numbers_is_refused(hides: bool, reason: str) -> None:
     module.model.norm = Asks(hides)  # type: ignore[union-attr]
     decoder = SlotDecoder(module, CPU)
     check_equal(decoder, module, 1e-4)
+    assert decoder.recorded is not None and reason in (decoder.recorded.refused or "")
+
+
+class Odd(nn.Module):
+    """Does what a recording for other numbers can't repeat."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.elsewhere = what, [torch.ones(1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "picks by a mask":
+            return x + x[x > x.mean()].mean()
+        if self.what == "takes a tensor of its own":
+            return x + self.elsewhere[0]
+        return x + x[..., : (x.argmax() * 0 + 1)]  # slices by a number that it found
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("picks by a mask", "numbers decide the size"),
+        ("takes a tensor of its own", "neither parameter nor buffer"),
+        ("slices by a number", "bounds a slice"),
+    ],
+)
+def test_what_can_not_be_repeated_is_refused(what: str, reason: str) -> None:
+    module = build("llama")
+    module.model.norm = Odd(what)  # type: ignore[union-attr]
+    decoder = SlotDecoder(module, CPU)
+    drawn(decoder)
     assert decoder.recorded is not None and reason in (decoder.recorded.refused or "")
