@@ -77,7 +77,9 @@ def test_dropout(tmp_path: Path) -> None:
         in_turn, others = found["ways"][0], found["ways"][1:]
         for other in others:
             assert [each[0] for each in other] == pytest.approx([each[0] for each in in_turn], rel=1e-5)
-        assert abs(in_turn[0][0] - found["without"][0][0]) > 1e-3, "nothing was dropped"
+        # A single loss may come out alike by chance: of masks, which another PyTorch draws otherwise.
+        apart = [abs(one - other) for one, other in zip(sum(in_turn, ()), sum(found["without"], ()), strict=True)]
+        assert max(apart) > 1e-3, "nothing was dropped"
         for name, weight in found["left alone"].items():
             assert torch.equal(found["resumed"][name], weight), name
 

