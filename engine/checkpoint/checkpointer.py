@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch.distributed.checkpoint as dcp
@@ -30,9 +30,6 @@ from engine.offload import planners
 from engine.parallel import dist, dtensors
 from engine.pieces import in_pieces
 
-if TYPE_CHECKING:
-    from engine.engine import Engine
-
 COPIES_OF_FREE_MEMORY = 0.5  # share of the host's free memory that copies may take
 Tensors = dict[str, dict[str, Tensor]]  # by engine, by name
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # no_dist is our wish
@@ -41,7 +38,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 class Checkpointer:
     """Saves and loads several engines as one checkpoint, with plain values of each rank beside them (JSON)."""
 
-    def __init__(self, engines: Mapping[str, "Engine"]) -> None:
+    def __init__(self, engines: Mapping[str, contents.Trained]) -> None:
         self.engines = engines
         self._pending: Future[None] | None = None
         self._snapshot: Snapshot | None = None

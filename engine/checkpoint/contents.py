@@ -1,23 +1,38 @@
 """What a checkpoint has of an engine: tensors by name, and numbers; and how they go back."""
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from engine import optim
+from engine.average import Average
 from engine.compression.onebit_adam import ERRORS
 from engine.offload import OffloadedOptimizer, planners
 from engine.parallel import dist
 from engine.pieces import in_pieces, told_in_pieces
-
-if TYPE_CHECKING:
-    from engine.engine import Engine
+from engine.precision import LossScaler
 
 BUFFER = "buffer."
 
 
-def tensors(engine: "Engine") -> dict[str, Tensor]:
+class Trained(Protocol):
+    """What a checkpoint asks of an engine."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | OffloadedOptimizer | None
+    average: Average
+    scaler: LossScaler
+    step_count: int
+    before_change: list[Callable[[], None]]
+
+    def about_to_change(self) -> None:
+        """Let those know who read parameters or states beside training."""
+        ...
+
+
+def tensors(engine: Trained) -> dict[str, Tensor]:
     """What is trained, its optimizer's tensors and the module's buffers, by name; loading writes into these tensors."""
     assert engine.optimizer is not None
     buffers = {f"{BUFFER}{name}": buffer for name, buffer in _buffers(engine.module)}
@@ -37,7 +52,7 @@ def wanted(tensors: dict[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Te
     return {name: tensor for name, tensor in tensors.items() if name not in anew}
 
 
-def filed(engines: Mapping[str, "Engine"]) -> dict[str, planners.Filed]:
+def filed(engines: Mapping[str, Trained]) -> dict[str, planners.Filed]:
     """The states of all engines that are in files, by their names in the checkpoint."""
     return {
         f"{name}.{state}": place
@@ -47,7 +62,7 @@ def filed(engines: Mapping[str, "Engine"]) -> dict[str, planners.Filed]:
     }
 
 
-def scalars(engine: "Engine") -> dict[str, Any]:
+def scalars(engine: Trained) -> dict[str, Any]:
     """What goes into JSON: counters, and numbers of the optimizer's state."""
     assert engine.optimizer is not None
     if isinstance(engine.optimizer, OffloadedOptimizer):
@@ -62,7 +77,7 @@ def scalars(engine: "Engine") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def all_scalars(engine: "Engine") -> dict[str, Any]:
+def all_scalars(engine: Trained) -> dict[str, Any]:
     """`scalars` of the whole model: ranks of a pipeline name the states of their piece. Every rank calls."""
     mine = scalars(engine)
     if dist.world().pipeline == 1:
@@ -72,7 +87,7 @@ def all_scalars(engine: "Engine") -> dict[str, Any]:
     return mine | {"moments": moments, "numbers": {n: value for part in parts for n, value in part["numbers"].items()}}
 
 
-def make_room(engine: "Engine", saved: Mapping[str, Any]) -> None:
+def make_room(engine: Trained, saved: Mapping[str, Any]) -> None:
     """Give the optimizer exactly the states that the checkpoint has: a parameter without a gradient has none yet."""
     assert engine.optimizer is not None
     if isinstance(engine.optimizer, OffloadedOptimizer):
@@ -86,7 +101,7 @@ def make_room(engine: "Engine", saved: Mapping[str, Any]) -> None:
             engine.optimizer.state.pop(parameter, None)
 
 
-def restore_scalars(engine: "Engine", saved: Mapping[str, Any]) -> None:
+def restore_scalars(engine: Trained, saved: Mapping[str, Any]) -> None:
     """Counters and numbers as they were; the tensors are there already."""
     assert engine.optimizer is not None
     engine.step_count = saved["step_count"]
