@@ -9,7 +9,8 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from step3_ppo.models import Models
-from step3_ppo.rollout import Rollout, policy_logprobs, rows
+from step3_ppo.rollout import Rollout
+from step3_ppo.rows import policy_logprobs, rows
 
 # Mean |ratio - 1| that rounding alone explains, by compute precision.
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}

@@ -12,7 +12,8 @@ from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.insight.evaluate import Sample, gold_scores, read_samples, write_samples
 from pipeline.stage import answers_of
 from step3_ppo.models import Models
-from step3_ppo.rollout import Call, my_rows, score_answers
+from step3_ppo.rows import my_rows
+from step3_ppo.scores import Call, score_answers
 
 
 @dataclass(frozen=True)

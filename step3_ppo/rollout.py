@@ -12,38 +12,12 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from engine import Engine, Generation, Sampling
-from engine.healing import Portion
+from engine import Generation, Sampling
 from engine.parallel import dist
 from engine.rollout.selfcheck import compare
-from pipeline.data.batch import padded, plan
-from pipeline.data.documents import Documents
-from pipeline.data.portions import portion
-from pipeline.data.records import Row
-from pipeline.data.uploads import uploaded
-from pipeline.errors import SharedError, UserError
-from pipeline.reward_function import RewardFunction
 from step3_ppo.models import Models
-
-Call = tuple[str, Row]
-"""What a reward function is called with: an answer's text, and the row of the data that its prompt comes from."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Some sequences as a forward takes them.
-
-    places: which b sequences; input_ids (b, T), padded on the right, or (1, N) with `documents`, without padding;
-    scored (N,), where the response tokens lie in the flattened ids; ends (b,), where each one's last token does;
-    counts: response tokens of each.
-    """
-
-    places: list[int]
-    input_ids: Tensor
-    scored: Tensor
-    ends: Tensor
-    counts: list[int]
-    documents: Documents | None = None
+from step3_ppo.rows import Rows, critic_values, my_rows, policy_logprobs, rows
+from step3_ppo.scores import Call, score_answers
 
 
 @dataclass(frozen=True)
@@ -126,116 +100,6 @@ def check_generator(models: Models, *, pad_id: int) -> None:
     with models.actor.scoring() as module:
         logprobs, _ = policy_logprobs(module, batch, temperature=1.0)
     compare(checked, logprobs.split([len(c.answer.token_ids) for c in checked]), "the trainer's forward")
-
-
-def rows(
-    prompts: list[list[int]], responses: list[list[int]], places: list[int], pad_id: int, *, packing: bool = False
-) -> Rows:
-    """Put sequences side by side, in a row each or all in one. No sequences give one padding token, so that a rank
-    without work can take part.
-    """
-    counts = [len(responses[i]) for i in places]
-    sequences = [prompts[i] + responses[i] for i in places] or [[pad_id]]
-    lengths = [len(sequence) for sequence in sequences]
-    if packing:
-        documents = Documents(tuple(lengths))
-        ids, ends = torch.tensor([[*chain.from_iterable(sequences)]]), documents.ends()
-    else:
-        documents, ids = None, padded(sequences, pad_id)[0]
-        ends = [row * ids.shape[1] + length - 1 for row, length in enumerate(lengths)]
-    spans = [torch.arange(end + 1 - count, end + 1) for end, count in zip(ends, counts, strict=False)]
-    scored = torch.cat(spans) if spans else torch.empty(0, dtype=torch.long)
-    ids, scored, last = (uploaded(tensor, dist.world().device) for tensor in (ids, scored, torch.tensor(ends)))
-    return Rows(places, ids, scored, last, counts, documents)
-
-
-def my_rows(
-    prompts: list[list[int]],
-    responses: list[list[int]],
-    places: Sequence[int],
-    pad_id: int,
-    budget: int,
-    *,
-    packing: bool = False,
-) -> list[Portion[Rows]]:
-    """This rank's micro-batches of some sequences; every rank gets equally many."""
-
-    def lay_out(chosen: Sequence[int]) -> Rows:
-        return rows(prompts, responses, list(chosen), pad_id, packing=packing)
-
-    world = dist.world()
-    lengths = [len(prompts[i]) + len(responses[i]) for i in places]
-    planned = plan(lengths, ranks=world.data_size, budget=budget, packing=packing)[world.data_rank]
-    return [portion([places[j] for j in micro], lay_out) for micro in planned]
-
-
-def policy_logprobs(module: nn.Module, batch: Rows, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies (N,) of the response tokens of a micro-batch."""
-    logprobs, entropies = module(batch.input_ids, batch.scored, temperature=temperature, documents=batch.documents)
-    return logprobs, entropies
-
-
-def critic_values(module: nn.Module, batch: Rows) -> Tensor:
-    """Values (N,) before each response token: what the critic expects when it has seen all tokens before."""
-    return module(batch.input_ids, documents=batch.documents).flatten().index_select(0, batch.scored - 1)
-
-
-def end_scores(module: nn.Module, batch: Rows) -> Tensor:
-    """(b,) the reward model's score at the last token of each sequence."""
-    return module(batch.input_ids, documents=batch.documents).flatten()[batch.ends]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What answers score in all, and the reward function's part of it; None where one of the two scores alone."""
-
-    total: list[float]
-    function: list[float] | None = None
-
-
-def score_answers(models: Models, batches: Sequence[Portion[Rows]], calls: Sequence[Call]) -> Scores:
-    """By the reward model, by the reward function, or by both: of all sequences, on every rank."""
-    given = None if models.function is None else function_scores(models.function, calls)
-    if models.reward is None:
-        assert given is not None, "nothing scores"
-        return Scores(given)
-    found = model_scores(models.reward, batches, models.reward_mean)
-    if given is None:
-        return Scores(found)
-    return Scores([one + other for one, other in zip(found, given, strict=True)], given)
-
-
-def model_scores(reward: Engine, batches: Sequence[Portion[Rows]], mean: float) -> list[float]:
-    """Scores of all sequences less `mean`, on every rank."""
-
-    def centred(module: nn.Module, batch: Rows) -> list[tuple[int, float]]:
-        return list(zip(batch.places, (end_scores(module, batch) - mean).tolist(), strict=False))
-
-    return _in_order(dict(chain.from_iterable(reward.score(batches, centred))))
-
-
-def function_scores(function: RewardFunction, calls: Sequence[Call]) -> list[float]:
-    """What a function gives for each call, the calls spread over ranks; all of it on every rank.
-
-    Raises SharedError where a call fails on any rank.
-    """
-    world = dist.world()
-    mine: dict[int, float] = {}
-    failure: UserError | None = None
-    try:
-        mine = {place: function.score(*calls[place]) for place in range(world.rank, len(calls), world.size)}
-    except UserError as problem:
-        failure = problem
-    said = [text for text in dist.gather_objects(None if failure is None else str(failure)) if text is not None]
-    if said:
-        raise SharedError(said[0]) from failure
-    return _in_order(mine)
-
-
-def _in_order(mine: dict[int, float]) -> list[float]:
-    """Every rank's scores by place -> all of them."""
-    found = {place: score for part in dist.gather_objects(mine) for place, score in part.items()}
-    return [found[place] for place in range(len(found))]
 
 
 def collect(

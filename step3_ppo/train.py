@@ -32,7 +32,8 @@ from step3_ppo.evaluate import Examiner, HeldOut, earlier_answers, write_table
 from step3_ppo.figures import Learned, rollout_figures, sequence_kl
 from step3_ppo.models import Models, Sources, build, find
 from step3_ppo.ptx import ptx_mix
-from step3_ppo.rollout import Call, Rollout, collect, generate
+from step3_ppo.rollout import Rollout, collect, generate
+from step3_ppo.scores import Call
 from step3_ppo.targets import Targets, targets_of
 from step3_ppo.update import Minibatch, minibatches, update_critic, update_policy
 

@@ -15,7 +15,8 @@ from pipeline.data.batch import TokenBatch
 from step3_ppo.advantages import kl_k3
 from step3_ppo.loss import Sums, importance_weights, log_ratio, policy_loss, value_loss
 from step3_ppo.ptx import PtxBatch
-from step3_ppo.rollout import Rollout, Rows, critic_values, my_rows, policy_logprobs
+from step3_ppo.rollout import Rollout
+from step3_ppo.rows import Rows, critic_values, my_rows, policy_logprobs
 from step3_ppo.targets import Targets
 
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from engine import Generation, Sampling
 from pipeline.config.schema import LoraConfig, PpoSection
 from pipeline.data.documents import Documents
-from step3_ppo.rollout import Rollout, collect, generate, my_rows, rows
+from step3_ppo.rollout import Rollout, collect, generate
+from step3_ppo.rows import my_rows, rows
 from step3_ppo.targets import Targets, targets_of
 from step3_ppo.update import minibatches, update_critic, update_policy
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ from benchmarks.peers.ours.engines import begin, choice, source
 from engine import Sampling
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
-from step3_ppo.rollout import policy_logprobs, rows
+from step3_ppo.rows import policy_logprobs, rows
 
 
 def main() -> None:
