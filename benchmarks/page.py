@@ -1,6 +1,7 @@
 """docs/benchmarks.md, made from benchmarks/results.jsonl: `python -m benchmarks.page`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.record import ROOT, Record, read
@@ -58,26 +59,35 @@ def _machine_text(machine: Mapping[str, Any]) -> str:
 
 
 def _figures_table(records: Sequence[Record]) -> str:
-    rows = [_row(record) for record in records]
+    counts = Counter(name for record in records for name in _plain(record))
+    shared = {name for name, count in counts.items() if 2 * count >= len(records)}
+    rows = [_row(record, shared) for record in records]
     columns = list(dict.fromkeys(name for row in rows for name, cell in row.items() if cell))
     return markdown_table(columns, [[row.get(name, "") for name in columns] for row in rows])
 
 
-def _row(record: Record) -> dict[str, str]:
-    """One record by column: its figures, the plain values of its detail, the circumstances."""
-    result = record.result
-    scalars = {name: value for name, value in result.detail.items() if isinstance(value, int | float | str)}
+def _plain(record: Record) -> dict[str, str]:
+    """The values of a record's detail that are a number or a text, by name, in words."""
+    detail = record.result.detail
+    plain = {name: value for name, value in detail.items() if isinstance(value, int | float | str)}
+    return {"against" if name == "peer" else _words(name): _text(value) for name, value in plain.items()}
+
+
+def _row(record: Record, shared: Collection[str]) -> dict[str, str]:
+    """One record by column: its figures, the details that most have, the circumstances, its other details."""
+    result, plain = record.result, _plain(record)
     return {
         "case": result.case,
         "ours": _text(result.ours),
         "peer": _text(result.peer),
         "ratio": _text(result.ratio),
         "unit": f"{result.unit}, less is better" if result.lower_is_better else result.unit,
-        **{"against" if name == "peer" else _words(name): _text(value) for name, value in scalars.items()},
+        **{name: value for name, value in plain.items() if name in shared},
         "matmul bf16 GFLOP/s": _text(record.machine.get("matmul_bf16_gflops")),
         "CPU s per s": _text(record.machine.get("cpu_seconds_per_second")),
         "date": record.date,
         "commit": record.commit,
+        "besides": ", ".join(f"{name}: {value}" for name, value in plain.items() if name not in shared),
     }
 
 
