@@ -63,6 +63,24 @@ def test_another_source_is_another_file(folder: Path) -> None:
 
 
 @needs_compiler
+def test_another_header_is_another_file(folder: Path) -> None:
+    for number in (5, 6):
+        (folder / "number.h").write_text(f"enum {{ NUMBER = {number} }};")
+        (folder / "answer.c").write_text('#include "number.h"\nint answer(void) { return NUMBER; }')
+        assert library("answer").answer() == number
+    assert len(kept(folder)) == 2
+
+
+@needs_compiler
+def test_what_a_compiler_wrote_before_it_failed_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = folder / "compiler"
+    compiler.write_text(f'#!/bin/sh\n{os.environ.get("CC") or "cc"} "$@"\nexit 1\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    assert library("answer") is None and kept(folder) == []
+
+
+@needs_compiler
 def test_exact_files_round_as_they_are_written(folder: Path) -> None:
     (folder / "answer.c").write_text("float rest(float a, float b) { return (a + b) - a; }")
     found = library("answer", exact=True)
