@@ -84,7 +84,8 @@ def find(config: RunConfig, run_dir: Path) -> Sources:
     check_kind(actor, wanted="ForCausalLM")
     tokenizer = load_tokenizer(str(model_folder(actor_folder)), chat_template=None)
     if reward_folder is None:
-        return Sources(actor, stage_source(config, actor_folder), None, tokenizer)
+        critic = stage_source(config, actor_folder)  # one of its own: building a scorer changes its configuration
+        return Sources(actor, critic, None, tokenizer)
     reward = resolve(config.reward_model or config.model, config.seed, folder=reward_folder)
     check_kind(reward, wanted="ForSequenceClassification")
     theirs = load_tokenizer(str(model_folder(reward_folder)), chat_template=None)

@@ -14,7 +14,7 @@ from engine.kernels.host.ragged_attention import ragged_attention
 from engine.parallel import dist, dtensors
 from pipeline.data.documents import Documents
 from pipeline.errors import UserError
-from pipeline.models import attention
+from pipeline.models import attention, checks
 from pipeline.models.attention import NAME, attention_of, document_attention
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
@@ -84,6 +84,23 @@ def test_a_model_that_sees_what_follows_is_refused(tmp_path: Path) -> None:
     engine = build_policy(source_in(tmp_path), trained())
     with pytest.raises(UserError, match="looks at the tokens that follow"):
         verify(engine, max_length=32)
+
+
+def test_a_token_whose_experts_rounding_turned_is_no_token_that_saw_what_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers, calls = checks._numbers, []
+
+    def turned(*asked: Any) -> Tensor:
+        found = numbers(*asked)
+        calls.append(found)
+        if len(calls) == 2:
+            found[[1, 4]] += 1.0
+        return found
+
+    monkeypatch.setattr(checks, "_numbers", turned)
+    verify(policy_in(tmp_path, "llama"), max_length=32)
+    assert len(calls) > 2
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

@@ -23,8 +23,8 @@ TURN = both("add", both("mul", _X, named("cosines")), both("mul", _ACROSS, named
 _ALL = slice(None)
 _POSITIONS = of("__getitem__", named("positions"), exactly((Ellipsis, None)))
 _ROW = of("__getitem__", named("positions"), exactly((_ALL, None, _ALL)))
-_COLUMN = of("__getitem__", parameter("frequencies"), exactly((None, _ALL, None)))
-_COLUMN = of("expand", cast(_COLUMN), exactly(1), exactly(-1), exactly(1))
+_EACH = of("__getitem__", parameter("frequencies"), exactly((None, _ALL, None)))
+_COLUMN = of("expand", cast(_EACH), exactly(1), exactly(-1), exactly(1))
 _ANGLE = either(
     both("mul", cast(_POSITIONS), cast(parameter("frequencies"))),
     of("transpose", of("matmul", cast(_COLUMN), cast(_ROW)), exactly(1), exactly(2)),  # older transformers
