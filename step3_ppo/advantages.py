@@ -33,16 +33,30 @@ def leave_one_out(earned: Tensor, samples: int) -> Tensor:
     """What each answer earned (B,) less the mean of what the others to its prompt did; `samples` neighbours have the
     same prompt (Kool et al., 2019; Ahmadian et al., 2024, arXiv:2402.14740, equation 8).
     """
+    return above_mean(earned, samples) * (samples / (samples - 1))
+
+
+def above_mean(earned: Tensor, samples: int) -> Tensor:
+    """What each answer earned (B,) less the mean of all to its prompt (Liu et al., 2025, arXiv:2503.20783, section
+    3.2). Exactly 0 where all earned the same: what rounding leaves of a mean would be blown up by their deviation.
+    """
     groups = earned.view(-1, samples)
-    return ((groups - groups.mean(1, keepdim=True)) * (samples / (samples - 1))).flatten()
+    above = groups - groups.mean(1, keepdim=True)
+    return above.masked_fill(alike(earned, samples)[:, None], 0.0).flatten()
+
+
+def alike(earned: Tensor, samples: int) -> Tensor:
+    """(B / samples,) bool: prompts to which all answers earned the same, so that nothing is learned from them."""
+    groups = earned.view(-1, samples)
+    return groups.amax(1) == groups.amin(1)
 
 
 def standardised(earned: Tensor, samples: int) -> Tensor:
     """What each answer earned (B,) less the mean of all to its prompt, over their standard deviation (Shao et al.,
     2024, arXiv:2402.03300, section 4.1.2); 0 where all earned the same.
     """
-    groups = earned.view(-1, samples)
-    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+    deviations = earned.view(-1, samples).std(1).repeat_interleave(samples)
+    return above_mean(earned, samples) / (deviations + 1e-6)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:

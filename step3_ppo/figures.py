@@ -56,6 +56,8 @@ def rollout_figures(rollout: Rollout, targets: Targets) -> dict[str, float]:
     }
     if rollout.function is not None:
         found["function_score"] = rollout.function.mean().item()
+    if targets.alike is not None:
+        found["alike_prompts"] = targets.alike
     if rollout.values is not None and targets.returns is not None:
         found["explained_variance"] = explained_variance(rollout.values, targets.returns, mask)
     return found

@@ -1,14 +1,14 @@
 """What a rollout is trained on: from scores and the KL to the reference to an advantage for each token."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engine.kernels import gae
 from pipeline.config.schema import PpoSection
-from step3_ppo.advantages import kl_k1, leave_one_out, shaped_rewards, standardised, whiten
+from step3_ppo.advantages import above_mean, alike, kl_k1, leave_one_out, shaped_rewards, standardised, whiten
 from step3_ppo.rollout import Rollout
 
 
@@ -16,40 +16,48 @@ from step3_ppo.rollout import Rollout
 class Targets:
     """advantages, and the shaped rewards behind them: (B, R) fp32. returns likewise, what the critic is to foresee;
     None without a critic. kl_coef: the weight of the KL to the reference in the policy's loss, where it is part of it.
+    alike: share of prompts whose answers all scored the same; None with a critic.
     """
 
     advantages: Tensor
     rewards: Tensor
     returns: Tensor | None = None
     kl_coef: float = 0.0
+    alike: float | None = None
 
 
 def targets_of(rollout: Rollout, ppo: PpoSection, *, kl_coef: float) -> Targets:
-    """In the way that `ppo.advantage` names."""
-    return WAYS[ppo.advantage](rollout, ppo, kl_coef)
+    """In the way that `ppo.advantage` names, the KL to the reference where `ppo.kl_in` has it."""
+    in_loss = ppo.kl_counts_in == "loss"
+    earned = answer_scores(rollout, missing_end_penalty=ppo.missing_end_penalty, score_clip=ppo.score_clip)
+    kl = kl_k1(rollout.logprobs, rollout.reference)
+    rewards = shaped_rewards(earned, kl, rollout.response_mask, kl_coef=0.0 if in_loss else kl_coef)
+    found = WAYS[ppo.advantage](rollout, rewards, ppo)
+    if ppo.advantage != "gae":
+        found = replace(found, alike=alike(earned, ppo.samples).float().mean().item())
+    return replace(found, kl_coef=kl_coef) if in_loss else found
 
 
-def by_critic(rollout: Rollout, ppo: PpoSection, kl_coef: float) -> Targets:
-    """PPO: score minus kl_coef times KL, GAE, whitening over the global batch."""
+def by_critic(rollout: Rollout, rewards: Tensor, ppo: PpoSection) -> Targets:
+    """PPO: GAE, whitening over the global batch."""
     assert rollout.values is not None
-    rewards, mask = _rewards(rollout, ppo, kl_coef), rollout.response_mask
+    mask = rollout.response_mask
     advantages, returns, moments = gae(rewards, rollout.values, mask, gamma=ppo.gamma, lam=ppo.lam)
     return Targets(whiten(advantages, mask, moments) if ppo.whiten_advantages else advantages, rewards, returns)
 
 
-def by_others(rollout: Rollout, ppo: PpoSection, kl_coef: float) -> Targets:
-    """RLOO: score minus kl_coef times KL of a whole answer, less what the others to its prompt got."""
-    rewards = _rewards(rollout, ppo, kl_coef)
+def by_others(rollout: Rollout, rewards: Tensor, ppo: PpoSection) -> Targets:
+    """RLOO: what a whole answer earned, less what the others to its prompt did."""
     return Targets(_for_each_token(leave_one_out(rewards.sum(1), ppo.samples), rollout), rewards)
 
 
-def by_group(rollout: Rollout, ppo: PpoSection, kl_coef: float) -> Targets:
-    """GRPO: the score of a whole answer among those to its prompt; the KL goes into the loss."""
-    rewards = _rewards(rollout, ppo, kl_coef=0.0)
-    return Targets(_for_each_token(standardised(rewards.sum(1), ppo.samples), rollout), rewards, kl_coef=kl_coef)
+def by_group(rollout: Rollout, rewards: Tensor, ppo: PpoSection) -> Targets:
+    """GRPO: what a whole answer earned among those to its prompt."""
+    among = standardised if ppo.divide_by_std else above_mean
+    return Targets(_for_each_token(among(rewards.sum(1), ppo.samples), rollout), rewards)
 
 
-WAYS: dict[str, Callable[[Rollout, PpoSection, float], Targets]] = {
+WAYS: dict[str, Callable[[Rollout, Tensor, PpoSection], Targets]] = {
     "gae": by_critic,
     "rloo": by_others,
     "grpo": by_group,
@@ -60,12 +68,6 @@ def answer_scores(rollout: Rollout, *, missing_end_penalty: float, score_clip: f
     """(B,) what an answer earns: the clipped score, less the penalty where it has no end token."""
     scores = rollout.scores if score_clip is None else rollout.scores.clamp(-score_clip, score_clip)
     return scores - missing_end_penalty * (~rollout.finished)
-
-
-def _rewards(rollout: Rollout, ppo: PpoSection, kl_coef: float) -> Tensor:
-    earned = answer_scores(rollout, missing_end_penalty=ppo.missing_end_penalty, score_clip=ppo.score_clip)
-    kl = kl_k1(rollout.logprobs, rollout.reference)
-    return shaped_rewards(earned, kl, rollout.response_mask, kl_coef=kl_coef)
 
 
 def _for_each_token(advantages: Tensor, rollout: Rollout) -> Tensor:

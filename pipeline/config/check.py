@@ -114,6 +114,10 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
                 f"ppo.critic_warmup={ppo.critic_warmup}, but ppo.advantage={ppo.advantage} has no critic: leave it "
                 "out, or ppo.advantage=gae"
             )
+    if not ppo.divide_by_std and ppo.advantage != "grpo":
+        yield f"ppo.divide_by_std=false is for ppo.advantage=grpo, not {ppo.advantage}: leave it out"
+    if ppo.kl_target is not None and ppo.kl_coef == 0:
+        yield f"ppo.kl_target={ppo.kl_target:g} adapts ppo.kl_coef, and 0 stays 0: ppo.kl_coef=0.05"
     needed = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     if needed > ppo.max_length:
         yield (

@@ -166,7 +166,8 @@ ROLE_ENGINES = ("actor_engine", "critic_engine", "reference_engine", "reward_eng
 
 
 class PpoSection(StageSection):
-    kl_coef: float = Field(0.05, ge=0, description="weight of the per-token KL penalty to the reference")
+    kl_coef: float = Field(0.05, ge=0, description="weight of the per-token KL to the reference")
+    kl_in: Literal["reward", "loss"] | None = Field(None, description="where that KL counts: reward, log-ratios subtracted from the score (Ziegler et al., 2019), or loss, a term with its own gradient (Shao et al., 2024); null is loss for grpo, reward else")
     kl_target: float | None = Field(None, gt=0, description="nats a sequence; adapts kl_coef (Ziegler et al., 2019)")
     kl_horizon: int = Field(10000, ge=1, description="sequences over which kl_coef adapts")
     update_epochs: int = Field(4, ge=1, description="passes over each rollout")
@@ -180,6 +181,7 @@ class PpoSection(StageSection):
     critic_lr: float = Field(1e-5, ge=0, description="peak learning rate of the critic")
     critic_warmup: int = Field(0, ge=0, description="rollouts in which only the critic learns")
     advantage: Literal["gae", "rloo", "grpo"] = Field("gae", description="what an answer is held against: gae, a critic; rloo and grpo, the other answers to its prompt, without a critic")
+    divide_by_std: bool = Field(True, description="grpo: advantages are divided by the standard deviation over a prompt's answers; false does not (Dr. GRPO; Liu et al., 2025)")
     samples: int = Field(1, ge=1, description="answers a prompt; a rollout has ppo.batch_size times as many")
     gamma: float = Field(1.0, gt=0, le=1, description="discount a token")
     lam: float = Field(0.95, ge=0, le=1, description="lambda of GAE")
@@ -195,6 +197,11 @@ class PpoSection(StageSection):
     critic_engine: dict[str, Any] = Field({}, description="engine keys for the critic alone")
     reference_engine: dict[str, Any] = Field({}, description="engine keys for the reference alone")
     reward_engine: dict[str, Any] = Field({}, description="engine keys for the reward model alone")
+
+    @property
+    def kl_counts_in(self) -> Literal["reward", "loss"]:
+        """`kl_in`, or what is usual for the way advantages are made."""
+        return self.kl_in or ("loss" if self.advantage == "grpo" else "reward")
 
 
 class RolloutSection(Section):

@@ -90,6 +90,12 @@ PPO_PLOTS = (
     ),
     Plot("Spread of the score", "Standard deviation within a rollout.", [Curve("score_std")], (0, None)),
     Plot("KL to the reference, nats a sequence", "How far the policy has moved from SFT.", [Curve("kl")]),
+    Plot(
+        "Prompts without a signal",
+        "Share of prompts whose answers all scored the same: nothing is learned from them.",
+        [Curve("alike_prompts")],
+        (0, 1),
+    ),
     Plot("Entropy, nats a token", "A fall to zero means one answer only.", [Curve("entropy")], (0, None)),
     Plot("Answer length, tokens", "The end token included.", [Curve("response_length")], (0, None)),
     Plot("Finished answers", "Share that ends with an end token.", [Curve("eos_rate")], (0, 1)),

@@ -149,6 +149,8 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         ("name=a/b", "name=a/b: a run name has"),
         ("ppo.lora.dropout=0.1", "ppo.lora.dropout=0"),
         ("ppo.advantage=rloo", "ppo.samples=1: ppo.samples=4, or ppo.advantage=gae"),
+        ("ppo.divide_by_std=false", "ppo.divide_by_std=false is for ppo.advantage=grpo, not gae: leave it out"),
+        ("ppo.kl_in=both", "ppo.kl_in=both: write reward or loss"),
         ("ppo.minibatches=3", "ppo.batch_size=64 does not divide over ppo.minibatches=3: ppo.batch_size=63 or 66"),
         ("ppo.actor_engine.zero_stag=3", "ppo.actor_engine.zero_stag: there is no such key; did you mean"),
         ("ppo.critic_engine.offload_optimizer=disk", "offload_optimizer=disk: write none, cpu or nvme"),
@@ -167,6 +169,17 @@ def test_mistakes_are_answered_with_what_to_write(override, expected):
 def test_every_mistake_is_named_at_once():
     lines = refusal("sft.lrr=1", "ppo.clip=-1", "engine.zero_stage=4").splitlines()
     assert [line.split(":")[0] for line in sorted(lines)] == ["engine.zero_stage=4", "ppo.clip=-1", "sft.lrr"]
+
+
+def test_a_coefficient_of_zero_can_not_adapt():
+    assert refusal("ppo=adaptive-kl", "ppo.kl_coef=0").startswith("ppo.kl_target=6 adapts ppo.kl_coef")
+
+
+def test_where_the_kl_counts_goes_with_the_advantages_unless_it_is_said():
+    said = {way: config_of(f"ppo={way}").ppo.kl_counts_in for way in ("default", "rloo", "grpo")}
+    assert said == {"default": "reward", "rloo": "reward", "grpo": "loss"}
+    assert config_of("ppo=grpo", "ppo.kl_in=reward").ppo.kl_counts_in == "reward"
+    assert config_of("ppo.kl_in=loss", "ppo.kl_target=6").ppo.kl_counts_in == "loss"
 
 
 def test_a_critic_that_is_not_there_can_not_warm_up():

@@ -9,6 +9,8 @@ import torch
 from engine.kernels import gae
 from step3_ppo.advantages import (
     KlController,
+    above_mean,
+    alike,
     kl_k1,
     kl_k3,
     leave_one_out,
@@ -111,6 +113,16 @@ def test_answers_to_one_prompt_are_held_against_each_other() -> None:
         (score - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6) for group in groups for score in group
     ]
     assert standardised(flat, 3).tolist() == pytest.approx(scaled, rel=1e-5)
+    above = [score - statistics.fmean(group) for group in groups for score in group]
+    assert above_mean(flat, 3).tolist() == pytest.approx(above, rel=1e-5)
+    assert alike(flat, 3).tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("samples", [3, 6, 7])
+def test_equal_scores_teach_nothing_whatever_their_mean_rounds_to(samples: int) -> None:
+    flat = torch.tensor([100.1, -3.3333, 1.3, 0.7]).repeat_interleave(samples)
+    for way in (standardised, above_mean, leave_one_out):
+        assert way(flat, samples).tolist() == [0.0] * (4 * samples)
 
 
 def test_nothing_to_average_is_zero_and_equal_values_whiten_to_zero() -> None:

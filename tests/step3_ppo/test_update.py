@@ -64,25 +64,53 @@ def test_targets(whitened: bool) -> None:
     close(found.advantages.cpu(), advantages)
 
 
-@pytest.mark.parametrize("advantage", ["rloo", "grpo"])
-def test_targets_without_a_critic(advantage: str) -> None:
+@pytest.mark.parametrize(
+    ("advantage", "kl_in", "divide"),
+    [("rloo", None, True), ("grpo", None, True), ("rloo", "loss", True), ("grpo", "reward", True),
+     ("grpo", None, False)],
+)  # fmt: skip
+def test_targets_without_a_critic(advantage: str, kl_in: str | None, divide: bool) -> None:
     rollout = dataclasses.replace(rollout_of([3, 3, 3, 5, 5, 5], [4, 1, 6, 2, 3, 5]), values=None)
-    section = PpoSection(advantage=advantage, samples=3, missing_end_penalty=0.7)
+    section = PpoSection(advantage=advantage, samples=3, missing_end_penalty=0.7, kl_in=kl_in, divide_by_std=divide)
     found = targets_of(rollout, section, kl_coef=0.13)
     ours, theirs = rows_of(rollout.logprobs, rollout), rows_of(rollout.reference, rollout)
     earned = earned_by_hand(rollout, 0.7, None)
-    if advantage == "rloo":  # the whole answer's KL is part of what it earned
+    in_reward = kl_in == "reward" or (kl_in is None and advantage == "rloo")
+    if in_reward:  # the whole answer's KL is part of what it earned
         earned = [e - 0.13 * (math.fsum(a) - math.fsum(b)) for e, a, b in zip(earned, ours, theirs, strict=True)]
     above: list[float] = []
     for group in (earned[:3], earned[3:]):
         if advantage == "rloo":
             above += [each - (sum(group) - each) / 2 for each in group]
         else:
-            above += [(each - statistics.fmean(group)) / statistics.stdev(group) for each in group]
+            spread = statistics.stdev(group) if divide else 1.0
+            above += [(each - statistics.fmean(group)) / spread for each in group]
     close(found.advantages, [[a] * len(row) for a, row in zip(above, rollout.responses, strict=True)])
     assert found.rewards.sum(1).tolist() == pytest.approx(earned, abs=1e-5)
     assert found.returns is None
-    assert found.kl_coef == (0.13 if advantage == "grpo" else 0.0)  # where the KL counts: in the loss, or above
+    assert found.kl_coef == (0.0 if in_reward else 0.13)  # where the KL counts: above, or in the loss
+
+
+def test_with_a_critic_the_kl_may_be_in_the_loss() -> None:
+    """Then returns and advantages know nothing of it, and the policy's loss has all of it."""
+    rollout, plain = rollout_of(PROMPTS, RESPONSES), PpoSection()
+    found = targets_of(rollout, PpoSection(kl_in="loss"), kl_coef=0.13)
+    without = targets_of(rollout, plain, kl_coef=0.0)
+    assert torch.equal(found.advantages, without.advantages) and torch.equal(found.returns, without.returns)
+    assert (found.kl_coef, without.kl_coef, targets_of(rollout, plain, kl_coef=0.13).kl_coef) == (0.13, 0.0, 0.0)
+
+
+def test_prompts_whose_answers_score_alike_are_counted() -> None:
+    rollout = dataclasses.replace(rollout_of([3] * 6, [4, 1, 6, 2, 3, 5]), values=None)
+    rollout.scores.copy_(torch.tensor([1.3, 1.3, 1.3, 1.3, 1.3, 0.3]))
+    rollout.finished.fill_(True)
+    for advantage in ("rloo", "grpo"):  # of RLOO their KL still differs
+        section = PpoSection(advantage=advantage, samples=3)
+        assert targets_of(rollout, section, kl_coef=0.1).alike == 0.5
+    rollout.finished[0] = False
+    assert targets_of(rollout, section, kl_coef=0.1).alike == 0.0
+    with_critic = targets_of(rollout_of(PROMPTS, RESPONSES), PpoSection(), kl_coef=0.1)
+    assert with_critic.alike is None
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
@@ -156,7 +184,7 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     assert update.grad_norm == pytest.approx(norm, rel=1e-3)
 
 
-def test_the_kl_of_grpo_is_part_of_the_loss(tmp_path: Path) -> None:
+def test_the_kl_in_the_loss_has_a_gradient_of_its_own(tmp_path: Path) -> None:
     saved_models(tmp_path)
     models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
     section, targets = PpoSection(clip=10.0, dual_clip=None), targets_of(rollout, PpoSection(), kl_coef=0.0)
@@ -170,6 +198,7 @@ def test_the_kl_of_grpo_is_part_of_the_loss(tmp_path: Path) -> None:
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
     update, _ = update_policy(models.actor, minibatch, rollout, targets, section, temperature=1.0)
     assert update.loss == pytest.approx(0.3 * terms.item() / sum(RESPONSES), rel=1e-3)
+    assert means(update, minibatch.tokens)["kl_loss"] == pytest.approx(terms.item() / sum(RESPONSES), rel=1e-3)
     assert update.grad_norm == pytest.approx(norm, rel=1e-3)
 
 
