@@ -63,7 +63,7 @@ def run(config: RunConfig, folder: Path) -> None:
     cut: dict[str, Any] = {"budget": section.micro_batch_tokens, "packing": packing, "pad_id": tokenizer.pad_id}
     with (
         open_watchers(config, "sft", folder, steps) as watchers,
-        StageRun(folder, section, steps, {"policy": engine}, watchers=watchers) as stage,
+        StageRun(folder, section, steps, {"policy": engine}, watchers=watchers, profile=config.profile) as stage,
     ):
         stage.predicted = predicted
         done = stage.restore()
@@ -71,7 +71,7 @@ def run(config: RunConfig, folder: Path) -> None:
         if done == 0:
             with stage.clock.phase("evaluate"):
                 answer("base", config, engine, tokenizer, prompts, folder)
-        for step in range(done + 1, steps + 1):
+        for step in stage.steps_left():
             indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
             cut["budget"] = stage.budget
             batches, count = micro_batches([train[i] for i in indices], **cut)

@@ -65,12 +65,12 @@ def run(config: RunConfig, folder: Path) -> None:
     cut: dict[str, Any] = {"budget": section.micro_batch_tokens, "packing": packing, "pad_id": tokenizer.pad_id}
     with (
         open_watchers(config, "reward", folder, steps) as watchers,
-        StageRun(folder, section, steps, {"reward": engine}, watchers=watchers) as stage,
+        StageRun(folder, section, steps, {"reward": engine}, watchers=watchers, profile=config.profile) as stage,
     ):
         stage.predicted = predicted
-        done = stage.restore()
+        stage.restore()
         stage.rehearse(lambda: engine.rehearse(largest_batch(train, **cut | {"budget": stage.budget}), loss))
-        for step in range(done + 1, steps + 1):
+        for step in stage.steps_left():
             indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
             cut["budget"] = stage.budget
             batches, _ = micro_batches([train[i] for i in indices], **cut)

@@ -181,6 +181,7 @@ def run(config: RunConfig, folder: Path) -> None:
         ppo.models.learning,
         frozen={name: engine for name, engine in ppo.models.engines.items() if name in ("reference", "reward")},
         watchers=watchers,
+        profile=config.profile,
         extra=lambda: {"kl_coef": ppo.kl.coef},
         take=take,
     ) as stage:
@@ -190,7 +191,7 @@ def run(config: RunConfig, folder: Path) -> None:
             start = evaluated(stage, lambda: examiner.examine(ppo.models))
             write_table(examiner.prompts, {"sft": start}, folder)
             stage.log(0, {"lr": 0.0, **start.figures})
-        for step in range(done + 1, ppo.steps + 1):
+        for step in stage.steps_left():
             rollout = ppo.rollout(step, stage)
             targets = targets_of(rollout, ppo.section, kl_coef=ppo.kl.coef)
             with stage.clock.phase("train"):

@@ -61,6 +61,9 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
             f"rollout.min_new_tokens={config.rollout.min_new_tokens} exceeds "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}: lower it"
         )
+    span = config.profile.steps
+    if span is not None and (len(span) != 2 or span[0] > span[1]):
+        yield f"profile.steps={span}: write the first and the last step to record, as in profile.steps=[5,8]"
     stages = wanted_stages(config)
     if "ppo" in stages:
         yield from _ppo_mistakes(config)

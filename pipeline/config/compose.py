@@ -171,7 +171,7 @@ def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if home is None:
         return {}, [] if own_model else [f"model.path={quoted(str(folder))}"]
     settings = yaml.safe_load((home / "config.yaml").read_text(encoding="utf-8"))
-    for key in ("name", "run_dir", "stage", "actor", "reward_path", "ranks", "debug", "tracking"):
+    for key in ("name", "run_dir", "stage", "actor", "reward_path", "ranks", "debug", "tracking", "profile"):
         settings.pop(key, None)
     own = {"model": own_model, "data": values.keys() & {"data", "data.path", "data.sources"}}
     for group in (group for group, given in own.items() if given):

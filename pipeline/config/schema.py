@@ -240,6 +240,11 @@ class TrackingSection(Section):
     entity: str | None = Field(None, description="wandb entity")
 
 
+class ProfileSection(Section):
+    steps: list[Annotated[int, Field(ge=1)]] | None = Field(None, description="first and last step of each stage to record with torch.profiler, into the stage's folder: profile.steps=[5,8]")
+    ranks: Literal["first", "all"] = Field("first", description="ranks that are recorded")
+
+
 class RunConfig(Section):
     name: str | None = Field(None, description="run name; default from model, data and time")
     run_dir: FilePath | None = Field(None, description="run folder, instead of runs/<name>")
@@ -259,3 +264,4 @@ class RunConfig(Section):
     rollout: RolloutSection = RolloutSection()
     evaluation: EvaluationSection = EvaluationSection()
     tracking: TrackingSection = TrackingSection()
+    profile: ProfileSection = ProfileSection()

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.autograd.profiler import record_function
 
 WORK = ("flip", "generate", "score", "train")  # the phases that are the stage's work; evaluating and saving are not
 
@@ -22,7 +23,8 @@ class Clock:
         """Count the wall time of a block under a name."""
         began = time.monotonic()
         try:
-            yield
+            with record_function(name):  # a span, where a profile is being recorded
+                yield
         finally:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

@@ -9,7 +9,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,12 +17,13 @@ from typing import Any, Protocol
 from engine import Checkpointer, Engine
 from engine.checkpoint import Damaged, complete, random_state, restore_random_state
 from engine.parallel import dist, traffic
-from pipeline.config.schema import StageSection
+from pipeline.config.schema import ProfileSection, StageSection
 from pipeline.errors import SharedError, UserError
 from pipeline.files import explained_disk, write_json
 from pipeline.run import metrics
 from pipeline.run.clock import Clock
 from pipeline.run.memory import measured_memory, peak_memory
+from pipeline.run.profile import Profile
 
 METRICS = "metrics.jsonl"
 
@@ -48,6 +49,7 @@ class StageRun:
         *,
         watchers: list[Watcher] | None = None,
         frozen: Mapping[str, Engine] | None = None,
+        profile: ProfileSection | None = None,
         extra: Callable[[], dict[str, Any]] = dict,
         take: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
@@ -66,6 +68,7 @@ class StageRun:
         self._saved = 0
         self._begun = 0  # the step before this process's first
         self._sent = traffic.sent()
+        self._profile = _profile_of(folder, profile)
 
     @property
     def budget(self) -> int:
@@ -153,6 +156,17 @@ class StageRun:
         if dist.world().device.type == "cuda":
             with self.clock.phase("rehearse"):
                 work()
+
+    def steps_left(self) -> Iterator[int]:
+        """The steps that are not done yet, counted from 1; those of `profile.steps` are recorded."""
+        if self._profile is not None:
+            self._profile.expect(self._begun + 1, self.steps)
+        for step in range(self._begun + 1, self.steps + 1):
+            if self._profile is not None:
+                self._profile.begin(step)
+            yield step
+            if self._profile is not None:
+                self._profile.end(step, final=step == self.steps)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Write one step's figures. The caller passes the same on every rank; rank 0 writes."""
@@ -252,6 +266,14 @@ class StageRun:
             with explained_disk(self.folder):
                 write_json(self.folder / "summary.json", summary)
         dist.barrier()
+
+
+def _profile_of(folder: Path, section: ProfileSection | None) -> Profile | None:
+    """What records this rank's steps, where that is wanted."""
+    if section is None or section.steps is None or (section.ranks == "first" and not dist.world().leads):
+        return None
+    first, last = section.steps
+    return Profile(folder, first, last)
 
 
 def within_limits(tokens: int, engines: Iterable[Engine]) -> int:

@@ -28,7 +28,7 @@ def engine_of(seed: int = 1) -> Engine:
 
 def stage_of(folder: Path, steps: int = 6, seed: int = 1, **keys: Any) -> tuple[StageRun, Engine]:
     engine = engine_of(seed)
-    rest = {name: keys.pop(name) for name in ("watchers", "extra", "take") if name in keys}
+    rest = {name: keys.pop(name) for name in ("watchers", "extra", "take", "profile") if name in keys}
     return StageRun(folder, SftSection(**keys), steps, {"net": engine}, **rest), engine
 
 

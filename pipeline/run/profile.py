@@ -1,0 +1,85 @@
+"""A recording of some steps of a stage, by torch.profiler: what the host and the GPU did when, and what took long.
+
+    folder/profile/steps-5-8-rank-0.json.gz    the trace, for ui.perfetto.dev or chrome://tracing
+    folder/profile/steps-5-8-rank-0.txt        the heaviest operators, and kernels on a GPU
+
+Phases of the stage (train, generate, ...) are spans of the trace. Their own time is what no operator of PyTorch has:
+Python, waiting, and kernels that are called past PyTorch. Recording takes time itself, most where operators are small.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+
+from engine.parallel import dist
+from pipeline.files import explained_disk
+
+ROWS = 25
+MICROSECONDS = 1e6
+
+
+class Profile:
+    """Records this rank from the beginning of step `first` to the end of step `last`."""
+
+    def __init__(self, folder: Path, first: int, last: int) -> None:
+        self._folder, self._first, self._last = folder / "profile", first, last
+        self._began = 0
+        self._recorder: Any = None
+
+    def expect(self, first: int, last: int) -> None:
+        """The stage will do these steps. Says so where none of them is wanted."""
+        if (first > self._last or last < self._first) and dist.world().leads:
+            wanted = f"{self._first} to {self._last} (profile.steps)"
+            print(f"{self._folder.parent.name}: none of the steps {wanted} is left to record", flush=True)
+
+    def begin(self, step: int) -> None:
+        """A step begins. A stage that goes on in the middle of the wanted steps is recorded from there."""
+        if self._recorder is None and self._first <= step <= self._last:
+            from torch.profiler import ProfilerActivity, profile
+
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+            self._began, self._recorder = step, profile(activities=kinds)
+            self._recorder.start()
+
+    def end(self, step: int, *, final: bool) -> None:
+        """A step ended; after the last wanted one, or the stage's `final` one, files are written."""
+        if self._recorder is None or (step < self._last and not final):
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        recorder, self._recorder = self._recorder, None
+        recorder.stop()
+        name = f"steps-{self._began}-{step}-rank-{dist.world().rank}"
+        with explained_disk(self._folder):
+            self._folder.mkdir(exist_ok=True)
+            recorder.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
+            text = tables(recorder.key_averages(), steps=step - self._began + 1)
+            (self._folder / f"{name}.txt").write_text(text, encoding="utf-8")
+        if dist.world().leads:
+            recorded = f"steps {self._began} to {step} recorded, {self._folder / name}.txt"
+            print(f"{self._folder.parent.name}: {recorded}", flush=True)
+
+
+def tables(events: Iterable[Any], *, steps: int) -> str:
+    """The heaviest operators on the host and, where a GPU worked, its heaviest kernels, as text."""
+    host: dict[str, tuple[float, int]] = {}
+    device: dict[str, tuple[float, int]] = {}
+    for event in events:
+        if event.device_type == DeviceType.CPU:
+            host[event.key] = (event.self_cpu_time_total / MICROSECONDS, event.count)
+        elif not event.is_user_annotation:  # a span on the device is the kernels in it once more
+            device[event.key] = (event.self_device_time_total / MICROSECONDS, event.count)
+    span = f"{steps} step{'s' if steps > 1 else ''}"
+    parts = [_table(f"operators on the host, own time over {span}", host)]
+    return "\n".join([*parts, *([_table(f"kernels on the device over {span}", device)] if device else [])])
+
+
+def _table(title: str, rows: dict[str, tuple[float, int]]) -> str:
+    whole = sum(seconds for seconds, _ in rows.values())
+    lines = [f"{title}: {whole:.3f} s", f"{'seconds':>10} {'%':>5} {'calls':>8}"]
+    for name, (seconds, calls) in sorted(rows.items(), key=lambda row: row[1][0], reverse=True)[:ROWS]:
+        lines.append(f"{seconds:10.4f} {100 * seconds / whole if whole else 0:5.1f} {calls:8}  {name}")
+    return "\n".join(lines) + "\n"
