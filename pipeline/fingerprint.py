@@ -15,6 +15,7 @@ from typing import Any
 from pipeline.config.schema import ROLE_ENGINES, DataConfig, ModelConfig, RunConfig
 
 WATCHING = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_examples", "ratio_tolerance"}
+DECIDING = {"eval_every", "eval_examples"}  # of these, what chooses the model under export=best
 HOW = {"micro_batch_tokens"}
 ENGINE_KEYS = ("dtype", "compress", "states", "loss_scale_power", "loss_scale_window")
 DEEPSPEED_KEYS = ("optimizer", "scheduler", "gradient_clipping", "fp16", "bf16", "bfloat16", "communication_data_type")
@@ -74,7 +75,8 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     if stage == "reward" and config.reward_model is not None:
         chosen["reward_model"] = _model_settings(config.reward_model)
     chosen["data"] = _data_settings(config.data)
-    section = {key: value for key, value in whole[stage].items() if key not in WATCHING | HOW}
+    watching = WATCHING - DECIDING if whole[stage]["export"] == "best" else WATCHING
+    section = {key: value for key, value in whole[stage].items() if key not in watching | HOW}
     for role in ROLE_ENGINES:
         if role in section:
             own = section[role]
@@ -82,6 +84,8 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     chosen[stage] = section
     if stage == "ppo":
         section["reward_function"] = _absolute(config.ppo.reward_function)
+        if config.ppo.export == "best":
+            chosen["evaluation"] = {"prompts": config.evaluation.prompts}
         chosen["rollout"] = {key: value for key, value in whole["rollout"].items() if key != "batch_size"}
     return flat(chosen)
 

@@ -1,6 +1,6 @@
 """What every stage does at its edge: plain values for the engine, the stage's inputs, answers to held-out prompts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -169,6 +169,15 @@ def require_context(config: RunConfig, stage: str, source: ModelSource) -> None:
     mistakes = [advice for needed, advice in (wants[name] for name in coming) if needed > has]
     if mistakes:
         raise UserError(f"{source.name} has {has} positions for a sequence, too few for " + "; for ".join(mistakes))
+
+
+def require_held_out(section: StageSection, stage: str, held_out: Sequence[object]) -> None:
+    """Refuse to choose the best model by nothing."""
+    if section.export == "best" and not held_out:
+        raise UserError(
+            f"{stage}.export=best has nothing to judge by: no examples are held out (data.eval_fraction, or eval_path "
+            f"of a source); {stage}.export=last does without"
+        )
 
 
 def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prompt]:

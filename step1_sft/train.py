@@ -24,6 +24,7 @@ from pipeline.stage import (
     optimizer_config,
     prepare_generation,
     require_context,
+    require_held_out,
     run_tokenizer,
     say_cut,
     stage_records,
@@ -51,6 +52,7 @@ def run(config: RunConfig, folder: Path) -> None:
     held_out, _ = encode_conversations(
         tokenizer, records.held_out[: section.eval_examples], max_length=section.max_length, loss_on=section.loss_on
     )
+    require_held_out(section, "sft", held_out)
     prompts = evaluation_prompts(config, tokenizer)
     steps = stage_steps(section, len(train))
     arrange(config)
@@ -63,7 +65,9 @@ def run(config: RunConfig, folder: Path) -> None:
     cut: dict[str, Any] = {"budget": section.micro_batch_tokens, "packing": packing, "pad_id": tokenizer.pad_id}
     with (
         open_watchers(config, "sft", folder, steps) as watchers,
-        StageRun(folder, section, steps, {"policy": engine}, watchers=watchers, profile=config.profile) as stage,
+        StageRun(
+            folder, section, steps, {"policy": engine}, watchers=watchers, profile=config.profile, decides="eval_loss"
+        ) as stage,
     ):
         stage.predicted = predicted
         done = stage.restore()
@@ -84,9 +88,10 @@ def run(config: RunConfig, folder: Path) -> None:
             if stage.evaluates(step) and held_out:
                 with stage.clock.phase("evaluate"):
                     figures["eval_loss"] = held_out_loss(engine, held_out, **cut)
-                stage.note_best("eval_loss", figures["eval_loss"], higher=False)
+                stage.note_best(step, "eval_loss", figures["eval_loss"], higher=False)
             stage.log(step, figures)
             stage.save(step)
+        stage.take_best()
         with stage.clock.phase("export"):
             export_policy(engine, source, tokenizer, folder / "model")
         with stage.clock.phase("evaluate"):

@@ -27,6 +27,7 @@ from pipeline.stage import (
     check_vocabulary,
     optimizer_config,
     require_context,
+    require_held_out,
     run_tokenizer,
     say_cut,
     stage_records,
@@ -54,6 +55,7 @@ def run(config: RunConfig, folder: Path) -> None:
     held_out, _ = encode_preferences(
         tokenizer, records.held_out[: section.eval_examples], max_length=section.max_length
     )
+    require_held_out(section, "reward", held_out)
     steps = stage_steps(section, len(train))
     arrange(config)
     config, predicted = announce(config, "reward", folder, policy=source)
@@ -65,7 +67,15 @@ def run(config: RunConfig, folder: Path) -> None:
     cut: dict[str, Any] = {"budget": section.micro_batch_tokens, "packing": packing, "pad_id": tokenizer.pad_id}
     with (
         open_watchers(config, "reward", folder, steps) as watchers,
-        StageRun(folder, section, steps, {"reward": engine}, watchers=watchers, profile=config.profile) as stage,
+        StageRun(
+            folder,
+            section,
+            steps,
+            {"reward": engine},
+            watchers=watchers,
+            profile=config.profile,
+            decides="eval_accuracy",
+        ) as stage,
     ):
         stage.predicted = predicted
         stage.restore()
@@ -85,9 +95,10 @@ def run(config: RunConfig, folder: Path) -> None:
                 with stage.clock.phase("evaluate"):
                     found = accuracies(score_pairs(engine, held_out, **cut))
                 figures["eval_accuracy"] = float(found["eval_accuracy"])  # type: ignore[arg-type]
-                stage.note_best("eval_accuracy", figures["eval_accuracy"], higher=True)
+                stage.note_best(step, "eval_accuracy", figures["eval_accuracy"], higher=True)
             stage.log(step, figures)
             stage.save(step)
+        stage.take_best()
         with stage.clock.phase("evaluate"):
             shares = accuracies(score_pairs(engine, held_out, **cut))
             level = reference_level(score_pairs(engine, train[:REFERENCE_ANSWERS], **cut))

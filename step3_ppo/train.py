@@ -182,15 +182,17 @@ def run(config: RunConfig, folder: Path) -> None:
         frozen={name: engine for name, engine in ppo.models.engines.items() if name in ("reference", "reward")},
         watchers=watchers,
         profile=config.profile,
+        decides="eval_score",
         extra=lambda: {"kl_coef": ppo.kl.coef},
         take=take,
     ) as stage:
         stage.predicted = predicted
         done = stage.restore()
         if done == 0:
-            start = evaluated(stage, lambda: examiner.examine(ppo.models))
+            start = evaluated(stage, 0, lambda: examiner.examine(ppo.models))
             write_table(examiner.prompts, {"sft": start}, folder)
             stage.log(0, {"lr": 0.0, **start.figures})
+            stage.save(0)  # SFT's own model is the best so far
         for step in stage.steps_left():
             rollout = ppo.rollout(step, stage)
             targets = targets_of(rollout, ppo.section, kl_coef=ppo.kl.coef)
@@ -203,24 +205,25 @@ def run(config: RunConfig, folder: Path) -> None:
             ppo.kl = ppo.kl.after(sequence_kl(rollout), len(rollout))
             warn_of_gap(figures["generator_gap"])
             if stage.evaluates(step):
-                figures |= evaluated(stage, lambda: examiner.examine(ppo.models)).figures
+                figures |= evaluated(stage, step, lambda: examiner.examine(ppo.models)).figures
             stage.log(step, figures)
             stage.save(step)
         finish(ppo, sources, examiner, stage, skipped)
 
 
-def evaluated(stage: StageRun, examine: Callable[[], HeldOut]) -> HeldOut:
+def evaluated(stage: StageRun, step: int, examine: Callable[[], HeldOut]) -> HeldOut:
     """Held-out answers, their time counted, the best figures kept."""
     with stage.clock.phase("evaluate"):
         found = examine()
     for name, value in found.figures.items():
-        stage.note_best(name, value, higher=True)
+        stage.note_best(step, name, value, higher=True)
     return found
 
 
 def finish(ppo: Ppo, sources: Sources, examiner: Examiner, stage: StageRun, skipped: dict[str, int]) -> None:
     """The exported model, the table of answers of base, SFT and PPO model, the summary."""
     folder, actor = stage.folder, ppo.models.actor
+    stage.take_best()
     with actor.averaged(), stage.clock.phase("export"):
         export_policy(actor, sources.actor, ppo.tokenizer, folder / "model")
     with actor.averaged(), stage.clock.phase("evaluate"):

@@ -65,6 +65,12 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
     if span is not None and (len(span) != 2 or span[0] > span[1]):
         yield f"profile.steps={span}: write the first and the last step to record, as in profile.steps=[5,8]"
     stages = wanted_stages(config)
+    for stage in stages:
+        if getattr(config, stage).export == "best" and not getattr(config, stage).eval_every:
+            yield (
+                f"{stage}.export=best has one evaluation to choose from: {stage}.eval_every=N, steps between "
+                f"evaluations, or {stage}.export=last"
+            )
     if "ppo" in stages:
         yield from _ppo_mistakes(config)
     if "reward" in stages and config.reward.init == "sft" and config.reward_model is not None:
@@ -106,6 +112,8 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
             f"ppo.lora.dropout={ppo.lora.dropout:g}: PPO needs the same probabilities when it samples and when it "
             "trains; ppo.lora.dropout=0"
         )
+    if ppo.export == "best" and ppo.ema is not None:
+        yield f"ppo.export=best and ppo.ema={ppo.ema:g} both say which actor is exported: leave one of them out"
     if ppo.advantage != "gae":
         if ppo.samples < 2:
             yield (

@@ -178,6 +178,9 @@ def stage_section(
         notes.append(f"Unfinished: the last logged step is {stage.last_step}.")
     if stage.bad_lines:
         notes.append(f"{stage.bad_lines} unreadable line(s) of metrics.jsonl left out.")
+    exported, steps = stage.number("exported_step"), stage.number("steps")
+    if exported is not None and exported != steps:
+        notes.append(f"The model is that of step {exported:.0f}, the best of the evaluations.")
     text = " ".join([lead, *notes])
     return section(stage.name, title, text, grid([*plots(stage, wanted, x_name), *(chart for chart in more if chart)]))
 

@@ -7,7 +7,7 @@ held-out prompts within one run; what another seed would give they don't say, an
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -107,7 +107,15 @@ def judge(run: RunReading) -> Verdict:
     ppo = run.stage("ppo")
     if not ppo.finished:
         return _unfinished(run)
-    samples = run.samples()
+    verdict, step = _judge_finished(run), ppo.number("exported_step")
+    if run.setting("ppo", "export") != "best" or step is None:
+        return verdict
+    chosen = f"The model is that of rollout {step:.0f}, the best by its score on these same prompts, which favours it."
+    return replace(verdict, evidence=f"{verdict.evidence} {chosen}")
+
+
+def _judge_finished(run: RunReading) -> Verdict:
+    ppo, samples = run.stage("ppo"), run.samples()
     reward = change(samples, "scores", "sft", "ppo")
     gold = change(samples, "gold", "sft", "ppo")
     if gold is not None:

@@ -7,6 +7,7 @@ Phases of the stage (train, generate, ...) are spans of the trace. Their own tim
 Python, waiting, and kernels that are called past PyTorch. Recording takes time itself, most where operators are small.
 """
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class Profile:
         if self._recorder is None and self._first <= step <= self._last:
             from torch.profiler import ProfilerActivity, profile
 
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its library talks to its programmers; read at first use
             kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
             self._began, self._recorder = step, profile(activities=kinds)
             self._recorder.start()

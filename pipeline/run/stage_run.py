@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +39,7 @@ class StageRun:
     """One stage's progress. Every rank makes one; rank 0 writes.
 
     `frozen` engines only score. `extra` gives the stage's own state for a checkpoint (JSON), `take` puts it back.
+    `decides` names the held-out figure that `export=best` goes by; the checkpoint of its best step stays to the end.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class StageRun:
         watchers: list[Watcher] | None = None,
         frozen: Mapping[str, Engine] | None = None,
         profile: ProfileSection | None = None,
+        decides: str | None = None,
         extra: Callable[[], dict[str, Any]] = dict,
         take: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
@@ -65,7 +68,9 @@ class StageRun:
         self._save_every = section.save_every or max(1, math.ceil(steps / 10))
         self._seconds_before = 0.0
         self._began = time.monotonic()
-        self._saved = 0
+        self._saved: int | None = None
+        self._decides = decides if section.export == "best" else None
+        self._best_step: int | None = None
         self._begun = 0  # the step before this process's first
         self._sent = traffic.sent()
         self._profile = _profile_of(folder, profile)
@@ -98,6 +103,7 @@ class StageRun:
             self._seconds_before = shared["seconds"]
             self.clock.seconds, self.clock.tokens = shared["phases"], shared["tokens"]
             self.best, self.last = shared["best"], shared["last"]
+            self._best_step = shared.get("best_step")
             if mine is not None:
                 restore_random_state(mine["random"])
             self._take(shared["extra"])
@@ -180,11 +186,13 @@ class StageRun:
             for watcher in self._watchers:
                 watcher.log(step, line)
 
-    def note_best(self, name: str, value: float, *, higher: bool) -> None:
-        """Keep the best value of a figure."""
-        before = self.best.get(name)
-        if before is None or (value > before if higher else value < before):
+    def note_best(self, step: int, name: str, value: float, *, higher: bool) -> None:
+        """Keep the best value of a figure; of equal ones the earliest. What is not a number is no value."""
+        before = self.best.get(name, -math.inf if higher else math.inf)
+        if value > before if higher else value < before:
             self.best[name] = value
+            if name == self._decides:
+                self._best_step = step
 
     def evaluates(self, step: int) -> bool:
         """Whether held-out figures are due after this step."""
@@ -192,8 +200,9 @@ class StageRun:
         return step == self.steps or (every > 0 and step % every == 0)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint where one is due: every `save_every` steps and after the last."""
-        if step == self._saved or (step % self._save_every and step != self.steps):
+        """Write a checkpoint where one is due: every `save_every` steps, after the last and after the best so far."""
+        regular = step > 0 and step % self._save_every == 0
+        if step == self._saved or not (regular or step in (self.steps, self._best_step)):
             return
         shared = {
             "step": step,
@@ -202,12 +211,14 @@ class StageRun:
             "phases": self.clock.seconds,
             "best": self.best,
             "last": self.last,
+            "best_step": self._best_step,
             "extra": self._extra(),
             "healing": {name: (e.healer.limit, e.healer.times) for name, e in self._engines.items()},
         }
         with self.clock.phase("save"), explained_disk(self.folder):
             where = self.folder / "checkpoints" / f"step-{step}"
-            self._checkpointer.save(where, shared, {"random": random_state()}, then=self._drop_old)
+            drop = partial(self._drop_old, keep=self._best_step)  # the best as this checkpoint knows it
+            self._checkpointer.save(where, shared, {"random": random_state()}, then=drop)
         self._saved = step
 
     def settle(self) -> None:
@@ -215,9 +226,13 @@ class StageRun:
         with explained_disk(self.folder):
             self._checkpointer.wait()
 
-    def _drop_old(self) -> None:
-        """Keep the newest checkpoints; removing gigabytes takes a file system tenths of a second."""
+    def _drop_old(self, *, keep: int | None) -> None:
+        """Keep the newest checkpoints and that of step `keep`; removing gigabytes takes a file system tenths of a
+        second.
+        """
         for old in self._checkpoints()[: -self._section.keep_checkpoints]:
+            if old.name == f"step-{keep}":
+                continue
             half = old.rename(old.with_name(f"{old.name}.tmp"))  # at once, whatever a kill leaves of it
             shutil.rmtree(half, ignore_errors=True)
 
@@ -227,6 +242,30 @@ class StageRun:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or issubclass(kind, SharedError):  # the newest checkpoint is whole, then
             self.settle()
+
+    def take_best(self) -> None:
+        """Before the export: give the models back the values they had after the best step, where `export=best`.
+
+        Every rank calls. Raises UserError where the checkpoint of that step is damaged.
+        """
+        if self._best_step in (None, self.steps):
+            return
+        self.settle()
+        place = self.folder / "checkpoints" / f"step-{self._best_step}"
+        told = f"step {self._best_step} of {self.steps}, the best by {self._decides}"
+        if not dist.broadcast_object(place.is_dir()):
+            told = f"the last step: the checkpoint of {told}, is gone"
+            self._best_step = None
+        else:
+            try:
+                self._checkpointer.load(place)
+            except Damaged as problem:
+                raise UserError(
+                    f"{place} is damaged ({problem.reason}); it has {told}. Put a sound copy back; or delete it, and "
+                    "the same command exports the last step"
+                ) from problem
+        if dist.world().leads:
+            print(f"{self.folder.name}: exports {told}", flush=True)
 
     def require_finite(self, step: int, loss: float, batch: Any) -> None:
         """Stop on a loss that is not a number, with this rank's batch saved as JSON for inspection."""
@@ -261,12 +300,13 @@ class StageRun:
                 "memory": {"predicted": self.predicted, "measured": measured_memory(self._engines)},
                 "final": {k: metrics.plain(v) for k, v in self.last.items()},
                 "best": self.best,
+                "exported_step": self.steps if self._best_step is None else self._best_step,
+                **({self._decides: self.best[self._decides]} if self._decides and self._best_step is not None else {}),
                 **figures,
             }
             with explained_disk(self.folder):
                 write_json(self.folder / "summary.json", summary)
         dist.barrier()
-
 
 def _profile_of(folder: Path, section: ProfileSection | None) -> Profile | None:
     """What records this rank's steps, where that is wanted."""

@@ -154,6 +154,7 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         ("profile.steps=[8,5]", "profile.steps=[8, 5]: write the first and the last step to record"),
         ("profile.steps=5", "profile.steps=5: write [a, b, ...] (first and last step"),
         ("profile.steps=[0,5]", "profile.steps.0=0: must be >= 1"),
+        ("sft.export=best", "sft.export=best has one evaluation to choose from: sft.eval_every=N"),
         ("ppo.kl_in=both", "ppo.kl_in=both: write reward or loss"),
         ("ppo.minibatches=3", "ppo.batch_size=64 does not divide over ppo.minibatches=3: ppo.batch_size=63 or 66"),
         ("ppo.actor_engine.zero_stag=3", "ppo.actor_engine.zero_stag: there is no such key; did you mean"),
@@ -173,6 +174,13 @@ def test_mistakes_are_answered_with_what_to_write(override, expected):
 def test_every_mistake_is_named_at_once():
     lines = refusal("sft.lrr=1", "ppo.clip=-1", "engine.zero_stage=4").splitlines()
     assert [line.split(":")[0] for line in sorted(lines)] == ["engine.zero_stage=4", "ppo.clip=-1", "sft.lrr"]
+
+
+def test_the_best_model_is_one_of_several_and_no_average():
+    assert config_of("stage=sft", "reward.export=best").reward.export == "best"  # of a stage that does not run
+    assert config_of("ppo.export=best", "ppo.eval_every=5").ppo.export == "best"
+    line = refusal("ppo.export=best", "ppo.eval_every=5", "ppo.ema=0.9")
+    assert line == "ppo.export=best and ppo.ema=0.9 both say which actor is exported: leave one of them out"
 
 
 def test_a_coefficient_of_zero_can_not_adapt():

@@ -28,7 +28,7 @@ def engine_of(seed: int = 1) -> Engine:
 
 def stage_of(folder: Path, steps: int = 6, seed: int = 1, **keys: Any) -> tuple[StageRun, Engine]:
     engine = engine_of(seed)
-    rest = {name: keys.pop(name) for name in ("watchers", "extra", "take", "profile") if name in keys}
+    rest = {name: keys.pop(name) for name in ("watchers", "extra", "take", "profile", "decides") if name in keys}
     return StageRun(folder, SftSection(**keys), steps, {"net": engine}, **rest), engine
 
 
@@ -142,7 +142,7 @@ def test_nothing_begins_anew_by_itself_where_all_checkpoints_are_damaged(tmp_pat
 def test_what_comes_back_besides_the_weights(tmp_path: Path) -> None:
     taken: list[dict[str, Any]] = []
     stage, engine = stage_of(tmp_path, save_every=2, extra=lambda: {"kl_coef": 0.07})
-    stage.note_best("eval_loss", 2.0, higher=False)
+    stage.note_best(1, "eval_loss", 2.0, higher=False)
     work(stage, engine, 1, 2)
     stage.settle()
     fresh, _ = stage_of(tmp_path, save_every=2, take=taken.append)
@@ -205,9 +205,9 @@ def test_lines_of_metrics(tmp_path: Path) -> None:
 
 def test_best_figures(tmp_path: Path) -> None:
     stage, _ = stage_of(tmp_path)
-    for value in (0.5, 0.7, 0.6):
-        stage.note_best("up", value, higher=True)
-        stage.note_best("down", value, higher=False)
+    for value in (math.nan, 0.5, 0.7, math.nan, 0.6):
+        stage.note_best(1, "up", value, higher=True)
+        stage.note_best(1, "down", value, higher=False)
     assert stage.best == {"up": 0.7, "down": 0.5}
 
 
@@ -260,7 +260,7 @@ def test_summary(tmp_path: Path) -> None:
         time.sleep(0.02)
     stage.clock.tokens = 100
     stage.log(2, {"loss": 0.25})
-    stage.note_best("eval_loss", 0.5, higher=False)
+    stage.note_best(2, "eval_loss", 0.5, higher=False)
     stage.finish({"gold_score": 0.75})
     found = json.loads((tmp_path / "sft" / "summary.json").read_text())
     assert (found["stage"], found["steps"], found["tokens"], found["gold_score"]) == ("sft", 2, 100, 0.75)

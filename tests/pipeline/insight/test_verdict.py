@@ -51,6 +51,15 @@ def test_gold_decides(gain: float, reward: float | None, outcome: str, headline:
     assert "Another training seed" in verdict.caveat
 
 
+def test_a_model_that_was_chosen_on_these_prompts_is_told() -> None:
+    """Of several evaluations the best by its score looks better than it is."""
+    for export, step, said in (("best", 2, True), ("last", 3, False)):
+        rows = samples(SPREAD, [value + 0.3 for value in SPREAD])
+        ppo = StageReading("ppo", summary={"steps": 3, "exported_step": step}, samples=rows)
+        verdict = judge(RunReading("run", {"ppo": ppo}, {"ppo": {"export": export}}))
+        assert ("that of rollout 2, the best by its score on these same prompts" in verdict.evidence) == said
+
+
 def test_an_interval_around_zero_is_no_difference() -> None:
     swing = [value + (0.2 if at % 2 else -0.2) for at, value in enumerate(SPREAD)]
     verdict = judge(finished(samples(SPREAD, swing)))
