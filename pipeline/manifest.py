@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.config.compose import defaults
 from pipeline.config.places import model_folder
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
@@ -20,6 +21,7 @@ from pipeline.fingerprint import (
     data_content,
     data_source,
     digest,
+    flat,
     model_content,
     model_source,
     stage_settings,
@@ -80,7 +82,8 @@ class Manifest:
 
     def begin(self, stage: str, consumed: dict[str, Any]) -> None:
         record = self.stages.get(stage, {})
-        started = record["started"] if record.get("consumed") == consumed else _now()
+        same = bool(record) and _as_known_now(record["consumed"], consumed) == consumed
+        started = record["started"] if same else _now()
         self.stages[stage] = {"status": "running", "consumed": consumed, "produced": {}, "started": started}
         self.save()
 
@@ -117,8 +120,9 @@ class Manifest:
         record = self.stages.get(stage)
         if record is None:
             return Decision("run")
-        if record["consumed"] != consumed:
-            return Decision("run", differences(record["consumed"], consumed))
+        before = _as_known_now(record["consumed"], consumed)
+        if before != consumed:
+            return Decision("run", differences(before, consumed))
         if record["status"] != "finished":
             return Decision("resume")
         if self.finished(stage):
@@ -132,6 +136,7 @@ class Manifest:
         old = self.stages.get(stage, {}).get("consumed")
         if old is None:
             return False
+        old = _as_known_now(old, consumed)
         made_from = [key for key in consumed["settings"] if key == "seed" or key.startswith(("model.", "data."))]
         changed = any(old["settings"].get(key) != consumed["settings"][key] for key in made_from)
         return changed or old["data"] != consumed["data"]
@@ -207,6 +212,16 @@ def _as_made(folder: Path, run_dir: Path, cache: HashCache) -> str:
     return found
 
 
+def _as_known_now(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """What was consumed, with the keys that came into being since at their defaults, which change no result: a finished
+    stage stays finished when the program is brought up to date.
+    """
+    usual = flat(defaults(RunConfig))
+    since = {key: usual[key] for key in new["settings"] if key in usual and key not in old["settings"]}
+    settings = {**old["settings"], **since}
+    return {**old, "settings": settings, "config": digest(settings)} if since else old
+
+
 def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     """In words, what a stage would consume otherwise than before: the first few keys with both values."""
     keys = [key for key in new["settings"] if old["settings"].get(key) != new["settings"][key]]
@@ -230,7 +245,11 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
 
 def request(config: RunConfig, stages: list[str]) -> str:
     """A hash of what a command asks for, to find an unfinished run of the same command."""
-    settings = {stage: stage_settings(config, stage) for stage in stages}
+    usual = flat(defaults(RunConfig))
+    settings = {
+        stage: {key: value for key, value in stage_settings(config, stage).items() if value != usual.get(key)}
+        for stage in stages
+    }  # the same command asks for the same when there are more keys
     return digest({"stages": settings, "actor": config.actor, "reward": config.reward_path})
 
 

@@ -70,6 +70,22 @@ def test_a_finished_stage_is_skipped(train):
     assert starts("x", "sft") == 1
 
 
+def test_a_newer_program_leaves_finished_stages_finished(train):
+    """Which has keys that the older one did not have."""
+    train("name=x", "sft.lr=2e-5")
+    file = Path("runs/x/manifest.json")
+    content = json.loads(file.read_text())
+    for stage, key in (("sft", "sft.warmup"), ("reward", "reward.centering"), ("ppo", "ppo.kl_in")):
+        consumed = content["stages"][stage]["consumed"]
+        del consumed["settings"][key]
+        consumed["config"] = "of another program"
+    file.write_text(json.dumps(content))
+    _, said = train("name=x", "sft.lr=2e-5")
+    assert said.count("skipped") == 3
+    _, said = train("name=x", "sft.lr=2e-5", "ppo.kl_in=loss")
+    assert "ppo: runs again (ppo.kl_in was None, is loss)" in said
+
+
 def test_a_changed_stage_runs_again_and_so_do_those_after_it(train):
     train("name=x")
     before = record("x", "sft")["produced"]["model"]
