@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from engine.kernels import decode_attention_triton as attention
-from engine.kernels import gae_triton, sample_candidates_triton, sample_search_triton, sample_triton
+from engine.kernels import gae_triton, rows_triton, sample_candidates_triton, sample_search_triton, sample_triton
 from engine.kernels import token_logprobs_triton as logprobs
+from engine.kernels.host.gates import Kind as Activation
+from engine.kernels.host.norms import Kind
 
 TRITON_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 ALIGNED = ("width", "of_values", "vocabulary", "length")  # and every stride: multiples of 16 in real models
@@ -44,7 +46,7 @@ class Variant:
 
 def variants(capability: int) -> list[Variant]:
     """All that is compiled for GPUs of this compute capability (80, 90, 100)."""
-    makers: list[Callable[[int], Iterator[Variant]]] = [_token_logprobs, _decode_attention, _sample, _gae]
+    makers: list[Callable[[int], Iterator[Variant]]] = [_token_logprobs, _decode_attention, _rows, _sample, _gae]
     return [variant for maker in makers for variant in maker(capability)]
 
 
@@ -108,6 +110,23 @@ def _decode_attention(capability: int) -> Iterator[Variant]:
     types = {**_pointers("fp32", "partial", "highest", "totals"), "out": "*bf16"}
     constants = {"SPLITS": attention.MOST_SPLITS, "BV": 128, "num_warps": 4}
     yield _variant("decode_attention join", attention.join_kernel, types, constants)
+
+
+def _rows(capability: int) -> Iterator[Variant]:
+    types = {**_pointers("bf16", "x", "y", "z", "total", "weight", "bias", "out", "cosines", "sines"), "eps": "fp32"}
+    for size, parts, kind in ((2048, 2, Kind.LAYER), (4096, 2, Kind.RMS)):
+        constants = rows_triton.norm_options(size, parts, kind) | {"z": None}
+        constants |= {} if kind == Kind.LAYER else {"bias": None}
+        yield _variant(f"norm of {size}, with the sum before it", rows_triton.norm_kernel, types, constants)
+    for normed in (False, True):
+        constants = rows_triton.turn_options(128, 128, Kind.RMS if normed else None)
+        constants |= {} if normed else {"weight": None}
+        label = f"turn of heads of 128{', normed' if normed else ''}"
+        yield _variant(label, rows_triton.turn_kernel, types, constants)
+    for activation in (Activation.SILU, Activation.GELU_NEW):
+        constants = rows_triton.gate_options(activation, gated=activation == Activation.SILU)
+        constants |= {} if constants["GATED"] else {"y": None}
+        yield _variant(f"gate by {activation.name.lower()}", rows_triton.gate_kernel, types, constants)
 
 
 def _sample(capability: int) -> Iterator[Variant]:

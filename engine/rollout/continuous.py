@@ -19,6 +19,7 @@ from engine.rollout.cache.grouping import BY_TORCH, IN_C, Grouping, Joining
 from engine.rollout.cache.groups import Group
 from engine.rollout.cache.slots import SlotCache, Step
 from engine.rollout.decoding import Decoding, Drawn
+from engine.rollout.on_device.forwards import Forwards
 from engine.rollout.on_device.graphs import upload
 from engine.rollout.on_device.rounds import DeviceDecoding, Rounds
 from engine.rollout.packed import PackedLinears
@@ -55,6 +56,7 @@ class SlotDecoder:
         # Then steps are captured, and the host follows a round behind.
         self.on_device = replay and device.type == "cuda"
         self._rounds: Rounds | None = None
+        self._forwards = Forwards(module)
         self.recorded: RecordedSteps | None = None  # the probe is no step to record
         self.token_bytes, self.token_numbers, self.dtype = self._probe()
         if replay and device.type == "cpu":
@@ -63,6 +65,7 @@ class SlotDecoder:
     def release(self) -> None:
         """Free the cache, the packed weights and the graphs."""
         self.cache = self._rounds = None
+        self._forwards.unbind()
         self.packs.release()
         if self.recorded is not None:
             self.recorded.release()
@@ -85,7 +88,7 @@ class SlotDecoder:
             return iter(Decoding(self.forward, cache, scheduler, sampling, streams, ends, groups, self.device))
         if self._rounds is None or not self._rounds.fit(cache):
             self._rounds = None  # free the old graphs first
-            self._rounds = Rounds(self.module, cache, self.device)
+            self._rounds = Rounds(self._forwards, cache, self.device)
         return iter(DeviceDecoding(self._rounds, self.forward, scheduler, sampling, streams, ends))
 
     @torch.inference_mode()

@@ -16,18 +16,11 @@ import torch
 from torch import Tensor
 
 from engine.healing.failure import is_out_of_memory
+from engine.rollout.buckets import bucket
 from engine.rollout.on_device.static_step import StaticStep
 
 log = logging.getLogger(__name__)
 _told: set[str] = set()
-
-
-def bucket(rows: int) -> int:
-    """The least of 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, ... that holds so many rows: a third too many at most."""
-    size = 1
-    while size < rows:
-        size *= 2
-    return size * 3 // 4 if size >= 32 and rows <= size * 3 // 4 else size
 
 
 class Replays:
@@ -56,6 +49,7 @@ class Replays:
 
     def _replay(self, size: int, slots: Tensor) -> Callable[[], None]:
         """One step for the slots (size,) that lie at this address."""
+        self.step.prepare(size)
         if self.captures and size not in self._graphs:
             try:
                 self._graphs[size] = self._capture(slots)
@@ -63,7 +57,7 @@ class Replays:
                 if is_out_of_memory(problem):  # says nothing about the model
                     raise
                 self.captures = False
-                _say_once(type(self.step.module).__name__, problem)
+                _say_once(type(self.step.forwards.module).__name__, problem)
         return self._graphs[size].replay if size in self._graphs else lambda: self.step(slots)
 
     def _capture(self, slots: Tensor) -> torch.cuda.CUDAGraph:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.rollout.cache.slots import SlotCache, Step
+from engine.rollout.on_device.forwards import Forwards
 from engine.rollout.on_device.graphs import Replays, upload
 from engine.rollout.on_device.static_step import NOTHING, DecodeState, StaticStep
 from engine.rollout.sampling import Sampling, under_seed
@@ -50,12 +51,13 @@ class Round:
 class Rounds:
     """Static steps over one cache, kept from call to call as long as weights and cache stay where they are."""
 
-    def __init__(self, module: nn.Module, cache: SlotCache, device: torch.device) -> None:
-        self.module, self.cache, self.device = module, cache, device
+    def __init__(self, forwards: Forwards, cache: SlotCache, device: torch.device) -> None:
+        self.forwards, self.module, self.cache, self.device = forwards, forwards.module, cache, device
+        forwards.bind()
         self.state = DecodeState(cache.slots - 1, WINDOW + 1, device)
         self._host = [_host_copies(self.state) for _ in range(2)]  # a round is read while the next is written
         self._replays: dict[Sampling, Replays] = {}
-        self._addresses = _addresses(module)
+        self._addresses = _addresses(self.module)
 
     def fit(self, cache: SlotCache) -> bool:
         """Whether these still belong to the module's memory and to `cache`."""
@@ -66,7 +68,7 @@ class Rounds:
         key = replace(sampling, seed=0, stop=(), pad_id=0, max_new_tokens=max(1, sampling.min_new_tokens))
         found = self._replays.pop(key, None)
         if found is None:
-            step = StaticStep(self.module, self.cache, self.state, key, vocabulary)
+            step = StaticStep(self.forwards, self.cache, self.state, key, vocabulary)
             found = Replays(step, captures=self.device.type == "cuda")
         self._replays[key] = found
         while len(self._replays) > SETTINGS_KEPT:

@@ -2,68 +2,23 @@
 
 What a step needs lies on the device, a row a slot (`DecodeState`): the token drawn last, how many are cached, the
 random stream, how many were drawn and may be, whether the answer ended. A step takes the rows of its slots, runs the
-model's own forward with attention over the slot cache, draws, tests for the end, and writes the rows back. So a CUDA
-graph can replay it, and run eagerly on any device it says the same.
+model's forward (`forwards.py`) with attention over the slot cache, draws, tests for the end, and writes the rows back.
+So a CUDA graph can replay it, and run eagerly on any device it says the same.
 
 The last slot of cache and state is scratch: rows that only fill a step up to its size point there.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
-from engine.kernels import decode_attention, sample
-from engine.rollout.attention import Unserved, check_served, routed
+from engine.kernels import sample
 from engine.rollout.cache.slots import SlotCache
+from engine.rollout.on_device.attention import Queries
+from engine.rollout.on_device.forwards import Forwards
 from engine.rollout.sampling import Sampling, penalise
 
-NAME = "zerochat_static_slots"
 TOKEN, CACHED, STREAM, DRAWN, LIMIT, ENDED = range(6)  # columns of DecodeState.rows
 NOTHING = -1  # said by a row whose answer had ended before
-
-
-@dataclass(frozen=True)
-class Queries:
-    """What attention is told of one step: (b,) slots, positions of the new tokens, tokens seen (0: look at nothing)."""
-
-    cache: SlotCache
-    slots: Tensor
-    positions: Tensor
-    lengths: Tensor
-
-
-def static_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    slots: Queries | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """query (1, heads, b, head size), key and value (1, key heads, b, head size) of one token a sequence.
-
-    Returns (1, b, heads, value's head size). Raises Unserved.
-    """
-    if slots is None or attention_mask is not None:
-        raise Unserved(f"{type(module).__name__} asks for another kind of attention")
-    check_served(module, others)
-    layer = slots.cache.layers[module.layer_idx]  # type: ignore[index]
-    layer.keys[slots.slots, :, slots.positions] = key[0].transpose(0, 1)
-    layer.values[slots.slots, :, slots.positions] = value[0].transpose(0, 1)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries = query[0].transpose(0, 1)  # (b, heads, head size)
-    out = decode_attention(
-        queries, layer.keys, layer.values, slots.slots, slots.lengths, scale, sliding_window, None, softcap
-    )
-    return out[None], None
 
 
 class DecodeState:
@@ -104,8 +59,10 @@ class StaticStep:
     The settings' seed is not read: streams come shifted by it (`sampling.under_seed`), so that a step serves any.
     """
 
-    def __init__(self, module: nn.Module, cache: SlotCache, state: DecodeState, how: Sampling, vocabulary: int) -> None:
-        self.module, self.cache, self.state, self.how = module, cache, state, how
+    def __init__(
+        self, forwards: Forwards, cache: SlotCache, state: DecodeState, how: Sampling, vocabulary: int
+    ) -> None:
+        self.forwards, self.cache, self.state, self.how = forwards, cache, state, how
         device = state.rows.device
         self.ends = torch.tensor(how.end_ids, dtype=torch.int64, device=device)
         self.seen: Tensor | None = None  # (slots + 1, V), for the repetition penalty
@@ -116,18 +73,19 @@ class StaticStep:
             self.early = torch.zeros(vocabulary, dtype=torch.bool, device=device)
             self.early.index_fill_(0, self.ends, True)
 
+    def prepare(self, rows: int) -> None:
+        """Let steps of `rows` rows take what they may wait for."""
+        self.forwards.prepare(rows, self.cache, self.state.rows.device)
+
     @torch.inference_mode()
     def __call__(self, slots: Tensor) -> None:
         told = self.state.rows.index_select(0, slots)
         live = 1 - told[:, ENDED]
         positions = told[:, CACHED]
         queries = Queries(self.cache, slots, positions, (positions + 1) * live)
-        with routed(self.module, NAME):
-            output = self.module(
-                input_ids=told[None, :, TOKEN], position_ids=positions[None], use_cache=False, slots=queries
-            )
+        logits = self.forwards(told[None, :, TOKEN], positions[None], queries)
         told[:, CACHED].add_(live)
-        self.draw(slots, told, output.logits[0])
+        self.draw(slots, told, logits[0])
 
     @torch.inference_mode()
     def draw(self, slots: Tensor, told: Tensor, logits: Tensor) -> None:
@@ -146,6 +104,3 @@ class StaticStep:
         rows = torch.stack([tokens, told[:, CACHED], streams, drawn, told[:, LIMIT], over.long()], 1)
         self.state.rows.index_copy_(0, slots, rows)
         self.state.say(slots, torch.where(live, tokens, NOTHING), logprobs)
-
-
-AttentionInterface.register(NAME, static_attention)

@@ -1,4 +1,4 @@
-"""Short calls that follow each other, in one call of a kernel of ours each (`engine/kernels/host`).
+"""Short calls that follow each other, in one call of a kernel of ours each (`engine/kernels/rows.py`).
 
 Only where nobody else reads what is computed between them, and shapes and types are what the kernel takes; all else
 stays as it is, and everything does where there is no compiler. The numbers are rounded where the model rounds them.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+CPU = torch.device("cpu")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # What says something of a tensor without looking at its numbers: a recording is for fixed shapes, so need not keep it.
@@ -111,6 +112,7 @@ class Recording:
     inputs: tuple[Value, ...]
     output: Value
     forms: Mapping[Value, Form] = field(default_factory=dict)
+    device: torch.device = CPU
 
 
 class Recorder(TorchFunctionMode):
@@ -142,7 +144,7 @@ class Recorder(TorchFunctionMode):
             for index, tensor in enumerate(self._alive)
             if isinstance(tensor, Tensor)
         }
-        return Recording(tuple(self.calls), self.inputs, self._known[id(output)], forms)
+        return Recording(tuple(self.calls), self.inputs, self._known[id(output)], forms, output.device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside:

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from engine.rollout.attention import routed
+from engine.rollout.buckets import bucket
 from engine.rollout.cache.slots import Step
-from engine.rollout.on_device.graphs import bucket
 from engine.rollout.packed import Forward, PackedLinears
+from engine.rollout.recorded.agreement import disagreement
 from engine.rollout.recorded.lowering import lower
 from engine.rollout.recorded.program import Program
 from engine.rollout.recorded.recording import Layer, Recorder, Unrecordable
 
 log = logging.getLogger(__name__)
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest logit
 
 Forwards = Callable[[Tensor, Tensor, Step], Tensor]
 
@@ -91,11 +91,10 @@ class RecordedSteps:
         return replayed
 
     def _agree(self, right: Tensor, replayed: Tensor) -> bool:
-        off = (replayed.float() - right.float()).abs().max()
-        same = bool(off <= TOLERANCE.get(right.dtype, 5e-2) * right.abs().max())
-        if not same:
-            self._refuse(f"its calls depend on the tokens: logits differ by {off:.2g}")
-        return same
+        reason = disagreement(right, replayed)
+        if reason is not None:
+            self._refuse(reason)
+        return reason is None
 
     def _record(self, rows: int, ids: Tensor, positions: Tensor, step: Step) -> Program | None:
         recorder = Recorder(self.module, [ids, positions, step])

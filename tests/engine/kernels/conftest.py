@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-WITH_TRITON = ("token_logprobs", "decode_attention", "sample", "gae")
+WITH_TRITON = ("token_logprobs", "decode_attention", "sample", "gae", "rows")
 
 
 def import_for_the_interpreter() -> None:
@@ -22,7 +22,7 @@ def import_for_the_interpreter() -> None:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        importlib.import_module("tests.engine.kernels.interpreter").multiply_bf16_as_numbers()
+        importlib.import_module("tests.engine.kernels.interpreter").mend_bf16()
         for name in WITH_TRITON:
             importlib.import_module(f"engine.kernels.{name}_triton")
     finally:

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.kernels.rows import Ready
 from engine.rollout.recorded.graph import Graph, Place, is_view, steady
 from engine.rollout.recorded.recording import Call, Value
-
-Ready = tuple[Callable[..., None], list[Tensor]]  # what runs, and what it writes
 
 
 class Fused:

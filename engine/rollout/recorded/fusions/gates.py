@@ -1,12 +1,12 @@
 """Activations in a recording, with what they gate."""
 
+from collections.abc import Callable
 from functools import partial
 from math import prod
 
-from engine.kernels.host.gates import Kind, gate_rows
-from engine.kernels.host.library import library
+from engine.kernels.host.gates import Kind
+from engine.kernels.rows import DTYPES, Ready, maker
 from engine.rollout.recorded.fusions.fused import fused
-from engine.rollout.recorded.fusions.norms import DTYPES
 from engine.rollout.recorded.graph import Graph, Place
 from engine.rollout.recorded.patterns import Found, both, exactly, find, named, of
 from engine.rollout.recorded.recording import Call, Value
@@ -23,18 +23,19 @@ ACTIVATIONS = {
 
 def fuse_gates(graph: Graph) -> None:
     """Put a call of our kernel for each activation times something, and for those that are many calls themselves."""
-    if library("gates") is None:
+    make = maker("gate_rows", graph.recording.device)
+    if make is None:
         return
     for kind, pattern in ACTIVATIONS.items():
         for call in graph.calls():
             found = find(graph, both("mul", pattern, named("up")), call.results[0]) if call.whole else None
-            if found is None or not _put(graph, kind, call, found):
+            if found is None or not _put(graph, make, kind, call, found):
                 found = find(graph, pattern, call.results[0]) if call.whole and kind == Kind.GELU_NEW else None
                 if found is not None:
-                    _put(graph, kind, call, found)
+                    _put(graph, make, kind, call, found)
 
 
-def _put(graph: Graph, kind: Kind, call: Call, found: Found) -> bool:
+def _put(graph: Graph, make: Callable[..., Ready], kind: Kind, call: Call, found: Found) -> bool:
     result, x, up = call.results[0], found["x"], found.bound.get("up")
     if result is None or not isinstance(x, Value) or not graph.closed(found.calls.values(), [result]):
         return False
@@ -45,7 +46,7 @@ def _put(graph: Graph, kind: Kind, call: Call, found: Found) -> bool:
         return False
     shape, dtype = graph.forms[result].shape, graph.forms[result].dtype
     prepare = partial(
-        gate_rows, prod(shape[:-1]), shape[-1], dtype, kind=kind, gate=lying[0][1], up=lying[1][1] if up else None
+        make, prod(shape[:-1]), shape[-1], dtype, kind=kind, gate=lying[0][1], up=lying[1][1] if up else None
     )
     calls = fused(graph, "gate", prepare, [base for base, _ in lying], [result])
     graph.put(calls, at=call, gone=found.calls.values())

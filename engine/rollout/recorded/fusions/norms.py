@@ -6,8 +6,8 @@ from math import prod
 
 import torch
 
-from engine.kernels.host.library import library
-from engine.kernels.host.norms import MOST, Kind, norm_rows
+from engine.kernels.host.norms import MOST, Kind
+from engine.kernels.rows import DTYPES, maker
 from engine.rollout.recorded.fusions.fused import fused
 from engine.rollout.recorded.graph import Graph
 from engine.rollout.recorded.patterns import Found, both, cast, exactly, find, named, of, parameter
@@ -18,7 +18,6 @@ _SCALE = of("rsqrt", both("add", of("mean", of("pow", _WIDE, exactly(2)), exactl
 _SCALED = both("mul", _WIDE, _SCALE)
 RMS = both("mul", parameter("weight"), cast(_SCALED))
 RMS_ONE = cast(both("mul", _SCALED, both("add", cast(parameter("weight")), exactly(1.0))))
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,8 @@ def _layer_norm(call: Call) -> Norm | None:
 
 def fuse_norms(graph: Graph) -> None:
     """Put a call of our kernel for each norm that lies in rows, and for the sums that make these."""
-    if library("norms") is None:
+    make = maker("norm_rows", graph.recording.device)
+    if make is None:
         return
     for call in graph.calls():
         norm = norm_of(graph, call.results[0]) if call.whole and call.results[0] is not None else None
@@ -84,7 +84,7 @@ def fuse_norms(graph: Graph) -> None:
             continue
         sums = _sums(graph, place.base)
         parts = [place.base] if not sums else _parts(graph, sums)
-        prepare = partial(norm_rows, place.shape, base.dtype, parts=len(parts), kind=norm.kind, eps=norm.eps)
+        prepare = partial(make, place.shape, base.dtype, parts=len(parts), kind=norm.kind, eps=norm.eps)
         results = [norm.result] if not sums else [place.base, norm.result]
         calls = fused(graph, "norm", prepare, [norm.weight, norm.bias, *parts], results)
         graph.put(calls, at=sums[0] if sums else call, gone=[*norm.calls, *sums])

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.host.library import library
-from engine.kernels.host.rotary import turn_heads
+from engine.kernels.rows import DTYPES, maker
 from engine.rollout.cache.slots import Step
 from engine.rollout.recorded.fusions.fused import fused
-from engine.rollout.recorded.fusions.norms import DTYPES, Norm, norm_of
+from engine.rollout.recorded.fusions.norms import Norm, norm_of
 from engine.rollout.recorded.graph import Graph, Place, is_view
 from engine.rollout.recorded.patterns import Found, both, cast, either, exactly, find, joined, named, of, parameter
 from engine.rollout.recorded.recording import Call, Form, Value
@@ -51,7 +50,7 @@ class Table:
     def __call__(self, positions: Tensor, step: Step, frequencies: Tensor) -> tuple[Tensor, Tensor]:
         """positions (1, N), frequencies (half,) -> cosines and sines (1, N, 2 half)."""
         if step.cache.capacity > len(self._cosines):
-            angles = torch.arange(step.cache.capacity).float()[:, None] * frequencies.float()
+            angles = torch.arange(step.cache.capacity, device=frequencies.device).float()[:, None] * frequencies.float()
             angles = torch.cat((angles, angles), -1)
             self._cosines, self._sines = ((f * self.scale).to(self.dtype) for f in (angles.cos(), angles.sin()))
         return functional.embedding(positions, self._cosines), functional.embedding(positions, self._sines)
@@ -93,7 +92,8 @@ class Turn:
 
 def fuse_rotary(graph: Graph) -> None:
     """Put a call of our kernel for each turn of heads."""
-    if library("rotary") is None:
+    make = maker("turn_heads", graph.recording.device)
+    if make is None:
         return
     for call in graph.calls():
         turn = _turn(graph, call.results[0]) if call.name == "add" and call.results[0] is not None else None
@@ -104,7 +104,7 @@ def fuse_rotary(graph: Graph) -> None:
             continue
         dtype, norm = graph.forms[turn.result].dtype, turn.norm
         prepare = partial(
-            turn_heads, tokens, heads, turn.size, dtype, turned=turn.at.shape[-1],
+            make, tokens, heads, turn.size, dtype, turned=turn.at.shape[-1],
             at=(turn.at.offset, token_stride, head_stride),
             kind=None if norm is None else norm.kind, eps=0.0 if norm is None else norm.eps,
         )  # fmt: skip

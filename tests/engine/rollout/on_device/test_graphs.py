@@ -49,6 +49,8 @@ def test_graphs_equal_the_steps_called(family: str, monkeypatch: pytest.MonkeyPa
     decoder(captured)
     found = [captured.generate(PROMPTS, DRAWN, STREAMS, 5) for _ in range(2)]
     assert all(one.captures and one._graphs for one in replays(captured)) == ON_GPU, "it was not captured"
+    forwards = decoder(captured)._forwards
+    assert forwards.recorded >= {1, 8} and not forwards.refused
     same(*found)
     called = Rollouts(model, DEVICE)
     decoder(called)

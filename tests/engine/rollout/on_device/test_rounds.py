@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from engine.rollout import continuous
+from engine.rollout.buckets import bucket
 from engine.rollout.continuous import SlotDecoder
 from engine.rollout.decoder import Rollouts
 from engine.rollout.on_device import rounds
-from engine.rollout.on_device.graphs import bucket
 from engine.rollout.on_device.static_step import CACHED, ENDED, LIMIT, NOTHING, STREAM
 from engine.rollout.on_device.static_step import DRAWN as COUNT
 from engine.rollout.sampling import Sampling, under_seed, uniforms

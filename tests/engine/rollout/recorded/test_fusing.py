@@ -90,7 +90,7 @@ def test_what_is_fused_of_each_family(family: str, dtype: torch.dtype, watched: 
 
 def test_without_kernels_the_calls_stay(watched: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (norms, rotary, gates):
-        monkeypatch.setattr(module, "library", lambda name: None)
+        monkeypatch.setattr(module, "maker", lambda name, device: None)
     decode(build("qwen3"))
     assert fused(watched["after"]) == {"angles": 1}
     torch.testing.assert_close(watched["replay"], watched["module"], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,59 @@
+"""Attention of a static step: one new token a sequence, over the slot cache, told of everything by tensors."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from engine.kernels import decode_attention
+from engine.rollout.attention import Unserved, check_served
+from engine.rollout.cache.slots import SlotCache
+from engine.rollout.recorded.recording import recorded_whole
+
+NAME = "zerochat_static_slots"
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What attention is told of one step: (b,) slots, positions of the new tokens, tokens seen (0: look at nothing)."""
+
+    cache: SlotCache
+    slots: Tensor
+    positions: Tensor
+    lengths: Tensor
+
+
+@recorded_whole
+def static_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    slots: Queries | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query (1, heads, b, head size), key and value (1, key heads, b, head size) of one token a sequence.
+
+    Returns (1, b, heads, value's head size). Raises Unserved.
+    """
+    if slots is None or attention_mask is not None:
+        raise Unserved(f"{type(module).__name__} asks for another kind of attention")
+    check_served(module, others)
+    layer = slots.cache.layers[module.layer_idx]  # type: ignore[index]
+    layer.keys[slots.slots, :, slots.positions] = key[0].transpose(0, 1)
+    layer.values[slots.slots, :, slots.positions] = value[0].transpose(0, 1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    queries = query[0].transpose(0, 1)  # (b, heads, head size)
+    out = decode_attention(
+        queries, layer.keys, layer.values, slots.slots, slots.lengths, scale, sliding_window, None, softcap
+    )
+    return out[None], None
+
+
+AttentionInterface.register(NAME, static_attention)

@@ -1,0 +1,105 @@
+"""The forwards of static steps: the model's own calls, or a recording of them with fewer and larger ones.
+
+What a small step takes on a GPU is reading the weights, and then launches: a layer of Llama spelled in PyTorch's
+operators takes some forty, most of them to norm, turn and gate a few rows. Recorded (`engine/rollout/recorded`), a norm
+with the residual before it is one kernel, a turn of heads another. A recording serves one number of rows; it is made
+and held against the module on tokens of a trial in the scratch slot, before a graph is captured of it.
+"""
+
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from engine.healing.failure import is_out_of_memory
+from engine.rollout.attention import routed
+from engine.rollout.cache.slots import SlotCache
+from engine.rollout.on_device.attention import NAME, Queries
+from engine.rollout.packed import PackedLinears
+from engine.rollout.recorded.agreement import disagreement
+from engine.rollout.recorded.lowering import lower
+from engine.rollout.recorded.program import Program
+from engine.rollout.recorded.recording import Recorder
+
+log = logging.getLogger(__name__)
+
+
+class Forwards:
+    """Called with token ids (1, b), positions (1, b) and what attention is told; gives logits (1, b, V).
+
+    `refused` says for which numbers of rows, and why, the module's own calls are made.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.refused: dict[int, str] = {}
+        self._programs: dict[int, Program] = {}  # by the number of rows
+
+    @property
+    def recorded(self) -> set[int]:
+        """The numbers of rows of which there is a recording."""
+        return set(self._programs)
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, queries: Queries) -> Tensor:
+        program = self._programs.get(token_ids.shape[1])
+        if program is None:
+            return self._called(token_ids, positions, queries)
+        logits: Tensor = program(token_ids, positions, queries)
+        return logits
+
+    def bind(self) -> None:
+        """Take weights and buffers as they are now, and new memory: graphs of before are of no use any more."""
+        for program in self._programs.values():
+            program.bind()
+
+    def unbind(self) -> None:
+        """Let go of weights and memory until `bind`."""
+        for program in self._programs.values():
+            program.unbind()
+
+    @torch.inference_mode()
+    def prepare(self, rows: int, cache: SlotCache, device: torch.device) -> None:
+        """Record a step of `rows` rows, if it can be and isn't yet. Writes to the last slot; waits for the device."""
+        if rows in self.refused or rows in self._programs:
+            return
+        token_ids, queries = self._trial(rows, cache, device)
+        positions = queries.positions[None]
+        right = self._called(token_ids, positions, queries)
+        try:
+            program = self._record((token_ids + 1) % self._vocabulary, positions, queries)
+            reason = disagreement(right, program(token_ids, positions, queries))
+        except Exception as problem:  # whatever a call says to other numbers than it was recorded with
+            if is_out_of_memory(problem):
+                raise
+            reason = str(problem)
+        if reason is None:
+            self._programs[rows] = program
+        else:
+            self.refused[rows] = reason
+            log.info("%s decodes %d rows by its own calls: %s", type(self.module).__name__, rows, reason)
+
+    def _record(self, token_ids: Tensor, positions: Tensor, queries: Queries) -> Program:
+        """Raises Unrecordable."""
+        recorder = Recorder(self.module, [token_ids, positions, queries])
+        with recorder.watching():
+            logits = self._called(token_ids, positions, queries)
+        return Program(lower(recorder.finish(logits), PackedLinears(self.module), token_ids.shape[1]))
+
+    def _trial(self, rows: int, cache: SlotCache, device: torch.device) -> tuple[Tensor, Queries]:
+        """Tokens (1, rows) at places of their own in the scratch slot; where they share one they are the same."""
+        config = self.module.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+        places = min(cache.capacity, getattr(config, "max_position_embeddings", None) or cache.capacity)
+        positions = places - 1 - torch.arange(rows, device=device) % places
+        slots = torch.full_like(positions, cache.slots - 1)
+        return ((positions * 31 + 1) % self._vocabulary)[None], Queries(cache, slots, positions, positions + 1)
+
+    @property
+    def _vocabulary(self) -> int:
+        size: int = self.module.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        return size
+
+    def _called(self, token_ids: Tensor, positions: Tensor, queries: Queries) -> Tensor:
+        with routed(self.module, NAME):
+            output = self.module(input_ids=token_ids, position_ids=positions, use_cache=False, slots=queries)
+        logits: Tensor = output.logits
+        return logits
