@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine import optim, precision
@@ -105,6 +105,12 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
     tied = [(owner, name, *first[id(owner._parameters[name])]) for owner, name in places]
     if device.type == "cpu":
         prepare_large_pages(sum(dtensors.local(p.detach()).nbytes for p in module.parameters()))
-    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(computes))
+
+    def placed(t: Tensor) -> Tensor:
+        if t.is_meta:
+            return torch.empty_like(t, device=device)
+        return t.to(device if isinstance(t, nn.Parameter) else computes)  # a tied parameter comes by twice
+
+    module._apply(placed)
     for owner, name, theirs, as_name in tied:  # a plain module's ties are cut by that
         owner._parameters[name] = theirs._parameters[as_name]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engine import Checkpointer, EngineConfig, Sampling
 from engine.engine import Engine
 from engine.healing import Portion
+from engine.loading import copy_local
 from tests.engine.rollout.families import build
 from tests.engine.test_on_gpu import OPTIMIZER, Policy, batches, loss
 from tests.gpu import lone_rank, needs_gpu  # noqa: F401  a fixture
@@ -51,6 +52,21 @@ def test_a_checkpoint_goes_on_as_it_was(layout: dict[str, Any], tmp_path: Path) 
     checkpointer.wait()
     Checkpointer({"engine": following}).load(tmp_path / "step-2")
     assert advance(following, batches()[2:]) == expected
+
+
+def test_tied_weights_that_are_filled_later_stay_on_the_host() -> None:
+    """A model without memory yet, as a stage builds it: the head that is the embedding comes by a second time."""
+    whole = Policy(build("opt"))
+    values = {name: p.detach().clone() for name, p in whole.named_parameters()}
+
+    def fill(module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            copy_local(parameter, values[name])
+
+    whole.to("meta").lm.tie_weights()  # type: ignore[operator]
+    config = EngineConfig(zero_stage=3, dtype="fp32", offload_optimizer="cpu", offload_parameters="cpu")
+    engine = Engine(whole, config, optimizer=OPTIMIZER, fill=fill)
+    assert advance(engine, batches()) == pytest.approx(advance(engine_of("opt", zero_stage=3), batches()), rel=1e-4)
 
 
 def test_micro_batches_are_summed_on_the_host() -> None:
