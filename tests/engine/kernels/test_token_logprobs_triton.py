@@ -8,7 +8,7 @@ from engine.kernels import token_logprobs_triton as kernel
 from tests.engine.kernels.oracle import DEVICE, close, in_float64, make
 
 # fp32 is exact to its sums; in bf16 the gradient of the logits is rounded once and the result once, 8 bits each.
-TOLERANCE = {torch.float32: (2e-6 if DEVICE == "cpu" else 1e-5, 2e-5), torch.bfloat16: (1e-5, 8e-3)}
+TOLERANCE = {torch.float32: (2e-6 if DEVICE == "cpu" else 1e-5, 2e-5), torch.bfloat16: (1e-5, 6e-3)}
 
 
 def compare(
