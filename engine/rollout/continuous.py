@@ -56,7 +56,7 @@ class SlotDecoder:
         # Then steps are captured, and the host follows a round behind.
         self.on_device = replay and device.type == "cuda"
         self._rounds: Rounds | None = None
-        self._forwards = Forwards(module)
+        self._forwards = Forwards(module, device)
         self.recorded: RecordedSteps | None = None  # the probe is no step to record
         self.token_bytes, self.token_numbers, self.dtype = self._probe()
         if replay and device.type == "cpu":

@@ -1,14 +1,14 @@
-"""Linear layers laid out for small batches on CPUs.
+"""Linear layers laid out for small batches.
 
-A product of a few rows with a large matrix is bound by reading the matrix. PyTorch's own linear packs it anew at each
-call; read beforehand into blocks for oneDNN, or where it lies by a kernel of ours (`engine/kernels/host/linear.py`), it
-is read at up to twice the speed. Which of the two is decided by the precision and by what the processor can do, never
-by a measurement, so that a machine says the same in each run. Layers that read the same input (a block's queries, keys
-and values) may be laid out as one, which is read faster than three.
+A product of a few rows with a large matrix is bound by reading the matrix. On CPUs PyTorch's own linear packs it anew
+at each call; read beforehand into blocks for oneDNN, or where it lies by a kernel of ours
+(`engine/kernels/host/linear.py`), it is read at up to twice the speed. Which of the two is decided by the precision and
+by what the processor can do, never by a measurement, so that a machine says the same in each run. Layers that read the
+same input (a block's queries, keys and values) may be laid out as one, which is read faster than three.
 
 oneDNN's packs are copies, and made again when the weight may have changed. In bf16 its product is PyTorch's own, bit
 for bit, for up to 32 rows; with more, as of prompts, sums are rounded in another order. Ours needs no copy, but of a
-weight that lies the other way round (GPT-2's).
+weight that lies the other way round (GPT-2's). On GPUs weights are read where they lie (`neighbours.py`).
 
 Left out: matrices of experts, which are not linear layers; quantised weights.
 """
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.kernels.host import linear
+from engine.rollout.neighbours import WhereTheyLie, in_order
 
 # The number of rows that oneDNN's packs are laid out for. In bf16 the layout for one row is the faster one with more
 # rows, too: a step of OPT-125M with 16 rows took 27.1 ms, and 34.5 ms in the layout for 16.
@@ -57,8 +58,9 @@ class Pack:
         self.layers = tuple(layers)
         self.outs = [_out_by_in(layer).shape[0] for layer in layers]
         self.dtype = _out_by_in(layers[0]).dtype
-        self.in_place = linear.serves([_out_by_in(layer) for layer in layers])
-        self._product: linear.LinearRows | _OneDNN | None = None
+        self.on_device = _out_by_in(layers[0]).device.type != "cpu"
+        self.in_place = not self.on_device and linear.serves([_out_by_in(layer) for layer in layers])
+        self._product: linear.LinearRows | _OneDNN | WhereTheyLie | None = None
         self._asked: Tensor | None = None
         self._answers: list[Tensor] = []
 
@@ -70,7 +72,9 @@ class Pack:
         """Take the weights as they are now."""
         self._product = None  # free first: new memory costs more than packing does
         weights, biases = [_out_by_in(layer) for layer in self.layers], [_bias(layer) for layer in self.layers]
-        if self.in_place:
+        if self.on_device:
+            self._product = WhereTheyLie(weights, biases)
+        elif self.in_place:
             self._product = linear.LinearRows([weight.contiguous() for weight in weights], biases)
         else:
             self._product = _OneDNN(weights, biases)
@@ -81,6 +85,8 @@ class Pack:
 
     def pays(self, rows: int) -> bool:
         """Whether a product of so many rows is faster than PyTorch's own."""
+        if self.on_device:
+            return True
         if self.in_place:
             return rows <= linear.MOST_ROWS[linear.way()]
         return self.dtype != torch.float32 or FP32_ROWS[0] <= rows <= FP32_ROWS[1]
@@ -106,13 +112,13 @@ class Pack:
 
 
 class PackedLinears:
-    """Packs of a module's linear layers; `applied` puts them to work. Nothing is packed off CPUs.
+    """Packs of a module's linear layers on `device`; `applied` puts them to work.
 
     `version` counts how often weights were packed or freed.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, device: str = "cpu") -> None:
+        self.module, self.device = module, device
         self.version = 0
         self._packs: dict[nn.Module, Pack] = {}
         self._made = False
@@ -122,7 +128,7 @@ class PackedLinears:
 
         One at a time, so that each goes where an older one was.
         """
-        for layer in _packable(self.module):
+        for layer in _packable(self.module, self.device):
             if layer not in self._packs:
                 self._packs[layer] = Pack([layer])
         for pack in dict.fromkeys(self._packs.values()):
@@ -135,6 +141,15 @@ class PackedLinears:
         for pack in self._packs.values():
             pack.free()
         self._made, self.version = False, self.version + 1
+
+    def joinable(self, layers: Sequence[nn.Module]) -> Sequence[nn.Module] | None:
+        """Layers that always read the same input in the order in which to join them; None where that doesn't pay."""
+        if len({self._packs[layer].dtype for layer in layers}) > 1:
+            return None
+        if self.device == "cpu":
+            return layers
+        order = in_order([_out_by_in(layer) for layer in layers], [_bias(layer) for layer in layers])
+        return None if order is None else [layers[place] for place in order]
 
     def join(self, layers: Sequence[nn.Module]) -> Pack:
         """Layers that always read the same input, one after the other, packed as one from now on."""
@@ -192,12 +207,17 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(ops._is_mkldnn_bf16_supported())
 
 
-def _packable(module: nn.Module) -> Iterator[nn.Module]:
+def _packable(module: nn.Module, device: str) -> Iterator[nn.Module]:
     for layer in module.modules():
         if type(layer) not in (nn.Linear, Conv1D) or "forward" in layer.__dict__:
             continue
         weight: Tensor = layer.weight  # type: ignore[assignment]
-        if weight.device.type != "cpu" or weight.numel() < FEWEST_NUMBERS.get(weight.dtype, 1 << 62):
+        if weight.device.type != device:
+            continue
+        if device != "cpu":
+            yield layer
+            continue
+        if weight.numel() < FEWEST_NUMBERS.get(weight.dtype, 1 << 62):
             continue
         if linear.serves([_out_by_in(layer)]) or _onednn_packs(weight.dtype):
             yield layer

@@ -16,10 +16,8 @@ from engine.rollout.attention import routed
 from engine.rollout.cache.slots import SlotCache
 from engine.rollout.on_device.attention import NAME, Queries
 from engine.rollout.packed import PackedLinears
-from engine.rollout.recorded.agreement import disagreement
-from engine.rollout.recorded.lowering import lower
+from engine.rollout.recorded.making import disagreement, recorded
 from engine.rollout.recorded.program import Program
-from engine.rollout.recorded.recording import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +28,14 @@ class Forwards:
     `refused` says for which numbers of rows, and why, the module's own calls are made.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module, self.device = module, device
+        self.packs = PackedLinears(module, device.type)
         self.refused: dict[int, str] = {}
         self._programs: dict[int, Program] = {}  # by the number of rows
 
     @property
-    def recorded(self) -> set[int]:
+    def ready(self) -> set[int]:
         """The numbers of rows of which there is a recording."""
         return set(self._programs)
 
@@ -49,26 +48,29 @@ class Forwards:
 
     def bind(self) -> None:
         """Take weights and buffers as they are now, and new memory: graphs of before are of no use any more."""
+        self.packs.refresh()
         for program in self._programs.values():
             program.bind()
 
     def unbind(self) -> None:
         """Let go of weights and memory until `bind`."""
+        self.packs.release()
         for program in self._programs.values():
             program.unbind()
 
     @torch.inference_mode()
-    def prepare(self, rows: int, cache: SlotCache, device: torch.device) -> None:
+    def prepare(self, rows: int, cache: SlotCache) -> None:
         """Record a step of `rows` rows, if it can be and isn't yet. Writes to the last slot; waits for the device."""
         if rows in self.refused or rows in self._programs:
             return
-        token_ids, queries = self._trial(rows, cache, device)
+        token_ids, queries = self._trial(rows, cache)
         positions = queries.positions[None]
         right = self._called(token_ids, positions, queries)
         try:
-            program = self._record((token_ids + 1) % self._vocabulary, positions, queries)
+            others = (token_ids + 1) % self._vocabulary
+            program = recorded(self.module, self.packs, self._called, [others, positions, queries], rows)
             reason = disagreement(right, program(token_ids, positions, queries))
-        except Exception as problem:  # whatever a call says to other numbers than it was recorded with
+        except Exception as problem:  # Unrecordable, or whatever a call says to other numbers than it was recorded with
             if is_out_of_memory(problem):
                 raise
             reason = str(problem)
@@ -78,18 +80,11 @@ class Forwards:
             self.refused[rows] = reason
             log.info("%s decodes %d rows by its own calls: %s", type(self.module).__name__, rows, reason)
 
-    def _record(self, token_ids: Tensor, positions: Tensor, queries: Queries) -> Program:
-        """Raises Unrecordable."""
-        recorder = Recorder(self.module, [token_ids, positions, queries])
-        with recorder.watching():
-            logits = self._called(token_ids, positions, queries)
-        return Program(lower(recorder.finish(logits), PackedLinears(self.module), token_ids.shape[1]))
-
-    def _trial(self, rows: int, cache: SlotCache, device: torch.device) -> tuple[Tensor, Queries]:
+    def _trial(self, rows: int, cache: SlotCache) -> tuple[Tensor, Queries]:
         """Tokens (1, rows) at places of their own in the scratch slot; where they share one they are the same."""
         config = self.module.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
         places = min(cache.capacity, getattr(config, "max_position_embeddings", None) or cache.capacity)
-        positions = places - 1 - torch.arange(rows, device=device) % places
+        positions = places - 1 - torch.arange(rows, device=self.device) % places
         slots = torch.full_like(positions, cache.slots - 1)
         return ((positions * 31 + 1) % self._vocabulary)[None], Queries(cache, slots, positions, positions + 1)
 

@@ -75,7 +75,7 @@ class StaticStep:
 
     def prepare(self, rows: int) -> None:
         """Let steps of `rows` rows take what they may wait for."""
-        self.forwards.prepare(rows, self.cache, self.state.rows.device)
+        self.forwards.prepare(rows, self.cache)
 
     @torch.inference_mode()
     def __call__(self, slots: Tensor) -> None:

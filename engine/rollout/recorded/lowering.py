@@ -80,11 +80,12 @@ def _with_joint_products(recording: Recording, packs: PackedLinears) -> Recordin
     first: dict[int, Call] = {}  # by the call it takes the place of
     gone: set[int] = set()
     for value, calls in readers.items():
-        layers = [call.function.layer for call in calls if isinstance(call.function, Layer)]
-        kinds = {packs.of(layer).dtype for layer in layers}
-        if len(calls) > 1 and len(kinds) == 1 and all(times.count(layer) == 1 for layer in layers):
-            results = tuple(call.results[0] for call in calls)
-            first[id(calls[0])] = Call(_Joint(tuple(layers)), (value,), {}, results, whole=False)
+        results = {call.function.layer: call.results[0] for call in calls if isinstance(call.function, Layer)}
+        alone = len(calls) == 1 or any(times.count(layer) > 1 for layer in results)
+        layers = None if alone else packs.joinable([*results])
+        if layers is not None:
+            given = tuple(results[layer] for layer in layers)
+            first[id(calls[0])] = Call(_Joint(tuple(layers)), (value,), {}, given, whole=False)
             gone |= {id(call) for call in calls[1:]}
     calls = [first.get(id(call), call) for call in recording.calls if id(call) not in gone]
     return replace(recording, calls=tuple(calls))

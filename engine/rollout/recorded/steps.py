@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from engine.rollout.attention import routed
 from engine.rollout.buckets import bucket
 from engine.rollout.cache.slots import Step
-from engine.rollout.packed import Forward, PackedLinears
-from engine.rollout.recorded.agreement import disagreement
-from engine.rollout.recorded.lowering import lower
+from engine.rollout.packed import PackedLinears
+from engine.rollout.recorded.making import disagreement, recorded
 from engine.rollout.recorded.program import Program
-from engine.rollout.recorded.recording import Layer, Recorder, Unrecordable
+from engine.rollout.recorded.recording import Unrecordable
 
 log = logging.getLogger(__name__)
 
@@ -97,15 +96,9 @@ class RecordedSteps:
         return reason is None
 
     def _record(self, rows: int, ids: Tensor, positions: Tensor, step: Step) -> Program | None:
-        recorder = Recorder(self.module, [ids, positions, step])
-
-        def through(layer: nn.Module, forward: Forward) -> Forward:
-            return lambda x: recorder.call(forward, (x,), {}, as_=Layer(layer))
-
         try:
-            with routed(self.module), self.packs.applied(through), recorder.watching():
-                logits = self.forward(ids, positions, step)
-            return Program(lower(recorder.finish(logits), self.packs, rows))
+            with routed(self.module):
+                return recorded(self.module, self.packs, self.forward, [ids, positions, step], rows)
         except Unrecordable as reason:
             self._refuse(str(reason))
             return None

@@ -14,7 +14,7 @@ With `tensor_parallel` neighbouring ranks generate together, and each gathers it
 import math
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -147,7 +147,8 @@ class Twin:
         common = share(total) if total and alike else None
         memory = torch.empty(total, dtype=torch.uint8, device=self.device) if common is None else common
         named, at = {}, 0
-        for name, size in sizes.items():
+        for name in _neighbours(sizes):
+            size = sizes[name]
             named[name] = memory[at : at + size].view(self.dtype).view(shapes[name])
             at += -(-size // ALIGNED) * ALIGNED
         self._buffers = _Buffers(memory, named, common is not None)
@@ -194,6 +195,18 @@ class Twin:
                 if own is not None:
                     use = own if theirs is None or theirs.is_meta else theirs.detach()
                     owner._buffers[leaf] = use.to(self.device)
+
+
+def _neighbours(names: Iterable[str]) -> list[str]:
+    """In the order in which they lie: what a block's layers have under one name (their weights, their biases) together.
+
+    So that layers which read the same input can be one product (`engine/rollout/neighbours.py`).
+    """
+    blocks: dict[str, dict[str, list[str]]] = {}
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        blocks.setdefault(owner.rpartition(".")[0], {}).setdefault(leaf, []).append(name)
+    return [name for leaves in blocks.values() for together in leaves.values() for name in together]
 
 
 def _stamp(live: Tensor) -> tuple[int, int, int]:

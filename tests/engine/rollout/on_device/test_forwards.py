@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from engine.kernels.host.library import library
 from engine.rollout.decoder import Rollouts
-from engine.rollout.on_device import forwards
 from engine.rollout.on_device.forwards import Forwards
+from engine.rollout.recorded import making
 from engine.rollout.recorded.graph import VIEWS
 from engine.rollout.recorded.recording import Recording
 from engine.rollout.sampling import Sampling
 from tests.engine.rollout.families import build, ragged_prompts
 
+CPU = torch.device("cpu")
 PROMPTS = ragged_prompts(3, 11, 7, 2)
 # Of two layers: calls that compute something, before and after.
 FAMILIES = {"opt": (38, 27), "gpt2": (45, 20), "llama": (96, 30), "qwen3": (128, 30), "gemma3_text": (198, 36)}
@@ -37,15 +38,15 @@ def computing(recording: Recording) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_left_of_the_calls(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Recording] = []
-    lower = forwards.lower
+    lower = making.lower
 
     def lowered(recording: Recording, *others: Any) -> Recording:
         seen.extend((recording, lower(recording, *others)))
         return seen[-1]
 
-    monkeypatch.setattr(forwards, "lower", lowered)
+    monkeypatch.setattr(making, "lower", lowered)
     _, ours = decoded(build(family).bfloat16())
-    assert ours.recorded == {4} and not ours.refused
+    assert ours.ready == {4} and not ours.refused
     if any(call.name == "matmul" for call in seen[0].calls):  # as older releases make angles
         assert computing(seen[-1]) == FAMILIES[family][1]
     else:
@@ -59,10 +60,10 @@ def test_a_recording_says_what_the_module_says(family: str, dtype: torch.dtype) 
     model = build(family).to(dtype)
     rollouts, ours = decoded(model)
     assert rollouts._slots is not None and rollouts._slots.cache is not None
-    ids, queries = ours._trial(4, rollouts._slots.cache, torch.device("cpu"))
+    ids, queries = ours._trial(4, rollouts._slots.cache)
     for rows in (ids + 5, ids * 3 % 7):
         replayed = ours(rows, queries.positions[None], queries)
-        plain = Forwards(model)(rows, queries.positions[None], queries)
+        plain = Forwards(model, CPU)(rows, queries.positions[None], queries)
         tolerance = 1e-4 if dtype == torch.float32 else 5e-2
         torch.testing.assert_close(replayed, plain, rtol=tolerance, atol=tolerance)
         assert not plain.equal(plain.roll(1, 1)), "rows that are all the same show nothing"
@@ -105,7 +106,7 @@ def test_what_depends_on_numbers_is_called(hides: bool, reason: str) -> None:
     model = build("llama")
     model.model.norm = Odd(hides)  # type: ignore[union-attr]
     rollouts, ours = decoded(model)
-    assert not ours.recorded and reason in ours.refused[4]
+    assert not ours.ready and reason in ours.refused[4]
     ours_said = rollouts.generate(PROMPTS[:1], Sampling(6), [0])
     by_slots = Rollouts(model, "cpu").generate(PROMPTS[:1], Sampling(6), [0])
     assert ours_said[0].token_ids == by_slots[0].token_ids
@@ -115,10 +116,10 @@ def test_a_kernel_that_fails_leaves_the_modules_own_calls(monkeypatch: pytest.Mo
     def fail(*_: Any) -> Any:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(forwards, "Program", fail)
     model = build("llama")
+    right = Rollouts(model, "cpu").generate(PROMPTS, Sampling(6), [0, 1, 2, 3])
+    monkeypatch.setattr(making, "Program", fail)
     rollouts, ours = decoded(model)
     assert ours.refused == {4: "no such instruction"}
     again = rollouts.generate(PROMPTS, Sampling(6), [0, 1, 2, 3])
-    right = Rollouts(model, "cpu").generate(PROMPTS, Sampling(6), [0, 1, 2, 3])
     assert [one.token_ids for one in again] == [one.token_ids for one in right]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engine.kernels.host import library
 from engine.rollout import packed
 from engine.rollout.continuous import SlotDecoder
-from engine.rollout.recorded import lowering, steps
+from engine.rollout.recorded import lowering, making, steps
 from engine.rollout.recorded.fusions import gates, norms, rotary
 from engine.rollout.recorded.program import Program
 from engine.rollout.recorded.recording import Recorder, Recording
@@ -57,7 +57,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen["module"], seen["replay"] = right.clone(), replayed.clone()
         return agree(self, right, replayed)
 
-    monkeypatch.setattr(steps, "lower", lowered)
+    monkeypatch.setattr(making, "lower", lowered)
     monkeypatch.setattr(steps.RecordedSteps, "_agree", compared)
     monkeypatch.setitem(packed.FEWEST_NUMBERS, torch.float32, 1)
     monkeypatch.setitem(packed.FEWEST_NUMBERS, torch.bfloat16, 1)
