@@ -1,4 +1,4 @@
-"""Local data files become tables of rows: jsonl, json, csv (each also gzipped) and parquet.
+"""Local data files become tables of rows: jsonl, json, csv, tsv (each also gzipped) and parquet.
 
 A folder is read file by file, in the order of names. Files of a folder whose name starts with test, eval,
 valid, dev or heldout are the folder's held-out part (hub sets are stored that way); others are training data.
@@ -17,7 +17,8 @@ from typing import Any
 from pipeline.data.records import Row
 from pipeline.errors import UserError
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+SEPARATORS = (",", ";", "\t")
 CHECKOUT = Path(__file__).resolve().parents[2]
 _HELD_OUT_NAME = re.compile(r"(test|eval|valid|dev|held[-_ ]?out)", re.IGNORECASE)
 
@@ -66,7 +67,7 @@ def read_table(path: Path) -> Table:
         raise UserError(f"{path}: can't tell the format from the name; data files end with {', '.join(SUFFIXES)}.")
     if suffix == ".parquet":
         return _parquet(path)
-    reader = {".jsonl": _json_lines, ".json": _json, ".csv": _csv}[suffix]
+    reader = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv}[suffix]
     return reader(path, _text(path))
 
 
@@ -124,6 +125,11 @@ def _json(path: Path, text: str) -> Table:
             return _json_lines(path, text)
         raise UserError(f"{path}: line {error.lineno} is not JSON: {error.msg}. Mend that line.") from error
     if isinstance(value, dict):
+        if _is_columns(value):
+            raise UserError(
+                f"{path}: holds columns, not rows. Write one object a row; with pandas "
+                "to_json(FILE, orient='records', lines=True)."
+            )
         lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
         value = lists[0] if len(lists) == 1 and not _is_example(value) else [value]
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
@@ -131,21 +137,35 @@ def _json(path: Path, text: str) -> Table:
     return table_of(str(path), value)
 
 
+def _is_columns(value: Mapping[str, Any]) -> bool:
+    columns = list(value.values())
+    plain = all(isinstance(column, list) and not any(isinstance(cell, dict) for cell in column) for column in columns)
+    return len(columns) > 1 and (plain or all(isinstance(column, dict) for column in columns))
+
+
 def _is_example(value: Mapping[str, Any]) -> bool:
     return bool({"messages", "conversations", "prompt", "chosen"} & set(value))
 
 
 def _csv(path: Path, text: str) -> Table:
+    """Cells are set apart by what the header has most of: commas, semicolons (as some spreadsheets write) or tabs."""
     csv.field_size_limit(2**31 - 1)  # answers can be longer than the module's 128 KiB
-    reader = csv.DictReader(io.StringIO(text, newline=""))
+    header = text.lstrip().partition("\n")[0]
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(SEPARATORS, key=header.count), strict=True)
     rows, numbers = [], []
     try:
         for row in reader:
-            row.pop(None, None)  # cells beyond the header  # type: ignore[call-overload]
+            beyond = row.pop(None, [])  # type: ignore[call-overload]
+            if any(cell.strip() for cell in beyond):
+                raise csv.Error("it has more cells than the header")
             rows.append(row)
             numbers.append(reader.line_num)
     except csv.Error as error:
-        raise UserError(f"{path}: line {reader.line_num} is not CSV: {error}.") from error
+        begins = (numbers or [1])[-1] + 1
+        raise UserError(
+            f"{path}: the row in line {begins} is not CSV: {error}. A cell with commas, quotes or line breaks in it "
+            "stands in quotes, and its own quotes are doubled."
+        ) from error
     return table_of(str(path), rows, numbers, unit="line")
 
 

@@ -2,7 +2,8 @@
 
 | form | columns | serves |
 | --- | --- | --- |
-| preferences | prompt + chosen + rejected; chosen + rejected that begin with the same turns | sft, reward, ppo |
+| preferences | prompt (or messages, where the answers are a message each) + chosen + rejected; chosen + rejected that
+  begin with the same turns | sft, reward, ppo |
 | messages | messages (or conversations) | sft, ppo |
 | completions | prompt + completion, question + answer, instruction (+ input) + output | sft, ppo |
 | prompts | prompt (or question, instruction) alone | ppo |
@@ -10,7 +11,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -62,8 +63,11 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
         return "messages"
     if found & set(PROMPT_COLUMNS):
         return "completions" if found & set(ANSWER_COLUMNS) else "prompts"
+    known = {*PROMPT_COLUMNS, *ANSWER_COLUMNS, *MESSAGE_COLUMNS, "chosen", "rejected"}
+    nearly = sorted(column for column in found if column not in known and column.strip().lower() in known)
+    case = f" {', '.join(nearly)}: write it in lower case, without spaces around it." if nearly else ""
     raise UserError(
-        f"{name}: the columns don't tell what the rows are. Columns found: {', '.join(sorted(found)) or 'none'}. "
+        f"{name}: the columns don't tell what the rows are. Columns found: {', '.join(sorted(found)) or 'none'}.{case} "
         f"Understood are: {FORMS_TEXT}. {RENAME}."
     )
 
@@ -164,10 +168,14 @@ def _preference_row(row: Row, source: str) -> Record:
 
 def _sides(row: Row) -> tuple[tuple[Message, ...], str, str]:
     """(prompt, chosen answer, rejected answer) of a row with or without a prompt of its own."""
+    start: tuple[Message, ...]
     given = _first(row, PROMPT_COLUMNS)
-    if given is None:
+    if given is None and isinstance(row.get("chosen"), Mapping):  # one message each, and the turns before it apart
+        chosen, rejected = answer_of(row.get("chosen")), answer_of(row.get("rejected"))
+        start = question_of(_first(row, MESSAGE_COLUMNS))
+    elif given is None:
         chosen, rejected = _dialogue(row.get("chosen"), "chosen"), _dialogue(row.get("rejected"), "rejected")
-        start: tuple[Message, ...] = ()
+        start = ()
     else:
         chosen, rejected = answer_of(row.get("chosen")), answer_of(row.get("rejected"))
         # message lists may repeat the prompt (they begin with the user) or go on after it

@@ -1,6 +1,7 @@
 """Turns of a conversation out of what data files hold: message lists and "Human: ... Assistant: ..." text."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from pipeline.data.records import Message
 
 ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "prompter": "user",
@@ -29,9 +31,15 @@ def text_of(value: Any, what: str) -> str:
     """A text with the space around it removed. `what` names it in the reason of a BadRow."""
     if not isinstance(value, str):
         raise BadRow(f"no {what}" if value is None else f"{what} is not a text")
-    if not value.strip():
+    text = whole_characters(value).strip()
+    if not text:
         raise BadRow(f"empty {what}")
-    return value.strip()
+    return text
+
+
+def whole_characters(text: str) -> str:
+    """Halves of characters, which JSON may hold and no tokenizer takes, become the replacement character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def messages_of(value: Any) -> tuple[Message, ...]:
@@ -58,7 +66,7 @@ def looks_like_turns(text: str) -> bool:
 
 def turns_of(text: str) -> tuple[Message, ...]:
     """The turns of "\\n\\nHuman: ...\\n\\nAssistant: ..." (hh-rlhf's form); an open last "Assistant:" is left out."""
-    text = text.strip()
+    text = whole_characters(text).strip()
     parts = _SPEAKER.split(text)
     if len(parts) < 3 or parts[0].strip():
         raise BadRow("text without Human: and Assistant: turns")
@@ -84,7 +92,13 @@ def question_of(value: Any) -> tuple[Message, ...]:
 
 
 def answer_of(value: Any) -> tuple[Message, ...]:
-    """An answer, as the message list it came in or as one assistant message."""
+    """An answer, as the message list (or the one message) it came in or as one assistant message; a number, as sums
+    have, is a text.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value) if math.isfinite(value) else None  # an empty cell of a column of numbers
+    elif isinstance(value, Mapping):
+        value = [value]
     if value is None or isinstance(value, str):
         return (Message("assistant", text_of(value, "answer")),)
     messages = [_message(item) for item in value] if isinstance(value, Sequence) else []
@@ -99,7 +113,8 @@ def _message(item: Any) -> Message:
     name = item.get("role", item.get("from"))
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
-        raise BadRow("a message without a known role (system, user, assistant)")
+        shown = f"of the role {name[:20]!r}" if isinstance(name, str) else "without a role"
+        raise BadRow(f"a message {shown} (known are system, user, assistant)")
     content = item.get("content", item.get("value"))
     if isinstance(content, list):  # parts, as chat services write them
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))

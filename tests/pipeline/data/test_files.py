@@ -33,10 +33,13 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
         writer = csv.DictWriter(file, ["prompt", "completion"])
         writer.writeheader()
         writer.writerows(ROWS)
+    for name, separator in (("h.csv", ";"), ("i.tsv", "\t")):
+        with (tmp_path / name).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, delimiter=separator).writerows([["prompt", "completion"], *(row.values() for row in ROWS)])
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "f.parquet")
     (tmp_path / "g.jsonl.gz").write_bytes(gzip.compress(lines(ROWS).encode()))
     files, held_out = data_files(str(tmp_path), "data.path")
-    assert [file.name[0] for file in files] == list("abcdefg") and not held_out
+    assert [file.name[0] for file in files] == list("abcdefghi") and not held_out
     for file in files:
         table = read_table(file)
         assert list(table.rows) == ROWS, file.name
@@ -59,6 +62,11 @@ def test_rows_know_their_line(tmp_path: Path) -> None:
         ("a.json", '["a", "b"]', "needs a list of objects"),
         ("a.json", "", "is empty"),
         ("a.csv", "prompt,completion\n", "is empty"),
+        ("a.csv", 'prompt,completion\na,"b\nc,"d\n', "the row in line 2 is not CSV.* its own quotes are doubled"),
+        ("a.csv", 'prompt,completion\na,"b\nc,d\n', "the row in line 2 is not CSV"),
+        ("a.csv", "prompt,completion\na,b\na,well, yes\n", "the row in line 3 is not CSV: it has more cells than"),
+        ("a.json", '{"prompt": {"0": "a", "1": "b"}, "completion": {"0": "c", "1": "d"}}', "holds columns, not rows"),
+        ("a.json", '{"prompt": ["a", "b"], "completion": ["c", "d"]}', "holds columns, not rows"),
         ("a.parquet", "not parquet", "can't be read as parquet"),
         ("a.txt", "hello", "can't tell the format"),
     ],
@@ -67,6 +75,11 @@ def test_broken_files_are_refused(tmp_path: Path, name: str, text: str, said: st
     with pytest.raises(UserError, match=said) as refused:
         read_table(write(tmp_path / name, text))
     assert name in str(refused.value)
+
+
+def test_empty_cells_beyond_the_header_are_nothing(tmp_path: Path) -> None:
+    table = read_table(write(tmp_path / "a.csv", "prompt,completion\na,b,,\n"))
+    assert list(table.rows) == [{"prompt": "a", "completion": "b"}]
 
 
 def test_other_encodings_are_refused(tmp_path: Path) -> None:

@@ -46,6 +46,11 @@ def test_unknown_columns_are_named_with_the_forms() -> None:
         detect(["text", "label"], "chats.csv")
 
 
+def test_a_column_in_capitals_is_told() -> None:
+    with pytest.raises(UserError, match=r" Completion, Prompt: write it in lower case, without spaces around it\."):
+        detect([" Completion", "Prompt"], "chats.csv")
+
+
 def test_a_lacking_column_is_named() -> None:
     with pytest.raises(UserError, match=r"t: has the column chosen and lacks rejected\. Columns found: chosen, prompt"):
         detect(["prompt", "chosen"], "t")
@@ -56,6 +61,9 @@ def test_a_lacking_column_is_named() -> None:
     [
         ({"prompt": " a ", "completion": " b\n"}, chat("a", "b")),
         ({"question": "a", "answer": "b"}, chat("a", "b")),
+        ({"question": "6 * 7?", "answer": 42}, chat("6 * 7?", "42")),
+        ({"prompt": "a \ud83d", "completion": "\udc00b \ud83d\ude00"}, chat("a \ufffd", "\ufffdb 😀")),
+        ({"prompt": "Human: \ud83d\n\nAssistant:", "completion": "b"}, chat("\ufffd", "b")),
         ({"instruction": "a", "input": "x", "output": "b"}, chat("a\n\nx", "b")),
         ({"instruction": "a", "input": "", "output": "b"}, chat("a", "b")),
         ({"system": "s", "prompt": "a", "completion": "b"}, chat("a", "b", system="s")),
@@ -91,6 +99,7 @@ USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "a"), ("assis
         {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": "a", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"conversations": [{"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "g"}, "rejected": BAD},
         {"chosen": "\n\nHuman: a\n\nAssistant: g", "rejected": "\n\nHuman: a\n\nAssistant: b"},
     ],
 )
@@ -127,7 +136,9 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
         ({"prompt": "a", "completion": "  "}, "empty answer"),
         ({"prompt": "a", "completion": None}, "no answer"),
         ({"prompt": "", "completion": "b"}, "empty prompt"),
-        ({"prompt": "a", "completion": 3}, "answer does not end"),
+        ({"prompt": "a", "completion": True}, "answer does not end"),
+        ({"prompt": "a", "completion": float("nan")}, "no answer"),
+        ({"conversations": [USER, GOOD], "chosen": GOOD, "rejected": BAD}, "prompt does not end with a user's turn"),
         ({"prompt": "a", "chosen": "g ", "rejected": "g"}, "chosen equals rejected"),
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "empty answer"),
         ({"prompt": "a", "rejected": "b", "chosen": None}, "no answer"),
@@ -136,7 +147,8 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
         ({"chosen": "Human: a\n\nAssistant:", "rejected": "Human: a\n\nAssistant: b"}, "empty answer"),
         ({"messages": []}, "no messages"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no assistant's turn"),
-        ({"messages": [{"role": "wizard", "content": "a"}]}, "without a known role"),
+        ({"messages": [{"role": "wizard", "content": "a"}]}, "a message of the role 'wizard' (known are system, user"),
+        ({"messages": [{"content": "a"}]}, "a message without a role"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "speaks first"),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, "empty answer"),
         ({"messages": [USER, {"role": "system", "content": "s"}, GOOD]}, "a system message after the start"),
