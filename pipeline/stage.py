@@ -123,7 +123,8 @@ def check_vocabulary(source: ModelSource, tokenizer: ChatTokenizer) -> None:
     if tokenizer.vocab_size > rows:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} ids, model {source.name} only {rows} embedding rows; "
-            "give the tokenizer that belongs to the model (model.tokenizer=FOLDER)"
+            "give the tokenizer that belongs to the model (model.tokenizer=FOLDER), or, where tokens were added to it, "
+            "save the model again after resize_token_embeddings"
         )
 
 

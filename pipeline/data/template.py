@@ -121,18 +121,32 @@ class ChatTemplate:
     def _render(self, roles: tuple[str, ...], *, generation_prompt: bool) -> tuple[Piece, ...]:
         contents = [f"\ue000{index}\ue001" for index in range(len(roles))]
         try:
-            text = self._apply(roles, contents, generation_prompt)
+            return self._whole(roles, contents, generation_prompt)
         except jinja2.TemplateError as error:
             if len(roles) < 2 or roles[:2] != ("system", "user"):
                 raise UserError(self._refusal(roles, error)) from error
             contents = [f"{contents[0]}\n\n{contents[1]}", *contents[2:]]  # no system role: the user says it
             try:
-                text = self._apply(roles[1:], contents, generation_prompt)
+                return self._whole(roles[1:], contents, generation_prompt)
             except jinja2.TemplateError:
                 raise UserError(self._refusal(roles, error)) from error
-        return _pieces(text)
 
-    def _apply(self, roles: Sequence[str], contents: Sequence[str], generation_prompt: bool) -> str:
+    def _whole(self, roles: Sequence[str], contents: Sequence[str], generation_prompt: bool) -> tuple[Piece, ...]:
+        """What is rendered from texts, or from lists of parts where the template writes only those.
+
+        Raises jinja2.TemplateError where the template refuses these turns, or leaves out what is said in them.
+        """
+        wanted = {piece for content in contents for piece in _pieces(content) if isinstance(piece, int)}
+        for given in (contents, [[{"type": "text", "text": content}] for content in contents]):
+            try:
+                pieces = _pieces(self._apply(roles, given, generation_prompt))
+            except TypeError:  # made for the other of the two
+                continue
+            if wanted <= set(pieces):
+                return pieces
+        raise jinja2.TemplateRuntimeError("it takes neither texts nor parts, or leaves out what is said")
+
+    def _apply(self, roles: Sequence[str], contents: Sequence[Any], generation_prompt: bool) -> str:
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         rendered: Any = self._tokenizer.apply_chat_template(
             messages,
@@ -146,7 +160,7 @@ class ChatTemplate:
     @staticmethod
     def _refusal(roles: Sequence[str], error: Exception) -> str:
         return (
-            f"The chat template can't write a conversation of the turns {', '.join(roles)}: {error}. "
+            f"The chat template can't write a conversation of the turns {', '.join(roles)}: {str(error).rstrip('.')}. "
             "Change the data, or give another template with model.chat_template=FILE."
         )
 

@@ -86,6 +86,29 @@ def test_a_template_without_a_system_role_lets_the_user_say_it() -> None:
         segments(tokenizer(NO_SYSTEM), [Message("user", "a"), Message("user", "b")])
 
 
+def test_a_template_that_takes_lists_of_parts_gets_them() -> None:
+    """As models of several media have; over a text its loop finds nothing to write."""
+    parts = (
+        "{% for m in messages %}{{ '<' + m.role + '>' }}"
+        "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    assert segments(tokenizer(parts), chat("a", "b", "c", "d", system="s")) == [
+        ("<system>s</s><user>a</s><assistant>", False),
+        ("b", True),
+        ("</s><user>c</s><assistant>", False),
+        ("d", True),
+    ]
+
+
+def test_a_template_that_leaves_out_what_is_said_is_refused() -> None:
+    deaf = "{% for m in messages %}{{ '<' + m.role + '>' }}{% endfor %}"
+    with pytest.raises(UserError, match=r"turns user: it takes neither .* or leaves out what is said.*model\.chat_template"):
+        segments(tokenizer(deaf), chat("a"))
+    no_system = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    assert segments(tokenizer(no_system), chat("a", "b", system="s")) == [("s\n\na</s>", False), ("b", True)]
+
+
 def test_dates_do_not_move() -> None:
     template = (
         "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
