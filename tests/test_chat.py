@@ -142,9 +142,14 @@ def test_a_long_conversation_goes_on(run: Path, tmp_path: Path) -> None:
     notes = io.StringIO()
     session = Session([voice], Sampling(48, seed=1), system="be brief", out=io.StringIO(), notes=notes)
     session.run(["hello there, how are you?"] * 8)
-    assert len(voice.turns) == 16 and "forgotten the first" in notes.getvalue()
+    told = f"m has forgotten the first {voice.dropped // 2} turns"
+    assert len(voice.turns) + voice.dropped == 16 and told in notes.getvalue()
+    assert 0 < len(voice.turns) < 8  # what is forgotten is not tried again at each turn
+    before = list(voice.turns)
     session.run(["good morning " * 60])
-    assert "too long" in notes.getvalue() and len(voice.turns) == 16
+    assert "too long" in notes.getvalue() and voice.turns == before
+    session.run(["/reset"])
+    assert (voice.turns, voice.dropped) == ([], 0)
 
 
 # What is printed
@@ -298,6 +303,12 @@ def test_one_answer_for_scripts(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert chat.main([*arguments, "--compare", "sft,ppo"]) == 0
     compared = capsys.readouterr().out
     assert compared.startswith("sft> ") and f"ppo> {first}" in compared
+
+
+def test_bytes_that_are_no_text_are_no_reason_to_stop(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a shell gives for them, in the command line."""
+    assert chat.main([str(run), "--prompt", "hello \udcff", "--system", "\udcfe", "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out.endswith("\n")
 
 
 def test_lines_from_a_pipe_are_turns(

@@ -9,6 +9,7 @@ from pipeline.chat.folder import ChatModel
 from pipeline.chat.screen import Detokenizer
 from pipeline.data.records import Message
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
+from pipeline.data.turns import whole_characters
 from pipeline.errors import UserError
 
 
@@ -21,17 +22,18 @@ class Voice:
     tokenizer: ChatTokenizer
     positions: int | None
     turns: list[Message] = field(default_factory=list)
-    dropped: int = 0  # messages, the oldest, that did not fit the last time
+    dropped: int = 0  # messages, the oldest, that were forgotten: they did not fit any more
 
     def answer(self, system: str, text: str, sampling: Sampling, turn: int) -> Generator[str, None, None]:
         """Say the answer to `text`, piece by piece, and remember both; an answer that is cut off counts as it stands.
 
         `turn` numbers the random stream. Raises UserError where the message alone does not fit.
         """
-        said = [*self.turns, Message("user", text)]
+        system, said = whole_characters(system), [*self.turns, Message("user", whole_characters(text))]
         bound = None if self.positions is None else self.positions - min(sampling.max_new_tokens, self.positions // 2)
         messages, prompt = fit(system, said, self.tokenizer.encode_prompt, bound)
-        self.dropped = len(said) - sum(message.role != "system" for message in messages)
+        kept = [message for message in messages if message.role != "system"]
+        self.dropped += len(said) - len(kept)
         room = sampling.max_new_tokens if self.positions is None else self.positions - len(prompt)
         longest = min(sampling.max_new_tokens, room)
         sampling = replace(
@@ -49,10 +51,10 @@ class Voice:
         except FloatingPointError as error:
             raise UserError(f"{self.name}: {error}") from error
         finally:
-            self.turns = [*said, Message("assistant", pieces.text)]
+            self.turns = [*kept, Message("assistant", pieces.text)]
 
     def reset(self) -> None:
-        self.turns = []
+        self.turns, self.dropped = [], 0
 
 
 def fit(
