@@ -14,11 +14,15 @@ from pipeline.errors import UserError
 def write_whole(file: Path, text: str) -> None:
     """Replace a file so that it is the old or the new one at any moment, also after a power cut."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    with open(part, "w", encoding="utf-8") as content:
-        content.write(text)
-        content.flush()
-        os.fsync(content.fileno())
-    os.replace(part, file)
+    try:
+        with open(part, "w", encoding="utf-8") as content:
+            content.write(text)
+            content.flush()
+            os.fsync(content.fileno())
+        os.replace(part, file)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:

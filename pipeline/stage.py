@@ -182,14 +182,27 @@ def require_held_out(section: StageSection, stage: str, held_out: Sequence[objec
 
 
 def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prompt]:
-    """The held-out prompts that base, SFT and PPO model all answer."""
+    """The held-out prompts that base, SFT and PPO model all answer.
+
+    Raises UserError where none fits and PPO is to come.
+    """
     try:
         held_out = _load(config, "ppo").held_out
     except UserError:
         held_out = [c.prompt() for c in load_stage(config.data, "sft", config.seed).held_out]
     limit = config.rollout.max_prompt_tokens
     fitting = (p for p in held_out if len(tokenizer.encode_prompt(p.messages)) <= limit)
-    return [prompt for prompt, _ in zip(fitting, range(config.evaluation.prompts), strict=False)]
+    chosen = [prompt for prompt, _ in zip(fitting, range(config.evaluation.prompts), strict=False)]
+    if not chosen:
+        told = f"none of the {len(held_out)} held-out prompts fits within rollout.max_prompt_tokens={limit}"
+        if "ppo" in wanted_stages(config):
+            raise UserError(
+                f"{told}, so that nothing would tell what PPO does: raise it, or hold out others (data.eval_fraction, "
+                "eval_path of a source)"
+            )
+        if dist.world().leads:
+            print(f"{told}: none is answered", flush=True)
+    return chosen
 
 
 def prepare_generation(engine: Engine, rollout: RolloutSection) -> None:

@@ -50,7 +50,11 @@ def run(config: RunConfig, folder: Path) -> None:
     )
     say_cut("sft", notes, len(records.train), "sft.max_length")
     held_out, _ = encode_conversations(
-        tokenizer, records.held_out[: section.eval_examples], max_length=section.max_length, loss_on=section.loss_on
+        tokenizer,
+        records.held_out[: section.eval_examples],
+        max_length=section.max_length,
+        loss_on=section.loss_on,
+        name="held-out conversations",
     )
     require_held_out(section, "sft", held_out)
     prompts = evaluation_prompts(config, tokenizer)

@@ -53,7 +53,7 @@ def run(config: RunConfig, folder: Path) -> None:
     train, notes = encode_preferences(tokenizer, records.train, max_length=section.max_length)
     say_cut("reward", notes, len(records.train), "reward.max_length")
     held_out, _ = encode_preferences(
-        tokenizer, records.held_out[: section.eval_examples], max_length=section.max_length
+        tokenizer, records.held_out[: section.eval_examples], max_length=section.max_length, name="held-out pairs"
     )
     require_held_out(section, "reward", held_out)
     steps = stage_steps(section, len(train))

@@ -51,11 +51,16 @@ class PromptItem:
 
 
 def encode_conversations(
-    tokenizer: ChatTokenizer, records: Sequence[Conversation], *, max_length: int, loss_on: str = "assistant"
+    tokenizer: ChatTokenizer,
+    records: Sequence[Conversation],
+    *,
+    max_length: int,
+    loss_on: str = "assistant",
+    name: str = "conversations",
 ) -> tuple[list[TokenItem], Counter[str]]:
     """(items, what was cut or dropped). `loss_on`: "assistant" counts answers and their ends, "all" every token.
 
-    Raises UserError where nothing is left.
+    Raises UserError where nothing is left; `name` is what it calls the records.
     """
     notes: Counter[str] = Counter()
     items = []
@@ -70,14 +75,14 @@ def encode_conversations(
             notes["no answer within max_length"] += 1
             continue
         items.append(item)
-    _check(items, records, "no conversation reaches its answer", max_length, "max_length")
+    _check(items, records, f"{name} none reaches its answer", max_length, "sft.max_length")
     return items, +notes
 
 
 def encode_preferences(
-    tokenizer: ChatTokenizer, records: Sequence[Preference], *, max_length: int
+    tokenizer: ChatTokenizer, records: Sequence[Preference], *, max_length: int, name: str = "pairs"
 ) -> tuple[list[PairItem], Counter[str]]:
-    """(pairs, what was cut or dropped). Raises UserError where nothing is left."""
+    """(pairs, what was cut or dropped). Raises UserError where nothing is left; `name` is what it calls the records."""
     notes: Counter[str] = Counter()
     prompts = tokenizer.encode_prompts([record.prompt for record in records])
     answers = tokenizer.encode_answers([text for record in records for text in (record.chosen, record.rejected)])
@@ -94,7 +99,7 @@ def encode_preferences(
         pairs.append(
             PairItem(_ids(prompt + chosen[:room]), _ids(prompt + rejected[:room]), record.margin, record.source)
         )
-    _check(pairs, records, "no pair of answers differs", max_length, "max_length")
+    _check(pairs, records, f"{name} none has answers that differ", max_length, "reward.max_length")
     return pairs, +notes
 
 
@@ -108,7 +113,7 @@ def encode_prompts(
         for record, ids in zip(records, encoded, strict=True)
         if len(ids) <= max_tokens
     ]
-    _check(items, records, "no prompt fits", max_tokens, "max_prompt_tokens")
+    _check(items, records, "prompts none fits", max_tokens, "rollout.max_prompt_tokens")
     return items, +Counter({"prompt longer than max_prompt_tokens": len(records) - len(items)})
 
 
@@ -118,4 +123,4 @@ def _ids(ids: Sequence[int]) -> Ids:
 
 def _check(items: Sequence[object], records: Sequence[object], what: str, limit: int, key: str) -> None:
     if records and not items:
-        raise UserError(f"Of {len(records)} examples {what} within {key}={limit} tokens: raise {key}.")
+        raise UserError(f"Of {len(records)} {what} within {key}={limit} tokens: raise {key}.")

@@ -10,6 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -115,8 +116,7 @@ class StageRun:
             if step:
                 print(f"{self.folder.name}: continuing after step {step} of {self.steps}", flush=True)
             metrics.cut(self.folder / METRICS, step)
-            for half in (self.folder / "checkpoints").glob("step-*.tmp"):
-                shutil.rmtree(half, ignore_errors=True)
+            self._drop_halves()
         dist.barrier()
         self._began = time.monotonic()
         return step
@@ -215,7 +215,7 @@ class StageRun:
             "extra": self._extra(),
             "healing": {name: (e.healer.limit, e.healer.times) for name, e in self._engines.items()},
         }
-        with self.clock.phase("save"), explained_disk(self.folder):
+        with self.clock.phase("save"), self._writing():
             where = self.folder / "checkpoints" / f"step-{step}"
             drop = partial(self._drop_old, keep=self._best_step)  # the best as this checkpoint knows it
             self._checkpointer.save(where, shared, {"random": random_state()}, then=drop)
@@ -223,8 +223,24 @@ class StageRun:
 
     def settle(self) -> None:
         """Wait until the last checkpoint is on disk."""
-        with explained_disk(self.folder):
+        with self._writing():
             self._checkpointer.wait()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Of checkpoints: one that failed leaves the disk as it found it."""
+        try:
+            with explained_disk(self.folder):
+                yield
+        except UserError:
+            if dist.world().leads:
+                self._drop_halves()
+            raise
+
+    def _drop_halves(self) -> None:
+        """Checkpoints that were not written to their end."""
+        for half in (self.folder / "checkpoints").glob("step-*.tmp"):
+            shutil.rmtree(half, ignore_errors=True)
 
     def _drop_old(self, *, keep: int | None) -> None:
         """Keep the newest checkpoints and that of step `keep`; removing gigabytes takes a file system tenths of a

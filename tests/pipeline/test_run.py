@@ -17,7 +17,7 @@ from engine.checkpoint.storage import Writer
 from engine.parallel import dist
 from pipeline.config.schema import SftSection
 from pipeline.errors import UserError
-from pipeline.files import explained_disk, write_json
+from pipeline.files import explained_disk, write_json, write_whole
 from pipeline.run import StageRun
 
 
@@ -240,6 +240,7 @@ def test_a_full_disk_is_one_message_and_the_older_checkpoint_stays(
     with pytest.raises(UserError, match="the disk is full") as told:
         stage.save(3)
     assert "the same command continues" in str(told.value) and "Traceback" not in str(told.value)
+    assert names(tmp_path) == ["step-1"]  # half a checkpoint would keep the disk full
     monkeypatch.undo()
     fresh, _ = stage_of(tmp_path, save_every=1)
     assert fresh.restore() == 1
@@ -274,3 +275,6 @@ def test_json_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_json(tmp_path / "a.json", {"x": object()})
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(tmp_path / "a.json", "\ud83d")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]  # and nothing beside it

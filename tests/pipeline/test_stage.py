@@ -1,15 +1,20 @@
 """What a stage does at its edge."""
 
+import json
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
 from pipeline import stage
+from pipeline.config.schema import DataConfig
+from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
 from pipeline.stage import require_context, say_cut
 from tests.tiny import tiny_config
+
+ROWS = [{"prompt": f"Question {n}?", "completion": f"Answer {n}."} for n in range(30)]
 
 
 def test_a_rank_that_finds_the_tokenizer_made_waits_all_the_same(
@@ -22,6 +27,20 @@ def test_a_rank_that_finds_the_tokenizer_made_waits_all_the_same(
     (tmp_path / "tokenizer" / "tokenizer_config.json").touch()
     assert stage.run_tokenizer(tiny_config(), tmp_path) == str(tmp_path / "tokenizer")  # type: ignore[comparison-overlap]
     assert waits == [1]  # else it is in another collective than the rank that made it
+
+
+def test_held_out_prompts_that_do_not_fit_are_told_before_any_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    tokenizer = train_tokenizer(["Question 1?"], 300)
+    own = {"data": DataConfig(name="a", path=str(file))}
+    config = tiny_config(rollout={"max_prompt_tokens": 3}).model_copy(update=own)
+    with pytest.raises(UserError, match=r"none of the \d held-out prompts fits .*max_prompt_tokens=3, .*raise it"):
+        stage.evaluation_prompts(config, tokenizer)
+    assert stage.evaluation_prompts(config.model_copy(update={"stage": "sft"}), tokenizer) == []
+    assert "max_prompt_tokens=3: none is answered" in capsys.readouterr().out
 
 
 def test_what_was_cut_for_its_length_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,8 +56,9 @@ def test_long_prompts_are_dropped(bytewise: ChatTokenizer) -> None:
 
 
 def test_nothing_left_is_refused(bytewise: ChatTokenizer) -> None:
-    with pytest.raises(UserError, match="no prompt fits within max_prompt_tokens=2 tokens: raise max_prompt_tokens"):
+    with pytest.raises(UserError, match=r"Of 1 prompts none fits within rollout.max_prompt_tokens=2 tokens: raise"):
         encode_prompts(bytewise, [Prompt(tuple(chat("abc")), "s")], max_tokens=2)
-    with pytest.raises(UserError, match="max_length=3"):
-        encode_conversations(bytewise, [Conversation(tuple(chat("abc", "d")), "s")], max_length=3)
+    with pytest.raises(UserError, match=r"Of 1 held-out ones none reaches .* sft.max_length=3"):
+        short = [Conversation(tuple(chat("abc", "d")), "s")]
+        encode_conversations(bytewise, short, max_length=3, name="held-out ones")
     assert encode_prompts(bytewise, [], max_tokens=2) == ([], {})
