@@ -14,6 +14,7 @@ from pipeline.data.records import Conversation, Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.insight.evaluate import answer_prompts
+from pipeline.models.build import check_scores
 from pipeline.models.source import ModelSource, download, model_folder, resolve
 
 
@@ -179,6 +180,16 @@ def require_held_out(section: StageSection, stage: str, held_out: Sequence[objec
             f"{stage}.export=best has nothing to judge by: no examples are held out (data.eval_fraction, or eval_path "
             f"of a source); {stage}.export=last does without"
         )
+
+
+def require_scorer(config: RunConfig, source: ModelSource) -> None:
+    """Refuse what the stages to come can make no reward model or critic of, before SFT rather than after it."""
+    stages = wanted_stages(config)
+    if "reward" in stages and config.reward_model is not None:
+        if config.reward_model.hub is None:  # else it would have to be fetched first
+            check_scores(resolve(config.reward_model, config.seed))
+    elif "reward" in stages or ("ppo" in stages and not config.ppo.reward_model and config.ppo.advantage == "gae"):
+        check_scores(source)
 
 
 def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prompt]:

@@ -25,6 +25,7 @@ from pipeline.stage import (
     prepare_generation,
     require_context,
     require_held_out,
+    require_scorer,
     run_tokenizer,
     say_cut,
     stage_records,
@@ -44,6 +45,7 @@ def run(config: RunConfig, folder: Path) -> None:
     check_vocabulary(source, tokenizer)
     adopt_special_ids(source, tokenizer)
     require_context(config, "sft", source)
+    require_scorer(config, source)
     records = stage_records(config, "sft")
     train, notes = encode_conversations(
         tokenizer, records.train, max_length=section.max_length, loss_on=section.loss_on

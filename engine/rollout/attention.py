@@ -169,11 +169,11 @@ def routed(module: nn.Module, name: str = NAME) -> Iterator[None]:
     """
     config: Any = module.config
     before = config._attn_implementation, getattr(config, "pad_token_id", None)
-    config._attn_implementation, config.pad_token_id = name, None
+    config._attn_implementation, vars(config)["pad_token_id"] = name, None  # some configurations refuse None by name
     try:
         yield
     finally:
-        config._attn_implementation, config.pad_token_id = before
+        config._attn_implementation, vars(config)["pad_token_id"] = before
 
 
 AttentionInterface.register(NAME, slot_attention)

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.healing.failure import is_out_of_memory
 from engine.kernels.host import decode_attention as host
 from engine.parallel import dist
+from engine.rollout.agreement import counts_from_zero, far_apart, fixed_prompts, plain_logits
 from engine.rollout.attention import Unserved, routed
 from engine.rollout.cache.grouping import BY_TORCH, IN_C, Grouping, Joining
-from engine.rollout.cache.groups import Group
+from engine.rollout.cache.groups import Chunk, Group
 from engine.rollout.cache.slots import SlotCache, Step
 from engine.rollout.decoding import Decoding, Drawn
 from engine.rollout.on_device.forwards import Forwards
@@ -36,7 +38,7 @@ ROUND_CAPACITY = 64
 class SlotDecoder:
     """A model that attends over a slot cache, which it keeps between calls.
 
-    Making one tries the model with one token; raises Unserved, saying why, where the model can't be decoded so.
+    Making one tries the model with a few tokens; raises Unserved, saying why, where the model can't be decoded so.
     `replay` False runs every step through the modules. `ranks` are those whose sequences are decoded here.
     """
 
@@ -119,18 +121,29 @@ class SlotDecoder:
         return IN_C if host.serves(self.dtype) else BY_TORCH
 
     def _probe(self) -> tuple[int, int, torch.dtype]:
-        """Run one token; returns the bytes of a token in the cache, its numbers a layer, and their type."""
-        cache, zero = SlotCache(1, 1), torch.zeros(1, dtype=torch.long, device=self.device)
-        step = Step(cache, zero, zero, [Group(0, 1, 0, (1,))], [])
+        """Run a few tokens; returns the bytes of a token in the cache, its numbers a layer, and their type."""
+        prompt = fixed_prompts(self.module)[0]
+        cache, last = SlotCache(1, len(prompt)), len(prompt) - 1
+        slot, positions = upload([[0] * (last + 1), [*range(last + 1)]], self.device)
+        begun = Step(cache, slot[:last], positions[:last], [], [Chunk(0, last, 0, 0)])
+        goes_on = Step(cache, slot[last:], positions[last:], [Group(0, 1, 0, (last + 1,))], [])
         try:
-            self.forward([0], step, [0])
-        except (TypeError, ValueError, AttributeError, LookupError) as problem:  # its forward wants something else
-            raise Unserved(str(problem)) from problem
+            own = counts_from_zero(self.module, self.device)
+            found = [self.forward(prompt[:last], begun, [*range(last)])] if last else []
+            found.append(self.forward(prompt[last:], goes_on, [0]))
+        except Exception as problem:  # whatever a forward that wants something else may say
+            if is_out_of_memory(problem):
+                raise
+            raise Unserved(str(problem).partition("\n")[0] or type(problem).__name__) from problem
         text: Any = self.module.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
         if len(cache.layers) != text.num_hidden_layers:
             raise Unserved(f"{len(cache.layers)} of its {text.num_hidden_layers} layers attend by name")
-        if has_window(text) and step.windows == {None}:
+        if has_window(text) and goes_on.windows == {None}:
             raise Unserved("its sliding window does not reach the attention")
+        if not own:
+            raise Unserved("it counts positions in a way of its own")
+        if far_apart(self.module, torch.cat(found), plain_logits(self.module, self.device, prompt)):
+            raise Unserved("it says something else when it attends over the slot cache")
         return cache.token_bytes, cache.token_numbers, cache.layers[0].keys.dtype
 
     def _cache_for(self, tokens: int, slots: int) -> SlotCache:

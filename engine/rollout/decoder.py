@@ -1,9 +1,10 @@
 """The rollout engine: answers from a causal language model.
 
 Models that let their attention be reached by name decode by slots (`continuous.py`): no padding, a place that falls
-free is taken at once. Others decode in padded batches (`padded.py`), which is said once. Either way an answer depends
-on its prompt, the sampling settings and its stream only: not on the order of the prompts, the batch size or the world
-size.
+free is taken at once. Others decode in batches (`batches.py`), which is said once: padded, or of prompts of one length
+with the model's own cache, or without one. The first way that gives the model's own numbers is taken. Either way an
+answer depends on its prompt, the sampling settings and its stream only: not on the order of the prompts, the batch size
+or the world size.
 """
 
 import logging
@@ -16,12 +17,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.healing.failure import attempt
+from engine.healing.failure import attempt, is_out_of_memory
 from engine.parallel import dist
+from engine.rollout.agreement import (
+    NEW_TOKENS,
+    counts_from_zero,
+    disagreement,
+    far_apart,
+    fixed_prompts,
+    plain_logits,
+    tolerance_of,
+)
+from engine.rollout.alike import OwnCacheDecoding, WholeDecoding
 from engine.rollout.attention import Unserved
+from engine.rollout.batches import BatchDecoding, run_batches
 from engine.rollout.continuous import SlotDecoder
 from engine.rollout.decoding import Drawn
-from engine.rollout.padded import run_padded
+from engine.rollout.padded import PaddedDecoding
 from engine.rollout.sampling import Ending, Sampling
 
 log = logging.getLogger(__name__)
@@ -44,7 +56,7 @@ class Rollouts:
     """Generates with a plain causal language model of transformers: no hooks, no dropout, whole weights on `device`.
 
     `cache_bytes` bounds the key-value cache (by default half of the memory that is free); fewer sequences than asked
-    for run at a time where it is short. `slots` False decodes in padded batches; `replay` False runs every step through
+    for run at a time where it is short. `slots` False decodes in batches; `replay` False runs every step through
     the modules, whose hooks and collectives a recording would miss. `ranks` are those whose answers are generated here
     together (`pooling.py`). After the weights were changed, call `refresh`. Raises ValueError for a GPU that is not the
     current one.
@@ -60,6 +72,7 @@ class Rollouts:
         self._replay = replay
         self.most: int | None = None  # sequences that are decoded together at most, since more ran out of memory
         self._fallback = None if slots else "it was told so"  # why the model does not decode by slots
+        self._batches: type[BatchDecoding] | None = None  # how it decodes then
 
     def generate(
         self,
@@ -162,9 +175,14 @@ class Rollouts:
 
     @property
     def fallback(self) -> str | None:
-        """Why this model decodes in padded batches; None where it decodes by slots."""
+        """Why this model does not decode by slots; None where it does."""
         self._decoder()
         return self._fallback
+
+    @property
+    def way(self) -> str:
+        """How this model decodes: "slots", or "padded", "own cache" or "whole" (`batches.py`)."""
+        return "slots" if self._decoder() is not None else self._batch_way().name
 
     def _run(
         self,
@@ -180,7 +198,8 @@ class Rollouts:
         _check_lengths([len(prompt) for prompt in prompts], sampling.max_new_tokens, self.module.config)
         decoder = self._decoder()
         if decoder is None:
-            steps = run_padded(self.module, self.device, prompts, sampling, streams, batch_size, ending)
+            way = self._batch_way()
+            steps = run_batches(way, self.module, self.device, prompts, sampling, streams, batch_size, ending)
         else:
             steps = decoder.run(prompts, sampling, streams, min(batch_size, len(prompts)), ending)
         for drawn in steps:
@@ -197,11 +216,51 @@ class Rollouts:
                 )
             except Unserved as reason:
                 self._fallback = str(reason)
-                name = type(self.module).__name__
-                if name not in _told and dist.world().leads:
-                    _told.add(name)
-                    log.warning("%s generates in padded batches, more slowly: %s", name, reason)
+                self._batch_way()
         return self._slots
+
+    def _batch_way(self) -> type[BatchDecoding]:
+        """The fastest way of decoding in batches that gives the model's own numbers, found at first use."""
+        if self._batches is None:
+            self._batches = next(way for way in (PaddedDecoding, OwnCacheDecoding, WholeDecoding) if self._serves(way))
+            name = type(self.module).__name__
+            if name not in _told and dist.world().leads:
+                _told.add(name)
+                log.warning("%s generates %s: %s", name, self._batches.manner, self._fallback)
+        return self._batches
+
+    @torch.inference_mode()
+    def _serves(self, way: type[BatchDecoding]) -> bool:
+        """Whether a few greedy answers are what the plain forward says; running whole sequences is that forward."""
+        if way is WholeDecoding:
+            return True
+        prompts = sorted(fixed_prompts(self.module), key=len, reverse=True)
+        try:
+            if way is PaddedDecoding and not counts_from_zero(self.module, self.device):
+                return False
+            groups = [[prompt] for prompt in prompts] if way.alike else [prompts]
+            return all(self._says_the_same(way, group) for group in groups)
+        except Exception as problem:  # whatever a forward that wants something else may say
+            if is_out_of_memory(problem):
+                raise
+            return False
+
+    def _says_the_same(self, way: type[BatchDecoding], prompts: Sequence[list[int]]) -> bool:
+        """Whether a batch of prompts, answered greedily, gets the logits of the plain forward."""
+        batch = way(self.module, self.device, prompts, Sampling(NEW_TOKENS, temperature=0), [0] * len(prompts))
+        seen = [batch.begin()]
+        for step in range(NEW_TOKENS - 1):
+            seen.append(batch.go_on(seen[-1].argmax(-1)[:, None], step))
+        logits = torch.stack(seen, dim=1)  # (b, NEW_TOKENS, V)
+        for prompt, mine in zip(prompts, logits, strict=True):
+            answer = mine.argmax(-1)
+            plain = plain_logits(self.module, self.device, prompt + answer.tolist())[len(prompt) - 1 : -1]
+            logprobs = mine.double().log_softmax(-1).gather(-1, answer[:, None])[:, 0].tolist()
+            bound = tolerance_of(self.module, plain)
+            off = disagreement(plain.double(), answer.tolist(), logprobs, bound) is not None
+            if off or far_apart(self.module, mine, plain):
+                return False
+        return True
 
 
 def _check_device(device: torch.device) -> None:

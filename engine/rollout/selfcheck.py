@@ -8,23 +8,15 @@ cause.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.parallel import zero
+from engine.rollout.agreement import NEW_TOKENS, RELATIVE, disagreement, fixed_prompts, plain_logits, tolerance_of
 from engine.rollout.decoder import Generation, Rollouts
 from engine.rollout.sampling import Sampling
-
-LENGTHS = (5, 12)  # tokens of the prompts: unequal, so that a slot taken for another shows
-NEW_TOKENS = 8
-# Mean differences of log-probability that rounding explains, for logits up to 1; they grow with the largest logit. A
-# single token's may be twice as large. Measured: an eighth of it in bf16, a third with large adapters merged.
-TOLERANCE = {torch.float32: 2e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-EXPERTS = 4.0  # times as much where rounding may send a token to another expert
-LAYER_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # relative, of hidden states
 
 
 @dataclass(frozen=True)
@@ -43,9 +35,9 @@ def selfcheck(rollouts: Rollouts) -> list[Checked]:
     answers = rollouts.generate(prompts, how, streams=list(range(len(prompts))))
     checked = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        logits = _plain_logits(rollouts.module, rollouts.device, prompt, answer.token_ids)
-        tolerance = _tolerance(rollouts.module, logits)
-        found = disagreement(logits.double(), answer, tolerance)
+        logits = _before_answer(rollouts, prompt, answer.token_ids)
+        tolerance = tolerance_of(rollouts.module, logits)
+        found = disagreement(logits.double(), answer.token_ids, answer.logprobs, tolerance)
         if found is not None:
             raise ValueError(_explain(rollouts, prompt, how, found))
         checked.append(Checked(prompt, answer, tolerance))
@@ -64,67 +56,32 @@ def compare(checked: Sequence[Checked], logprobs: Sequence[Tensor], source: str)
             )
 
 
-def fixed_prompts(module: nn.Module) -> list[list[int]]:
-    """Token ids from all over the vocabulary, the same at each call, as long as the model has positions for."""
-    config: Any = module.config
-    vocabulary = module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
-    generator = torch.Generator().manual_seed(0)
-    lengths = [min(length, max(1, limit - NEW_TOKENS)) for length in LENGTHS]
-    return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
-
-
-def disagreement(logits: Tensor, answer: Generation, tolerance: float) -> str | None:
-    """What is wrong with a greedy answer, by the plain forward's logits (n, V) before each of its tokens."""
-    tokens = torch.tensor(answer.token_ids, device=logits.device)
-    likeliest, best = logits.max(-1)
-    short = likeliest - logits.gather(-1, tokens[:, None])[:, 0]
-    gaps = (logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].cpu() - torch.tensor(answer.logprobs)).abs()
-    for place in range(len(tokens)):
-        if not bool(short[place] <= 2 * tolerance):
-            return f"token {place} is {int(tokens[place])}, the plain forward says {int(best[place])}"
-        if not bool(gaps[place] <= 2 * tolerance):
-            return f"the log-probability of token {place} is off by {gaps[place]:.2g} (rounding: {tolerance:.2g})"
-    if not bool(gaps.mean() <= tolerance):
-        return f"log-probabilities are off by {gaps.mean():.2g} on average (rounding: {tolerance:.2g})"
-    return None
-
-
-@torch.inference_mode()
-def _plain_logits(module: nn.Module, device: torch.device, prompt: list[int], answer: list[int]) -> Tensor:
-    """(n, V): the whole sequence at once through the module as it is, no cache, no padding."""
-    logits: Tensor = module(input_ids=torch.tensor([prompt + answer], device=device), use_cache=False).logits
-    return logits[0, len(prompt) - 1 : -1]
+def _before_answer(rollouts: Rollouts, prompt: list[int], answer: list[int]) -> Tensor:
+    """(n, V): the plain forward's logits before each token of an answer."""
+    return plain_logits(rollouts.module, rollouts.device, prompt + answer)[len(prompt) - 1 : -1]
 
 
 def _explain(rollouts: Rollouts, prompt: list[int], how: Sampling, found: str) -> str:
     name = type(rollouts.module).__name__
     layer = first_difference(rollouts, prompt, how) or "none: the hidden states agree, so the head or the sampling"
-    padded = Rollouts(rollouts.module, rollouts.device, slots=False)
     cause = "the model's forward with a cache differs from the one without (positions, dropout, or its precision)"
-    with rollouts.through_modules():
-        if _agrees(rollouts, prompt, how):
-            return f"the generator is not the model {name}: {found}. Its recorded steps do not what its modules do"
-    if rollouts.fallback is None and _agrees(padded, prompt, how):
-        cause = "its attention does something that attention over the slot cache does not"
-    if rollouts.fallback is None and _agrees(Rollouts(rollouts.module, rollouts.device), prompt, how):
-        cause = "the generator worked with weights of an earlier step"
+    if rollouts.fallback is None:
+        with rollouts.through_modules():
+            if _agrees(rollouts, prompt, how):
+                return f"the generator is not the model {name}: {found}. Its recorded steps do not what its modules do"
+        if _agrees(Rollouts(rollouts.module, rollouts.device, slots=False), prompt, how):
+            cause = "its attention does something that attention over the slot cache does not"
+        anew = Rollouts(rollouts.module, rollouts.device)
+        if anew.fallback is None and _agrees(anew, prompt, how):
+            cause = "the generator worked with weights of an earlier step"
     return f"the generator is not the model {name}: {found}. First layer that differs: {layer}. Likely cause: {cause}"
 
 
 def _agrees(rollouts: Rollouts, prompt: list[int], how: Sampling) -> bool:
     answer = rollouts.generate([prompt], how, [0])[0]
-    logits = _plain_logits(rollouts.module, rollouts.device, prompt, answer.token_ids)
-    return disagreement(logits.double(), answer, _tolerance(rollouts.module, logits)) is None
-
-
-def _tolerance(module: nn.Module, logits: Tensor) -> float:
-    """What rounding explains of a log-probability, by the logits' precision and size."""
-    config: Any = module.config
-    text = config.get_text_config(decoder=True)
-    mixture = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    rounding = TOLERANCE.get(logits.dtype, 3e-2) * max(1.0, logits.abs().max().item())
-    return rounding * (EXPERTS if mixture and logits.dtype != torch.float32 else 1.0)
+    logits = _before_answer(rollouts, prompt, answer.token_ids)
+    tolerance = tolerance_of(rollouts.module, logits)
+    return disagreement(logits.double(), answer.token_ids, answer.logprobs, tolerance) is None
 
 
 def first_difference(rollouts: Rollouts, prompt: list[int], how: Sampling) -> str | None:
@@ -132,16 +89,15 @@ def first_difference(rollouts: Rollouts, prompt: list[int], how: Sampling) -> st
     answers: list[Generation] = []
     with rollouts.through_modules():
         ours = _block_outputs(rollouts.module, lambda: answers.extend(rollouts.generate([prompt], how, [0])))
-    token_ids = answers[0].token_ids
-    theirs = _block_outputs(
-        rollouts.module, partial(_plain_logits, rollouts.module, rollouts.device, prompt, token_ids)
-    )
+    theirs = _block_outputs(rollouts.module, lambda: _before_answer(rollouts, prompt, answers[0].token_ids))
     names = {module: name for name, module in rollouts.module.named_modules()}
     for block, plain in theirs.items():
+        if block not in ours:
+            continue
         fast = ours[block]
         tokens = min(fast.shape[1], plain.shape[1])
         a, b = fast[:, :tokens].double(), plain[:, :tokens].double()
-        if not bool((a - b).norm() <= LAYER_TOLERANCE.get(plain.dtype, 5e-2) * b.norm()):
+        if not bool((a - b).norm() <= RELATIVE.get(plain.dtype, 5e-2) * b.norm()):
             return names[block]
     return None
 
@@ -151,7 +107,9 @@ def _block_outputs(module: nn.Module, run: Callable[[], Any]) -> dict[nn.Module,
     outputs: dict[nn.Module, list[Tensor]] = {}
 
     def keep(block: nn.Module, _: Any, output: Any) -> None:
-        outputs.setdefault(block, []).append((output[0] if isinstance(output, tuple) else output).detach().clone())
+        states = output[0] if isinstance(output, tuple) else output
+        if isinstance(states, Tensor) and states.ndim == 3:  # (1, tokens, D); what else a block may give says no more
+            outputs.setdefault(block, []).append(states.detach().clone())
 
     handles = [block.register_forward_hook(keep) for block in zero.units(module)]
     try:

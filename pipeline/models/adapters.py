@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from peft import LoraConfig as PeftLora
 from peft import inject_adapter_in_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -17,7 +18,7 @@ from pipeline.errors import UserError
 def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
     """Freeze a model and put adapters beside its linear maps; a value head stays trained.
 
-    Raises UserError where `lora.targets` matches nothing.
+    Raises UserError where `lora.targets` matches nothing, or a module that takes no adapter.
     """
     config = PeftLora(
         r=lora.rank,
@@ -26,10 +27,12 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
         target_modules=_targets(model, lora.targets),
     )
     model.requires_grad_(False)
+    names = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
+    # Within another module: peft reads some names of a mixture's layers as its experts', where it finds the family.
+    around = nn.ModuleDict({"model": model})
     try:
-        inject_adapter_in_model(config, model)
+        inject_adapter_in_model(config, around)
     except ValueError as error:
-        names = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise UserError(f"lora.targets={lora.targets} matches no module; this model has {', '.join(names)}") from error
     head = getattr(model, "score", None)
     if isinstance(head, nn.Linear):
@@ -41,12 +44,24 @@ def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | st
     if targets != "all-linear":
         return targets
     head = model.get_output_embeddings()
-    kinds = (nn.Linear, Conv1D)
     return [
-        name
+        f"model.{name}"
         for name, module in model.named_modules()
-        if isinstance(module, kinds) and module is not head and name not in ("score", "lm_head")
+        if _is_linear(module) and module is not head and name not in ("score", "lm_head")
     ]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """A linear map and no more. What is derived from one may be a router, say, which gives other things."""
+    if type(module) in (nn.Linear, Conv1D):
+        return True
+    if not isinstance(module, nn.Linear):
+        return False
+    try:
+        out = module(torch.empty(1, 2, module.in_features, dtype=module.weight.dtype, device=module.weight.device))
+    except Exception:  # it takes other things
+        return False
+    return isinstance(out, Tensor) and out.shape == (1, 2, module.out_features)
 
 
 @contextmanager

@@ -21,8 +21,14 @@ from pipeline.config.schema import EngineSettings, LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.adapters import add_adapters
 from pipeline.models.modules import Policy, Scorer
-from pipeline.models.source import ModelSource, check_kind
+from pipeline.models.source import ModelSource, check_kind, own_field
 from pipeline.models.weights import fill
+
+NO_SCORER = (
+    "Take a model for it that has one (OPT, GPT-2, GPT-NeoX, Llama, Qwen, Mistral, Gemma, Phi) and this tokenizer "
+    "(reward_model=), or a function that scores and no critic (ppo.reward_model=false ppo.reward_function=FILE.py:NAME "
+    "ppo=grpo)"
+)
 
 
 @dataclass(frozen=True)
@@ -109,11 +115,7 @@ def build_scorer(
     source.config.num_labels = 1
     source.config.pad_token_id = pad_id
     model = _on_meta(source, AutoModelForSequenceClassification, choice)
-    if not isinstance(getattr(model, "score", None), nn.Linear):
-        raise UserError(
-            f"{type(model).__name__} has no linear head named score; choose a model family whose sequence "
-            "classification has one (OPT, GPT-2, GPT-NeoX, Llama, Qwen, Mistral, Gemma, Phi)"
-        )
+    _check_head(model)
     return Engine(
         Scorer(model),
         **choice.layout(source),
@@ -121,30 +123,52 @@ def build_scorer(
     )
 
 
+def check_scores(source: ModelSource) -> None:
+    """Raises UserError where no reward model and no critic can be made of this model's family."""
+    config = without_dropout(source.config, 0.0)
+    config.num_labels = 1
+    _check_head(_empty(source, config, AutoModelForSequenceClassification))
+
+
+def _check_head(model: PreTrainedModel) -> None:
+    if not isinstance(getattr(model, "score", None), nn.Linear) or model.base_model is model:
+        raise UserError(f"{type(model).__name__} has no linear head named score. {NO_SCORER}")
+
+
 def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrainedModel:
     config = without_dropout(source.config, choice.dropout)
-    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    heads = own_field(config, "num_attention_heads")
     if isinstance(heads, int):
         check_heads(heads, choice.settings.sequence_parallel)
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    if capped and source.attention == "sdpa":  # older versions of transformers leave the cap out and say nothing
+    if own_field(config, "attn_logit_softcapping") is not None and source.attention == "sdpa":
+        # older versions of transformers leave the cap out and say nothing
         raise UserError(f"{source.name} caps its attention's scores, which sdpa does not: model.attention=eager")
+    model = _empty(source, config, auto)
+    model.tie_weights()
+    if choice.lora is not None and choice.lora.rank:
+        add_adapters(model, choice.lora)
+    return model
+
+
+def _empty(source: ModelSource, config: PretrainedConfig, auto: Any) -> PreTrainedModel:
+    """The model without values. Raises UserError where transformers can't make it."""
     try:
         with init_empty_weights(include_buffers=False):
-            model = auto.from_config(
+            model: PreTrainedModel = auto.from_config(
                 config,
                 attn_implementation=source.attention,
                 dtype=torch.float32,
                 trust_remote_code=source.trust_remote_code,
             )
-    except ValueError as error:
+    except Exception as error:  # configurations that don't fit and packages that lack come as errors of all kinds
         if "scaled_dot_product_attention" in str(error):
             raise UserError(f"{source.name} has no sdpa attention in transformers: model.attention=eager") from error
-        reason = str(error).partition("\n")[0]  # a list of all families follows
-        raise UserError(f"model {source.name} cannot be built as a {auto.__name__}: {reason}") from error
-    model.tie_weights()
-    if choice.lora is not None and choice.lora.rank:
-        add_adapters(model, choice.lora)
+        if auto is AutoModelForSequenceClassification and "Unrecognized configuration class" in str(error):
+            what = f"transformers has no sequence classification of {source.config.model_type}"
+            raise UserError(f"{source.name} can be no reward model and no critic: {what}. {NO_SCORER}") from error
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")  # lists and advice follow
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise UserError(f"model {source.name} cannot be built as a {auto.__name__}: {kind}{reason}") from error
     return model
 
 

@@ -6,7 +6,7 @@ positions count from 0. Or all sequences stand in one row without padding, and `
 have the whole result.
 """
 
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, log_softmax, nn
@@ -20,7 +20,18 @@ from pipeline.data.documents import Documents
 from pipeline.models.attention import NAME
 
 
-class Policy(nn.Module):
+class _Backed(nn.Module):
+    """A transformers model inside, and how it has to be run; `checks.verify` finds that out."""
+
+    packs = False  # whether it takes documents
+    steady = False  # whether it computes otherwise in training than in evaluation, and so always does as in the latter
+
+    def train(self, mode: bool = True) -> Self:
+        """Dropout and the like on or off; a model whose training mode is another model stays in evaluation mode."""
+        return super().train(mode and not self.steady)
+
+
+class Policy(_Backed):
     """A causal language model whose forward gives log-probabilities of tokens instead of logits."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
@@ -28,9 +39,7 @@ class Policy(nn.Module):
         self.lm = lm
         text = lm.config.get_text_config()
         self.softcap: float | None = getattr(text, "final_logit_softcapping", None)
-        # Set by `checks.verify` where head(hidden) is not what the model's own forward gives.
-        self.use_logits = False
-        self.packs = False  # set by `checks`
+        self.use_logits = False  # set by `checks.verify` where head(hidden) is not what the model's own forward gives
 
     @property
     def backbone(self) -> PreTrainedModel:
@@ -44,15 +53,16 @@ class Policy(nn.Module):
         *,
         temperature: float = 1.0,
         documents: Documents | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, (N,) fp32 each, of some tokens, each predicted from the one before it.
 
         input_ids: (B, T); scored (N,): where the tokens are in the flattened ids, never at the first column, nor at a
-        document's first token; temperature divides the logits.
+        document's first token; temperature divides the logits; positions (B, T) are told to the model where given.
         """
         targets, seen = input_ids.flatten()[scored], scored - 1
         share = _share(input_ids, documents)
-        inputs = _inputs(self.lm, input_ids, documents, share)
+        inputs = _inputs(self.lm, input_ids, documents, share, positions)
         if share is None:
             return self._scored(inputs, targets, seen, temperature)
         mine = share.mine(seen)
@@ -80,27 +90,36 @@ class Policy(nn.Module):
         )
 
 
-class Scorer(nn.Module):
+class Scorer(_Backed):
     """A model with one label per position: the reward model reads the last token's, the critic every one."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.packs = False  # set by `checks`
 
     @property
     def backbone(self) -> PreTrainedModel:
         """The transformers model inside."""
         return self.model
 
-    def forward(self, input_ids: Tensor, *, documents: Documents | None = None) -> Tensor:
-        """(B, T) token ids -> (B, T) fp32 values; position t has seen tokens 0..t of its row or document."""
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        documents: Documents | None = None,
+        positions: Tensor | None = None,
+        head: Tensor | None = None,
+    ) -> Tensor:
+        """(B, T) token ids -> (B, T) fp32 values; position t has seen tokens 0..t of its row or document.
+
+        positions (B, T) are told to the model, and head (D,) stands in for the model's own, where given.
+        """
         share = _share(input_ids, documents)
-        inputs = _inputs(self.model, input_ids, documents, share)
+        inputs = _inputs(self.model, input_ids, documents, share, positions)
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-        head = cast(nn.Linear, self.model.score)
+        weight = cast(nn.Linear, self.model.score).weight if head is None else head[None]
         # fp32: a bf16 score has three digits, too few for the difference of two.
-        values = F.linear(hidden.float(), head.weight.float()).squeeze(-1)
+        values = F.linear(hidden.float(), weight.float()).squeeze(-1)
         if share is not None:
             places = torch.arange(share.first, share.first + share.own, device=values.device)
             values = share.together(values[0], places, share.own * share.ranks)[None, : share.tokens]
@@ -116,10 +135,14 @@ def _share(input_ids: Tensor, documents: Documents | None) -> Share | None:
 
 
 def _inputs(
-    model: PreTrainedModel, input_ids: Tensor, documents: Documents | None, share: Share | None
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    documents: Documents | None,
+    share: Share | None,
+    positions: Tensor | None,
 ) -> dict[str, Any]:
     if documents is None:
-        return {"input_ids": input_ids}
+        return {"input_ids": input_ids} | ({} if positions is None else {"position_ids": positions})
     assert model.config._attn_implementation == NAME, "this model has not been found to take documents (checks.verify)"
     return packed_inputs(input_ids, documents, share)
 

@@ -6,9 +6,11 @@ Weights are read from safetensors only. A pickle can run code when it is opened,
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.memory.shapes import build_config
 from pipeline.config.schema import ModelConfig
@@ -137,12 +139,23 @@ def _check_file(file: Path) -> None:
         raise UserError(f"{file} is no whole safetensors file: {how}") from error
 
 
+def own_field(config: PretrainedConfig, name: str) -> Any:
+    """A field of the configuration of a model's text side; None where it has none, or another for each layer."""
+    try:
+        return getattr(config.get_text_config(), name, None)
+    except RuntimeError:  # what a configuration by layers says when it is asked for all
+        return None
+
+
 def check_kind(source: ModelSource, *, wanted: str) -> None:
     """Refuse a reward model where a language model belongs and the other way round. `wanted` is a class-name ending.
 
-    Some families call a language model ...LMHeadModel (GPT-2), and a checkpoint without a head is a ...Model.
+    Some families call a language model otherwise (GPT2LMHeadModel, Gemma3ForConditionalGeneration), which transformers
+    knows, and a checkpoint without a head is a ...Model.
     """
     architectures = source.config.architectures or []
-    endings = (wanted, "Model") if wanted == "ForCausalLM" else (wanted,)
+    endings: tuple[str, ...] = (wanted,)
+    if wanted == "ForCausalLM":
+        endings = (wanted, "Model", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(source.config.model_type, wanted))
     if source.folder is not None and architectures and not any(name.endswith(endings) for name in architectures):
         raise UserError(f"{source.folder} holds a {architectures[0]}; a model ending in {wanted} is needed here")

@@ -74,10 +74,13 @@ def _read_through_transformers(
         trust_remote_code=source.trust_remote_code,
     )
     check_report(source, report)
-    whole = dict(loaded.named_parameters())
+    whole = dict(loaded.named_parameters(remove_duplicate=False))
     lacking = [name for name, own in plain.items() if own in report["missing_keys"]]
+    unknown = [own for name, own in plain.items() if own not in whole and name not in lacking]
+    if unknown:
+        raise UserError(f"{source.folder}: {unknown[0]} is no parameter of the model that transformers loads")
     for name, own in plain.items():
-        if own in whole and name not in lacking:
+        if name not in lacking:
             copy_local(parameters[name], whole[own])
     return lacking
 

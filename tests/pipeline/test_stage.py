@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import CohereConfig, LlamaConfig
 
 from pipeline import stage
 from pipeline.config.schema import DataConfig
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
-from pipeline.stage import require_context, say_cut
+from pipeline.stage import require_context, require_scorer, say_cut
 from tests.tiny import tiny_config
 
 ROWS = [{"prompt": f"Question {n}?", "completion": f"Answer {n}."} for n in range(30)]
@@ -77,3 +77,15 @@ def test_a_reward_model_of_another_size_has_positions_of_its_own() -> None:
     require_context(apart, "sft", source)
     with pytest.raises(UserError, match=r"reward\.max_length=201"):
         require_context(apart, "reward", source)
+
+
+def test_a_family_without_reward_models_is_refused_before_sft() -> None:
+    source = ModelSource("c", CohereConfig(num_hidden_layers=1, hidden_size=32, vocab_size=96), None, 1, "sdpa", False)
+    for changes in ({}, {"ppo": {"reward_model": False, "reward_function": "a.py:f"}}):
+        with pytest.raises(UserError, match=r"c can be no reward model and no critic: .*cohere.*ppo=grpo"):
+            require_scorer(tiny_config(**changes), source)
+    without = {"reward_model": False, "reward_function": "a.py:f", "advantage": "rloo", "samples": 2}
+    require_scorer(tiny_config(ppo=without), source)
+    require_scorer(tiny_config().model_copy(update={"stage": "sft"}), source)
+    other = tiny_config()
+    require_scorer(other.model_copy(update={"reward_model": other.model}), source)

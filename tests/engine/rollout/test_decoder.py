@@ -132,12 +132,6 @@ def test_a_model_with_states_falls_back_to_its_own_cache() -> None:
         agree(answer, *greedy_by_definition(model, prompt, GREEDY.max_new_tokens))
 
 
-def test_a_model_without_attention_is_refused() -> None:
-    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=1, vocab_size=VOCABULARY)
-    with pytest.raises(ValueError, match="no key-value cache"):
-        Rollouts(AutoModelForCausalLM.from_config(config), "cpu").generate(PROMPTS, GREEDY, STREAMS)
-
-
 def test_bad_calls_are_named(llama: nn.Module) -> None:
     rollouts = Rollouts(llama, "cpu")
     assert rollouts.generate([], GREEDY, []) == []

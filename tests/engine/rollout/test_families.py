@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.parallel import dtensors
-from engine.rollout import selfcheck
+from engine.rollout.agreement import LENGTHS
 from engine.rollout.sampling import Sampling
 from tests.engine.rollout.families import ENDS, FAMILIES, build, ragged_prompts
 from tests.ranks import run_ranks
@@ -86,5 +86,5 @@ def test_the_generator_is_the_sharded_module(
     for rank in flips:
         found = rank[family, adapters]
         assert (found["fallback"] is not None) == (family in PADDED)
-        assert found["checked"] == [len(selfcheck.LENGTHS), len(selfcheck.LENGTHS), 0], "the first two flips only"
+        assert found["checked"] == [len(LENGTHS), len(LENGTHS), 0], "the first two flips only"
         assert all(likeliest and gap < 2e-4 for likeliest, gap in found["gaps"])

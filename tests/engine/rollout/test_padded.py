@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine.rollout import padded
-from engine.rollout.padded import PaddedDecoding, run_padded
+from engine.rollout import batches, padded
+from engine.rollout.batches import run_batches
+from engine.rollout.padded import PaddedDecoding
 from engine.rollout.sampling import Ending, Sampling
 from tests.engine.rollout.families import ENDS, build, greedy_by_definition, ragged_prompts
 
@@ -21,7 +22,8 @@ def llama() -> nn.Module:
 
 def answers_of(model: nn.Module, prompts: list[list[int]], streams: list[int], batch_size: int = 64) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in prompts]
-    for drawn in run_padded(model, torch.device("cpu"), prompts, GREEDY, streams, batch_size, Ending(GREEDY)):
+    where = torch.device("cpu")
+    for drawn in run_batches(PaddedDecoding, model, where, prompts, GREEDY, streams, batch_size, Ending(GREEDY)):
         for place, token, _ in drawn:
             answers[place].append(token)
     return answers
@@ -48,7 +50,7 @@ def test_finished_rows_leave_the_batch(llama: nn.Module, monkeypatch: pytest.Mon
         return forward(self, token_ids, *rest)
 
     monkeypatch.setattr(PaddedDecoding, "_forward", watched)
-    monkeypatch.setattr(padded, "COMPACT_BELOW", 0.99)
+    monkeypatch.setattr(batches, "COMPACT_BELOW", 0.99)
     answers = answers_of(llama, prompts, STREAMS[1:])
     assert answers == plain
     live = [sum(len(answer) > step for answer in answers) for step in range(1, 12)]

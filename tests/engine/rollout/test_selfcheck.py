@@ -26,13 +26,13 @@ def test_every_family_passes(family: str) -> None:
     model = build(family)
     for dtype in DTYPES:
         checked = selfcheck.selfcheck(Rollouts(in_dtype(model, dtype), "cpu"))
-        assert [len(one.prompt) for one in checked] == [5, 12]
+        assert [len(one.prompt) for one in checked] == [5, 12, 10]
         assert all(len(one.answer.token_ids) == selfcheck.NEW_TOKENS for one in checked)
 
 
 def test_a_short_context_shortens_the_prompts() -> None:
     model = build("gpt2", n_positions=14)
-    assert [len(one.prompt) for one in selfcheck.selfcheck(Rollouts(model, "cpu"))] == [5, 6]
+    assert [len(one.prompt) for one in selfcheck.selfcheck(Rollouts(model, "cpu"))] == [5, 6, 6]
 
 
 def test_a_layer_that_attends_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

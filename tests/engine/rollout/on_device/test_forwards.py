@@ -102,6 +102,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize(("hides", "reason"), [(False, "asks a tensor"), (True, "depend on the tokens")])
+@pytest.mark.usefixtures("untried")
 def test_what_depends_on_numbers_is_called(hides: bool, reason: str) -> None:
     model = build("llama")
     model.model.norm = Odd(hides)  # type: ignore[union-attr]

@@ -101,6 +101,7 @@ class Asks(nn.Module):
 
 
 @pytest.mark.parametrize(("hides", "reason"), [(False, "asks a tensor"), (True, "depend on the tokens")])
+@pytest.mark.usefixtures("untried")
 def test_what_depends_on_numbers_is_refused(hides: bool, reason: str) -> None:
     module = build("llama")
     module.model.norm = Asks(hides)  # type: ignore[union-attr]
@@ -132,6 +133,7 @@ class Odd(nn.Module):
         ("slices by a number", "bounds a slice"),
     ],
 )
+@pytest.mark.usefixtures("untried")
 def test_what_can_not_be_repeated_is_refused(what: str, reason: str) -> None:
     module = build("llama")
     module.model.norm = Odd(what)  # type: ignore[union-attr]

@@ -1,0 +1,138 @@
+"""Models that slots don't serve decode in the fastest way that gives their numbers; docs/rollouts.md says which."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.rollout import decoder
+from engine.rollout.alike import OwnCacheDecoding
+from engine.rollout.batches import _batches
+from engine.rollout.decoder import Rollouts
+from engine.rollout.sampling import Sampling
+from tests.engine.rollout.families import ENDS, POSITIONS, VOCABULARY, build, greedy_by_definition, ragged_prompts
+
+PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
+STREAMS = list(range(len(PROMPTS)))
+GREEDY = Sampling(12, temperature=0, end_ids=ENDS, pad_id=ENDS[0])
+_MODERN: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+}
+_GROUPED: dict[str, Any] = _MODERN | {"num_key_value_heads": 2, "head_dim": 8}
+_BART: dict[str, Any] = {
+    "d_model": 32,
+    "decoder_layers": 2,
+    "encoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": POSITIONS,
+    "is_encoder_decoder": False,
+    "is_decoder": True,
+}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm3": ("slots", _GROUPED | {"no_rope_layers": [1, 0]}),
+    "cohere2": ("slots", _GROUPED | {"sliding_window": 6, "sliding_window_pattern": 2, "num_hidden_layers": 4}),
+    "modernbert-decoder": ("slots", _MODERN | {"local_attention": 6, "global_attn_every_n_layers": 2}),
+    "gpt_oss": ("padded", _GROUPED | {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "lfm2": ("padded", _GROUPED | {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
+    "diffllama": ("padded", _GROUPED),  # its attention calls the registered function twice a layer
+    "bart": ("own cache", _BART),  # positions that nobody can tell it
+    "mamba": ("own cache", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "roberta": ("whole", _MODERN | {"is_decoder": True}),  # positions from the ids that are not padding
+    "openai-gpt": ("whole", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}),  # no cache
+}
+
+
+def model_of(family: str) -> nn.Module:
+    fields = WAYS[family][1] | {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(6)
+    return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def untold(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(decoder, "_told", set())
+    yield
+
+
+@pytest.mark.parametrize("family", WAYS)
+def test_the_fastest_way_that_is_the_model(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(family)
+    rollouts = Rollouts(model, "cpu")
+    assert rollouts.way == WAYS[family][0]
+    told = [record.getMessage() for record in caplog.records if record.name == "engine.rollout.decoder"]
+    assert len(told) == (rollouts.way != "slots") and all("slowly" in message for message in told)
+    for sampling in (GREEDY, Sampling(9, temperature=0.8, seed=3)):
+        answers = rollouts.generate(PROMPTS, sampling, STREAMS, batch_size=3)
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + answer.token_ids]), use_cache=False).logits
+            logits = logits[0, len(prompt) - 1 : -1].double() / (sampling.temperature or 1)
+            expected = logits.log_softmax(-1)[range(len(answer.token_ids)), answer.token_ids]
+            assert answer.logprobs == pytest.approx(expected.tolist(), abs=2e-4)
+            if sampling is GREEDY:
+                assert answer.token_ids == greedy_by_definition(model, prompt, GREEDY.max_new_tokens)[0]
+    assert len({tuple(answer.token_ids) for answer in answers}) > 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_of_its_own_are_seen_in_any_precision(dtype: torch.dtype) -> None:
+    """In bf16 what wrong positions change may be no more than what rounding does."""
+    model = model_of("roberta")
+    with torch.no_grad():
+        model.get_parameter("roberta.embeddings.position_embeddings.weight").mul_(0.05)
+    rollouts = Rollouts(model.to(dtype), "cpu")
+    assert rollouts.way != "padded" and rollouts.fallback == "it counts positions in a way of its own"
+
+
+@pytest.mark.parametrize(("broken", "left"), [("begin", "whole"), ("go_on", "whole"), ("nothing", "own cache")])
+def test_a_way_that_says_something_else_is_not_taken(broken: str, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if broken != "nothing":
+        right = getattr(OwnCacheDecoding, broken)
+        monkeypatch.setattr(OwnCacheDecoding, broken, lambda self, *rest: right(self, *rest).roll(1, -1))
+    assert Rollouts(model_of("bart"), "cpu").way == left
+
+
+def test_slots_that_say_something_else_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = decoder.SlotDecoder.forward
+
+    def off(self: decoder.SlotDecoder, *rest: Any) -> Tensor:
+        return right(self, *rest).roll(1, -1)
+
+    monkeypatch.setattr(decoder.SlotDecoder, "forward", off)
+    assert Rollouts(build("llama"), "cpu").fallback == "it says something else when it attends over the slot cache"
+
+
+def test_batches_by_hand() -> None:
+    assert [*_batches([3, 5, 5, 3, 5], 2, 4, alike=False)] == [[1, 2], [4, 0], [3]]
+    assert [*_batches([3, 5, 5, 3, 5], 2, 4, alike=True)] == [[1, 2], [4], [0, 3]]
+    assert [*_batches([3000] * 4, 9, 1000, alike=True)] == [[0, 1], [2, 3]], "2 of 4,000 tokens in 8,192"
+    assert [*_batches([], 2, 4, alike=True)] == []
+
+
+def test_the_table_of_families_is_true() -> None:
+    """What is built here and in the other tests of families stands in the row of its way."""
+    page = (Path(__file__).parents[3] / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(slots|padded|own cache|whole)`[^|]*\| ([^|]*) \|$", page, re.MULTILINE))
+    families = {way: set(re.findall(r"[\w-]+", row)) for way, row in rows.items()}
+    for family, (way, _) in WAYS.items():
+        assert family in families[way], f"{family} decodes by {way}"
+    for family in ("opt", "gpt2", "llama", "qwen3", "mixtral", "gemma3_text"):
+        assert family in families["slots"]
+    assert {"bloom", "gptj", "falcon"} <= families["padded"]
+    everyone = [family for each in families.values() for family in each]
+    assert len(everyone) == len(set(everyone))

@@ -1,0 +1,227 @@
+"""What families do otherwise than most is found out before anything is trained, and served or refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from engine import Engine
+from pipeline.config.schema import LoraConfig
+from pipeline.errors import UserError
+from pipeline.models import weights
+from pipeline.models.attention import NAME, document_attention
+from pipeline.models.build import build_policy, build_scorer, check_scores
+from pipeline.models.checks import verify
+from pipeline.models.source import check_kind
+from tests.pipeline.models.tiny import (
+    LLAMA_LIKE,
+    VOCABULARY,
+    after_first,
+    config_of,
+    frozen,
+    ids_of,
+    language_model,
+    shaken,
+    source_drawn,
+    source_in,
+    trained,
+)
+
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+ODD: dict[str, dict[str, Any]] = {
+    "deepseek_v2": LLAMA_LIKE | EXPERTS | LATENT,
+    "glm_moe_dsa": LLAMA_LIKE | EXPERTS | LATENT | {"index_topk": 8, "index_head_dim": 8, "index_n_heads": 2},
+    "phimoe": LLAMA_LIKE | {"num_local_experts": 4},
+    "llama4_text": LLAMA_LIKE
+    | {"intermediate_size_mlp": 48, "num_local_experts": 4, "head_dim": 8, "attention_chunk_size": 6},
+    "roberta": LLAMA_LIKE | {"is_decoder": True},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 64},
+    "prophetnet": {
+        "hidden_size": 32,
+        "num_decoder_layers": 2,
+        "num_decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+        "is_decoder": True,
+    },
+}
+EAGER = {"prophetnet", "xglm"}
+
+
+def odd(family: str) -> Any:
+    return AutoConfig.for_model(
+        family, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=1, pad_token_id=0, **ODD[family]
+    )
+
+
+def policy_of(family: str, folder: Path, dtype: str = "fp32", **rest: Any) -> tuple[Engine, Any]:
+    """An engine, and transformers' own model."""
+    torch.manual_seed(1)
+    model = shaken(AutoModelForCausalLM.from_config(odd(family)))
+    model.save_pretrained(folder)
+    source = source_in(folder)
+    attention = "eager" if family in EAGER else "sdpa"
+    return build_policy(type(source)("odd", source.config, folder, 1, attention, False), trained(dtype, **rest)), model
+
+
+def own_logprobs(model: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[:, :-1]
+    return torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).flatten()
+
+
+def scored(engine: Engine, ids: Tensor) -> Tensor:
+    with engine.scoring() as module:
+        logprobs: Tensor = module(ids, after_first(ids))[0]
+    return logprobs
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "roberta", "glm_moe_dsa", "deepseek_v2"])
+def test_policies_of_odd_families_are_the_models(family: str, tmp_path: Path) -> None:
+    """One whose backbone can't be reached by itself, one with positions of its own, one that wants a mask."""
+    engine, model = policy_of(family, tmp_path)
+    found = verify(engine, max_length=32)
+    assert found.packing == (family == "deepseek_v2")
+    ids = ids_of(2, 9)
+    torch.testing.assert_close(scored(engine, ids), own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
+    torch.testing.assert_close(engine(ids, after_first(ids))[0], own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
+
+
+def test_experts_drawn_by_lot_are_not_in_training(tmp_path: Path) -> None:
+    engine, model = policy_of("phimoe", tmp_path)
+    notes = verify(engine, max_length=32).notes
+    assert any("trains in evaluation mode" in note for note in notes)
+    ids = ids_of(2, 30)
+    for _ in range(3):
+        torch.testing.assert_close(engine(ids, after_first(ids))[0], own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
+        scored(engine, ids)  # which goes back to training mode
+    with_dropout, _ = policy_of("falcon", tmp_path / "falcon", dropout=0.3)
+    assert not verify(with_dropout, max_length=32).notes[:-1] and with_dropout.module.training
+
+
+def test_a_model_that_can_tell_how_long_its_row_is_is_refused(tmp_path: Path) -> None:
+    engine, _ = policy_of("prophetnet", tmp_path)
+    with pytest.raises(UserError, match="ProphetNetForCausalLM looks at the tokens that follow"):
+        verify(engine, max_length=32)
+
+
+def test_positions_kept_for_padding_are_none_to_use(tmp_path: Path) -> None:
+    engine, _ = policy_of("roberta", tmp_path)
+    verify(engine, max_length=63)
+    with pytest.raises(UserError, match=r"RobertaForCausalLM has 63 positions .*\(64, .* first 1 .*64 tokens: lower"):
+        verify(engine, max_length=64)
+
+
+def test_a_model_that_cannot_run_is_refused_with_its_reason(tmp_path: Path) -> None:
+    engine, _ = policy_of("xglm", tmp_path, "bf16")
+    with pytest.raises(UserError, match=r"XGLMForCausalLM can't run .* in bf16; engine\.dtype=fp32 may serve"):
+        verify(engine, max_length=32)
+
+
+def test_what_transformers_cannot_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(*_: Any, **__: Any) -> None:
+        raise ImportError("\nSomeTower needs a library\nthat you can install")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", lacking)
+    with pytest.raises(UserError, match=r"model tiny cannot be built .*: ImportError: SomeTower needs a library$"):
+        build_policy(source_drawn(config_of("llama")), frozen())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_scale_behind_the_head_is_seen_where_logits_are_small(dtype: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(config_of("cohere"))  # narrow random weights, as a family begins with
+    model.save_pretrained(tmp_path)
+    engine = build_policy(source_in(tmp_path), frozen(dtype))
+    verify(engine, max_length=32)
+    assert engine.module.use_logits
+
+
+@pytest.mark.parametrize("zero_head", [False, True])
+def test_a_head_of_zeros_does_not_hide_another_attention(
+    zero_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AttentionInterface
+
+    def without_window(*inputs: Any, sliding_window: int | None = None, **rest: Any) -> Any:
+        return document_attention(*inputs, **rest)
+
+    language_model(config_of("mistral", sliding_window=5)).save_pretrained(tmp_path)
+    engine = build_scorer(source_in(tmp_path), frozen(), pad_id=0, zero_head=zero_head)
+    assert verify(engine, max_length=32).packing
+    monkeypatch.setitem(AttentionInterface._global_mapping, NAME, without_window)
+    again = build_scorer(source_in(tmp_path), frozen(), pad_id=0, zero_head=zero_head)
+    assert not verify(again, max_length=32).packing
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "phimoe", "falcon"])
+def test_adapters_of_a_mixture_are_at_its_linear_layers_alone(family: str, tmp_path: Path) -> None:
+    """peft would read some names as those of experts, whose weights then were never filled."""
+    engine, model = policy_of(family, tmp_path, lora=LoraConfig(rank=2, alpha=4.0))
+    learning = [name for name, p in engine.module.named_parameters() if p.requires_grad]
+    assert learning and not any(".experts." in name or ".router." in name for name in learning)
+    if family == "deepseek_v2":
+        assert any("shared_experts" in name for name in learning)
+    verify(engine, max_length=32)
+    ids = ids_of(2, 9)
+    torch.testing.assert_close(scored(engine, ids), own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
+
+
+def test_a_parameter_that_nothing_fills_is_told(tmp_path: Path) -> None:
+    model = language_model(config_of("mixtral"))
+    model.save_pretrained(tmp_path)
+    model.model.renamed = torch.nn.Linear(2, 2)
+    plain = {name: name for name, _ in model.named_parameters()}
+    with pytest.raises(UserError, match=r"model\.renamed\.weight is no parameter"):
+        weights._read_through_transformers(dict(model.named_parameters()), plain, model, source_in(tmp_path))
+
+
+def test_a_family_that_names_its_language_model_otherwise_is_one(tmp_path: Path) -> None:
+    text = LLAMA_LIKE | {"vocab_size": VOCABULARY, "head_dim": 8, "sliding_window": 6, "pad_token_id": 0}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}
+    )
+    torch.manual_seed(1)
+    model = shaken(AutoModelForCausalLM.from_config(config))
+    model.save_pretrained(tmp_path)
+    source = source_in(tmp_path)
+    assert source.config.architectures == ["Gemma3ForConditionalGeneration"]
+    engine = build_policy(source, trained(zero_stage=3), generates=True)
+    assert verify(engine, max_length=32).packing
+    ids = ids_of(2, 9)
+    torch.testing.assert_close(scored(engine, ids), own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
+    for _ in range(2):
+        engine.update([ids], lambda module, batch: (-module(batch, after_first(batch))[0].sum(), {}), 16)
+    with engine.generating() as rollouts:  # which checks that it is the model
+        assert rollouts.way == "slots"
+    classifier = AutoModelForSequenceClassification.from_config(config)
+    classifier.save_pretrained(tmp_path / "reward")
+    with pytest.raises(UserError, match="a model ending in ForCausalLM"):
+        check_kind(source_in(tmp_path / "reward"), wanted="ForCausalLM")
+
+
+def test_what_can_be_a_reward_model() -> None:
+    check_scores(source_drawn(config_of("llama")))
+    with pytest.raises(UserError, match=r"no sequence classification of granite\. Take a model"):
+        check_scores(source_drawn(config_of("granite")))
+
+
+def test_no_trial_is_longer_than_the_model(tmp_path: Path) -> None:
+    language_model(config_of("gpt2", n_positions=40)).save_pretrained(tmp_path)
+    verify(build_policy(source_in(tmp_path), trained()), max_length=1000)
