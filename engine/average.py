@@ -10,18 +10,20 @@ from engine.parallel import dtensors
 class Average:
     """The average of a module's trained parameters, fp32; nothing until `start`.
 
-    An offloaded optimizer keeps it beside its masters; else `tensors` are it, by the parameters' names.
+    An offloaded optimizer keeps it beside its masters; else `tensors` are it, by the parameters' names. `runs` says
+    that it was started.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | OffloadedOptimizer | None) -> None:
         self._module = module
         self._offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
         self._decay = 0.0
+        self.runs = False
         self.tensors: dict[str, Tensor] = {}
 
     def start(self, decay: float) -> None:
         """Begin with the parameters as they are."""
-        self._decay = decay
+        self._decay, self.runs = decay, True
         if self._offloaded is not None:
             self._offloaded.start_averaging(decay)
             return
@@ -37,7 +39,7 @@ class Average:
     @torch.no_grad()
     def swap(self, *, shown: bool) -> None:
         """Put the average into the module (`shown`), or the last weights back."""
-        if self._offloaded is not None and self._decay:
+        if self._offloaded is not None and self.runs:
             self._offloaded.show("average" if shown else "parameter")
         for mean, live in self._pairs():
             kept = live.clone()

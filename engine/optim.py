@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from engine.compression.onebit_adam import OneBitAdam
+from engine.compression.onebit_adam import ERRORS, OneBitAdam
 from engine.config import OptimizerConfig
 from engine.large_pages import ask_for_large_pages, prepare_large_pages
 from engine.lion import Lion
@@ -86,11 +86,21 @@ def over(groups: Sequence[tuple[list[nn.Parameter], float]], config: OptimizerCo
 
 def kinds(config: OptimizerConfig) -> list[str]:
     """The names of the states that have a number for each of the parameter's: what one step leaves behind."""
+    return [name for name, shape in _probed(config).items() if shape == (2,)]
+
+
+def state_names(config: OptimizerConfig) -> set[str]:
+    """The names of all states that are kept for a parameter, numbers too; without 1-bit Adam's errors."""
+    return {name for name in _probed(config) if not name.startswith(ERRORS)}
+
+
+def _probed(config: OptimizerConfig) -> dict[str, torch.Size]:
+    """The shapes of the states that one step of a parameter (2,) leaves behind."""
     probe = nn.Parameter(torch.ones(2))
     optimizer = over([([probe], 0.0)], config)
     probe.grad = torch.ones(2)
     optimizer.step()
-    return [name for name, value in optimizer.state[probe].items() if getattr(value, "shape", None) == probe.shape]
+    return {name: value.shape for name, value in optimizer.state[probe].items() if isinstance(value, Tensor)}
 
 
 def optimizer_class(name: str) -> Any:

@@ -37,6 +37,11 @@ class LossScaler:
     budget: int = 0
     skipped: int = 0
 
+    @property
+    def moves(self) -> bool:
+        """Whether the scale is found while training."""
+        return self.enabled and self.config.static is None
+
     def __post_init__(self) -> None:
         if self.enabled:
             self.scale = self.config.static or 2.0**self.config.initial_power
@@ -45,7 +50,7 @@ class LossScaler:
     def update(self, overflow: bool) -> None:
         """Take note of one step. Raises FloatingPointError if the scale can't fall any further."""
         self.skipped += overflow
-        if self.enabled and self.config.static is None:
+        if self.moves:
             if overflow:
                 self._back_off()
             else:
@@ -76,9 +81,12 @@ class LossScaler:
             "last_overflow": self.last_overflow,
             "budget": self.budget,
             "skipped": self.skipped,
+            "moves": self.moves,
         }
 
     def restore(self, state: dict[str, float]) -> None:
-        self.scale = float(state["scale"])
-        self.steps, self.last_overflow = int(state["steps"]), int(state["last_overflow"])
-        self.budget, self.skipped = int(state["budget"]), int(state["skipped"])
+        """Go on from there; a scale is taken over where both precisions look for one."""
+        self.skipped = int(state["skipped"])
+        if self.moves and state.get("moves", state["scale"] != 1.0):
+            self.scale, self.budget = float(state["scale"]), int(state["budget"])
+            self.steps, self.last_overflow = int(state["steps"]), int(state["last_overflow"])

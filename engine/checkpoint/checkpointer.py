@@ -26,7 +26,7 @@ from engine.checkpoint.background import behind, now, uncollected
 from engine.checkpoint.snapshot import Snapshot
 from engine.checkpoint.storage import Reader, Writer
 from engine.checkpoint.sums import require_undamaged
-from engine.offload import planners
+from engine.offload import planners, together
 from engine.parallel import dist, dtensors
 from engine.pieces import in_pieces
 
@@ -54,7 +54,8 @@ class Checkpointer:
         """Begin to write `folder`. `shared` is the same on all ranks, `mine` differs; both must be JSON.
 
         `then` is done beside training on the first rank, when the folder is whole and has its name.
-        Raises OSError where the previous write failed (a full disk), before anything of this one is written.
+        Raises OSError, on every rank, where the previous write failed (a full disk), before anything of this one is
+        written, and where the folder can't be made.
         """
         self.wait()
         staging = folder.with_name(folder.name + ".tmp")
@@ -74,7 +75,11 @@ class Checkpointer:
         named = partial(_name, staging, folder, then) if dist.world().leads else lambda: None
         self._pending = Future()
         with uncollected():
-            saving = behind(work) if beside else now(work)
+            try:
+                saving = behind(work) if beside else now(work)
+            except BaseException:  # Ctrl-C while the writing was waited for: nothing is left to wait for
+                self._pending = None
+                raise
             saving.add_done_callback(lambda _: begun.set())
             # The coordinator finishes after every rank has written: its index is the last file.
             saving.add_done_callback(partial(_settle, self._pending, snapshot, named))
@@ -100,10 +105,19 @@ class Checkpointer:
     def load(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Fill the engines from a checkpoint. Returns (shared, mine); mine is None where the world size changed.
 
-        Every rank calls. Raises Damaged, before anything changes, where a file is not as it was written.
+        Every rank calls. Before anything changes it raises Damaged where a file is not as it was written, and
+        ValueError where it is a checkpoint of other engines.
         """
         require_undamaged(folder)
         state = json.loads((folder / "state.json").read_text())
+        reader = Reader(folder)
+        shapes = reader.shapes()
+        for name, engine in self.engines.items():
+            if name not in state["engines"]:
+                raise ValueError(f"{folder} is a checkpoint of {', '.join(state['engines'])}, and has no {name}")
+            own = {key.removeprefix(f"{name}."): shape for key, shape in shapes.items() if key.startswith(f"{name}.")}
+            if (reason := contents.difference(engine, state["engines"][name], own)) is not None:
+                raise ValueError(f"{folder} is a checkpoint of something else than {name}: {reason}")
         for name, engine in self.engines.items():
             engine.about_to_change()
             contents.make_room(engine, state["engines"][name])
@@ -112,7 +126,7 @@ class Checkpointer:
             for name, engine in self.engines.items()
         }
         planner = planners.LoadPlanner(contents.filed(self.engines))
-        dcp.load(tensors, storage_reader=Reader(folder), planner=planner, process_group=dist.host_group())
+        dcp.load(tensors, storage_reader=reader, planner=planner, process_group=dist.host_group())
         for name, engine in self.engines.items():
             contents.restore_scalars(engine, state["engines"][name])
         same = state["ranks"] == dist.world().size
@@ -123,13 +137,9 @@ class Checkpointer:
         """A new folder, with all that is not tensors."""
         rank, leads = dist.world().rank, dist.world().leads
         scalars = {name: contents.all_scalars(engine) for name, engine in self.engines.items()}
-        if leads:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-            _write_json(staging / "state.json", {"shared": shared, "engines": scalars, "ranks": dist.world().size})
-        dist.barrier()
-        _write_json(staging / f"rank-{rank}.json", mine or {})
-        dist.barrier()
+        values = {"shared": shared, "engines": scalars, "ranks": dist.world().size}
+        together(lambda: _new_folder(staging, values) if leads else None)
+        together(lambda: _write_json(staging / f"rank-{rank}.json", mine or {}))
 
     def _watch(self, snapshot: Snapshot | None) -> None:
         """Have the engines complete this snapshot before they change what is in it, and no other."""
@@ -190,6 +200,12 @@ def _reason(error: BaseException) -> tuple[int, str]:
     failures = getattr(error, "failures", None)
     first = next(iter(failures.values()))[0] if failures else error
     return getattr(first, "errno", None) or errno.EIO, getattr(first, "strerror", None) or str(first)
+
+
+def _new_folder(staging: Path, values: Mapping[str, Any]) -> None:
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    _write_json(staging / "state.json", values)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from engine import optim
 from engine.average import Average
 from engine.compression.onebit_adam import ERRORS
+from engine.config import OptimizerConfig
 from engine.offload import OffloadedOptimizer, planners
 from engine.parallel import dist
 from engine.pieces import in_pieces, told_in_pieces
 from engine.precision import LossScaler
 
-BUFFER = "buffer."
+PARAMETER, AVERAGE, BUFFER = "parameter.", "average.", "buffer."
 
 
 class Trained(Protocol):
@@ -22,6 +23,7 @@ class Trained(Protocol):
 
     module: nn.Module
     optimizer: torch.optim.Optimizer | OffloadedOptimizer | None
+    optimizer_config: OptimizerConfig | None
     average: Average
     scaler: LossScaler
     step_count: int
@@ -38,9 +40,9 @@ def tensors(engine: Trained) -> dict[str, Tensor]:
     buffers = {f"{BUFFER}{name}": buffer for name, buffer in _buffers(engine.module)}
     if isinstance(engine.optimizer, OffloadedOptimizer):
         return _told(planners.tensors(engine.optimizer)[0]) | buffers
-    trained = {f"parameter.{n}": p.detach() for n, p in engine.module.named_parameters() if p.requires_grad}
+    trained = {f"{PARAMETER}{n}": p.detach() for n, p in engine.module.named_parameters() if p.requires_grad}
     moments = {name: tensor for name, tensor in optim.states(engine.module, engine.optimizer) if tensor.ndim}
-    averages = {f"average.{name}": mean for name, mean in engine.average.tensors.items()}
+    averages = {f"{AVERAGE}{name}": mean for name, mean in engine.average.tensors.items()}
     return _told(trained | moments | averages) | buffers
 
 
@@ -85,6 +87,29 @@ def all_scalars(engine: Trained) -> dict[str, Any]:
     parts = dist.gather_objects(mine)
     moments = list(dict.fromkeys(name for part in parts for name in part["moments"]))
     return mine | {"moments": moments, "numbers": {n: value for part in parts for n, value in part["numbers"].items()}}
+
+
+def difference(engine: Trained, saved: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> str | None:
+    """Why a checkpoint with these scalars and shapes is not this engine's; None where it is."""
+    assert engine.optimizer_config is not None
+    trained = {f"{PARAMETER}{n}": p.shape for n, p in engine.module.named_parameters() if p.requires_grad}
+    here = trained | {f"{BUFFER}{name}": buffer.shape for name, buffer in _buffers(engine.module)}
+    for name, shape in here.items():
+        if name not in shapes:
+            return f"it has no {name}"
+        if shapes[name] != shape:
+            return f"{name} has shape {tuple(shapes[name])} there, and {tuple(shape)} here"
+    for name in shapes if dist.world().pipeline == 1 else ():
+        if name.startswith(PARAMETER) and name not in trained:
+            return f"{name} was trained there, and is not here"
+    if engine.average.runs and not any(name.startswith(AVERAGE) for name in shapes):
+        return "it keeps no average of the weights, which start_averaging asked for"
+    there = {name.partition(".")[0] for name in [*saved["moments"], *saved["numbers"]] if not name.startswith(ERRORS)}
+    states = optim.state_names(engine.optimizer_config)
+    if there and there != states:
+        wants = ", ".join(sorted(states)) or "nothing"
+        return f"its optimizer kept {', '.join(sorted(there))}; {engine.optimizer_config.name} keeps {wants}"
+    return None
 
 
 def make_room(engine: Trained, saved: Mapping[str, Any]) -> None:

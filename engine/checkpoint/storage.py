@@ -147,6 +147,11 @@ class Reader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return isinstance(checkpoint_id, str | os.PathLike)
 
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of all tensors, whole."""
+        found = self.read_metadata().state_dict_metadata.items()
+        return {name: about.size for name, about in found if isinstance(about, TensorStorageMetadata)}
+
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         index = json.loads((self._folder / INDEX).read_text(encoding="utf-8"))
         tensors: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from engine import Checkpointer, Engine, EngineConfig, OptimizerConfig
 from engine.checkpoint import Damaged, complete, random_state, restore_random_state
 from engine.checkpoint import checkpointer as writing
 from engine.checkpoint.storage import Writer
+from engine.config import LossScale, Precision
 from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
@@ -38,9 +39,10 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def engine_of(stage: int, *, seed: int = 1) -> Engine:
+def engine_of(stage: int, *, seed: int = 1, dtype: Precision = "fp32", loss_scale: LossScale | None = None) -> Engine:
     torch.manual_seed(seed)
-    engine = Engine(Net(), EngineConfig(zero_stage=stage, dtype="fp32"), optimizer=OPTIMIZER)
+    config = EngineConfig(zero_stage=stage, dtype=dtype, loss_scale=loss_scale or LossScale())
+    engine = Engine(Net(), config, optimizer=OPTIMIZER)
     engine.start_averaging(0.7)
     return engine
 
@@ -110,7 +112,17 @@ def on_two_ranks(theirs: Path, ours: Path, broken: Path) -> dict[str, Any]:
         "damaged": damage_seen(again, ours.with_name("other")),
         "error": failing_on_rank_one(engine, broken),
         "left": [p.name for p in complete(broken.parent)],
+        "no folder": save_under(engine, ours / "index.json"),
     }
+
+
+def save_under(engine: Engine, file: Path) -> str:
+    """Into a folder that would have to lie in a file: only the first rank makes it."""
+    try:
+        engine.save(file / "step-4")
+    except OSError as error:
+        return str(error)
+    return "no error"
 
 
 def overwrite(path: Path) -> None:
@@ -168,6 +180,7 @@ def test_two_ranks_and_one_read_each_others_checkpoints(tmp_path: Path) -> None:
         assert result["damaged"] == "tensors-1.bin has other bytes than were written"
         assert "No space left" in result["error"]
         assert result["left"] == ["step-2"]
+        assert "Not a directory" in result["no folder"]
     alone = engine_of(0, seed=9)
     Checkpointer({"net": alone}).load(tmp_path / "two" / "step-2")
     same(advance(alone, 3, STEPS), through, 1e-6)
@@ -175,11 +188,11 @@ def test_two_ranks_and_one_read_each_others_checkpoints(tmp_path: Path) -> None:
 
 def test_what_a_resumed_engine_knows(tmp_path: Path) -> None:
     """Step and Adam counts, loss scale, moments; all bit for bit."""
-    engine = engine_of(0)
+    engine = engine_of(0, dtype="fp16")
     engine.scaler.scale, engine.scaler.budget, engine.scaler.last_overflow = 512.0, 1, 1
     advance(engine, 1, 3)
     written(engine, tmp_path / "step-3")
-    fresh = engine_of(2, seed=9)
+    fresh = engine_of(2, seed=9, dtype="fp16")
     Checkpointer({"net": fresh}).load(tmp_path / "step-3")
     assert fresh.step_count == 3 and fresh.scaler.state() == engine.scaler.state()
     assert engine.optimizer is not None and fresh.optimizer is not None
@@ -262,6 +275,22 @@ def test_a_damaged_checkpoint_is_named_and_changes_nothing(damage: str, tmp_path
     harm, said = DAMAGES[damage]
     harm(tmp_path / "step-1")
     assert damage_seen(engine_of(0, seed=9), tmp_path / "step-1").startswith(said)
+
+
+def test_ctrl_c_in_a_save_that_is_waited_for_leaves_nothing_to_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "COPIES_OF_FREE_MEMORY", 0.0)
+    checkpointer = Checkpointer({"net": engine_of(0)})
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writing.dcp, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpointer.save(tmp_path / "step-1", {})
+    assert checkpointer.done
+    checkpointer.wait()
 
 
 def test_what_is_to_follow_a_save_finds_the_folder_named(tmp_path: Path) -> None:

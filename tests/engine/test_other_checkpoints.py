@@ -1,0 +1,73 @@
+"""Checkpoints of other models, optimizers and precisions: refused before anything changes, or taken where they fit."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from engine import Engine, EngineConfig, OptimizerConfig
+from engine.config import LossScale, Precision, Tier
+from tests.engine.test_checkpoint import OPTIMIZER, WIDTH, Net, advance, engine_of, same, state_of, written
+
+ADAMW, LION, NADAM = (OptimizerConfig(lr=0.1, name=name) for name in ("adamw", "lion", "nadam"))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, affine=False))
+
+
+def sequence(out: int = WIDTH, *, bias: bool = True) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, out, bias=bias))
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], OptimizerConfig, str]] = {
+    "names": (lambda: nn.Linear(WIDTH, WIDTH), ADAMW, "it has no parameter.weight"),
+    "shapes": (lambda: sequence(2), ADAMW, r"0.weight has shape \(6, 6\) there, and \(2, 6\) here"),
+    "fewer": (lambda: sequence(bias=False), ADAMW, "parameter.0.bias was trained there, and is not"),
+    "buffers": (normed, ADAMW, "it has no buffer.1.running"),
+    "optimizer": (sequence, LION, "kept exp_avg, exp_avg_sq, step; lion keeps exp_avg"),
+    "numbers": (sequence, NADAM, "nadam keeps .*mu_product"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("tier", ["none", "cpu"])
+def test_a_checkpoint_of_something_else_changes_nothing(other: str, tier: Tier, tmp_path: Path) -> None:
+    config = EngineConfig(dtype="fp32", offload_optimizer=tier)
+    saved = Engine(sequence(), config, optimizer=ADAMW)
+    advance(saved, 1, 1)
+    saved.save(tmp_path / "saved")
+    make, optimizer, said = OTHERS[other]
+    engine = Engine(make(), config, optimizer=optimizer)
+    before = state_of(engine)
+    with pytest.raises(ValueError, match=said):
+        engine.load(tmp_path / "saved")
+    same(state_of(engine), before)
+
+
+def test_a_checkpoint_of_other_engines_or_without_an_average_is_refused(tmp_path: Path) -> None:
+    written(engine_of(0), tmp_path / "net")
+    with pytest.raises(ValueError, match="is a checkpoint of net, and has no engine"):
+        engine_of(0).load(tmp_path / "net")
+    Engine(Net(), EngineConfig(dtype="fp32"), optimizer=OPTIMIZER).save(tmp_path / "plain")
+    with pytest.raises(ValueError, match="keeps no average"):
+        engine_of(0).load(tmp_path / "plain")
+
+
+def test_a_loss_scale_is_for_engines_that_look_for_one(tmp_path: Path) -> None:
+    """Another precision, or a scale that is set, goes on with its own."""
+    sixteen = engine_of(0, dtype="fp16")
+    sixteen.scaler.scale, sixteen.scaler.skipped = 512.0, 3
+    sixteen.save(tmp_path / "fp16")
+    engine_of(0, dtype="bf16").save(tmp_path / "bf16")
+    fixed = LossScale(static=8.0)
+    cases: list[tuple[str, Precision, LossScale | None, float]] = [
+        ("fp16", "fp16", None, 512.0), ("fp16", "bf16", None, 1.0), ("fp16", "fp16", fixed, 8.0),
+        ("bf16", "fp16", None, 2.0**16), ("bf16", "fp16", fixed, 8.0),
+    ]  # fmt: skip
+    for folder, dtype, setting, scale in cases:
+        engine = engine_of(0, dtype=dtype, loss_scale=setting)
+        engine.load(tmp_path / folder)
+        assert engine.scaler.scale == scale, (folder, dtype, setting)
+        assert engine.scaler.skipped == (3 if folder == "fp16" else 0)
