@@ -7,7 +7,7 @@ not change an update. `backward` and `step` serve a plain loop, whose loss is th
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -220,6 +220,7 @@ class Engine:
                 factor *= min(1.0, config.max_grad_norm / (norm + 1e-6))
             if factor != 1.0:
                 gradients.scale(factor)
+            self._forget(zero.without_gradient(self.module))
             self.optimizer.step()
             self.average.update()
             self._shards_changed()
@@ -229,8 +230,17 @@ class Engine:
         self._micro_batches = 0
         return Step(norm, lr, skipped)
 
+    def _forget(self, names: Collection[str]) -> None:
+        """Leave these parameters without a gradient."""
+        if isinstance(self.optimizer, OffloadedOptimizer):
+            self.optimizer.forget(names)
+        for name, parameter in self.module.named_parameters() if names else ():
+            if name in names:
+                parameter.grad = None
+
     def _gradients(self) -> optim.Gradients | OffloadedOptimizer | OneBitAdam:
         """The step's gradients: the module's, or those that an optimizer has taken or averages itself."""
+        zero.release(self.module)  # a forward behind the last backward has gathered what is about to change
         self.about_to_change()  # 1-bit Adam takes them into its momenta when it is asked for their norm
         if isinstance(self.optimizer, OffloadedOptimizer | OneBitAdam):
             return self.optimizer
@@ -353,7 +363,8 @@ class Engine:
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Take over what `save` wrote, at any number of ranks and any stage; returns its `extra`. Every rank calls.
 
-        Raises `engine.checkpoint.Damaged`, an OSError, before anything changes, where a file is not as it was written.
+        Before anything changes it raises `engine.checkpoint.Damaged`, an OSError, where a file is not as it was
+        written, and ValueError where it is a checkpoint of another model or another kind of optimizer.
         """
         zero.release(self.module)
         return Checkpointer({"engine": self}).load(Path(folder))[0]

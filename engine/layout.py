@@ -21,16 +21,20 @@ def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig 
     precision. Meta parameters get memory and no values. Raises ValueError for a layout that can't be.
     """
     trains, elsewhere, apart = optimizer is not None, offloads(config, optimizer), _apart(config, optimizer)
+    if config.offload_parameters == "nvme" and trains and not elsewhere:
+        raise ValueError("offload_parameters=nvme needs offload_optimizer=cpu or nvme for what is trained")
     if not trains or elsewhere or config.states == "bf16":
         _cast_parameters(module, precision.TORCH_DTYPE[config.dtype])
+    else:
+        _widen_parameters(module, everything=config.dtype == "fp32")
     _split(module, config)
     if config.dtype == "fp32" and dist.world().device.type == "cpu":
         widen_linears(module)
     if config.activation_checkpointing and trains:
-        for block in zero.units(module):
+        for block in zero.blocks(module):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
     if config.compile_blocks:
-        for block in zero.units(module):
+        for block in zero.blocks(module):
             block.compile()
     on_host = config.offload_parameters != "none"
     whole_here = dist.world().zero_size * dist.world().tensor == 1
@@ -51,8 +55,6 @@ def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig 
         alone=alone,
     )
     if config.offload_parameters == "nvme":
-        if trains and not elsewhere:
-            raise ValueError("offload_parameters=nvme needs offload_optimizer=cpu or nvme for what is trained")
         return together(lambda: MappedShards(module, config.nvme_path))
     if on_meta:
         _materialize(module, device)
@@ -90,6 +92,16 @@ def _split(module: nn.Module, config: EngineConfig) -> None:
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     """Parameters only: buffers stay as they are where a module is trained, and rotary frequencies need their fp32."""
     module._apply(lambda t: t.to(dtype) if isinstance(t, nn.Parameter) and t.is_floating_point() else t)
+
+
+def _widen_parameters(module: nn.Module, *, everything: bool) -> None:
+    """Make fp32 masters of parameters that came in 16 bits: of those that are trained, or of all."""
+
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        short = isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.itemsize < 4
+        return tensor.float() if short and (everything or tensor.requires_grad) else tensor
+
+    module._apply(widened)
 
 
 def _materialize(module: nn.Module, device: torch.device) -> None:

@@ -34,6 +34,9 @@ class Gradients(Protocol):
     def arrived(self, shard: int) -> bool:
         """Whether the step has a gradient of this shard."""
 
+    def forget(self, shard: int) -> None:
+        """Have no gradient of this shard, after `settle`."""
+
     def clear(self) -> None:
         """Forget the step's gradients."""
 
@@ -57,6 +60,9 @@ class Kept:
 
     def arrived(self, shard: int) -> bool:
         return shard in self._found
+
+    def forget(self, shard: int) -> None:
+        self._found.pop(shard, None)
 
     def clear(self) -> None:
         self._found.clear()
@@ -119,6 +125,9 @@ class Streamed:
 
     def arrived(self, shard: int) -> bool:
         return shard in self._counts
+
+    def forget(self, shard: int) -> None:
+        self._counts.pop(shard, None)
 
     def clear(self) -> None:
         self.settle()

@@ -5,7 +5,7 @@ keeps its shards in compute precision. What counts is the fp32 master of each: s
 of those.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,6 +113,12 @@ class OffloadedOptimizer:
         self._factor = 1.0
         for tier in self.tiers:
             tier.gradients.clear()
+
+    def forget(self, names: Collection[str]) -> None:
+        """Have no gradient of these parameters."""
+        for name in names:
+            tier, number = self._places[name]
+            tier.gradients.forget(number)
 
     def settle(self) -> None:
         """Until everything written to files is in them. Raises OSError where something is not."""

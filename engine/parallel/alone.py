@@ -84,7 +84,7 @@ class StandIns:
         number: dict[int, int] = {}
         for owner in self._module.modules():
             for name, parameter in owner._parameters.items():
-                if parameter is not None and parameter.dtype == torch.float32:
+                if parameter is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:
                     self._places.append((owner, name))
                     if number.setdefault(id(parameter), len(self.masters)) == len(self.masters):
                         self.masters.append(parameter)

@@ -4,8 +4,10 @@ Stage 0 replicates on a mesh (W, 1); stages 1 to 3 shard on a mesh (1, W) and di
 whole gradients live. FSDP2 always keeps optimizer states with the shard.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,18 +15,42 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from engine.config import Compress
 from engine.parallel import alone as one_rank
-from engine.parallel import dist, dtensors, wire
+from engine.parallel import dist, dtensors, unused, wire
+
+_USAGES: "WeakKeyDictionary[nn.Module, list[unused.Usage]]" = WeakKeyDictionary()
 
 
 def units(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a module: the elements of its outermost ModuleLists, each one FSDP unit."""
-    found: list[nn.Module] = []
+    """The repeated blocks of a module, each one FSDP unit: the elements of its outermost ModuleLists, each once.
+
+    One that shares a parameter with what is outside of it is none: its parameters come with the root's.
+    """
+    owners = Counter(id(p) for child in module.modules() for p in child._parameters.values())
+
+    def closed(block: nn.Module) -> bool:
+        inside = Counter(id(p) for child in block.modules() for p in child._parameters.values() if p is not None)
+        return bool(inside) and all(owners[parameter] == count for parameter, count in inside.items())
+
+    return [block for block in blocks(module) if closed(block)]
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The elements of a module's outermost ModuleLists that have parameters, in order, each once; of a container in
+    such a list its own.
+    """
+    found: dict[nn.Module, None] = {}
     for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            found.extend(block for block in child if any(True for _ in block.parameters()))
-        else:
-            found.extend(units(child))
-    return found
+        inner = _elements(child) if isinstance(child, nn.ModuleList) else blocks(child)
+        found.update(dict.fromkeys(inner))
+    return list(found)
+
+
+def _elements(container: nn.Module) -> Iterator[nn.Module]:
+    for element in container.children():
+        if type(element).forward is nn.Module.forward:  # a list or a dictionary, which nobody calls
+            yield from _elements(element)
+        elif any(True for _ in element.parameters()):
+            yield element
 
 
 def layout(*, stage: int, ranks: int | None = None) -> DeviceMesh:
@@ -73,6 +99,15 @@ def shard(
         reshard = stage == 3 and part is not module
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=where)
         wire.install(part, sending)
+    _USAGES[module] = [unused.Usage(group) for group in _groups_of(module)]
+
+
+def without_gradient(module: nn.Module) -> set[str]:
+    """Names of the parameters that no rank's backward reached in this step; each of them has zeros as its gradient.
+
+    Every rank calls, once a step.
+    """
+    return unused.by_no_rank(module, _USAGES[module]) if module in _USAGES else set()
 
 
 def before_micro_batch(module: nn.Module, *, stage: int, last: bool) -> None:
@@ -116,8 +151,7 @@ def discard(module: nn.Module) -> None:
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(False)
     module.set_reshard_after_backward(True)
-    states = [unit._get_fsdp_state() for unit in _fsdp_modules(module)]
-    groups = [group for state in states for group in _groups(state)]
+    groups = _groups_of(module)
     for group in groups:
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
@@ -125,6 +159,8 @@ def discard(module: nn.Module) -> None:
                 parameter._unsharded_param.grad = None
             parameter.sharded_param.grad = None
         group._partial_reduce_output = None
+    for usage in _USAGES[module]:
+        usage.forget()
     root = module._get_fsdp_state()
     root._state_ctx.iter_forward_root = None
     root._comm_ctx.all_gather_state = None
@@ -172,8 +208,11 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 
 def _parameters(module: nn.Module) -> list[Any]:
-    groups = [group for unit in _fsdp_modules(module) for group in _groups(unit._get_fsdp_state())]
-    return [parameter for group in groups for parameter in group.fsdp_params]
+    return [parameter for group in _groups_of(module) for parameter in group.fsdp_params]
+
+
+def _groups_of(module: nn.Module) -> list[Any]:
+    return [group for unit in _fsdp_modules(module) for group in _groups(unit._get_fsdp_state())]
 
 
 def _groups(state: Any) -> list[Any]:

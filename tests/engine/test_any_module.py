@@ -29,6 +29,29 @@ EXPERTS = {"num_key_value_heads": 1, "vocab_size": 48, "max_position_embeddings"
 SGD = OptimizerConfig(lr=0.1, name="sgd", options={"momentum": 0.9}, max_grad_norm=0.0)
 
 
+class Chain(nn.Module):
+    """Blocks that are one another, share a weight, or stand in lists of lists."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 5), nn.Linear(5, 1)
+        blocks = [nn.Linear(5, 5) for _ in range(4)]
+        if kind == "looped":
+            blocks = blocks[:1] * 3
+        elif kind == "shared":
+            blocks[3].weight = blocks[0].weight
+        self.groups = nn.ModuleList([nn.ModuleList(blocks[:2]), nn.ModuleList(blocks[2:])])
+        if kind == "shared":
+            self.groups = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for group in self.groups:
+            for block in group if isinstance(group, nn.ModuleList) else [group]:
+                x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
 def causal(family: str, **experts: int) -> nn.Module:
     config = AutoConfig.for_model(family, **(SHAPE | EXPERTS | experts))
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
@@ -36,6 +59,9 @@ def causal(family: str, **experts: int) -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "regression": lambda: nn.Linear(6, 1),
+    "looped": lambda: Chain("looped"),
+    "shared": lambda: Chain("shared"),
+    "nested": lambda: Chain("nested"),
     "bert": lambda: BertForSequenceClassification(BertConfig(vocab_size=48, num_labels=3, **SHAPE, **NO_DROPOUT)),
     "vit": lambda: ViTForImageClassification(
         ViTConfig(image_size=8, patch_size=4, num_labels=3, **SHAPE, **NO_DROPOUT)
@@ -45,6 +71,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+NUMBERS = ("regression", "looped", "shared", "nested")
+
+
 def made(kind: str) -> nn.Module:
     torch.manual_seed(2)
     return MODELS[kind]()
@@ -52,7 +81,7 @@ def made(kind: str) -> nn.Module:
 
 def rows(kind: str, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
-    if kind == "regression":
+    if kind in NUMBERS:
         return torch.randn(ROWS, 6, generator=generator)
     if kind == "vit":
         return torch.randn(ROWS, 3, 8, 8, generator=generator)
@@ -60,7 +89,7 @@ def rows(kind: str, step: int) -> Tensor:
 
 
 def loss_of(kind: str, model: Callable[..., Any], x: Tensor) -> Tensor:
-    if kind == "regression":
+    if kind in NUMBERS:
         return F.mse_loss(model(x), x.sum(1, keepdim=True))
     if kind == "vit":
         return F.cross_entropy(model(pixel_values=x).logits, (x.flatten(1).sum(1) > 0).long())
@@ -85,7 +114,8 @@ def plain(kind: str) -> Told:
 
 
 def on_the_engine(kind: str, zero_stage: int) -> Told:
-    engine, losses = initialize(made(kind), EngineConfig(zero_stage=zero_stage, dtype="fp32"), optimizer=SGD), []
+    config = EngineConfig(zero_stage=zero_stage, dtype="fp32", activation_checkpointing=kind in NUMBERS)
+    engine, losses = initialize(made(kind), config, optimizer=SGD), []
     world = dist.world()
     for step in range(STEPS):
         loss = loss_of(kind, engine, rows(kind, step)[world.rank :: world.size])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
-from engine.config import LossScale
+from engine.config import LossScale, Precision
 from engine.parallel import dist
 from engine.precision import LossScaler, policy
 
@@ -122,3 +122,22 @@ def test_scoring_takes_dropout_off_and_puts_it_back() -> None:
         first, second = scored(x), scored(x)
         assert torch.equal(first, second) and not first.requires_grad
     assert engine.module.training and (engine(x) == 0).any()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_module_that_comes_in_16_bits_has_fp32_masters(dtype: Precision, trained: bool) -> None:
+    """All of it where it computes in fp32; what is frozen stays short where it computes in 16 bits."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).bfloat16()
+    model[0].requires_grad_(trained)
+    whole = model[1].weight.detach().float()
+    engine = Engine(model, EngineConfig(dtype=dtype), optimizer=OptimizerConfig(lr=1e-4, schedule="constant"))
+    assert torch.equal(engine.module[1].weight.detach().cpu(), whole)  # type: ignore[index, union-attr]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(3, 4, device=engine.device)).float().sum())
+        engine.step()
+    for parameter in engine.module.parameters():
+        short = dtype == "bf16" and not parameter.requires_grad
+        assert parameter.dtype == (torch.bfloat16 if short else torch.float32)
+    moved = engine.module[1].weight.detach().cpu() - whole  # type: ignore[index, union-attr]
+    torch.testing.assert_close(moved.abs(), torch.full_like(moved, 2e-4), atol=2e-6, rtol=0)  # bf16 would lose it

@@ -87,6 +87,22 @@ def test_discarding_forgets_gradients_of_a_pass_left_half_done() -> None:
         assert torch.equal(found, wanted)
 
 
+def test_a_look_between_backward_and_step_changes_nothing() -> None:
+    weights = []
+    for looks in (False, True):
+        torch.manual_seed(3)
+        engine = Engine(Tied(), EngineConfig(dtype="bf16"), optimizer=OptimizerConfig(lr=0.1, max_grad_norm=0.1))
+        for _ in range(2):
+            engine.backward(engine(torch.arange(4)[None], torch.ones(8)).float().square().sum())
+            if looks:
+                engine(torch.arange(4)[None], torch.ones(8))
+            done = engine.step()
+            assert done is not None and done.grad_norm > 0
+        weights.append([parameter.detach().clone() for parameter in engine.module.parameters()])
+    for found, wanted in zip(*weights, strict=True):
+        assert found.dtype == torch.float32 and torch.equal(found, wanted)
+
+
 def test_a_module_without_memory_keeps_its_ties() -> None:
     with torch.device("meta"):
         blueprint = Tied()

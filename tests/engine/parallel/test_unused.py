@@ -1,0 +1,107 @@
+"""Parameters that only some ranks, some micro-batches or nobody uses: the weights are those of a plain loop."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine import EngineConfig, OptimizerConfig, initialize
+from engine.parallel import dist, dtensors
+from tests.ranks import run_ranks
+
+ADAMW = OptimizerConfig(lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.5, decay="all", max_grad_norm=0.5)
+# Where the rows of a step go. Of two ranks one has the even rows, the other the odd ones; nobody goes to expert 4.
+ROUTES = [[0, 1, 0, 1, 2, 1, 2, 1], [2, 1, 0, 3, 0, 3, 0, 3], [0, 0, 0, 0, 0, 0, 0, 0]]
+LAYOUTS: list[dict[str, Any]] = [
+    *({"zero_stage": stage, "gradient_accumulation": steps} for stage in range(4) for steps in (1, 2)),
+    *({"zero_stage": stage, "gradient_accumulation": 2, "dtype": "bf16"} for stage in (0, 1)),
+    {"zero_stage": 3, "offload_optimizer": "cpu"},
+    {"zero_stage": 2, "offload_optimizer": "nvme", "offload_ratio": 0.5, "gradient_accumulation": 2},
+]
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: Tensor, routes: Tensor) -> Tensor:
+        out = x + self.nothing.sum()
+        for number, expert in enumerate(self.each):
+            rows = (routes == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, torch.tanh(expert(x[rows])).to(out.dtype))
+        return out
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, routes: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, routes)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def made() -> nn.Module:
+    torch.manual_seed(1)
+    return Routed()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    routes = torch.tensor(ROUTES[step])
+    return torch.randn(len(routes), 4, generator=torch.Generator().manual_seed(step)), routes
+
+
+def trained(layout: dict[str, Any]) -> dict[str, Tensor]:
+    config = EngineConfig(**{"dtype": "fp32", **layout})
+    engine, world = initialize(made(), config, optimizer=ADAMW), dist.world()
+    for step in range(len(ROUTES)):
+        x, routes = (part[world.rank :: world.size].chunk(config.gradient_accumulation) for part in batch(step))
+        for rows, to in zip(x, routes, strict=True):
+            engine.backward(engine(rows, to).float().square().mean())
+            engine(rows, to)  # a look at the weights before they change: nothing of it may stay
+            engine.step()
+    return {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
+
+
+def all_layouts() -> list[dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    return [trained(layout) for layout in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, Tensor]:
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.5)
+    for step in range(len(ROUTES)):
+        model(*batch(step)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def check(found: list[dict[str, Tensor]], wanted: dict[str, Tensor]) -> None:
+    start = dict(made().named_parameters())
+    for layout, weights in zip(LAYOUTS, found, strict=True):
+        tolerance = 0.03 if layout.get("dtype") == "bf16" else 1e-5
+        for name, weight in wanted.items():
+            torch.testing.assert_close(
+                weights[name], weight, atol=tolerance, rtol=0.0, msg=lambda m, at=(layout, name): f"{at}: {m}"
+            )
+        assert torch.equal(weights["blocks.0.each.4.weight"], start["blocks.0.each.4.weight"])
+
+
+def test_one_rank(wanted: dict[str, Tensor]) -> None:
+    check(all_layouts(), wanted)
+
+
+def test_two_ranks_that_use_different_experts(wanted: dict[str, Tensor]) -> None:
+    for found in run_ranks(all_layouts, 2):
+        check(found, wanted)
