@@ -36,9 +36,9 @@ def plan_of(module: nn.Module) -> Mapping[str, str]:
         plan = getattr(child, "_tp_plan", None)
         if plan:
             return dict(plan)
-    names = sorted({type(child).__name__ for child in module.modules() if hasattr(child, "config")}, key=len)
+    models = (type(child).__name__ for child in module.modules() if hasattr(child, "config"))
     raise ValueError(
-        f"tensor_parallel: {names[-1] if names else type(module).__name__} comes without a tensor-parallel plan "
+        f"tensor_parallel: {next(models, type(module).__name__)} comes without a tensor-parallel plan "
         f"({WITH_PLAN}); give model.tensor_plan={{PATTERN: STYLE}}, or shard by zero_stage=3 alone"
     )
 
@@ -140,6 +140,11 @@ def _own_heads(module: nn.Module, mesh: DeviceMesh) -> None:
 
 def _experts(path: str, module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     """Every rank computes a share of every expert's inner width: tokens need not travel."""
+    if hasattr(module, "base_layer"):
+        raise ValueError(
+            f"tensor_parallel: {path} has an adapter, and adapters of experts are not split; name other modules for it "
+            "(lora.targets), or shard by zero_stage=3 alone"
+        )
     group, inner = mesh.get_group(), module.forward
     for leaf, parameter in list(module.named_parameters(recurse=False)):
         style = style_of(f"{path}.{leaf}", plan)

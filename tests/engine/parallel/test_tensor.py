@@ -177,6 +177,10 @@ def refused() -> list[str]:
         messages.append(str(problem.value))
     with pytest.raises(ValueError) as problem:
         initialize(made("llama"), EngineConfig(**(config | {"tensor_parallel": 3})))
+    messages.append(str(problem.value))
+    with pytest.raises(ValueError) as problem:
+        adapted = LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"])
+        initialize(inject_adapter_in_model(adapted, made("mixtral")), EngineConfig(**config))
     return [*messages, str(problem.value)]
 
 
@@ -192,6 +196,7 @@ def test_what_cannot_be_split_is_refused_and_says_why() -> None:
                 "no module is called like layers",
                 "is a LlamaRMSNorm",
                 "tensor_parallel=3 does not divide the 2 ranks",
+                "mlp.experts has an adapter",
             ),
             strict=True,
         ):
