@@ -108,7 +108,8 @@ def _what(problem: BaseException, file: Path) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if frame.filename == str(file)]
     if isinstance(problem, SyntaxError):
         return f"{type(problem).__name__} in line {problem.lineno}: {problem.msg}"
-    said = f"{type(problem).__name__}: {problem}" if str(problem) else type(problem).__name__
+    text = " ".join(str(problem).split())
+    said = f"{type(problem).__name__}: {text}" if text else type(problem).__name__
     return f"{_cut(said, LONGEST_ROW)} (line {lines[-1]})" if lines else _cut(said, LONGEST_ROW)
 
 

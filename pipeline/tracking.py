@@ -1,6 +1,6 @@
 """Who follows a stage while it runs: wandb, and a progress bar or plain lines.
 
-metrics.jsonl (`run.py`) is the record; nothing here may stop or slow a run. wandb runs offline when nobody is
+metrics.jsonl (`run/metrics.py`) is the record; nothing here may stop or slow a run. wandb runs offline when nobody is
 logged in, writes under RUN/wandb, and one that fails is said once and left alone.
 """
 
@@ -28,7 +28,7 @@ ONLINE_PATIENCE = 30.0
 
 
 class Watcher(Protocol):
-    """Whoever follows a stage."""
+    """Whoever follows a stage: wandb, a progress bar."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

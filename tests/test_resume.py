@@ -32,8 +32,12 @@ def test_killed_and_resumed_equals_left_alone(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
+    best = {"export": "best", "eval_every": 2}
     config = tiny_config(
-        sft={"dropout": 0.1}, model={"architecture": dropping()}, ppo={"reward_function": function_in(tmp_path)}
+        sft={"dropout": 0.1, "schedule": "constant", "lr": 2e-2, **best},
+        reward=best,
+        model={"architecture": dropping()},
+        ppo={"reward_function": function_in(tmp_path)},
     )
     lay_out(whole, config)
     for stage in STAGES:

@@ -2,8 +2,8 @@
 
 | form | columns | serves |
 | --- | --- | --- |
-| preferences | prompt (or messages, where the answers are a message each) + chosen + rejected; chosen + rejected that
-  begin with the same turns | sft, reward, ppo |
+| preferences | prompt + chosen + rejected; chosen + rejected that begin with the same turns | sft, reward, ppo |
+| preferences | messages (or conversations) + chosen + rejected, a message each | sft, reward, ppo |
 | messages | messages (or conversations) | sft, ppo |
 | completions | prompt + completion, question + answer, instruction (+ input) + output | sft, ppo |
 | prompts | prompt (or question, instruction) alone | ppo |

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from engine import Checkpointer, Engine
 from engine.checkpoint import Damaged, complete, random_state, restore_random_state
@@ -26,14 +26,9 @@ from pipeline.run import metrics
 from pipeline.run.clock import Clock
 from pipeline.run.memory import measured_memory, peak_memory
 from pipeline.run.profile import Profile
+from pipeline.tracking import Watcher
 
 METRICS = "metrics.jsonl"
-
-
-class Watcher(Protocol):
-    """Whoever follows a stage: wandb, a progress bar."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
 class StageRun:

@@ -115,12 +115,13 @@ def test_multirun_composes_every_combination():
 def test_the_actors_run_brings_its_settings(tmp_path):
     stage = tmp_path / "x" / "sft"
     stage.mkdir(parents=True)
-    earlier = config_of("data=gsm8k", "name=x", "seed=7", "engine=zero2", "rollout.max_new_tokens=99", "tracking=none")
+    own = ("name=x", "tracking=none", "profile.steps=[1,2]")  # of that run alone
+    earlier = config_of("data=gsm8k", "seed=7", "engine=zero2", "rollout.max_new_tokens=99", *own)
     (stage / "config.yaml").write_text(yaml.safe_dump(earlier.model_dump(mode="json")))
     config = validate(compose([f"actor={stage}", "stage=ppo", "ppo.kl_coef=0.2"]))
     assert (config.model.name, config.data.name, config.rollout.max_new_tokens) == ("opt-1.3b", "gsm8k", 99)
     assert (config.engine.zero_stage, config.seed, config.ppo.kl_coef) == (2, 7, 0.2)
-    assert (config.name, config.stage, config.tracking.kind) == (None, "ppo", "wandb")
+    assert (config.name, config.stage, config.tracking.kind, config.profile.steps) == (None, "ppo", "wandb", None)
     other = validate(compose([f"actor={stage}", "stage=ppo", "data.path=/a/b.jsonl", "engine=zero1"]))
     assert (other.data.path, other.data.sources, other.engine.zero_stage) == ("/a/b.jsonl", [], 1)
 

@@ -108,6 +108,9 @@ def test_an_error_names_line_answer_and_row_shortened(tmp_path: Path) -> None:
     said = str(caught.value)
     assert "mine.py:score raised IndexError: list index out of range (line 2) for the answer 'word word" in said
     assert "answer: '#### 7'" in said and "prompt: 'ppp" in said and len(said) < 700
+    with pytest.raises(UserError, match=r"raised OSError: no answer from the judge \(line 2\)"):  # in one line
+        failing = "def score(answer, row):\n    raise OSError('no answer\\n from the judge')"
+        load_function(written(tmp_path, failing)).score("a", ROW)
     with pytest.raises(UserError, match="raised SystemExit"):
         load_function(written(tmp_path, "import sys\ndef score(answer, row): sys.exit(0)")).score("a", ROW)
 
