@@ -44,12 +44,15 @@ def tiny_config(**sections: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(raw)
 
 
-def lay_out(run_dir: Path, config: RunConfig) -> None:
-    """Write the configuration where workers look for it. No launcher keeps a manifest here, so the inputs are named."""
-    config = config.model_copy(update={"actor": str(run_dir / "sft"), "reward_path": str(run_dir / "reward")})
+def lay_out(run_dir: Path, config: RunConfig, **of_stages: RunConfig) -> None:
+    """Write the configuration where workers look for it, a stage's own where it has one. No launcher keeps a manifest
+    here, so the inputs are named.
+    """
+    inputs = {"actor": str(run_dir / "sft"), "reward_path": str(run_dir / "reward")}
     for stage in STAGES:
+        own = of_stages.get(stage, config).model_copy(update=inputs)
         (run_dir / stage).mkdir(parents=True, exist_ok=True)
-        (run_dir / stage / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        (run_dir / stage / "config.yaml").write_text(yaml.safe_dump(own.model_dump(mode="json")))
 
 
 def start_worker(run_dir: Path, stage: str, **environment: str) -> subprocess.Popen[str]:

@@ -151,7 +151,15 @@ def packed_inputs(input_ids: Tensor, documents: Documents, share: Share | None) 
     """What the backbone takes of a row of documents (1, N), or of this rank's share of it."""
     if share is None:
         positions = documents.positions(input_ids.device)
+        _lay_out(documents, input_ids.device)
         return {"input_ids": input_ids, "position_ids": positions, "documents": documents}
     documents = documents.filled(share.filling)
     positions = documents.positions(input_ids.device).narrow(1, share.first, share.own)
+    _lay_out(documents, input_ids.device)
     return {"input_ids": share.cut(input_ids), "position_ids": positions, "documents": documents, "share": share}
+
+
+def _lay_out(documents: Documents, device: torch.device) -> None:
+    """Make what the kernel of GPUs asks for now: the first layer that does may be in compiled code."""
+    if device.type == "cuda":
+        documents.ragged(device)

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.skipif(WITHOUT is not None, reason=str(WITHOUT))
 ON_GPU = (
     "tests/engine/rollout/on_device/test_graphs.py::test_graphs_equal_the_steps_called[llama]",
     "tests/engine/test_on_gpu.py::test_updates_are_those_of_plain_pytorch",
+    "tests/pipeline/models/test_on_gpu.py::test_the_kernel_computes_the_same",
+    "tests/pipeline/models/test_on_gpu.py::test_documents_are_laid_out_before_compiled_code_sees_them",
     "tests/pretended_gpu/work.py",
 )
 
@@ -35,8 +37,13 @@ def test_the_gpu_tests_pass_without_a_fault() -> None:
 
 
 FAULTY = """
+import os
+import threading
+
+os.environ["PRETENDED_GPUS"] = "2"
 from tests.pretended_gpu import cuda
 import torch
+from engine.parallel import dist
 
 side = torch.cuda.Stream()
 x = torch.ones(1000, device="cuda")
@@ -87,7 +94,27 @@ cuda.limit(cuda.allocated() + 1000)
 try:
     torch.empty(2000, device="cuda")
 except torch.OutOfMemoryError:
-    print("all of it")
+    cuda.limit()
+torch.distributed.init_process_group("cpu:gloo,cuda:nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+x, y = torch.ones(4, device="cuda"), torch.empty(4, device="cuda")
+work = dist.all_gather(y, x, async_op=True)
+y.sum()
+assert any("reads what all_gather wrote" in found for found in cuda.faults())
+work.wait()
+assert y.sum() == 4 and not cuda.faults()
+try:
+    y + torch.ones(4, device="cuda:1")
+except RuntimeError as error:
+    assert "same device" in str(error)
+else:
+    raise AssertionError("two devices were mixed")
+torch.cuda.set_device(1)
+thread = threading.Thread(target=lambda: torch.ones(4, device="cuda"))
+thread.start()
+thread.join()
+assert torch.ones(4, device="cuda").device.index == 1
+assert cuda.faults() == ["memory of device 0 is taken by a process of device 1"]
+print("all of it")
 """
 
 

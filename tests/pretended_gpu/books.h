@@ -1,5 +1,7 @@
-// The books of the pretended device: how far each stream knows of the others (vector clocks), who touched which memory,
+// The books of the pretended devices: how far each stream knows of the others (vector clocks), who touched which memory,
 // which copies are under way. Memory, streams and events as PyTorch asks for them.
+//
+// A stream has one number in the books: its own, or minus its device's where it is the device's default stream.
 
 #pragma once
 
@@ -23,11 +25,17 @@ namespace {
 using at::Tensor;
 using Clock = std::map<int64_t, int64_t>; // stream -> how many of its launches are known to be before
 
-const c10::Device DEVICE(c10::DeviceType::CUDA, 0);
+constexpr int MOST = 8; // devices
+
+int devices() {
+  static const int count = std::getenv("PRETENDED_GPUS") ? std::atoi(std::getenv("PRETENDED_GPUS")) : 1;
+  return count;
+}
 
 struct Block { // memory of the device
   size_t bytes = 0;
   int64_t stream = 0; // that it was taken on
+  int device = 0;
   std::pair<int64_t, int64_t> written{0, 0}; // stream, tick
   Clock read;
   std::set<int64_t> recorded; // record_stream
@@ -60,6 +68,7 @@ struct Books {
   std::vector<std::string> faults;
   std::map<void*, std::string> held; // memory as a capture found it
   int64_t streams = 0, next_event = 0, allocated = 0, peak = 0, limit = int64_t(1) << 40;
+  int own = -1; // the device that this process chose; -1 before it did
 };
 
 Books& books() {
@@ -67,7 +76,18 @@ Books& books() {
   return *it;
 }
 
-thread_local int64_t current = 0;
+thread_local int device = 0; // as in CUDA, a new thread is on device 0, whatever others are on
+thread_local int64_t chosen[MOST] = {0, -1, -2, -3, -4, -5, -6, -7}; // each device's current stream
+
+int64_t current() { return chosen[device]; }
+c10::Device here() { return c10::Device(c10::DeviceType::CUDA, device); }
+
+struct On { // a device, for as long as this lives
+  int before = device;
+  explicit On(int index) { if (index >= 0) device = index; }
+  explicit On(const c10::Device& other) : On(other.is_cuda() ? other.index() : -1) {}
+  ~On() { device = before; }
+};
 
 using Guard = std::lock_guard<std::recursive_mutex>;
 
@@ -130,10 +150,12 @@ struct Memory final : c10::Allocator {
     void* data = nullptr;
     TORCH_CHECK(posix_memalign(&data, 512, std::max<size_t>(bytes, 512)) == 0, "no host memory");
     std::memset(data, 0xCB, bytes);
-    b.blocks[data] = Block{bytes, current};
+    b.blocks[data] = Block{bytes, current(), device};
+    if (b.own >= 0 && device != b.own)
+      fault("memory of device " + std::to_string(device) + " is taken by a process of device " + std::to_string(b.own));
     b.allocated += bytes;
     b.peak = std::max(b.peak, b.allocated);
-    return {data, data, &release, DEVICE};
+    return {data, data, &release, here()};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t count) const override { std::memcpy(to, from, count); }
@@ -200,9 +222,9 @@ void host_waits(const Clock& clock) {
 int64_t launch() { // the next tick of the current stream, which knows what the host knows
   Guard guard(books().lock);
   auto& b = books();
-  auto& clock = b.clocks[current];
+  auto& clock = b.clocks[current()];
   merge(clock, b.host);
-  return ++clock[current];
+  return ++clock[current()];
 }
 
 void touched(const Tensor& tensor, bool write, int64_t tick, const std::string& name) {
@@ -211,12 +233,12 @@ void touched(const Tensor& tensor, bool write, int64_t tick, const std::string& 
   if (!tensor.defined() || !tensor.is_cuda() || !tensor.has_storage() || tensor.numel() == 0) return;
   auto [_, block] = block_of(tensor.storage().data());
   if (block == nullptr) return;
-  const auto& clock = b.clocks[current];
+  const auto& clock = b.clocks[current()];
   if (!before(block->written, clock))
-    fault(name + " on stream " + std::to_string(current) + (write ? " writes" : " reads") + " what " + block->writer +
+    fault(name + " on stream " + std::to_string(current()) + (write ? " writes" : " reads") + " what " + block->writer +
           " wrote on stream " + std::to_string(block->written.first) + " and was not waited for");
   if (write && !before(block->read, clock))
-    fault(name + " on stream " + std::to_string(current) + " overwrites what another stream may still read (" +
+    fault(name + " on stream " + std::to_string(current()) + " overwrites what another stream may still read (" +
           block->writer + " wrote it)");
   if (write && block->written.second == 0) {
     std::vector<Freed> left;
@@ -229,32 +251,50 @@ void touched(const Tensor& tensor, bool write, int64_t tick, const std::string& 
     }
     b.freed.swap(left);
   }
-  if (write) { block->written = {current, tick}; block->writer = name; block->read.clear(); }
-  else block->read[current] = tick;
+  if (write) { block->written = {current(), tick}; block->writer = name; block->read.clear(); }
+  else block->read[current()] = tick;
 }
 
+int64_t number(const c10::Stream& stream) { return stream.id() == 0 ? -stream.device_index() : stream.id(); }
+
 struct DeviceGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
-  c10::Device exchangeDevice(c10::Device) const override { return DEVICE; }
-  c10::Device getDevice() const override { return DEVICE; }
-  static c10::Stream of(int64_t id) { return c10::Stream(c10::Stream::UNSAFE, DEVICE, id); }
-  c10::Stream getStream(c10::Device) const noexcept override { return of(current); }
-  c10::Stream getDefaultStream(c10::Device) const override { return of(0); }
-  c10::Stream getNewStream(c10::Device, int) const override { Guard guard(books().lock); return of(++books().streams); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
-  c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
-    return of(std::exchange(current, stream.id()));
+  static c10::Stream of(int index, int64_t id) {
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::DeviceType::CUDA, index), std::max<int64_t>(id, 0));
   }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  static int index_of(c10::Device asked) { return asked.has_index() ? asked.index() : device; }
+  c10::Device exchangeDevice(c10::Device to) const override {
+    auto before = here();
+    setDevice(to);
+    return before;
+  }
+  c10::Device getDevice() const override { return here(); }
+  void setDevice(c10::Device to) const override {
+    TORCH_CHECK(to.index() < devices(), "CUDA error: invalid device ordinal (pretended)");
+    if (to.has_index()) device = to.index();
+  }
+  void uncheckedSetDevice(c10::Device to) const noexcept override { if (to.has_index()) device = to.index(); }
+  c10::Stream getStream(c10::Device on) const noexcept override { return of(index_of(on), chosen[index_of(on)]); }
+  c10::Stream getDefaultStream(c10::Device on) const override { return of(index_of(on), 0); }
+  c10::Stream getNewStream(c10::Device on, int) const override {
+    Guard guard(books().lock);
+    return of(index_of(on), ++books().streams);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device on, bool) const override { return getNewStream(on, 0); }
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
+    int index = stream.device_index();
+    return of(index, std::exchange(chosen[index], number(stream)));
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return devices(); }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     Guard guard(books().lock);
     if (*event == nullptr) *event = reinterpret_cast<void*>(++books().next_event);
-    auto clock = books().clocks[stream.id()];
+    auto clock = books().clocks[number(stream)];
     merge(clock, books().host);
     books().events[reinterpret_cast<int64_t>(*event)] = clock;
   }
   void block(void* event, const c10::Stream& stream) const override {
     Guard guard(books().lock);
-    merge(books().clocks[stream.id()], books().events[reinterpret_cast<int64_t>(event)]);
+    merge(books().clocks[number(stream)], books().events[reinterpret_cast<int64_t>(event)]);
   }
   bool queryEvent(void* event) const override { synchronizeEvent(event); return true; }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
@@ -268,7 +308,7 @@ struct DeviceGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>
   bool queryStream(const c10::Stream& stream) const override { synchronizeStream(stream); return true; }
   void synchronizeStream(const c10::Stream& stream) const override {
     Guard guard(books().lock);
-    host_waits(books().clocks[stream.id()]);
+    host_waits(books().clocks[number(stream)]);
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
     Guard guard(books().lock);
@@ -286,14 +326,18 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   bool hasCUDA() const override { return true; }
   bool hasPrimaryContext(at::DeviceIndex) const override { return true; }
-  at::DeviceIndex deviceCount() const override { return 1; }
-  at::DeviceIndex getCurrentDevice() const override { return 0; }
-  at::DeviceIndex current_device() const override { return 0; }
-  void setCurrentDevice(at::DeviceIndex) const override {}
-  int getNumGPUs() const override { return 1; }
+  at::DeviceIndex deviceCount() const override { return devices(); }
+  at::DeviceIndex getCurrentDevice() const override { return device; }
+  at::DeviceIndex current_device() const override { return device; }
+  void setCurrentDevice(at::DeviceIndex index) const override { device = index; }
+  int getNumGPUs() const override { return devices(); }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   at::Allocator* getPinnedMemoryAllocator() const override { return pinned(); }
-  at::Device getDeviceFromPtr(void*) const override { return DEVICE; }
+  at::Device getDeviceFromPtr(void* data) const override {
+    Guard guard(books().lock);
+    auto [_, block] = block_of(data);
+    return block == nullptr ? here() : c10::Device(c10::DeviceType::CUDA, block->device);
+  }
 };
 
 } // namespace

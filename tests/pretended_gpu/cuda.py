@@ -2,20 +2,23 @@
 
 import tests.pretended_gpu.loading  # noqa: F401  before torch  # isort: skip
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from tests.pretended_gpu import flash, nccl
+
 _ops, _aten = torch.ops.pretended, torch.ops.aten
 MEMORY = 2**33
+DEVICES = int(os.environ.get("PRETENDED_GPUS", 1))  # as books.h reads it
 PROCESSORS = 4  # few, as the interpreter runs programs one after another
 WAITS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
@@ -46,7 +49,7 @@ class Stream(torch.Stream):
     """`torch.cuda.Stream`."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **known: int) -> "Stream":
-        return super().__new__(cls, **known) if known else super().__new__(cls, "cuda:0")
+        return super().__new__(cls, **known) if known else super().__new__(cls, _device(device))
 
     def wait_stream(self, other: "Stream") -> None:
         self.wait_event(other.record_event())
@@ -67,7 +70,7 @@ class Event(torch.Event):
     """`torch.cuda.Event`."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> "Event":
-        return super().__new__(cls, "cuda:0", enable_timing=enable_timing)
+        return super().__new__(cls, _device(None), enable_timing=enable_timing)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -94,12 +97,28 @@ class Within:
         torch._C._accelerator_setStream(self.before)
 
 
-def _stream(number: int) -> Stream:
-    return Stream(stream_id=number, device_index=0, device_type=1)
+def _device(given: Any) -> torch.device:
+    """A device as it is named, by a number or not at all; the current one where no number is said."""
+    named = torch.device("cuda", given) if isinstance(given, int) else torch.device(given or "cuda")
+    return torch.device("cuda", _ops.device() if named.index is None else named.index)
+
+
+@contextmanager
+def _on(device: Any) -> Iterator[None]:
+    """`torch.cuda.device`."""
+    before = torch._C._accelerator_exchangeDevice(_device(device).index)
+    try:
+        yield
+    finally:
+        torch._C._accelerator_exchangeDevice(before)
+
+
+def _stream(device: Any, number: int) -> Stream:
+    return Stream(stream_id=number, device_index=_device(device).index, device_type=1)
 
 
 def current_stream(device: Any = None) -> Stream:
-    return _stream(torch._C._accelerator_getStream(0).stream_id)
+    return _stream(device, torch._C._accelerator_getStream(_device(device).index).stream_id)
 
 
 def synchronize(device: Any = None) -> None:
@@ -215,13 +234,15 @@ def _launching(plain: Callable[..., None]) -> Callable[..., None]:
         _now.capture, _now.sync = None, 0
         if held is not None:
             held.watch.calls = None
+        _ops.launching(True)
         try:
             plain(self, *args, **kwargs)
         finally:
+            _ops.launching(False)
             _now.capture, _now.sync = held, sync
         if held is not None and calls is not None:
             held.watch.calls = calls
-            calls.append((plain, (self, *args), kwargs, None))
+            calls.append((launch, (self, *args), kwargs, None))
 
     return launch
 
@@ -248,10 +269,10 @@ def _attention(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _joining(plain: Callable[..., None]) -> Callable[..., None]:
-    """`init_process_group` for one rank, without NCCL."""
+    """`init_process_group` with what stands in for NCCL."""
 
     def join(backend: str, *, device_id: Any = None, **how: Any) -> None:
-        plain(backend=backend.replace("nccl", "fake"), **how)
+        plain(backend=backend.replace("nccl", nccl.NAME), **how)
 
     return join
 
@@ -276,19 +297,21 @@ def _free(device: Any = None) -> tuple[int, int]:
 def _install() -> None:
     about = SimpleNamespace(name="pretended", multi_processor_count=PROCESSORS, total_memory=MEMORY, major=9, minor=0)
     limit()
-    idle = ("set_device", "_lazy_init", "init", "empty_cache", "set_rng_state", "manual_seed", "manual_seed_all")
+    flash.register()
+    idle = ("_lazy_init", "init", "empty_cache", "set_rng_state", "manual_seed", "manual_seed_all")
     nothing = {name: lambda *_, **__: None for name in idle}
     true = {name: lambda *_, **__: True for name in ("is_available", "is_initialized", "is_bf16_supported")}
     bytes_taken = {name: lambda *_: allocated() for name in ("memory_allocated", "memory_reserved")}
     most_taken = {name: lambda *_: _ops.peak() for name in ("max_memory_allocated", "max_memory_reserved")}
     others: dict[str, Any] = {
-        "device_count": lambda: 1, "current_device": lambda: 0, "synchronize": synchronize, "Stream": Stream,
-        "Event": Event, "current_stream": current_stream, "default_stream": lambda device=None: _stream(0),
+        "device_count": lambda: DEVICES, "current_device": lambda: _ops.device(), "synchronize": synchronize,
+        "set_device": lambda device: _ops.set_device(_device(device).index), "Stream": Stream, "Event": Event,
+        "current_stream": current_stream, "default_stream": lambda device=None: _stream(device, 0),
         "stream": Within, "set_stream": torch._C._accelerator_setStream, "CUDAGraph": CUDAGraph,
         "graph_pool_handle": lambda: (0, 1), "is_current_stream_capturing": lambda: _now.capture is not None,
         "get_device_properties": lambda device=None: about, "get_device_name": lambda device=None: about.name,
         "get_device_capability": lambda device=None: (9, 0), "mem_get_info": _free,
-        "reset_peak_memory_stats": lambda device=None: _ops.reset_peak(), "device": lambda device: nullcontext(),
+        "reset_peak_memory_stats": lambda device=None: _ops.reset_peak(), "device": _on,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(), "_is_in_bad_fork": lambda: False,
         "get_sync_debug_mode": lambda: _now.sync, "set_sync_debug_mode": _set_sync,
     }  # fmt: skip
@@ -301,6 +324,9 @@ def _install() -> None:
     torch.distributed.init_process_group = _joining(torch.distributed.init_process_group)
     from triton.runtime.interpreter import GridExecutor
 
+    from tests.engine.kernels.interpreter import mend
+
+    mend()
     GridExecutor.__call__ = _launching(GridExecutor.__call__)
     _Watch().__enter__()
 

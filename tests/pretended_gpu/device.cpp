@@ -48,6 +48,7 @@ c10::Storage taken(size_t bytes) {
 }
 
 void resize_storage(c10::StorageImpl* storage, size_t bytes) {
+  On its(storage->device());
   auto pointer = memory()->allocate(bytes);
   std::memcpy(pointer.get(), storage->data(), std::min(bytes, storage->nbytes()));
   storage->set_data_ptr_noswap(std::move(pointer));
@@ -113,6 +114,15 @@ c10::IValue mapped(const c10::IValue& value, const std::function<Tensor(const Te
   return value;
 }
 
+int device_of(const std::vector<c10::IValue>& given) { // of a call: that of the first tensor on one, or that asked for
+  int found = -1;
+  for (const auto& value : given)
+    each_tensor(value, [&](const Tensor& t) { if (found < 0 && t.is_cuda()) found = t.device().index(); });
+  for (const auto& value : given)
+    if (found < 0 && value.isDevice() && value.toDevice().is_cuda()) found = value.toDevice().index();
+  return found;
+}
+
 void serve(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto& name = schema.name();
@@ -122,23 +132,23 @@ void serve(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack
   for (const auto& result : schema.returns())
     views &= result.alias_info() != nullptr && !result.alias_info()->isWrite();
   bool fused = name.rfind("aten::_fused_adam", 0) == 0;
+  On its(device_of(given));
   int64_t tick = views ? 0 : launch();
   Call call;
-  bool device = false;
   for (size_t i = 0; i < count; i++) {
     bool write = schema.arguments()[i].alias_info() != nullptr && schema.arguments()[i].alias_info()->isWrite();
     each_tensor(given[i], [&](const Tensor& t) {
-      device |= t.is_cuda();
       bool strays = !t.is_cuda() && (t.dim() > 0 || fused) && MIXES.count(name) == 0;
+      strays |= t.is_cuda() && t.device() != here() && MIXES.count(name) == 0;
       TORCH_CHECK(!strays, "Expected all tensors to be on the same device, but ", schema.arguments()[i].name(), " of ",
-                  name, " is on the CPU (pretended)");
+                  name, " is on ", t.device(), " (pretended)");
       if (!views) touched(t, write, tick, name);
     });
   }
   torch::jit::drop(*stack, count);
   for (size_t i = 0; i < count; i++) {
     auto value = mapped(given[i], [&](const Tensor& t) { return call.in(t); });
-    if (value.isDevice() && value.toDevice().is_cuda()) { device = true; value = c10::Device(c10::kCPU); }
+    if (value.isDevice() && value.toDevice().is_cuda()) value = c10::Device(c10::kCPU);
     if (schema.arguments()[i].name() == "pin_memory" && value.isBool()) value = c10::IValue();
     stack->push_back(value);
   }
@@ -159,22 +169,24 @@ void serve(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack
 }
 
 Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-             std::optional<at::Device>, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+             std::optional<at::Device> where, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   auto sizes = C10_AS_INTARRAYREF_SLOW(size);
   auto type = dtype.value_or(at::typeMetaToScalarType(at::get_default_dtype()));
   auto like = at::empty(sizes, at::TensorOptions().dtype(type).device(at::kMeta), format);
   Guard guard(books().lock);
+  On its(where.value_or(here()));
   return over(taken(like.storage().nbytes()), like);
 }
 
 Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
-                     std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool> pin) {
+                     std::optional<at::Layout>, std::optional<at::Device> where, std::optional<bool> pin) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   auto type = dtype.value_or(at::typeMetaToScalarType(at::get_default_dtype()));
   auto like = at::empty_strided(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
                                 at::TensorOptions().dtype(type).device(at::kMeta));
   Guard guard(books().lock);
+  On its(where.value_or(here()));
   return over(taken(like.storage().nbytes()), like);
 }
 
@@ -214,10 +226,13 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
   return self;
 }
 
+thread_local bool launching = false; // a kernel, by an interpreter that fetches what it reads
+
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.numel() == 0) return self;
   Guard guard(books().lock);
   auto& b = books();
+  On its(self.is_cuda() ? self.device() : source.device());
   int64_t tick = launch();
   touched(source, false, tick, "copy_");
   touched(self, true, tick, "copy_");
@@ -227,7 +242,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   const Tensor& host = self.is_cuda() ? source : self;
   c10::InferenceMode below;
   if (crosses && !(non_blocking && is_pinned(host.const_data_ptr()))) {
-    host_waits(b.clocks[current]); // pageable memory: the host is held up
+    if (!launching) host_waits(b.clocks[current()]); // pageable memory: the host is held up
     Tensor fresh = self.is_cuda() ? from : from.clone();
     to.copy_(fresh.expand(to.sizes()));
     return self;
@@ -240,20 +255,20 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     to.copy_(from);
     bool alike = host.scalar_type() == self.scalar_type() && host.sizes() == self.sizes();
     if (alike && host.is_contiguous() && to.is_contiguous())
-      b.flights.push_back({current, tick, host.storage(), from.data_ptr(), values_of(from), false});
+      b.flights.push_back({current(), tick, host.storage(), from.data_ptr(), values_of(from), false});
     return self;
   }
   TORCH_CHECK(to.is_contiguous() && from.sizes() == to.sizes(), "to pinned memory only as it lies (pretended)");
   Tensor arriving = from.to(to.scalar_type()).contiguous().clone();
   std::memset(to.data_ptr(), 0xCB, to.nbytes());
-  b.flights.push_back({current, tick, to.storage(), to.data_ptr(), values_of(arriving), true});
+  b.flights.push_back({current(), tick, to.storage(), to.data_ptr(), values_of(arriving), true});
   return self;
 }
 
 void record_stream(Tensor& self, at::Stream stream) {
   Guard guard(books().lock);
   auto [_, block] = block_of(self.storage().data());
-  if (block != nullptr) block->recorded.insert(stream.id());
+  if (block != nullptr) block->recorded.insert(number(stream));
 }
 
 Tensor mm_wide(const Tensor& a, const Tensor& b, at::ScalarType dtype) { return at::mm(a.to(dtype), b.to(dtype)); }
@@ -279,6 +294,17 @@ TORCH_LIBRARY(pretended, m) {
   m.def("peak() -> int", []() { return books().peak; });
   m.def("reset_peak() -> ()", []() { books().peak = books().allocated; });
   m.def("limit(int bytes) -> ()", [](int64_t bytes) { books().limit = bytes; });
+  m.def("device() -> int", []() { return int64_t(device); });
+  m.def("set_device(int index) -> ()", [](int64_t index) { books().own = device = index; });
+  m.def("launching(bool so) -> ()", [](bool so) { launching = so; });
+  m.def("in_host_memory(Tensor of) -> Tensor", [](const Tensor& of) { return on_cpu(of); });
+  m.def("touch(Tensor[] read, Tensor[] written, str by) -> ()",
+        [](const std::vector<Tensor>& read, const std::vector<Tensor>& written, const std::string& by) {
+    Guard guard(books().lock);
+    int64_t tick = launch();
+    for (auto& t : read) touched(t, false, tick, by);
+    for (auto& t : written) touched(t, true, tick, by);
+  });
   m.def("resize_storage(Tensor of, int bytes) -> ()", [](const Tensor& of, int64_t bytes) {
     Guard guard(books().lock);
     resize_storage(of.storage().unsafeGetStorageImpl(), bytes);

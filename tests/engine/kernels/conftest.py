@@ -22,7 +22,7 @@ def import_for_the_interpreter() -> None:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        importlib.import_module("tests.engine.kernels.interpreter").mend_bf16()
+        importlib.import_module("tests.engine.kernels.interpreter").mend()
         for name in WITH_TRITON:
             importlib.import_module(f"engine.kernels.{name}_triton")
     finally:

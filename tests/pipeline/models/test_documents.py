@@ -1,11 +1,14 @@
 """Sequences side by side in one row give the numbers and gradients that they give in rows of their own."""
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
 from engine import Engine
@@ -29,6 +32,7 @@ from tests.pipeline.models.tiny import (
     source_in,
     trained,
 )
+from tests.pretended_gpu import flash
 
 LENGTHS = (7, 4, 12, 1, 5)
 WINDOWED: dict[str, dict[str, Any]] = {
@@ -218,34 +222,44 @@ def test_documents_by_hand() -> None:
     assert Documents((3, 2)).ragged(torch.device("cpu")).keys is None
 
 
-def varlen_by_definition(
-    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor, longest_query: int,
-    longest_key: int, *, scale: float, window_size: tuple[int, int],
-) -> Tensor:  # fmt: skip
-    """What PyTorch says of `varlen_attn`: windows count from the last key of each sequence."""
-    assert (longest_query, longest_key) == (int(query_starts.diff().max()), int(key_starts.diff().max()))
-    out = torch.empty(*query.shape[:2], value.shape[-1])
-    for q0, q1, k0, k1 in zip(query_starts[:-1], query_starts[1:], key_starts[:-1], key_starts[1:], strict=True):
-        for place in range(q0, q1):
-            own = k1 - q1 + place
-            first = k0 if window_size[0] < 0 else max(k0, own - window_size[0])
-            seen = slice(int(first), int(own) + 1 + window_size[1])
-            scores = torch.einsum("hd,khd->hk", query[place], key[seen]) * scale
-            out[place] = torch.einsum("hk,khd->hd", scores.softmax(-1), value[seen])
-    return out
+@pytest.fixture
+def flash_attention() -> Iterator[None]:
+    """The operators under PyTorch's `varlen_attn`, by definition, as only its builds for CUDA have them."""
+    with torch.library._scoped_library("aten", "IMPL") as operators:
+        operators.impl("_flash_attention_forward", flash.forward, "CPU")
+        operators.impl("_flash_attention_backward", flash.backward, "CPU")
+        yield
 
 
-@pytest.mark.parametrize("prefixes", [(), (None, 0, None)])
-@pytest.mark.parametrize("window", [None, 3])
-def test_the_kernel_is_asked_for_the_same(window: int | None, prefixes: tuple[int | None, ...]) -> None:
-    documents = Documents((3, 2, 4), prefixes)
+@pytest.mark.usefixtures("flash_attention")
+@pytest.mark.parametrize("again", [None, "recomputed", "compiled"])
+@pytest.mark.parametrize("prefixes", [(), (None, 0, None, None)])
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_kernel_of_gpus_computes_the_same(
+    window: int | None, prefixes: tuple[int | None, ...], again: str | None
+) -> None:
+    """PyTorch's own `varlen_attn`, forward and backward, called, under activation checkpointing, in compiled code."""
+    documents = Documents((30, 20, 45, 1), prefixes)
     generator = torch.Generator().manual_seed(2)
-    query, key, value = (torch.randn(1, heads, 9, 4, generator=generator) for heads in (4, 2, 2))
-    how = attention._How(0.3, window, None, 0.0)
-    wanted = attention._one_by_one(query, key, value, documents, how)[0]
-    ragged = documents.ragged(torch.device("cpu"))
-    found = attention._by_kernel(varlen_by_definition, query[0], key[0], value[0], ragged, how)
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    inputs = [torch.randn(h, 96, 8, generator=generator).bfloat16().requires_grad_() for h in (4, 2, 2)]
+    how, kernel = attention._How(0.3, window, None, 0.0), attention._kernel()
+    assert kernel is not None
+    documents.ragged(torch.device("cpu"))  # before compiled code asks, as `packed_inputs` does
+
+    def fast(*inputs: Tensor) -> Tensor:
+        return attention._by_kernel(kernel, *inputs, documents.ragged(torch.device("cpu")), how)
+
+    def slow(*inputs: Tensor) -> Tensor:
+        return attention._one_by_one(*(t[None].float() for t in inputs), documents, how)[0]
+
+    ways = {"recomputed": partial(checkpoint, fast, use_reentrant=False),
+            "compiled": torch.compile(fast, backend="aot_eager", fullgraph=True)}  # fmt: skip
+    found, wanted = ways.get(again, fast)(*inputs), slow(*inputs)
+    upstream = torch.randn(wanted.shape, generator=generator)
+    gradients = torch.autograd.grad(found, inputs, upstream.bfloat16()), torch.autograd.grad(wanted, inputs, upstream)
+    torch.testing.assert_close(found.float(), wanted, atol=2e-2, rtol=2e-2)
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=4e-2, rtol=4e-2)
 
 
 @pytest.mark.parametrize("window", [None, 3])

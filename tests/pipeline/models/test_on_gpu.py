@@ -13,7 +13,7 @@ from pipeline.data.batch import places_of
 from pipeline.data.documents import Documents
 from pipeline.models import attention
 from pipeline.models.checks import verify
-from pipeline.models.modules import Policy
+from pipeline.models.modules import Policy, packed_inputs
 from tests.engine.rollout.families import VOCABULARY, build
 from tests.gpu import DEVICE, ON_GPU, lone_rank, needs_gpu  # noqa: F401  a fixture
 
@@ -37,6 +37,14 @@ def test_the_kernel_computes_the_same(window: int | None, dtype: torch.dtype) ->
     ours, theirs = (torch.autograd.grad(out, inputs, upstream) for out in (found, wanted))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=5e-2, rtol=5e-2)
+
+
+def test_documents_are_laid_out_before_compiled_code_sees_them() -> None:
+    if not ON_GPU:
+        pytest.skip("the kernel of a GPU")
+    documents = Documents((3, 2))
+    packed_inputs(torch.zeros(1, 5, dtype=torch.long, device=DEVICE), documents, None)
+    assert len(documents._on_device) == 1
 
 
 def mean_loss(module: nn.Module, batch: tuple[Tensor, Tensor, Documents | None]) -> tuple[Tensor, dict[str, Any]]:

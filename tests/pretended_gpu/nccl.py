@@ -1,0 +1,190 @@
+"""What stands in for NCCL (and Gloo beside it) between pretended devices: collectives on a stream of their own, carried
+over Gloo.
+
+As with NCCL a collective begins when the current stream comes to it, and the stream that waits for it, not the host,
+goes on when it is done: the device's books see who reads a result too early. Ranks exchange bytes; sums are made here,
+in the tensors' own precision. Left out: sending from one rank to another.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NAME = "pretended"
+_ops = torch.ops.pretended
+REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: lambda parts: _sum(parts),
+    dist.ReduceOp.AVG: lambda parts: _sum(parts) / len(parts),
+    dist.ReduceOp.MAX: lambda parts: parts.amax(0),
+    dist.ReduceOp.MIN: lambda parts: parts.amin(0),
+}
+
+
+def _sum(parts: Tensor) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+class _Done(dist.Work):
+    """A collective that was put on a stream; waiting makes the current stream wait."""
+
+    def __init__(self, event: torch.Event, result: list[Tensor]) -> None:
+        super().__init__()
+        self.event, self.tensors = event, result
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.event.wait(torch.cuda.current_stream())
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return True
+
+    def result(self) -> list[Tensor]:
+        return self.tensors
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        self.wait()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self.tensors)
+        return future
+
+
+class Group(dist.ProcessGroup):
+    """One group of ranks, of tensors on a pretended device."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self.ranks = size
+        self.carrier = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.stream: Any = None
+
+    @property
+    def group_name(self) -> str:
+        found: str = dist.distributed_c10d._world.pg_names[self]
+        return found
+
+    pg_name = group_name
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _run(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor], work: Callable[[], None]) -> _Done:
+        """`work` on memory of the host, booked as one launch on this group's stream; the host's own goes by Gloo."""
+        (device,) = {t.device for t in (*read, *written)}
+        if device.type == "cpu":
+            work()
+            return _Done(torch.cuda.current_stream().record_event(), list(written))
+        assert all(t.is_contiguous() for t in (*read, *written)), "Tensors must be contiguous"
+        self.stream = self.stream or torch.cuda.Stream(device)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            _ops.touch(list(read), list(written), name)
+            work()
+            event = self.stream.record_event()
+        return _Done(event, list(written))
+
+    def _gathered(self, mine: Tensor) -> Tensor:
+        """Every rank's tensor: (ranks, ...)."""
+        sent = _host(mine).contiguous()
+        parts = [torch.empty_like(sent) for _ in range(self.ranks)]
+        given, taken = sent.reshape(-1).view(torch.uint8), [part.reshape(-1).view(torch.uint8) for part in parts]
+        self.carrier.allgather([taken], [given]).wait()
+        return torch.stack(parts)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:
+        reduction = _reduction(opts)
+
+        def work() -> None:
+            for tensor in tensors:
+                _host(tensor).copy_(reduction(self._gathered(tensor)))
+
+        return self._run("all_reduce", tensors, tensors, work)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> _Done:
+        return self.allreduce(tensors, opts)
+
+    def all_gather_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> _Done:
+        return self.all_gather_single_coalesced([output], [mine], opts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], mine: list[Tensor], opts: Any = None) -> _Done:
+        def work() -> None:
+            for output, one in zip(outputs, mine, strict=True):
+                _host(output).view(-1).copy_(self._gathered(one).view(-1))
+
+        return self._run("all_gather", mine, outputs, work)
+
+    def allgather(self, outputs: list[list[Tensor]], mine: list[Tensor], opts: Any = None) -> _Done:
+        def work() -> None:
+            for parts, one in zip(outputs, mine, strict=True):
+                for part, gathered in zip(parts, self._gathered(one), strict=True):
+                    _host(part).copy_(gathered)
+
+        return self._run("all_gather", mine, [part for parts in outputs for part in parts], work)
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> _Done:
+        return self.reduce_scatter_single_coalesced([output], [whole], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], wholes: list[Tensor], opts: Any = None) -> _Done:
+        reduction = _reduction(opts)
+
+        def work() -> None:
+            for output, whole in zip(outputs, wholes, strict=True):
+                parts = self._gathered(whole).view(self.ranks, self.ranks, -1)[:, self.rank()]
+                _host(output).view(-1).copy_(reduction(parts))
+
+        return self._run("reduce_scatter", wholes, outputs, work)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> _Done:
+        source = opts.rootRank if opts is not None else 0
+
+        def work() -> None:
+            for tensor in tensors:
+                _host(tensor).copy_(self._gathered(tensor)[source])
+
+        return self._run("broadcast", tensors, tensors, work)
+
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, output_sizes: list[int], sizes: list[int], opts: Any = None
+    ) -> _Done:
+        assert not output_sizes and not sizes, "parts of one size only (pretended)"
+
+        def work() -> None:
+            parts = self._gathered(given).view(self.ranks, self.ranks, -1)[:, self.rank()]
+            _host(output).view(-1).copy_(parts.reshape(-1))
+
+        return self._run("all_to_all", [given], [output], work)
+
+    def barrier(self, opts: Any = None) -> _Done:
+        torch.cuda.synchronize()
+        self.carrier.barrier().wait()
+        return _Done(torch.cuda.current_stream().record_event(), [])
+
+    # what torch called them before 2.13
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return _ops.in_host_memory(tensor.detach()) if tensor.is_cuda else tensor.detach()  # type: ignore[no-any-return]
+
+
+def _reduction(opts: Any) -> Callable[[Tensor], Tensor]:
+    return REDUCTIONS[opts.reduceOp.op if opts is not None else dist.ReduceOp.SUM]
+
+
+def _make(store: dist.Store, rank: int, size: int, timeout: Any) -> Group:
+    return Group(store, rank, size, timeout)
+
+
+dist.Backend.register_backend(NAME, _make, devices=["cuda"])

@@ -1,0 +1,110 @@
+"""All three stages as a GPU runs them, on pretended ones (tests/pretended_gpu): they walk the CPU's curves."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from pipeline.launch.worker import read_config
+from tests.pretended_gpu import building
+from tests.ranks import run_ranks
+from tests.tiny import ROOT, STAGES, finish, lay_out, metrics, tiny_config
+
+WITHOUT = building.lacking()
+pytestmark = pytest.mark.skipif(WITHOUT is not None, reason=str(WITHOUT))
+SMALL: dict[str, Any] = {
+    "sft": {"steps": 3, "batch_size": 8, "eval_examples": 16},
+    "reward": {"steps": 3, "batch_size": 4, "eval_examples": 16},
+    "ppo": {"steps": 2, "batch_size": 4, "save_every": 1},
+    "rollout": {"max_new_tokens": 5},
+    "evaluation": {"prompts": 2},
+}
+CURVES = {
+    "sft": ("loss", "grad_norm", "eval_loss"),
+    "reward": ("loss", "accuracy", "margin", "grad_norm", "eval_accuracy"),
+    "ppo": ("score", "kl", "entropy", "policy_loss", "value_loss", "grad_norm", "response_length", "eval_score"),
+}
+
+
+def run_on_cpu(folder: str) -> None:
+    for stage, package in STAGES.items():
+        import_module(f"{package}.train").run(read_config(Path(folder) / stage), Path(folder) / stage)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The run that the others are held against: one process, fp32."""
+    folder = tmp_path_factory.mktemp("cpu")
+    lay_out(folder, tiny_config(**SMALL, engine={"dtype": "fp32"}))
+    run_ranks(run_on_cpu, 1, str(folder))
+    yield folder
+
+
+def run_on_devices(folder: Path, stages: list[str], ranks: int = 1) -> str:
+    """A process for each of so many pretended devices; what they said."""
+    building.library()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"OMP_NUM_THREADS": "1", "PRETENDED_GPUS": str(ranks), "WORLD_SIZE": str(ranks),
+              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    command = [sys.executable, "-m", "tests.pretended_gpu.stages", str(folder), *stages]
+    workers = [
+        subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ) for rank in range(ranks)
+    ]  # fmt: skip
+    return "".join(finish(worker) for worker in workers)
+
+
+def compare(ours: Path, theirs: Path, stage: str, names: Sequence[str], rel: float, first: int | None = None) -> None:
+    """The curves of these names, or only their first lines."""
+    lines = metrics(ours, stage), metrics(theirs, stage)
+    for one, other in list(zip(*lines, strict=True))[:first]:
+        for name in set(names) & set(other):
+            assert one[name] == pytest.approx(other[name], rel=rel, abs=rel), (stage, one["step"], name)
+
+
+def test_one_device_trains_in_bf16_and_goes_on_after_a_stop(on_cpu: Path, tmp_path: Path) -> None:
+    """As one GPU does by default: documents in a row by the variable-length kernel, answers from graphs. PPO with its
+    optimizers on the host; its tokens may differ from fp32's.
+    """
+    lay_out(tmp_path, tiny_config(**SMALL), ppo=tiny_config(**SMALL, engine={"offload_optimizer": "cpu"}))
+    assert "padded" not in run_on_devices(tmp_path, list(STAGES))
+    for stage in ("sft", "reward"):
+        compare(tmp_path, on_cpu, stage, ("loss", "eval_loss"), rel=1e-2)
+        compare(tmp_path, on_cpu, stage, ("grad_norm",), rel=1e-2, first=1)
+    left_alone = metrics(tmp_path, "ppo")
+    assert left_alone[-1]["entropy"] == pytest.approx(metrics(on_cpu, "ppo")[-1]["entropy"], rel=1e-2)
+    for line in left_alone[1:]:
+        assert line["first_ratio_max_deviation"] < 1e-3 and line["generator_kl"] < 1e-3
+    model = load_file(tmp_path / "ppo" / "model" / "model.safetensors")
+    stop_after(tmp_path / "ppo", step=1)
+    run_on_devices(tmp_path, ["ppo"])
+    assert metrics(tmp_path, "ppo") == left_alone
+    again = load_file(tmp_path / "ppo" / "model" / "model.safetensors")
+    assert all((model[name] == again[name]).all() for name in model)
+
+
+def stop_after(stage: Path, step: int) -> None:
+    """Leave of a finished stage what one that was killed after a step leaves."""
+    shutil.rmtree(stage / "model")
+    for checkpoint in (stage / "checkpoints").iterdir():
+        if checkpoint.name != f"step-{step}":
+            shutil.rmtree(checkpoint)
+
+
+def test_two_devices_walk_the_curves_of_one_cpu(on_cpu: Path, tmp_path: Path) -> None:
+    lay_out(tmp_path, tiny_config(**SMALL, engine={"dtype": "fp32", "zero_stage": 3}))
+    run_on_devices(tmp_path, list(STAGES), ranks=2)
+    for stage in STAGES:
+        compare(tmp_path, on_cpu, stage, CURVES[stage], rel=1e-4)
