@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.ceilings import copy_rate
 from benchmarks.gpu.setting import Setting, failure
 from engine import Rollouts, Sampling
+from engine.rollout.neighbours import lay_out
 
 PUBLISHED_STEP_MS = (5.0, 5.6)
 Generate = Callable[[nn.Module, list[list[int]], int], None]
@@ -24,6 +25,7 @@ Generate = Callable[[nn.Module, list[list[int]], int], None]
 def run(setting: Setting) -> Iterator[dict[str, Any]]:
     """A row for each engine, batch and length; a row where one fails, saying why."""
     module = setting.build().eval()
+    lay_out(module)  # as the flip does, and the chat
     module.generation_config.eos_token_id = None  # type: ignore[union-attr]
     rollouts = Rollouts(module, setting.device)
     decoder = rollouts._decoder()  # on a CPU the same steps are called instead of replayed

@@ -11,6 +11,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.training import OPTIMIZER, TIERS, Policy, fill, negative_logprobs
 from engine import EngineConfig, Rollouts, Sampling
 from engine.engine import Engine
+from engine.rollout.neighbours import lay_out
 
 MOST_KERNELS = 15
 
@@ -26,7 +27,9 @@ def run(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def _decoding(setting: Setting) -> Iterator[dict[str, Any]]:
-    rollouts, new = Rollouts(setting.build().eval(), setting.device), setting.of(65, 4)
+    module = setting.build().eval()
+    lay_out(module)
+    rollouts, new = Rollouts(module, setting.device), setting.of(65, 4)
     for batch in setting.of((1, 32), (2,)):
         prompts = torch.randint(10, setting.shape["vocab_size"], (batch, setting.of(256, 8))).tolist()
         work = partial(rollouts.generate, prompts, Sampling(new), list(range(batch)))

@@ -1,14 +1,14 @@
 """Linear layers as one product where they lie, on GPUs.
 
 A product of few rows is bound by reading the weights, and a GPU has hardly begun to read a small matrix when it ends.
-The twin lays out what a block reads with the same input side by side (`twin/hybrid.py`); then one matrix covers the
-weights of several layers, and nothing is copied.
+The twin lays a block's layers out side by side (`twin/hybrid.py`), and `lay_out` those of any other model; then one
+matrix covers the weights of several layers, and nothing is copied.
 """
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 
@@ -37,6 +37,25 @@ def in_order(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list
     if there and (len(there) < len(found) or side_by_side(there) is None):
         return None
     return order if side_by_side([weights[place] for place in order]) is not None else None
+
+
+@torch.no_grad()
+def lay_out(module: nn.Module) -> None:
+    """Put the weights of a block's linear layers side by side, and their biases; takes a block's memory on the way.
+
+    The parameters stay the same objects, at other addresses: for a module that nobody else reads meanwhile.
+    """
+    together: dict[object, dict[int, nn.Parameter]] = {}
+    for name, layer in module.named_modules():
+        if type(layer) is nn.Linear:
+            for leaf, parameter in layer.named_parameters():
+                key = (name.rpartition(".")[0], leaf, parameter.dtype, parameter.device)
+                together.setdefault(key, {})[id(parameter)] = parameter
+    for parameters in (list(each.values()) for each in together.values()):
+        if len(parameters) > 1:
+            parts = torch.cat([p.flatten() for p in parameters]).split([p.numel() for p in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.data = part.view(parameter.shape)
 
 
 class WhereTheyLie:

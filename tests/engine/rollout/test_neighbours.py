@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.rollout.neighbours import WhereTheyLie, in_order, side_by_side
+from engine.rollout.neighbours import WhereTheyLie, in_order, lay_out, side_by_side
 from engine.rollout.twin.hybrid import Twin
 from tests.engine.rollout.families import build
 
@@ -55,6 +55,20 @@ def test_what_is_no_neighbour_is_not_joined() -> None:
         turned_round = WhereTheyLie([second, one], [biases[1], biases[0]])(x)
         torch.testing.assert_close(turned_round[:, 1:], both[:, :2])
         torch.testing.assert_close(WhereTheyLie([one, second], [biases[0], None])(x, relu=True), both.relu())
+
+
+@torch.inference_mode()
+def test_any_model_is_laid_out_so_and_stays_the_same() -> None:
+    model: Any = build("opt")
+    ids = torch.arange(6)[None]
+    before, parameters = model(ids).logits, list(model.parameters())
+    lay_out(model)
+    assert torch.equal(model(ids).logits, before)
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    attention = model.model.decoder.layers[1].self_attn
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    assert in_order([layer.weight for layer in layers], [layer.bias for layer in layers]) == [1, 2, 0]
+    assert model.lm_head.weight is model.model.decoder.embed_tokens.weight
 
 
 def test_the_twin_lays_a_blocks_layers_side_by_side() -> None:
