@@ -85,8 +85,8 @@ def _generate(module: nn.Module, prompts: list[list[int]], new: int, cache: str 
     assert said.shape[1] == ids.shape[1] + new
 
 
-@torch.inference_mode()
 def _continuous(module: nn.Module, prompts: list[list[int]], new: int) -> None:
+    """Not in inference mode: it runs in a thread of its own, which would not be allowed to write to what is made here."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=new, eos_token_id=-1, pad_token_id=0)
