@@ -86,7 +86,7 @@ def _generate(module: nn.Module, prompts: list[list[int]], new: int, cache: str 
 
 
 def _continuous(module: nn.Module, prompts: list[list[int]], new: int) -> None:
-    """Not in inference mode: it runs in a thread of its own, which would not be allowed to write to what is made here."""
+    """Not in inference mode: what is made here is written to by a thread of its own, which is not in it."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=new, eos_token_id=-1, pad_token_id=0)

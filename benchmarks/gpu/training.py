@@ -18,7 +18,7 @@ from benchmarks.gpu.setting import OPT_1_3B, Setting, failure
 from engine import EngineConfig, OptimizerConfig, token_logprobs
 from engine.engine import Engine
 from engine.memory.states import ModelStates, model_states
-from engine.parallel import zero
+from engine.parallel import dtensors, zero
 
 TIERS: dict[str, dict[str, Any]] = {
     "zero1": {"zero_stage": 1},
@@ -126,7 +126,7 @@ def _step_seconds(
 def fill(module: nn.Module) -> None:
     """Random weights of the usual size, made where they are."""
     for parameter in module.parameters():
-        parameter.normal_(std=0.02)
+        dtensors.local(parameter).normal_(std=0.02)
 
 
 def negative_logprobs(module: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
