@@ -18,7 +18,7 @@ from torch.autograd import DeviceType
 from engine.parallel import dist
 from pipeline.files import explained_disk
 
-ROWS = 25
+ROWS, LONGEST_NAME = 25, 120  # names of kernels have all their template's arguments
 MICROSECONDS = 1e6
 
 
@@ -83,5 +83,5 @@ def _table(title: str, rows: dict[str, tuple[float, int]]) -> str:
     whole = sum(seconds for seconds, _ in rows.values())
     lines = [f"{title}: {whole:.3f} s", f"{'seconds':>10} {'%':>5} {'calls':>8}"]
     for name, (seconds, calls) in sorted(rows.items(), key=lambda row: row[1][0], reverse=True)[:ROWS]:
-        lines.append(f"{seconds:10.4f} {100 * seconds / whole if whole else 0:5.1f} {calls:8}  {name}")
+        lines.append(f"{seconds:10.4f} {100 * seconds / whole if whole else 0:5.1f} {calls:8}  {name[:LONGEST_NAME]}")
     return "\n".join(lines) + "\n"
