@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.rollout.served import positions_of
+
 NEW_TOKENS = 8
 LENGTHS = (5, 12, 10)  # tokens of the prompts: unequal, so that a slot taken for another, or padding, shows
 # Mean differences of log-probability that rounding explains, for logits up to 1; they grow with the largest logit. A
@@ -27,7 +29,7 @@ def fixed_prompts(module: nn.Module) -> list[list[int]]:
     """
     config: Any = module.config
     vocabulary = module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
+    limit = positions_of(module) or 1 << 30
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, max(1, limit - NEW_TOKENS)) for length in LENGTHS]
     prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]

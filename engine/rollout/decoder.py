@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +34,7 @@ from engine.rollout.continuous import SlotDecoder
 from engine.rollout.decoding import Drawn
 from engine.rollout.padded import PaddedDecoding
 from engine.rollout.sampling import Ending, Sampling
+from engine.rollout.served import positions_of
 
 log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -69,6 +69,7 @@ class Rollouts:
         self.module, self.device, self.cache_bytes, self.ranks = module, torch.device(device), cache_bytes, ranks
         _check_device(self.device)
         self._slots: SlotDecoder | None = None
+        self._positions = positions_of(module)
         self._replay = replay
         self.most: int | None = None  # sequences that are decoded together at most, since more ran out of memory
         self._fallback = None if slots else "it was told so"  # why the model does not decode by slots
@@ -195,7 +196,7 @@ class Rollouts:
         """What each step drew, checked."""
         if not prompts:
             return
-        _check_lengths([len(prompt) for prompt in prompts], sampling.max_new_tokens, self.module.config)
+        _check_lengths([len(prompt) for prompt in prompts], sampling.max_new_tokens, self._positions)
         decoder = self._decoder()
         if decoder is None:
             way = self._batch_way()
@@ -269,10 +270,9 @@ def _check_device(device: torch.device) -> None:
         raise ValueError(f"device={device} is not the current GPU: torch.cuda.set_device({device.index}) first")
 
 
-def _check_lengths(lengths: Sequence[int], max_new_tokens: int, config: Any) -> None:
+def _check_lengths(lengths: Sequence[int], max_new_tokens: int, limit: int | None) -> None:
     if min(lengths) < 1:
         raise ValueError("a prompt must have at least one token")
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and max(lengths) + max_new_tokens > limit:
         raise ValueError(
             f"a prompt of {max(lengths)} tokens and {max_new_tokens} new ones do not fit the model's {limit} "

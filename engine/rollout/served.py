@@ -24,6 +24,19 @@ def check_model(module: nn.Module) -> bool:
     return "logits_to_keep" in names
 
 
+def positions_of(module: nn.Module) -> int | None:
+    """How many tokens a sequence may have; None where the configuration says nothing.
+
+    Some families keep the first rows of their positions for padding, which no configuration tells.
+    """
+    text: Any = module.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    rows: int | None = getattr(text, "max_position_embeddings", None)
+    for part in module.modules():
+        if isinstance(part, nn.Embedding) and part.num_embeddings == rows != text.vocab_size:
+            return rows if part.padding_idx is None else rows - part.padding_idx - 1
+    return rows
+
+
 def has_window(text: Any) -> bool:
     """Whether a configuration makes some layers attend to the last tokens only."""
     if getattr(text, "layer_types", None):

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from engine import Engine
 from engine.healing.failure import is_out_of_memory
 from engine.parallel import dist, zero
+from engine.rollout.served import positions_of
 from pipeline.data.batch import places_of
 from pipeline.data.documents import Documents
 from pipeline.errors import UserError
@@ -93,17 +94,13 @@ def adopt(engine: Engine, like: Engine) -> None:
 
 def _check_positions(model: PreTrainedModel, max_length: int) -> None:
     """Refuse lengths for which positions are lacking where some are kept for padding, which no configuration tells."""
-    rows, vocabulary = (own_field(model.config, name) for name in ("max_position_embeddings", "vocab_size"))
-    for module in model.modules():
-        kept = getattr(module, "padding_idx", None)
-        if isinstance(module, nn.Embedding) and module.num_embeddings == rows != vocabulary and kept is not None:
-            has = module.num_embeddings - kept - 1
-            if max_length > has:
-                raise UserError(
-                    f"{type(model).__name__} has {has} positions for a sequence ({rows}, of which the first {kept + 1} "
-                    f"belong to padding), too few for {max_length} tokens: lower the stage's max_length, or "
-                    "rollout.max_prompt_tokens and rollout.max_new_tokens"
-                )
+    has, rows = positions_of(model), own_field(model.config, "max_position_embeddings")
+    if has is not None and has < min(max_length, rows):
+        raise UserError(
+            f"{type(model).__name__} has {has} positions for a sequence (of {rows} the first belong to padding), too "
+            f"few for {max_length} tokens: lower the stage's max_length, or rollout.max_prompt_tokens and "
+            "rollout.max_new_tokens"
+        )
 
 
 def _check_runs(module: Policy | Scorer, dtype: str) -> None:
@@ -156,7 +153,7 @@ def _differs_in_training(module: Policy | Scorer, max_length: int) -> bool:
         return False
     if any("jitter" in key for key in positive):
         return True
-    row = _tokens(module, min(LOTS, max_length, own_field(module.backbone.config, "max_position_embeddings") or LOTS))
+    row = _tokens(module, min(LOTS, max_length, positions_of(module.backbone) or LOTS))
     calm = _numbers(module, row)
     module.train()
     loud = torch.cat([_numbers(module, row) for _ in range(2)])  # twice: lots may fall alike

@@ -99,6 +99,13 @@ def test_positions_of_its_own_are_seen_in_any_precision(dtype: torch.dtype) -> N
     assert rollouts.way != "padded" and rollouts.fallback == "it counts positions in a way of its own"
 
 
+def test_positions_kept_for_padding_are_none_to_use() -> None:
+    rollouts = Rollouts(model_of("roberta"), "cpu")  # 64, the first 3 of them padding's
+    assert len(rollouts.generate([[13] * 57], Sampling(4), [0])[0].token_ids) == 4
+    with pytest.raises(ValueError, match="58 tokens and 4 new ones do not fit the model's 61 positions"):
+        rollouts.generate([[13] * 58], Sampling(4), [0])
+
+
 @pytest.mark.parametrize(("broken", "left"), [("begin", "whole"), ("go_on", "whole"), ("nothing", "own cache")])
 def test_a_way_that_says_something_else_is_not_taken(broken: str, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken != "nothing":

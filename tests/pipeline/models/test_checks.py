@@ -124,7 +124,8 @@ def test_a_model_that_can_tell_how_long_its_row_is_is_refused(tmp_path: Path) ->
 def test_positions_kept_for_padding_are_none_to_use(tmp_path: Path) -> None:
     engine, _ = policy_of("roberta", tmp_path)
     verify(engine, max_length=63)
-    with pytest.raises(UserError, match=r"RobertaForCausalLM has 63 positions .*\(64, .* first 1 .*64 tokens: lower"):
+    told = r"RobertaForCausalLM has 63 positions .*\(of 64 .* padding\), too few for 64 tokens: lower"
+    with pytest.raises(UserError, match=told):
         verify(engine, max_length=64)
 
 
