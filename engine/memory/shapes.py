@@ -1,5 +1,6 @@
 """The shape of a model, counted on the meta device: nothing is allocated, no weight is read."""
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -91,15 +92,22 @@ def measured(
     name: str, config: PretrainedConfig, attention: str = "sdpa", tensor: int = 1, plan: Mapping[str, str] | None = None
 ) -> Shape:
     """Build it on the meta device and count. Raises ValueError where there is no plan for tensor groups."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    except ValueError as error:
+        reason = str(error).partition("\n")[0]  # lists and advice follow
+        if "scaled_dot_product_attention" in reason:
+            reason = "it has no sdpa attention in transformers: model.attention=eager"
+        raise ValueError(f"{name} can't be measured: {reason}") from error
     if tensor > 1:
         narrow(model, tensor, plan)
     total = _count(model)
     blocks = [_count(block) for block in zero.units(model)]
     text = config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = _told(text, "num_attention_heads") or 0  # none where a state is kept instead of keys
+    head = _told(text, "head_dim") or (text.hidden_size // heads if heads else 0)
+    groups = _told(text, "num_key_value_heads") or heads
     return Shape(
         name=name,
         config=config,
@@ -115,9 +123,19 @@ def measured(
         linear=sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | Conv1D)),
         turned=sum(m.weight.numel() for m in model.modules() if isinstance(m, Conv1D)),
         tensor=tensor,
-        queries=text.num_attention_heads * head // tensor,
+        queries=heads * head // tensor,
         plan=plan,
     )
+
+
+def _told(text: PretrainedConfig, name: str) -> int | None:
+    """A number of the configuration; where layers have one each, that of most."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:  # what a configuration by layers says when it is asked for all
+        of_layers = copy.deepcopy(text)
+        of_layers.allow_global_per_layer_attribute_access = True
+        return getattr(of_layers, name, None)
 
 
 def _outputs(model: nn.Module, vocabulary: int) -> int:
