@@ -103,6 +103,16 @@ def test_policies_of_odd_families_are_the_models(family: str, tmp_path: Path) ->
     torch.testing.assert_close(engine(ids, after_first(ids))[0], own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_positions_of_its_own_are_seen_where_they_say_little(dtype: str, tmp_path: Path) -> None:
+    """In bf16 what wrong positions change may be no more than what rounding does."""
+    model = AutoModelForCausalLM.from_config(odd("roberta"))
+    with torch.no_grad():
+        model.get_parameter("roberta.embeddings.position_embeddings.weight").mul_(0.03)
+    model.save_pretrained(tmp_path)
+    assert not verify(build_policy(source_in(tmp_path), trained(dtype)), max_length=32).packing
+
+
 def test_experts_drawn_by_lot_are_not_in_training(tmp_path: Path) -> None:
     engine, model = policy_of("phimoe", tmp_path)
     notes = verify(engine, max_length=32).notes
