@@ -13,6 +13,7 @@ Compress = Literal["none", "gather8", "reduce8", "both"]
 Schedule = Literal["constant", "linear", "cosine"]
 PipelineSchedule = Literal["1f1b", "gpipe"]
 Tier = Literal["none", "cpu", "nvme"]
+LARGEST_POWER = 32  # of two, that a loss scale begins at: fp16's largest number is below 2**16
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,14 @@ class LossScale:
     minimum: float = 1.0
     refill: bool = False
     static: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.initial_power <= LARGEST_POWER:
+            raise ValueError(f"the first loss scale is 2**n with n from 0 to {LARGEST_POWER}, not {self.initial_power}")
+        if self.window < 1 or self.hysteresis < 1:
+            raise ValueError(f"window and hysteresis must be at least 1, not {self.window} and {self.hysteresis}")
+        if self.minimum <= 0 or (self.static is not None and self.static <= 0):
+            raise ValueError(f"a loss scale must be above 0, not {self.minimum if self.minimum <= 0 else self.static}")
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,10 @@ class OptimizerConfig:
             raise ValueError(f"lr must be at least 0, not {self.lr}")
         if self.total_steps is not None and self.total_steps < 1:
             raise ValueError(f"total_steps must be at least 1, not {self.total_steps}")
+        if self.max_grad_norm < 0:
+            raise ValueError(f"max_grad_norm must be at least 0, which does not clip, not {self.max_grad_norm}")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
 
 
 @dataclass(frozen=True)

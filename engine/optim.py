@@ -106,13 +106,15 @@ def _probed(config: OptimizerConfig) -> dict[str, torch.Size]:
 def optimizer_class(name: str) -> Any:
     """The class of an optimizer's name. Raises ValueError where there is none, or none that fits."""
     low = name.lower()
+    if low == BFloat16AdamW.__name__.lower() and name != BFloat16AdamW.__name__:
+        raise ValueError(f"optimizer {name} is adamw with states=bf16: name it so")
     if low in UNFIT:
         raise ValueError(f"optimizer {name}: {UNFIT[low]}; use adamw or lion")
     if low in OURS:
         return OURS[low]
     known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
     if low not in known:
-        names = ", ".join(sorted([*(key for key in known if key not in UNFIT), *OURS]))
+        names = ", ".join(sorted([*(key for key in known if key not in UNFIT), "lion", "onebitadam"]))
         raise ValueError(f"there is no optimizer {name}; there are {names}")
     return known[low]
 

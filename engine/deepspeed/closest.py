@@ -1,7 +1,9 @@
-"""Refusing an unknown name with the closest known one."""
+"""Refusing what a file says: an unknown name with the closest known one, a value that is none."""
 
 import difflib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
@@ -17,3 +19,24 @@ def refuse_unknown(given: Iterable[str], known: tuple[str, ...], section: str, w
             near = closest(name, known)
             meant = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
             raise ValueError(f"{section}: DeepSpeed has no {what} {name}; {meant}")
+
+
+def section_of(name: str, value: Any) -> dict[str, Any]:
+    """A section, empty where there is none. Raises ValueError for anything else."""
+    if value is None or value == "auto":
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}={json.dumps(value)}: write a section, {{key: value, ...}}, or leave it out")
+    return dict(value)
+
+
+def number_of(name: str, value: Any, least: float | None = None) -> float:
+    """A number, also as text (1e-5 in quotes). Raises ValueError for anything else, and for one below `least`."""
+    try:
+        number = float("nan" if isinstance(value, bool) else value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if number != number or (least is not None and number < least):
+        bound = "" if least is None else f", at least {least:g}"
+        raise ValueError(f"{name}={json.dumps(value)}: write a number{bound}")
+    return number

@@ -3,13 +3,14 @@
 DeepSpeed's "Adam" is AdamW unless adam_w_mode is false. Names it does not know are torch.optim's.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import optim
 from engine.config import OptimizerConfig
-from engine.deepspeed.closest import refuse_unknown
+from engine.deepspeed.closest import number_of, refuse_unknown, section_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,14 @@ REFUSED_OPTIMIZERS = {
 }  # fmt: skip
 
 
+CLASSES = {  # which people take for types
+    f"{prefix}{name}": f"that is a class of DeepSpeed's: write {name}; where it steps offload_optimizer.device says"
+    for name in ("Adam", "Lion", "Adagrad", "Lamb")
+    for prefix in ("CPU", "DeepSpeedCPU", "Fused")
+    if f"{prefix}{name}" not in REFUSED_OPTIMIZERS
+}
+
+
 def translate(section: Mapping[str, Any], base: OptimizerConfig | None, clipping: float | None) -> OptimizerConfig:
     """The optimizer of a file's section. Raises ValueError for what can't be.
 
@@ -60,27 +69,37 @@ def translate(section: Mapping[str, Any], base: OptimizerConfig | None, clipping
     known, kind, given = _checked(section)
     values = _resolved(given, known.parameters if known else {"lr": 1e-3}, base)
     name = _name(kind, known, values)
-    betas = values.get("betas", (0.9, 0.999))
     frame = base or OptimizerConfig(lr=0.0, schedule="constant", decay="all")
+    numbers = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0} | values
+    lr, eps, decay = (number_of(f"optimizer.params.{k}", numbers[k], 0.0) for k in ("lr", "eps", "weight_decay"))
     return replace(
         frame,
-        lr=float(values["lr"]),
-        betas=(float(betas[0]), float(betas[1])),
-        eps=float(values.get("eps", 1e-8)),
-        weight_decay=float(values.get("weight_decay", 0.0)),
+        lr=lr,
+        betas=_betas(values.get("betas", (0.9, 0.999))),
+        eps=eps,
+        weight_decay=decay,
         max_grad_norm=frame.max_grad_norm if clipping is None else clipping,
         name=name,
         options=_options(name, values),
     )
 
 
+def _betas(value: Any) -> tuple[float, float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"optimizer.params.betas={json.dumps(value)}: write two numbers, [0.9, 0.999]")
+    first, second = (number_of("optimizer.params.betas", each, 0.0) for each in value)
+    if max(first, second) >= 1.0:
+        raise ValueError(f"optimizer.params.betas={json.dumps(value)}: both have to be below 1")
+    return first, second
+
+
 def _checked(section: Mapping[str, Any]) -> tuple[Known | None, str, dict[str, Any]]:
     """What DeepSpeed knows of the type, the type, its parameters as given."""
     refuse_unknown(section, ("type", "params", "legacy_fusion"), "optimizer")
-    kind, given = section.get("type"), dict(section.get("params") or {})
+    kind, given = section.get("type"), section_of("optimizer.params", section.get("params"))
     if not isinstance(kind, str):
         raise ValueError('optimizer.type is missing: "AdamW", "Lion", "Adagrad", "SGD" or a name of torch.optim')
-    for name, why in REFUSED_OPTIMIZERS.items():
+    for name, why in [*REFUSED_OPTIMIZERS.items(), *CLASSES.items()]:
         if name.lower() == kind.lower():
             raise ValueError(f"optimizer.type={kind}: {why}")
     if given.get("max_grad_norm"):
@@ -100,7 +119,7 @@ def _options(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         for key in ("amsgrad", "eps_inside_sqrt"):
             if values[key]:
                 raise ValueError(f"optimizer.params.{key}=true: OneBitAdam has Adam's own variance; leave it false")
-        return {"freeze_step": int(values["freeze_step"])}
+        return {"freeze_step": int(number_of("optimizer.params.freeze_step", values["freeze_step"], 1))}
     fields = ("lr", "weight_decay", "betas") if name == "lion" else ("lr", "weight_decay")
     return {key: value for key, value in values.items() if key not in fields}
 
@@ -112,14 +131,17 @@ def _resolved(given: dict[str, Any], defaults: Mapping[str, Any], base: Optimize
     if "lr" not in given and "lr" in own:
         found["lr"] = own["lr"]
     for key, value in found.items():
-        if value == "auto":
+        if value is None or value == "auto":
             found[key] = own.get(key, defaults.get(key))
     return found
 
 
 def _name(kind: str, known: Known | None, given: dict[str, Any]) -> str:
     if known is None:
-        optim.optimizer_class(kind)
+        try:
+            optim.optimizer_class(kind)
+        except ValueError as problem:
+            raise ValueError(f"optimizer.type={kind}: {problem}") from None
         return kind.lower()
     if known.name != "adamw":
         return known.name

@@ -14,11 +14,12 @@ from typing import Any
 
 from engine.config import Compress, EngineConfig, LossScale, OptimizerConfig, Precision
 from engine.deepspeed import optimizers, schedulers
-from engine.deepspeed.closest import closest
+from engine.deepspeed.closest import closest, number_of, section_of
 from engine.deepspeed.keys import KEYS, Key
 
 RENAMED = {"bfloat16": "bf16"}
 FREE = ("optimizer", "scheduler")
+REMARK = re.compile(r"([_#]|//).*|comments?", re.IGNORECASE)  # what people call keys that JSON has no comments for
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),
     "int": ((int, float), "a whole number"),
@@ -90,14 +91,16 @@ def read(
     if accumulation is not None:
         engine = replace(engine, gradient_accumulation=accumulation)
     clipping = said.get("gradient_clipping")
+    if clipping is not None:
+        clipping = number_of("gradient_clipping", clipping, 0.0)
     chosen = optimizer if clipping is None or optimizer is None else replace(optimizer, max_grad_norm=clipping)
-    if raw.get("optimizer"):
-        chosen = optimizers.translate(raw["optimizer"], optimizer, clipping)
+    if section := section_of("optimizer", raw.get("optimizer")):
+        chosen = optimizers.translate(section, optimizer, clipping)
     rates = schedulers.Rates(None, None)
-    if raw.get("scheduler"):
+    if section := section_of("scheduler", raw.get("scheduler")):
         if chosen is None:
             raise ValueError("scheduler: there is no optimizer to schedule; add the optimizer section, or optimizer=")
-        rates = schedulers.translate(raw["scheduler"], chosen)
+        rates = schedulers.translate(section, chosen)
     return Choices(engine, chosen, rates.lr, rates.betas, micro, whole, tuple(notes(raw)))
 
 
@@ -130,6 +133,14 @@ def _said(raw: Mapping[str, Any]) -> _Said:
     return _Said({key: value for key, value in _leaves(renamed) if value != "auto"})
 
 
+def _remarks(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in section.items():
+        if REMARK.fullmatch(name):
+            yield f"{prefix}{name}"
+        elif isinstance(value, Mapping):
+            yield from _remarks(value, f"{prefix}{name}.")
+
+
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     for key in keys:
@@ -142,7 +153,9 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
     """Dotted keys with their values; a section that the table knows as one is one."""
     for name, value in section.items():
         key = f"{prefix}{name}"
-        if not prefix and name in FREE:
+        if (not prefix and name in FREE) or REMARK.fullmatch(name):
+            continue
+        if value is None and any(known.startswith(f"{key}.") for known in KEYS):
             continue
         if isinstance(value, Mapping) and not (key in KEYS and KEYS[key].takes == "section"):
             if not any(known.startswith(f"{key}.") for known in KEYS):
@@ -155,13 +168,15 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 def _check(name: str, value: Any) -> None:
     """Refuse an unknown key, a value of the wrong kind, a value that is not offered."""
     key = KEYS.get(name)
+    if key is None and any(known.startswith(f"{name}.") for known in KEYS) and not isinstance(value, Mapping):
+        section_of(name, value)
     if key is None:
         raise ValueError(_unknown(name))
     if value is None:
         return
     kinds, wanted = KINDS[key.takes]
     wrong = not isinstance(value, kinds) or (isinstance(value, bool) and key.takes in ("int", "number"))
-    if wrong or (key.takes == "int" and value != int(value)):
+    if wrong or (key.takes == "int" and not float(value).is_integer()):
         raise ValueError(f"{name}={json.dumps(value)}: write {wanted}, as JSON")
     if key.verdict == "refused" and not _off(key, value):
         raise ValueError(f"{name}={json.dumps(value)}: {key.note}")
@@ -205,7 +220,7 @@ def batch_triple(said: _Said, ranks: int) -> tuple[int | None, int | None, int |
         steps = steps or whole // (micro * ranks)
         if micro * steps * ranks != whole:
             raise ValueError(
-                f"train_batch_size={whole} is not micro-batch {micro} x accumulation {steps} x {ranks} ranks; "
+                f"train_batch_size={whole} is not micro-batch {micro} x accumulation {max(1, steps)} x {ranks} ranks; "
                 f"train_batch_size={max(1, micro) * max(1, steps) * ranks} would be, or leave one of the three out"
             )
     elif micro is not None:
@@ -281,18 +296,22 @@ def _loss_scale(said: _Said, stage: int, own: LossScale) -> LossScale:
     if not any(key.startswith("fp16.") for key in said.values):
         return own
     fixed = float(said.value("fp16.loss_scale"))
-    return LossScale(
-        initial_power=int(said.value("fp16.initial_scale_power")),
-        window=int(said.value("fp16.loss_scale_window")),
-        hysteresis=1 if stage == 0 else int(said.value("fp16.hysteresis")),
-        minimum=float(said.value("fp16.min_loss_scale")),
-        refill=bool(said.value("fp16.consecutive_hysteresis")),
-        static=fixed or None,
-    )
+    try:
+        return LossScale(
+            initial_power=int(said.value("fp16.initial_scale_power")),
+            window=int(said.value("fp16.loss_scale_window")),
+            hysteresis=1 if stage == 0 else int(said.value("fp16.hysteresis")),
+            minimum=float(said.value("fp16.min_loss_scale")),
+            refill=bool(said.value("fp16.consecutive_hysteresis")),
+            static=fixed or None,
+        )
+    except ValueError as problem:
+        raise ValueError(f"fp16: {problem}") from None
 
 
 def notes(config: Mapping[str, Any]) -> Iterator[str]:
-    """One line for every key that is accepted and asks for something that is not done."""
+    """One line for every key that is accepted and asks for something that is not done, and for every remark."""
+    yield from (f"{name} is taken for a remark" for name in _remarks(config))
     for name, value in _said(config).values.items():
         key = KEYS[name]
         if key.verdict == "accepted" and value is not None and value != key.default:

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine import schedules
 from engine.config import OptimizerConfig
-from engine.deepspeed.closest import refuse_unknown
+from engine.deepspeed.closest import number_of, refuse_unknown, section_of
 
 REQUIRED = object()
 
@@ -62,6 +62,8 @@ SCHEDULERS = {
 _MOMENTUM_NAMES = {
     "cycle_min_mom": "minimum", "cycle_max_mom": "maximum", "decay_mom_rate": "decay_rate", **_CYCLE_NAMES,
 }  # fmt: skip
+NO_NUMBERS = ("warmup_type", "cycle_momentum", "lr_range_test_staircase")
+DIVISORS = ("total_num_steps", "cycle_first_step_size", "cycle_second_step_size", "lr_range_test_step_size")
 NEEDED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")
 
 
@@ -82,11 +84,12 @@ def translate(section: Mapping[str, Any], optimizer: OptimizerConfig) -> Rates:
     kind = section.get("type")
     if kind not in SCHEDULERS:
         refuse_unknown({str(kind): None}, tuple(SCHEDULERS), "scheduler.type", what="scheduler")
-    known, given = SCHEDULERS[str(kind)], dict(section.get("params") or {})
+    known, given = SCHEDULERS[str(kind)], section_of("scheduler.params", section.get("params"))
     given.pop("last_batch_iteration", None)
     refuse_unknown(given, tuple(known.parameters), "scheduler.params")
     values = {**known.parameters, **given}
     _fill(values, given, optimizer)
+    _check_numbers(values)
     if kind == "WarmupCosineLR":
         values["peak"] = optimizer.lr
     if values.get("warmup_type") not in (None, "log", "linear"):
@@ -97,6 +100,16 @@ def translate(section: Mapping[str, Any], optimizer: OptimizerConfig) -> Rates:
         chosen = {_MOMENTUM_NAMES[key]: value for key, value in values.items() if key in _MOMENTUM_NAMES}
         return Rates(lr, partial(schedules.one_cycle_betas, **chosen))
     return Rates(lr)
+
+
+def _check_numbers(values: dict[str, Any]) -> None:
+    """Make numbers of all that has to be one; of steps those that a formula divides by are at least 1."""
+    for key, value in values.items():
+        if value is not None and key not in NO_NUMBERS:
+            whole = key.endswith(("_steps", "_step_size", "_count"))
+            least = (1.0 if key in DIVISORS else 0.0) if whole else None
+            number = number_of(f"scheduler.params.{key}", value, least)
+            values[key] = int(number) if whole else number
 
 
 def _fill(values: dict[str, Any], given: Mapping[str, Any], optimizer: OptimizerConfig) -> None:

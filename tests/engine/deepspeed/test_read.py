@@ -280,3 +280,54 @@ def test_offload_sections() -> None:
     section["offload_param"]["nvme_path"] = "/other"  # type: ignore[index]
     with pytest.raises(ValueError, match="nvme_path differ"):
         read({"zero_optimization": section})
+
+
+ADAM: dict[str, Any] = {"type": "Adam"}
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ({"bf16": True}, r"bf16=true: write a section"),
+        ({"zero_optimization": 2}, r"zero_optimization=2: write a section"),
+        ({"zero_optimization": {"offload_optimizer": True}}, r"offload_optimizer=true: write a section"),
+        ({"optimizer": "AdamW"}, r'optimizer="AdamW": write a section'),
+        ({"optimizer": {**ADAM, "params": []}}, r"optimizer.params=\[\]: write a section"),
+        ({"optimizer": {"type": "DeepSpeedCPUAdam"}}, r"class of DeepSpeed's: write Adam"),
+        ({"optimizer": {"type": "AdamX"}}, r"optimizer.type=AdamX: there is no optimizer AdamX"),
+        ({"optimizer": {**ADAM, "params": {"lr": -1}}}, r"optimizer.params.lr=-1: write a number, at least 0"),
+        ({"optimizer": {**ADAM, "params": {"lr": "fast"}}}, r'optimizer.params.lr="fast": write a number'),
+        ({"optimizer": {**ADAM, "params": {"betas": 0.9}}}, r"optimizer.params.betas=0.9: write two numbers"),
+        ({"optimizer": {**ADAM, "params": {"betas": [0.9, 1.0]}}}, r"betas=\[0.9, 1.0\]: both have to be below 1"),
+        ({"optimizer": ADAM, "scheduler": True}, r"scheduler=true: write a section"),
+        (
+            {"optimizer": ADAM, "scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}},
+            r"scheduler.params.lr_range_test_step_size=0: write a number, at least 1",
+        ),
+        (
+            {"optimizer": ADAM, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "few"}}},
+            r'scheduler.params.warmup_num_steps="few": write a number',
+        ),
+        ({"fp16": {"enabled": True, "loss_scale_window": 0}}, r"fp16: window and hysteresis must be at least 1"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 2000}}, r"fp16: .* from 0 to 32, not 2000"),
+        ({"fp16": {"enabled": True, "loss_scale": -3}}, r"fp16: a loss scale must be above 0, not -3"),
+        ({"gradient_clipping": -1}, r"gradient_clipping=-1: write a number, at least 0"),
+        ({"train_batch_size": float("inf")}, r"train_batch_size=Infinity: write a whole number"),
+    ],
+)
+def test_values_that_are_none_are_refused_with_their_key(file: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(file, ranks=1)
+
+
+def test_remarks_and_absent_sections_are_taken() -> None:
+    file = {
+        "_comment": "ours", "//": "x", "fp16": None, "scheduler": None, "steps_per_print": float("inf"),
+        "optimizer": {"type": "Adam", "params": {"lr": None, "eps": "1e-7", "weight_decay": None}},
+        "zero_optimization": {"stage": 2, "# why": "it fits", "offload_optimizer": None},
+    }  # fmt: skip
+    found = read(file, ranks=1)
+    assert found.engine.zero_stage == 2 and found.engine.offload_optimizer == "none" and found.optimizer is not None
+    assert (found.optimizer.lr, found.optimizer.eps, found.optimizer.weight_decay) == (1e-3, 1e-7, 0.0)
+    for name in ("_comment", "//", "zero_optimization.# why"):
+        assert f"{name} is taken for a remark" in found.notes
