@@ -102,8 +102,8 @@ def model_states(
     states = 4 * (1 + moments)
     reduced = 4 if accumulates and stage >= 2 else size
     on_host, on_nvme = reduced * away, 0.0
-    if reduced < 4:
-        on_host += 4 * min(away, sub_group)  # 16-bit gradients become fp32 a sub-group at a time
+    if reduced < 4 and moments != 2:  # Adam takes 16-bit gradients as they are (engine/offload/adam.py)
+        on_host += 4 * min(away, sub_group)  # others get them in fp32, a sub-group at a time
     if offload_optimizer == "cpu":
         on_host += states * away
     else:

@@ -167,5 +167,9 @@ def test_optimizer_adapters_and_offload() -> None:
     assert (files.resting, files.host, files.nvme) == (0, 250 * 4 + 4 * 10 * 12, 250 * 14)
     half = model_states(1000, stage=2, offload_optimizer="cpu", ratio=0.6, **sizes)
     assert (half.resting, half.gradients, half.host) == (500 + 100 * 12, 400, 150 * 16)
+    short = model_states(1000, stage=1, offload_optimizer="cpu", **sizes)
+    assert short.host == 250 * (2 + 4 + 8)  # Adam takes 16-bit gradients as they are
+    wide = model_states(1000, stage=1, offload_optimizer="cpu", moments=1, sub_group=100, **sizes)
+    assert wide.host == 250 * (2 + 4 + 4) + 4 * 100  # others fp32 ones, a sub-group at a time
     lone = model_states(1000, stage=1, accumulates=False, **sizes)
     assert lone.gathered + lone.gradients == 2000  # copies go as gradients come
