@@ -18,8 +18,10 @@ from engine.rollout.on_device.attention import NAME, Queries
 from engine.rollout.packed import PackedLinears
 from engine.rollout.recorded.making import disagreement, recorded
 from engine.rollout.recorded.program import Program
+from engine.rollout.served import positions_of
 
 log = logging.getLogger(__name__)
+FEW = 64  # positions that a trial takes where the configuration says nothing of them
 
 
 class Forwards:
@@ -82,8 +84,8 @@ class Forwards:
 
     def _trial(self, rows: int, cache: SlotCache) -> tuple[Tensor, Queries]:
         """Tokens (1, rows) at places of their own in the scratch slot; where they share one they are the same."""
-        config = self.module.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
-        places = min(cache.capacity, getattr(config, "max_position_embeddings", None) or cache.capacity)
+        # A position too high would be the end of the process on a GPU.
+        places = min(cache.capacity, positions_of(self.module) or FEW)
         positions = places - 1 - torch.arange(rows, device=self.device) % places
         slots = torch.full_like(positions, cache.slots - 1)
         return ((positions * 31 + 1) % self._vocabulary)[None], Queries(cache, slots, positions, positions + 1)
