@@ -214,13 +214,14 @@ class Engine:
         norm = math.sqrt(squared_norm) / self.scaler.scale
         lr = self._set_rates(self.optimizer)
         skipped = not math.isfinite(norm)
+        unused = zero.without_gradient(self.module)
         if not skipped:
             factor = 1.0 / self.scaler.scale
             if config.max_grad_norm > 0:
                 factor *= min(1.0, config.max_grad_norm / (norm + 1e-6))
             if factor != 1.0:
                 gradients.scale(factor)
-            self._forget(zero.without_gradient(self.module))
+            self._forget(unused)
             self.optimizer.step()
             self.average.update()
             self._shards_changed()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.kernels.host.library import library
 from engine.rollout.decoder import Rollouts
@@ -13,7 +13,7 @@ from engine.rollout.recorded import making
 from engine.rollout.recorded.graph import VIEWS
 from engine.rollout.recorded.recording import Recording
 from engine.rollout.sampling import Sampling
-from tests.engine.rollout.families import build, ragged_prompts
+from tests.engine.rollout.families import Asks, build, ragged_prompts
 
 CPU = torch.device("cpu")
 PROMPTS = ragged_prompts(3, 11, 7, 2)
@@ -85,27 +85,11 @@ def test_new_weights_are_followed() -> None:
         assert [one.token_ids for one in ours] == [one.token_ids for one in right]
 
 
-class Odd(nn.Module):
-    """Scales by a number that it finds in its tokens; `hides` it from who watches its calls."""
-
-    def __init__(self, hides: bool) -> None:
-        super().__init__()
-        self.hides = hides
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.hides:
-            with torch._C.DisableTorchFunction():
-                factor = float(x.detach().float().norm())
-        else:
-            factor = float(x.norm())
-        return x * (1 + factor)
-
-
 @pytest.mark.parametrize(("hides", "reason"), [(False, "asks a tensor"), (True, "depend on the tokens")])
 @pytest.mark.usefixtures("untried")
 def test_what_depends_on_numbers_is_called(hides: bool, reason: str) -> None:
     model = build("llama")
-    model.model.norm = Odd(hides)  # type: ignore[union-attr]
+    model.model.norm = Asks(hides)  # type: ignore[union-attr]
     rollouts, ours = decoded(model)
     assert not ours.ready and reason in ours.refused[4]
     ours_said = rollouts.generate(PROMPTS[:1], Sampling(6), [0])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from engine.rollout import packed
 from engine.rollout.continuous import SlotDecoder
 from engine.rollout.sampling import Sampling
-from tests.engine.rollout.families import build, ragged_prompts
+from tests.engine.rollout.families import Asks, build, ragged_prompts
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 14)
 CPU = torch.device("cpu")
@@ -82,22 +82,6 @@ def test_what_was_decoded_before_changes_no_bit(dtype: torch.dtype) -> None:
     used = SlotDecoder(module, CPU)
     first = drawn(used)
     assert drawn(used) == first == drawn(SlotDecoder(module, CPU))
-
-
-class Asks(nn.Module):
-    """Behaves otherwise by its numbers; `hides` it from who watches its calls."""
-
-    def __init__(self, hides: bool) -> None:
-        super().__init__()
-        self.hides = hides
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.hides:
-            with torch._C.DisableTorchFunction():
-                factor = float(x.detach().float().norm())
-        else:
-            factor = float(x.norm())
-        return x * (1 + factor)
 
 
 @pytest.mark.parametrize(("hides", "reason"), [(False, "asks a tensor"), (True, "depend on the tokens")])
