@@ -10,24 +10,21 @@ arrive.
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
 
-_STAND_INS: "WeakKeyDictionary[nn.Module, StandIns]" = WeakKeyDictionary()
-
 
 def attach(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
     """Let a module compute as `policy` says, whole. Its parameters may be on the meta device still."""
-    _STAND_INS[module] = StandIns(module, policy.param_dtype)
+    vars(module)["stand_ins"] = StandIns(module, policy.param_dtype)  # with the module: what refers to it goes with it
 
 
 def of(module: nn.Module) -> "StandIns | None":
     """The stand-ins of a module that `attach` was called for; None for others."""
-    return _STAND_INS.get(module)
+    return vars(module).get("stand_ins")
 
 
 class StandIns:

@@ -66,6 +66,16 @@ class Usage:
         self._filled.clear()
 
 
+def watch(group: Any) -> None:
+    """Keep account of an FSDP group, with the group itself: so that the two go together."""
+    group.usage = Usage(group)
+
+
+def usage_of(group: Any) -> Usage:
+    found: Usage = group.usage
+    return found
+
+
 def by_no_rank(module: nn.Module, usages: Iterable[Usage]) -> set[str]:
     """Names of the parameters that were sent as zeros by all ranks that have them. Every rank calls, once a step."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -7,7 +7,6 @@ whole gradients live. FSDP2 always keeps optimizer states with the shard.
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,8 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from engine.config import Compress
 from engine.parallel import alone as one_rank
 from engine.parallel import dist, dtensors, unused, wire
-
-_USAGES: "WeakKeyDictionary[nn.Module, list[unused.Usage]]" = WeakKeyDictionary()
 
 
 def units(module: nn.Module) -> list[nn.Module]:
@@ -99,7 +96,8 @@ def shard(
         reshard = stage == 3 and part is not module
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=where)
         wire.install(part, sending)
-    _USAGES[module] = [unused.Usage(group) for group in _groups_of(module)]
+    for group in _groups_of(module):
+        unused.watch(group)
 
 
 def without_gradient(module: nn.Module) -> set[str]:
@@ -107,7 +105,8 @@ def without_gradient(module: nn.Module) -> set[str]:
 
     Every rank calls, once a step.
     """
-    return unused.by_no_rank(module, _USAGES[module]) if module in _USAGES else set()
+    groups = _groups_of(module)
+    return unused.by_no_rank(module, map(unused.usage_of, groups)) if groups else set()
 
 
 def before_micro_batch(module: nn.Module, *, stage: int, last: bool) -> None:
@@ -159,8 +158,8 @@ def discard(module: nn.Module) -> None:
                 parameter._unsharded_param.grad = None
             parameter.sharded_param.grad = None
         group._partial_reduce_output = None
-    for usage in _USAGES[module]:
-        usage.forget()
+    for group in groups:
+        unused.usage_of(group).forget()
     root = module._get_fsdp_state()
     root._state_ctx.iter_forward_root = None
     root._comm_ctx.all_gather_state = None

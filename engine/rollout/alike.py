@@ -4,33 +4,23 @@ Nothing is told them but tokens. With the cache that the model makes for itself 
 without one runs whole sequences each time, as it does in training.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.rollout.attention import Unserved
 from engine.rollout.batches import BatchDecoding
-from engine.rollout.sampling import Sampling
 
 CACHES = ("past_key_values", "cache_params", "state")  # what families call what they keep between tokens
 
 
 class OwnCacheDecoding(BatchDecoding):
-    """Raises Unserved for a model that takes back nothing of what it computed."""
+    """For models that take back what they computed, under one name or another."""
 
     name, manner, alike = "own cache", "in batches of prompts of one length, more slowly", True
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        streams: Sequence[int],
-    ) -> None:
-        super().__init__(module, device, prompts, sampling, streams)
+    def prepare(self) -> None:
         found = next((name for name in CACHES if name in self.accepts), None)
         if found is None:
             raise Unserved("it keeps nothing between tokens")

@@ -21,6 +21,8 @@ PREFILL_TOKENS = 8192  # tokens of prompts run at once, padding included: bounds
 class BatchDecoding:
     """The decoding of one batch, longest prompt first. What runs the model is each subclass's own.
 
+    Raises Unserved for a model that can't be run so.
+
     Iterating yields, a step, (rows (b,), tokens (b,), log-probabilities (b,)). `rows` are places in the batch as it
     began. Whoever iterates sets `ended` (b,) for those rows; such rows may still be yielded until they are dropped.
     """
@@ -49,6 +51,7 @@ class BatchDecoding:
         self.ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         places = torch.arange(sampling.max_new_tokens, device=device)
         self.draws = uniforms(sampling.seed, torch.tensor(streams, device=device)[:, None], places)  # (b, max new)
+        self.prepare()
 
     @torch.inference_mode()
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -72,6 +75,9 @@ class BatchDecoding:
                     self.ended = self.ended[live]
                     self.seen = self.seen[live] if self.seen is not None else None
             logits = self.go_on(tokens[:, None], step)
+
+    def prepare(self) -> None:
+        """Take what is kept between tokens. Raises Unserved where the model keeps nothing of the kind."""
 
     def begin(self) -> Tensor:
         """Run the prompts; returns the logits (b, V) of what follows each."""

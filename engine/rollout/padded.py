@@ -4,41 +4,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.rollout.attention import Unserved
 from engine.rollout.batches import PREFILL_TOKENS, BatchDecoding
 from engine.rollout.cache import kv_cache
 from engine.rollout.cache.kv_cache import BufferedCache
-from engine.rollout.sampling import Sampling
 
 PREFILL_FILL = 0.75  # a prompt shorter than this share of the longest beside it starts a group of its own
 
 
 class PaddedDecoding(BatchDecoding):
-    """A mask hides the padding, and positions count from each prompt's first token.
-
-    Raises Unserved for a model without a key-value cache.
-    """
+    """For models with a key-value cache: a mask hides the padding, positions count from each prompt's first token."""
 
     name, manner = "padded", "in padded batches, more slowly"
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        streams: Sequence[int],
-    ) -> None:
-        super().__init__(module, device, prompts, sampling, streams)
+    def prepare(self) -> None:
         if not {"past_key_values", "attention_mask"} <= self.accepts:
             raise Unserved("it keeps no key-value cache")
-        config: Any = module.config
-        capacity = self.width + sampling.max_new_tokens
-        self.cache = kv_cache.allocate(config, len(prompts), capacity)
-        self.lengths = torch.tensor(self.prompt_lengths, device=device)[:, None]  # (b, 1)
-        self.mask = (torch.arange(capacity, device=device) >= self.width - self.lengths).long()  # (b, capacity)
+        config: Any = self.module.config
+        capacity = self.width + self.sampling.max_new_tokens
+        self.cache = kv_cache.allocate(config, len(self.prompt_lengths), capacity)
+        self.lengths = torch.tensor(self.prompt_lengths, device=self.device)[:, None]  # (b, 1)
+        self.mask = (torch.arange(capacity, device=self.device) >= self.width - self.lengths).long()  # (b, capacity)
         self.padded = self.prompt_lengths[-1] < self.width
 
     def begin(self) -> Tensor:

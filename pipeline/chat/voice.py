@@ -6,6 +6,7 @@ from typing import Any
 
 from engine import Rollouts, Sampling
 from engine.rollout.neighbours import lay_out
+from engine.rollout.served import positions_of
 from pipeline.chat.folder import ChatModel
 from pipeline.chat.screen import Detokenizer
 from pipeline.data.records import Message
@@ -109,8 +110,7 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> Voice:
     module, report = found
     check_report(source, report)
     tokenizer = load_tokenizer(str(model.folder))
-    positions = getattr(module.config.get_text_config(decoder=True), "max_position_embeddings", None)
     module = module.eval().to(device)
     if device.type == "cuda":
         lay_out(module)
-    return Voice(model.name, Rollouts(module, device), tokenizer, positions)
+    return Voice(model.name, Rollouts(module, device), tokenizer, positions_of(module))

@@ -319,6 +319,7 @@ class StageRun:
                 write_json(self.folder / "summary.json", summary)
         dist.barrier()
 
+
 def _profile_of(folder: Path, section: ProfileSection | None) -> Profile | None:
     """What records this rank's steps, where that is wanted."""
     if section is None or section.steps is None or (section.ranks == "first" and not dist.world().leads):

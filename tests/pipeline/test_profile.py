@@ -13,12 +13,18 @@ from torch.autograd import DeviceType
 from pipeline.config.schema import ProfileSection
 from pipeline.run.profile import tables
 from tests.pipeline.test_run import stage_of, work
+from tests.ranks import run_ranks
 
 
 def spans(trace: Path) -> list[str]:
     """The names of a trace's spans, in order."""
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     return [event["name"] for event in sorted((e for e in events if "ts" in e), key=lambda e: e["ts"])]
+
+
+def on_two_ranks(folder: Path) -> None:
+    for ranks in ("first", "all"):
+        run(folder / ranks, [2, 2], ranks=ranks)
 
 
 def run(folder: Path, steps: list[int], *, ranks: str = "first") -> Any:
@@ -60,6 +66,13 @@ def test_a_stage_that_is_shorter_or_goes_on_in_between_records_what_there_is(
     run(tmp_path / "b", [7, 9])
     assert "b: none of the steps 7 to 9 (profile.steps) is left to record" in capsys.readouterr().out
     assert not (tmp_path / "b" / "profile").exists()
+
+
+def test_one_rank_is_recorded_or_all(tmp_path: Path) -> None:
+    run_ranks(on_two_ranks, 2, tmp_path)
+    for ranks, recorded in (("first", [0]), ("all", [0, 1])):
+        found = sorted(path.name for path in (tmp_path / ranks / "profile").iterdir())
+        assert found == [f"steps-2-2-rank-{rank}.{end}" for rank in recorded for end in ("json.gz", "txt")]
 
 
 def test_kernels_count_once() -> None:

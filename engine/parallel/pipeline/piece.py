@@ -8,13 +8,10 @@ in one number's memory: what a piece makes of it must never reach a result, and 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-
-_PIECES: "WeakKeyDictionary[nn.Module, Piece]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +39,7 @@ class Piece:
 
 def piece_of(module: nn.Module) -> Piece | None:
     """Which piece a module that `cut` was called for is; None for others."""
-    return _PIECES.get(module)
+    return vars(module).get("piece")
 
 
 def cut(module: nn.Module, *, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Piece:
@@ -61,8 +58,9 @@ def cut(module: nn.Module, *, rank: int, size: int, dtype: torch.dtype, device: 
     for owner in list(module.modules()):
         _let_go(owner, held[rank], dtype, device)
     blocks = tuple(listed[place] for place in shares[rank])
-    _PIECES[module] = Piece(rank, size, blocks, tied, width)
-    return _PIECES[module]
+    piece = Piece(rank, size, blocks, tied, width)
+    vars(module)["piece"] = piece  # with the module: sharded blocks refer to it
+    return piece
 
 
 class Elsewhere(nn.Module):

@@ -16,7 +16,7 @@ from engine.rollout.attention import routed
 from engine.rollout.cache.slots import SlotCache
 from engine.rollout.on_device.attention import NAME, Queries
 from engine.rollout.packed import PackedLinears
-from engine.rollout.recorded.making import disagreement, recorded
+from engine.rollout.recorded.making import recorded, unlike
 from engine.rollout.recorded.program import Program
 from engine.rollout.served import positions_of
 
@@ -71,7 +71,7 @@ class Forwards:
         try:
             others = (token_ids + 1) % self._vocabulary
             program = recorded(self.module, self.packs, self._called, [others, positions, queries], rows)
-            reason = disagreement(right, program(token_ids, positions, queries))
+            reason = unlike(right, program(token_ids, positions, queries))
         except Exception as problem:  # Unrecordable, or whatever a call says to other numbers than it was recorded with
             if is_out_of_memory(problem):
                 raise

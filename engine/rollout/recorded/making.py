@@ -28,7 +28,7 @@ def recorded(
     return Program(lower(recorder.finish(output), packs, rows))
 
 
-def disagreement(right: Tensor, replayed: Tensor) -> str | None:
+def unlike(right: Tensor, replayed: Tensor) -> str | None:
     """Why a replay is not to be used whose logits should be `right`; None where they agree but for rounding."""
     off = (replayed.float() - right.float()).abs().max()
     if bool(off <= TOLERANCE.get(right.dtype, 5e-2) * right.abs().max()):

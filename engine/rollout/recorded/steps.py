@@ -17,7 +17,7 @@ from engine.rollout.attention import routed
 from engine.rollout.buckets import bucket
 from engine.rollout.cache.slots import Step
 from engine.rollout.packed import PackedLinears
-from engine.rollout.recorded.making import disagreement, recorded
+from engine.rollout.recorded.making import recorded, unlike
 from engine.rollout.recorded.program import Program
 from engine.rollout.recorded.recording import Unrecordable
 
@@ -90,7 +90,7 @@ class RecordedSteps:
         return replayed
 
     def _agree(self, right: Tensor, replayed: Tensor) -> bool:
-        reason = disagreement(right, replayed)
+        reason = unlike(right, replayed)
         if reason is not None:
             self._refuse(reason)
         return reason is None

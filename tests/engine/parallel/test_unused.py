@@ -1,5 +1,7 @@
 """Parameters that only some ranks, some micro-batches or nobody uses: the weights are those of a plain loop."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -58,9 +60,10 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(len(routes), 4, generator=torch.Generator().manual_seed(step)), routes
 
 
-def trained(layout: dict[str, Any]) -> dict[str, Tensor]:
+def trained(layout: dict[str, Any], seen: list[Any]) -> dict[str, Tensor]:
     config = EngineConfig(**{"dtype": "fp32", **layout})
     engine, world = initialize(made(), config, optimizer=ADAMW), dist.world()
+    seen.append(weakref.ref(engine.module))
     for step in range(len(ROUTES)):
         x, routes = (part[world.rank :: world.size].chunk(config.gradient_accumulation) for part in batch(step))
         for rows, to in zip(x, routes, strict=True):
@@ -75,7 +78,11 @@ def trained(layout: dict[str, Any]) -> dict[str, Tensor]:
 
 def all_layouts() -> list[dict[str, Tensor]]:
     torch.set_num_threads(1)
-    return [trained(layout) for layout in LAYOUTS]
+    seen: list[Any] = []
+    found = [trained(layout, seen) for layout in LAYOUTS]
+    gc.collect()
+    assert not any(module() is not None for module in seen), "an engine that nobody has any more is kept"
+    return found
 
 
 @pytest.fixture(scope="module")
