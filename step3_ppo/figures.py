@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from engine import Update
-from step3_ppo.advantages import kl_k3, masked_mean, masked_variance
+from step3_ppo.advantages import kl_k1, kl_k3, masked_mean, masked_variance
 from step3_ppo.rollout import Rollout
 from step3_ppo.targets import Targets
 from step3_ppo.update import means
@@ -47,13 +47,14 @@ def rollout_figures(rollout: Rollout, targets: Targets) -> dict[str, float]:
     found = {
         "score": rollout.scores.mean().item(),
         "score_std": rollout.scores.std(unbiased=False).item(),
-        "kl": sequence_kl(rollout),
-        "kl_k3": (kl_k3(rollout.logprobs, rollout.reference) * mask).sum(1).mean().item(),
         "response_length": mask.sum(1).float().mean().item(),
         "eos_rate": rollout.finished.float().mean().item(),
         "generator_gap": masked_mean(gap, mask).item(),
         "generator_kl": masked_mean(kl_k3(rollout.generator, rollout.logprobs), mask).item(),
     }
+    if rollout.reference is not None:
+        found["kl"] = (kl_k1(rollout.logprobs, rollout.reference) * mask).sum(1).mean().item()
+        found["kl_k3"] = (kl_k3(rollout.logprobs, rollout.reference) * mask).sum(1).mean().item()
     if rollout.function is not None:
         found["function_score"] = rollout.function.mean().item()
     if targets.alike is not None:
@@ -61,11 +62,6 @@ def rollout_figures(rollout: Rollout, targets: Targets) -> dict[str, float]:
     if rollout.values is not None and targets.returns is not None:
         found["explained_variance"] = explained_variance(rollout.values, targets.returns, mask)
     return found
-
-
-def sequence_kl(rollout: Rollout) -> float:
-    """Mean over sequences of the summed log-probability difference to the reference, nats."""
-    return ((rollout.logprobs - rollout.reference) * rollout.response_mask).sum(1).mean().item()
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

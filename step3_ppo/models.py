@@ -23,8 +23,8 @@ from pipeline.stage import optimizer_config, stage_source
 
 @dataclass(frozen=True)
 class Models:
-    """`reference` is None for a LoRA actor: the reference is the actor without its adapters. `critic` is None where
-    answers are held against each other, `reward` where `function` alone scores.
+    """`reference` is the actor itself where that has adapters, and scores without them; None where no KL to it is
+    wanted. `critic` is None where answers are held against each other, `reward` where `function` alone scores.
     """
 
     actor: Engine
@@ -41,8 +41,9 @@ class Models:
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """All there are, by role."""
-        found = {"actor": self.actor, "critic": self.critic, "reference": self.reference, "reward": self.reward}
+        """All there are, each once, by role."""
+        reference = None if self.reference is self.actor else self.reference
+        found = {"actor": self.actor, "critic": self.critic, "reference": reference, "reward": self.reward}
         return {role: engine for role, engine in found.items() if engine is not None}
 
     @property
@@ -51,13 +52,13 @@ class Models:
         return {role: engine for role, engine in self.engines.items() if role in ("actor", "critic")}
 
     @contextmanager
-    def referring(self) -> Iterator[Engine]:
-        """The reference policy, to score with."""
-        if self.reference is not None:
-            yield self.reference
-        else:
+    def referring(self) -> Iterator[Engine | None]:
+        """The reference policy, to score with, where there is one."""
+        if self.reference is self.actor:
             with adapters_off(self.actor):
                 yield self.actor
+        else:
+            yield self.reference
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,12 @@ def build(config: RunConfig, sources: Sources, *, actor_steps: int, critic_steps
         choice(section.actor_engine, optimizer=optimizer_config(section, steps=actor_steps), lora=adapters),
         generates=True,
     )
-    reference = None if adapters else build_policy(sources.actor, choice(section.reference_engine))
+    reference = None
+    if section.asks_reference:
+        reference = actor if adapters else build_policy(sources.actor, choice(section.reference_engine))
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     verify(actor, max_length=longest)
-    if reference is not None:
+    if reference is not None and reference is not actor:
         adopt(reference, actor)
     critic = None
     if section.advantage == "gae":

@@ -27,8 +27,8 @@ class Rollout:
     scores (B,) fp32: the reward model's, its mean over reference answers subtracted, plus the reward function's.
     function (B,) fp32: the function's part, or None where one of the two scores alone. logprobs, reference, values,
     generator (B, R) fp32, zero outside response_mask (B, R): log-probabilities under the policy that drew them (by the
-    trainer's own forward), under the reference, the critic's values before each token (None without a critic), and the
-    generator's own log-probabilities.
+    trainer's own forward), under the reference (None without one), the critic's values before each token (None without
+    a critic), and the generator's own log-probabilities.
     """
 
     prompts: list[list[int]]
@@ -37,7 +37,7 @@ class Rollout:
     response_mask: Tensor
     scores: Tensor
     logprobs: Tensor
-    reference: Tensor
+    reference: Tensor | None
     values: Tensor | None
     generator: Tensor
     function: Tensor | None = None
@@ -127,7 +127,8 @@ def collect(
 
     mine = {"logprobs": dict(chain.from_iterable(models.actor.score(batches, logprobs)))}
     with models.referring() as reference:
-        mine["reference"] = dict(chain.from_iterable(reference.score(batches, logprobs)))
+        if reference is not None:
+            mine["reference"] = dict(chain.from_iterable(reference.score(batches, logprobs)))
     if models.critic is not None:
         mine["values"] = dict(chain.from_iterable(models.critic.score(batches, values)))
     scores = score_answers(models, batches, calls)
@@ -143,8 +144,8 @@ def collect(
         response_mask=(torch.arange(int(lengths.max()))[None] < lengths[:, None]).to(device),
         scores=torch.tensor(scores.total, device=device),
         logprobs=_table(parts["logprobs"], size).to(device),
-        reference=_table(parts["reference"], size).to(device),
-        values=_table(parts["values"], size).to(device) if models.critic is not None else None,
+        reference=_table(parts["reference"], size).to(device) if "reference" in parts else None,
+        values=_table(parts["values"], size).to(device) if "values" in parts else None,
         generator=_table(generator, size).to(device),
         function=None if scores.function is None else torch.tensor(scores.function, device=device),
     )

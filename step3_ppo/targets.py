@@ -30,7 +30,10 @@ def targets_of(rollout: Rollout, ppo: PpoSection, *, kl_coef: float) -> Targets:
     """In the way that `ppo.advantage` names, the KL to the reference where `ppo.kl_in` has it."""
     in_loss = ppo.kl_counts_in == "loss"
     earned = answer_scores(rollout, missing_end_penalty=ppo.missing_end_penalty, score_clip=ppo.score_clip)
-    kl = kl_k1(rollout.logprobs, rollout.reference)
+    assert rollout.reference is not None or kl_coef == 0, "a KL without a reference"
+    kl = torch.zeros_like(rollout.logprobs)
+    if rollout.reference is not None:
+        kl = kl_k1(rollout.logprobs, rollout.reference)
     rewards = shaped_rewards(earned, kl, rollout.response_mask, kl_coef=0.0 if in_loss else kl_coef)
     found = WAYS[ppo.advantage](rollout, rewards, ppo)
     if ppo.advantage != "gae":

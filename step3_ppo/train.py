@@ -29,7 +29,7 @@ from pipeline.tracking import open_watchers
 from step3_ppo.advantages import KlController
 from step3_ppo.diagnose import check_first_ratio
 from step3_ppo.evaluate import Examiner, HeldOut, earlier_answers, write_table
-from step3_ppo.figures import Learned, rollout_figures, sequence_kl
+from step3_ppo.figures import Learned, rollout_figures
 from step3_ppo.models import Models, Sources, build, find
 from step3_ppo.ptx import ptx_mix
 from step3_ppo.rollout import Rollout, collect, generate
@@ -188,6 +188,8 @@ def run(config: RunConfig, folder: Path) -> None:
     ) as stage:
         stage.predicted = predicted
         done = stage.restore()
+        if not ppo.section.asks_reference:  # an earlier start may have had one
+            stage.last = {name: value for name, value in stage.last.items() if name not in ("kl", "kl_k3")}
         if done == 0:
             start = evaluated(stage, 0, lambda: examiner.examine(ppo.models))
             write_table(examiner.prompts, {"sft": start}, folder)
@@ -202,7 +204,8 @@ def run(config: RunConfig, folder: Path) -> None:
             stage.require_finite(step, losses, rollout.responses)
             stage.clock.tokens += rollout.tokens()
             figures = rollout_figures(rollout, targets) | learned | ppo.state() | stage.clock.lap()
-            ppo.kl = ppo.kl.after(sequence_kl(rollout), len(rollout))
+            if "kl" in figures:
+                ppo.kl = ppo.kl.after(figures["kl"], len(rollout))
             warn_of_gap(figures["generator_gap"])
             if stage.evaluates(step):
                 figures |= evaluated(stage, step, lambda: examiner.examine(ppo.models)).figures

@@ -82,6 +82,7 @@ def update_policy(
         if ppo.entropy_coef:  # a gradient of zero would cost as much as any other
             total = total - ppo.entropy_coef * bonus
         if targets.kl_coef:
+            assert rollout.reference is not None
             away = kl_k3(logprobs, _flat(rollout.reference, rollout, batch.places)).sum()
             total, sums = total + targets.kl_coef * away, sums | {"kl_loss": away}
         return total, sums | weighed | {"entropy": bonus, "deviation": deviation.sum()}

@@ -14,17 +14,17 @@ from engine.memory.stages import Demand, Workload, ppo_demand, reward_demand, sf
 
 GIB = 2**30
 KEYS: dict[str, Any] = {
-    "model": "opt-1.3b", "critic": None, "reward_model": True, "gpus": 1, "nodes": 1, "dtype": "bf16",
-    "checkpointing": False, "tensor_parallel": 1, "pipeline_parallel": 1, "sequence_parallel": 1, "states": "fp32",
-    "micro_batch_tokens": 8192, "max_length": 1024, "prompt": 512, "answer": 256, "rollout_batch": 64,
-    "nvme_path": None,
+    "model": "opt-1.3b", "critic": None, "reference": True, "reward_model": True, "gpus": 1, "nodes": 1,
+    "dtype": "bf16", "checkpointing": False, "tensor_parallel": 1, "pipeline_parallel": 1, "sequence_parallel": 1,
+    "states": "fp32", "micro_batch_tokens": 8192, "max_length": 1024, "prompt": 512, "answer": 256,
+    "rollout_batch": 64, "nvme_path": None,
 }  # fmt: skip
 DEFAULTS = {key: str(value).lower() if isinstance(value, bool) else value for key, value in KEYS.items()}
 USAGE = (
     "python -m engine.memory model=NAME|FOLDER|JSON gpus=8\n"
     "  keys, with their defaults: " + ", ".join(f"{key}={said}" for key, said in DEFAULTS.items() if said is not None)
-    + "\n  critic=NAME is the reward model's base and the critic's; reward_model=false has none; gpus are those of "
-    "one node; nvme_path=FOLDER is on the disk of the nvme tiers"
+    + "\n  critic=NAME is the reward model's base and the critic's; reward_model=false has none, reference=false "
+    "(ppo.kl_coef=0) no reference; gpus are those of one node; nvme_path=FOLDER is on the disk of the nvme tiers"
 )  # fmt: skip
 
 
@@ -113,7 +113,9 @@ def tables(actor: Shape, critic: Shape, keys: dict[str, Any], machine: Machine) 
         demands = {
             "sft": sft_demand(actor, choice),
             "reward": reward_demand(critic, choice),
-            "ppo": ppo_demand(actor, critic, choice, has_reward=keys["reward_model"]),
+            "ppo": ppo_demand(
+                actor, critic, choice, own_reference=keys["reference"], has_reward=keys["reward_model"]
+            ),
         }
         yield _row(name, [demands[stage] for stage in stages], machine, keys["gpus"])
 

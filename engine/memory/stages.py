@@ -157,17 +157,18 @@ def ppo_demand(
 ) -> Demand:
     """PPO: actor and critic rest with their optimizers, reference and reward model in compute precision.
 
-    `own_reference` is False where the reference is the actor under its adapters. `critic` is the shape of critic and
-    reward model; there may be no critic, and no reward model. `roles` (actor, critic, reference, reward) are laid out
-    otherwise than `work` says; `generates` as in `sft_demand`.
+    `own_reference` is False where the reference is the actor under its adapters, or not asked. `critic` is the shape of
+    critic and reward model; there may be no critic, and no reward model. `roles` (actor, critic, reference, reward) are
+    laid out otherwise than `work` says; `generates` as in `sft_demand`.
     """
     own = {role: (roles or {}).get(role, work) for role in ("actor", "critic", "reference", "reward")}
     actors, critics = _trained(actor, own["actor"]), _trained(critic, own["critic"])
     reference, reward = _frozen(actor, own["reference"]), _frozen(critic, own["reward"])
-    if not own_reference:
-        reference = ModelStates(0, 0, 0, 0, 0)
     rest = {"actor": actors.resting, "critic": critics.resting}
     rest |= {"reference": reference.resting, "reward": reward.resting}
+    if not own_reference:
+        reference = ModelStates(0, 0, 0, 0, 0)
+        del rest["reference"]
     if not has_critic:
         critics = ModelStates(0, 0, 0, 0, 0)
         del rest["critic"]

@@ -15,6 +15,7 @@ from pipeline.config.schema import (
     DataConfig,
     EngineSettings,
     ModelConfig,
+    PpoSection,
     RunConfig,
 )
 from pipeline.errors import UserError
@@ -129,6 +130,9 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
         yield f"ppo.divide_by_std=false is for ppo.advantage=grpo, not {ppo.advantage}: leave it out"
     if ppo.kl_target is not None and ppo.kl_coef == 0:
         yield f"ppo.kl_target={ppo.kl_target:g} adapts ppo.kl_coef, and 0 stays 0: ppo.kl_coef=0.05"
+    if ppo.reference is False and ppo.kl_coef > 0:
+        weight = f"ppo.kl_coef={ppo.kl_coef:g}"
+        yield f"ppo.reference=false, but {weight} weighs the KL to it: ppo.kl_coef=0, or leave it out"
     needed = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     if needed > ppo.max_length:
         yield (
@@ -263,12 +267,26 @@ def warnings(config: RunConfig) -> list[str]:
         )
     if "ppo" in wanted_stages(config) and config.reward_model is not None and not config.ppo.reward_model:
         found.append(f"reward_model={config.reward_model.name} is not used: ppo.reward_model=false has none")
+    if "ppo" in wanted_stages(config):
+        found += _engines_of_nobody(config.ppo)
     if config.engine.deepspeed is not None:
         from engine.deepspeed import notes
 
         found += [f"engine.deepspeed: {line}" for line in notes(config.engine.deepspeed)]
         found += _other_batches(config, config.engine.deepspeed)
     return found
+
+
+def _engines_of_nobody(ppo: PpoSection) -> Iterable[str]:
+    """Engine keys of a model that this PPO does without."""
+    gone = {
+        "critic_engine": (ppo.advantage != "gae", f"ppo.advantage={ppo.advantage} has no critic"),
+        "reference_engine": (not ppo.asks_reference, "ppo.kl_coef=0 has no reference (ppo.reference=true does)"),
+        "reward_engine": (not ppo.reward_model, "ppo.reward_model=false has no reward model"),
+    }
+    for key, (without, why) in gone.items():
+        if without and getattr(ppo, key):
+            yield f"ppo.{key} is not used: {why}"
 
 
 def _other_batches(config: RunConfig, file: Mapping[str, Any]) -> Iterable[str]:

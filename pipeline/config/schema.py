@@ -169,6 +169,7 @@ ROLE_ENGINES = ("actor_engine", "critic_engine", "reference_engine", "reward_eng
 class PpoSection(StageSection):
     kl_coef: float = Field(0.05, ge=0, description="weight of the per-token KL to the reference")
     kl_in: Literal["reward", "loss"] | None = Field(None, description="where that KL counts: reward, log-ratios subtracted from the score (Ziegler et al., 2019), or loss, a term with its own gradient (Shao et al., 2024); null is loss for grpo, reward else")
+    reference: bool | None = Field(None, description="answers are scored by the reference, the model PPO starts from; null is where kl_coef is above 0, and with kl_coef=0 true has it for the figure kl alone")
     kl_target: float | None = Field(None, gt=0, description="nats a sequence; adapts kl_coef (Ziegler et al., 2019)")
     kl_horizon: int = Field(10000, ge=1, description="sequences over which kl_coef adapts")
     update_epochs: int = Field(4, ge=1, description="passes over each rollout")
@@ -203,6 +204,11 @@ class PpoSection(StageSection):
     def kl_counts_in(self) -> Literal["reward", "loss"]:
         """`kl_in`, or what is usual for the way advantages are made."""
         return self.kl_in or ("loss" if self.advantage == "grpo" else "reward")
+
+    @property
+    def asks_reference(self) -> bool:
+        """`reference`, or whether the KL to it counts."""
+        return self.kl_coef > 0 if self.reference is None else self.reference
 
 
 class RolloutSection(Section):

@@ -87,7 +87,7 @@ def pace_of(config: RunConfig, stage: str, task: Task) -> Pace:
         return Pace(section.batch_size * sides, task.work.max_length)
     ppo, rollout = config.ppo, config.rollout
     critics = int(task.has_critic)
-    scored = 2 + critics + int(task.has_reward)
+    scored = 1 + critics + int(task.has_reference) + int(task.has_reward)
     return Pace(
         ppo.batch_size * ppo.samples, task.work.max_length, passes=ppo.update_epochs, updates=ppo.minibatches,
         models=1 + critics, scored=scored, answer=rollout.max_new_tokens, together=rollout.batch_size,

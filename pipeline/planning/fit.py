@@ -35,8 +35,8 @@ LEAST_ROLLOUT = 8  # sequences that must be decodable together
 class Task:
     """A stage as the planner sees it: what is run, on which models, by how many ranks.
 
-    `roles` are PPO's models that have an engine of their own, and what they run; there may be no critic and no reward
-    model.
+    `roles` are PPO's models that have an engine of their own, and what they run; there may be no critic, no reference
+    and no reward model.
     """
 
     stage: str
@@ -45,6 +45,7 @@ class Task:
     critic: Shape
     roles: Mapping[str, Workload]
     has_critic: bool = True
+    has_reference: bool = True
     has_reward: bool = True
     generates: Shape | None = None  # the policy, split as it generates
 
@@ -52,8 +53,9 @@ class Task:
         """Bytes as configured, or under another setting of what all models share."""
         work = self.work if setting is None else setting.of(self.work)
         if self.stage == "ppo":
+            own_reference = self.has_reference and work.trained_share == 1.0  # under adapters it is the actor
             return ppo_demand(
-                self.policy, self.critic, work, own_reference=work.trained_share == 1.0, has_critic=self.has_critic,
+                self.policy, self.critic, work, own_reference=own_reference, has_critic=self.has_critic,
                 has_reward=self.has_reward, roles=self.roles, generates=self.generates,
             )  # fmt: skip
         if self.stage == "sft":
@@ -119,7 +121,7 @@ def task(
     work = workload(config, stage, ranks, config.engine, policy.config)
     return Task(
         stage, work, shape, critic, roles, has_critic=config.ppo.advantage == "gae",
-        has_reward=config.ppo.reward_model, generates=generates,
+        has_reference=config.ppo.asks_reference, has_reward=config.ppo.reward_model, generates=generates,
     )  # fmt: skip
 
 

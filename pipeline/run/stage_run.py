@@ -103,8 +103,8 @@ class StageRun:
             if mine is not None:
                 restore_random_state(mine["random"])
             self._take(shared["extra"])
-            for name, (limit, times) in shared["healing"].items():
-                self._engines[name].healer.limit, self._engines[name].healer.times = limit, times
+            for name in self._engines.keys() & shared["healing"].keys():  # PPO may have its reference or not
+                self._engines[name].healer.limit, self._engines[name].healer.times = shared["healing"][name]
         self.clock.begin_lap()
         self._begun, self._sent = step, traffic.sent()
         if dist.world().leads:

@@ -188,6 +188,22 @@ def test_a_coefficient_of_zero_can_not_adapt():
     assert refusal("ppo=adaptive-kl", "ppo.kl_coef=0").startswith("ppo.kl_target=6 adapts ppo.kl_coef")
 
 
+def test_a_reference_is_asked_where_the_kl_counts_or_is_watched():
+    said = [config_of(*words).ppo.asks_reference for words in ([], ["ppo.kl_coef=0"], ["ppo=grpo"])]
+    assert said == [True, False, True] and config_of("ppo.kl_coef=0", "ppo.reference=true").ppo.asks_reference
+    line = refusal("ppo.reference=false")
+    assert line == "ppo.reference=false, but ppo.kl_coef=0.05 weighs the KL to it: ppo.kl_coef=0, or leave it out"
+
+
+def test_engine_keys_of_a_model_that_is_not_there_are_named():
+    own = [f"ppo.{role}_engine={{zero_stage: 1}}" for role in ("actor", "critic", "reference", "reward")]
+    assert warnings(config_of(*own)) == []
+    gone = ("ppo=grpo", "ppo.kl_coef=0", "ppo.reward_model=false", "ppo.reward_function=mine.py:score")
+    said = [line.partition(" is not used: ")[0] for line in warnings(config_of(*own, *gone))]
+    assert said == ["ppo.critic_engine", "ppo.reference_engine", "ppo.reward_engine"]
+    assert warnings(config_of("stage=sft", *own, *gone)) == []
+
+
 def test_where_the_kl_counts_goes_with_the_advantages_unless_it_is_said():
     said = {way: config_of(f"ppo={way}").ppo.kl_counts_in for way in ("default", "rloo", "grpo")}
     assert said == {"default": "reward", "rloo": "reward", "grpo": "loss"}

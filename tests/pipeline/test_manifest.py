@@ -106,6 +106,11 @@ def test_a_change_of_one_stage_leaves_the_others(train):
     assert "ppo: runs again (ppo.kl_coef was 0.05, is 0.2)" in said
 
 
+def test_whether_a_reference_is_watched_changes_nothing(train):
+    train("name=x", "ppo.kl_coef=0", "ppo.reference=true")
+    assert train("name=x", "ppo.kl_coef=0")[1].count("skipped") == 3
+
+
 def test_changed_data_runs_again_with_a_new_tokenizer(train):
     Path("a.jsonl").write_text('{"prompt": "1"}\n')
     train("name=x", "data.path=a.jsonl", "stage=sft")

@@ -28,7 +28,8 @@ def engine_of(seed: int = 1) -> Engine:
 
 def stage_of(folder: Path, steps: int = 6, seed: int = 1, **keys: Any) -> tuple[StageRun, Engine]:
     engine = engine_of(seed)
-    rest = {name: keys.pop(name) for name in ("watchers", "extra", "take", "profile", "decides") if name in keys}
+    others = ("watchers", "frozen", "extra", "take", "profile", "decides")
+    rest = {name: keys.pop(name) for name in others if name in keys}
     return StageRun(folder, SftSection(**keys), steps, {"net": engine}, **rest), engine
 
 
@@ -151,6 +152,21 @@ def test_what_comes_back_besides_the_weights(tmp_path: Path) -> None:
     assert fresh.best == {"eval_loss": 2.0} and fresh.clock.tokens == 20 and fresh.last["step"] == 2
     assert fresh.clock.seconds["train"] == pytest.approx(stage.clock.seconds["train"])
     assert fresh.clock.lap()["tokens_per_second"] == 0.0  # the lap begins here
+
+
+def test_models_that_only_score_may_come_and_go_between_starts(tmp_path: Path) -> None:
+    """PPO's reference: what was found out of its memory is of no use without it."""
+    limits: list[list[int | None]] = []
+    for there in ([], ["old", "gone"], ["new", "old"]):
+        frozen = {name: engine_of() for name in there}
+        stage, engine = stage_of(tmp_path, save_every=1, frozen=frozen)
+        done = stage.restore()
+        limits.append([engine.healer.limit for engine in frozen.values()])
+        for each in frozen.values():
+            each.healer.limit = 64
+        work(stage, engine, done + 1, done + 1)
+        stage.settle()
+    assert limits == [[], [None, None], [None, 64]] and stage.healing["micro_batch_tokens"] == 64
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path) -> None:

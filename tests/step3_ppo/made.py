@@ -80,14 +80,15 @@ def models_in(
 ) -> Models:
     """PPO's four engines; the critic starts from the reward model, whose scores are around 0.5."""
     source, reward = source_in(folder / "actor"), source_in(folder / "reward")
+    learner = build_policy(source, trained(zero_stage=zero_stage, lora=lora, **actor), generates=True)
     models = Models(
-        actor=build_policy(source, trained(zero_stage=zero_stage, lora=lora, **actor), generates=True),
+        actor=learner,
         critic=build_scorer(reward, trained(zero_stage=zero_stage), pad_id=0),
-        reference=None if lora else build_policy(source, frozen(zero_stage=zero_stage)),
+        reference=learner if lora else build_policy(source, frozen(zero_stage=zero_stage)),
         reward=build_scorer(reward, frozen(zero_stage=zero_stage), pad_id=0),
         reward_mean=0.5,
     )
-    for engine in (models.actor, models.critic, models.reward, *([models.reference] if models.reference else [])):
+    for engine in models.engines.values():
         assert not packing or verify(engine, max_length=32).packing
     assert models.pack == packing
     return models

@@ -10,7 +10,7 @@ import torch
 from engine import Update
 from engine.parallel.traffic import Traffic
 from pipeline.config.schema import PpoSection
-from step3_ppo.figures import Learned, explained_variance, mean_figures, rollout_figures, sequence_kl
+from step3_ppo.figures import Learned, explained_variance, mean_figures, rollout_figures
 from step3_ppo.rollout import Rollout
 from step3_ppo.targets import targets_of
 from tests.step3_ppo.made import rollout_of
@@ -25,6 +25,11 @@ def dirty(rollout: Rollout) -> Rollout:
         for name, junk in (("logprobs", 3.3), ("reference", -1.1), ("values", 8.0))
     }
     return replace(rollout, **tables)
+
+
+def kl(rollout: Rollout) -> float:
+    targets = targets_of(rollout_of(PROMPTS, RESPONSES), PpoSection(), kl_coef=0.1)
+    return rollout_figures(replace(rollout, values=None), targets)["kl"]
 
 
 def test_rollout_figures() -> None:
@@ -56,10 +61,10 @@ def test_rollout_figures() -> None:
 
 def test_a_sequences_kl_is_a_sum_over_its_tokens_only() -> None:
     rollout = rollout_of(PROMPTS, RESPONSES)
-    assert sequence_kl(dirty(rollout)) == pytest.approx(sequence_kl(rollout), rel=1e-6)
+    assert kl(dirty(rollout)) == pytest.approx(kl(rollout), rel=1e-6)
     logprobs, reference = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), torch.tensor([[-1.5, -2.5], [-1.0, 0.0]])
     two = replace(rollout_of([1, 1], [2, 1]), logprobs=logprobs, reference=reference)
-    assert sequence_kl(two) == pytest.approx((1.0 - 2.0) / 2)  # negative is possible
+    assert kl(two) == pytest.approx((1.0 - 2.0) / 2)  # negative is possible
 
 
 def test_explained_variance() -> None:

@@ -111,7 +111,8 @@ def test_demands_move_as_they_should() -> None:
     assert freed.phases["generate"] == four.phases["generate"]
     for phase in ("score", "train actor", "train critic"):
         assert sum(four.phases[phase].values()) - sum(freed.phases[phase].values()) == held
-    assert ppo_demand(shape, shape, base, own_reference=False).peak < four.peak
+    no_reference = ppo_demand(shape, shape, base, own_reference=False)
+    assert no_reference.peak < four.peak and all("reference" not in phase for phase in no_reference.phases.values())
     three = ppo_demand(shape, shape, base, has_critic=False)
     assert "train critic" not in three.phases
     gone = sum(four.phases["train actor"].values()) - sum(three.phases["train actor"].values())
@@ -134,8 +135,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         tables.append(capsys.readouterr().out.partition("This engine")[2].splitlines())
     both, by_function = ([row.split() for row in table[1:3]] for table in tables)
     assert both[0][:4] == ["states", "sft", "reward", "ppo"] and by_function[0][:3] == ["states", "sft", "ppo"]
-    saved = float(both[1][4]) - float(by_function[1][3])  # zero0 states sft (reward) ppo
-    assert saved == pytest.approx(2 * 125.2e6 / 2**30, abs=0.02)
+    ppo = float(both[1][4])  # zero0 states sft (reward) ppo
+    assert ppo - float(by_function[1][3]) == pytest.approx(2 * 125.2e6 / 2**30, abs=0.02)
+    assert main(["model=opt-125m", "reference=false"]) == 0
+    row = capsys.readouterr().out.partition("This engine")[2].splitlines()[2].split()
+    assert ppo - float(row[4]) == pytest.approx(2 * 125.2e6 / 2**30, abs=0.02)
     pieces = ["model=opt-125m", "gpus=4", "pipeline_parallel=2", "max_length=128", "micro_batch_tokens=512"]
     assert main(pieces) == 0
     told = capsys.readouterr().out

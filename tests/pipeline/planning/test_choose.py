@@ -97,4 +97,7 @@ def test_a_reward_model_that_is_not_there_is_not_planned_for(
         found = task(config, "ppo", policy=source(), ranks=1)
         counts.append(choose.pace_of(config, "ppo", found).scored)
         assert ("reward" in found.demand().phases["score"]) == (not words)
-    assert counts == [4, 3]
+    for keys in ({}, {"lora": {"rank": 2}}, {"reference": True}):
+        config = tiny_config(ppo={"kl_target": None, "kl_coef": 0.0, **keys})
+        counts.append(choose.pace_of(config, "ppo", task(config, "ppo", policy=source(), ranks=1)).scored)
+    assert counts == [4, 3, 3, 3, 4]

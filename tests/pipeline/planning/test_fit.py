@@ -71,6 +71,17 @@ def test_measured_room_and_adapters() -> None:
     assert plan(adapters, "ppo", policy=source(), ranks=2).demand.peak < full.demand.peak
 
 
+def test_a_reference_that_is_not_asked_takes_no_memory() -> None:
+    asked, alone, watched = (
+        plan(tiny_config(ppo={"kl_target": None, **keys}), "ppo", policy=source(), ranks=1).demand.phases
+        for keys in ({}, {"kl_coef": 0.0}, {"kl_coef": 0.0, "reference": True})
+    )
+    assert watched == asked and asked.keys() == alone.keys()
+    for phase, owners in alone.items():
+        assert owners == {owner: size for owner, size in asked[phase].items() if owner != "reference"}
+        assert asked[phase]["reference"] > 0
+
+
 def test_roles_are_predicted_as_they_are_laid_out() -> None:
     shared = plan(tiny_config(engine={"zero_stage": 3}), "ppo", policy=source(), ranks=4).demand
     config = tiny_config(engine={"zero_stage": 3}, ppo={"reference_engine": {"zero_stage": 0}})

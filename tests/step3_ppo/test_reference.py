@@ -1,0 +1,46 @@
+"""Without a weight on the KL nobody asks the reference, and nothing but its figures is missing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from step3_ppo.figures import rollout_figures
+from step3_ppo.targets import targets_of
+from tests.step3_ppo.test_stage import ppo_of, run_folder, weights
+
+WAYS: dict[str, dict[str, Any]] = {
+    "reward": {},
+    "loss": {"kl_in": "loss"},
+    "grpo": {"advantage": "grpo", "batch_size": 3, "samples": 2},
+    "adapters": {"lora": {"rank": 2}},
+}
+
+
+def one_step(folder: Path, **keys: Any) -> tuple[set[str], dict[str, float], list[torch.Tensor]]:
+    """The engines there are, the figures of a step, the actor after it."""
+    ppo, stage = ppo_of(folder, kl_coef=0.0, update_epochs=2, **keys)
+    rollout = ppo.rollout(1, stage)
+    targets = targets_of(rollout, ppo.section, kl_coef=0.0)
+    learned = ppo.learn(1, rollout, targets)
+    return set(ppo.models.engines), rollout_figures(rollout, targets) | learned, weights(ppo.models.actor)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_of_zero_asks_no_reference_and_learns_the_same(way: str, tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    asked, watched, with_it = one_step(tmp_path, reference=True, **WAYS[way])
+    there, figures, without = one_step(tmp_path, **WAYS[way])
+    assert "reference" not in there and asked - there == (set() if way == "adapters" else {"reference"})
+    assert watched.keys() - figures.keys() == {"kl", "kl_k3"}
+    assert figures == {name: watched[name] for name in figures}
+    assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
+
+
+def test_adapters_are_their_own_reference_where_the_kl_counts(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    for kl_coef in (0.05, 0.0):
+        ppo, stage = ppo_of(tmp_path, kl_coef=kl_coef, lora={"rank": 2})
+        assert (ppo.models.reference is ppo.models.actor) == (kl_coef > 0)
+        assert (ppo.rollout(1, stage).reference is not None) == (kl_coef > 0)
