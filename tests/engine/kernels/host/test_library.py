@@ -2,9 +2,11 @@
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -124,12 +126,40 @@ def test_a_kept_file_that_is_broken_is_made_anew(folder: Path) -> None:
 
 
 @needs_compiler
-def test_processes_that_compile_at_once_do_not_meet(folder: Path) -> None:
-    """Each finds whole files only, and one file stays."""
-    program = (
+def test_half_a_library_is_nobodys(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed while its compiler writes. Loading what it left may end a process (SIGBUS)."""
+    compiler, half = folder / "compiler", folder / "half"
+    compiler.write_text(
+        f'#!/bin/sh\n{os.environ.get("CC") or "cc"} "$@" || exit 1\n'
+        'case "$*" in *-shared*) for made; do :; done\n'
+        f'[ -z "$SLOW" ] || {{ truncate -s 500 "$made"; touch {half}; exec sleep 60; }};; esac\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    slow = os.environ | {"SLOW": "1"}
+    killed = subprocess.Popen([sys.executable, "-c", loading(folder)], cwd=ROOT, env=slow, start_new_session=True)
+    while not half.exists():
+        assert killed.poll() is None
+        time.sleep(0.01)
+    assert [file for file in kept(folder) if file.suffix == ".so"] == []
+    assert library("answer").answer() == 42  # while the other is at it
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    (made,) = (file for file in kept(folder) if file.suffix == ".so")
+    assert library("answer").answer() == 42 and made.stat().st_size > 500
+
+
+def loading(folder: Path) -> str:
+    """A program that loads the library."""
+    return (
         f"from pathlib import Path; from engine.kernels.host import library as m; m.HERE = Path({str(folder)!r}); "
         "assert m.library('answer').answer() == 42"
     )
-    processes = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) for _ in range(3)]
+
+
+@needs_compiler
+def test_processes_that_compile_at_once_do_not_meet(folder: Path) -> None:
+    """Each finds whole files only, and one file stays."""
+    processes = [subprocess.Popen([sys.executable, "-c", loading(folder)], cwd=ROOT) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert len(kept(folder)) == 1
