@@ -55,6 +55,7 @@ Short forms:
 - `model.path=FOLDER`, `model.hub=ID` or `data.path=FILE` without an option leave the default option out.
 - `actor=RUN/sft` takes model, data and settings of that run, and the command line changes them.
 - `recipe=NAME` chooses a recipe by hand.
+- `~sft.lr` forgets what options and recipe say of a key: its default below holds. `~recipe` leaves the recipe out.
 """
 
 

@@ -1,6 +1,6 @@
 """What is said of a key that can't be: one line with the key, what is wrong, and what to write instead."""
 
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -55,22 +55,22 @@ def as_written(value: Any) -> str:
 
 
 def _about(key: str, root: type[BaseModel]) -> str:
-    description = describe(root).get(key)
+    description = describe(root).get(_of_any(key))
     return f" ({description})" if description else ""
 
 
 def _instead(key: str, root: type[BaseModel]) -> str:
-    """What was probably meant: a like-named key beside it, else the same last part elsewhere, else nothing."""
+    """What was probably meant: a like-named key beside it, else one elsewhere, else what there is beside it."""
     known = describe(root)
     parent, _, leaf = key.rpartition(".")
-    beside = {name.removeprefix(f"{parent}." if parent else ""): name for name in known if _parent(name) == parent}
+    beside = [name.rpartition(".")[2] for name in known if _parent(name) == _of_any(parent)]
     near = closest(leaf, beside)
     if near:
-        return f"; did you mean {beside[near]}?"
+        return f"; did you mean {parent}{parent and '.'}{near}?"
     same = [name for name in known if name.rsplit(".", 1)[-1] == leaf and name.count(".") == 1]
     if same:
         return f"; did you mean {', '.join(same[:-1]) + ' or ' if same[1:] else ''}{same[-1]}?"
-    anywhere = closest(key, known)
+    anywhere = closest(key, [name for name in known if closest(leaf, [name.rpartition(".")[2]])])
     if anywhere:
         return f"; did you mean {anywhere}?"
     return f"; {parent} has {', '.join(beside)}" if beside and parent else " (docs/configuration.md lists all)"
@@ -80,15 +80,22 @@ def _parent(key: str) -> str:
     return key.rpartition(".")[0]
 
 
+def _of_any(key: str) -> str:
+    """data.sources.0.path -> data.sources.N.path, as `describe` has the keys of lists."""
+    return ".".join("N" if part.isdigit() else part for part in key.split("."))
+
+
 def describe(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
-    """Every dotted key of the schema with what it means. Sections have the empty text."""
+    """Every dotted key of the schema with what it means, keys of a list's sections behind N. Sections have the empty
+    text.
+    """
     found: dict[str, str] = {}
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
         found[key] = field.description or ""
-        inner = inner_section(field.annotation)
+        inner = inner_section(field.annotation, in_lists=True)
         if inner is not None:
-            found.update(describe(inner, f"{key}."))
+            found.update(describe(inner, f"{key}.N." if get_origin(field.annotation) is list else f"{key}."))
     return found
 
 

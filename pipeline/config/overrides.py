@@ -53,6 +53,9 @@ def rewrite(tokens: Sequence[str]) -> list[str]:
 
 def _rewrite_token(token: str, options: dict[str, list[str]]) -> str:
     prefix, key, value = split(token)
+    if key.startswith(("hydra.", "hydra/")):
+        place = "; run_dir=FOLDER, or name=, says where a run is" if "dir" in key else ""
+        raise UserError(f"{token}: Hydra only reads conf/ here, its own settings have no effect: leave it out{place}")
     if prefix == "~":
         return token
     if value is None or not key:

@@ -99,6 +99,12 @@ def test_the_recipe_fits_model_and_data(tmp_path, monkeypatch):
     assert lr("model=gpt2", "recipe=demo") == 1
 
 
+def test_a_key_that_is_taken_out_has_its_default():
+    usual = RunConfig.model_fields["sft"].get_default()
+    assert validate(compose([])).sft.lr != usual.lr == validate(compose(["~sft.lr"])).sft.lr
+    assert validate(compose(["~recipe"])).sft == usual
+
+
 def test_numbers_are_names_too():
     assert config_of("name=2026").name == "2026"
 
@@ -166,6 +172,14 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         ("rollout.max_new_tokens=4096", "ppo.max_length=4608, or shorter ones"),
         ("model.hub=null", "model has no weights to load"),
         ("data.stage_shares.sftt=1", "data.stage_shares.sftt"),
+        ("data.sources.0.stagess=[sft]", "there is no such key; did you mean data.sources.0.stages?"),
+        ("data.sources=[{path: a}, {path: b, x: 1}]", "data.sources.1.x: there is no such key; data.sources.1 has"),
+        ("sft.rank=8", "sft.rank: there is no such key; did you mean sft.lora.rank?"),
+        ("data.x=1", "data.x: there is no such key; data has name, path, sources"),
+        ("data.sources.0.weight=0", "data.sources.0.weight=0: must be > 0 (share of this source in the mix"),
+        ("hydra.run.dir=/tmp/x", "hydra.run.dir=/tmp/x: Hydra only reads conf/ here"),
+        ("+hydra.sweep.dir=x", "leave it out; run_dir=FOLDER, or name=, says where a run is"),
+        ("hydra/launcher=joblib", "its own settings have no effect: leave it out"),
     ],
 )  # fmt: skip
 def test_mistakes_are_answered_with_what_to_write(override, expected):
