@@ -17,7 +17,7 @@ from pipeline.config.schema import ROLE_ENGINES, DataConfig, ModelConfig, RunCon
 WATCHING = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_examples", "ratio_tolerance"}
 WATCHING |= {"reference"}  # what it is needed for is told by kl_coef
 DECIDING = {"eval_every", "eval_examples"}  # of these, what chooses the model under export=best
-HOW = {"micro_batch_tokens"}
+HOW = {"micro_batch_tokens", "reward_threads"}
 ENGINE_KEYS = ("dtype", "compress", "states", "loss_scale_power", "loss_scale_window")
 DEEPSPEED_KEYS = ("optimizer", "scheduler", "gradient_clipping", "fp16", "bf16", "bfloat16", "communication_data_type")
 

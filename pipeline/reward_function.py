@@ -2,16 +2,18 @@
 
     def NAME(answer: str, row: dict) -> float
 
-It is called once for each answer. `answer` is its text without control tokens, `row` the row of the data that the
-prompt comes from, with every column. The file is run as it stands, never from a compiled copy beside it, so that what
-runs is what the manifest has the hash of. What can be found wrong before a run starts is found then.
+It is called once for each answer, several at a time where `ppo.reward_threads` says so. `answer` is its text without
+control tokens, `row` the row of the data that the prompt comes from, with every column. The file is run as it stands,
+never from a compiled copy beside it, so that what runs is what the manifest has the hash of. What can be found wrong
+before a run starts is found then.
 """
 
 import copy
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -29,11 +31,22 @@ LONGEST_VALUE, LONGEST_ROW = 120, 1000  # characters of a message
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """The function, the file it stands in, and how it was named (FILE.py:NAME)."""
+    """The function, the file it stands in, how it was named (FILE.py:NAME), and how many threads may call it."""
 
     where: str
     file: Path
     call: Callable[[str, dict[str, Any]], Any]
+    threads: int = 1
+
+    def scores(self, calls: Sequence[tuple[str, Row]]) -> list[float]:
+        """What the function gives for each answer and row, in their order; one thread is the one that asks.
+
+        Raises what the first of the calls that fail raises; those that have not begun by then are not made.
+        """
+        if self.threads == 1:
+            return [self.score(*call) for call in calls]
+        with ThreadPoolExecutor(self.threads) as pool:
+            return list(pool.map(lambda call: self.score(*call), calls))
 
     def score(self, answer: str, row: Row) -> float:
         """What the function gives for an answer. It gets a copy of the row, so that it can't change the next call's.
@@ -62,7 +75,7 @@ class RewardFunction:
         )
 
 
-def load_function(where: str) -> RewardFunction:
+def load_function(where: str, threads: int = 1) -> RewardFunction:
     """Run the file and find the function. Raises UserError where either is missing or can't be called as it has to."""
     file, name = function_file(where), where.rpartition(":")[2]
     module = ModuleType(MODULE)
@@ -80,7 +93,7 @@ def load_function(where: str) -> RewardFunction:
     if inspect.iscoroutinefunction(call) or not _takes_two(call):
         wanted = SIGNATURE.replace("NAME", name)
         raise UserError(f"{KEY}={where}: {name} can't be called with an answer and a row; write {wanted}")
-    return RewardFunction(where, file, call)
+    return RewardFunction(where, file, call, threads)
 
 
 def function_file(where: str) -> Path:

@@ -125,7 +125,9 @@ def build(config: RunConfig, sources: Sources, *, actor_steps: int, critic_steps
         learns = choice(section.critic_engine, optimizer=critic_optimizer)
         critic = build_scorer(sources.critic, learns, pad_id=pad_id, zero_head=sources.reward is None)
         verify(critic, max_length=longest)
-    function = None if section.reward_function is None else load_function(section.reward_function)
+    function = None
+    if section.reward_function is not None:
+        function = load_function(section.reward_function, section.reward_threads)
     if sources.reward is None:
         return Models(actor, critic, reference, None, function=function)
     reward = build_scorer(sources.reward, choice(section.reward_engine), pad_id=pad_id)

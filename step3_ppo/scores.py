@@ -54,10 +54,11 @@ def function_scores(function: RewardFunction, calls: Sequence[Call]) -> list[flo
     Raises SharedError where a call fails on any rank.
     """
     world = dist.world()
+    places = range(world.rank, len(calls), world.size)
     mine: dict[int, float] = {}
     failure: UserError | None = None
     try:
-        mine = {place: function.score(*calls[place]) for place in range(world.rank, len(calls), world.size)}
+        mine = dict(zip(places, function.scores([calls[place] for place in places]), strict=True))
     except UserError as problem:
         failure = problem
     said = [text for text in dist.gather_objects(None if failure is None else str(failure)) if text is not None]

@@ -176,6 +176,7 @@ class PpoSection(StageSection):
     minibatches: int = Field(1, ge=1, description="optimizer steps a pass over a rollout")
     reward_model: bool = Field(True, description="answers are scored by a reward model; false leaves that to reward_function, and no reward stage runs")
     reward_function: FilePath | None = Field(None, description="FILE.py:NAME, a function (answer, row) -> number that scores answers; with a reward model the two are added")
+    reward_threads: int = Field(1, ge=1, description="calls of reward_function at a time on a rank, for one that waits (for a service, a sandbox); more than 1 come from threads")
     clip: float = Field(0.2, gt=0, description="policy ratio is clipped to 1 - clip .. 1 + clip")
     clip_high: float | None = Field(None, gt=0, description="policy ratio is clipped to 1 - clip .. 1 + clip_high (Yu et al., 2025); null for clip")
     dual_clip: float | None = Field(3.0, gt=1, description="bound on the ratio where the advantage is negative (Ye et al., 2020); null for none")

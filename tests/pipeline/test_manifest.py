@@ -106,8 +106,8 @@ def test_a_change_of_one_stage_leaves_the_others(train):
     assert "ppo: runs again (ppo.kl_coef was 0.05, is 0.2)" in said
 
 
-def test_whether_a_reference_is_watched_changes_nothing(train):
-    train("name=x", "ppo.kl_coef=0", "ppo.reference=true")
+def test_neither_a_reference_that_is_watched_nor_threads_change_a_result(train):
+    train("name=x", "ppo.kl_coef=0", "ppo.reference=true", "ppo.reward_threads=4")
     assert train("name=x", "ppo.kl_coef=0")[1].count("skipped") == 3
 
 

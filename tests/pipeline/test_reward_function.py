@@ -122,6 +122,47 @@ def test_what_a_call_does_to_its_row_stays_there(tmp_path: Path) -> None:
     assert row == {"prompt": "p", "list": []}
 
 
+WAITING = """
+import threading, time
+
+both, late = threading.Barrier(2), threading.Event()
+made = []
+
+def together(answer, row):
+    made.append(answer)
+    both.wait(20)  # for another call
+    return float(answer)
+
+def failing(answer, row):
+    made.append(answer)
+    if answer == "0":
+        late.wait(60)
+    if answer not in "01":
+        time.sleep(0.01)
+    late.set()
+    raise OSError(answer)
+
+def here(answer, row):
+    return threading.current_thread() is threading.main_thread()
+"""
+
+
+def test_threads_call_at_once_and_keep_the_order(tmp_path: Path) -> None:
+    written(tmp_path, WAITING)
+    calls = [(str(n), ROW) for n in range(8)]
+    assert load_function(f"{tmp_path}/mine.py:together", 2).scores(calls) == [float(n) for n in range(8)]
+    assert load_function(f"{tmp_path}/mine.py:here").scores(calls) == [1.0] * 8  # one thread is no other one
+
+
+def test_of_calls_that_fail_in_threads_the_first_is_told_and_no_more_are_begun(tmp_path: Path) -> None:
+    """The second fails while the first waits."""
+    written(tmp_path, WAITING)
+    function = load_function(f"{tmp_path}/mine.py:failing", 2)
+    with pytest.raises(UserError, match="raised OSError: 0 "):
+        function.scores([(str(n), ROW) for n in range(500)])
+    assert len(function.call.__globals__["made"]) < 500
+
+
 def test_only_a_function_brings_rows_along() -> None:
     with_rows = tiny_config(ppo={"reward_function": "mine.py:score"})
     for config, kept in ((tiny_config(), False), (with_rows, True)):

@@ -73,7 +73,8 @@ def test_without_a_reward_model_the_critic_begins_as_the_actor_with_a_head_of_ze
 
 def test_a_function_alone_gives_the_score(tmp_path: Path) -> None:
     run_folder(tmp_path)
-    ppo, stage = ppo_of(tmp_path, advantage="rloo", batch_size=3, samples=2)
+    ppo, stage = ppo_of(tmp_path, advantage="rloo", batch_size=3, samples=2, reward_threads=2)
+    assert ppo.models.function is not None and ppo.models.function.threads == 2
     assert set(ppo.models.engines) == {"actor", "reference"}
     rollout = ppo.rollout(1, stage)
     wanted = [
