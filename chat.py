@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from pipeline.errors import UserError
+from pipeline.imports import kept_for_good
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,9 +39,10 @@ def _chat(options: argparse.Namespace) -> int:
     from pipeline.chat.folder import find, find_each
 
     models = find_each(options.path, options.compare) if options.compare else [find(options.path)]
-    from engine import Sampling
-    from pipeline.chat.session import OPTIONS, Session, typed_lines
-    from pipeline.chat.voice import load
+    with kept_for_good():
+        from engine import Sampling
+        from pipeline.chat.session import OPTIONS, Session, typed_lines
+        from pipeline.chat.voice import load
 
     try:
         options.stop = tuple(options.stop)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import RunConfig
+from pipeline.imports import kept_for_good
 from pipeline.launch.failure import (
     ATTEMPT,
     CRASHED,
@@ -54,9 +55,10 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
         if not config.debug:  # libraries talking to programmers
             warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
             warnings.filterwarnings("ignore", category=FutureWarning)
-        from engine.parallel import dist
+        with kept_for_good():
+            from engine.parallel import dist
 
-        work = importlib.import_module(module).run
+            work = importlib.import_module(module).run
         dist.start(namespace=f"{run_dir.name}/{stage}/{os.environ.get(ATTEMPT, '0')}")
         work(config, run_dir / stage)
         dist.stop()

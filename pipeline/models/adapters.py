@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from peft import LoraConfig as PeftLora
-from peft import inject_adapter_in_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -20,6 +18,9 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
 
     Raises UserError where `lora.targets` matches nothing, or a module that takes no adapter.
     """
+    from peft import LoraConfig as PeftLora  # late, as most runs have no adapters
+    from peft import inject_adapter_in_model
+
     config = PeftLora(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes a float as well
