@@ -74,14 +74,14 @@ class DemoSource:
         return [self._table(f"held_out_{_DEMO_ROWS[stage]}")]
 
     def _table(self, kind: str) -> Table:
-        return table_of(f"demo {kind}", _demo_rows(self._examples)[kind])
+        return table_of(f"demo {kind}", _demo_rows(kind, self._examples))
 
 
 @cache
-def _demo_rows(examples: int) -> Mapping[str, list[dict[str, Any]]]:
-    from pipeline.data.demo import demo_rows
+def _demo_rows(kind: str, examples: int) -> list[dict[str, Any]]:
+    from pipeline.data.demo import rows_of
 
-    return demo_rows(examples)
+    return rows_of(kind, examples)
 
 
 class LocalSource:

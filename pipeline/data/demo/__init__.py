@@ -11,6 +11,6 @@ friendly and brief about half of the time, which leaves RLHF something to improv
     rows.py        conversations, preferences and prompts, with their held-out halves
 """
 
-from pipeline.data.demo.rows import demo_rows
+from pipeline.data.demo.rows import demo_rows, rows_of
 
-__all__ = ["demo_rows"]
+__all__ = ["demo_rows", "rows_of"]

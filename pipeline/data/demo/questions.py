@@ -6,7 +6,8 @@ asks about something that other questions taught.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 
 from pipeline.data.demo.facts import (
@@ -25,14 +26,23 @@ from pipeline.data.demo.facts import (
 
 @dataclass(frozen=True)
 class Statement:
-    """What an answer says: whole sentences that say it, and the one word that does (None: one word can't)."""
+    """What an answer says: whole sentences that say it, and the one word that does (None: one word can't).
 
-    sentences: tuple[str, ...]
+    Sentences are put together when they are asked for: of sixteen questions that are drawn for a held-out prompt,
+    fifteen are thrown away.
+    """
+
+    patterns: tuple[str, ...]
     word: str | None = None
+    value: str = ""  # what stands for "@" in the patterns
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        return tuple(pattern.replace("@", self.value) for pattern in self.patterns)
 
     def of(self, value: str) -> "Statement":
         """The same with `value` at the place of "@"."""
-        return replace(self, sentences=tuple(sentence.replace("@", value) for sentence in self.sentences))
+        return Statement(self.patterns, self.word, value)
 
 
 @dataclass(frozen=True)
@@ -43,12 +53,15 @@ class Question:
     takes_forms: bool = True  # an instruction about form may be added to it
 
     def asking(self, instruction: str) -> "Question":
-        return replace(self, text=f"{instruction} {self.text}")
+        return self.beginning(f"{instruction} ")
+
+    def beginning(self, words: str) -> "Question":
+        return Question(words + self.text, self.right, self.wrong, self.takes_forms)
 
 
 def about(value: str, *sentences: str) -> Statement:
     """The statement whose sentences have `value` at the place of "@", and that is said by `value` alone too."""
-    return Statement(sentences, value).of(value)
+    return Statement(sentences, value, value)
 
 
 def sums(rng: Random) -> Question:
@@ -238,25 +251,26 @@ def introductions(name: str, rng: Random) -> Question:
     return Question(text, says.of(name), says.of(other), takes_forms=False)
 
 
-KINDS: tuple[tuple[Callable[[Random], Question], float], ...] = (
-    (sums, 0.17),
-    (stories, 0.09),
-    (numbers, 0.10),
-    (sizes, 0.10),
-    (opposites, 0.11),
-    (letters, 0.10),
-    (groups, 0.11),
-    (lists, 0.12),
-    (small_talk, 0.10),
-)
+KINDS: dict[Callable[[Random], Question], float] = {
+    sums: 0.17,
+    stories: 0.09,
+    numbers: 0.10,
+    sizes: 0.10,
+    opposites: 0.11,
+    letters: 0.10,
+    groups: 0.11,
+    lists: 0.12,
+    small_talk: 0.10,
+}
+_KINDS, _UP_TO = tuple(KINDS), tuple(accumulate(KINDS.values()))
 
 OPENINGS = ("Hi! ", "I have a question. ", "Please help me. ", "One question. ")
 
 
 def draw(rng: Random) -> Question:
     """A question of a random kind, at times with a friendly opening."""
-    (kind,) = rng.choices([kind for kind, _ in KINDS], [weight for _, weight in KINDS])
+    (kind,) = rng.choices(_KINDS, cum_weights=_UP_TO)
     question = kind(rng)
     if not question.takes_forms or rng.random() < 0.8:
         return question
-    return replace(question, text=rng.choice(OPENINGS) + question.text)
+    return question.beginning(rng.choice(OPENINGS))

@@ -34,6 +34,7 @@ ALREADY_FLAWED = 0.25  # of the pairs: the chosen answer has a flaw of its own
 NOISE = 0.05
 HELD_OUT = 16  # one question in so many
 MOST_HELD_OUT = 1000
+HELD_OUT_KIND = "held_out_"
 
 
 @dataclass(frozen=True)
@@ -47,25 +48,24 @@ class Asked:
 
 
 def demo_rows(examples: int, seed: int = 0) -> dict[str, list[Row]]:
-    """`examples` training conversations, as many preferences, half as many prompts; and held-out rows of each.
+    """All rows by kind: `examples` training conversations, as many preferences, half as many prompts, held-out ones."""
+    return {kind: rows_of(kind, examples, seed) for made in MAKERS for kind in (made, f"{HELD_OUT_KIND}{made}")}
 
-    Keys: "conversations" (rows {"messages"}), "preferences" ({"prompt", "chosen", "rejected"}), "prompts"
-    ({"prompt"}), and the same with "held_out_" before it, a twentieth as many (16 to 1,000), no two with
-    the same question. A message is {"role", "content"}.
+
+def rows_of(kind: str, examples: int, seed: int = 0) -> list[Row]:
+    """The rows of one kind, which depend on no other kind.
+
+    "conversations" (rows {"messages"}), "preferences" ({"prompt", "chosen", "rejected"}), "prompts" ({"prompt"}); and
+    the same with "held_out_" before it, a twentieth as many (16 to 1,000), no two with the same question. A message is
+    {"role", "content"}.
     """
-    makers: dict[str, tuple[Callable[[Asked, Random], Row], int]] = {
-        "conversations": (conversation, examples),
-        "preferences": (preference, examples),
-        "prompts": (prompt, max(1, examples // 2)),
-    }
-    rows: dict[str, list[Row]] = {}
-    for kind, (make, count) in makers.items():
-        rng = Random(f"{seed} {kind}")
-        rows[kind] = [make(ask(rng, held_out=False), rng) for _ in range(count)]
-        rows[f"held_out_{kind}"] = held_out_rows(
-            make, min(max(16, count // 20), MOST_HELD_OUT), Random(f"{seed} held out {kind}")
-        )
-    return rows
+    made = kind.removeprefix(HELD_OUT_KIND)
+    make = MAKERS[made]
+    count = examples if made != "prompts" else max(1, examples // 2)
+    if kind != made:
+        return held_out_rows(make, min(max(16, count // 20), MOST_HELD_OUT), Random(f"{seed} held out {made}"))
+    rng = Random(f"{seed} {made}")
+    return [make(ask(rng, held_out=False), rng) for _ in range(count)]
 
 
 def held_out_rows(make: Callable[[Asked, Random], Row], count: int, rng: Random) -> list[Row]:
@@ -145,3 +145,10 @@ def pick(shares: dict[Any, float], rng: Random) -> Any:
 
 def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
+
+
+MAKERS: dict[str, Callable[[Asked, Random], Row]] = {
+    "conversations": conversation,
+    "preferences": preference,
+    "prompts": prompt,
+}

@@ -1,6 +1,8 @@
 """The made data: the same from the same seed, split by question, mixed in quality as it says it is."""
 
+import json
 from collections import Counter
+from hashlib import sha256
 
 import pytest
 
@@ -28,6 +30,12 @@ def test_sizes_are_as_asked():
 def test_same_seed_same_rows_and_another_seed_others():
     assert demo_rows(60, seed=3) == demo_rows(60, seed=3)
     assert demo_rows(60, seed=3) != demo_rows(60, seed=4)
+
+
+def test_the_rows_are_those_that_the_published_figures_come_from():
+    """The digest is of 2026-11-21. Rows that change on purpose make the figures in README and docs old."""
+    text = json.dumps(demo_rows(200))
+    assert sha256(text.encode()).hexdigest() == "d06c5ba628bbe07d8c6ce192d22a559b8a1399950edc15de62971b02f1699169"
 
 
 def test_no_held_out_question_stands_in_training_rows_of_any_kind_or_seed():
