@@ -9,8 +9,9 @@ from engine import Engine, OptimizerConfig, Sampling
 from engine.parallel import dist
 from pipeline.config.check import wanted_stages
 from pipeline.config.schema import RolloutSection, RunConfig, StageSection
+from pipeline.data.formats import Record
 from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, load_stage
-from pipeline.data.records import Conversation, Preference, Prompt
+from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.insight.evaluate import answer_prompts
@@ -65,13 +66,18 @@ def sampling(rollout: RolloutSection, tokenizer: ChatTokenizer, *, seed: int) ->
     )
 
 
-def run_tokenizer(config: RunConfig, run_dir: Path, given: Path | None = None) -> ChatTokenizer:
-    """The run's one tokenizer, kept in RUN/tokenizer: a given model's, the model's own, or one trained on the data."""
+def run_tokenizer(
+    config: RunConfig, run_dir: Path, given: Path | None = None, *, trained_on: Sequence[Record] = ()
+) -> ChatTokenizer:
+    """The run's one tokenizer, kept in RUN/tokenizer: a given model's, the model's own, or one trained on the data.
+
+    `trained_on`: SFT's records, where they have been read already; else they are read here, if they are wanted.
+    """
     kept = run_dir / "tokenizer"
     if given is not None:
         return load_tokenizer(str(model_folder(given)), chat_template=None)
     if dist.world().leads and not (kept / "tokenizer_config.json").exists():
-        made = _make_tokenizer(config)
+        made = _make_tokenizer(config, trained_on)
         staging = run_dir / "tokenizer.tmp"
         made.save(staging)
         staging.rename(kept)
@@ -79,7 +85,7 @@ def run_tokenizer(config: RunConfig, run_dir: Path, given: Path | None = None) -
     return load_tokenizer(str(kept), chat_template=None)
 
 
-def _make_tokenizer(config: RunConfig) -> ChatTokenizer:
+def _make_tokenizer(config: RunConfig, trained_on: Sequence[Record]) -> ChatTokenizer:
     model = config.model
     if model.tokenizer not in (None, "train"):
         return load_tokenizer(str(model.tokenizer), chat_template=model.chat_template)
@@ -87,22 +93,19 @@ def _make_tokenizer(config: RunConfig) -> ChatTokenizer:
         folder = model_folder(Path(model.path)) if model.path else download(str(model.hub), weights=False)
         return load_tokenizer(str(folder), chat_template=model.chat_template)
     size = int((model.architecture or {}).get("vocab_size", 1024))
-    texts: list[str] = []
-    for stage in ("sft", "reward", "ppo"):
-        texts += [text for record in _records_or_none(config, stage) for text in _texts(record)]
-        if texts:
-            break
-    return train_tokenizer(texts, size)
+    stages = ("sft", "reward", "ppo")
+    records = trained_on or next((found for stage in stages if (found := _records_or_none(config, stage))), [])
+    return train_tokenizer((text for record in records for text in _texts(record)), size)
 
 
-def _records_or_none(config: RunConfig, stage: str) -> list[Conversation | Preference | Prompt]:
+def _records_or_none(config: RunConfig, stage: str) -> list[Record]:
     try:
         return load_stage(config.data, stage, config.seed).train
     except UserError:
         return []
 
 
-def _texts(record: Conversation | Preference | Prompt) -> list[str]:
+def _texts(record: Record) -> list[str]:
     if isinstance(record, Preference):
         return [*(m.content for m in record.prompt), record.chosen]
     return [m.content for m in record.messages]

@@ -41,12 +41,12 @@ def run(config: RunConfig, folder: Path) -> None:
     """Train, evaluate, export. `folder` is RUN/sft."""
     section = config.sft
     source = base_source(config)
-    tokenizer = run_tokenizer(config, folder.parent)
+    records = stage_records(config, "sft")  # before a tokenizer is made of them, for which all wait for the first rank
+    tokenizer = run_tokenizer(config, folder.parent, trained_on=records.train)
     check_vocabulary(source, tokenizer)
     adopt_special_ids(source, tokenizer)
     require_context(config, "sft", source)
     require_scorer(config, source)
-    records = stage_records(config, "sft")
     train, notes = encode_conversations(
         tokenizer, records.train, max_length=section.max_length, loss_on=section.loss_on
     )

@@ -29,6 +29,21 @@ def test_a_rank_that_finds_the_tokenizer_made_waits_all_the_same(
     assert waits == [1]  # else it is in another collective than the rank that made it
 
 
+def test_a_tokenizer_is_trained_on_the_records_that_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As good as one that reads them itself: equal texts, equal order."""
+    config = tiny_config()
+    read = stage.stage_records(config, "sft").train
+    itself = stage.run_tokenizer(config, _folder(tmp_path / "itself"))
+    monkeypatch.setattr(stage, "load_stage", None)
+    made = stage.run_tokenizer(config, _folder(tmp_path / "given"), trained_on=read)
+    assert made.fingerprint() == itself.fingerprint()
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
 def test_held_out_prompts_that_do_not_fit_are_told_before_any_stage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,11 +19,13 @@ from pipeline.data.records import Message, Prompt
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
 from pipeline.stage import answers_of, prepare_generation, sampling
+from step1_sft import train
 from step1_sft.batches import micro_batches
 from step1_sft.evaluate import answer, held_out_loss
 from step1_sft.loss import sft_loss
 from step1_sft.train import loss_of
 from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
+from tests.tiny import tiny_config
 
 LENGTHS = [9, 3, 14, 5, 2, 7, 11]
 
@@ -152,3 +154,24 @@ def test_answers_end_with_a_stop_string(folder: Path) -> None:
     section = RolloutSection(max_new_tokens=9, stop=[stop])
     cut = answers_of(engine, tokenizer, asked, sampling(section, tokenizer, seed=1), keep=True)[0]
     assert cut == whole[: whole.index(stop) + len(stop)] and len(cut) < len(whole)
+
+
+def test_every_rank_reads_its_data_while_the_first_one_would_make_the_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All wait there for the first rank; what they read after it, the first rank would wait for in its turn."""
+    calls: list[str] = []
+
+    def read(*_: object) -> SimpleNamespace:
+        calls.append("read")
+        return SimpleNamespace(train=["a record"])
+
+    def wait(*_: object, trained_on: Sequence[object]) -> None:
+        calls.append(f"wait, with {trained_on}")
+        raise InterruptedError
+
+    monkeypatch.setattr(train, "stage_records", read)
+    monkeypatch.setattr(train, "run_tokenizer", wait)
+    with pytest.raises(InterruptedError):
+        train.run(tiny_config(), tmp_path / "sft")
+    assert calls == ["read", "wait, with ['a record']"]
