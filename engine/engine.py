@@ -22,7 +22,7 @@ from engine.average import Average
 from engine.checkpoint import Checkpointer
 from engine.compression.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
-from engine.figures import numbers
+from engine.figures import numbers, on_host
 from engine.healing import Healer, OneByOne, Pass, Portion
 from engine.large_pages import ask_for_large_pages
 from engine.ledger import Ledger
@@ -342,14 +342,15 @@ class Engine:
     ) -> list[list[Score]]:
         """`work` on each micro-batch within `scoring`: one result a row, in order. Every rank passes equally many.
 
-        What is given as a `Portion` is halved where memory runs out.
+        Tensors in results may be left on the device: they come to the host together, at the end. What is given as a
+        `Portion` is halved where memory runs out.
         """
         with self.scoring() as module:
             if self._pipelined is not None:
                 scored = self.healer.run("score", micro_batches, self._pipelined.scoring(work))
-                found = self._pipelined.pipeline.from_last(scored)
+                found = self._pipelined.pipeline.from_last(on_host(scored))
             else:
-                found = self.healer.run("score", micro_batches, lambda batch, _: work(module, batch))
+                found = on_host(self.healer.run("score", micro_batches, lambda batch, _: work(module, batch)))
         return [[row for piece in pieces for row in piece] for pieces in found]
 
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from engine import Engine
 from engine.parallel import dist
@@ -23,11 +23,11 @@ def held_out_loss(engine: Engine, items: Sequence[TokenItem], *, budget: int, pa
     """Mean cross-entropy a token, in nats, over held-out conversations; nan where there are none."""
     batches, count = micro_batches(items, budget=budget, packing=packing, pad_id=pad_id)
 
-    def loss(module: nn.Module, batch: TokenBatch) -> list[float]:
+    def loss(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
         logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
-        return [-logprobs.double().sum().item()]
+        return [-logprobs.double().sum()]
 
-    total = sum((part for losses in engine.score(batches, loss) for part in losses), 0.0)
+    total = sum((part.item() for losses in engine.score(batches, loss) for part in losses), 0.0)
     return dist.sum_over_ranks({"loss": total})["loss"] / count if count else float("nan")
 
 

@@ -88,7 +88,7 @@ def run(config: RunConfig, folder: Path) -> None:
             with stage.clock.phase("train"):
                 update = engine.update(batches, loss_of, count)
             stage.clock.tokens += sum(len(train[i].ids) for i in indices)
-            stage.require_finite(step, update.loss, [each.batch.input_ids.tolist() for each in batches])
+            stage.require_finite(step, update.loss, [each.batch.input_ids for each in batches])
             figures = {"loss": update.loss, "lr": update.lr, "grad_norm": update.grad_norm}
             figures |= {"skipped_steps": engine.scaler.skipped}
             if stage.evaluates(step) and held_out:

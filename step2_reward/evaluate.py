@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from engine import Engine
 from engine.parallel import dist
@@ -33,16 +33,15 @@ def score_pairs(engine: Engine, pairs: Sequence[PairItem], *, budget: int, packi
     batches, places = micro_batches(pairs, budget=budget, packing=packing, pad_id=pad_id)
     mine: dict[int, tuple[float, float]] = {}
     for where, scores in zip(places, engine.score(batches, both_scores), strict=True):
-        mine |= dict(zip(where, scores, strict=True))
+        mine |= {place: (pair[0].item(), pair[1].item()) for place, pair in zip(where, scores, strict=True)}
     found = {place: scores for part in dist.gather_objects(mine) for place, scores in part.items()}
     return [Scored(pair, *found[index]) for index, pair in enumerate(pairs)]
 
 
-def both_scores(module: nn.Module, batch: PairBatch) -> list[tuple[float, float]]:
-    """Scores of the chosen and the rejected side of each pair."""
+def both_scores(module: nn.Module, batch: PairBatch) -> Sequence[Tensor]:
+    """Scores (2,) of the chosen and the rejected side of each pair."""
     values, count = module(batch.input_ids, documents=batch.documents), len(batch.margins)
-    scores = last_scores(values, batch.ends).tolist()
-    return list(zip(scores[:count], scores[count : 2 * count], strict=True))
+    return last_scores(values, batch.ends)[: 2 * count].view(2, count).unbind(1)
 
 
 def accuracies(scored: Sequence[Scored]) -> dict[str, float | dict[str, float] | None]:

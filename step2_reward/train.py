@@ -87,7 +87,7 @@ def run(config: RunConfig, folder: Path) -> None:
             with stage.clock.phase("train"):
                 update = engine.update(batches, loss, len(indices))
             stage.clock.tokens += sum(len(train[i].chosen) + len(train[i].rejected) for i in indices)
-            stage.require_finite(step, update.loss, [each.batch.input_ids.tolist() for each in batches])
+            stage.require_finite(step, update.loss, [each.batch.input_ids for each in batches])
             means = {name: total / len(indices) for name, total in update.sums.items()}
             figures = {"loss": update.loss, **means, "lr": update.lr, "grad_norm": update.grad_norm}
             figures |= {"skipped_steps": engine.scaler.skipped}

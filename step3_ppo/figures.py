@@ -4,9 +4,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from engine import Update
+from engine.figures import numbers
 from step3_ppo.advantages import kl_k1, kl_k3, masked_mean, masked_variance
 from step3_ppo.rollout import Rollout
 from step3_ppo.targets import Targets
@@ -45,29 +47,29 @@ def rollout_figures(rollout: Rollout, targets: Targets) -> dict[str, float]:
     mask = rollout.response_mask
     gap = (rollout.generator.exp() - rollout.logprobs.exp()).abs()
     found = {
-        "score": rollout.scores.mean().item(),
-        "score_std": rollout.scores.std(unbiased=False).item(),
-        "response_length": mask.sum(1).float().mean().item(),
-        "eos_rate": rollout.finished.float().mean().item(),
-        "generator_gap": masked_mean(gap, mask).item(),
-        "generator_kl": masked_mean(kl_k3(rollout.generator, rollout.logprobs), mask).item(),
+        "score": rollout.scores.mean(),
+        "score_std": rollout.scores.std(unbiased=False),
+        "response_length": mask.sum(1).float().mean(),
+        "eos_rate": rollout.finished.float().mean(),
+        "generator_gap": masked_mean(gap, mask),
+        "generator_kl": masked_mean(kl_k3(rollout.generator, rollout.logprobs), mask),
     }
     if rollout.reference is not None:
-        found["kl"] = (kl_k1(rollout.logprobs, rollout.reference) * mask).sum(1).mean().item()
-        found["kl_k3"] = (kl_k3(rollout.logprobs, rollout.reference) * mask).sum(1).mean().item()
+        found["kl"] = (kl_k1(rollout.logprobs, rollout.reference) * mask).sum(1).mean()
+        found["kl_k3"] = (kl_k3(rollout.logprobs, rollout.reference) * mask).sum(1).mean()
     if rollout.function is not None:
-        found["function_score"] = rollout.function.mean().item()
+        found["function_score"] = rollout.function.mean()
     if targets.alike is not None:
         found["alike_prompts"] = targets.alike
     if rollout.values is not None and targets.returns is not None:
         found["explained_variance"] = explained_variance(rollout.values, targets.returns, mask)
-    return found
+    return dict(zip(found, numbers([*found.values()]), strict=True))
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(return - value) / Var(return): 1 is a perfect critic, 0 one that knows the mean only."""
-    spread = masked_variance(returns, mask).item()
-    return 1.0 - masked_variance(returns - values, mask).item() / spread if spread > 0 else 0.0
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """(): 1 - Var(return - value) / Var(return): 1 is a perfect critic, 0 one that knows the mean only."""
+    spread = masked_variance(returns, mask)
+    return torch.where(spread > 0, 1.0 - masked_variance(returns - values, mask) / spread, 0.0)
 
 
 def mean_figures(steps: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine import Generation, Sampling
 from engine.parallel import dist
 from engine.rollout.selfcheck import compare
+from pipeline.data.uploads import uploaded
 from step3_ppo.models import Models
 from step3_ppo.rows import Rows, critic_values, my_rows, policy_logprobs, rows
 from step3_ppo.scores import Call, score_answers
@@ -140,20 +141,20 @@ def collect(
     return Rollout(
         prompts=prompts,
         responses=responses,
-        finished=torch.tensor([g.finished for g in generations], device=device),
-        response_mask=(torch.arange(int(lengths.max()))[None] < lengths[:, None]).to(device),
-        scores=torch.tensor(scores.total, device=device),
-        logprobs=_table(parts["logprobs"], size).to(device),
-        reference=_table(parts["reference"], size).to(device) if "reference" in parts else None,
-        values=_table(parts["values"], size).to(device) if "values" in parts else None,
-        generator=_table(generator, size).to(device),
-        function=None if scores.function is None else torch.tensor(scores.function, device=device),
+        finished=uploaded(torch.tensor([g.finished for g in generations]), device),
+        response_mask=uploaded(torch.arange(int(lengths.max()))[None] < lengths[:, None], device),
+        scores=uploaded(torch.tensor(scores.total), device),
+        logprobs=uploaded(_table(parts["logprobs"], size), device),
+        reference=uploaded(_table(parts["reference"], size), device) if "reference" in parts else None,
+        values=uploaded(_table(parts["values"], size), device) if "values" in parts else None,
+        generator=uploaded(_table(generator, size), device),
+        function=None if scores.function is None else uploaded(torch.tensor(scores.function), device),
     )
 
 
 def _by_place(batch: Rows, flat: Tensor) -> list[tuple[int, Tensor]]:
-    """Cut (N,) back into one tensor a sequence, on the host."""
-    return list(zip(batch.places, flat.float().cpu().split(batch.counts), strict=True)) if batch.places else []
+    """Cut (N,) back into one tensor a sequence."""
+    return list(zip(batch.places, flat.float().split(batch.counts), strict=True)) if batch.places else []
 
 
 def _table(parts: dict[int, Tensor], size: int) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from torch import nn
+from torch import Tensor, nn
 
 from engine import Engine
 from engine.healing import Portion
@@ -42,10 +42,10 @@ def score_answers(models: Models, batches: Sequence[Portion[Rows]], calls: Seque
 def model_scores(reward: Engine, batches: Sequence[Portion[Rows]], mean: float) -> list[float]:
     """Scores of all sequences less `mean`, on every rank."""
 
-    def centred(module: nn.Module, batch: Rows) -> list[tuple[int, float]]:
-        return list(zip(batch.places, (end_scores(module, batch) - mean).tolist(), strict=False))
+    def centred(module: nn.Module, batch: Rows) -> list[tuple[int, Tensor]]:
+        return list(zip(batch.places, (end_scores(module, batch) - mean).unbind(), strict=False))
 
-    return _in_order(dict(chain.from_iterable(reward.score(batches, centred))))
+    return _in_order({place: score.item() for place, score in chain.from_iterable(reward.score(batches, centred))})
 
 
 def function_scores(function: RewardFunction, calls: Sequence[Call]) -> list[float]:

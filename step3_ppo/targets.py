@@ -16,14 +16,14 @@ from step3_ppo.rollout import Rollout
 class Targets:
     """advantages, and the shaped rewards behind them: (B, R) fp32. returns likewise, what the critic is to foresee;
     None without a critic. kl_coef: the weight of the KL to the reference in the policy's loss, where it is part of it.
-    alike: share of prompts whose answers all scored the same; None with a critic.
+    alike (): share of prompts whose answers all scored the same; None with a critic.
     """
 
     advantages: Tensor
     rewards: Tensor
     returns: Tensor | None = None
     kl_coef: float = 0.0
-    alike: float | None = None
+    alike: Tensor | None = None
 
 
 def targets_of(rollout: Rollout, ppo: PpoSection, *, kl_coef: float) -> Targets:
@@ -37,7 +37,7 @@ def targets_of(rollout: Rollout, ppo: PpoSection, *, kl_coef: float) -> Targets:
     rewards = shaped_rewards(earned, kl, rollout.response_mask, kl_coef=0.0 if in_loss else kl_coef)
     found = WAYS[ppo.advantage](rollout, rewards, ppo)
     if ppo.advantage != "gae":
-        found = replace(found, alike=alike(earned, ppo.samples).float().mean().item())
+        found = replace(found, alike=alike(earned, ppo.samples).float().mean())
     return replace(found, kl_coef=kl_coef) if in_loss else found
 
 

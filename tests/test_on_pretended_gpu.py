@@ -1,10 +1,12 @@
 """All three stages as a GPU runs them, on pretended ones (tests/pretended_gpu): they walk the CPU's curves."""
 
+import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -94,6 +96,32 @@ def test_one_device_trains_in_bf16_and_goes_on_after_a_stop(on_cpu: Path, tmp_pa
     assert metrics(tmp_path, "sft") == left_alone
     again = load_file(tmp_path / "sft" / "model" / "model.safetensors")
     assert all((model[name] == again[name]).all() for name in model)
+
+
+def test_a_step_waits_for_the_device_for_its_figures_only(tmp_path: Path) -> None:
+    """Once an update; PPO's also for its largest ratio, for what each model says, and for each round of answers."""
+    three = {name: {**SMALL[name], "steps": 3, "eval_every": 0, "save_every": 9} for name in STAGES}
+    three["ppo"]["update_epochs"] = 1
+    lay_out(tmp_path, tiny_config(**{**SMALL, **three}))
+    run_on_devices(tmp_path, list(STAGES))
+    assert waits(tmp_path, "sft", step=2) == waits(tmp_path, "reward", step=2) == {"engine/figures.py:numbers": 1}
+    found = waits(tmp_path, "ppo", step=2)
+    rounds = found.pop("engine/rollout/on_device/rounds.py:draws")
+    assert rounds <= 2  # of 4 tokens
+    updates = 2  # minibatches
+    assert found == {
+        "engine/figures.py:numbers": 2 * updates + 1,  # actor, critic; the rollout's figures
+        "engine/figures.py:on_host": 4,  # actor, reference, critic, reward model
+        "step3_ppo/update.py:look": updates,
+        "engine/rollout/twin/hybrid.py:refresh": 1,
+        "pipeline/run/clock.py:phase": 3,
+    }
+
+
+def waits(run_dir: Path, stage: str, step: int) -> Counter[str]:
+    """Where the host waited in a step, and how often."""
+    lines = [json.loads(line) for line in (run_dir / stage / "waits.jsonl").read_text().splitlines()]
+    return next(Counter(line["waits"]) for line in lines if line["step"] == step)
 
 
 def stop_after(stage: Path, step: int) -> None:

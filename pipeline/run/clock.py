@@ -16,18 +16,27 @@ class Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.tokens = 0
+        self._phase: str | None = None  # the last one
         self.begin_lap()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the wall time of a block under a name."""
+        """Count the wall time of a block under a name. What it leaves a GPU to do is waited for where a block of
+        another name follows: the host can prepare the next step meanwhile.
+        """
+        if torch.cuda.is_available() and self._phase not in (None, name):
+            with self._counted(str(self._phase)):
+                torch.cuda.synchronize()
+        self._phase = name
+        with self._counted(name), record_function(name):  # a span, where a profile is being recorded
+            yield
+
+    @contextmanager
+    def _counted(self, name: str) -> Iterator[None]:
         began = time.monotonic()
         try:
-            with record_function(name):  # a span, where a profile is being recorded
-                yield
+            yield
         finally:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
 
     def move(self, source: str, target: str, seconds: float) -> None:

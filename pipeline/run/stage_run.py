@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from engine import Checkpointer, Engine
 from engine.checkpoint import Damaged, complete, random_state, restore_random_state
 from engine.parallel import dist, traffic
@@ -279,11 +281,11 @@ class StageRun:
             print(f"{self.folder.name}: exports {told}", flush=True)
 
     def require_finite(self, step: int, loss: float, batch: Any) -> None:
-        """Stop on a loss that is not a number, with this rank's batch saved as JSON for inspection."""
+        """Stop on a loss that is not a number, with this rank's batch (lists, tensors) saved as JSON for inspection."""
         if math.isfinite(loss):
             return
         path = self.folder / f"nan-step-{step}-rank-{dist.world().rank}.json"
-        path.write_text(json.dumps(batch))
+        path.write_text(json.dumps(batch, default=Tensor.tolist))
         raise SharedError(
             f"the loss is {loss} at step {step}; the batch is in {path}. Lower the learning rate, or use "
             "engine.dtype=bf16 or fp32; the last checkpoint is whole, the same command continues from it"

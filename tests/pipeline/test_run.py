@@ -237,7 +237,7 @@ def test_a_loss_that_is_no_number_stops_with_its_batch(tmp_path: Path, loss: flo
     stage, _ = stage_of(tmp_path)
     stage.require_finite(4, 1.0, [])
     with pytest.raises(UserError, match="at step 5") as told:
-        stage.require_finite(5, loss, [[1, 2], [3]])
+        stage.require_finite(5, loss, [torch.tensor([1, 2]), [3]])
     path = tmp_path / "nan-step-5-rank-0.json"
     assert str(path) in str(told.value) and json.loads(path.read_text()) == [[1, 2], [3]]
 

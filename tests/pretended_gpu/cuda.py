@@ -3,8 +3,11 @@
 import tests.pretended_gpu.loading  # noqa: F401  before torch  # isort: skip
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import walk_stack
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,8 @@ from torch.utils._pytree import tree_flatten
 from tests.pretended_gpu import flash, nccl
 
 _ops, _aten = torch.ops.pretended, torch.ops.aten
+ROOT = Path(__file__).resolve().parents[2]
+OURS = [ROOT / room for room in ("engine", "pipeline", "step1_sft", "step2_reward", "step3_ppo")]
 MEMORY = 2**33
 DEVICES = int(os.environ.get("PRETENDED_GPUS", 1))  # as books.h reads it
 PROCESSORS = 4  # few, as the interpreter runs programs one after another
@@ -38,6 +43,12 @@ def faults() -> list[str]:
 def limit(size: int = MEMORY) -> None:
     """Bytes that the device has."""
     _ops.limit(size)
+
+
+def waits() -> list[str]:
+    """The functions of ours in which the host waited for the device since the last call, as `file:function`."""
+    found, _now.waits = _now.waits, []
+    return found
 
 
 def allocated() -> int:
@@ -81,6 +92,10 @@ class Event(torch.Event):
     def wait(self, stream: torch.Stream | None = None) -> None:
         super().wait(stream or current_stream())
 
+    def synchronize(self) -> None:
+        _note("Event.synchronize")
+        super().synchronize()
+
 
 class Within:
     """`torch.cuda.stream`."""
@@ -122,7 +137,7 @@ def current_stream(device: Any = None) -> Stream:
 
 
 def synchronize(device: Any = None) -> None:
-    _refuse("synchronize")
+    _wait("synchronize")
     torch._C._accelerator_synchronizeDevice(0)
 
 
@@ -138,8 +153,8 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _now.may_not_wait and _waits(func._schema.name, args, kwargs):
-            _refuse(func._schema.name)
+        if _waits(func._schema.name, args, kwargs):
+            _wait(func._schema.name)
         out = func(*args, **kwargs)
         if self.calls is not None:
             self.calls.append((func, args, kwargs, out))
@@ -152,20 +167,29 @@ class _Now:
     def __init__(self) -> None:
         self.capture: CUDAGraph | None = None
         self.sync = 0
-
-    @property
-    def may_not_wait(self) -> bool:
-        return self.capture is not None or self.sync == 2
+        self.launching = False  # Triton's interpreter, which reads device memory as no kernel has to
+        self.waits: list[str] = []
 
 
 _now = _Now()
 
 
-def _refuse(what: str) -> None:
+def _wait(what: str) -> None:
+    """Note that the host waits for the device, or refuse it."""
+    if _now.launching:
+        return
     if _now.capture is not None:
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what} (pretended)")
     if _now.sync == 2:
         raise RuntimeError(f"called a synchronizing CUDA operation: {what} (pretended)")
+    _note(what)
+
+
+def _note(what: str) -> None:
+    codes = (frame.f_code for frame, _ in walk_stack(sys._getframe(1)))
+    where = ((Path(code.co_filename), code.co_name) for code in codes)
+    found = (f"{file.relative_to(ROOT)}:{name}" for file, name in where if any(file.is_relative_to(of) for of in OURS))
+    _now.waits.append(next(found, what))
 
 
 def _waits(name: str, args: Any, kwargs: Any) -> bool:
@@ -175,8 +199,9 @@ def _waits(name: str, args: Any, kwargs: Any) -> bool:
     if name in INDEXES:
         places = [place for place in args[1] if place is not None]
         return args[0].is_cuda and any(p.dtype in (torch.bool, torch.uint8) or not p.is_cuda for p in places)
-    if name == "aten::repeat_interleave":
-        return given[0].is_cuda and kwargs.get("output_size") is None
+    if name == "aten::repeat_interleave":  # told how often by a tensor
+        repeats = args[1] if len(args) > 1 else args[0]
+        return isinstance(repeats, Tensor) and repeats.is_cuda and kwargs.get("output_size") is None
     if name == "aten::copy_" and args[0].is_cuda != args[1].is_cuda:
         on_host = args[1] if args[0].is_cuda else args[0]
         return not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)) or not on_host.is_pinned()
@@ -229,9 +254,8 @@ def _launching(plain: Callable[..., None]) -> Callable[..., None]:
     """A launch of Triton's interpreter, which reads device memory as no kernel has to."""
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        held, sync = _now.capture, _now.sync
-        calls = held.watch.calls if held is not None else None
-        _now.capture, _now.sync = None, 0
+        held, calls = _now.capture, _now.capture.watch.calls if _now.capture is not None else None
+        _now.launching = True
         if held is not None:
             held.watch.calls = None
         _ops.launching(True)
@@ -239,7 +263,7 @@ def _launching(plain: Callable[..., None]) -> Callable[..., None]:
             plain(self, *args, **kwargs)
         finally:
             _ops.launching(False)
-            _now.capture, _now.sync = held, sync
+            _now.launching = False
         if held is not None and calls is not None:
             held.watch.calls = calls
             calls.append((launch, (self, *args), kwargs, None))
@@ -290,6 +314,18 @@ def _set_sync(mode: int | str) -> None:
     _now.sync = {"default": 0, "warn": 1, "error": 2}[mode] if isinstance(mode, str) else mode
 
 
+def _made_on_host(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.tensor` of numbers for a device: PyTorch copies them from pageable memory, unseen by modes."""
+
+    def make(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        made = plain(data, *args, **kwargs)
+        if made.is_cuda and not isinstance(data, Tensor):
+            _wait("torch.tensor")
+        return made
+
+    return make
+
+
 def _free(device: Any = None) -> tuple[int, int]:
     return MEMORY - allocated(), MEMORY
 
@@ -322,6 +358,7 @@ def _install() -> None:
     torch.nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
     torch._C._nn.scaled_dot_product_attention = attention
     torch.distributed.init_process_group = _joining(torch.distributed.init_process_group)
+    torch.tensor = _made_on_host(torch.tensor)
     from triton.runtime.interpreter import GridExecutor
 
     from tests.engine.kernels.interpreter import mend

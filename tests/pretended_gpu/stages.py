@@ -1,23 +1,40 @@
 """Stages on a pretended device, one after another in one process: `python -m tests.pretended_gpu.stages RUN STAGE...`.
 
-Ranks and their number of devices come from the environment; a fault of any stage ends it.
+Ranks and their number of devices come from the environment; a fault of any stage ends it. Where the host waited for the
+device in each step goes into RUN/STAGE/waits.jsonl, a line each time that figures are logged.
 """
 
 from tests.pretended_gpu import cuda  # before torch  # isort: skip
 
+import json
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
 from engine.parallel import dist
 from pipeline.launch.worker import read_config
+from pipeline.run import StageRun
 from tests.tiny import STAGES
+
+
+class Watched(StageRun):
+    """Notes the waits of each step."""
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        waits = cuda.waits()
+        super().log(step, figures)
+        if dist.world().leads:
+            with (self.folder / "waits.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "waits": waits}) + "\n")
 
 
 def main(run_dir: Path, stages: list[str]) -> None:
     dist.start("stages")
     for stage in stages:
-        import_module(f"{STAGES[stage]}.train").run(read_config(run_dir / stage), run_dir / stage)
+        module = import_module(f"{STAGES[stage]}.train")
+        module.StageRun = Watched  # type: ignore[attr-defined]
+        module.run(read_config(run_dir / stage), run_dir / stage)
         found = cuda.faults()
         assert not found, "\n".join(found)
     dist.stop()

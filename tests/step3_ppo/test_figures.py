@@ -56,7 +56,7 @@ def test_rollout_figures() -> None:
     found = rollout_figures(rollout, targets)
     explained = found.pop("explained_variance")
     assert found == pytest.approx(wanted, rel=1e-4)
-    assert explained == explained_variance(rollout.values, targets.returns, rollout.response_mask)
+    assert explained == explained_variance(rollout.values, targets.returns, rollout.response_mask).item()
 
 
 def test_a_sequences_kl_is_a_sum_over_its_tokens_only() -> None:
@@ -74,11 +74,11 @@ def test_explained_variance() -> None:
     kept = [(r, v) for r, v, m in zip(returns.flatten(), values.flatten(), mask.flatten(), strict=True) if m]
     errors = [(r - v).item() for r, v in kept]
     wanted = 1 - statistics.pvariance(errors) / statistics.pvariance([r.item() for r, _ in kept])
-    assert explained_variance(values, returns, mask) == pytest.approx(wanted, rel=1e-5)
-    assert explained_variance(returns + 7, returns, mask) == pytest.approx(1.0)  # a constant error explains all
-    assert explained_variance(torch.zeros(2, 3), returns, mask) == pytest.approx(0.0, abs=1e-6)
-    assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0)
-    assert explained_variance(values, torch.ones(2, 3), mask) == 0.0  # nothing to explain
+    assert explained_variance(values, returns, mask).item() == pytest.approx(wanted, rel=1e-5)
+    assert explained_variance(returns + 7, returns, mask).item() == pytest.approx(1.0)  # a constant error explains all
+    assert explained_variance(torch.zeros(2, 3), returns, mask).item() == pytest.approx(0.0, abs=1e-6)
+    assert explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)
+    assert explained_variance(values, torch.ones(2, 3), mask).item() == 0.0  # nothing to explain
 
 
 def test_means_over_the_steps_of_a_rollout() -> None:
