@@ -6,15 +6,17 @@ Weights are read from safetensors only. A pickle can run code when it is opened,
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.memory.shapes import build_config
-from pipeline.config.schema import ModelConfig
 from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import ModelConfig
 
 TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 
@@ -35,7 +37,7 @@ class ModelSource:
     tensor_plan: dict[str, str] | None = None
 
 
-def resolve(model: ModelConfig, seed: int, *, folder: Path | None = None) -> ModelSource:
+def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None) -> ModelSource:
     """Find a model. `folder` overrides where the weights are (a stage's output).
 
     Raises UserError where there is nothing, or something of the wrong kind.
@@ -90,7 +92,7 @@ def download(hub: str, *, weights: bool = True) -> Path:
         ) from error
 
 
-def _from_folder(model: ModelConfig, seed: int, folder: Path) -> ModelSource:
+def _from_folder(model: "ModelConfig", seed: int, folder: Path) -> ModelSource:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     except (ValueError, OSError) as error:
