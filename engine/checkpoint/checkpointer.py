@@ -23,6 +23,7 @@ from torch import Tensor
 
 from engine.checkpoint import contents
 from engine.checkpoint.background import behind, now, uncollected
+from engine.checkpoint.device_copies import room_for
 from engine.checkpoint.snapshot import Snapshot
 from engine.checkpoint.storage import Reader, Writer
 from engine.checkpoint.sums import require_undamaged
@@ -63,8 +64,9 @@ class Checkpointer:
         tensors = {name: contents.tensors(engine) for name, engine in self.engines.items()}
         filed = contents.filed(self.engines)
         whole = not any(in_pieces(tensor) for part in tensors.values() for tensor in part.values())
-        beside = whole and not filed and _copies_fit(tensors)
-        snapshot = _snapshot(tensors) if beside else Snapshot({})
+        on_device = room_for(_local(tensors))
+        beside = whole and not filed and _copies_fit(tensors, on_device=on_device)
+        snapshot = _snapshot(tensors, on_device=on_device) if beside else Snapshot({})
         if beside:
             self._watch(snapshot)
         begun = threading.Event()
@@ -157,18 +159,22 @@ def complete(parent: Path) -> list[Path]:
     return sorted((p for p, number in numbers.items() if number.isdecimal()), key=lambda p: int(numbers[p]))
 
 
-def _snapshot(tensors: Tensors) -> Snapshot:
+def _snapshot(tensors: Tensors, *, on_device: bool) -> Snapshot:
     """Of all local parts, by their names in the checkpoint. Buffers change in a forward."""
     local = {f"{engine}.{name}": dtensors.local(t) for engine, part in tensors.items() for name, t in part.items()}
     buffers = {f"{engine}.{name}" for engine, part in tensors.items() for name in part if contents.is_buffer(name)}
-    return Snapshot(local, at_once=buffers)
+    return Snapshot(local, at_once=buffers, on_device=on_device)
 
 
-def _copies_fit(tensors: Tensors) -> bool:
+def _local(tensors: Tensors) -> list[Tensor]:
+    return [dtensors.local(tensor) for part in tensors.values() for tensor in part.values()]
+
+
+def _copies_fit(tensors: Tensors, *, on_device: bool) -> bool:
     """Whether every rank's host has room for the copies that writing in the background may need."""
-    local = [dtensors.local(tensor) for part in tensors.values() for tensor in part.values()]
+    copied = [tensor for tensor in _local(tensors) if tensor.device.type == "cpu" or not on_device]
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world().size))
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in local) * ranks_here
+    needed = sum(tensor.nbytes for tensor in copied) * ranks_here
     return dist.max_over_ranks(needed / psutil.virtual_memory().available) < COPIES_OF_FREE_MEMORY
 
 

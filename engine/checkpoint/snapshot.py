@@ -2,7 +2,7 @@
 
 Forward and backward change no parameter and no state of an optimizer, so tensors on the host are written from where
 they are. Only what is not yet written when an optimizer steps has to be copied, and is, right before (copy on write).
-Tensors on a device, and those that a forward may change, are copied at once.
+Tensors on a device, and those that a forward may change, are copied at once (device_copies.py).
 """
 
 import threading
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from engine.checkpoint.device_copies import Landing, moment
 from engine.large_pages import ask_for_large_pages
 from engine.offload.blocks import BLOCK_BYTES
 
@@ -19,16 +20,26 @@ from engine.offload.blocks import BLOCK_BYTES
 class Snapshot:
     """Local tensors by name. One thread reads, another calls `complete` before it changes any of them."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, at_once: Collection[str] = ()) -> None:
-        """`at_once` are names of tensors that may change without notice."""
+    def __init__(
+        self, tensors: Mapping[str, Tensor], *, at_once: Collection[str] = (), on_device: bool = False
+    ) -> None:
+        """`at_once` are names of tensors that may change without notice; `on_device` leaves copies on their GPU."""
         self._changed = threading.Condition()
         self._reading: str | None = None
         self._copying: str | None = None
         self._copies: dict[str, Tensor] = {}
         self._live: dict[str, Tensor] = {}
+        self.made = moment()
+        self._landing: Landing | None = None
         for name, tensor in tensors.items():
-            stays = tensor.device.type == "cpu" and tensor.is_contiguous() and name not in at_once
-            (self._live if stays else self._copies)[name] = tensor if stays else _copy(tensor)
+            if tensor.device.type == "cpu" and tensor.is_contiguous() and name not in at_once:
+                self._live[name] = tensor
+            elif tensor.device.type == "cuda" and on_device:
+                self._copies[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+            else:
+                self._copies[name] = self._on_host(tensor)
+        self.made = moment()  # of a GPU: before this, what is in the copies may be something else
+        self._landing = None
 
     @contextmanager
     def reading(self, name: str, tensor: Tensor) -> Iterator[Tensor]:
@@ -60,6 +71,17 @@ class Snapshot:
         """Nobody needs anything any more."""
         self.keep_only(())
 
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cuda" or not tensor.is_contiguous():
+            return _copy(tensor)
+        self._landing = self._landing or Landing(tensor.device, self.made)
+        room = _room_like(tensor)
+        at = 0
+        for part in self._landing.parts(tensor):
+            room[at : at + len(part)] = part
+            at += len(part)
+        return room.view(tensor.dtype).view(tensor.shape)
+
     def complete(self) -> None:
         """From now on the tensors may change. What is read first is copied last: it may be read by then."""
         for name in reversed(list(self._live)):
@@ -79,10 +101,14 @@ class Snapshot:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """On the host, and as far from the border of a block as the original: its place in a file may depend on that."""
-    size = tensor.numel() * tensor.element_size()
-    room = torch.empty(size + BLOCK_BYTES, dtype=torch.uint8)  # of malloc, which has memory that was used before
+    room = _room_like(tensor)
+    return room.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+
+def _room_like(tensor: Tensor) -> Tensor:
+    """Bytes on the host, as far from the border of a block as the original: its place in a file may depend on that."""
+    room = torch.empty(tensor.nbytes + BLOCK_BYTES, dtype=torch.uint8)  # of malloc, which has used memory
     ask_for_large_pages([room])
     wanted = tensor.data_ptr() if tensor.device.type == "cpu" and tensor.is_contiguous() else 0
     shift = (wanted - room.data_ptr()) % BLOCK_BYTES
-    return room[shift : shift + size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    return room[shift : shift + tensor.nbytes]

@@ -12,6 +12,7 @@ executed.
 import json
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from engine.checkpoint.background import uncollected
+from engine.checkpoint.device_copies import Landing
 from engine.checkpoint.snapshot import Snapshot
 from engine.checkpoint.stream import Stream
 from engine.checkpoint.sums import Sum, write_sums
@@ -62,6 +64,7 @@ class Writer(StorageWriter):
         """`begun` is set when the planning is over, which is Python's work, and the disk's begins."""
         super().__init__()
         self._folder, self._snapshot, self._begun = folder, snapshot, begun
+        self._landing: Landing | None = None
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -102,14 +105,27 @@ class Writer(StorageWriter):
         name, data = item.index.fqn, planner.resolve_data(item)
         assert isinstance(data, Tensor)
         with self._snapshot.reading(name, data) as source:
-            data = source.to("cpu").contiguous()
-        start = stream.begin(data.data_ptr(), data.nbytes)
-        done = 0
+            live = source.device.type == "cpu" and source.is_contiguous()
+            address, parts = (source.data_ptr(), []) if live else self._landed(source)
+            start = stream.begin(address, data.nbytes)
+            for part in parts:
+                rest = bytes_of(part)
+                while rest:
+                    rest = rest[stream.write(rest) :]
+        done = 0 if live else data.nbytes
         while done < data.nbytes:
             with self._snapshot.reading(name, data) as source:
                 done += stream.write(bytes_of(source)[done:])
         self._snapshot.read(name)
-        return start, done
+        return start, data.nbytes
+
+    def _landed(self, source: Tensor) -> tuple[int, Iterable[Tensor]]:
+        """A tensor on the host, in parts: where the first lies, and they."""
+        if source.device.type == "cuda" and source.is_contiguous():
+            self._landing = self._landing or Landing(source.device, self._snapshot.made)
+            return self._landing.address, self._landing.parts(source)
+        here = source.to("cpu").contiguous()
+        return here.data_ptr(), [here]
 
     @uncollected()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

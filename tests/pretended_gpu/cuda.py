@@ -42,6 +42,7 @@ def faults() -> list[str]:
 
 def limit(size: int = MEMORY) -> None:
     """Bytes that the device has."""
+    _now.memory = size
     _ops.limit(size)
 
 
@@ -162,13 +163,14 @@ class _Watch(TorchDispatchMode):
 
 
 class _Now:
-    """Whether a graph is being captured, and what PyTorch's check for waiting does."""
+    """Whether a graph is being captured, what PyTorch's check for waiting does, and how much memory there is."""
 
     def __init__(self) -> None:
         self.capture: CUDAGraph | None = None
         self.sync = 0
         self.launching = False  # Triton's interpreter, which reads device memory as no kernel has to
         self.waits: list[str] = []
+        self.memory = MEMORY
 
 
 _now = _Now()
@@ -327,7 +329,7 @@ def _made_on_host(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _free(device: Any = None) -> tuple[int, int]:
-    return MEMORY - allocated(), MEMORY
+    return _now.memory - allocated(), _now.memory
 
 
 def _install() -> None:
