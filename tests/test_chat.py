@@ -235,13 +235,17 @@ def test_several_turns_a_system_message_and_a_reset() -> None:
 def test_options_change_in_the_chat() -> None:
     session, (voice,) = scripted(b"ok")
     session.run(["/set temperature 0.25", "/set max-new-tokens 5", "/set top_k 3", "/set top-p 2", "/set nose 1",
-                 "/set seed x", "/what", "hello"])  # fmt: skip
+                 "/set seed x", "/what", "/set min-p", "hello"])  # fmt: skip
     _, sampling, _ = voice.seen[0]
     assert (sampling.temperature, sampling.max_new_tokens, sampling.top_k, sampling.top_p) == (0.25, 5, 3, 1.0)
     assert sampling.end_ids == (0,)
     notes = session.notes.getvalue()  # type: ignore[attr-defined]
-    for told in ("top-p: top_p must be", "nose: there is no such option", "seed: x is not", "/what: there is no such"):
+    for told in ("top-p: top_p must be", "nose: there is no such option", "seed: x is not", "/what: there is no such",
+                 "/set min-p: to what?"):  # fmt: skip
         assert told in notes
+    session.run(["/set max_new_tokens=7", "/set stop = a=b", "/set", "again"])
+    changed = voice.seen[1][1]
+    assert (changed.max_new_tokens, changed.stop, changed.temperature) == (7, ("a=b",), 0.25)
 
 
 def test_stop_strings_and_what_shapes_the_distribution() -> None:

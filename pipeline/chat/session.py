@@ -1,6 +1,7 @@
 """The conversation at the terminal: lines in, answers and commands out."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -105,7 +106,7 @@ class Session:
 
     def _obey(self, line: str) -> None:
         command, _, rest = line.partition(" ")
-        words = rest.split(maxsplit=1)
+        words = re.split(r"\s*=\s*|\s+", rest.strip(), maxsplit=1)  # KEY=VALUE as on the command line, too
         if command == "/reset":
             for voice in self.voices:
                 voice.reset()
@@ -114,9 +115,11 @@ class Session:
         elif command == "/system":
             self.system = rest.strip()
             self._note("(system message set)" if self.system else "(no system message)")
-        elif command == "/set" and len(words) in (0, 2):
-            if words:
+        elif command == "/set":
+            if len(words) == 2:
                 self.sampling = with_option(self.sampling, *words)
+            elif rest:
+                raise UserError(f"{line}: to what? /set KEY VALUE")
             self._note("  ".join(f"{key} {_shown(getattr(self.sampling, key.replace('-', '_')))}" for key in OPTIONS))
         elif command == "/help":
             self._note(HELP)

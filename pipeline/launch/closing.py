@@ -1,6 +1,7 @@
 """The closing words of a run: where the model is, the figures that matter, what to type next."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,11 @@ FIGURES = {
 def closing_words(run_dir: Path, verdict: str | None = None) -> str:
     """A line for each finished stage with its figures, the verdict, where the model is and how to talk to it."""
     lines, newest = [], "reward"
-    for stage, names in FIGURES.items():
-        summary = read_summary(run_dir / stage)
-        if summary is None:
+    for stage in FIGURES:
+        figures = stage_figures(run_dir, stage)
+        if figures is None:
             continue
-        figures = [f"{name} {value:.4g}" for name in names if (value := figure(summary, name)) is not None]
-        lines.append(f"{stage:<7} {'  '.join(figures)}".rstrip())
+        lines.append(f"{stage:<7} {figures}".rstrip())
         newest = stage if stage != "reward" else newest
     if verdict is not None:
         lines.append(f"verdict {verdict}")
@@ -31,6 +31,24 @@ def closing_words(run_dir: Path, verdict: str | None = None) -> str:
     if newest != "reward":
         lines.append(f"talk    python chat.py {run_dir}")
     return "\n".join(lines)
+
+
+def comparing_words(runs: Mapping[str, Path | None], stage: str) -> str:
+    """What came out of `stage`, the last one of a multirun: a line for each run, by label; None is one that failed."""
+    lines, width = [f"-- {stage} of {len(runs)} runs"], max(map(len, runs))
+    for label, run in runs.items():
+        figures = "failed" if run is None else stage_figures(run, stage) or ""
+        lines.append(f"{label:<{width}}  {figures}".rstrip())
+    return "\n".join(lines)
+
+
+def stage_figures(run_dir: Path, stage: str) -> str | None:
+    """The figures of a finished stage that matter, in a line; None where it is not there."""
+    summary = read_summary(run_dir / stage)
+    if summary is None:
+        return None
+    values = ((name, figure(summary, name)) for name in FIGURES[stage])
+    return "  ".join(f"{name} {value:.4g}" for name, value in values if value is not None)
 
 
 def read_summary(stage_dir: Path) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
 from pipeline.files import write_whole
 from pipeline.fingerprint import HashCache
-from pipeline.launch.closing import closing_words
+from pipeline.launch.closing import closing_words, comparing_words
 from pipeline.launch.control import Control, Lost
 from pipeline.launch.failure import CRASHED, INTERRUPTED, USER_ERROR, advise
 from pipeline.launch.folder import RunFolder, open_folder
@@ -128,12 +128,12 @@ def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Cont
     """Run every job; one that fails does not stop the others of a multirun."""
     for config in configs:
         check_paths(config)
-    statuses = []
+    statuses, runs = [], dict[str, Path | None]()
     for job, config in zip(jobs, configs, strict=True):
         if job.label:
             print(f"-- {job.label}", flush=True)
         try:
-            _run_job(config, job.label, ranks, control)
+            runs[job.label] = _run_job(config, job.label, ranks, control)
             statuses.append(0)
         except (UserError, StageFailed) as problem:
             if len(jobs) == 1 or getattr(problem, "status", 0) == INTERRUPTED or control.failed():
@@ -141,16 +141,20 @@ def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Cont
             if isinstance(problem, UserError):
                 print(f"error: {problem}", file=sys.stderr)
             statuses.append(getattr(problem, "status", USER_ERROR))
+            runs[job.label] = None
+    if len(jobs) > 1 and configs[-1].stage != "plan":
+        print(comparing_words(runs, wanted_stages(configs[-1])[-1]), flush=True)
     bad = [job.label for job, status in zip(jobs, statuses, strict=True) if status]
     if bad:
         print(f"error: {len(bad)} of {len(jobs)} runs failed: {'; '.join(bad)}", file=sys.stderr)
     return max(statuses)
 
 
-def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> None:
+def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> Path | None:
+    """The run's folder; None where nothing is left behind."""
     if config.stage == "plan":
         _plan(config, ranks, control)
-        return
+        return None
     stages = wanted_stages(config)
     folder = open_folder(config, stages, label)
     try:
@@ -162,6 +166,7 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> N
         ran = [_run_stage(config, folder.path, stage, ranks, control, cache) for stage in stages]
         verdict = _report(folder.path, anew=any(ran) or not (folder.path / "report.html").exists())
         print(closing_words(folder.path, verdict), flush=True)
+        return folder.path
     finally:
         folder.close()
 

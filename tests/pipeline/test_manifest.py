@@ -255,13 +255,16 @@ def test_every_run_of_a_multirun_has_its_folder(train):
     assert sorted(run.name for run in Path("runs").iterdir()) == ["x-seed=1", "x-seed=2"]
     status, said = train("-m", "seed=1,2", "stage=sft", "name=x")
     assert said.count("skipped") == 2
+    end = "-- sft of 2 runs\nseed=1  eval_loss 0.25  gold_score 0.5\nseed=2  eval_loss 0.25  gold_score 0.5\n"
+    assert said.endswith(end)
+    assert "-- sft of" not in train("-m", "seed=1", "stage=sft", "name=y")[1]
 
 
 def test_a_failed_run_of_a_multirun_does_not_stop_the_others(train):
     status, said = train("-m", "seed=1,2", "stage=sft", stage="user")
     assert status == 2
     assert len(list(Path("runs").iterdir())) == 2
-    assert "2 of 2 runs failed: seed=1; seed=2" in said
+    assert "2 of 2 runs failed: seed=1; seed=2" in said and "-- sft of 2 runs\nseed=1  failed\nseed=2  failed\n" in said
 
 
 def test_nobody_works_in_a_locked_folder(train):
