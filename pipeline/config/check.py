@@ -56,7 +56,10 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
         if getattr(config, key) is not None and config.stage not in ("all", "ppo", "plan"):
             shown = "reward" if key == "reward_path" else key
             where = f"{shown}={getattr(config, key)}"
-            yield f"{where} is where PPO starts, but stage={config.stage}: leave it out, or stage=ppo"
+            yield (
+                f"{where} is where PPO starts, but stage={config.stage}: leave it out, or stage=ppo "
+                "(model.path=FOLDER is where the other stages start)"
+            )
     if config.rollout.min_new_tokens > config.rollout.max_new_tokens:
         yield (
             f"rollout.min_new_tokens={config.rollout.min_new_tokens} exceeds "

@@ -238,11 +238,12 @@ def _check_folder(folder: Path) -> None:
 
 
 def _unreadable(name: str, folder: Path | None, error: Exception) -> str:
-    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    said = f"{error} is missing" if isinstance(error, KeyError) else str(error).strip()
+    reason = next(iter(said.splitlines()), type(error).__name__).removesuffix(".")
     if folder is not None:
-        return f"{folder}: the tokenizer can't be read: {reason} Give another one with model.tokenizer=FOLDER."
+        return f"{folder}: the tokenizer can't be read: {reason}. Give another one with model.tokenizer=FOLDER."
     return (
-        f"Can't get the tokenizer of {name} from the hub: {reason} Where this machine can't reach the hub, download "
+        f"Can't get the tokenizer of {name} from the hub: {reason}. Where this machine can't reach the hub, download "
         "the model elsewhere, copy its folder here, and give model.path=FOLDER (or model.tokenizer=FOLDER)."
     )
 

@@ -236,7 +236,8 @@ def test_minibatches_are_cut_from_all_answers_of_a_rollout():
 
 
 def test_actor_belongs_to_ppo():
-    assert "stage=sft" in refusal("stage=sft", "actor=runs/x/sft")
+    line = refusal("stage=sft", "actor=runs/x/sft")
+    assert line.startswith("actor=runs/x/sft is where PPO starts, but stage=sft: ") and "model.path=FOLDER" in line
 
 
 @pytest.mark.parametrize(
