@@ -28,8 +28,7 @@ from pipeline.data.demo.facts import (
 class Statement:
     """What an answer says: whole sentences that say it, and the one word that does (None: one word can't).
 
-    Sentences are put together when they are asked for: of sixteen questions that are drawn for a held-out prompt,
-    fifteen are thrown away.
+    Sentences are put together when they are asked for: of sixty questions drawn, one becomes a held-out prompt.
     """
 
     patterns: tuple[str, ...]
