@@ -282,12 +282,13 @@ def warnings(config: RunConfig) -> list[str]:
 
 def _engines_of_nobody(ppo: PpoSection) -> Iterable[str]:
     """Engine keys of a model that this PPO does without."""
-    gone = {
-        "critic_engine": (ppo.advantage != "gae", f"ppo.advantage={ppo.advantage} has no critic"),
-        "reference_engine": (not ppo.asks_reference, "ppo.kl_coef=0 has no reference (ppo.reference=true does)"),
-        "reward_engine": (not ppo.reward_model, "ppo.reward_model=false has no reward model"),
-    }
-    for key, (without, why) in gone.items():
+    gone = (
+        ("critic_engine", ppo.advantage != "gae", f"ppo.advantage={ppo.advantage} has no critic"),
+        ("reference_engine", not ppo.asks_reference, "ppo.kl_coef=0 has no reference (ppo.reference=true does)"),
+        ("reference_engine", ppo.lora.rank > 0, "the actor without its adapters is the reference"),
+        ("reward_engine", not ppo.reward_model, "ppo.reward_model=false has no reward model"),
+    )
+    for key, without, why in gone:
         if without and getattr(ppo, key):
             yield f"ppo.{key} is not used: {why}"
 

@@ -216,6 +216,9 @@ def test_engine_keys_of_a_model_that_is_not_there_are_named():
     said = [line.partition(" is not used: ")[0] for line in warnings(config_of(*own, *gone))]
     assert said == ["ppo.critic_engine", "ppo.reference_engine", "ppo.reward_engine"]
     assert warnings(config_of("stage=sft", *own, *gone)) == []
+    assert warnings(config_of("ppo=lora", *own)) == [
+        "ppo.reference_engine is not used: the actor without its adapters is the reference"
+    ]
 
 
 def test_where_the_kl_counts_goes_with_the_advantages_unless_it_is_said():
