@@ -3,7 +3,6 @@
 No rank holds more of a file than its shard, and one whole parameter at most where values are drawn at random.
 """
 
-import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -149,7 +148,7 @@ def draw_parameters(
         wanted.setdefault(owner, []).append(leaf)
     for owner, leaves in wanted.items():
         live = root.get_submodule(owner)
-        whole = copy.copy(live)
+        whole = _twin(live)
         whole._parameters = {
             key: None if p is None else nn.Parameter(torch.zeros(p.shape)) for key, p in live._parameters.items()
         }
@@ -160,3 +159,10 @@ def draw_parameters(
             drawn, parameter = whole._parameters[leaf], live._parameters[leaf]
             assert drawn is not None and parameter is not None
             copy_local(parameter, drawn)
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A copy that shares what it holds, of its very type: `copy` would construct the class of an FSDP unit anew."""
+    twin = object.__new__(type(module))
+    vars(twin).update(vars(module))
+    return twin

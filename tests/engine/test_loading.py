@@ -94,3 +94,24 @@ def test_sharded_modules_are_filled_in_place() -> None:
     )
     whole = dtensors.full_tensor(dict(engine.module.named_parameters())["0.weight"].detach()).cpu()
     assert torch.equal(whole, drawn(1, "0.weight")["0.weight"])
+
+
+class Scaled(nn.Module):
+    """A block with a parameter of its own, whose class can't be made without arguments."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x
+
+
+def test_a_unit_with_parameters_of_its_own_is_filled() -> None:
+    engine = Engine(
+        nn.Sequential(nn.ModuleList([Scaled(4)])),
+        EngineConfig(zero_stage=3, dtype="fp32", offload_optimizer="cpu"),  # one rank goes through FSDP2, too
+        optimizer=OptimizerConfig(lr=1.0),
+        fill=lambda module: draw_parameters(module, ["0.0.scale"], 1, lambda unit, _: nn.init.constant_(unit.scale, 5)),
+    )
+    assert dtensors.full_tensor(next(engine.module.parameters()).detach()).tolist() == [5.0] * 4
