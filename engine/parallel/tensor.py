@@ -33,8 +33,8 @@ WITH_PLAN = "Llama, Qwen, Mistral, Mixtral, Gemma, Phi, OLMo, GPT-NeoX and Starc
 def plan_of(module: nn.Module) -> Mapping[str, str]:
     """The plan that came with the outermost submodule that has one. Raises ValueError where there is none."""
     for child in module.modules():
-        plan = getattr(child, "_tp_plan", None)
-        if plan:
+        plan = getattr(child, "_tp_plan", None) or {}
+        if any("*" in pattern for pattern in plan):  # one without blocks names the head alone
             return dict(plan)
     models = (type(child).__name__ for child in module.modules() if hasattr(child, "config"))
     raise ValueError(

@@ -1,5 +1,6 @@
 """Tensor parallelism is a layout: losses, gradient norms and weights are those of one process, for any plan."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import Engine, EngineConfig, OptimizerConfig, initialize
 from engine.loading import copy_local
-from engine.parallel import dist, dtensors
+from engine.parallel import dist, dtensors, regions
 from tests.ranks import run_ranks
 
 STEPS, ROWS, VOCABULARY = 3, 4, 96
@@ -23,6 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
     "qwen3_moe": {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},  # no plan of its own
+    "diffllama": {"num_key_value_heads": 2},  # a plan for the head alone
 }
 OPT_PLAN = {
     "decoder.layers.*.self_attn": "local_heads",
@@ -118,11 +120,36 @@ def all_cases(tensor_parallel: int, cases: list[tuple[str, dict[str, Any]]]) -> 
     return [told(trained(family, **layout, tensor_parallel=tensor_parallel)) for family, layout in cases]
 
 
+def compiled() -> list[tuple[Tensor, Tensor]]:
+    """The sines of rows of several lengths, summed over the ranks in compiled code, and their gradients."""
+    group, found = dist.neighbours(2).get_group(), []
+
+    @partial(torch.compile, backend="aot_eager")
+    def summed(x: Tensor) -> Tensor:
+        return regions.summed(regions.copied(x, group).sin(), group)
+
+    for tokens in (3, 5, 4):
+        x = torch.arange(float(tokens), requires_grad=True)
+        out = summed(x)
+        out.sum().backward()
+        assert x.grad is not None
+        found.append((out.detach(), x.grad))
+    return found
+
+
+def two() -> tuple[list[Any], list[tuple[Tensor, Tensor]]]:
+    return all_cases(2, CASES), compiled()
+
+
 def test_two_ranks_hold_each_matrix_between_them() -> None:
     alone = all_cases(1, CASES)
-    for results in run_ranks(all_cases, 2, 2, CASES):
+    for results, sines in run_ranks(two, 2):
         for found, wanted in zip(results, alone, strict=True):
             same(found, wanted)
+        for out, gradient in sines:
+            x = torch.arange(float(len(out)))
+            torch.testing.assert_close(out, 2 * x.sin())
+            torch.testing.assert_close(gradient, 2 * x.cos())
 
 
 def four(folder: Path) -> dict[str, Any]:
@@ -170,6 +197,7 @@ def refused() -> list[str]:
         ("llama", None, {"intermediate_size": 49}),
         ("llama", {"layers.*.mlp.up_proj": "sideways"}, {}),
         ("llama", {"layers.*.nothing": "colwise"}, {}),
+        ("diffllama", None, {}),
         ("llama", {"layers.*.input_layernorm": "colwise"}, {}),
     ):
         with pytest.raises(ValueError) as problem:
@@ -194,6 +222,7 @@ def test_what_cannot_be_split_is_refused_and_says_why() -> None:
                 "gate_proj.weight",
                 "sideways, which is not known",
                 "no module is called like layers",
+                "DiffLlamaForCausalLM comes without a tensor-parallel plan",
                 "is a LlamaRMSNorm",
                 "tensor_parallel=3 does not divide the 2 ranks",
                 "mlp.experts has an adapter",
