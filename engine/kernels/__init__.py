@@ -23,14 +23,24 @@ from engine.kernels.split_logprobs import Pieces, Reduce
 from engine.kernels.split_logprobs import split_token_logprobs as _split_token_logprobs
 from engine.kernels.token_logprobs import gradients, statistics
 from engine.kernels.token_logprobs import token_logprobs as _token_logprobs
+from engine.kernels.write_tokens import write_tokens as _write_tokens
 
-__all__ = ["Reduce", "decode_attention", "draw", "gae", "sample", "split_token_logprobs", "token_logprobs"]
+__all__ = [
+    "Reduce",
+    "decode_attention",
+    "draw",
+    "gae",
+    "sample",
+    "split_token_logprobs",
+    "token_logprobs",
+    "write_tokens",
+]
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 _HAS_TRITON = find_spec("triton") is not None  # PyTorch's CUDA builds for Linux bring it
-_IN_TRITON = {"decode_attention", "gae", "sample", "token_logprobs"}
+_IN_TRITON = {"decode_attention", "gae", "sample", "token_logprobs", "write_tokens"}
 _HOST: dict[str, Any] = {"decode_attention": _host_decode_attention, "draw": _host_sample, "sample": _host_sample}
 
 
@@ -68,6 +78,7 @@ draw = _picked(_draw)
 gae = _picked(_gae)
 sample = _picked(_sample)
 token_logprobs = _picked(_token_logprobs)
+write_tokens = _picked(_write_tokens)
 
 
 def split_token_logprobs(

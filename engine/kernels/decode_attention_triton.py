@@ -4,8 +4,8 @@ One query token reads the whole cache and computes next to nothing: the kernel's
 program owns one sequence, one key head and a share (a split) of the keys, so that keys and values are read once for
 all query heads of the group, and a few long sequences fill the card as well as many short ones ("flash-decoding", Dao
 et al., 2023). Shares are cut from each sequence's own length: a short row next to a long one is cut finer, not left to
-one program. A second kernel joins the shares. The grid depends on shapes alone, never on lengths, so that nothing
-waits for the device and a CUDA graph can replay it.
+one program. A second kernel joins the shares, where there are several. The grid depends on shapes alone, never on
+lengths, so that nothing waits for the device and a CUDA graph can replay it.
 
 The queries of a group are padded to the 16 rows that tensor cores take: with one head a group 15 of 16 products are
 for nothing, and still memory is what is waited for.
@@ -47,16 +47,20 @@ def decode_attention(
     query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values))
     options = launch_options(width, of_values, heads // key_heads, keys.dtype)
     splits = _splits(batch * key_heads, capacity, options["BT"], multiprocessors(query.device))
-    partial = query.new_empty(batch * heads, splits, of_values, dtype=torch.float32)
-    stats = query.new_empty(2, batch * heads, splits, dtype=torch.float32)
+    partial, highest, totals = out, None, None
+    if splits > 1:
+        partial = query.new_empty(batch * heads, splits, of_values, dtype=torch.float32)
+        highest, totals = query.new_empty(2, batch * heads, splits, dtype=torch.float32)
     share_kernel[(batch * key_heads, splits)](
-        query, keys, values, slots, lengths, alibi, partial, stats[0], stats[1], key_heads, heads, width, of_values,
+        query, keys, values, slots, lengths, alibi, partial, highest, totals, key_heads, heads, width, of_values,
         query.stride(0), query.stride(1), *keys.stride()[:3], *values.stride()[:3], splits, scale, window or 0,
         softcap or 0.0, GROUP=heads // key_heads, HAS_WINDOW=window is not None, HAS_ALIBI=alibi is not None,
-        HAS_SOFTCAP=softcap is not None, PRECISION=dot_precision(keys.dtype), **options,
+        HAS_SOFTCAP=softcap is not None, WHOLE=splits == 1, PRECISION=dot_precision(keys.dtype), **options,
     )  # fmt: skip
+    if splits == 1:
+        return out
     join_kernel[(batch * heads,)](
-        partial, stats[0], stats[1], out, splits, of_values, SPLITS=triton.next_power_of_2(splits), BV=options["BV"],
+        partial, highest, totals, out, splits, of_values, SPLITS=triton.next_power_of_2(splits), BV=options["BV"],
         num_warps=4,
     )  # fmt: skip
     return out
@@ -81,9 +85,12 @@ def share_kernel(
     query, keys, values, slots, lengths, alibi, partial, highest, totals, key_heads, heads, width, of_values, stride_qb,
     stride_qh, stride_ks, stride_kh, stride_kt, stride_vs, stride_vh, stride_vt, splits, scale, window, softcap,
     GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr,
 ):  # fmt: skip
-    """Unnormalised output (B H, splits, Dv), maximum and total weight (B H, splits) of one share of the keys."""
+    """Unnormalised output (B H, splits, Dv), maximum and total weight (B H, splits) of one share of the keys; where one
+    share is the WHOLE, its output.
+    """
     row = tl.program_id(0) // key_heads
     key_head = tl.program_id(0) % key_heads
     split = tl.program_id(1)
@@ -129,10 +136,13 @@ def share_kernel(
         m = above
     exist = group < GROUP
     here = (row * heads + head) * splits + split
-    tl.store(highest + here, m, mask=exist)
-    tl.store(totals + here, s, mask=exist)
+    if WHOLE:
+        acc = acc / tl.where(s == 0.0, 1.0, s)[:, None]
+    else:
+        tl.store(highest + here, m, mask=exist)
+        tl.store(totals + here, s, mask=exist)
     out = partial + here.to(tl.int64)[:, None] * of_values + dv[None, :]
-    tl.store(out, acc, mask=exist[:, None] & (dv < of_values)[None, :])
+    tl.store(out, acc.to(partial.dtype.element_ty), mask=exist[:, None] & (dv < of_values)[None, :])
 
 
 @triton.jit

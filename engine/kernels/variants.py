@@ -9,6 +9,7 @@ import torch
 from engine.kernels import decode_attention_triton as attention
 from engine.kernels import gae_triton, rows_triton, sample_candidates_triton, sample_search_triton, sample_triton
 from engine.kernels import token_logprobs_triton as logprobs
+from engine.kernels import write_tokens_triton as writing
 from engine.kernels.host.gates import Kind as Activation
 from engine.kernels.host.norms import Kind
 
@@ -92,24 +93,30 @@ def _token_logprobs(capability: int) -> Iterator[Variant]:
 
 
 def _decode_attention(capability: int) -> Iterator[Variant]:
-    cases = ((64, 1, torch.bfloat16, False), (128, 8, torch.bfloat16, True), (64, 1, torch.float32, False))
-    for width, group, dtype, extras in cases:
+    cases = (
+        (64, 1, torch.bfloat16, False, False), (64, 1, torch.bfloat16, False, True),
+        (128, 8, torch.bfloat16, True, False), (64, 1, torch.float32, False, False),
+    )  # fmt: skip
+    for width, group, dtype, extras, whole in cases:
         of = TRITON_TYPES[dtype]
         types = {
             **_pointers(of, "query", "keys", "values"), **_pointers("i64", "slots", "lengths"),
-            **_pointers("fp32", "alibi", "partial", "highest", "totals"), "scale": "fp32", "softcap": "fp32",
+            **_pointers("fp32", "alibi", "highest", "totals"), "scale": "fp32", "softcap": "fp32",
+            "partial": f"*{of if whole else 'fp32'}",
         }  # fmt: skip
         constants = {
             **attention.launch_options(width, width, group, dtype), "GROUP": group, "HAS_WINDOW": extras,
-            "HAS_ALIBI": extras, "HAS_SOFTCAP": extras, "PRECISION": "ieee", **({} if extras else {"alibi": None}),
+            "HAS_ALIBI": extras, "HAS_SOFTCAP": extras, "WHOLE": whole, "PRECISION": "ieee",
+            **({} if extras else {"alibi": None}), **({"highest": None, "totals": None} if whole else {}),
         }  # fmt: skip
-        label = (
-            f"{of}, {group} head{'s' if group > 1 else ''} of {width}{', window, ALiBi and soft cap' if extras else ''}"
-        )
+        more = f"{', window, ALiBi and soft cap' if extras else ''}{', in one share' if whole else ''}"
+        label = f"{of}, {group} head{'s' if group > 1 else ''} of {width}{more}"
         yield _variant(f"decode_attention, {label}", attention.share_kernel, types, constants)
     types = {**_pointers("fp32", "partial", "highest", "totals"), "out": "*bf16"}
     constants = {"SPLITS": attention.MOST_SPLITS, "BV": 128, "num_warps": 4}
     yield _variant("decode_attention join", attention.join_kernel, types, constants)
+    types = _pointers("bf16", "key", "value", "keys", "values") | _pointers("i64", "slots", "positions")
+    yield _variant("write_tokens, heads of 64", writing.write_kernel, types, writing.launch_options(64, 64))
 
 
 def _rows(capability: int) -> Iterator[Variant]:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from engine.kernels import decode_attention
+from engine.kernels import decode_attention, write_tokens
 from engine.rollout.attention import Unserved, check_served
 from engine.rollout.cache.slots import SlotCache
 from engine.rollout.recorded.recording import recorded_whole
@@ -46,8 +46,8 @@ def static_attention(
         raise Unserved(f"{type(module).__name__} asks for another kind of attention")
     check_served(module, others)
     layer = slots.cache.layers[module.layer_idx]  # type: ignore[index]
-    layer.keys[slots.slots, :, slots.positions] = key[0].transpose(0, 1)
-    layer.values[slots.slots, :, slots.positions] = value[0].transpose(0, 1)
+    new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # (b, key heads, head size)
+    write_tokens(new_keys, new_values, layer.keys, layer.values, slots.slots, slots.positions)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     queries = query[0].transpose(0, 1)  # (b, heads, head size)
     out = decode_attention(

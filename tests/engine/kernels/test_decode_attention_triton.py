@@ -20,12 +20,14 @@ def test_matches_float64(dtype: torch.dtype, heads: tuple[int, int], extras: dic
     torch.testing.assert_close(ours.double(), attention_in_float64(**case), atol=TOLERANCE[dtype], rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("splits", [1, 3, 8])
-def test_splits_do_not_matter(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+def test_splits_do_not_matter(monkeypatch: pytest.MonkeyPatch, splits: int, dtype: torch.dtype) -> None:
     monkeypatch.setattr(kernel, "_splits", lambda *args: splits)
-    case = ragged_cache(2, 1, width=16, lengths=[2, 33, 199], capacity=256)
+    case = ragged_cache(2, 1, width=16, lengths=[2, 33, 0, 199], capacity=256, dtype=dtype)
     ours = kernel.decode_attention(**case)
-    torch.testing.assert_close(ours.double(), attention_in_float64(**case), atol=TOLERANCE[torch.float32], rtol=0)
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours.double(), attention_in_float64(**case), atol=TOLERANCE[dtype], rtol=0)
 
 
 def test_caches_may_be_views() -> None:

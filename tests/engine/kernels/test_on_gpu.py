@@ -18,7 +18,7 @@ pytestmark = needs_gpu
 SCALE = 1 if ON_GPU else 16  # the CPU tries the code only
 
 
-@pytest.mark.parametrize("name", ["token_logprobs", "decode_attention", "sample", "gae"])
+@pytest.mark.parametrize("name", ["token_logprobs", "decode_attention", "sample", "gae", "write_tokens"])
 def test_the_names_pick_triton(name: str) -> None:
     picked = kernels._for_device(name, torch.empty(1, device=DEVICE))
     assert (picked is not None and picked.__module__.endswith("_triton")) == ON_GPU
