@@ -17,9 +17,10 @@ from transformers import AttentionInterface
 
 from engine.kernels.host import decode_attention as host
 from engine.kernels.host.ragged_attention import ragged_attention
+from engine.kernels.varlen import fits, varlen_kernel, within_sequences
 from engine.rollout.cache.groups import Family, Group
 from engine.rollout.cache.shared_prompt import joined_attention
-from engine.rollout.cache.slots import SlotLayer, Step
+from engine.rollout.cache.slots import Seen, SlotLayer, Step
 from engine.rollout.recorded.recording import recorded_whole
 
 NAME = "zerochat_slots"
@@ -98,28 +99,55 @@ def _in_one_call(slots: Step, layer: SlotLayer, asked: Asked) -> Tensor:
 
 def _part_by_part(slots: Step, layer: SlotLayer, asked: Asked) -> Tensor:
     """The same by PyTorch's operators."""
-    query, key, value, scaling, window, softcap = asked
+    query, key, value, _, window, softcap = asked
     rows = slots.rows(key.shape[1])
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # (N, key heads, head size)
     layer.write(rows, keys[: len(rows)], values[: len(rows)])
     queries = query[0].transpose(0, 1)  # (N, heads, head size)
-    parts = []
+    begun = _within_chunks(slots, asked)
+    if begun is not None:
+        for seen in slots.chunks_seen(window):
+            chunk = seen[0]
+            if chunk.start:
+                begun[chunk.begin : chunk.end] = _of_part(queries, slots, layer, asked, seen)
+        return begun[None]
     families = softcap is None and key.shape[-1] == value.shape[-1]
-    for part, first, last, mask in slots.seen(window, families=families):
-        mine = queries[part.begin : part.end]
-        if isinstance(part, Family):
-            parts.append(joined_attention(mine, layer, part, slots.tails(part), scaling))
-            continue
-        single = isinstance(part, Group)
-        q = mine[:, :, None] if single else mine.transpose(0, 1)[None]
-        span = slice(part.slot, part.slot + (len(part.lengths) if isinstance(part, Group) else 1))
-        k, v = layer.keys[span, :, first:last], layer.values[span, :, first:last]
-        out = attend(q, k, v, mask, scaling=scaling, softcap=softcap)
-        parts.append(out[:, :, 0] if single else out[0].transpose(0, 1))
+    parts = [_of_part(queries, slots, layer, asked, seen) for seen in slots.seen(window, families=families)]
     if len(rows) < len(queries):  # the others only fill the step up
         parts.append(parts[0].new_zeros(len(queries) - len(rows), *parts[0].shape[1:]))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined[None]
+
+
+def _of_part(queries: Tensor, slots: Step, layer: SlotLayer, asked: Asked, seen: Seen) -> Tensor:
+    """queries (N, heads, head size) of a step; what the columns of one part say."""
+    part, first, last, mask = seen
+    mine = queries[part.begin : part.end]
+    if isinstance(part, Family):
+        return joined_attention(mine, layer, part, slots.tails(part), asked.scaling)
+    single = isinstance(part, Group)
+    q = mine[:, :, None] if single else mine.transpose(0, 1)[None]
+    span = slice(part.slot, part.slot + (len(part.lengths) if isinstance(part, Group) else 1))
+    k, v = layer.keys[span, :, first:last], layer.values[span, :, first:last]
+    out = attend(q, k, v, mask, scaling=asked.scaling, softcap=asked.softcap)
+    return out[:, :, 0] if single else out[0].transpose(0, 1)
+
+
+def _within_chunks(slots: Step, asked: Asked) -> Tensor | None:
+    """(N, heads, head size): what chunks of prompts, each by itself, say, by one call of a GPU's kernel; None where the
+    step has others, or the kernel doesn't do this.
+    """
+    query, value = asked.query[0], asked.value[0]
+    if not query.is_cuda or asked.softcap is not None or slots.groups or slots.chunks[-1].end < query.shape[1]:
+        return None
+    kernel = varlen_kernel() if fits(query, value) else None
+    if kernel is None:
+        return None
+    q, k, v = (t.transpose(0, 1) for t in (query, asked.key[0], value))
+    starts, longest = slots.chunk_starts
+    return within_sequences(
+        kernel, q, k, v, (starts, starts), (longest, longest), scale=asked.scaling, window=asked.window
+    )
 
 
 def check_served(module: nn.Module, others: Mapping[str, Any]) -> None:

@@ -22,13 +22,13 @@ from engine.rollout.cache.groups import Chunk, Group
 from engine.rollout.cache.slots import SlotCache, Step
 from engine.rollout.decoding import Decoding, Drawn
 from engine.rollout.on_device.forwards import Forwards
-from engine.rollout.on_device.graphs import upload
 from engine.rollout.on_device.rounds import DeviceDecoding, Rounds
 from engine.rollout.packed import PackedLinears
 from engine.rollout.recorded.steps import RecordedSteps
 from engine.rollout.sampling import Sampling
 from engine.rollout.scheduler import Scheduler
 from engine.rollout.served import check_model, has_window
+from engine.rollout.uploads import upload
 
 # Tokens of prompts a forward carries at most: bounds the activations, which on CPUs should stay in the caches.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}

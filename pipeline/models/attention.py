@@ -12,7 +12,6 @@ kernel doesn't fit, there is one call a document.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,14 +20,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine.kernels.host.ragged_attention import ragged_attention
+from engine.kernels.varlen import fits, varlen_kernel, within_sequences
 from engine.parallel.sequence import Share
 from engine.rollout.attention import Unserved, attend, check_served
 from pipeline.data.documents import Documents, Ragged
 
 NAME = "zerochat_documents"
-KERNEL_DTYPES = (torch.float16, torch.bfloat16)
-KERNEL_CAPABILITY = (8, 0)
-LARGEST_HEAD = 256  # of the variable-length kernel
 
 
 def use_documents(model: PreTrainedModel) -> bool:
@@ -117,15 +114,12 @@ class _How:
 
     def fits_kernel(self, query: Tensor, value: Tensor) -> bool:
         """Whether the variable-length kernel does this."""
-        plain = self.softcap is None and self.dropout == 0.0 and query.dtype in KERNEL_DTYPES
-        if torch.cuda.get_device_capability(query.device) < KERNEL_CAPABILITY:
-            return False
-        return plain and query.shape[-1] == value.shape[-1] <= LARGEST_HEAD and query.shape[-1] % 8 == 0
+        return self.softcap is None and self.dropout == 0.0 and fits(query, value)
 
 
 def _within(documents: Documents, query: Tensor, key: Tensor, value: Tensor, how: _How) -> Tensor:
     """(1, heads, N, size) queries -> (1, N, heads, size), by what does it best here."""
-    kernel = _kernel() if query.is_cuda and how.fits_kernel(query, value) else None
+    kernel = varlen_kernel() if query.is_cuda and how.fits_kernel(query, value) else None
     if kernel is not None:
         return _by_kernel(kernel, query[0], key[0], value[0], documents.ragged(query.device), how)[None]
     on_host = _on_host(query[0], key[0], value[0], documents, how)
@@ -159,39 +153,15 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents,
     return torch.cat(out, dim=1)
 
 
-@cache
-def _kernel() -> Callable[..., Tensor] | None:
-    """PyTorch's variable-length attention; None where there is none yet that takes a scale and a window."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    takes = inspect.signature(varlen_attn).parameters
-    kernel: Callable[..., Any] = varlen_attn
-    return kernel if {"scale", "window_size"} <= takes.keys() else None
-
-
 def _by_kernel(
     kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, ragged: Ragged, how: _How
 ) -> Tensor:
     """(heads, N, size) queries -> (N, heads, size), all documents in one call; causal from the last token back."""
-    groups = query.shape[0] // key.shape[0]
     q, k, v = (t.transpose(0, 1) for t in (query, key, value))
     if ragged.keys is not None:
         k, v = k.index_select(0, ragged.keys), v.index_select(0, ragged.keys)
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return kernel(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        ragged.query_starts,
-        ragged.key_starts,
-        ragged.longest_query,
-        ragged.longest_key,
-        scale=how.scaling,
-        window_size=(-1 if how.window is None else how.window - 1, 0),
-    )
+    starts, longest = (ragged.query_starts, ragged.key_starts), (ragged.longest_query, ragged.longest_key)
+    return within_sequences(kernel, q, k, v, starts, longest, scale=how.scaling, window=how.window)
 
 
 AttentionInterface.register(NAME, document_attention)

@@ -5,6 +5,7 @@ that are streamed. tests/engine/test_pretended_gpu.py runs it.
 import gc
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ from engine.checkpoint.snapshot import Snapshot
 from engine.engine import Engine
 from engine.healing import Portion
 from engine.loading import copy_local
+from engine.rollout import attention
+from engine.rollout.cache.groups import Chunk
+from engine.rollout.cache.slots import SlotCache, Step
 from tests.engine.rollout.families import build
 from tests.engine.test_on_gpu import OPTIMIZER, Policy, batches, loss
 from tests.gpu import lone_rank, needs_gpu  # noqa: F401  a fixture
@@ -113,6 +117,28 @@ def test_micro_batches_are_summed_on_the_host() -> None:
     expected = advance(engine_of("llama", zero_stage=2), batches(), micro=1)
     found = advance(engine_of("llama", zero_stage=2, offload_optimizer="cpu"), batches(), micro=1)
     assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_prompts_attend_in_one_call(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that begin prompts, and one that goes on, as when each attends by a call of its own."""
+    tokens, module = torch.randn(3, 14, 4, 16, device="cuda", dtype=torch.bfloat16), SimpleNamespace(layer_idx=0)
+    chunks = [Chunk(0, 6, 1, 0), Chunk(6, 8, 2, 3), Chunk(8, 13, 0, 0), Chunk(13, 14, 3, 0)]
+    slots = torch.tensor([c.slot for c in chunks for _ in range(c.begin, c.end)]).cuda()
+    places = torch.tensor([p for c in chunks for p in range(c.start, c.length)]).cuda()
+    found = []
+    for by_parts in (False, True):
+        cache = SlotCache(4, 8)
+        cache.layer(0, *(t[None, :2].transpose(1, 2)[:, :2] for t in tokens[1:])).keys.fill_(0.5)
+        if by_parts:
+            monkeypatch.setattr(attention, "_within_chunks", lambda *_: None)
+        step = Step(cache, slots, places, [], chunks)
+        query, key, value = (t.transpose(0, 1)[None] for t in tokens)
+        heads = query, key[:, :2], value[:, :2]
+        out, _ = attention.slot_attention(module, *heads, slots=step, sliding_window=window)  # type: ignore[arg-type]
+        found.append(out)
+        assert ("chunk_starts" in vars(step)) != by_parts
+    torch.testing.assert_close(found[0].cpu(), found[1].cpu(), atol=2e-2, rtol=2e-2)
 
 
 def negative(module: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.kernels.host.ragged_attention import Families
 from engine.offload.blocks import aligned
 from engine.rollout.cache.groups import Chunk, Family, Group
+from engine.rollout.uploads import upload
 
 Seen = tuple[Group | Chunk | Family, int, int, Tensor | None]
 SeenChunk = tuple[Chunk, int, int, Tensor | None]
@@ -136,6 +137,12 @@ class Step:
         """Where the chunks lie that begin a prompt, each by itself; None where there are none."""
         found = [[(chunk.begin, chunk.end - chunk.begin)] for chunk in self.chunks if chunk.start == 0]
         return Families.of(found) if found else None
+
+    @cached_property
+    def chunk_starts(self) -> tuple[Tensor, int]:
+        """Where each chunk begins, and the last one's end, (chunks + 1,) int32; tokens of the longest."""
+        starts = [self.chunks[0].begin, *(chunk.end for chunk in self.chunks)]
+        return upload(starts, self.slots.device, torch.int32), max(c.end - c.begin for c in self.chunks)
 
     def chunks_seen(self, window: int | None) -> list[SeenChunk]:
         """Each chunk with the span of positions it reads and its mask, for a layer's sliding window."""

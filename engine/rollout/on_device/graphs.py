@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.healing.failure import is_out_of_memory
 from engine.rollout.buckets import bucket
 from engine.rollout.on_device.static_step import StaticStep
+from engine.rollout.uploads import upload
 
 log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -94,12 +95,6 @@ class Replays:
         finally:
             graph.capture_end()
         return graph
-
-
-def upload(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """int64 numbers on the device, without waiting for it."""
-    numbers = torch.tensor(values, dtype=torch.int64)
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 @contextmanager

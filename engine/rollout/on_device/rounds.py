@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from engine.rollout.cache.slots import SlotCache, Step
 from engine.rollout.on_device.forwards import Forwards
-from engine.rollout.on_device.graphs import Replays, upload
+from engine.rollout.on_device.graphs import Replays
 from engine.rollout.on_device.static_step import NOTHING, DecodeState, StaticStep
 from engine.rollout.sampling import Sampling, under_seed
 from engine.rollout.scheduler import Answering, Scheduler
+from engine.rollout.uploads import upload
 
 WINDOW = 8  # decode steps a round: the host asks no sooner
 SETTINGS_KEPT = 4  # sampling settings whose graphs are kept

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from engine import Engine
 from engine.kernels.host.library import library
 from engine.kernels.host.ragged_attention import ragged_attention
+from engine.kernels.varlen import varlen_kernel
 from engine.parallel import dist, dtensors
 from pipeline.data.documents import Documents
 from pipeline.errors import UserError
@@ -242,7 +243,7 @@ def test_the_kernel_of_gpus_computes_the_same(
     documents = Documents((30, 20, 45, 1), prefixes)
     generator = torch.Generator().manual_seed(2)
     inputs = [torch.randn(h, 96, 8, generator=generator).bfloat16().requires_grad_() for h in (4, 2, 2)]
-    how, kernel = attention._How(0.3, window, None, 0.0), attention._kernel()
+    how, kernel = attention._How(0.3, window, None, 0.0), varlen_kernel()
     assert kernel is not None
     documents.ragged(torch.device("cpu"))  # before compiled code asks, as `packed_inputs` does
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from engine import EngineConfig, OptimizerConfig
 from engine.config import LossScale
 from engine.engine import Engine
+from engine.kernels.varlen import varlen_kernel
 from pipeline.data.batch import places_of
 from pipeline.data.documents import Documents
 from pipeline.models import attention
@@ -28,7 +29,7 @@ def test_the_kernel_computes_the_same(window: int | None, dtype: torch.dtype) ->
         pytest.skip("the kernel of a GPU")
     documents = Documents((30, 20, 45, 1), (None, 0, None, None))
     inputs = [torch.randn(1, heads, 96, 64, device=DEVICE, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
-    how, kernel = attention._How(0.125, window, None, 0.0), attention._kernel()
+    how, kernel = attention._How(0.125, window, None, 0.0), varlen_kernel()
     assert kernel is not None and how.fits_kernel(inputs[0], inputs[2])
     found = attention._by_kernel(kernel, *(t[0] for t in inputs), documents.ragged(DEVICE), how)
     wanted = attention._one_by_one(*inputs, documents, how)[0]
