@@ -137,3 +137,10 @@ def test_two_devices_walk_the_curves_of_one_cpu(on_cpu: Path, tmp_path: Path) ->
     run_on_devices(tmp_path, list(STAGES), ranks=2)
     for stage in STAGES:
         compare(tmp_path, on_cpu, stage, CURVES[stage], rel=1e-4)
+
+
+def test_two_devices_hold_a_model_in_turn(on_cpu: Path, tmp_path: Path) -> None:
+    """A pipeline, whose pieces send each other what they computed."""
+    lay_out(tmp_path, tiny_config(**SMALL, engine={"dtype": "fp32", "pipeline_parallel": 2}))
+    run_on_devices(tmp_path, ["sft"], ranks=2)
+    compare(tmp_path, on_cpu, "sft", CURVES["sft"], rel=1e-4)

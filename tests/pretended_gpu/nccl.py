@@ -3,7 +3,7 @@ over Gloo.
 
 As with NCCL a collective begins when the current stream comes to it, and the stream that waits for it, not the host,
 goes on when it is done: the device's books see who reads a result too early. Ranks exchange bytes; sums are made here,
-in the tensors' own precision. Left out: sending from one rank to another.
+in the tensors' own precision. What one rank sends another is there when it was waited for.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,6 +55,28 @@ class _Done(dist.Work):
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(self.tensors)
         return future
+
+
+class _Sent(_Done):
+    """Tensors on their way to another rank: Gloo takes them when the other is there."""
+
+    def __init__(self, done: _Done, carried: dist.Work, kept: list[Tensor]) -> None:
+        super().__init__(done.event, done.tensors)
+        self.carried, self.kept = carried, kept
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.carried.wait()
+        return super().wait()
+
+
+class _Received(_Sent):
+    """Tensors on their way from another rank: what was received before they were waited for is not there."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        super().wait()
+        for tensor, arrived in zip(self.tensors, self.kept, strict=True):
+            _host(tensor).copy_(arrived)
+        return True
 
 
 class Group(dist.ProcessGroup):
@@ -161,6 +183,16 @@ class Group(dist.ProcessGroup):
             _host(output).view(-1).copy_(parts.reshape(-1))
 
         return self._run("all_to_all", [given], [output], work)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> _Done:
+        done = self._run("send", tensors, [], lambda: None)
+        kept = [_host(tensor).clone() for tensor in tensors]  # as they are now: the sender may go on
+        return _Sent(done, self.carrier.send(kept, to, tag), kept)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Done:
+        done = self._run("recv", [], tensors, lambda: None)
+        arriving = [torch.empty_like(_host(tensor)) for tensor in tensors]
+        return _Received(done, self.carrier.recv(arriving, source, tag), arriving)
 
     def barrier(self, opts: Any = None) -> _Done:
         torch.cuda.synchronize()
