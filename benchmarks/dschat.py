@@ -71,11 +71,14 @@ TRIAL = Size("tiny", TINY, TINY, 4, 8, 2, "fp32")
 
 @dataclass(frozen=True)
 class Rows:
-    """Some sequences of prompt and response side by side in one row, without padding; `places` says which."""
+    """Some sequences of prompt and response side by side in one row, without padding; `places` says which, `ends` where
+    each one's last token lies.
+    """
 
-    places: list[int]
+    places: slice
     input_ids: Tensor
     scored: Tensor
+    ends: Tensor
     documents: Documents
 
 
@@ -176,10 +179,11 @@ def _rows(chat: Chat, ids: Tensor) -> list[Rows]:
     length, answer = ids.shape[1], torch.arange(chat.size.length, ids.shape[1], device=ids.device)
     rows = []
     for first in range(0, chat.size.batch, chat.size.micro):
-        places = list(range(first, min(first + chat.size.micro, chat.size.batch)))
-        starts = length * torch.arange(len(places), device=ids.device)
-        scored = (starts[:, None] + answer).flatten()
-        rows.append(Rows(places, ids[places].view(1, -1), scored, Documents((length,) * len(places))))
+        places = slice(first, first + chat.size.micro)
+        mine = ids[places]
+        starts = length * torch.arange(len(mine), device=ids.device)
+        scored, documents = (starts[:, None] + answer).flatten(), Documents((length,) * len(mine))
+        rows.append(Rows(places, mine.view(1, -1), scored, starts + length - 1, documents))
     return rows
 
 
@@ -193,7 +197,7 @@ def _score(chat: Chat, rows: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor, Te
     with chat.critic.scoring() as module:
         values = torch.cat([_values(module, b) for b in rows]).view(chat.size.batch, -1)
     with chat.reward.scoring() as module:
-        scores = torch.cat([module(b.input_ids, documents=b.documents)[0, b.documents.ends()] for b in rows])
+        scores = torch.cat([module(b.input_ids, documents=b.documents)[0].index_select(0, b.ends) for b in rows])
     return tables[0], tables[1], values, scores
 
 

@@ -29,10 +29,12 @@ def test_rows_hold_every_sequence_once_with_its_answer_marked(chat: dschat.Chat)
     length = 2 * chat.size.length
     ids = torch.arange(chat.size.batch * length).view(chat.size.batch, length) % 500
     rows = dschat._rows(chat, ids)
-    assert [place for row in rows for place in row.places] == list(range(chat.size.batch))
+    whole = range(chat.size.batch)
+    assert [place for row in rows for place in whole[row.places]] == [*whole]
     for row in rows:
         assert torch.equal(row.input_ids.view(-1, length), ids[row.places])
-        assert row.documents.lengths == (length,) * len(row.places)
+        assert row.documents.lengths == (length,) * len(whole[row.places])
+        assert row.ends.tolist() == row.documents.ends()
         assert torch.equal(row.input_ids.flatten()[row.scored], ids[row.places, chat.size.length :].flatten())
 
 
