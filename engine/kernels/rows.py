@@ -12,13 +12,11 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from engine.kernels.host import gates, norms, rotary
 from engine.kernels.host.library import library
+from engine.kernels.ready import Ready
 
-Ready = tuple[Callable[..., None], list[Tensor]]  # what runs, and what it writes
-DTYPES = (torch.float32, torch.bfloat16)
 _HOST: dict[str, ModuleType] = {"norm_rows": norms, "turn_heads": rotary, "gate_rows": gates}
 _HAS_TRITON = find_spec("triton") is not None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.kernels.host.gates import Kind as Activation
 from engine.kernels.host.norms import MOST, Kind
-from engine.kernels.rows import DTYPES, Ready
+from engine.kernels.ready import DTYPES, Ready
 
 TILE = 1024  # numbers of a row that one program gates
 RMS, LAYER = tl.constexpr(int(Kind.RMS)), tl.constexpr(int(Kind.LAYER))

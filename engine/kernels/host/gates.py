@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.host.library import library, team
+from engine.kernels.ready import Ready
 
 _ARGUMENTS: list[Any] = (
     [ctypes.c_void_p, ctypes.c_long] * 2 + [ctypes.c_void_p] + [ctypes.c_long] * 2 + [ctypes.c_int] * 3
@@ -36,7 +36,7 @@ def activated(x: Tensor, kind: Kind) -> Tensor:
 
 def gate_rows(
     rows: int, size: int, dtype: torch.dtype, *, kind: Kind, gate: tuple[int, int], up: tuple[int, int] | None
-) -> tuple[Callable[..., None], list[Tensor]]:
+) -> Ready:
     """A function of (x, y or None) and what it writes, (rows, size): activation of x's rows, times those of y.
 
     x and y are contiguous; their rows begin at number gate[0] and up[0] and are gate[1] and up[1] numbers apart. All is

@@ -5,7 +5,7 @@ overwrites what the call before it gave.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.host.library import library, team
+from engine.kernels.ready import Ready
 
 MOST = 16384  # numbers of a row, as in rows.h
 _ARGUMENTS: list[Any] = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 2 + [ctypes.c_float] + [ctypes.c_int] * 3
@@ -38,7 +39,7 @@ def normed(x: Tensor, weight: Tensor, bias: Tensor | None, *, kind: Kind, eps: f
 
 def norm_rows(
     shape: Sequence[int], dtype: torch.dtype, *, parts: int, kind: Kind, eps: float
-) -> tuple[Callable[..., None], list[Tensor]]:
+) -> Ready:
     """A function of (weight (D,), bias (D,) or None, x, y, z) and what it writes, each of `shape` (..., D).
 
     With 2 or 3 `parts` it writes [x + y or x + y + z, rounded at each plus; its norm], with one [the norm of x].

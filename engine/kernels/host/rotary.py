@@ -4,7 +4,6 @@ RoFormer (Su et al., 2021), in the form of GPT-NeoX: number i of a head turns wi
 """
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from engine.kernels.host.library import library, team
 from engine.kernels.host.norms import MOST, Kind
+from engine.kernels.ready import Ready
 
 _ARGUMENTS: list[Any] = (
     [ctypes.c_void_p] + [ctypes.c_long] * 2 + [ctypes.c_void_p, ctypes.c_float, ctypes.c_int]
@@ -37,7 +37,7 @@ def turn_heads(
     at: tuple[int, int, int],
     kind: Kind | None,
     eps: float,
-) -> tuple[Callable[..., None], list[Tensor]]:
+) -> Ready:
     """A function of (x, cosines, sines (tokens, turned), weight (size,) or None) and what it writes, (tokens, heads,
     size).
 

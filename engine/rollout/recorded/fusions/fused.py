@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels.rows import Ready
+from engine.kernels.ready import Ready
 from engine.rollout.recorded.graph import Graph, Place, is_view, steady
 from engine.rollout.recorded.recording import Call, Value
 

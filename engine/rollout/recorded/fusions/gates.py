@@ -5,7 +5,8 @@ from functools import partial
 from math import prod
 
 from engine.kernels.host.gates import Kind
-from engine.kernels.rows import DTYPES, Ready, maker
+from engine.kernels.ready import DTYPES, Ready
+from engine.kernels.rows import maker
 from engine.rollout.recorded.fusions.fused import fused
 from engine.rollout.recorded.graph import Graph, Place
 from engine.rollout.recorded.patterns import Found, both, exactly, find, named, of

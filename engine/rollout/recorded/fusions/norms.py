@@ -7,7 +7,8 @@ from math import prod
 import torch
 
 from engine.kernels.host.norms import MOST, Kind
-from engine.kernels.rows import DTYPES, maker
+from engine.kernels.ready import DTYPES
+from engine.kernels.rows import maker
 from engine.rollout.recorded.fusions.fused import fused
 from engine.rollout.recorded.graph import Graph
 from engine.rollout.recorded.patterns import Found, both, cast, exactly, find, named, of, parameter

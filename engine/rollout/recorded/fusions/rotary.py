@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.rows import DTYPES, maker
+from engine.kernels.ready import DTYPES
+from engine.kernels.rows import maker
 from engine.rollout.cache.slots import Step
 from engine.rollout.recorded.fusions.fused import fused
 from engine.rollout.recorded.fusions.norms import Norm, norm_of
