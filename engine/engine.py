@@ -100,7 +100,8 @@ class Engine:
                 self._assembled = Assembled(blueprint, rollout_path, dtype)
                 source = self._assembled.module
             self._flip = Flip(blueprint, source, dtype, config.tensor_plan)
-        self.ledger = Ledger(self.module, self._beside, watches=not config.compile_blocks)
+        elsewhere = layout.rests(config, optimizer)
+        self.ledger = Ledger(self.module, self._beside, elsewhere, watches=not config.compile_blocks)
         self._pipelined = self._pieces()
         self.healer = Healer(self.module, self._discard, self._pipelined or OneByOne(compiled=config.compile_blocks))
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")

@@ -66,6 +66,15 @@ def offloads(config: EngineConfig, optimizer: OptimizerConfig | None) -> bool:
     return optimizer is not None and config.offload_optimizer != "none"
 
 
+def rests(config: EngineConfig, optimizer: OptimizerConfig | None) -> dict[str, str]:
+    """Of what is not on the device between uses, the place: owners of the ledger by the name they would have there."""
+    if config.offload_parameters == "none":
+        return {}
+    place = "host" if config.offload_parameters == "cpu" else "nvme"
+    with_shards = ("parameters",) if offloads(config, optimizer) else ("parameters", "optimizer", "gradients")
+    return dict.fromkeys(with_shards, place)
+
+
 def _apart(config: EngineConfig, optimizer: OptimizerConfig | None) -> bool:
     """Whether gradients stay with their rank, for an optimizer that averages by itself."""
     if optimizer is None or not optim.averages_itself(optimizer):

@@ -10,12 +10,12 @@ from engine.parallel import dtensors, zero
 
 
 def optimizer_bytes(optimizer: Any) -> dict[str, int]:
-    """Moments by where they are; an offloaded optimizer's masters are with them."""
+    """Moments by where they are; an offloaded optimizer's masters are with them, and gradients that it has taken."""
     if optimizer is None:
         return {}
     if not isinstance(optimizer, torch.optim.Optimizer):
         found = dict(getattr(optimizer, "bytes", {}))
-        return {"optimizer": found.get("device", 0), "host": found.get("host", 0), "nvme": found.get("nvme", 0)}
+        return {"optimizer": found.pop("device", 0), **found}
     values = (value for state in optimizer.state.values() for value in state.values())
     states = [dtensors.local(value) for value in values if _is_tensor(value)]
     return {"optimizer": _size(states, set())}

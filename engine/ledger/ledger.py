@@ -5,6 +5,7 @@ backward and at the end of a generation. Owners are counted from the tensors tha
 a GPU and on a CPU; what kernels take for a moment (logits, buffers of a reduction) is not seen.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,10 +20,14 @@ FIRST, EVERY = 2, 50  # updates that are sampled
 
 @dataclass
 class Ledger:
-    """`heights` has the most that each owner had in each phase; `rest` counts what is no parameter and no gradient."""
+    """`heights` has the most that each owner had in each phase; `rest` counts what the module doesn't hold.
+
+    `elsewhere` says of owners that are not on the device for which other owner they count: "host" or "nvme".
+    """
 
     module: nn.Module
     rest: Callable[[], Mapping[str, int]]
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
     watches: bool = True  # what forwards keep: off where blocks are compiled, which would be compiled again for it
     heights: dict[str, dict[str, int]] = field(default_factory=dict)
     _updates: int = 0
@@ -69,12 +74,11 @@ class Ledger:
         shards = _shards(self.module)
         known = {storage(tensor) for tensor in shards}
         copies = [tensor for tensor in zero.gathered(self.module) if storage(tensor) not in known]
-        found = {
-            "parameters": size(shards),
-            "gathered": size(copies),
-            "gradients": size(zero.gradients(self.module)),
-            **self.rest(),
-        }
+        gradients = zero.gradients(self.module)
+        own = {"parameters": size(shards), "gathered": size(copies), "gradients": size(gradients)}
+        found = Counter[str]()
+        for owner, count in [*own.items(), *self.rest().items()]:
+            found[self.elsewhere.get(owner, owner)] += count
         return {owner: count for owner, count in found.items() if count}
 
 

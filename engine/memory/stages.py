@@ -75,6 +75,12 @@ class Demand:
     notes: tuple[str, ...] = field(default=())
 
     @property
+    def everywhere(self) -> dict[str, dict[str, int]]:
+        """`phases`, with what is on the host and in files beside what is on the device."""
+        elsewhere = {owner: size for owner, size in (("host", self.host), ("nvme", self.nvme)) if size}
+        return {phase: owners | elsewhere for phase, owners in self.phases.items()}
+
+    @property
     def peak(self) -> int:
         """The height of the highest phase."""
         return max(sum(owners.values()) for owners in self.phases.values())

@@ -40,6 +40,10 @@ class Gradients(Protocol):
     def clear(self) -> None:
         """Forget the step's gradients."""
 
+    @property
+    def bytes(self) -> int:
+        """What is held of gradients now, and of buffers on their way."""
+
 
 class Kept:
     """Gradients that stay where they arrive: on a device, and on a machine whose device is the host."""
@@ -66,6 +70,10 @@ class Kept:
 
     def clear(self) -> None:
         self._found.clear()
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._found.values())
 
 
 class Streamed:
@@ -132,6 +140,11 @@ class Streamed:
     def clear(self) -> None:
         self.settle()
         self._counts.clear()
+
+    @property
+    def bytes(self) -> int:
+        held = [*self._slots.values(), *self._sums.values(), *self._landings]
+        return sum(tensor.nbytes for tensor in held)
 
 
 def take(parameter: nn.Parameter, shard: int, gradients: Gradients) -> None:

@@ -179,15 +179,20 @@ class OffloadedOptimizer:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes of masters, moments and averages, by where they are: device, host, nvme."""
-        found = {"device": 0, "host": 0, "nvme": 0}
+        """Bytes of masters, moments and averages, by where they are: device, host, nvme.
+
+        The step's gradients are with those on the host, and apart ("gradients") on a device.
+        """
+        found = {"device": 0, "gradients": 0, "host": 0, "nvme": 0}
         for tier in self.tiers:
             if isinstance(tier.store, FileStore):
                 found["nvme"] += tier.store.bytes
-                found["host"] += tier.store.buffer_bytes
-            else:
-                assert isinstance(tier.store, MemoryStore)
-                found["host" if tier.store.device.type == "cpu" else "device"] += tier.store.bytes
+                found["host"] += tier.store.buffer_bytes + tier.gradients.bytes
+                continue
+            assert isinstance(tier.store, MemoryStore)
+            on_host = tier.store.device.type == "cpu"
+            found["host" if on_host else "device"] += tier.store.bytes
+            found["host" if on_host else "gradients"] += tier.gradients.bytes
         return found
 
 

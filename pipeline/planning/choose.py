@@ -57,7 +57,7 @@ def announce(
         _say([f"memory: not predicted for {policy.name} ({type(problem).__name__}: {reason})"])
         return config, {}
     _say(require_fit(found, refuse=world.device.type == "cuda"))
-    return config, found.demand.phases
+    return config, found.demand.everywhere
 
 
 def candidates(task: Task, room: Room, pace: Pace, measured: Probe) -> list[Candidate]:

@@ -10,6 +10,7 @@ from engine import Engine
 from engine.parallel import dist
 
 RESTING = ("parameters", "optimizer")  # owners of what is held between steps
+ELSEWHERE = ("host", "nvme")  # of which all engines have theirs at once
 
 
 def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
@@ -19,7 +20,8 @@ def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
     engine keeps between steps has its name.
     """
     found: dict[str, dict[str, int]] = {}
-    resting = {name: sum(engine.ledger.holdings().get(o, 0) for o in RESTING) for name, engine in engines.items()}
+    now = {name: engine.ledger.holdings() for name, engine in engines.items()}
+    resting = {name: sum(owners.get(o, 0) for o in RESTING) for name, owners in now.items()}
     for name, engine in engines.items():
         for phase, owners in engine.ledger.heights.items():
             if len(engines) == 1:
@@ -27,6 +29,10 @@ def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
                 continue
             working = {owner: count for owner, count in owners.items() if owner not in RESTING}
             label = phase if phase == "generate" else f"{phase} {name}"
+            for place in ELSEWHERE:
+                others = sum(owners.get(place, 0) for other, owners in now.items() if other != name)
+                if others:
+                    working[place] = working.get(place, 0) + others
             found[label] = resting | working
     return found
 

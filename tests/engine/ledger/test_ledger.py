@@ -66,3 +66,35 @@ def test_two_ranks() -> None:
         cases = [(stage, dtype) for stage in (0, 2, 3) for dtype in ("fp32", "bf16")]
         for (stage, dtype), found in zip(cases, rank, strict=True):
             check(found, stage, dtype, 2)
+
+
+PLACES: list[dict[str, Any]] = [
+    {"zero_stage": 2, "offload_optimizer": "cpu"},
+    {"zero_stage": 2, "offload_optimizer": "nvme"},
+    {"zero_stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    {"zero_stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"},
+    {"zero_stage": 3, "offload_parameters": "cpu"},
+]
+
+
+@pytest.mark.parametrize("places", PLACES, ids=lambda places: " ".join(map(str, places.values())))
+def test_what_is_on_the_host_and_in_files_is_counted_there(places: dict[str, Any]) -> None:
+    """Shards, masters and moments, gradients that wait for the step, buffers of sub-groups: as predicted."""
+    wide, sub_group = 192, 2**14  # a matrix is no whole number of blocks of a file, but of many
+    nets = nn.ModuleList(nn.Linear(wide, wide, bias=False) for _ in range(6))
+    total, block = 6 * wide * wide, wide * wide
+    config = EngineConfig(dtype="bf16", sub_group_size=sub_group, **places)
+    engine = initialize(nn.Sequential(*nets), config, optimizer=OptimizerConfig(lr=1e-3))
+    x = torch.randn(2, wide)
+    engine.update([x, x], loss, 4.0)
+    engine.update([x, x], loss, 4.0)
+    found = engine.ledger.heights["train"]
+    states = model_states(total, root=total, block=block, ranks=1, dtype="bf16", sub_group=sub_group, **_named(places))
+    assert found.get("parameters", 0) == pytest.approx(states.parameters, rel=0.05)
+    assert found.get("optimizer", 0) == states.moments
+    assert found.get("host", 0) == pytest.approx(states.host, rel=0.05)
+    assert found.get("nvme", 0) == pytest.approx(states.nvme, rel=0.05)
+
+
+def _named(places: dict[str, Any]) -> dict[str, Any]:
+    return {"stage" if key == "zero_stage" else key: value for key, value in places.items()}

@@ -75,6 +75,17 @@ def test_auto_is_chosen_once_for_a_stage(
         announce(config, "reward", tmp_path / "other", policy=source())
 
 
+def test_the_prediction_tells_of_host_and_files() -> None:
+    there = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}
+    config = tiny_config(engine=there)
+    _, predicted = announce(config, "sft", Path(), policy=source())
+    wanted = plan(config, "sft", policy=source(), ranks=1).demand
+    assert wanted.host > 0 and wanted.nvme > 14 * measured("small", source().config).parameters - 1
+    for owners in predicted.values():
+        assert (owners["host"], owners["nvme"]) == (wanted.host, wanted.nvme)
+    assert all("host" not in owners for owners in wanted.phases.values())  # a device's bytes are added up
+
+
 def test_the_table_names_owners_phases_and_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "measure", lambda *_: PROBE)
     lines = "\n".join(table.describe(tiny_config(), "ppo", policy=source(), reward=source()))

@@ -1,0 +1,25 @@
+"""What several engines of a stage held: the working one by owner, the others as they rest, host and files together."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from pipeline.run.memory import measured_memory
+
+
+def engine(now: dict[str, int], heights: dict[str, dict[str, int]]) -> Any:
+    return SimpleNamespace(ledger=SimpleNamespace(holdings=lambda: now, heights=heights))
+
+
+ACTOR = engine({"parameters": 2, "host": 30}, {"train": {"parameters": 2, "activations": 5, "host": 40}})
+CRITIC = engine({"parameters": 1, "optimizer": 3, "nvme": 70}, {"train": {"parameters": 1, "gradients": 4, "nvme": 70}})
+
+
+def test_the_others_rest() -> None:
+    assert measured_memory({"actor": ACTOR, "critic": CRITIC}) == {
+        "train actor": {"actor": 2, "critic": 4, "activations": 5, "host": 40, "nvme": 70},
+        "train critic": {"actor": 2, "critic": 4, "gradients": 4, "host": 30, "nvme": 70},
+    }
+
+
+def test_one_engine_keeps_its_owners() -> None:
+    assert measured_memory({"policy": ACTOR}) == ACTOR.ledger.heights
