@@ -1,6 +1,7 @@
 """ZeRO stages, ranks and micro-batches are layouts: the losses and weights they lead to are those of a plain loop."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,21 @@ def check(found: tuple[list[float], list[float], dict[str, Tensor]]) -> None:
 
 
 LAYOUTS = [(0, 1), (1, 2), (2, 2), (3, 2), (0, 4)]
+OVERFLOWING: list[dict[str, Any]] = [
+    *({"zero_stage": stage} for stage in range(4)), {"zero_stage": 2, "offload_optimizer": "cpu"},
+]  # fmt: skip
+Curves = tuple[list[float], list[float], dict[str, Tensor]]
+Overflow = tuple[list[tuple[bool, float]], bool, int, Tensor]
+Rank = tuple[list[Curves], list[Overflow]]
+
+
+def on_a_rank() -> Rank:
+    return train_all(LAYOUTS), [overflow_on_one_rank(layout) for layout in OVERFLOWING]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[Rank]:
+    return run_ranks(on_a_rank, 2)
 
 
 def test_one_rank_equals_float64_by_hand() -> None:
@@ -113,10 +129,36 @@ def test_one_rank_equals_float64_by_hand() -> None:
         check(result)
 
 
-def test_two_ranks_equal_float64_by_hand() -> None:
-    for results in run_ranks(train_all, 2, LAYOUTS):
+def test_two_ranks_equal_float64_by_hand(ranks: list[Rank]) -> None:
+    for results, _ in ranks:
         for result in results:
             check(result)
+
+
+def overflow_on_one_rank(layout: dict[str, Any]) -> Overflow:
+    """Two steps in which the last rank's gradients overflow, then good ones while the scale falls to where they fit."""
+    engine = Engine(seeded_net(), EngineConfig(dtype="fp16", **layout), optimizer=OPTIMIZER)
+    world, (inputs, targets) = dist.world(), data()
+
+    def weights() -> Tensor:
+        return torch.cat([dtensors.full_tensor(p.detach()).flatten().float() for p in engine.module.parameters()])
+
+    before, told = weights(), []
+    x, y = inputs[0][world.rank :: world.size], targets[0][world.rank :: world.size]
+    for _ in range(2):
+        much = 6e4 if world.rank == world.size - 1 else 1.0
+        told.append((engine.update([(x * much, y)], squared_error, ROWS).skipped, engine.scaler.scale))
+    kept = torch.equal(weights(), before)
+    told += [(engine.update([(x, y)], squared_error, ROWS).skipped, engine.scaler.scale) for _ in range(12)]
+    return told, kept, engine.scaler.skipped, weights()
+
+
+def test_an_overflow_on_one_rank_is_skipped_and_counted_by_all(ranks: list[Rank]) -> None:
+    for first, second in zip(*(overflows for _, overflows in ranks), strict=True):
+        assert first[:3] == second[:3] and torch.equal(first[3], second[3])
+        told, kept, counted, _ = first
+        assert told[:2] == [(True, 2.0**16), (True, 2.0**15)] and kept
+        assert not told[-1][0] and counted == sum(skipped for skipped, _ in told)
 
 
 def test_bf16_follows_fp32_with_fp32_masters() -> None:

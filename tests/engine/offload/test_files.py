@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ NVME = TIERS[1]
 
 
 def refuse(number: int) -> Any:
-    def refused(*_: Any, **__: Any) -> int:
+    def refused(*_: Any, **__: Any) -> Any:
         raise OSError(number, os.strerror(number))
 
     return refused
@@ -81,6 +82,48 @@ def test_a_write_that_fails_stops_the_run(monkeypatch: pytest.MonkeyPatch, numbe
     with pytest.raises(OSError, match="offload file in") as found:
         advance(engine, 2, 3)
     assert found.value.errno == number
+
+
+def test_after_a_disk_failed_the_last_checkpoint_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(NVME)
+    advance(engine, 1, 2)
+    engine.save(tmp_path / "last")
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", refuse(errno.EIO))
+        with pytest.raises(OSError, match="offload file in"):
+            advance(engine, 3, 5)
+    through, again = engine_of(NVME), engine_of(NVME, seed=9)
+    advance(through, 1, 2)
+    again.load(tmp_path / "last")
+    assert advance(again, 3, 5) == advance(through, 3, 5)
+
+
+class Watched:
+    """A mapping that notes what is to be read, and can't be written back."""
+
+    def __init__(self, pages: Any) -> None:
+        self.pages, self.ahead = pages, list[int]()
+
+    def madvise(self, what: int, start: int = 0, *size: int) -> None:
+        if what == mmap.MADV_WILLNEED:
+            self.ahead.append(start)
+        self.pages.madvise(what, start, *size)
+
+    def flush(self) -> None:
+        refuse(errno.EIO)()
+
+
+def test_mapped_shards_are_read_ahead_and_what_can_not_be_written_back_stops_the_run() -> None:
+    engine = engine_of({"offload_optimizer": "nvme", "offload_parameters": "nvme"}, zero_stage=3)
+    mapped: Any = engine._mapped
+    mapped.settle()
+    mapped._pages = Watched(mapped._pages)
+    advance(engine, 1, 1)
+    places = [start for start, _ in mapped._spans]
+    forward, backward = [2, 3, 3], [0, 1, 0]  # the root is 0; two units ahead of each of three blocks
+    assert mapped._pages.ahead == [places[unit] for unit in forward + backward]
+    with pytest.raises(OSError, match="Input/output"):
+        advance(engine, 2, 2)
 
 
 def test_a_file_that_became_shorter_stops_the_run() -> None:

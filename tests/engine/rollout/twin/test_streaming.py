@@ -19,7 +19,8 @@ def streamed(family: str, stage: int, offload: str) -> dict[str, Any]:
     """Two flips each way with an update between; ranks have different numbers of prompts."""
     torch.set_num_threads(1)
     whole = build(family, num_hidden_layers=LAYERS)
-    config = EngineConfig(zero_stage=stage, dtype="bf16", offload_parameters=offload)  # type: ignore[arg-type]
+    tiers = {"offload_parameters": offload, "offload_optimizer": "nvme" if offload == "nvme" else "none"}
+    config = EngineConfig(zero_stage=stage, dtype="bf16", **tiers)  # type: ignore[arg-type]
     how, world = Sampling(6, temperature=0.8), dist.world()
     mine = PROMPTS[: 3 - 2 * world.rank]
     found: dict[str, Any] = {"held": []}
@@ -68,7 +69,7 @@ def test_one_rank(offload: str) -> None:
 
 
 def both() -> list[dict[str, Any]]:
-    return [streamed("llama", 3, "none"), streamed("qwen3", 2, "none")]
+    return [streamed("llama", 3, "none"), streamed("qwen3", 2, "none"), streamed("llama", 3, "nvme")]
 
 
 def test_two_ranks_of_which_one_is_done_earlier() -> None:
