@@ -11,7 +11,7 @@ from engine.healing import Portion
 from engine.parallel import dist
 from pipeline.data.batch import padded, plan
 from pipeline.data.documents import Documents
-from pipeline.data.portions import portion
+from pipeline.data.portions import largest, portion
 from pipeline.data.uploads import uploaded
 
 
@@ -71,6 +71,22 @@ def my_rows(
     lengths = [len(prompts[i]) + len(responses[i]) for i in places]
     planned = plan(lengths, ranks=world.data_size, budget=budget, packing=packing)[world.data_rank]
     return [portion([places[j] for j in micro], lay_out) for micro in planned]
+
+
+def longest_rows(
+    prompts: list[list[int]], answer: int, most: int, pad_id: int, budget: int, *, packing: bool = False
+) -> Portion[Rows]:
+    """The largest micro-batch that a step can have: of `most` sequences, the longest prompts with answers of `answer`
+    tokens.
+    """
+    responses = [[pad_id] * answer] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))[:most]
+
+    def lay_out(chosen: Sequence[int]) -> Rows:
+        return rows(prompts, responses, list(chosen), pad_id, packing=packing)
+
+    lengths = [len(prompts[place]) + answer for place in order]
+    return largest(order, lengths, budget, lay_out, packing=packing)
 
 
 def policy_logprobs(module: nn.Module, batch: Rows, temperature: float) -> tuple[Tensor, Tensor]:

@@ -33,9 +33,10 @@ from step3_ppo.figures import Learned, rollout_figures
 from step3_ppo.models import Models, Sources, build, find
 from step3_ppo.ptx import ptx_mix
 from step3_ppo.rollout import Rollout, collect, generate
+from step3_ppo.rows import longest_rows
 from step3_ppo.scores import Call
 from step3_ppo.targets import Targets, targets_of
-from step3_ppo.update import Minibatch, minibatches, update_critic, update_policy
+from step3_ppo.update import Minibatch, minibatches, rehearse, update_critic, update_policy
 
 EVALUATION_SEED = 20011
 GENERATOR_GAP = 0.01  # mean difference of probabilities above which generator and trainer are not the same model
@@ -64,6 +65,20 @@ class Ppo:
     def budget(self) -> int:
         """Tokens a micro-batch, less where more did not fit in this run."""
         return within_limits(self.section.micro_batch_tokens, self.models.engines.values())
+
+    def rehearse(self) -> None:
+        """Train on the longest answers that there can be, and forget it: what fits now fits later."""
+        ppo, world = self.section, dist.world()
+        sequences = -(-ppo.batch_size * ppo.samples // (ppo.minibatches * world.data_size))
+        longest = longest_rows(
+            [prompt for prompt in self.prompts for _ in range(ppo.samples)],
+            self.config.rollout.max_new_tokens,
+            sequences,
+            self.tokenizer.pad_id,
+            self.budget,
+            packing=self.models.pack,
+        )
+        rehearse(self.models.actor, self.models.critic, longest, ppo, temperature=self.config.rollout.temperature)
 
     def rollout(self, step: int, stage: StageRun) -> Rollout:
         """Draw the answers to the prompts of the step's batch, and score them."""
@@ -195,6 +210,7 @@ def run(config: RunConfig, folder: Path) -> None:
             write_table(examiner.prompts, {"sft": start}, folder)
             stage.log(0, {"lr": 0.0, **start.figures})
             stage.save(0)  # SFT's own model is the best so far
+        stage.rehearse(ppo.rehearse)  # when the generator has its memory
         for step in stage.steps_left():
             rollout = ppo.rollout(step, stage)
             targets = targets_of(rollout, ppo.section, kl_coef=ppo.kl.coef)

@@ -127,6 +127,23 @@ def update_critic(
     return critic.update(minibatch.batches, loss, minibatch.tokens)
 
 
+def rehearse(
+    actor: Engine, critic: Engine | None, longest: Portion[Rows], ppo: PpoSection, *, temperature: float
+) -> None:
+    """The passes of an update of actor and critic over the longest micro-batch to come; nothing of them stays."""
+
+    def said(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
+        logprobs, entropies = policy_logprobs(module, batch, temperature)
+        return logprobs.sum() - (ppo.entropy_coef * entropies.sum() if ppo.entropy_coef else 0.0), {}
+
+    def valued(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
+        return critic_values(module, batch).sum(), {}
+
+    actor.rehearse(longest, said)
+    if critic is not None:
+        critic.rehearse(longest, valued)
+
+
 def _weights(rollout: Rollout, batch: Rows, cap: float | None) -> tuple[Tensor | float, Sums]:
     """What each token's loss counts for, as the generator and not the trainer drew it."""
     if cap is None:

@@ -129,6 +129,27 @@ def test_the_loop_begins_on_policy_and_moves_both_models(tmp_path: Path) -> None
     assert stage.clock.seconds["generate"] > 0 and stage.clock.seconds["score"] > 0
 
 
+@pytest.mark.parametrize("budget", [1000, 80])
+def test_the_longest_answers_are_rehearsed_and_forgotten(budget: int, tmp_path: Path) -> None:
+    """Both models see the longest prompts with whole answers, as many as a step and a micro-batch take."""
+    run_folder(tmp_path)
+    ppo, _ = ppo_of(tmp_path, minibatches=2, samples=2, advantage="gae", micro_batch_tokens=budget)
+    engines = (ppo.models.actor, ppo.models.critic)
+    before = [weights(engine) for engine in engines]
+    seen: list[int] = []
+    for engine in engines:
+        engine.module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].numel()))
+    ppo.rehearse()
+    lengths = sorted((len(prompt) + 6 for prompt in ppo.prompts), reverse=True)
+    if budget == 1000:
+        assert seen == [2 * sum(lengths[:3])] * 2  # six sequences, which are three prompts
+    else:
+        assert len(set(seen)) == 1 and budget - lengths[0] < seen[0] <= budget
+    for engine, own in zip(engines, before, strict=True):
+        assert engine.step_count == 0 and all(p.grad is None for p in engine.module.parameters())
+        assert all(torch.equal(a, b) for a, b in zip(own, weights(engine), strict=True))
+
+
 @pytest.mark.parametrize("advantage", ["rloo", "grpo"])
 def test_without_a_critic_answers_to_a_prompt_are_neighbours(advantage: str, tmp_path: Path) -> None:
     run_folder(tmp_path)
