@@ -20,6 +20,12 @@
 #include <utility>
 #include <vector>
 
+extern "C" { // of Python, which is there already
+int PyGILState_Check();
+void* PyEval_SaveThread();
+void PyEval_RestoreThread(void*);
+}
+
 namespace {
 
 using at::Tensor;
@@ -89,7 +95,17 @@ struct On { // a device, for as long as this lives
   ~On() { device = before; }
 };
 
-using Guard = std::lock_guard<std::recursive_mutex>;
+struct Guard { // of the books. Who has them may want Python's lock, to copy a tensor: who waits for them lets go of it
+  std::recursive_mutex& lock;
+  explicit Guard(std::recursive_mutex& its) : lock(its) {
+    if (lock.try_lock()) return;
+    void* thread = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    lock.lock();
+    if (thread != nullptr) PyEval_RestoreThread(thread);
+  }
+  ~Guard() { lock.unlock(); }
+  Guard(const Guard&) = delete;
+};
 
 void fault(const std::string& what) {
   auto& found = books().faults;
