@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engine import Generation, Sampling
 from engine.parallel import dist
 from engine.rollout.selfcheck import compare
-from pipeline.data.uploads import uploaded
+from engine.uploads import uploaded
 from step3_ppo.models import Models
 from step3_ppo.rows import Rows, critic_values, my_rows, policy_logprobs, rows
 from step3_ppo.scores import Call, score_answers

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from engine.healing import Portion
 from engine.parallel import dist
+from engine.uploads import uploaded
 from pipeline.data.batch import padded, plan
 from pipeline.data.documents import Documents
 from pipeline.data.portions import largest, portion
-from pipeline.data.uploads import uploaded
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ they are written. They leave through two pinned buffers, on a stream of their ow
 plain copy to the host would go through the driver's small buffer, on the stream that training uses.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -49,17 +50,17 @@ class Landing:
 
     def parts(self, tensor: Tensor) -> Iterator[Tensor]:
         """The bytes of a contiguous tensor that nobody changes meanwhile; each part until the next is asked for."""
-        data = tensor.detach().view(-1).view(torch.uint8)
-        coming: tuple[Tensor, torch.cuda.Event] | None = None
-        for number, part in enumerate(data.split(PART_BYTES)):
+        sent: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        for number, part in enumerate(tensor.detach().view(-1).view(torch.uint8).split(PART_BYTES)):
             room = self._rooms[number % 2][: len(part)]
             with torch.cuda.stream(self._stream):
                 room.copy_(part, non_blocking=True)
-                sent = room, self._stream.record_event()
-            if coming is not None:
-                coming[1].synchronize()
-                yield coming[0]
-            coming = sent
-        if coming is not None:
-            coming[1].synchronize()
-            yield coming[0]
+                sent.append((room, self._stream.record_event()))
+            if len(sent) == 2:
+                yield _arrived(*sent.popleft())
+        yield _arrived(*sent.popleft())
+
+
+def _arrived(room: Tensor, event: "torch.cuda.Event") -> Tensor:
+    event.synchronize()
+    return room

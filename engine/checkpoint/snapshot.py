@@ -29,17 +29,18 @@ class Snapshot:
         self._copying: str | None = None
         self._copies: dict[str, Tensor] = {}
         self._live: dict[str, Tensor] = {}
-        self.made = moment()
-        self._landing: Landing | None = None
+        moved = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda" and not on_device}
+        landings = {device: Landing(device, moment()) for device in moved}
         for name, tensor in tensors.items():
             if tensor.device.type == "cpu" and tensor.is_contiguous() and name not in at_once:
                 self._live[name] = tensor
             elif tensor.device.type == "cuda" and on_device:
                 self._copies[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+            elif tensor.device in landings and tensor.is_contiguous():
+                self._copies[name] = _landed(tensor, landings[tensor.device])
             else:
-                self._copies[name] = self._on_host(tensor)
+                self._copies[name] = _copy(tensor)
         self.made = moment()  # of a GPU: before this, what is in the copies may be something else
-        self._landing = None
 
     @contextmanager
     def reading(self, name: str, tensor: Tensor) -> Iterator[Tensor]:
@@ -71,17 +72,6 @@ class Snapshot:
         """Nobody needs anything any more."""
         self.keep_only(())
 
-    def _on_host(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type != "cuda" or not tensor.is_contiguous():
-            return _copy(tensor)
-        self._landing = self._landing or Landing(tensor.device, self.made)
-        room = _room_like(tensor)
-        at = 0
-        for part in self._landing.parts(tensor):
-            room[at : at + len(part)] = part
-            at += len(part)
-        return room.view(tensor.dtype).view(tensor.shape)
-
     def complete(self) -> None:
         """From now on the tensors may change. What is read first is copied last: it may be read by then."""
         for name in reversed(list(self._live)):
@@ -98,6 +88,14 @@ class Snapshot:
                     if copy is not None and self._live.pop(name, None) is not None:
                         self._copies[name] = copy
                     self._changed.notify_all()
+
+
+def _landed(tensor: Tensor, landing: Landing) -> Tensor:
+    room, at = _room_like(tensor), 0
+    for part in landing.parts(tensor):
+        room[at : at + len(part)] = part
+        at += len(part)
+    return room.view(tensor.dtype).view(tensor.shape)
 
 
 def _copy(tensor: Tensor) -> Tensor:

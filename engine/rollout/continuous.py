@@ -28,7 +28,7 @@ from engine.rollout.recorded.steps import RecordedSteps
 from engine.rollout.sampling import Sampling
 from engine.rollout.scheduler import Scheduler
 from engine.rollout.served import check_model, has_window
-from engine.rollout.uploads import upload
+from engine.uploads import upload
 
 # Tokens of prompts a forward carries at most: bounds the activations, which on CPUs should stay in the caches.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}

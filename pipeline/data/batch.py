@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.uploads import uploaded
 from pipeline.data.documents import Documents
 from pipeline.data.encode import PairItem, TokenItem
 from pipeline.data.planning import plan
-from pipeline.data.uploads import uploaded
 
 __all__ = [
     "PairBatch",

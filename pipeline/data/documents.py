@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.host.ragged_attention import Families
-from pipeline.data.uploads import uploaded
+from engine.uploads import uploaded
 
 
 @dataclass(frozen=True)

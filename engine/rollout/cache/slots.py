@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.kernels.host.ragged_attention import Families
 from engine.offload.blocks import aligned
 from engine.rollout.cache.groups import Chunk, Family, Group
-from engine.rollout.uploads import upload
+from engine.uploads import upload
 
 Seen = tuple[Group | Chunk | Family, int, int, Tensor | None]
 SeenChunk = tuple[Chunk, int, int, Tensor | None]

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.healing.failure import is_out_of_memory
 from engine.rollout.buckets import bucket
 from engine.rollout.on_device.static_step import StaticStep
-from engine.rollout.uploads import upload
+from engine.uploads import upload
 
 log = logging.getLogger(__name__)
 _told: set[str] = set()

@@ -21,7 +21,7 @@ from engine.rollout.on_device.graphs import Replays
 from engine.rollout.on_device.static_step import NOTHING, DecodeState, StaticStep
 from engine.rollout.sampling import Sampling, under_seed
 from engine.rollout.scheduler import Answering, Scheduler
-from engine.rollout.uploads import upload
+from engine.uploads import upload
 
 WINDOW = 8  # decode steps a round: the host asks no sooner
 SETTINGS_KEPT = 4  # sampling settings whose graphs are kept

@@ -1,6 +1,7 @@
 """Every kernel compiles to machine code for three generations of GPUs, fits them, and takes what the page says."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,12 @@ def test_kernels_compile_and_the_page_says_what_they_take() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_page_tells_of_the_triton_that_is_installed_here() -> None:
+    """With that one `--check` compares every figure; with another it can't."""
+    (pinned,) = re.findall(r"^triton==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f"Triton {pinned};" in (ROOT / "docs" / "kernels.md").read_text()
 
 
 def test_programs_at_once() -> None:

@@ -1,4 +1,6 @@
-"""Tensors that were laid out on the host, on their way to where they are computed with."""
+"""What the host lays out, on its way to where it is computed with."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,3 +11,10 @@ def uploaded(tensor: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def upload(
+    values: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Whole numbers on the device, likewise."""
+    return uploaded(torch.tensor(values, dtype=dtype), device)
