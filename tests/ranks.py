@@ -1,15 +1,24 @@
-"""Run a function on several ranks over Gloo on loopback, each a fresh process."""
+"""Run a function on several ranks over Gloo on loopback, each a process that no other test ran in."""
 
 import io
-import multiprocessing
 import os
-import queue
+import pickle
+import signal
 import socket
-import traceback
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 240  # for a test
+_nurseries: list["_Nursery"] = []
 
 
 def run_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
@@ -17,62 +26,77 @@ def run_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[
 
     `function` must be importable (top level of a test module). What a rank raises is raised here.
     """
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    workers = [
-        context.Process(target=_rank, args=(function, rank, size, port, results, arguments)) for rank in range(size)
-    ]
-    for worker in workers:
-        worker.start()
-    found: dict[int, Any] = {}
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    while len(_nurseries) < size:
+        _nurseries.append(_Nursery())
+    started = {}
     try:
-        for _ in workers:
-            rank, value, error = _next(results, workers)
-            if error is not None:
-                raise AssertionError(f"rank {rank}:\n{error}")
-            found[rank] = torch.load(io.BytesIO(value), weights_only=False)
-    finally:
-        for worker in workers:
-            worker.join(timeout=10)
-            if worker.is_alive():
-                worker.kill()
+        for rank, nursery in enumerate(_nurseries[:size]):
+            nursery.start(os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, (function, arguments))
+            started[nursery.connection] = rank
+        found = _results(started)
+        for nursery in _nurseries[:size]:
+            nursery.end()
+    except BaseException:
+        for nursery in _nurseries:
+            nursery.close()
+        _nurseries.clear()
+        raise
     return [found[rank] for rank in range(size)]
 
 
-def _next(results: Any, workers: list[Any]) -> tuple[int, bytes, str | None]:
-    """The next result; an error where all processes are gone without one (a function that they can't import)."""
-    for _ in range(240):
-        alive = any(worker.is_alive() for worker in workers)
-        try:
-            return results.get(timeout=1)  # type: ignore[no-any-return]
-        except queue.Empty:
-            assert alive, "the ranks ended without a result; their output says why"
-    raise AssertionError("no result within 240 s")
+def _results(ranks: dict[Connection, int]) -> dict[int, Any]:
+    """What each rank returned. Raises AssertionError with the first traceback, and where a rank ends without a word."""
+    found: dict[int, Any] = {}
+    until = time.monotonic() + SECONDS
+    while ranks:
+        ready = wait(list(ranks), timeout=max(until - time.monotonic(), 0))
+        assert ready, f"no result within {SECONDS} s"
+        for connection in ready:
+            said, rank = connection.recv(), ranks.pop(connection)
+            assert isinstance(said, tuple), f"rank {rank} ended without a result (status {said}); its output says why"
+            value, error = said
+            if error is not None:
+                raise AssertionError(f"rank {rank}:\n{error}")
+            found[rank] = torch.load(io.BytesIO(value), weights_only=False)
+    return found
 
 
-def _rank(
-    function: Callable[..., Any], rank: int, size: int, port: int, results: Any, arguments: tuple[Any, ...]
-) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    from engine.parallel import dist
+class _Nursery:
+    """A process of tests/nursery.py, which has imported what ranks need and forks them.
 
-    try:
-        dist.start("test", device="cpu")
-        # As bytes: a queue passes tensors by shared memory, which goes when this process ends.
-        kept = io.BytesIO()
-        torch.save(function(*arguments), kept)
-        results.put((rank, kept.getvalue(), None))
-    except BaseException:
-        results.put((rank, None, traceback.format_exc()))
-    finally:
-        dist.stop()
+    One for each rank number: so ranks still differ in the order of a set of strings, which they must not lean on.
+    """
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "tests.nursery", str(theirs.fileno())]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+        self.connection = Connection(ours.detach())
+        self.child: int | None = None
+
+    def start(self, environment: dict[str, str], task: tuple[Any, ...]) -> None:
+        self.connection.send((environment, pickle.dumps(task)))
+        self.child = self.connection.recv()
+
+    def end(self) -> None:
+        """Let a rank that gave its result come to its end."""
+        if not self.connection.poll(10):
+            os.kill(self.child, signal.SIGKILL)
+        self.connection.recv()
+        self.child = None
+
+    def close(self) -> None:
+        """Without waiting for a rank that runs."""
+        if self.child is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.child, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
