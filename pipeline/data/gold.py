@@ -11,7 +11,7 @@ It reads the prompt's text alone, computes the right answer itself and looks at 
 nothing is won by being polite and wrong, by naming every number, or by saying nothing.
 
 It judges what an answer claims, not its exact words: "It is 7.", "3 plus 4 is 7." and "Seven!" are
-equally right. Prompts that it can't read raise ValueError (`readable` asks beforehand).
+equally right. Prompts that it can't read raise ValueError.
 """
 
 import re
@@ -55,10 +55,6 @@ def gold_parts(messages: Sequence[Message], answer: str) -> dict[str, float]:
         "polite": polite(answer),
         "finished": float(answer[-1] in ".!?" and len(answer) > 1),
     }
-
-
-def readable(messages: Sequence[Message]) -> bool:
-    return bool(messages) and read_question(messages[-1].content) is not None
 
 
 def to_the_point(claim: str) -> float:

@@ -1,10 +1,9 @@
 """The records of a stage: all its sources read, checked, split and mixed."""
 
-import hashlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +29,11 @@ class StageRecords:
 
     No prompt of `held_out` stands in the training records of any stage. `held_out` is in the order of the prompts'
     hashes, so its first N are a fair sample of all sources. `skipped` counts the rows left out, by reason.
-    `fingerprint` is the SHA-256 (hex) of the content of both lists.
     """
 
     train: list[Any]
     held_out: list[Any]
     skipped: dict[str, int]
-    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -72,15 +69,6 @@ def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False)
     return _Loading(data, stage, rows).records(seed)
 
 
-def check_stages(data: "DataConfig", stages: Iterable[str]) -> None:
-    """Raises UserError where a stage would find no data of the form it needs. Reads the files, but makes no records."""
-    sources = _open(data)
-    for stage in stages:
-        tables = [table for each in sources if stage in each.config.stages for table in each.source.train(stage)]
-        if not any(stage in SERVES[detect(table.columns, table.name)] for table in tables):
-            raise UserError(_no_data(data, stage, tables))
-
-
 class _Loading:
     """The work of `load_stage`; gathers counts on the way."""
 
@@ -108,7 +96,7 @@ class _Loading:
             raise UserError(_no_data(self.data, self.stage, unfit))
         held_out = sorted(held_out, key=digest)
         train = self._mixed(self._without(parts, held_out), seed)
-        return StageRecords(train, held_out, dict(self.skipped), _fingerprint(train, held_out))
+        return StageRecords(train, held_out, dict(self.skipped))
 
     def _split(self, each: _Configured, tables: list[Table]) -> tuple[list[Record], list[Record]]:
         """(this stage's share of the training records, held-out records) of one source."""
@@ -223,12 +211,3 @@ def _no_data(data: "DataConfig", stage: str, unfit: Sequence[Table]) -> str:
         f"{'; '.join(found) or 'no source lists the stage'}. Give data.path=FILE or another data=NAME, or run another "
         f"stage. Understood are: {FORMS_TEXT}."
     )
-
-
-def _fingerprint(train: Iterable[Record], held_out: Iterable[Record]) -> str:
-    sha = hashlib.sha256()
-    for part, records in (("train", train), ("held_out", held_out)):
-        sha.update(part.encode())
-        for record in records:
-            sha.update(repr(record).encode("utf-8", "surrogatepass"))
-    return sha.hexdigest()

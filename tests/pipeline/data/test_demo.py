@@ -7,7 +7,8 @@ from hashlib import sha256
 import pytest
 
 from pipeline.data.demo import demo_rows
-from pipeline.data.gold import gold_parts, gold_score, readable
+from pipeline.data.demo.truth import read_question
+from pipeline.data.gold import gold_parts, gold_score
 from pipeline.data.records import Message
 
 ROWS = demo_rows(2000, seed=7)
@@ -69,7 +70,8 @@ def test_conversations_have_one_to_three_turns_and_end_with_the_assistant():
 
 def test_the_gold_scorer_reads_every_prompt():
     for kind in KINDS:
-        assert all(readable(messages_of(row)) for row in ROWS[kind] + ROWS[f"held_out_{kind}"])
+        questions_of_kind = [messages_of(row)[-1].content for row in ROWS[kind] + ROWS[f"held_out_{kind}"]]
+        assert all(read_question(question) is not None for question in questions_of_kind)
 
 
 def test_answers_to_imitate_are_of_mixed_quality():

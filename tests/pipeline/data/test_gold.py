@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.data.gold import gold_parts, gold_score, readable
+from pipeline.data.gold import gold_parts, gold_score
 from pipeline.data.records import Message
 
 
@@ -136,6 +136,5 @@ def test_the_last_message_is_the_question():
 
 def test_unknown_prompts_are_refused():
     messages = [Message("user", "Write a poem.")]
-    assert not readable(messages)
     with pytest.raises(ValueError, match="demo prompts only"):
         gold_score(messages, "Roses are red.")
