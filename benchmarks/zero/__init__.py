@@ -22,8 +22,9 @@ MODULES: dict[str, str] = {
     "checkpoint": "checkpoint",
     "opt_1b": "tiers.opt_1b",
     "opt_3b": "tiers.opt_3b",
+    "load_10gb": "tiers.load_10gb",
 }
-LONG: tuple[str, ...] = ("opt_1b", "opt_3b")
+LONG: tuple[str, ...] = ("opt_1b", "opt_3b", "load_10gb")
 CASES = tuple(MODULES)
 
 

@@ -1,6 +1,6 @@
 """Hugging Face folders out of a sharded engine: safetensors, config, generation config, tokenizer.
 
-Parameters are gathered one at a time and written in files of a few GB by rank 0, so no rank holds the whole model. A
+Parameters are gathered one at a time and written by rank 0 in files of a GB, of which it holds one beside its shard. A
 folder appears under its name only when it is complete.
 """
 
@@ -23,7 +23,7 @@ from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource
 
-FILE_BYTES = 4 * 2**30
+FILE_BYTES = 2**30
 
 
 def export_policy(engine: Engine, source: ModelSource, tokenizer: ChatTokenizer, folder: Path) -> None:
