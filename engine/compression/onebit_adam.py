@@ -7,10 +7,13 @@ momentum with its own gradient, and the ranks average the momenta in two compres
     chunk owner: a = mean_i c_i + E             m <- C[a]                    E <- a - m
 
 C is the sign with one scale a parameter (and chunk, on the way back). Moments are corrected for their bias as in Adam,
-which keeps the step continuous where the variance freezes. Error buffers belong to a number of ranks: at another one
-they begin at zero again.
+which keeps the step continuous where the variance freezes. A number whose gradient was zero all through the warm-up (an
+embedding's row of a token that did not come) stays as it is from then on: every number gets a share of the momentum's
+scale, which the paper's formula would divide by epsilon alone there. Error buffers belong to a number of ranks: at
+another one they begin at zero again.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -181,6 +184,7 @@ class OneBitAdam(torch.optim.Optimizer):
     def _move(self, parameter: Tensor, group: dict[str, Any], steps: int) -> None:
         (first, second), state = group["betas"], self.state[parameter]
         root = dtensors.local(state["exp_avg_sq"]).sqrt().div_((1.0 - second ** min(steps, self.freeze_step)) ** 0.5)
+        root.masked_fill_(root == 0.0, math.inf)
         weights = dtensors.local(parameter).mul_(1.0 - group["lr"] * group["weight_decay"])
         rate = group["lr"] / (1.0 - first**steps)
         weights.addcdiv_(dtensors.local(state["exp_avg"]), root.add_(group["eps"]), value=-rate)
