@@ -124,7 +124,7 @@ PRECISION = [
         ("loss_scale_window", 1000, "int", "good steps before the scale doubles"),
         ("hysteresis", 2, "int", "overflows before the scale halves; stage 0 has none, in DeepSpeed as here"),
         ("consecutive_hysteresis", False, "bool", "a good step refills the hysteresis"),
-        ("min_loss_scale", 1, "number", "the scale falls no lower; an overflow there stops the run"),
+        ("min_loss_scale", 1, "number", "lowest scale; an overflow there stops the run (DeepSpeed's stage 0 skips on)"),
     ),
     *_rows("accepted", "fp16.", ("auto_cast", False, "bool", "floating-point inputs are always cast")),
     *_rows("refused", "fp16.", ("fp16_master_weights_and_grads", False, "bool", _FP32_MASTERS)),
