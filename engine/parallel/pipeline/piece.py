@@ -48,7 +48,9 @@ def cut(module: nn.Module, *, rank: int, size: int, dtype: torch.dtype, device: 
     `dtype` is the precision of what is sent. Raises ValueError for a module that can't be cut so.
     """
     listed = _block_list(module, size)
-    front, width = _in_front(_language_model(module, listed), listed[0])
+    model = _language_model(module, listed)
+    front, width = _in_front(model, listed[0])
+    _check_loop(model, listed)
     shares = _dealt(len(listed), size)
     held = [_held(module, listed, shares, front, each) for each in range(size)]
     tied = _tied(module, held)
@@ -109,8 +111,8 @@ def _language_model(module: nn.Module, listed: nn.ModuleList) -> nn.Module:
     raise ValueError(f"pipeline_parallel cuts language models of transformers, and {type(module).__name__} has none")
 
 
-class _AtBlocks(Exception):
-    """The forward has come to the first block."""
+class _AtBlock(Exception):
+    """The forward has come to the block."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -119,14 +121,41 @@ class _AtBlocks(Exception):
 
 
 def _in_front(model: nn.Module, block: nn.Module) -> tuple[set[nn.Module], int]:
-    """The modules that run before the first block, and the width of what it gets. Parameters are given no memory."""
+    """The modules that run before the first block, and the width of what it gets."""
     ran: set[nn.Module] = set()
+    handles = [child.register_forward_pre_hook(lambda child, _: ran.add(child)) for child in model.modules()]
+    try:
+        hidden, *others = _inputs_of(block, model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if any(tensor.requires_grad for tensor in _tensors(others)):
+        raise ValueError("pipeline_parallel sends hidden states only; this model's blocks get other learned inputs too")
+    return ran, hidden.shape[-1]
+
+
+def _check_loop(model: nn.Module, listed: nn.ModuleList) -> None:
+    """Refuse a model that wants more of its blocks than hidden states, such as recurrent states."""
+    blocks = list(listed)
+    try:
+        for place, block in enumerate(blocks[:-1]):
+            listed[place] = Elsewhere(block)
+        _inputs_of(blocks[-1], model)
+    except Exception as problem:  # whatever a model's own code may say
+        what = f"{type(model).__name__} wants more of its blocks ({problem}); use zero_stage=3 instead"
+        raise ValueError(f"pipeline_parallel sends hidden states only; {what}") from problem
+    finally:
+        for place, block in enumerate(blocks):
+            listed[place] = block
+
+
+def _inputs_of(block: nn.Module, model: nn.Module) -> list[Any]:
+    """What a block gets in a forward of two tokens with zeros for parameters, which are given no memory."""
 
     def stop(_: nn.Module, args: Any, kwargs: Any) -> None:
-        raise _AtBlocks(args, kwargs)
+        raise _AtBlock(args, kwargs)
 
-    handles = [child.register_forward_pre_hook(lambda child, _: ran.add(child)) for child in model.modules()]
-    handles.append(block.register_forward_pre_hook(stop, prepend=True, with_kwargs=True))
+    handle = block.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
     there = [t.device for t in [*model.buffers(), *model.parameters()] if not t.is_meta]
     device = there[0] if there else torch.device("cpu")
     flat = {n: torch.zeros(1, device=device, requires_grad=True).expand(p.shape) for n, p in model.named_parameters()}
@@ -134,14 +163,11 @@ def _in_front(model: nn.Module, block: nn.Module) -> tuple[set[nn.Module], int]:
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             functional_call(model, flat, kwargs={"input_ids": ids, "use_cache": False})
-    except _AtBlocks as reached:
-        hidden, *others = [*reached.inputs, *reached.keywords.values()]
+    except _AtBlock as reached:
+        return [*reached.inputs, *reached.keywords.values()]
     finally:
-        for handle in handles:
-            handle.remove()
-    if any(tensor.requires_grad for tensor in _tensors(others)):
-        raise ValueError("pipeline_parallel sends hidden states only; this model's blocks get other learned inputs too")
-    return ran, hidden.shape[-1]
+        handle.remove()
+    raise ValueError(f"pipeline_parallel: {type(model).__name__} does not run its blocks; use zero_stage=3 instead")
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

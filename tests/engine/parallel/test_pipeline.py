@@ -24,6 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_positions": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt_neo": {"num_layers": 3, "attention_types": [[["global", "local", "global"], 1]], "window_size": 4,
                 "embed_dropout": 0.0, "resid_dropout": 0.0, "attention_dropout": 0.0},  # blocks return tuples
+    "rwkv": {"attention_hidden_size": 32},  # and states, which it needs
 }  # fmt: skip
 SGD = OptimizerConfig(lr=2.0, name="sgd", options={"momentum": 0.9}, max_grad_norm=0.03)  # Adam would magnify rounding
 ROWS = ((2, 7), (1, 13), (3, 5), (1, 2))  # micro-batches of a step: rows, tokens a row
@@ -250,6 +251,7 @@ def refused() -> list[str]:
         (lambda: nn.Linear(4, 4), {}),
         (lambda: nn.Sequential(made("llama"), made("llama")), {}),
         (lambda: made("llama", num_hidden_layers=1), {}),
+        (lambda: made("rwkv"), {}),
         (lambda: made("llama"), {"pipeline_parallel": 3}),
         (lambda: made("llama"), {"zero_stage": 3, "offload_optimizer": "cpu"}),
         (lambda: made("llama"), {"tensor_parallel": 2}),
@@ -280,6 +282,7 @@ def test_what_cannot_be_is_refused_and_says_why() -> None:
         "Linear has 0",
         "Sequential has 2",
         "more than the 1 blocks",
+        "RwkvModel wants more of its blocks (not enough values to unpack (expected 3, got 1)); use zero_stage=3",
         "pipeline_parallel=3 does not divide the 2 ranks",
         "zero_stage=0, 1 or 2, offload_optimizer=none",
         "tensor_parallel=1",
