@@ -11,7 +11,10 @@ aligned word, so it is there whole or not at all. The ranks of a group do the sa
 places.
 """
 
+import os
+import select
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +23,7 @@ import torch.distributed
 from torch import Tensor
 
 from engine.parallel import dist, host_memory
+from engine.parallel.last_words import LostMate
 
 PLACES = 2**16  # of one pass that nobody has read yet; a backend lets no rank be so far ahead
 FAILED, OVER, SHARD = 1, 2, 3  # SHARD: a collective of FSDP2, which every rank has noted by itself (replay.py)
@@ -27,6 +31,7 @@ SUM, LARGEST, GATHER, EXCHANGE = 4, 5, 6, 7
 KINDS = {torch.distributed.ReduceOp.SUM: SUM, torch.distributed.ReduceOp.MAX: LARGEST}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 LAP, GROUP, KIND, DTYPE, NUMBERS = 14, 6, 4, 4, 35  # bits of a word, from the highest
+LOOK = 1.0  # seconds between looks at whether the mates are still there
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,11 @@ class Entry:
 class Board:
     """The words (ranks of a group, PLACES) int64 of this rank's group. `place` is where this rank is."""
 
-    def __init__(self, memory: Tensor, rank: int, ranks: int) -> None:
+    def __init__(self, memory: Tensor, rank: int, ranks: int, processes: Sequence[int] = ()) -> None:
+        """`processes` are the mates' ids: where one of them has ended, nobody waits for it."""
         self._words = memory.view(torch.int64).view(ranks, PLACES).numpy()
         self._own, self._mates = self._words[rank], [each for each in range(ranks) if each != rank]
+        self._processes = processes
         self.place = 0
 
     def write(self, entry: Entry) -> None:
@@ -68,10 +75,10 @@ class Board:
     def follow(self) -> Entry:
         """Say that this rank failed, and go one place on: what a mate does there, or FAILED where none is left.
 
-        Waits for the mates to come to the place. Raises RuntimeError where they don't.
+        Waits for the mates to come to the place. Raises LostMate where they don't.
         """
         place, until = self.place, time.monotonic() + dist.TIMEOUT.total_seconds()
-        lap = self._lap()
+        lap, look = self._lap(), time.monotonic() + LOOK
         self.write(Entry(FAILED))
         while True:
             found = [_unpacked(int(self._words[mate][place % PLACES]), lap) for mate in self._mates]
@@ -80,8 +87,10 @@ class Board:
                 return doing
             if None not in found:
                 return Entry(FAILED)
-            if time.monotonic() > until:
-                raise RuntimeError("a rank of this rank's group has stopped in the middle of a pass")
+            if time.monotonic() > look:
+                if time.monotonic() > until or any(map(_has_ended, self._processes)):
+                    raise LostMate("a rank of this rank's group has stopped in the middle of a pass")
+                look += LOOK
             time.sleep(1e-4)
 
     def _lap(self) -> int:
@@ -107,7 +116,21 @@ def of_mates() -> Board | None:
 def _make() -> Board | None:
     ranks = dist.world().mates
     memory = host_memory.share(8 * PLACES * ranks, neighbours=ranks)
-    return None if memory is None else Board(memory, dist.world().rank % ranks, ranks)
+    first = dist.world().rank - dist.world().rank % ranks
+    processes = dist.gather_objects(os.getpid())[first : first + ranks]
+    return None if memory is None else Board(memory, dist.world().rank % ranks, ranks, processes)
+
+
+def _has_ended(process: int) -> bool:
+    """Also of one whose parent has not asked for its status yet."""
+    try:
+        handle = os.pidfd_open(process)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], 0)[0])
+    finally:
+        os.close(handle)
 
 
 def _packed(lap: int, entry: Entry) -> int:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from engine.host_allocator import keep_freed_memory
+from engine.parallel import last_words
 from engine.parallel.traffic import count, count_all_reduce
 
 Made = TypeVar("Made")
@@ -107,6 +108,8 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         timeout=TIMEOUT,
         device_id=where if kind == "cuda" else None,
     )
+    if size > 1:
+        last_words.install(dist.PrefixStore(namespace, store), rank)
     _host_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     _background_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     _world = World(rank, size, local_rank, where)
@@ -346,6 +349,15 @@ def max_over_ranks(value: float) -> float:
     highest = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=host_group())
     return highest.item()
+
+
+def mean_over_ranks(value: float) -> float:
+    """The mean of one number a rank, in float64; not finite where one of them is not."""
+    if world().size == 1:
+        return value
+    total = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(total, group=host_group())
+    return total.item() / world().size
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -1,6 +1,9 @@
 """A rank of a tensor group that runs out of memory: the group gets through the pass, and the step ends as planned."""
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +15,7 @@ from engine import EngineConfig, OptimizerConfig, initialize, token_logprobs
 from engine.healing import Portion
 from engine.parallel import board, dist, dtensors
 from engine.parallel.board import Board, Entry
+from engine.parallel.last_words import LostMate
 from tests.engine.parallel.test_tensor import made
 from tests.ranks import run_ranks
 
@@ -158,3 +162,11 @@ def test_a_board_is_read_place_by_place() -> None:
         for each in (first, second, third):
             assert each.place == lap * board.PLACES + 3
             each.place = board.PLACES  # the next lap: what stands there is old
+
+
+def test_nobody_waits_for_a_mate_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "LOOK", 0.01)
+    with subprocess.Popen([sys.executable, "--version"], stdout=subprocess.DEVNULL) as mate:
+        first = Board(torch.zeros(2 * board.PLACES, dtype=torch.int64), 0, 2, [os.getpid(), mate.pid])
+        with pytest.raises(LostMate):
+            first.follow()
