@@ -212,6 +212,8 @@ class Engine:
         """A step with a non-finite gradient is skipped on every rank alike. `squared_norm` is the gradient's."""
         assert self.optimizer is not None and self.optimizer_config is not None, "a frozen engine has no step"
         config, gradients = self.optimizer_config, self._gradients()
+        if dist.world().tensor > 1:  # each of a group has a gradient of what they hold whole; one's alone may overflow
+            squared_norm = dist.mean_over_ranks(squared_norm)
         norm = math.sqrt(squared_norm) / self.scaler.scale
         lr = self._set_rates(self.optimizer)
         skipped = not math.isfinite(norm)
