@@ -34,7 +34,7 @@ from engine.rollout.continuous import SlotDecoder
 from engine.rollout.decoding import Drawn
 from engine.rollout.padded import PaddedDecoding
 from engine.rollout.sampling import Ending, Sampling
-from engine.rollout.served import positions_of
+from engine.rollout.served import positions_of, turns_at
 
 log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -196,7 +196,7 @@ class Rollouts:
         """What each step drew, checked."""
         if not prompts:
             return
-        _check_lengths([len(prompt) for prompt in prompts], sampling.max_new_tokens, self._positions)
+        self._check_lengths([len(prompt) for prompt in prompts], sampling.max_new_tokens)
         decoder = self._decoder()
         if decoder is None:
             way = self._batch_way()
@@ -207,6 +207,17 @@ class Rollouts:
             if any(logprob != logprob for _, _, logprob in drawn):
                 raise FloatingPointError("the model's logits are not numbers (NaN); its weights may have diverged")
             yield drawn
+
+    def _check_lengths(self, lengths: Sequence[int], max_new_tokens: int) -> None:
+        if min(lengths) < 1:
+            raise ValueError("a prompt must have at least one token")
+        limit = self._positions
+        if limit is not None and max(lengths) + max_new_tokens > limit:
+            alike = "" if turns_at(self.module) is None else " of the same frequencies (longrope)"
+            raise ValueError(
+                f"a prompt of {max(lengths)} tokens and {max_new_tokens} new ones do not fit the model's {limit} "
+                f"positions{alike}; use a smaller max_new_tokens or shorter prompts"
+            )
 
     def _decoder(self) -> SlotDecoder | None:
         """The slot decoder, made at first use; None for a model that falls back."""
@@ -239,7 +250,8 @@ class Rollouts:
         try:
             if way is PaddedDecoding and not counts_from_zero(self.module, self.device):
                 return False
-            groups = [[prompt] for prompt in prompts] if way.alike else [prompts]
+            # Of one length, and still more than one: what a family keeps may serve a single row only (RWKV's).
+            groups = [[prompt, prompt[::-1]] for prompt in prompts] if way.alike else [prompts]
             return all(self._says_the_same(way, group) for group in groups)
         except Exception as problem:  # whatever a forward that wants something else may say
             if is_out_of_memory(problem):
@@ -268,13 +280,3 @@ def _check_device(device: torch.device) -> None:
     """Kernels and graphs go to the current GPU, wherever the tensors are."""
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         raise ValueError(f"device={device} is not the current GPU: torch.cuda.set_device({device.index}) first")
-
-
-def _check_lengths(lengths: Sequence[int], max_new_tokens: int, limit: int | None) -> None:
-    if min(lengths) < 1:
-        raise ValueError("a prompt must have at least one token")
-    if limit is not None and max(lengths) + max_new_tokens > limit:
-        raise ValueError(
-            f"a prompt of {max(lengths)} tokens and {max_new_tokens} new ones do not fit the model's {limit} "
-            "positions; use a smaller max_new_tokens or shorter prompts"
-        )

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from engine import Engine
 from engine.healing.failure import is_out_of_memory
 from engine.parallel import dist, zero
-from engine.rollout.served import positions_of
+from engine.rollout.served import positions_of, turns_at
 from pipeline.data.batch import places_of
 from pipeline.data.documents import Documents
 from pipeline.errors import UserError
@@ -93,8 +93,16 @@ def adopt(engine: Engine, like: Engine) -> None:
 
 
 def _check_positions(model: PreTrainedModel, max_length: int) -> None:
-    """Refuse lengths for which positions are lacking where some are kept for padding, which no configuration tells."""
-    has, rows = positions_of(model), own_field(model.config, "max_position_embeddings")
+    """Refuse lengths for which positions are lacking where some are kept for padding, which no configuration tells, and
+    those beyond which every position is another.
+    """
+    has, rows, turn = positions_of(model), own_field(model.config, "max_position_embeddings"), turns_at(model)
+    if turn is not None and turn < max_length:
+        raise UserError(
+            f"{type(model).__name__} turns by other frequencies in sequences of more than {turn} tokens (longrope), so "
+            f"a token's numbers would depend on how long the sequences beside it are; {max_length} are too many: lower "
+            "the stage's max_length, or rollout.max_prompt_tokens and rollout.max_new_tokens"
+        )
     if has is not None and has < min(max_length, rows):
         raise UserError(
             f"{type(model).__name__} has {has} positions for a sequence (of {rows} the first belong to padding), too "

@@ -48,6 +48,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("own cache", _BART),  # positions that nobody can tell it
     "mamba": ("own cache", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
     "roberta": ("whole", _MODERN | {"is_decoder": True}),  # positions from the ids that are not padding
+    "rwkv": ("whole", {"hidden_size": 32, "num_hidden_layers": 2, "context_length": POSITIONS}),  # its state: for 1 row
     "openai-gpt": ("whole", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}),  # no cache
 }
 
@@ -104,6 +105,24 @@ def test_positions_kept_for_padding_are_none_to_use() -> None:
     assert len(rollouts.generate([[13] * 57], Sampling(4), [0])[0].token_ids) == 4
     with pytest.raises(ValueError, match="58 tokens and 4 new ones do not fit the model's 61 positions"):
         rollouts.generate([[13] * 58], Sampling(4), [0])
+
+
+def test_a_length_at_which_every_position_changes_is_the_last() -> None:
+    """LongRoPE's frequencies are those of the longest sequence of a forward."""
+    torch.manual_seed(0)
+    sides = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 24}
+    fields = _GROUPED | {"vocab_size": VOCABULARY, "rope_parameters": {"rope_type": "longrope", **sides}}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("phi3", original_max_position_embeddings=24, pad_token_id=2, **fields)
+    ).eval()
+    rollouts = Rollouts(model, "cpu")
+    for prompt, answer in zip(PROMPTS[:3], rollouts.generate(PROMPTS[:3], GREEDY, [0] * 3), strict=True):
+        assert answer.token_ids == greedy_by_definition(model, prompt, GREEDY.max_new_tokens)[0]
+    with pytest.raises(ValueError, match=r"13 tokens and 12 new ones .* 24 positions of the same frequencies"):
+        rollouts.generate([[13] * 13], GREEDY, [0])
+    with torch.no_grad():  # why
+        short, long = (model(torch.arange(length)[None]).logits[0, :24] for length in (24, 25))
+    assert (short - long).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("broken", "left"), [("begin", "whole"), ("go_on", "whole"), ("nothing", "own cache")])

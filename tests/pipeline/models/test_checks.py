@@ -139,6 +139,17 @@ def test_positions_kept_for_padding_are_none_to_use(tmp_path: Path) -> None:
         verify(engine, max_length=64)
 
 
+def test_lengths_beyond_which_every_position_changes_are_refused(tmp_path: Path) -> None:
+    sides = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 24}
+    changes: dict[str, Any] = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **sides}}
+    fields = LLAMA_LIKE | {"vocab_size": VOCABULARY, "original_max_position_embeddings": 24, "pad_token_id": 0}
+    language_model(AutoConfig.for_model("phi3", **fields, **changes)).save_pretrained(tmp_path)
+    engine = build_policy(source_in(tmp_path), trained())
+    assert verify(engine, max_length=24).packing
+    with pytest.raises(UserError, match=r"Phi3ForCausalLM turns by other .* more than 24 tokens .*; 25 are too many"):
+        verify(engine, max_length=25)
+
+
 def test_a_model_that_cannot_run_is_refused_with_its_reason(tmp_path: Path) -> None:
     engine, _ = policy_of("xglm", tmp_path, "bf16")
     with pytest.raises(UserError, match=r"XGLMForCausalLM can't run .* in bf16; engine\.dtype=fp32 may serve"):
