@@ -72,13 +72,13 @@ def slot_attention(
 
 
 def _in_one_call(slots: Step, layer: SlotLayer, asked: Asked) -> Tensor:
-    """All single queries by a kernel of ours, whatever their slots and lengths; all chunks that begin a prompt by one
-    of ours, too, then the others by themselves.
+    """All single queries by a kernel of ours, whatever their slots and lengths. Chunks of prompts by another: those
+    that begin in one call, those that go on, over the cache, in a second. Where a prompt is cut changes no number.
     """
     query, key, value, scaling, window, softcap = asked
     _, heads, tokens, size = query.shape
     scale = size**-0.5 if scaling is None else scaling
-    begun = None
+    begun = went_on = None
     if slots.beginnings is not None and softcap is None:
         begun = ragged_attention(query[0], key[0], value[0], slots.beginnings, scale=scale, window=window)
     out = query.new_empty(1, tokens, heads, value.shape[-1]) if begun is None else begun[None]
@@ -86,12 +86,17 @@ def _in_one_call(slots: Step, layer: SlotLayer, asked: Asked) -> Tensor:
         query, key, value, layer.keys, layer.values, slots.slots, slots.lengths, slots.singles, out, scale, window,
         softcap, slots.families(window),
     )  # fmt: skip
+    further = slots.continuations(key.shape[1])
+    if further is not None and softcap is None:
+        went_on = ragged_attention(query[0], *layer.in_a_row, further, scale=scale, window=window)
     for part, first, last, mask in slots.chunks_seen(window):
-        if begun is not None and part.start == 0:
-            continue
-        k, v = layer.keys[part.slot, None, :, first:last], layer.values[part.slot, None, :, first:last]
-        said = attend(query[:, :, part.begin : part.end], k, v, mask, scaling=scaling, softcap=softcap)
-        out[:, part.begin : part.end] = said.transpose(1, 2)
+        columns = slice(part.begin, part.end)
+        if part.start and went_on is not None:
+            out[0, columns] = went_on[columns]
+        elif part.start or begun is None:
+            k, v = layer.keys[part.slot, None, :, first:last], layer.values[part.slot, None, :, first:last]
+            said = attend(query[:, :, columns], k, v, mask, scaling=scaling, softcap=softcap)
+            out[:, columns] = said.transpose(1, 2)
     if tokens > len(slots.slots):  # the others only fill the step up
         out[:, len(slots.slots) :] = 0
     return out

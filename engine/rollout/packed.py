@@ -85,10 +85,8 @@ class Pack:
 
     def pays(self, rows: int) -> bool:
         """Whether a product of so many rows is faster than PyTorch's own."""
-        if self.on_device:
+        if self.on_device or self.in_place:
             return True
-        if self.in_place:
-            return rows <= linear.MOST_ROWS[linear.way()]
         return self.dtype != torch.float32 or FP32_ROWS[0] <= rows <= FP32_ROWS[1]
 
     def product(self, x: Tensor, relu: bool = False) -> Tensor:

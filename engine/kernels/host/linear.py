@@ -1,8 +1,10 @@
-"""Linear layers in bf16 for few rows on CPUs, on weights as they lie: `linear.c`.
+"""Linear layers in bf16 on CPUs, for few rows above all, on weights as they lie: `linear.c`.
 
-A product of a few rows with a large matrix takes as long as the matrix takes to be read. Each output is one thread's
-sum in fp32, in an order that the number of inputs alone decides, and is rounded once, with its bias: a row's product is
-the same, bit for bit, whatever rows are computed with it and on however many threads.
+A product of a few rows with a large matrix takes as long as the matrix takes to be read. One of a thousand, as of
+prompts, takes a ninth longer than PyTorch's own; it is made here all the same, as what a model says would else depend
+on how many rows run together. Each output is one thread's sum in fp32, in an order that the number of inputs alone
+decides, and is rounded once, with its bias: a row's product is the same, bit for bit, whatever rows are computed with
+it and on however many threads.
 
 Processors with AMX are left to oneDNN's packed products (`engine/rollout/packed.py`), which were measured there; so
 are those that aren't x86, where nothing was. Left out: fp32, in which oneDNN's packed products read as fast.
@@ -31,11 +33,6 @@ class Way(IntEnum):
     LEAVE = 0
     WIDEN = 1
     PAIRS = 2
-
-
-# Up to so many rows it beats PyTorch's own product, which packs the weights anew each time; where the processor can't
-# multiply bf16, at any number.
-MOST_ROWS = {Way.LEAVE: 0, Way.WIDEN: 1 << 30, Way.PAIRS: 64}
 
 
 class _Part(ctypes.Structure):

@@ -88,7 +88,8 @@ typedef struct {
 } rows_of;
 
 typedef struct {
-    const int64_t *spans;    /* (sequences, 3): start, length, keys of the family's first that come before its own */
+    const int64_t *spans;    /* (sequences, 4): start, length, keys of the family's first that come before its own,
+                                where its queries start, below zero where nobody asks */
     const int64_t *families; /* (families + 1): which sequences make up each, in `spans` */
     long families_count, longest;
     long heads, key_heads, tokens, size, window;
@@ -295,19 +296,21 @@ typedef struct {
 static void family(const work *w, room *r, const tensors *t, long number, long key_head) {
     long begin = w->families[number], end = w->families[number + 1], group = w->heads / w->key_heads;
     for (long one = begin; one < end; one++) {
-        long start = w->spans[3 * one], length = w->spans[3 * one + 1], past = w->spans[3 * one + 2];
+        const int64_t *span = w->spans + 4 * one;
+        long start = span[0], length = span[1], past = span[2], asks = span[3];
         take_keys(w, r, t->key, t->value, key_head, start, length, past, t->backward);
+        if (asks < 0) continue;
         for (long head = key_head * group; head < (key_head + 1) * group; head++)
             for (long at = 0; at < length; at += BLOCK) {
                 long count = length - at < BLOCK ? length - at : BLOCK;
                 if (t->backward)
-                    attend_back(w, r, t->query, t->out, t->d_query, t->lses, head, start + at, past + at, count);
+                    attend_back(w, r, t->query, t->out, t->d_query, t->lses, head, asks + at, past + at, count);
                 else
-                    attend(w, r, t->query, t->out, t->lses, head, start + at, past + at, count);
+                    attend(w, r, t->query, t->out, t->lses, head, asks + at, past + at, count);
             }
         if (t->backward && one != begin) give_keys(w, r, t->d_key, t->d_value, key_head, start, length, past);
     }
-    const int64_t *first = w->spans + 3 * begin;
+    const int64_t *first = w->spans + 4 * begin;
     if (t->backward) give_keys(w, r, t->d_key, t->d_value, key_head, first[0], first[1], 0);
 }
 

@@ -27,8 +27,8 @@ _ARGUMENTS: list[Any] = [*[ctypes.c_void_p] * 5, *[ctypes.c_long] * 7, ctypes.c_
 class Families:
     """How a row of N tokens falls into sequences, and sequences into families.
 
-    spans: (sequences, 3) long: where each begins, its own tokens, and those of its family's first sequence that come
-    before them (0 for the first itself), families one after the other
+    spans: (sequences, 4) long: where each begins, its own tokens, those of its family's first sequence that come before
+    them (0 for the first itself), and where its queries begin, families one after the other
     bounds: (families + 1,) long: where in `spans` each begins; longest: keys that the last token of any sequence sees
     """
 
@@ -40,18 +40,31 @@ class Families:
     def of(cls, members: Sequence[Sequence[tuple[int, int]]]) -> "Families":
         """From (start, length) of each family's sequences, its first one first."""
         spans = [
-            (start, length, family[0][1] if place else 0)
+            (start, length, family[0][1] if place else 0, start)
             for family in members
             for place, (start, length) in enumerate(family)
         ]
         bounds = torch.tensor([0, *(len(family) for family in members)]).cumsum(0)
-        return cls(torch.tensor(spans), bounds, max(length + past for _, length, past in spans))
+        return cls(torch.tensor(spans), bounds, max(length + past for _, length, past, _ in spans))
+
+    @classmethod
+    def going_on(cls, chunks: Sequence[tuple[int, int, int, int]]) -> "Families":
+        """From (start, past, length, queries) of sequences of which only the last `length` tokens ask, behind `past`
+        others: keys and values begin at `start` of their row, queries at `queries` of theirs. Without gradients.
+        """
+        spans = [
+            span for start, past, length, queries in chunks
+            for span in ((start, past, 0, -1), (start + past, length, past, queries))
+        ]  # fmt: skip
+        longest = max(past + length for _, past, length, _ in chunks)
+        return cls(torch.tensor(spans), torch.arange(0, len(spans) + 1, 2), longest)
 
 
 def ragged_attention(
     query: Tensor, key: Tensor, value: Tensor, families: Families, *, scale: float, window: int | None = None
 ) -> Tensor | None:
-    """(N, heads, size) from query (heads, N, size), key and value (key heads, N, size); None where it can't be done.
+    """(N, heads, size) from query (heads, N, size), key and value (key heads, N, size), these of another row of tokens
+    where `families` go on; None where it can't be done.
 
     Takes fp32 and bf16 on the CPU, all three alike; heads are a multiple of the key heads. Once differentiable.
     """

@@ -35,6 +35,11 @@ class SlotLayer:
         _put(self.keys, rows, keys)
         _put(self.values, rows, values)
 
+    @property
+    def in_a_row(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as (heads, rows, head size), where slot s has its tokens from row s * heads * capacity on."""
+        return _in_a_row(self.keys), _in_a_row(self.values)
+
 
 class SlotCache:
     """Slots of equal capacity. A layer's memory is taken when its first token comes."""
@@ -97,6 +102,7 @@ class Step:
     _seen: dict[tuple[int | None, bool], list[Seen]] = field(default_factory=dict)
     _chunks: dict[int | None, list[SeenChunk]] = field(default_factory=dict)
     _families: dict[int | None, Tensor | None] = field(default_factory=dict)
+    _continuations: dict[int, Families | None] = field(default_factory=dict)
     _tails: dict[int, list[tuple[Group, int, int, Tensor | None]]] = field(default_factory=dict)
 
     def rows(self, heads: int) -> Tensor:
@@ -138,6 +144,14 @@ class Step:
         found = [[(chunk.begin, chunk.end - chunk.begin)] for chunk in self.chunks if chunk.start == 0]
         return Families.of(found) if found else None
 
+    def continuations(self, heads: int) -> Families | None:
+        """Where the other chunks lie, and their sequences in a layer of so many heads (`SlotLayer.in_a_row`)."""
+        if heads not in self._continuations:
+            slot = heads * self.cache.capacity
+            found = [(c.slot * slot, c.start, c.end - c.begin, c.begin) for c in self.chunks if c.start]
+            self._continuations[heads] = Families.going_on(found) if found else None
+        return self._continuations[heads]
+
     @cached_property
     def chunk_starts(self) -> tuple[Tensor, int]:
         """Where each chunk begins, and the last one's end, (chunks + 1,) int32; tokens of the longest."""
@@ -176,6 +190,12 @@ class Step:
             device = self.slots.device
             self._tails[family.begin] = [(g, *g.seen(None, device, start=family.prompt)) for g in family.groups]
         return self._tails[family.begin]
+
+
+def _in_a_row(cached: Tensor) -> Tensor:
+    slots, heads, capacity, size = cached.shape
+    rows = (slots * heads - heads + 1) * capacity
+    return cached.as_strided((heads, rows, size), (capacity * size, size, 1))
 
 
 def _put(cached: Tensor, rows: Tensor, states: Tensor) -> None:

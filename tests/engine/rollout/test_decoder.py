@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.kernels.host import linear
 from engine.rollout import continuous
 from engine.rollout.decoder import Generation, Rollouts
 from engine.rollout.sampling import Sampling
@@ -63,6 +64,26 @@ def test_an_answer_does_not_depend_on_its_batch(family: str) -> None:
         agree(one, whole[place].token_ids, whole[place].logprobs)
     lengths = {len(answer.token_ids) for answer in whole}
     assert len(lengths) > 3, "answers must end at different places"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_nor_does_it_in_16_bit(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of prompts and of answers by one product, whatever their number; a prompt in chunks as in one."""
+    if linear.way() == linear.Way.LEAVE:
+        pytest.skip("no C compiler, or a processor that is left to PyTorch")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 128}
+    rollouts = Rollouts(build(family, **sizes).bfloat16(), "cpu")
+    common, *ends = ragged_prompts(18, 1, 5, 20, 33, 12, 27)
+    prompts = [*ends, *(common + end for end in ends[:3]), ends[2], common]
+    sampling, streams = Sampling(8, end_ids=ENDS[:2], seed=9, top_p=0.95), list(range(len(prompts)))
+    whole = [a.token_ids for a in rollouts.generate(prompts, sampling, streams)]
+    for slots, chunk in ((1, 1024), (2, 1024), (3, 1024), (5, 13), (10, 64)):
+        monkeypatch.setitem(continuous.PREFILL_TOKENS, "cpu", chunk)
+        again = rollouts.generate(prompts, sampling, streams, batch_size=slots)
+        assert [a.token_ids for a in again] == whole
+    for share in (slice(0, None, 3), slice(1, None, 3), slice(2, None, 3)):  # as three ranks would
+        again = rollouts.generate(prompts[share], sampling, streams[share])
+        assert [a.token_ids for a in again] == whole[share]
 
 
 def test_streams_and_seeds_make_answers_differ(llama: nn.Module) -> None:

@@ -50,6 +50,20 @@ def test_a_sequence_gives_the_same_numbers_wherever_it_stands() -> None:
     assert torch.equal(whole[213:513], alone)
 
 
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_goes_on_gives_the_numbers_of_the_whole(dtype: torch.dtype, window: int | None) -> None:
+    """Chunks of two sequences that lie in another row than their queries do, cut anywhere."""
+    query, key, value = (tensor.detach() for tensor in drawn((4, 2, 2), 24, dtype))
+    whole = ragged_attention(query, key, value, Families.of([[(5, 130)], [(213, 300)]]), scale=0.2, window=window)
+    assert whole is not None
+    for one, other in ((1, 299), (77, 48), (129, 64)):
+        places = [*range(5 + one, 135), *range(213 + other, 513)]
+        on = Families.going_on([(5, one, 130 - one, 0), (213, other, 300 - other, 130 - one)])
+        found = ragged_attention(query[:, places], key, value, on, scale=0.2, window=window)
+        assert found is not None and torch.equal(found, whole[places])
+
+
 def test_what_is_not_a_number_stays_in_its_family() -> None:
     tensors = drawn((2, 2, 2), 16, torch.float32)
     with torch.no_grad():
