@@ -5,7 +5,7 @@ Left out: soft caps, dropout, fp32.
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,13 +18,17 @@ LARGEST_HEAD = 256
 
 @cache
 def varlen_kernel() -> Callable[..., Tensor] | None:
-    """PyTorch's variable-length attention; None where there is none yet that takes a scale and a window."""
+    """PyTorch's variable-length attention; None where there is none yet that takes a scale and a window.
+
+    Query heads may share a key head: the kernel reads it where it lies, forward and backward. PyTorch 2.13 wants to be
+    told of it, 2.11 doesn't ask.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     takes = inspect.signature(varlen_attn).parameters
-    kernel: Callable[..., Any] = varlen_attn
+    kernel: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if "enable_gqa" in takes else varlen_attn
     return kernel if {"scale", "window_size"} <= takes.keys() else None
 
 
@@ -43,8 +47,5 @@ def within_sequences(
 
     `starts`: where queries and keys of each sequence begin, and an end, (sequences + 1,) int32; `longest`: of either.
     """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     rows = (t.contiguous() for t in (query, key, value))
     return kernel(*rows, *starts, *longest, scale=scale, window_size=(-1 if window is None else window - 1, 0))
