@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 
 from engine.kernels.decode_attention import decode_attention as _decode_attention
+from engine.kernels.decode_rows import note_rows as _note_rows
+from engine.kernels.decode_rows import take_rows as _take_rows
 from engine.kernels.gae import gae as _gae
 from engine.kernels.host import decode_attention as _host_decode_attention
 from engine.kernels.host import sample as _host_sample
@@ -30,8 +32,10 @@ __all__ = [
     "decode_attention",
     "draw",
     "gae",
+    "note_rows",
     "sample",
     "split_token_logprobs",
+    "take_rows",
     "token_logprobs",
     "write_tokens",
 ]
@@ -40,7 +44,8 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 _HAS_TRITON = find_spec("triton") is not None  # PyTorch's CUDA builds for Linux bring it
-_IN_TRITON = {"decode_attention", "gae", "sample", "token_logprobs", "write_tokens"}
+_IN_TRITON = {name: name for name in ("decode_attention", "gae", "sample", "token_logprobs", "write_tokens")}
+_IN_TRITON |= {"note_rows": "decode_rows", "take_rows": "decode_rows"}  # the file that has it
 _HOST: dict[str, Any] = {"decode_attention": _host_decode_attention, "draw": _host_sample, "sample": _host_sample}
 
 
@@ -60,7 +65,7 @@ def _picked(plain: Callable[Given, Result]) -> Callable[Given, Result]:
 def _for_device(name: str, tensor: Tensor) -> Callable[..., Any] | None:
     """What serves a tensor better than torch's operators; None where nothing does."""
     if tensor.is_cuda and _HAS_TRITON and name in _IN_TRITON:
-        return _triton(name, name)
+        return _triton(_IN_TRITON[name], name)
     if name in _HOST and tensor.device.type == "cpu" and tensor.dtype in _HOST[name].DTYPES and _HOST[name].available():
         function: Callable[..., Any] = getattr(_HOST[name], name)
         return function
@@ -76,7 +81,9 @@ def _triton(kernel: str, name: str) -> Callable[..., Any]:
 decode_attention = _picked(_decode_attention)
 draw = _picked(_draw)
 gae = _picked(_gae)
+note_rows = _picked(_note_rows)
 sample = _picked(_sample)
+take_rows = _picked(_take_rows)
 token_logprobs = _picked(_token_logprobs)
 write_tokens = _picked(_write_tokens)
 

@@ -4,13 +4,32 @@
 
 n is the sequence's length with the query's own token, whose key and value are in the cache already; query head h reads
 key head h // (H / Hkv) (Ainslie et al., 2023, arXiv:2305.13245); slopes are ALiBi's (Press et al., 2022,
-arXiv:2108.12409).
+arXiv:2108.12409). The first tokens of a sequence may lie elsewhere: in a cache of prompts, where several sequences read
+the same ones.
 
 This is the torch implementation, for every device, and the reference for the faster one beside it.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Prompts(NamedTuple):
+    """Where sequences begin: one layer's cache of prompts, and which of its slots each reads.
+
+    keys: (Sp, Hkv, P, D), values: (Sp, Hkv, P, Dv); slots, lengths: (B,) int64: a sequence's first tokens, `lengths` of
+    them or as many as it has, lie there; those behind them in its own slot, from its beginning on. firsts: (B,) int64,
+    of neighbouring rows that read the same slot the first one, for which, and for all of them, it is then read once;
+    None where each row reads for itself.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    lengths: Tensor
+    firsts: Tensor | None = None
 
 
 def decode_attention(
@@ -23,19 +42,25 @@ def decode_attention(
     window: int | None = None,
     alibi: Tensor | None = None,
     softcap: float | None = None,
+    prompts: Prompts | None = None,
 ) -> Tensor:
     """(B, H, Dv) in the query's dtype, zeros where the length is 0.
 
     query: (B, H, D); keys: (S, Hkv, T, D), values: (S, Hkv, T, Dv): one layer's cache; slots: (B,) the cache rows;
-    lengths: (B,) tokens in use, at most T; alibi: (H,) slopes; `softcap` c bounds scores to c tanh(score / c) before
-    ALiBi (Gemma 2). Scores and sums are fp32. No gradient. Raises ValueError where the shapes don't fit.
+    lengths: (B,) tokens in use, those in `prompts` among them; alibi: (H,) slopes; `softcap` c bounds scores to
+    c tanh(score / c) before ALiBi (Gemma 2). Scores and sums are fp32. No gradient. Raises ValueError where the shapes
+    don't fit.
     """
-    check(query, keys, values, slots, lengths, window, alibi)
+    check(query, keys, values, slots, lengths, window, alibi, prompts)
     heads, groups = query.shape[1], query.shape[1] // keys.shape[1]
     with torch.no_grad():
         longest = int(lengths.max()) if len(lengths) else 0
-        k = keys[slots, :, :longest].float().repeat_interleave(groups, 1)  # (B, H, T, D)
-        v = values[slots, :, :longest].float().repeat_interleave(groups, 1)
+        if prompts is None:
+            k, v = keys[slots, :, :longest], values[slots, :, :longest]
+        else:
+            k = _one_behind_the_other(prompts.keys, keys, slots, prompts, longest)
+            v = _one_behind_the_other(prompts.values, values, slots, prompts, longest)
+        k, v = (t.float().repeat_interleave(groups, 1) for t in (k, v))  # (B, H, T, D)
         scores = torch.einsum("bhd,bhtd->bht", query.float(), k) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
@@ -50,9 +75,18 @@ def decode_attention(
         return torch.einsum("bht,bhtd->bhd", weights, v).to(query.dtype)
 
 
+def _one_behind_the_other(of_prompts: Tensor, own: Tensor, slots: Tensor, prompts: Prompts, longest: int) -> Tensor:
+    """(B, Hkv, longest, D): what each sequence has cached in both places, in its order."""
+    both = torch.cat([of_prompts[prompts.slots], own[slots]], 2)
+    places = torch.arange(longest, device=own.device)
+    behind = places - prompts.lengths[:, None]  # (B, longest)
+    at = torch.where(behind < 0, places, of_prompts.shape[2] + behind).clamp(max=both.shape[2] - 1)
+    return both.gather(2, at[:, None, :, None].expand(-1, both.shape[1], -1, both.shape[3]))
+
+
 def check(
     query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, window: int | None,
-    alibi: Tensor | None,
+    alibi: Tensor | None, prompts: Prompts | None = None,
 ) -> None:  # fmt: skip
     """Raise ValueError where the shapes don't fit."""
     batch, heads, width = query.shape
@@ -67,3 +101,14 @@ def check(
         raise ValueError(f"alibi must be one slope a head, ({heads},), not {tuple(alibi.shape)}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 token, not {window}")
+    if prompts is not None:
+        _check_prompts(prompts, keys, values, batch)
+
+
+def _check_prompts(prompts: Prompts, keys: Tensor, values: Tensor, batch: int) -> None:
+    for of_prompts, own in ((prompts.keys, keys), (prompts.values, values)):
+        if of_prompts.shape[1::2] != own.shape[1::2]:
+            raise ValueError(f"prompts have heads like {tuple(of_prompts.shape)}, their sequences {tuple(own.shape)}")
+    rows = [t for t in (prompts.slots, prompts.lengths, prompts.firsts) if t is not None]
+    if any(t.shape != (batch,) for t in rows):
+        raise ValueError(f"prompts' slots, lengths and firsts must be ({batch},), not {[tuple(t.shape) for t in rows]}")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from engine.kernels import decode_attention_triton as attention
+from engine.kernels import decode_rows_triton as books
 from engine.kernels import gae_triton, rows_triton, sample_candidates_triton, sample_search_triton, sample_triton
 from engine.kernels import token_logprobs_triton as logprobs
 from engine.kernels import write_tokens_triton as writing
@@ -40,7 +41,7 @@ class Variant:
     def of_ones(self) -> "Variant":
         """As for the smallest launch: Triton compiles a kernel anew where a count is 1, with the 1 for a constant."""
         strides = (n for n in self.kernel.arg_names if n in ALIGNED or n.startswith("stride"))
-        fixed = {"state", "top_k", "wanted", *strides}
+        fixed = {"state", "batch", "top_k", "wanted", *strides}
         ones = {name: 1 for name, of in self.signature().items() if of == "i32" and name not in fixed}
         return replace(self, constants={**self.constants, **ones})
 
@@ -93,30 +94,41 @@ def _token_logprobs(capability: int) -> Iterator[Variant]:
 
 
 def _decode_attention(capability: int) -> Iterator[Variant]:
+    bf16, fp32 = torch.bfloat16, torch.float32
     cases = (
-        (64, 1, torch.bfloat16, False, False), (64, 1, torch.bfloat16, False, True),
-        (128, 8, torch.bfloat16, True, False), (64, 1, torch.float32, False, False),
+        (64, 1, bf16, False, False, ""), (64, 1, bf16, False, True, ""), (128, 8, bf16, True, False, ""),
+        (64, 1, fp32, False, False, ""), (64, 1, bf16, False, True, "prompts apart"),
+        (64, 1, bf16, False, False, "prompts read once"), (128, 4, bf16, False, False, "prompts read once"),
+        (128, 8, bf16, True, False, "prompts read once"),
     )  # fmt: skip
-    for width, group, dtype, extras, whole in cases:
-        of = TRITON_TYPES[dtype]
+    for width, group, dtype, extras, whole, prompts in cases:
+        of, joined = TRITON_TYPES[dtype], prompts == "prompts read once"
         types = {
-            **_pointers(of, "query", "keys", "values"), **_pointers("i64", "slots", "lengths"),
+            **_pointers(of, "query", "keys", "values", "prompt_keys", "prompt_values"),
+            **_pointers("i64", "slots", "lengths", "prompt_slots", "prompt_lengths", "firsts"),
             **_pointers("fp32", "alibi", "highest", "totals"), "scale": "fp32", "softcap": "fp32",
             "partial": f"*{of if whole else 'fp32'}",
         }  # fmt: skip
+        absent = ["alibi"] * (not extras) + ["highest", "totals"] * whole + ["firsts"] * (not joined)
+        absent += ["prompt_slots", "prompt_lengths"] * (not prompts)
         constants = {
-            **attention.launch_options(width, width, group, dtype), "GROUP": group, "HAS_WINDOW": extras,
-            "HAS_ALIBI": extras, "HAS_SOFTCAP": extras, "WHOLE": whole, "PRECISION": "ieee",
-            **({} if extras else {"alibi": None}), **({"highest": None, "totals": None} if whole else {}),
+            **attention.launch_options(width, width, group, dtype, joined=joined), "GROUP": group,
+            "HAS_PROMPTS": bool(prompts), "JOINED": joined, "HAS_WINDOW": extras, "HAS_ALIBI": extras,
+            "HAS_SOFTCAP": extras, "WHOLE": whole, "PRECISION": "ieee", **dict.fromkeys(absent),
         }  # fmt: skip
-        more = f"{', window, ALiBi and soft cap' if extras else ''}{', in one share' if whole else ''}"
-        label = f"{of}, {group} head{'s' if group > 1 else ''} of {width}{more}"
+        more = ["window, ALiBi and soft cap"] * extras + ["in one share"] * whole + [prompts] * bool(prompts)
+        label = ", ".join([of, f"{group} head{'s' if group > 1 else ''} of {width}", *more])
         yield _variant(f"decode_attention, {label}", attention.share_kernel, types, constants)
     types = {**_pointers("fp32", "partial", "highest", "totals"), "out": "*bf16"}
     constants = {"SPLITS": attention.MOST_SPLITS, "BV": 128, "num_warps": 4}
     yield _variant("decode_attention join", attention.join_kernel, types, constants)
     types = _pointers("bf16", "key", "value", "keys", "values") | _pointers("i64", "slots", "positions")
     yield _variant("write_tokens, heads of 64", writing.write_kernel, types, writing.launch_options(64, 64))
+    types = _pointers("i64", "rows", "slots", "place", "told", "tokens", "ends", "said")
+    types |= {**_pointers("fp32", "logprobs", "said_logprobs"), "seen": "*i1"}
+    yield _variant("take_rows", books.take_kernel, types, {"BLOCK": books.BLOCK, "num_warps": 4})
+    constants = {"HAS_SEEN": True, "BLOCK": books.BLOCK, "num_warps": 4}
+    yield _variant("note_rows", books.note_kernel, types, constants)
 
 
 def _rows(capability: int) -> Iterator[Variant]:

@@ -10,7 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.kernels.decode_attention import check
+from engine.kernels.decode_attention import Prompts, check
+from engine.kernels.decode_attention import decode_attention as plain
 from engine.kernels.host.library import library
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -53,10 +54,13 @@ def decode_attention(
     window: int | None = None,
     alibi: Tensor | None = None,
     softcap: float | None = None,
+    prompts: Prompts | None = None,
 ) -> Tensor:
-    """As `engine.kernels.decode_attention.decode_attention`. Raises IndexError where slots or lengths point outside
-    the cache.
+    """As `engine.kernels.decode_attention.decode_attention`, which serves `prompts`: only steps written for GPUs keep
+    them apart. Raises IndexError where slots or lengths point outside the cache.
     """
+    if prompts is not None:
+        return plain(query, keys, values, slots, lengths, scale, window, alibi, softcap, prompts)
     check(query, keys, values, slots, lengths, window, alibi)
     _same_kind(query, keys, values)
     slots, lengths = slots.long().contiguous(), lengths.long().contiguous()

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.kernels.decode_attention import Prompts
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 Leaves = tuple[Tensor, Tensor, Tensor | None]
@@ -57,6 +59,28 @@ def ragged_cache(
         "values": values.to(DEVICE, dtype), "slots": rows.to(DEVICE), "lengths": torch.tensor(lengths).to(DEVICE),
         "scale": width**-0.5, **slopes, **extras,
     }  # fmt: skip
+
+
+def with_prompts(case: dict[str, Any], firsts: list[int], kept: list[int], room: int) -> dict[str, Any]:
+    """A case of `ragged_cache` whose rows begin as their first row does, and the same with the first `kept` tokens of
+    each in a cache of prompts of `room` tokens, one slot for neighbours with the same first row.
+    """
+    alike = {**case, "keys": case["keys"].clone(), "values": case["values"].clone()}
+    of_prompts, own = {}, {}
+    for name in ("keys", "values"):
+        rows = alike[name][case["slots"]]  # (B, Hkv, T, size)
+        of_prompts[name] = torch.full_like(rows, float("nan"))[:, :, :room].repeat(2, 1, 1, 1)
+        own[name] = torch.full_like(alike[name], float("nan"))
+        for row, (first, n) in enumerate(zip(firsts, kept, strict=True)):
+            length = int(case["lengths"][row])
+            common = min(n, length, int(case["lengths"][first]))
+            rows[row, :, :common] = rows[first, :, :common]
+            of_prompts[name][2 * first + 1, :, : min(n, length)] = rows[row, :, : min(n, length)]
+            own[name][case["slots"][row], :, : max(0, length - n)] = rows[row, :, n:length]
+        alike[name][case["slots"]] = rows
+    slots = 2 * torch.tensor(firsts, device=DEVICE) + 1
+    told = Prompts(**of_prompts, slots=slots, lengths=torch.tensor(kept, device=DEVICE))
+    return {"alike": alike, "case": {**case, **own}, "prompts": told, "firsts": torch.tensor(firsts, device=DEVICE)}
 
 
 def attention_in_float64(

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from engine.kernels import decode_attention_triton as kernel
-from tests.engine.kernels.oracle import DEVICE, attention_in_float64, ragged_cache
+from engine.kernels.decode_attention import decode_attention as plain
+from tests.engine.kernels.oracle import DEVICE, attention_in_float64, ragged_cache, with_prompts
 
 # Of values of about 1; bf16 rounds weights and results, and a GPU's exponential is good to 2^-22.
 TOLERANCE = {torch.float32: 2e-6 if DEVICE == "cpu" else 1e-5, torch.bfloat16: 2e-2}
@@ -28,6 +29,34 @@ def test_splits_do_not_matter(monkeypatch: pytest.MonkeyPatch, splits: int, dtyp
     ours = kernel.decode_attention(**case)
     assert ours.dtype == dtype
     torch.testing.assert_close(ours.double(), attention_in_float64(**case), atol=TOLERANCE[dtype], rtol=0)
+
+
+# Of 13 rows 11 read one prompt, one of them having ended, another to its last token but one; two read others. In tiles
+# for 16 and for 8 sequences, and for 4 and for 2.
+FIRSTS = [0] * 11 + [11, 12]
+KEPT = [150, 150, 149, 150, 150, 150, 150, 150, 150, 149, 150, 40, 0]
+LENGTHS = [151, 290, 150, 220, 0, 163, 151, 200, 155, 150, 162, 111, 30]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "extras"),
+    [
+        (torch.float32, (2, 2), {"window": 70}),
+        (torch.bfloat16, (4, 2), {}),
+        (torch.float32, (7, 1), {"window": 170, "alibi": True}),
+        (torch.bfloat16, (12, 1), {"softcap": 2.0}),
+    ],
+)
+def test_prompts_that_several_read(dtype: torch.dtype, heads: tuple[int, int], extras: dict) -> None:
+    """Read once for all, by each for itself, and by the torch path: what a cache of their own would give."""
+    case = ragged_cache(*heads, width=20, of_values=24, lengths=LENGTHS, capacity=300, dtype=dtype, **extras)
+    split = with_prompts(case, FIRSTS, KEPT, room=160)
+    right = attention_in_float64(**split["alike"])
+    assert not torch.isnan(right).any()
+    apart, joined = split["prompts"], split["prompts"]._replace(firsts=split["firsts"])
+    for decode, prompts in ((kernel.decode_attention, joined), (kernel.decode_attention, apart), (plain, joined)):
+        ours = decode(**split["case"], prompts=prompts)
+        torch.testing.assert_close(ours.double(), right, atol=TOLERANCE[dtype], rtol=0)
 
 
 def test_caches_may_be_views() -> None:

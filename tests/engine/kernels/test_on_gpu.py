@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine import kernels
+from engine.kernels.decode_attention import Prompts
 from engine.kernels.decode_attention import decode_attention as plain_attention
 from engine.kernels.gae import gae as plain_gae
 from engine.kernels.token_logprobs import token_logprobs as plain_logprobs
@@ -18,7 +19,7 @@ pytestmark = needs_gpu
 SCALE = 1 if ON_GPU else 16  # the CPU tries the code only
 
 
-@pytest.mark.parametrize("name", ["token_logprobs", "decode_attention", "sample", "gae", "write_tokens"])
+@pytest.mark.parametrize("name", sorted(kernels._IN_TRITON))
 def test_the_names_pick_triton(name: str) -> None:
     picked = kernels._for_device(name, torch.empty(1, device=DEVICE))
     assert (picked is not None and picked.__module__.endswith("_triton")) == ON_GPU
@@ -57,6 +58,25 @@ def test_decode_attention(batch: int, longest: int, extras: dict) -> None:
     slots = torch.randperm(batch + 1, device=DEVICE)[:batch]
     ours = kernels.decode_attention(query, cache[0], cache[1], slots, lengths, size**-0.5, **extras)
     theirs = plain_attention(query.float(), cache[0].float(), cache[1].float(), slots, lengths, size**-0.5, **extras)
+    assert (ours.float() - theirs).norm() / theirs.norm() < 1e-2
+
+
+@pytest.mark.parametrize("extras", [{}, {"window": 1024}])
+def test_decode_attention_of_samples(extras: dict) -> None:
+    """Eight prompts of eight samples each, which begin behind the last token or with it."""
+    torch.manual_seed(0)
+    longest, answer, heads, key_heads, size = 4096 // SCALE, 512 // SCALE, 32, 8, 128
+    caches = [torch.randn(2, slots, key_heads, room, size, device=DEVICE, dtype=torch.bfloat16)
+              for slots, room in ((9, longest), (65, answer))]  # fmt: skip
+    query = torch.randn(64, heads, size, device=DEVICE, dtype=torch.bfloat16)
+    of_eight = torch.arange(64, device=DEVICE) // 8
+    shared = torch.randint(2, longest, (8,), device=DEVICE)[of_eight] - torch.randint(2, (64,), device=DEVICE)
+    lengths, slots = shared + torch.randint(1, answer + 1, (64,), device=DEVICE), torch.randperm(64, device=DEVICE)
+    ours, theirs = (
+        attend(query.to(dtype), *caches[1].to(dtype), slots, lengths, size**-0.5, **extras,
+               prompts=Prompts(*caches[0].to(dtype), of_eight, shared, 8 * of_eight))
+        for attend, dtype in ((kernels.decode_attention, torch.bfloat16), (plain_attention, torch.float32))
+    )  # fmt: skip
     assert (ours.float() - theirs).norm() / theirs.norm() < 1e-2
 
 
