@@ -12,6 +12,8 @@ HERE = Path(__file__).parent
 NEEDED = ("pydantic", "hydra", "datasets")  # what a stage imports and the engine does not
 LACKING = [name for name in NEEDED if find_spec(name) is None]
 WITHOUT = ("engine", "benchmarks", "pipeline/models/test_on_gpu.py")
+# Files of more than half a minute. They begin, so that of processes that share out the files none is late.
+LONG = ("test_on_pretended_gpu.py", "engine/test_pretended_gpu.py", "test_resume.py", "test_parity.py")
 
 collect_ignore = [
     str(path.relative_to(HERE))
@@ -31,3 +33,8 @@ def pytest_report_header() -> str | None:
     if not LACKING:
         return None
     return f"without {', '.join(LACKING)}: {len(collect_ignore)} files of tests of the pipeline and stages left out"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {str(HERE / name): place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(str(item.path), len(LONG)))

@@ -29,6 +29,8 @@ SMALL: dict[str, Any] = {
     "rollout": {"max_new_tokens": 4},
     "evaluation": {"prompts": 2},
 }
+# Without the generator's self-check, half of such a stage's time, where PPO does it on the same layout.
+UNCHECKED: dict[str, Any] = {**SMALL, "rollout": {**SMALL["rollout"], "selfcheck_every": 0}}
 CURVES = {
     "sft": ("loss", "grad_norm", "eval_loss"),
     "reward": ("loss", "accuracy", "margin", "grad_norm", "eval_accuracy"),
@@ -80,8 +82,11 @@ def test_one_device_trains_in_bf16_and_goes_on_after_a_stop(on_cpu: Path, tmp_pa
     """As one GPU does by default: documents in a row by the variable-length kernel, answers from graphs. SFT and PPO
     with their optimizers on the host; PPO's tokens may differ from fp32's.
     """
-    offloaded = tiny_config(**SMALL, engine={"offload_optimizer": "cpu"})
-    lay_out(tmp_path, tiny_config(**SMALL), sft=offloaded, ppo=offloaded)
+    offload = {"offload_optimizer": "cpu"}
+    lay_out(
+        tmp_path, tiny_config(**SMALL),
+        sft=tiny_config(**UNCHECKED, engine=offload), ppo=tiny_config(**SMALL, engine=offload),
+    )  # fmt: skip
     assert "padded" not in run_on_devices(tmp_path, list(STAGES))
     for stage in ("sft", "reward"):
         compare(tmp_path, on_cpu, stage, ("loss", "eval_loss"), rel=1e-2)
@@ -102,7 +107,7 @@ def test_a_step_waits_for_the_device_for_its_figures_only(tmp_path: Path) -> Non
     """Once an update; PPO's also for its largest ratio, for what each model says, and for each round of answers."""
     three = {name: {**SMALL[name], "steps": 3, "eval_every": 0, "save_every": 9} for name in STAGES}
     three["ppo"]["update_epochs"] = 1
-    lay_out(tmp_path, tiny_config(**{**SMALL, **three}))
+    lay_out(tmp_path, tiny_config(**{**UNCHECKED, **three}))
     run_on_devices(tmp_path, list(STAGES))
     assert waits(tmp_path, "sft", step=2) == waits(tmp_path, "reward", step=2) == {"engine/figures.py:numbers": 1}
     found = waits(tmp_path, "ppo", step=2)
@@ -133,7 +138,8 @@ def stop_after(stage: Path, step: int) -> None:
 
 
 def test_two_devices_walk_the_curves_of_one_cpu(on_cpu: Path, tmp_path: Path) -> None:
-    lay_out(tmp_path, tiny_config(**SMALL, engine={"dtype": "fp32", "zero_stage": 3}))
+    engine = {"dtype": "fp32", "zero_stage": 3}
+    lay_out(tmp_path, tiny_config(**SMALL, engine=engine), sft=tiny_config(**UNCHECKED, engine=engine))
     run_on_devices(tmp_path, list(STAGES), ranks=2)
     for stage in STAGES:
         compare(tmp_path, on_cpu, stage, CURVES[stage], rel=1e-4)
