@@ -1,12 +1,9 @@
 """A user's DeepSpeed configuration becomes the engine's own values, or one message says what to write instead.
 
-Order: the file is opened, every key is checked against `keys.py`, "auto" and absent keys are filled from the caller's
-own settings (else DeepSpeed's defaults), and what is left is translated. A boolean section switch that DeepSpeed reads
-as absent (an empty section) is absent here too.
+Order: the file is opened and every key is checked (`said.py`), "auto" and absent keys are filled from the caller's own
+settings (else DeepSpeed's defaults), and what is left is translated.
 """
 
-import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,21 +11,9 @@ from typing import Any
 
 from engine.config import Compress, EngineConfig, LossScale, OptimizerConfig, Precision
 from engine.deepspeed import optimizers, schedulers
-from engine.deepspeed.closest import closest, number_of, section_of
-from engine.deepspeed.keys import KEYS, Key
-
-RENAMED = {"bfloat16": "bf16"}
-FREE = ("optimizer", "scheduler")
-REMARK = re.compile(r"([_#]|//).*|comments?", re.IGNORECASE)  # what people call keys that JSON has no comments for
-KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "bool": ((bool,), "true or false"),
-    "int": ((int, float), "a whole number"),
-    "number": ((int, float), "a number"),
-    "text": ((str,), "text"),
-    "list": ((list, tuple), "[a, b, ...]"),
-    "section": ((dict,), "{key: value, ...}"),
-    "any": ((object,), "a value"),
-}
+from engine.deepspeed.closest import number_of, section_of
+from engine.deepspeed.keys import KEYS
+from engine.deepspeed.said import Said, open_file, remarks
 
 
 @dataclass(frozen=True)
@@ -48,28 +33,6 @@ class Choices:
     notes: tuple[str, ...]
 
 
-COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
-
-
-def _without_comments(text: str) -> str:
-    """JSON without the comments that DeepSpeed allows (it reads Hjson); strings, lines and columns stay as they are."""
-    return COMMENT.sub(lambda found: found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0]), text)
-
-
-def open_file(path: str | Path) -> dict[str, Any]:
-    """A JSON file as a dictionary; comments may stand in it. Raises ValueError where there is none, or a key twice."""
-    place = Path(path).expanduser()
-    if not place.is_file():
-        raise ValueError(f"{path}: there is no such file (looked from {Path.cwd()})")
-    try:
-        found = json.loads(_without_comments(place.read_text(encoding="utf-8")), object_pairs_hook=_once)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold one JSON object")
-    return found
-
-
 def read(
     config: Mapping[str, Any] | str | Path,
     *,
@@ -83,11 +46,10 @@ def read(
     defaults hold (stage 0, fp32). `ranks=None` leaves the batch sizes alone, where nobody knows the ranks yet.
     """
     raw = dict(config) if isinstance(config, Mapping) else open_file(config)
-    said = _said(raw)
-    for key, value in said.values.items():
-        _check(key, value)
+    said = Said(raw)
+    said.check()
     engine = _engine(said, base or EngineConfig(dtype="fp32"))
-    micro, accumulation, whole = batch_triple(said, ranks) if ranks is not None else (None, None, None)
+    micro, accumulation, whole = _batch_triple(said, ranks) if ranks is not None else (None, None, None)
     if accumulation is not None:
         engine = replace(engine, gradient_accumulation=accumulation)
     clipping = said.get("gradient_clipping")
@@ -111,101 +73,7 @@ def checked(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     return raw
 
 
-class _Said:
-    """The dotted keys that a file gives values for ("auto" is none)."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-
-    def get(self, key: str) -> Any:
-        """The file's value, None where it has none."""
-        assert key in KEYS, key
-        return self.values.get(key)
-
-    def value(self, key: str) -> Any:
-        """The file's value, else DeepSpeed's default."""
-        found = self.get(key)
-        return KEYS[key].default if found is None else found
-
-
-def _said(raw: Mapping[str, Any]) -> _Said:
-    renamed = {RENAMED.get(key, key): value for key, value in raw.items()}
-    return _Said({key: value for key, value in _leaves(renamed) if value != "auto"})
-
-
-def _remarks(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in section.items():
-        if REMARK.fullmatch(name):
-            yield f"{prefix}{name}"
-        elif isinstance(value, Mapping):
-            yield from _remarks(value, f"{prefix}{name}.")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ValueError(f"{key} stands twice in one section; keep one")
-    return dict(pairs)
-
-
-def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys with their values; a section that the table knows as one is one."""
-    for name, value in section.items():
-        key = f"{prefix}{name}"
-        if (not prefix and name in FREE) or REMARK.fullmatch(name):
-            continue
-        if value is None and any(known.startswith(f"{key}.") for known in KEYS):
-            continue
-        if isinstance(value, Mapping) and not (key in KEYS and KEYS[key].takes == "section"):
-            if not any(known.startswith(f"{key}.") for known in KEYS):
-                yield key, value
-            yield from _leaves(value, f"{key}.")
-        else:
-            yield key, value
-
-
-def _check(name: str, value: Any) -> None:
-    """Refuse an unknown key, a value of the wrong kind, a value that is not offered."""
-    key = KEYS.get(name)
-    if key is None and any(known.startswith(f"{name}.") for known in KEYS) and not isinstance(value, Mapping):
-        section_of(name, value)
-    if key is None:
-        raise ValueError(_unknown(name))
-    if value is None:
-        return
-    kinds, wanted = KINDS[key.takes]
-    wrong = not isinstance(value, kinds) or (isinstance(value, bool) and key.takes in ("int", "number"))
-    if wrong or (key.takes == "int" and not float(value).is_integer()):
-        raise ValueError(f"{name}={json.dumps(value)}: write {wanted}, as JSON")
-    if key.verdict == "refused" and not _off(key, value):
-        raise ValueError(f"{name}={json.dumps(value)}: {key.note}")
-    if key.only and value not in key.only:
-        offered = ", ".join(str(choice) for choice in key.only if choice is not None)
-        raise ValueError(f"{name}={value}: here it may be {offered}")
-
-
-def _off(key: Key, value: Any) -> bool:
-    """True where a refused key has the value that asks for nothing."""
-    if key.takes == "section":
-        return not value or value.get("enabled") is False
-    return value in (key.default, None, False)
-
-
-def _unknown(name: str) -> str:
-    sections = {key.rpartition(".")[0] for key in KEYS} - {""}
-    known = [*KEYS, *FREE, *sorted(sections)]
-    parent, _, leaf = name.rpartition(".")
-    beside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == parent]
-    near = closest(leaf, beside)
-    if near is not None:
-        return f"{name}: DeepSpeed has no such key; did you mean {f'{parent}.' if parent else ''}{near}?"
-    same = next((key for key in known if key.rpartition(".")[2] == leaf), None) or closest(name, known)
-    meant = f"; did you mean {same}?" if same else " (docs/deepspeed.md lists all)"
-    return f"{name}: DeepSpeed has no such key{meant}"
-
-
-def batch_triple(said: _Said, ranks: int) -> tuple[int | None, int | None, int | None]:
+def _batch_triple(said: Said, ranks: int) -> tuple[int | None, int | None, int | None]:
     """(micro-batch, accumulation, global batch): any two make the third. Raises ValueError where three don't agree."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     for name in names:
@@ -229,7 +97,7 @@ def batch_triple(said: _Said, ranks: int) -> tuple[int | None, int | None, int |
     return micro, steps, whole
 
 
-def _engine(said: _Said, base: EngineConfig) -> EngineConfig:
+def _engine(said: Said, base: EngineConfig) -> EngineConfig:
     """The layout and precision, over the caller's own."""
     stage = said.get("zero_optimization.stage")
     stage = base.zero_stage if stage is None else int(stage)
@@ -250,7 +118,7 @@ def _engine(said: _Said, base: EngineConfig) -> EngineConfig:
     )
 
 
-def _compress(said: _Said, own: Compress) -> Compress:
+def _compress(said: Said, own: Compress) -> Compress:
     """ZeRO++'s keys, where the file has one of them."""
     weights = said.get("zero_optimization.zero_quantized_weights")
     gradients = said.get("zero_optimization.zero_quantized_gradients")
@@ -261,7 +129,7 @@ def _compress(said: _Said, own: Compress) -> Compress:
     return "gather8" if weights else "reduce8" if gradients else "none"
 
 
-def _dtype(said: _Said, own: Precision) -> Precision:
+def _dtype(said: Said, own: Precision) -> Precision:
     fp16, bf16 = said.get("fp16.enabled"), said.get("bf16.enabled")
     if fp16 and bf16:
         raise ValueError("fp16.enabled and bf16.enabled are both true; keep one")
@@ -270,7 +138,7 @@ def _dtype(said: _Said, own: Precision) -> Precision:
     return "fp32" if fp16 is False and bf16 is False else own
 
 
-def _offload(said: _Said, stage: int, base: EngineConfig) -> dict[str, Any]:
+def _offload(said: Said, stage: int, base: EngineConfig) -> dict[str, Any]:
     """The engine's offload keys that the file speaks of."""
     section = "zero_optimization"
     optimizer, shards = (said.get(f"{section}.offload_{part}.device") for part in ("optimizer", "param"))
@@ -291,7 +159,7 @@ def _offload(said: _Said, stage: int, base: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _loss_scale(said: _Said, stage: int, own: LossScale) -> LossScale:
+def _loss_scale(said: Said, stage: int, own: LossScale) -> LossScale:
     """DeepSpeed's scale, where the file speaks of fp16; its stage 0 has no hysteresis."""
     if not any(key.startswith("fp16.") for key in said.values):
         return own
@@ -311,8 +179,8 @@ def _loss_scale(said: _Said, stage: int, own: LossScale) -> LossScale:
 
 def notes(config: Mapping[str, Any]) -> Iterator[str]:
     """One line for every key that is accepted and asks for something that is not done, and for every remark."""
-    yield from (f"{name} is taken for a remark" for name in _remarks(config))
-    for name, value in _said(config).values.items():
+    yield from (f"{name} is taken for a remark" for name in remarks(config))
+    for name, value in Said(config).values.items():
         key = KEYS[name]
         if key.verdict == "accepted" and value is not None and value != key.default:
             yield f"{name} has nothing to do here: {key.note}"

@@ -9,8 +9,6 @@ from engine import schedules
 from engine.config import OptimizerConfig
 from engine.deepspeed.closest import number_of, refuse_unknown, section_of
 
-REQUIRED = object()
-
 
 @dataclass(frozen=True)
 class Known:

@@ -13,7 +13,7 @@ from engine.config import LossScale
 from engine.deepspeed import read
 from engine.deepspeed.document import PAGE, page
 from engine.deepspeed.keys import KEYS
-from engine.deepspeed.read import open_file
+from engine.deepspeed.said import open_file
 from engine.parallel import dtensors
 
 OWN = OptimizerConfig(lr=3e-4, total_steps=50, warmup_steps=5, weight_decay=0.2)
