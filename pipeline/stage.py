@@ -7,8 +7,8 @@ import torch
 
 from engine import Engine, OptimizerConfig, Sampling
 from engine.parallel import dist
-from pipeline.config.check import wanted_stages
 from pipeline.config.schema import RolloutSection, RunConfig, StageSection
+from pipeline.config.stages import STAGES, wanted_stages
 from pipeline.data.formats import Record
 from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, load_stage
 from pipeline.data.records import Preference, Prompt
@@ -93,8 +93,7 @@ def _make_tokenizer(config: RunConfig, trained_on: Sequence[Record]) -> ChatToke
         folder = model_folder(Path(model.path)) if model.path else download(str(model.hub), weights=False)
         return load_tokenizer(str(folder), chat_template=model.chat_template)
     size = int((model.architecture or {}).get("vocab_size", 1024))
-    stages = ("sft", "reward", "ppo")
-    records = trained_on or next((found for stage in stages if (found := _records_or_none(config, stage))), [])
+    records = trained_on or next((found for stage in STAGES if (found := _records_or_none(config, stage))), [])
     return train_tokenizer((text for record in records for text in _texts(record)), size)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import Engine
-from pipeline.config.check import engine_settings
+from pipeline.config.engines import engine_settings
 from pipeline.config.schema import RunConfig
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError

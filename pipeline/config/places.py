@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from pipeline.config.check import wanted_stages
 from pipeline.config.messages import indivisible
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import wanted_stages
 from pipeline.errors import UserError
 from pipeline.reward_function import load_function
 

@@ -8,9 +8,8 @@ rank, machine, order or seed, every source agrees on them, and a change of one s
 import hashlib
 from collections.abc import Mapping, Sequence
 
+from pipeline.config.stages import STAGES
 from pipeline.data.records import Conversation, Message, Preference, Prompt
-
-STAGES = ("sft", "reward", "ppo")
 
 
 def digest(record: Conversation | Preference | Prompt) -> bytes:

@@ -9,10 +9,10 @@ from typing import Any, TypeGuard
 
 import yaml
 
+from pipeline.config.stages import STAGES
 from pipeline.insight.canvas import Point
 from pipeline.insight.evaluate import Sample, read_samples
 
-STAGES = ("sft", "reward", "ppo")
 METRICS, SUMMARY, SAMPLES, CONFIG, MANIFEST = (
     "metrics.jsonl", "summary.json", "samples.jsonl", "config.yaml", "manifest.json",
 )  # fmt: skip

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.config.check import validate, wanted_stages, warnings
+from pipeline.config.check import validate, warnings
 from pipeline.config.compose import Job, compose_jobs, parse_command
 from pipeline.config.document import help_text
 from pipeline.config.places import check_paths, check_ranks
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import wanted_stages
 from pipeline.errors import UserError
 from pipeline.files import write_whole
 from pipeline.fingerprint import HashCache

@@ -19,7 +19,7 @@ from engine.memory.machine import this_machine
 from engine.memory.shapes import measured
 from engine.parallel import dist
 from engine.rollout.packed import copies
-from pipeline.config.check import engine_settings
+from pipeline.config.engines import engine_settings
 from pipeline.config.schema import ROLE_ENGINES, EngineSettings, RunConfig, StageSection
 from pipeline.errors import UserError
 from pipeline.insight.scales import format_bytes

@@ -7,12 +7,11 @@ from engine.memory import Workload
 from engine.parallel import dist
 from engine.planning import step_seconds
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import STAGES
 from pipeline.models.source import ModelSource, resolve
 from pipeline.planning.choose import Candidate, candidates, fastest, measure, pace_of
 from pipeline.planning.fit import GIB, Plan, plan
 from pipeline.stage import base_source
-
-STAGES = ("sft", "reward", "ppo")
 
 
 def run(config: RunConfig, folder: Path) -> None:

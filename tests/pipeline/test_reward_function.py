@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config.check import validate, wanted_stages, warnings
+from pipeline.config.check import validate, warnings
 from pipeline.config.compose import compose
 from pipeline.config.places import check_paths
+from pipeline.config.stages import wanted_stages
 from pipeline.data.load import load_stage
 from pipeline.errors import UserError
 from pipeline.launch.command import main

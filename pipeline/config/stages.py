@@ -1,0 +1,18 @@
+"""The three stages, and which of them a configuration runs."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import RunConfig
+
+STAGES = ("sft", "reward", "ppo")
+
+
+def wanted_stages(config: "RunConfig") -> list[str]:
+    """The stages to run, in order. `actor` and `reward_path` stand in for the stages that would make them; PPO may do
+    without a reward model.
+    """
+    if config.stage not in ("all", "plan"):
+        return [config.stage]
+    spared = {"sft": config.actor is not None, "reward": config.reward_path is not None or not config.ppo.reward_model}
+    return [stage for stage in STAGES if not spared.get(stage)]
