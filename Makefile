@@ -1,5 +1,5 @@
 # make demo   train a tiny chat model through all three stages (sets up .venv first)
-# make test   pass the tests (sets up .venv first)
+# make test   pass the tests, two files at a time (sets up .venv first)
 # make lint   ruff and mypy
 # make docs   write the pages that are made from code
 # Variables: PYTHON=/path/to/python for the set-up, ARGS="..." for train.py and pytest.

@@ -15,8 +15,8 @@ import torch
 
 from engine.parallel import dist
 
+# Imported ahead where they are there: a bare GPU machine has no pydantic, which stages need.
 MORE = ("engine", "peft", "transformers.models.llama.modeling_llama", "step3_ppo.train")
-"""Imported ahead where they are there: a bare GPU machine has no pydantic, which stages need."""
 
 
 def serve(connection: Connection) -> None:
