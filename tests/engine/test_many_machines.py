@@ -63,7 +63,7 @@ def test_two_hosts_train_as_one_process_does(tmp_path: Path) -> None:
 def _output(process: subprocess.Popen[str]) -> str:
     """All that it prints; one that does not end is ended."""
     try:
-        return process.communicate(timeout=60)[0]
+        return process.communicate(timeout=120)[0]
     except subprocess.TimeoutExpired:
         process.terminate()
         return process.communicate(timeout=30)[0]
