@@ -26,8 +26,8 @@ def generator_bytes(flip: Any, module: nn.Module) -> dict[str, int]:
     twin, rollouts = getattr(flip, "_twin", None), getattr(flip, "_rollouts", None)
     live = {storage(dtensors.local(tensor)) for tensor in zero.sharded(module)}
     found = {"twin": _size([p.detach() for p in twin.module.parameters() if not p.is_meta], live) if twin else 0}
-    cache = getattr(getattr(rollouts, "_slots", None), "cache", None)
-    layers = list(cache.layers.values()) if cache is not None else []
+    caches = getattr(getattr(rollouts, "_slots", None), "caches", [])
+    layers = [layer for cache in caches for layer in cache.layers.values()]
     return found | {"cache": _size([tensor for layer in layers for tensor in (layer.keys, layer.values)], set())}
 
 

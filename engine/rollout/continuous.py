@@ -21,8 +21,10 @@ from engine.rollout.cache.grouping import BY_TORCH, IN_C, Grouping, Joining
 from engine.rollout.cache.groups import Chunk, Group
 from engine.rollout.cache.slots import SlotCache, Step
 from engine.rollout.decoding import Decoding, Drawn
+from engine.rollout.on_device.caches import ROUND_CAPACITY, Demand
 from engine.rollout.on_device.forwards import Forwards
 from engine.rollout.on_device.rounds import DeviceDecoding, Rounds
+from engine.rollout.on_device.sharing import SharingScheduler
 from engine.rollout.packed import PackedLinears
 from engine.rollout.recorded.steps import RecordedSteps
 from engine.rollout.sampling import Sampling
@@ -32,7 +34,6 @@ from engine.uploads import upload
 
 # Tokens of prompts a forward carries at most: bounds the activations, which on CPUs should stay in the caches.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
-ROUND_CAPACITY = 64
 
 
 class SlotDecoder:
@@ -81,17 +82,17 @@ class SlotDecoder:
         ends: Callable[[int, int], bool],
     ) -> Iterator[list[Drawn]]:
         """Answer the prompts; yields what each forward drew. `ends` says if a prompt's answer ends with a token."""
-        spare = int(self.on_device)  # a slot for rows that only fill a step up
-        cache = self._cache_for(max(len(prompt) for prompt in prompts) + sampling.max_new_tokens, slots + spare)
-        slots = max(1, min(slots, cache.slots - spare))
-        scheduler = Scheduler(prompts, slots, PREFILL_TOKENS.get(self.device.type, 1024))
-        if not self.on_device:
-            groups = Grouping(self.token_numbers, self._joining())
-            return iter(Decoding(self.forward, cache, scheduler, sampling, streams, ends, groups, self.device))
-        if self._rounds is None or not self._rounds.fit(cache):
-            self._rounds = None  # free the old graphs first
-            self._rounds = Rounds(self._forwards, cache, self.device)
-        return iter(DeviceDecoding(self._rounds, self.forward, scheduler, sampling, streams, ends))
+        at_once, longest = PREFILL_TOKENS.get(self.device.type, 1024), max(len(prompt) for prompt in prompts)
+        if self.on_device:
+            different = len({tuple(prompt) for prompt in prompts})
+            rounds = self._rounds_for(Demand(longest, sampling.max_new_tokens, different, len(prompts), slots))
+            slots, for_prompts = min(slots, rounds.caches.slots), rounds.caches.prompts.slots
+            sharing = SharingScheduler(prompts, slots, at_once, prompt_slots=for_prompts)
+            return iter(DeviceDecoding(rounds, self.forward, sharing, sampling, streams, ends))
+        cache = self._cache_for(longest + sampling.max_new_tokens, slots)
+        scheduler = Scheduler(prompts, max(1, min(slots, cache.slots)), at_once)
+        groups = Grouping(self.token_numbers, self._joining())
+        return iter(Decoding(self.forward, cache, scheduler, sampling, streams, ends, groups, self.device))
 
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], step: Step, keep: Sequence[int]) -> Tensor:
@@ -146,18 +147,42 @@ class SlotDecoder:
             raise Unserved("it says something else when it attends over the slot cache")
         return cache.token_bytes, cache.token_numbers, cache.layers[0].keys.dtype
 
+    @property
+    def caches(self) -> list[SlotCache]:
+        """All that holds keys and values now."""
+        on_device = [] if self._rounds is None else [self._rounds.caches.prompts, self._rounds.caches.answers]
+        return on_device if self.cache is None else [self.cache, *on_device]
+
     def _cache_for(self, tokens: int, slots: int) -> SlotCache:
         """The cache at hand if it is large enough, else one for at most `slots` sequences of `tokens`, in bounds."""
-        sharers = dist.world().size // self.ranks if self.device.type == "cpu" else 1
-        bound = free_bytes(self.device) // (2 * sharers) if self.cache_bytes is None else self.cache_bytes * self.ranks
         capacity = -(-tokens // ROUND_CAPACITY) * ROUND_CAPACITY
-        affordable = max(1 + int(self.on_device), bound // (self.token_bytes * capacity))
+        affordable = max(1, self._bound() // (self.token_bytes * capacity))
         cache = self.cache
         if cache is None or cache.capacity < tokens or cache.slots < min(slots, affordable):
             self.cache = self._rounds = cache = None  # free the old one first
             self.cache = cache = SlotCache(min(slots, affordable), capacity)
         return cache
 
+    def _rounds_for(self, demand: Demand) -> Rounds:
+        """The steps at hand if they are still the module's and their caches large enough, else new ones, in bounds."""
+        held = sum(cache.slots * cache.capacity for cache in self.caches)
+        tokens = self._bound() // self.token_bytes + (held if self.cache_bytes is None else 0) // 2
+        wanted = demand.fitting(tokens)
+        caches = None if self._rounds is None else self._rounds.caches
+        if caches is None or not demand.is_met_by(caches, wanted.slots):
+            self.cache = self._rounds = None  # free the old ones first
+            caches = wanted
+        if self._rounds is None or not self._rounds.fit:
+            self._rounds = None  # free the old graphs first
+            self._rounds = Rounds(self._forwards, caches, self.device)
+        return self._rounds
+
+    def _bound(self) -> int:
+        """Bytes that keys and values may take."""
+        if self.cache_bytes is not None:
+            return self.cache_bytes * self.ranks
+        sharers = dist.world().size // self.ranks if self.device.type == "cpu" else 1
+        return free_bytes(self.device) // (2 * sharers)
 
 def free_bytes(device: torch.device) -> int:
     """Memory that can still be taken on a device, what torch's allocator keeps for later included."""

@@ -8,12 +8,14 @@ transformer-based generative models").
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.rollout.cache.groups import Chunk
 
 SHARED_AT_LEAST = 16  # tokens of a common beginning that are worth a copy
+
+Copy = tuple[int, int, int]  # from a slot, to a slot, so many tokens
 
 
 @dataclass
@@ -21,6 +23,8 @@ class Answering:
     """A prompt that is being answered. `cached` of its tokens are in the slot; `drawn` tokens stand of the answer.
 
     Equal prompts have the same number `same_prompt`. `followers` wait for this one to run the prompt for them all.
+    Where prompts have slots of their own (`on_device/sharing.py`), `home` is this one's, and `shared` how many of the
+    cached tokens are there.
     """
 
     request: int
@@ -31,6 +35,8 @@ class Answering:
     drawn: int = 0
     last: int = 0  # the token drawn last, which the next forward takes
     followers: list["Answering"] = field(default_factory=list)
+    home: int = 0
+    shared: int = 0
 
 
 @dataclass
@@ -56,10 +62,10 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.decoding or self.filling or self._waiting)
 
-    def admit(self) -> list[tuple[int, int, int]]:
-        """Give free slots to waiting prompts; returns the copies to make: (source slot, target slot, tokens)."""
-        copies = []
-        room = self.prefill_tokens - sum(len(s.prompt) - s.cached for s in self.filling)
+    def admit(self) -> list[Copy]:
+        """Give free slots to waiting prompts; returns the copies to make."""
+        copies: list[Copy] = []
+        room = self._room()
         put_off: list[int] = []
         while self._waiting and self._free and room > 0:
             request = self._waiting.pop()
@@ -69,7 +75,7 @@ class Scheduler:
                 leader.followers.append(Answering(request, prompt, heapq.heappop(self._free), same))
                 continue
             source, tokens = self._best_source(prompt)
-            if self._soon(prompt) - tokens >= max(SHARED_AT_LEAST, len(prompt) // 2):
+            if self._comes_soon(prompt, tokens):
                 put_off.append(request)
                 continue
             slot = heapq.heappop(self._free)
@@ -81,9 +87,14 @@ class Scheduler:
         self._waiting.extend(reversed(put_off))
         return copies
 
-    def _soon(self, prompt: Sequence[int]) -> int:
-        """How much of the prompt's beginning the prompts that run now will bring into the cache."""
-        return max((min(_shared(prompt, other.prompt), len(prompt) - 1) for other in self.filling), default=0)
+    def _room(self) -> int:
+        """Tokens of prompts that the next forward has room for."""
+        return self.prefill_tokens - sum(len(s.prompt) - s.cached for s in self.filling)
+
+    def _comes_soon(self, prompt: Sequence[int], tokens: int) -> bool:
+        """Whether the prompts that run now will bring much more of this one's beginning than so many tokens."""
+        soon = max((min(_shared(prompt, other.prompt), len(prompt) - 1) for other in self.filling), default=0)
+        return soon - tokens >= max(SHARED_AT_LEAST, len(prompt) // 2)
 
     def _best_source(self, prompt: Sequence[int]) -> tuple[int, int]:
         """The slot that holds most of the prompt's beginning, and how much; the last token always runs."""
@@ -103,27 +114,34 @@ class Scheduler:
                 column, room = column + tokens, room - tokens
         return chunks, members
 
-    def ran(self, members: Sequence[Answering], chunks: Sequence[Chunk]) -> list[tuple[int, int, int]]:
+    def ran(self, members: Sequence[Answering], chunks: Sequence[Chunk]) -> list[Copy]:
         """Note that chunks are in the cache; sequences whose prompt is complete begin to decode.
 
         Returns the copies to make before the next forward, as `admit` does.
         """
         for sequence, chunk in zip(members, chunks, strict=True):
             sequence.cached = chunk.length
-            self._resident[sequence.slot] = (sequence.prompt, sequence.cached)
-        copies = []
+            self._resident[chunk.slot] = (sequence.prompt, sequence.cached)
+        copies: list[Copy] = []
         for sequence in [s for s in self.filling if s.cached == len(s.prompt)]:
-            for follower in sequence.followers:
-                follower.cached = sequence.cached
-                self._resident[follower.slot] = (follower.prompt, follower.cached)
-                copies.append((sequence.slot, follower.slot, follower.cached))
+            copies += self._hand_on(sequence)
             self.decoding += [sequence, *sequence.followers]
         self.filling = [s for s in self.filling if s.cached < len(s.prompt)]
+        self._sort()
+        return copies
+
+    def _hand_on(self, leader: Answering) -> Iterator[Copy]:
+        """Give followers the prompt that their leader ran."""
+        for follower in leader.followers:
+            follower.cached = leader.cached
+            self._resident[follower.slot] = (follower.prompt, follower.cached)
+            yield leader.slot, follower.slot, follower.cached
+
+    def _sort(self) -> None:
         lowest: dict[int, int] = {}
         for sequence in self.decoding:
             lowest[sequence.same_prompt] = min(sequence.slot, lowest.get(sequence.same_prompt, sequence.slot))
         self.decoding.sort(key=lambda s: (lowest[s.same_prompt], s.slot))
-        return copies
 
     def finish(self, ended: set[int]) -> None:
         """Free the slots of these requests. What they hold may be copied from until it is overwritten."""

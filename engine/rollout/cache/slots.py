@@ -105,6 +105,11 @@ class Step:
     _continuations: dict[int, Families | None] = field(default_factory=dict)
     _tails: dict[int, list[tuple[Group, int, int, Tensor | None]]] = field(default_factory=dict)
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that a sequence may have."""
+        return self.cache.capacity
+
     def rows(self, heads: int) -> Tensor:
         """(N, heads): where the tokens go in a layer of so many heads, seen as (slots * heads * capacity, size)."""
         if heads not in self._rows:

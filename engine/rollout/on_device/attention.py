@@ -1,4 +1,4 @@
-"""Attention of a static step: one new token a sequence, over the slot cache, told of everything by tensors."""
+"""Attention of a static step: one new token a sequence, over the slot caches, told of everything by tensors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from engine.kernels import decode_attention, write_tokens
+from engine.kernels.decode_attention import Prompts
 from engine.rollout.attention import Unserved, check_served
-from engine.rollout.cache.slots import SlotCache
+from engine.rollout.on_device.caches import Caches
 from engine.rollout.recorded.recording import recorded_whole
 
 NAME = "zerochat_static_slots"
@@ -16,12 +17,22 @@ NAME = "zerochat_static_slots"
 
 @dataclass(frozen=True)
 class Queries:
-    """What attention is told of one step: (b,) slots, positions of the new tokens, tokens seen (0: look at nothing)."""
+    """What attention is told of one step, (b,) each: the rows' own slots, where in those the new tokens go, tokens seen
+    (0: look at nothing), the prompts' slots and how many tokens of each row are there; `firsts` as in `Prompts`.
+    """
 
-    cache: SlotCache
+    caches: Caches
     slots: Tensor
-    positions: Tensor
+    places: Tensor
     lengths: Tensor
+    prompts: Tensor
+    shared: Tensor
+    firsts: Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a sequence may have."""
+        return self.caches.prompts.capacity + self.caches.answers.capacity
 
 
 @recorded_whole
@@ -45,13 +56,14 @@ def static_attention(
     if slots is None or attention_mask is not None:
         raise Unserved(f"{type(module).__name__} asks for another kind of attention")
     check_served(module, others)
-    layer = slots.cache.layers[module.layer_idx]  # type: ignore[index]
+    prompts, layer = slots.caches.layer(module.layer_idx)  # type: ignore[arg-type]
     new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # (b, key heads, head size)
-    write_tokens(new_keys, new_values, layer.keys, layer.values, slots.slots, slots.positions)
+    write_tokens(new_keys, new_values, layer.keys, layer.values, slots.slots, slots.places)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     queries = query[0].transpose(0, 1)  # (b, heads, head size)
+    before = Prompts(prompts.keys, prompts.values, slots.prompts, slots.shared, slots.firsts)
     out = decode_attention(
-        queries, layer.keys, layer.values, slots.slots, slots.lengths, scale, sliding_window, None, softcap
+        queries, layer.keys, layer.values, slots.slots, slots.lengths, scale, sliding_window, None, softcap, before
     )
     return out[None], None
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from engine.healing.failure import is_out_of_memory
 from engine.rollout.attention import routed
-from engine.rollout.cache.slots import SlotCache
 from engine.rollout.on_device.attention import NAME, Queries
+from engine.rollout.on_device.caches import Caches
 from engine.rollout.packed import PackedLinears
 from engine.rollout.recorded.making import recorded, unlike
 from engine.rollout.recorded.program import Program
@@ -61,12 +61,12 @@ class Forwards:
             program.unbind()
 
     @torch.inference_mode()
-    def prepare(self, rows: int, cache: SlotCache) -> None:
+    def prepare(self, rows: int, caches: Caches) -> None:
         """Record a step of `rows` rows, if it can be and isn't yet. Writes to the last slot; waits for the device."""
         if rows in self.refused or rows in self._programs:
             return
-        token_ids, queries = self._trial(rows, cache)
-        positions = queries.positions[None]
+        token_ids, queries = self._trial(rows, caches)
+        positions = queries.places[None]
         right = self._called(token_ids, positions, queries)
         try:
             others = (token_ids + 1) % self._vocabulary
@@ -82,13 +82,16 @@ class Forwards:
             self.refused[rows] = reason
             log.info("%s decodes %d rows by its own calls: %s", type(self.module).__name__, rows, reason)
 
-    def _trial(self, rows: int, cache: SlotCache) -> tuple[Tensor, Queries]:
-        """Tokens (1, rows) at places of their own in the scratch slot; where they share one they are the same."""
+    def _trial(self, rows: int, caches: Caches) -> tuple[Tensor, Queries]:
+        """Tokens (1, rows) of no prompt, at places of their own in the scratch slot; where they share one they are the
+        same.
+        """
         # A position too high would be the end of the process on a GPU.
-        places = min(cache.capacity, positions_of(self.module) or FEW)
+        places = min(caches.answers.capacity, positions_of(self.module) or FEW)
         positions = places - 1 - torch.arange(rows, device=self.device) % places
-        slots = torch.full_like(positions, cache.slots - 1)
-        return ((positions * 31 + 1) % self._vocabulary)[None], Queries(cache, slots, positions, positions + 1)
+        slots, none = torch.full_like(positions, caches.slots), torch.zeros_like(positions)
+        queries = Queries(caches, slots, positions, positions + 1, none, none)
+        return ((positions * 31 + 1) % self._vocabulary)[None], queries
 
     @property
     def _vocabulary(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.healing.failure import is_out_of_memory
 from engine.rollout.buckets import bucket
-from engine.rollout.on_device.static_step import StaticStep
+from engine.rollout.on_device.static_step import BEFORE, StaticStep
 from engine.uploads import upload
 
 log = logging.getLogger(__name__)
@@ -29,69 +29,76 @@ class Replays:
 
     def __init__(self, step: StaticStep, *, captures: bool) -> None:
         self.step, self.captures = step, captures
-        self._inputs: dict[int, Tensor] = {}  # the slots of a step, by bucket
+        self._inputs: dict[int, Tensor] = {}  # what a step is called with, by bucket
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         if captures:
             # One stream: its cuBLAS workspace is then there before the first capture and serves all of them.
             self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
-    def run(self, slots: Sequence[int], times: int) -> None:
+    def run(self, slots: Sequence[int], firsts: Sequence[int], times: int) -> None:
         """Run the step `times` times for these slots; returns before the device is done."""
         size = bucket(len(slots))
         device, scratch = self.step.state.rows.device, self.step.state.scratch
         if size not in self._inputs:
-            self._inputs[size] = torch.full((size,), scratch, dtype=torch.int64, device=device)
+            self._inputs[size] = torch.empty(2, size, dtype=torch.int64, device=device)
+            self._fill_up(self._inputs[size])
         chosen = self._inputs[size]
         replay = self._replay(size, chosen)
-        chosen.copy_(upload([*slots, *[scratch] * (size - len(slots))], device), non_blocking=True)
+        rows = [[*slots, *[scratch] * (size - len(slots))], [*firsts, *range(len(slots), size)]]
+        chosen.copy_(upload(rows, device), non_blocking=True)
         for _ in range(times):
             replay()
 
-    def _replay(self, size: int, slots: Tensor) -> Callable[[], None]:
-        """One step for the slots (size,) that lie at this address."""
+    def _fill_up(self, chosen: Tensor) -> None:
+        """All rows are scratch, and nobody's neighbours."""
+        chosen[0].fill_(self.step.state.scratch)
+        torch.arange(chosen.shape[1], out=chosen[1])
+
+    def _replay(self, size: int, chosen: Tensor) -> Callable[[], None]:
+        """One step for what lies at this address, (2, size)."""
         self.step.prepare(size)
         if self.captures and size not in self._graphs:
             try:
-                self._graphs[size] = self._capture(slots)
+                self._graphs[size] = self._capture(chosen)
             except RuntimeError as problem:
                 if is_out_of_memory(problem):  # says nothing about the model
                     raise
                 self.captures = False
                 _say_once(type(self.step.forwards.module).__name__, problem)
-        return self._graphs[size].replay if size in self._graphs else lambda: self.step(slots)
+        return self._graphs[size].replay if size in self._graphs else lambda: self.step(chosen)
 
-    def _capture(self, slots: Tensor) -> torch.cuda.CUDAGraph:
+    def _capture(self, chosen: Tensor) -> torch.cuda.CUDAGraph:
         """Needs a GPU. All slots are the scratch one while it warms up. Raises RuntimeError."""
-        slots.fill_(self.step.state.scratch)
+        self._fill_up(chosen)
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):
-                self._warm_up(slots)
-                return self._record(slots)
+                self._warm_up(chosen)
+                return self._record(chosen)
         finally:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _warm_up(self, slots: Tensor) -> None:
+    def _warm_up(self, chosen: Tensor) -> None:
         """Run the step twice: kernels compile and workspaces are made, which may wait; then nothing may."""
-        place = self.step.state.place
+        place = self.step.state.said.place
         before = place.clone()
         try:
-            self.step.state.place.zero_()
-            self.step(slots)
+            place.fill_(BEFORE)
+            self.step(chosen)
             with _refuse_to_wait():
-                self.step(slots)
+                self.step(chosen)
         finally:
             place.copy_(before)
 
-    def _record(self, slots: Tensor) -> torch.cuda.CUDAGraph:
+    def _record(self, chosen: Tensor) -> torch.cuda.CUDAGraph:
         """The step as a graph. `torch.cuda.graph` would stay on its stream where ending the capture fails."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Threads of offload and checkpoints may go on allocating meanwhile: hence not "global".
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            self.step(slots)
+            self.step(chosen)
         finally:
             graph.capture_end()
         return graph

@@ -15,16 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.rollout.cache.slots import SlotCache, Step
+from engine.kernels.decode_rows import NOTHING
+from engine.rollout.cache.slots import Step
+from engine.rollout.on_device.caches import Caches
 from engine.rollout.on_device.forwards import Forwards
 from engine.rollout.on_device.graphs import Replays
-from engine.rollout.on_device.static_step import NOTHING, DecodeState, StaticStep
+from engine.rollout.on_device.sharing import SharingScheduler, firsts_of
+from engine.rollout.on_device.static_step import DecodeState, StaticStep
 from engine.rollout.sampling import Sampling, under_seed
-from engine.rollout.scheduler import Answering, Scheduler
+from engine.rollout.scheduler import Answering
 from engine.uploads import upload
 
 WINDOW = 8  # decode steps a round: the host asks no sooner
 SETTINGS_KEPT = 4  # sampling settings whose graphs are kept
+WORTH_JOINING = 128  # tokens of a prompt, two steps of a share: with fewer another launch a layer is not
 
 Drawn = tuple[int, int, float]  # the prompt's place, the token, its log-probability
 Prefill = Callable[[Sequence[int], Step, Sequence[int]], Tensor]
@@ -50,26 +54,28 @@ class Round:
 
 
 class Rounds:
-    """Static steps over one cache, kept from call to call as long as weights and cache stay where they are."""
+    """Static steps over the same caches, kept from call to call as long as weights and caches stay where they are."""
 
-    def __init__(self, forwards: Forwards, cache: SlotCache, device: torch.device) -> None:
-        self.forwards, self.module, self.cache, self.device = forwards, forwards.module, cache, device
+    def __init__(self, forwards: Forwards, caches: Caches, device: torch.device) -> None:
+        self.forwards, self.module, self.caches, self.device = forwards, forwards.module, caches, device
         forwards.bind()
-        self.state = DecodeState(cache.slots - 1, WINDOW + 1, device)
+        self.state = DecodeState(caches.slots, WINDOW + 1, device)
         self._host = [_host_copies(self.state) for _ in range(2)]  # a round is read while the next is written
-        self._replays: dict[Sampling, Replays] = {}
+        self._replays: dict[tuple[Sampling, bool], Replays] = {}
         self._addresses = _addresses(self.module)
 
-    def fit(self, cache: SlotCache) -> bool:
-        """Whether these still belong to the module's memory and to `cache`."""
-        return cache is self.cache and self._addresses == _addresses(self.module)
+    @property
+    def fit(self) -> bool:
+        """Whether these still belong to the module's memory."""
+        return self._addresses == _addresses(self.module)
 
-    def replays(self, sampling: Sampling, vocabulary: int) -> Replays:
+    def replays(self, sampling: Sampling, vocabulary: int, *, joined: bool) -> Replays:
         """The step under these settings; what differs by call alone is told to it by its state."""
-        key = replace(sampling, seed=0, stop=(), pad_id=0, max_new_tokens=max(1, sampling.min_new_tokens))
+        how = replace(sampling, seed=0, stop=(), pad_id=0, max_new_tokens=max(1, sampling.min_new_tokens))
+        key = how, joined
         found = self._replays.pop(key, None)
         if found is None:
-            step = StaticStep(self.forwards, self.cache, self.state, key, vocabulary)
+            step = StaticStep(self.forwards, self.caches, self.state, how, vocabulary, joined=joined)
             found = Replays(step, captures=self.device.type == "cuda")
         self._replays[key] = found
         while len(self._replays) > SETTINGS_KEPT:
@@ -79,8 +85,8 @@ class Rounds:
     def send(self, turn: int, members: dict[int, int]) -> Round:
         """Start what was said on its way to the host."""
         said, logprobs = self._host[turn % 2]
-        said.copy_(self.state.said, non_blocking=True)
-        logprobs.copy_(self.state.logprobs, non_blocking=True)
+        said.copy_(self.state.said.tokens, non_blocking=True)
+        logprobs.copy_(self.state.said.logprobs, non_blocking=True)
         if self.device.type != "cuda":
             return Round(members, said, logprobs, lambda: None)
         event = torch.cuda.Event()
@@ -95,13 +101,14 @@ class DeviceDecoding:
         self,
         rounds: Rounds,
         prefill: Prefill,
-        scheduler: Scheduler,
+        scheduler: SharingScheduler,
         sampling: Sampling,
         streams: Sequence[int],
         ends: Callable[[int, int], bool],
     ) -> None:
         self.rounds, self.prefill, self.scheduler, self.sampling, self.ends = rounds, prefill, scheduler, sampling, ends
         self.streams = under_seed(sampling.seed, torch.tensor(streams, dtype=torch.int64)).tolist()
+        self.joined = scheduler.most_read >= WORTH_JOINING
         self.drawn = [0] * len(streams)  # as the host knows
         self.live = set(range(len(streams)))
 
@@ -132,23 +139,24 @@ class DeviceDecoding:
 
     def _launch(self, turn: int) -> Round | None:
         """A forward over prompts, if any wait for one, and a window of steps; None where nothing is left to run."""
-        scheduler, state = self.scheduler, self.rounds.state
-        for source, target, tokens in scheduler.admit():
-            self.rounds.cache.copy_prefix(source, target, tokens)
-        state.begin()
+        scheduler = self.scheduler
+        for copy in scheduler.admit():
+            self.rounds.caches.prompts.copy_prefix(*copy)
+        self.rounds.state.begin()
+        self._begin([s for s in scheduler.decoding if s.drawn == 0])
         ran = self._run_prompts()
         decoding = [s for s in scheduler.decoding if s.drawn < self.sampling.max_new_tokens]
         members = {s.slot: s.request for s in scheduler.decoding}
         if decoding:
             steps = min(WINDOW, max(self.sampling.max_new_tokens - s.drawn for s in decoding))
-            self._replays().run([s.slot for s in decoding], steps)
+            self._replays().run([s.slot for s in decoding], firsts_of(decoding), steps)
             for sequence in decoding:
                 sequence.drawn += steps  # at most: it may have ended
         return self.rounds.send(turn, members) if ran or decoding else None
 
     def _replays(self) -> Replays:
         vocabulary: int = self.rounds.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        return self.rounds.replays(self.sampling, vocabulary)
+        return self.rounds.replays(self.sampling, vocabulary, joined=self.joined)
 
     def _run_prompts(self) -> bool:
         """One forward over chunks of prompts, and a token for each prompt that is whole then."""
@@ -163,34 +171,45 @@ class DeviceDecoding:
                         [place for c in chunks for place in range(c.start, c.length)]], device)  # fmt: skip
         whole = [(c, m) for c, m in zip(chunks, members, strict=True) if c.length == len(m.prompt)]
         keep = [chunk.end - 1 for chunk, _ in whole]
-        logits = self.prefill(token_ids, Step(self.rounds.cache, where[0], where[1], [], chunks), keep)
-        for copy in scheduler.ran(members, chunks):
-            self.rounds.cache.copy_prefix(*copy)
+        caches = self.rounds.caches
+        logits = self.prefill(token_ids, Step(caches.prompts, where[0], where[1], [], chunks), keep)
+        caches.take()
+        scheduler.ran(members, chunks)
         if whole:
             speakers = [[member, *member.followers] for _, member in whole]
             rows = upload([row for row, each in enumerate(speakers) for _ in each], device)
             self._begin([*chain.from_iterable(speakers)], logits.index_select(0, rows))
         return True
 
-    def _begin(self, whole: Sequence[Answering], logits: Tensor) -> None:
-        """Tell the device of sequences whose prompts are cached, and draw their first tokens from logits (n, V)."""
+    def _begin(self, sequences: Sequence[Answering], logits: Tensor | None = None) -> None:
+        """Tell the device of sequences whose prompts are cached; where there are logits (n, V) after these, draw the
+        first tokens from them. A sequence without begins with its prompt's last token.
+        """
+        if not sequences:
+            return
         step, device = self._replays().step, self.rounds.device
-        told = [[0, len(m.prompt), self.streams[m.request], 0, self.sampling.max_new_tokens, 0] for m in whole]
-        slots = upload([m.slot for m in whole], device)
+        limit = self.sampling.max_new_tokens
+        told = [[s.prompt[-1], len(s.prompt) - 1, self.streams[s.request], 0, limit, 0, s.home, s.shared]
+                for s in sequences]  # fmt: skip
+        slots, rows = upload([s.slot for s in sequences], device), upload(told, device)
         if step.seen is not None:
             step.seen.index_fill_(0, slots, False)
-            at = [m.slot * step.seen.shape[1] + token for m in whole for token in m.prompt]
+            at = [s.slot * step.seen.shape[1] + token for s in sequences for token in s.prompt]
             step.seen.view(-1).index_fill_(0, upload(at, device), True)
-        step.draw(slots, upload(told, device), logits)
-        for member in whole:
-            member.drawn = 1
+        if logits is None:
+            step.begin(slots, rows)
+            return
+        step.draw(slots, rows, logits)
+        for sequence in sequences:
+            sequence.drawn = 1
 
 
 def _host_copies(state: DecodeState) -> tuple[Tensor, Tensor]:
     """Where tokens and log-probabilities arrive: pinned where there is a GPU, so that nobody waits for the copy."""
     pinned = state.rows.is_cuda
-    said = torch.empty(state.said.shape, dtype=state.said.dtype, pin_memory=pinned)
-    return said, torch.empty(state.logprobs.shape, dtype=state.logprobs.dtype, pin_memory=pinned)
+    tokens, logprobs, _ = state.said
+    said = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=pinned)
+    return said, torch.empty(logprobs.shape, dtype=logprobs.dtype, pin_memory=pinned)
 
 
 def _addresses(module: nn.Module) -> list[Any]:

@@ -1,38 +1,40 @@
 """One decode step of many sequences of which the host learns nothing: fixed shapes, fixed addresses, no number read.
 
-What a step needs lies on the device, a row a slot (`DecodeState`): the token drawn last, how many are cached, the
-random stream, how many were drawn and may be, whether the answer ended. A step takes the rows of its slots, runs the
-model's forward (`forwards.py`) with attention over the slot cache, draws, tests for the end, and writes the rows back.
-So a CUDA graph can replay it, and run eagerly on any device it says the same.
+What a step needs lies on the device, a row a slot (`DecodeState`; `engine/kernels/decode_rows.py` says what is in it).
+A step takes the rows of its slots, runs the model's forward (`forwards.py`) with attention over the slot caches, draws,
+tests for the end, and writes the rows back. So a CUDA graph can replay it, and run eagerly on any device it says the
+same.
 
-The last slot of cache and state is scratch: rows that only fill a step up to its size point there.
+The last slot for answers is scratch: rows that only fill a step up to its size point there.
 """
 
 import torch
 from torch import Tensor
 
-from engine.kernels import sample
-from engine.rollout.cache.slots import SlotCache
+from engine.kernels import note_rows, sample, take_rows
+from engine.kernels.decode_rows import COLUMNS, DRAWN, ENDED, NOTHING, STREAM, Said
 from engine.rollout.on_device.attention import Queries
+from engine.rollout.on_device.caches import Caches
 from engine.rollout.on_device.forwards import Forwards
 from engine.rollout.sampling import Sampling, penalise
 
-TOKEN, CACHED, STREAM, DRAWN, LIMIT, ENDED = range(6)  # columns of DecodeState.rows
-NOTHING = -1  # said by a row whose answer had ended before
+BEFORE = -1  # the place before the first
 
 
 class DecodeState:
     """What the device knows of `slots` sequences, and what it said in the last `places` steps.
 
-    rows (slots + 1, 6) int64; said (places, slots + 1) int64 tokens and logprobs fp32, NOTHING where none was drawn;
-    place () int64 is the next of them.
+    rows (slots + 1, 8) int64; said: tokens (places, slots + 1) and their log-probabilities, NOTHING where none was
+    drawn, and the place that was written last.
     """
 
     def __init__(self, slots: int, places: int, device: torch.device) -> None:
-        self.rows = torch.zeros(slots + 1, 6, dtype=torch.int64, device=device)
-        self.said = torch.zeros(places, slots + 1, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(places, slots + 1, dtype=torch.float32, device=device)
-        self.place = torch.zeros((), dtype=torch.int64, device=device)
+        self.rows = torch.zeros(slots + 1, len(COLUMNS), dtype=torch.int64, device=device)
+        self.said = Said(
+            torch.zeros(places, slots + 1, dtype=torch.int64, device=device),
+            torch.zeros(places, slots + 1, dtype=torch.float32, device=device),
+            torch.full((), BEFORE, dtype=torch.int64, device=device),
+        )
         self.rows[:, ENDED].fill_(1)
 
     @property
@@ -42,27 +44,22 @@ class DecodeState:
 
     def begin(self) -> None:
         """Forget what was said."""
-        self.said.fill_(NOTHING)
-        self.place.zero_()
-
-    def say(self, slots: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
-        """Note what slots (b,) said, and go on to the next place."""
-        at = self.place * self.said.shape[1] + slots
-        self.said.view(-1).index_copy_(0, at, tokens)
-        self.logprobs.view(-1).index_copy_(0, at, logprobs)
-        self.place.add_(1)
+        self.said.tokens.fill_(NOTHING)
+        self.said.place.fill_(BEFORE)
 
 
 class StaticStep:
-    """A decode step under fixed sampling settings; calling it runs one for slots (b,) int64.
+    """A decode step under fixed sampling settings; calling it runs one for chosen (2, b) int64: slots, and of each row
+    the first of its neighbours that read the same prompt.
 
-    The settings' seed is not read: streams come shifted by it (`sampling.under_seed`), so that a step serves any.
+    `joined` steps read a prompt once for all of these. The settings' seed is not read: streams come shifted by it
+    (`sampling.under_seed`), so that a step serves any.
     """
 
     def __init__(
-        self, forwards: Forwards, cache: SlotCache, state: DecodeState, how: Sampling, vocabulary: int
+        self, forwards: Forwards, caches: Caches, state: DecodeState, how: Sampling, vocabulary: int, *, joined: bool
     ) -> None:
-        self.forwards, self.cache, self.state, self.how = forwards, cache, state, how
+        self.forwards, self.caches, self.state, self.how, self.joined = forwards, caches, state, how, joined
         device = state.rows.device
         self.ends = torch.tensor(how.end_ids, dtype=torch.int64, device=device)
         self.seen: Tensor | None = None  # (slots + 1, V), for the repetition penalty
@@ -75,32 +72,33 @@ class StaticStep:
 
     def prepare(self, rows: int) -> None:
         """Let steps of `rows` rows take what they may wait for."""
-        self.forwards.prepare(rows, self.cache)
+        self.forwards.prepare(rows, self.caches)
 
     @torch.inference_mode()
-    def __call__(self, slots: Tensor) -> None:
-        told = self.state.rows.index_select(0, slots)
-        live = 1 - told[:, ENDED]
-        positions = told[:, CACHED]
-        queries = Queries(self.cache, slots, positions, (positions + 1) * live)
-        logits = self.forwards(told[None, :, TOKEN], positions[None], queries)
-        told[:, CACHED].add_(live)
-        self.draw(slots, told, logits[0])
+    def __call__(self, chosen: Tensor) -> None:
+        slots = chosen[0]
+        told = take_rows(self.state.rows, slots, self.state.said.place)
+        firsts = chosen[1] if self.joined else None
+        queries = Queries(self.caches, slots, told.places, told.lengths, told.prompts, told.shared, firsts)
+        logits = self.forwards(told.tokens[None], told.positions[None], queries)
+        self._draw(slots, told.streams, told.drawn, logits[0])
 
     @torch.inference_mode()
-    def draw(self, slots: Tensor, told: Tensor, logits: Tensor) -> None:
-        """Draw the next token of slots (b,), of which told (b, 6) is known, from logits (b, V); write all of it."""
-        streams, drawn = told[:, STREAM].contiguous(), told[:, DRAWN].contiguous()
+    def begin(self, slots: Tensor, rows: Tensor) -> None:
+        """Take sequences into slots (n,), of which rows (n, 8) are known."""
+        self.state.rows.index_copy_(0, slots, rows)
+
+    @torch.inference_mode()
+    def draw(self, slots: Tensor, rows: Tensor, logits: Tensor) -> None:
+        """Take in sequences whose last token was just run, and draw the next one from its logits (n, V)."""
+        self.begin(slots, rows)
+        self.state.said.place.add_(1)
+        self._draw(slots, rows[:, STREAM].contiguous(), rows[:, DRAWN].contiguous(), logits)
+
+    def _draw(self, slots: Tensor, streams: Tensor, drawn: Tensor, logits: Tensor) -> None:
         if self.early is not None:
             logits = logits.masked_fill(self.early & (drawn < self.how.min_new_tokens)[:, None], float("-inf"))
         if self.seen is not None:
             logits = penalise(logits, self.seen.index_select(0, slots), self.how.repetition_penalty)
         tokens, logprobs = sample(logits, streams, drawn, self.how)
-        if self.seen is not None:
-            self.seen.view(-1).index_fill_(0, slots * self.seen.shape[1] + tokens, True)
-        live = told[:, ENDED] == 0
-        drawn = drawn + live
-        over = (tokens[:, None] == self.ends).any(1) | (drawn >= told[:, LIMIT]) | ~live
-        rows = torch.stack([tokens, told[:, CACHED], streams, drawn, told[:, LIMIT], over.long()], 1)
-        self.state.rows.index_copy_(0, slots, rows)
-        self.state.say(slots, torch.where(live, tokens, NOTHING), logprobs)
+        note_rows(self.state.rows, slots, tokens, logprobs, self.ends, self.state.said, self.seen)

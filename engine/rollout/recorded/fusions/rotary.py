@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,7 +10,6 @@ from torch.nn import functional
 
 from engine.kernels.ready import DTYPES
 from engine.kernels.rows import maker
-from engine.rollout.cache.slots import Step
 from engine.rollout.recorded.fusions.fused import fused
 from engine.rollout.recorded.fusions.norms import Norm, norm_of
 from engine.rollout.recorded.graph import Graph, Place, is_view
@@ -33,6 +33,13 @@ _ANGLES = joined(_ANGLE, _ANGLE)
 COSINES, SINES = (cast(either(of("mul", of(n, _ANGLES), named("scale")), of(n, _ANGLES))) for n in ("cos", "sin"))
 
 
+class Room(Protocol):
+    """A step, which knows how many tokens a sequence may have in it."""
+
+    @property
+    def capacity(self) -> int: ...
+
+
 class Table:
     """Cosines and sines of the angles of all positions so far, as the function of a call.
 
@@ -48,10 +55,10 @@ class Table:
     def now(self) -> "Table":
         return Table(self.dtype, self.scale)
 
-    def __call__(self, positions: Tensor, step: Step, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, positions: Tensor, step: Room, frequencies: Tensor) -> tuple[Tensor, Tensor]:
         """positions (1, N), frequencies (half,) -> cosines and sines (1, N, 2 half)."""
-        if step.cache.capacity > len(self._cosines):
-            angles = torch.arange(step.cache.capacity, device=frequencies.device).float()[:, None] * frequencies.float()
+        if step.capacity > len(self._cosines):
+            angles = torch.arange(step.capacity, device=frequencies.device).float()[:, None] * frequencies.float()
             angles = torch.cat((angles, angles), -1)
             self._cosines, self._sines = ((f * self.scale).to(self.dtype) for f in (angles.cos(), angles.sin()))
         return functional.embedding(positions, self._cosines), functional.embedding(positions, self._sines)

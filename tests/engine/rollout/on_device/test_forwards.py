@@ -59,11 +59,11 @@ def test_what_is_left_of_the_calls(family: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_recording_says_what_the_module_says(family: str, dtype: torch.dtype) -> None:
     model = build(family).to(dtype)
     rollouts, ours = decoded(model)
-    assert rollouts._slots is not None and rollouts._slots.cache is not None
-    ids, queries = ours._trial(4, rollouts._slots.cache)
+    assert rollouts._slots is not None and rollouts._slots._rounds is not None
+    ids, queries = ours._trial(4, rollouts._slots._rounds.caches)
     for rows in (ids + 5, ids * 3 % 7):
-        replayed = ours(rows, queries.positions[None], queries)
-        plain = Forwards(model, CPU)(rows, queries.positions[None], queries)
+        replayed = ours(rows, queries.places[None], queries)
+        plain = Forwards(model, CPU)(rows, queries.places[None], queries)
         tolerance = 1e-4 if dtype == torch.float32 else 5e-2
         torch.testing.assert_close(replayed, plain, rtol=tolerance, atol=tolerance)
         assert not plain.equal(plain.roll(1, 1)), "rows that are all the same show nothing"

@@ -23,9 +23,9 @@ DRAWN = Sampling(12, temperature=0.8, end_ids=ENDS, seed=6)
 CAPTURED = ["opt", "gpt2", "gpt_neox", "phi", "llama", "qwen3", "mistral", "gemma2", "gemma3_text"]
 
 
-def on_device(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def on_device(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     """As the flip brings it: what a block's layers read with lies side by side."""
-    twin = Twin(build(family), build(family), dtype, torch.device(DEVICE))
+    twin = Twin(build(family, **changes), build(family, **changes), dtype, torch.device(DEVICE))
     twin.refresh()
     return twin.module
 
@@ -66,6 +66,18 @@ def test_graphs_equal_the_steps_called(family: str, monkeypatch: pytest.MonkeyPa
     by_slots = Rollouts(model, DEVICE)
     decoder(by_slots).on_device = False
     same(found[0], by_slots.generate(PROMPTS, DRAWN, STREAMS, 5))
+
+
+def test_samples_read_their_prompt_once() -> None:
+    """One of them begins when another has ended."""
+    model = on_device("llama", max_position_embeddings=160)
+    captured, by_slots = Rollouts(model, DEVICE), Rollouts(model, DEVICE)
+    decoder(captured)
+    decoder(by_slots).on_device = False
+    asked: Any = (ragged_prompts(140), Sampling(3, temperature=0.8, seed=6), STREAMS[:5], 4, 5)
+    same(captured.generate(*asked), by_slots.generate(*asked))
+    (one,) = replays(captured)
+    assert one.step.joined and one.captures == ON_GPU and one.step.caches.prompts.slots == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

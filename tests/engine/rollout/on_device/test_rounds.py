@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from engine.kernels.decode_rows import CACHED, ENDED, LIMIT, NOTHING, PROMPT, STREAM
+from engine.kernels.decode_rows import DRAWN as COUNT
 from engine.rollout import continuous
 from engine.rollout.buckets import bucket
-from engine.rollout.continuous import SlotDecoder
 from engine.rollout.decoder import Rollouts
 from engine.rollout.on_device import rounds
-from engine.rollout.on_device.static_step import CACHED, ENDED, LIMIT, NOTHING, STREAM
-from engine.rollout.on_device.static_step import DRAWN as COUNT
 from engine.rollout.sampling import Sampling, under_seed, uniforms
 from tests.engine.rollout.families import ENDS, build, ragged_prompts
 
@@ -69,17 +68,40 @@ def test_one_decoder_under_many_settings() -> None:
     assert len(ours._slots._rounds._replays) == rounds.SETTINGS_KEPT
 
 
-def test_stop_strings_and_samples() -> None:
+def test_stop_strings() -> None:
     model = build("llama")
     whole = Rollouts(model, "cpu").generate(PROMPTS, replace(DRAWN, end_ids=()), STREAMS)
     stop = tuple(f"<{a.token_ids[4]}>" for a in whole[:3])
     same(model, on_device(model), replace(DRAWN, end_ids=(), stop=stop),
          text=lambda ids: "".join(f"<{token}>" for token in ids))  # fmt: skip
-    prompts = ragged_prompts(30, 21)
-    penalised = replace(DRAWN, repetition_penalty=1.6)
-    shared = on_device(model).generate(prompts, penalised, list(range(8)), batch_size=5, samples=4)
-    apart = [Rollouts(model, "cpu").generate([prompts[i // 4]], penalised, [i])[0] for i in range(8)]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("longest", [30, 140])
+def test_samples_share_their_prompt(family: str, longest: int) -> None:
+    """Each prompt runs once and is cached once, however many slots there are and whenever its samples begin."""
+    model = build(family, max_position_embeddings=160)
+    prompts = [[7], *ragged_prompts(longest, longest - 9)]
+    sampling = replace(DRAWN, repetition_penalty=1.6)
+    ours = on_device(model)
+    assert ours._slots is not None
+    forward, ran = ours._slots.forward, list[int]()
+
+    def counted(token_ids: Any, *rest: Any) -> Any:
+        ran.append(len(token_ids))
+        return forward(token_ids, *rest)
+
+    ours._slots.forward = counted  # type: ignore[method-assign]
+    shared = ours.generate(prompts, sampling, list(range(21)), batch_size=5, samples=7)
+    assert sum(ran) == sum(len(prompt) for prompt in prompts)
+    caches = ours._slots._rounds.caches  # type: ignore[union-attr]
+    assert caches.prompts.slots == 3 and caches.slots == 5 and caches.answers.capacity == 64
+    (joined,) = (joined for _, joined in ours._slots._rounds._replays)  # type: ignore[union-attr]
+    assert joined == (longest >= rounds.WORTH_JOINING)
+    apart = [Rollouts(model, "cpu").generate([prompts[i // 7]], sampling, [i])[0] for i in range(21)]
     assert [a.token_ids for a in shared] == [a.token_ids for a in apart]
+    for one, other in zip(shared, apart, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-4)
 
 
 def test_a_stream_that_is_left_leaves_nothing_behind() -> None:
@@ -89,13 +111,17 @@ def test_a_stream_that_is_left_leaves_nothing_behind() -> None:
     same(model, ours, DRAWN)
 
 
-def test_a_slot_is_spared_within_the_bound() -> None:
+def test_caches_stay_within_the_bound() -> None:
+    """Where memory is short fewer prompts are kept, and fewer sequences run."""
     model = build("llama")
     token = 2 * 2 * 2 * 8 * 4
-    ours = on_device(model, cache_bytes=4 * 64 * token)
-    same(model, ours, DRAWN, slots=8)
-    assert isinstance(ours._slots, SlotDecoder) and ours._slots.cache is not None
-    assert ours._slots.cache.slots == 4
+    for blocks, sizes in ((3, (1, 2)), (7, (3, 4)), (99, (8, 9))):
+        ours = on_device(model, cache_bytes=blocks * 64 * token)
+        same(model, ours, DRAWN, slots=8)
+        assert ours._slots is not None
+        assert tuple(cache.slots for cache in ours._slots.caches) == sizes
+        held = sum(layer.keys.nbytes + layer.values.nbytes for c in ours._slots.caches for layer in c.layers.values())
+        assert held <= blocks * 64 * token
 
 
 def test_weights_elsewhere_take_new_steps() -> None:
@@ -127,10 +153,11 @@ def test_what_has_ended_stays_and_says_nothing() -> None:
     assert sorted(before[:2, CACHED].tolist()) == [3 + 2, 4 + 2], "the last token drawn is not cached"
     state.begin()
     state.rows[1, ENDED], state.rows[:2, LIMIT] = 0, 9
-    step(torch.tensor([0, 1, 2, 2]))
-    assert state.said[0, 0] == NOTHING and state.said[0, 1] != NOTHING and (state.said[1:] == NOTHING).all()
-    assert state.rows[0, CACHED:].tolist() == [*before[0, CACHED:LIMIT].tolist(), 9, 1]
-    assert state.rows[1, CACHED:].tolist() == [int(before[1, CACHED]) + 1, int(before[1, STREAM]), 4, 9, 0]
+    step(torch.tensor([[0, 1, 2, 2], [0, 1, 2, 3]]))
+    said = state.said.tokens
+    assert said[0, 0] == NOTHING and said[0, 1] != NOTHING and (said[1:] == NOTHING).all()
+    assert state.rows[0, CACHED:PROMPT].tolist() == [*before[0, CACHED:LIMIT].tolist(), 9, 1]
+    assert state.rows[1, CACHED:PROMPT].tolist() == [int(before[1, CACHED]) + 1, int(before[1, STREAM]), 4, 9, 0]
     assert state.rows[state.scratch, ENDED] == 1
 
 
