@@ -23,7 +23,7 @@ from engine.checkpoint import Checkpointer
 from engine.compression.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
 from engine.figures import numbers, on_host
-from engine.healing import Healer, OneByOne, Pass, Portion
+from engine.healing import Healer, Pass, Portion
 from engine.large_pages import ask_for_large_pages
 from engine.ledger import Ledger
 from engine.ledger.beside import generator_bytes, optimizer_bytes
@@ -103,7 +103,7 @@ class Engine:
         elsewhere = layout.rests(config, optimizer)
         self.ledger = Ledger(self.module, self._beside, elsewhere, watches=not config.compile_blocks)
         self._pipelined = self._pieces()
-        self.healer = Healer(self.module, self._discard, self._pipelined or OneByOne(compiled=config.compile_blocks))
+        self.healer = Healer(self.module, self._discard, self._pipelined)
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
         self.optimizer = self._build(optimizer) if optimizer is not None else None
         self.average = Average(self.module, self.optimizer)

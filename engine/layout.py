@@ -11,7 +11,7 @@ from engine.config import EngineConfig, OptimizerConfig
 from engine.kernels.wide_linear import widen_linears
 from engine.large_pages import prepare_large_pages
 from engine.offload import MappedShards, together
-from engine.parallel import dist, dtensors, head, pipeline, tensor, zero
+from engine.parallel import dist, dtensors, head, operators, pipeline, tensor, zero
 
 
 def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | None) -> MappedShards | None:
@@ -34,6 +34,7 @@ def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig 
         for block in zero.blocks(module):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
     if config.compile_blocks:
+        operators.define()
         for block in zero.blocks(module):
             block.compile()
     on_host = config.offload_parameters != "none"

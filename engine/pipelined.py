@@ -53,9 +53,6 @@ class Pipelined:
         """Work without gradients."""
         return lambda batch, _: (torch.zeros((), device=dist.world().device), score(self.pipeline.module, batch))
 
-    def heals(self) -> bool:
-        return True
-
     def as_they_are(self, name: str, batches: Sequence[Any], work: Callable[[Any, Pass], Any]) -> list[Any]:
         return self._pass(name, batches, [_ids(batch).numel() for batch in batches], work, lambda _, __, part: part())
 

@@ -5,8 +5,6 @@ ZeRO stage. A rank that fails goes through the collectives that are left of its 
 replay.py), at the end all ranks agree, throw gradients and results away, put the random state and the buffers back, cut
 every micro-batch that is as large as the failed one, and do all of it again. What can't be cut any more, and what runs
 out elsewhere (building the engine, the optimizer's step, a checkpoint), ends with a message that says what to change.
-Left out: tensor groups that span hosts, or whose blocks are compiled (their collectives are in compiled code, and are
-not noted); there a failure ends the run.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +45,7 @@ class Healer:
         pipeline the last rank has the results; the others get None. Raises ValueError on every rank where what failed
         can't be cut.
         """
-        if not batches or not all(isinstance(batch, Portion) for batch in batches) or not self._passes.heals():
+        if not batches or not all(isinstance(batch, Portion) for batch in batches):
             return [[result] for result in self._passes.as_they_are(name, [laid_out(each) for each in batches], work)]
         pieces: Pieces = [[batch] for batch in batches]
         if self.limit is not None:

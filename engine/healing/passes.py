@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 from engine.healing.parts import Notes, Parts, Pass
 from engine.healing.portion import Portion
 from engine.parallel import dist
-from engine.parallel.board import of_mates
 
 T = TypeVar("T")
 ADVICE = (
@@ -33,10 +32,6 @@ class Passes(Protocol):
     """`advice` says what needs less memory where nothing can be halved."""
 
     advice: str
-
-    def heals(self) -> bool:
-        """Whether a rank that fails can get through the rest; alike on all ranks."""
-        ...
 
     def as_they_are(self, name: str, batches: Sequence[Any], work: Callable[[Any, Pass], T]) -> list[Any]:
         """The results of micro-batches that can't be halved, laid out."""
@@ -62,13 +57,8 @@ class OneByOne:
 
     advice = ADVICE
 
-    def __init__(self, *, compiled: bool = False) -> None:
-        """`compiled` says that the module's blocks are: what mates do there is not noted."""
-        self._compiled = compiled
+    def __init__(self) -> None:
         self._notes: Notes | None = {} if dist.world().size > 1 else None
-
-    def heals(self) -> bool:
-        return dist.world().mates == 1 or (not self._compiled and of_mates() is not None)
 
     def as_they_are(self, name: str, batches: Sequence[Any], work: Callable[[Any, Pass], T]) -> list[Any]:
         return [work(batch, _kind(name, place, len(batches))) for place, batch in enumerate(batches)]

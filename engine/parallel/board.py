@@ -9,6 +9,8 @@ part with zeros, and is with them at the end. Nobody waits where nothing fails: 
 Every rank writes one number at each place of a pass: a collective, FAILED, or OVER at the end. One number is one
 aligned word, so it is there whole or not at all. The ranks of a group do the same in the same order: so they agree on
 places.
+
+Ranks of several hosts share no memory: these send one another the number at each place, and wait for it.
 """
 
 import os
@@ -16,7 +18,7 @@ import select
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
@@ -31,6 +33,7 @@ SUM, LARGEST, GATHER, EXCHANGE = 4, 5, 6, 7
 KINDS = {torch.distributed.ReduceOp.SUM: SUM, torch.distributed.ReduceOp.MAX: LARGEST}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 LAP, GROUP, KIND, DTYPE, NUMBERS = 14, 6, 4, 4, 35  # bits of a word, from the highest
+ONLY_LAP = 1
 LOOK = 1.0  # seconds between looks at whether the mates are still there
 
 
@@ -57,7 +60,20 @@ class Entry:
             dist.all_reduce_sum(zeros, group)
 
 
-class Board:
+class Board(Protocol):
+    """Where ranks of a group write."""
+
+    def write(self, entry: Entry) -> None:
+        """Say what comes next, and go one place on."""
+
+    def follow(self) -> Entry:
+        """Say that this rank failed, and go one place on: what a mate does there, or FAILED where none is left.
+
+        Waits for the mates to come to the place. Raises RuntimeError where they don't.
+        """
+
+
+class SharedBoard:
     """The words (ranks of a group, PLACES) int64 of this rank's group. `place` is where this rank is."""
 
     def __init__(self, memory: Tensor, rank: int, ranks: int, processes: Sequence[int] = ()) -> None:
@@ -68,15 +84,10 @@ class Board:
         self.place = 0
 
     def write(self, entry: Entry) -> None:
-        """Say what comes next, and go one place on."""
         self._own[self.place % PLACES] = _packed(self._lap(), entry)
         self.place += 1
 
     def follow(self) -> Entry:
-        """Say that this rank failed, and go one place on: what a mate does there, or FAILED where none is left.
-
-        Waits for the mates to come to the place. Raises LostMate where they don't.
-        """
         place, until = self.place, time.monotonic() + dist.TIMEOUT.total_seconds()
         lap, look = self._lap(), time.monotonic() + LOOK
         self.write(Entry(FAILED))
@@ -97,6 +108,25 @@ class Board:
         return 1 + self.place // PLACES % (2**LAP - 1)  # 0 is memory that nobody wrote to
 
 
+class SentBoard:
+    """Messages among the ranks of this rank's group, one at each place."""
+
+    def __init__(self, group: torch.distributed.ProcessGroup) -> None:
+        """`group` is of the host, and for nothing else."""
+        self._group = group
+
+    def write(self, entry: Entry) -> None:
+        self._told(entry)
+
+    def follow(self) -> Entry:
+        return next((entry for entry in self._told(Entry(FAILED)) if entry.kind != FAILED), Entry(FAILED))
+
+    def _told(self, entry: Entry) -> list[Entry]:
+        """What stands at the place, of all ranks of the group."""
+        words = dist.gather_tensors(torch.tensor([_packed(ONLY_LAP, entry)]), self._group)
+        return [found for word in words if (found := _unpacked(int(word), ONLY_LAP)) is not None]
+
+
 def entry_of(function: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Entry:
     """What a call of `torch.distributed` among mates is called on the board."""
     group = next(at for at, each in enumerate(dist.groups_of_mates()) if each is keywords["group"])
@@ -108,17 +138,19 @@ def entry_of(function: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
     return Entry(kind, group, DTYPES.index(sent.dtype), sent.numel())
 
 
-def of_mates() -> Board | None:
-    """This rank's board; None where its mates are on several hosts. Collective when first asked, of all ranks."""
+def of_mates() -> Board:
+    """This rank's board. Collective when first asked, of all ranks."""
     return dist.once(f"board of {dist.world().mates}", _make)
 
 
-def _make() -> Board | None:
-    ranks = dist.world().mates
-    memory = host_memory.share(8 * PLACES * ranks, neighbours=ranks)
-    first = dist.world().rank - dist.world().rank % ranks
-    processes = dist.gather_objects(os.getpid())[first : first + ranks]
-    return None if memory is None else Board(memory, dist.world().rank % ranks, ranks, processes)
+def _make() -> Board:
+    world = dist.world()
+    memory = host_memory.share(8 * PLACES * world.mates, neighbours=world.mates)
+    if memory is None:
+        return SentBoard(dist.host_group_of_mates())
+    first = world.rank - world.rank % world.mates
+    processes = dist.gather_objects(os.getpid())[first : first + world.mates]
+    return SharedBoard(memory, world.rank % world.mates, world.mates, processes)
 
 
 def _has_ended(process: int) -> bool:

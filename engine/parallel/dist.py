@@ -22,6 +22,7 @@ from engine.parallel.traffic import count, count_all_reduce
 
 Made = TypeVar("Made")
 TIMEOUT = timedelta(minutes=30)
+MATES_BESIDE = "mates beside a pass"
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,8 @@ def background_group() -> dist.ProcessGroup:
 
 def beside_training(group: dist.ProcessGroup | None) -> bool:
     """True for the groups of the host and the background, whose collectives are no part of a pass over a module."""
-    return group is not None and group in (_host_group, _background_group)
+    beside = (_host_group, _background_group, _made.get(f"{MATES_BESIDE} {world().mates}"))
+    return group is not None and group in beside
 
 
 def mesh(*, replicate: int, shard: int) -> DeviceMesh:
@@ -191,14 +193,23 @@ def mesh(*, replicate: int, shard: int) -> DeviceMesh:
 
 def sequence_group() -> dist.ProcessGroup:
     """The ranks that hold the tokens of this rank's rows. No mesh's: one over all ranks has the group that ZeRO has."""
-    now, ranks = world(), world().sequence
+    return _of_neighbours("sequence", world().sequence)
+
+
+def host_group_of_mates() -> dist.ProcessGroup:
+    """A Gloo group of the ranks that see this rank's data, for what they tell one another beside a pass."""
+    return _of_neighbours(MATES_BESIDE, world().mates, backend="gloo")
+
+
+def _of_neighbours(name: str, ranks: int, backend: str | None = None) -> dist.ProcessGroup:
+    """This rank's group, where every `ranks` neighbours are one. Collective when first asked, of all ranks."""
 
     def make() -> dist.ProcessGroup:
-        firsts = range(0, now.size, ranks)
-        groups = [dist.new_group([*range(first, first + ranks)], timeout=TIMEOUT) for first in firsts]
-        return groups[now.rank // ranks]
+        firsts = range(0, world().size, ranks)
+        groups = [dist.new_group([*range(first, first + ranks)], backend=backend, timeout=TIMEOUT) for first in firsts]
+        return groups[world().rank // ranks]
 
-    return once(f"sequence {ranks}", make)
+    return once(f"{name} {ranks}", make)
 
 
 def groups_of_mates() -> list[dist.ProcessGroup]:

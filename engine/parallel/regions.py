@@ -2,6 +2,8 @@
 
 Megatron's f and g (Shoeybi et al., 2019, arXiv:1909.08053, section 3) and their likes for outputs that are gathered.
 Each backward is the transpose of its forward, so the gradient of a whole tensor is whole, and the same on all ranks.
+
+In compiled blocks the collectives are operators (operators.py).
 """
 
 from typing import Any
@@ -39,7 +41,7 @@ class _Gathered(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return torch.cat(dist.gather_tensors(x, group), dim=-1)
+        return _join(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -54,7 +56,7 @@ class _Split(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return torch.cat(dist.gather_tensors(gradient, ctx.group), dim=-1), None
+        return _join(gradient, ctx.group), None
 
 
 def copied(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -78,7 +80,25 @@ def split(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        return torch.ops.zerochat.sum_over_mates(x, group.group_name)  # type: ignore[no-any-return]
+    return sum_now(x, group)
+
+
+def _join(x: Tensor, group: ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        return torch.ops.zerochat.join_over_mates(x, group.group_name)  # type: ignore[no-any-return]
+    return join_now(x, group)
+
+
+def sum_now(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over ranks."""
     return dist.all_reduce_sum(x.clone(), group)  # a copy: autograd may hold the same tensor elsewhere
+
+
+def join_now(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Every rank's last dimension, one after another."""
+    return torch.cat(dist.gather_tensors(x, group), dim=-1)
 
 
 def _own_columns(x: Tensor, group: ProcessGroup) -> Tensor:

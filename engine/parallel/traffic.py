@@ -7,7 +7,6 @@ ranks, a reduction each of them its part, an all-reduce is both.
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 Kind = Literal["gather", "reduce", "other"]
@@ -44,9 +43,5 @@ def count(kind: Kind, size: int) -> None:
 
 
 def count_all_reduce(kind: Kind, tensor: Tensor, ranks: int) -> None:
-    """Take note of an all-reduce of a tensor among `ranks`. In compiled blocks nothing is noted: a compiler would take
-    the count for a constant, and its size of a dynamic shape it can't read.
-    """
-    if torch.compiler.is_compiling():
-        return
+    """Take note of an all-reduce of a tensor among `ranks`."""
     count(kind, 2 * tensor.nbytes * (ranks - 1) // ranks)

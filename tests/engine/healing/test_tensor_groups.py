@@ -4,7 +4,8 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 from engine import EngineConfig, OptimizerConfig, initialize, token_logprobs
 from engine.healing import Portion
-from engine.parallel import board, dist, dtensors
-from engine.parallel.board import Board, Entry
+from engine.parallel import board, dist, dtensors, host_memory
+from engine.parallel.board import Entry, SharedBoard
 from engine.parallel.last_words import LostMate
 from tests.engine.parallel.test_tensor import made
 from tests.ranks import run_ranks
@@ -57,26 +58,30 @@ def rows_of(module: nn.Module, ids: Tensor) -> list[float]:
 
 
 class Failing:
-    """The second block's MLP fails on micro-batches of more than `most` rows, at `where`, on the chosen ranks."""
+    """A matrix of a block fails on micro-batches of more than `most` rows, at `where`, on the chosen ranks. By no hook:
+    compiled blocks don't see those.
+    """
 
     def __init__(self, module: nn.Module, fails: dict[int, str], most: int = 2) -> None:
         self.where, self.most = fails.get(dist.world().rank, "nowhere"), most
-        fails_at = {"early": "layers.0.self_attn.o_proj", "forward": "layers.1.mlp.down_proj"}.get(self.where)
-        if fails_at is not None:
-            module.get_submodule(f"lm.model.{fails_at}").register_forward_pre_hook(self._forward)
-        module.get_submodule("lm.model.layers.1.mlp.act_fn").register_forward_hook(self._backward)
+        layer = "0.self_attn.o_proj" if self.where == "early" else "1.mlp.down_proj"
+        matrix = module.get_submodule(f"lm.model.layers.{layer}")
+        matrix.forward = partial(self._watched, matrix.forward)
 
-    def _forward(self, module: nn.Module, args: tuple[Tensor]) -> None:
-        if len(args[0]) > self.most:
+    def _watched(self, inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return inner(self._passed(x))
+
+    @torch.compiler.disable
+    def _passed(self, x: Tensor) -> Tensor:
+        if self.where in ("early", "forward") and len(x) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        if self.where == "backward" and x.requires_grad:
+            x.register_hook(self._backward)
+        return x
 
-    def _backward(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        def fail(gradient: Tensor) -> None:
-            if self.where == "backward" and len(gradient) > self.most:
-                raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
-
-        if output.requires_grad:
-            output.register_hook(fail)
+    def _backward(self, gradient: Tensor) -> None:
+        if len(gradient) > self.most:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
 
 
 def trained(sizes: list[int], fails: dict[int, str], *, tensor_parallel: int = 2, **layout: Any) -> dict[str, Any]:
@@ -104,6 +109,9 @@ CASES: list[tuple[list[int], dict[int, str], dict[str, Any]]] = [
     ([3, 5], {0: "forward", 1: "forward"}, {"zero_stage": 3}),
     ([8], {1: "early"}, {"tensor_plan": GATHERED}),
 ]
+COMPILED: list[tuple[list[int], dict[int, str], dict[str, Any]]] = [
+    ([5, 3], {1: "backward"}, {"zero_stage": 2, "compile_blocks": True}),
+]
 FOUR: list[tuple[list[int], dict[int, str], dict[str, Any]]] = [
     ([4], {1: "backward"}, {"zero_stage": 3}),
     ([3, 1], {0: "forward", 3: "backward"}, {"zero_stage": 2}),
@@ -118,6 +126,17 @@ def many(cases: list[tuple[list[int], dict[int, str], dict[str, Any]]]) -> list[
     return [trained(sizes, fails, **layout) for sizes, fails, layout in cases]
 
 
+def two() -> list[dict[str, Any]]:
+    """The cases, one with compiled blocks, and two of them once more as if each rank had a host of its own."""
+    found = many(CASES)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+        found += many(COMPILED)
+        patched.setattr(host_memory, "share", lambda *_, **__: None)
+        del dist._made["board of 2"]
+        return [*found, *many(CASES[1:3])]
+
+
 def same(found: dict[str, Any], wanted: dict[str, Any], limit: int) -> None:
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
     assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-4)
@@ -130,8 +149,8 @@ def same(found: dict[str, Any], wanted: dict[str, Any], limit: int) -> None:
 def test_two_ranks() -> None:
     planned = trained([2, 2, 2, 2], {}, tensor_parallel=1)
     assert planned["times"] == 0
-    for found in run_ranks(many, 2, CASES):
-        for each, (sizes, fails, layout) in zip(found, CASES, strict=True):
+    for found in run_ranks(two, 2):
+        for each, (sizes, fails, layout) in zip(found, [*CASES, *COMPILED, *CASES[1:3]], strict=True):
             print(sizes, fails, layout)
             same(each, planned, 2 * LENGTH)
             assert each["scored"] == pytest.approx(planned["scored"], rel=1e-4)
@@ -147,7 +166,7 @@ def test_groups_and_shares_of_the_data() -> None:
 
 def test_a_board_is_read_place_by_place() -> None:
     memory = torch.zeros(3 * board.PLACES, dtype=torch.int64)
-    first, second, third = (Board(memory, rank, 3) for rank in range(3))
+    first, second, third = (SharedBoard(memory, rank, 3) for rank in range(3))
     sums = Entry(board.SUM, group=2, dtype=1, numbers=2**33 + 1)
     for lap in range(2):
         third.write(sums)
@@ -167,6 +186,6 @@ def test_a_board_is_read_place_by_place() -> None:
 def test_nobody_waits_for_a_mate_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "LOOK", 0.01)
     with subprocess.Popen([sys.executable, "--version"], stdout=subprocess.DEVNULL) as mate:
-        first = Board(torch.zeros(2 * board.PLACES, dtype=torch.int64), 0, 2, [os.getpid(), mate.pid])
+        first = SharedBoard(torch.zeros(2 * board.PLACES, dtype=torch.int64), 0, 2, [os.getpid(), mate.pid])
         with pytest.raises(LostMate):
             first.follow()

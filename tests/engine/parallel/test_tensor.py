@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import Engine, EngineConfig, OptimizerConfig, initialize
 from engine.loading import copy_local
-from engine.parallel import dist, dtensors, regions
+from engine.parallel import dist, dtensors, operators, regions
 from tests.ranks import run_ranks
 
 STEPS, ROWS, VOCABULARY = 3, 4, 96
@@ -123,6 +123,7 @@ def all_cases(tensor_parallel: int, cases: list[tuple[str, dict[str, Any]]]) -> 
 def compiled() -> list[tuple[Tensor, Tensor]]:
     """The sines of rows of several lengths, summed over the ranks in compiled code, and their gradients."""
     group, found = dist.neighbours(2).get_group(), []
+    operators.define()
 
     @partial(torch.compile, backend="aot_eager")
     def summed(x: Tensor) -> Tensor:
