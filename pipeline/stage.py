@@ -1,5 +1,7 @@
 """What every stage does at its edge: plain values for the engine, the stage's inputs, answers to held-out prompts."""
 
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,13 +12,16 @@ from engine.parallel import dist
 from pipeline.config.schema import RolloutSection, RunConfig, StageSection
 from pipeline.config.stages import STAGES, wanted_stages
 from pipeline.data.formats import Record
-from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, load_stage
+from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, check_stages, load_stage
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.insight.evaluate import answer_prompts
 from pipeline.models.build import check_scores
 from pipeline.models.source import ModelSource, download, model_folder, resolve
+
+UNITS = {"sft": ("step", "conversations"), "reward": ("step", "pairs"), "ppo": ("rollout", "prompts")}
+FEW_STEPS = 20  # below which a stage has hardly begun to learn
 
 
 def arrange(config: RunConfig) -> None:
@@ -240,11 +245,15 @@ def answers_of(
 
 
 def stage_records(config: RunConfig, stage: str) -> StageRecords:
-    """The stage's records; says what was skipped."""
+    """The stage's records; says what was skipped. Data that a stage to come would refuse is refused now, rather than
+    after a day.
+    """
     records = _load(config, stage)
+    if dist.world().leads:
+        stages = wanted_stages(config)
+        check_stages(config.data, stages[stages.index(stage) + 1 :] if stage in stages else (), config.seed)
     if dist.world().leads and records.skipped:
-        skipped = ", ".join(f"{count} {why}" for why, count in sorted(records.skipped.items()))
-        print(f"{stage}: skipped rows: {skipped}", flush=True)
+        print(f"{stage}: skipped rows: {_counted(records.skipped)}", flush=True)
         if KEPT_FOR_OTHERS in records.skipped:
             print(
                 f"{stage}: trains on {len(records.train)} rows, as each prompt serves one stage only: "
@@ -263,5 +272,21 @@ def _load(config: RunConfig, stage: str) -> StageRecords:
 def say_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> None:
     """Say how many of a stage's `count` examples were cut or dropped for their length, which `limit` (a key) bounds."""
     if dist.world().leads and notes:
-        cut = ", ".join(f"{number} {why}" for why, number in sorted(notes.items()))
-        print(f"{stage}: too long, of {count}: {cut}; {limit} sets the limit", flush=True)
+        print(f"{stage}: too long, of {count}: {_counted(notes)}; {limit} sets the limit", flush=True)
+
+
+def say_steps(stage: str, section: StageSection, steps: int, examples: int) -> None:
+    """Say how much a stage will train on, and where that is next to nothing."""
+    if not dist.world().leads:
+        return
+    word, what = UNITS[stage]
+    several = f"{steps} {word}{'s' if steps > 1 else ''}"
+    each, passes = section.batch_size, steps * section.batch_size / examples
+    print(f"{stage}: {several} of {each} {what}, {passes:.2g} passes over {examples}", flush=True)
+    if section.steps is None and steps < FEW_STEPS:
+        more = f"{stage}.epochs={math.ceil(FEW_STEPS * each / examples)}, or a smaller {stage}.batch_size"
+        print(f"warning: {stage}: {several} will hardly teach anything: {more}", file=sys.stderr, flush=True)
+
+
+def _counted(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} x {why}" for why, count in sorted(reasons.items()))

@@ -28,6 +28,7 @@ from pipeline.stage import (
     require_scorer,
     run_tokenizer,
     say_cut,
+    say_steps,
     stage_records,
     stage_steps,
 )
@@ -61,6 +62,7 @@ def run(config: RunConfig, folder: Path) -> None:
     require_held_out(section, "sft", held_out)
     prompts = evaluation_prompts(config, tokenizer)
     steps = stage_steps(section, len(train))
+    say_steps("sft", section, steps, len(train))
     arrange(config)
     config, predicted = announce(config, "sft", folder, policy=source)
     section = config.sft

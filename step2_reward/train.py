@@ -1,6 +1,7 @@
 """Stage 2: what is loaded, the loop, what is left behind."""
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.engine import LossFn
+from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import PairBatch, batch_indices
 from pipeline.data.encode import encode_preferences
+from pipeline.data.records import Preference
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 from pipeline.manifest import stage_inputs
@@ -30,6 +33,7 @@ from pipeline.stage import (
     require_held_out,
     run_tokenizer,
     say_cut,
+    say_steps,
     stage_records,
     stage_source,
     stage_steps,
@@ -50,6 +54,7 @@ def run(config: RunConfig, folder: Path) -> None:
     adopt_special_ids(source, tokenizer)
     require_context(config, "reward", source)
     records = stage_records(config, "reward")
+    say_undecided(records.train)
     train, notes = encode_preferences(tokenizer, records.train, max_length=section.max_length)
     say_cut("reward", notes, len(records.train), "reward.max_length")
     held_out, _ = encode_preferences(
@@ -57,6 +62,7 @@ def run(config: RunConfig, folder: Path) -> None:
     )
     require_held_out(section, "reward", held_out)
     steps = stage_steps(section, len(train))
+    say_steps("reward", section, steps, len(train))
     arrange(config)
     config, predicted = announce(config, "reward", folder, policy=source)
     section = config.reward
@@ -105,6 +111,19 @@ def run(config: RunConfig, folder: Path) -> None:
         with stage.clock.phase("export"):
             export_scorer(engine, source, tokenizer, folder / "model", extra=level)
         stage.finish({**shares, **level, "skipped": {**records.skipped, **notes}})
+
+
+def say_undecided(pairs: Sequence[Preference]) -> None:
+    """Say of how many pairs the data's own scores don't agree that the chosen answer is the better one."""
+    scored = {pair.source for pair in pairs if pair.margin}
+    ties = sum(not pair.margin for pair in pairs if pair.source in scored)
+    turned = sum(pair.margin < 0 for pair in pairs)
+    if dist.world().leads and (ties or turned):
+        print(
+            f"reward: by the data's scores, of {len(pairs)} pairs {ties} are ties and {turned} have the better answer "
+            "as rejected; all are trained on as they are labelled",
+            flush=True,
+        )
 
 
 def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatTokenizer]:

@@ -22,6 +22,7 @@ from pipeline.stage import (
     require_context,
     sampling,
     say_cut,
+    say_steps,
     stage_records,
     stage_steps,
 )
@@ -178,6 +179,7 @@ def run(config: RunConfig, folder: Path) -> None:
     arrange(config)
     config, predicted = announce(config, "ppo", folder, policy=sources.actor, reward=sources.reward)
     ppo = Ppo(config, folder, sources, prompts, rows)
+    say_steps("ppo", ppo.section, ppo.steps, len(prompts))
     examiner = Examiner(
         evaluation_prompts(config, sources.tokenizer),
         sources.tokenizer,

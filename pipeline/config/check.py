@@ -156,6 +156,8 @@ def warnings(config: RunConfig) -> list[str]:
         found.append(f"reward_model={config.reward_model.name} is not used: ppo.reward_model=false has none")
     if "ppo" in wanted_stages(config):
         found += _engines_of_nobody(config.ppo)
+        if config.ppo.reward_threads > 1 and config.ppo.reward_function is None:
+            found.append(f"ppo.reward_threads={config.ppo.reward_threads} is not used: there is no ppo.reward_function")
     if config.engine.deepspeed is not None:
         from engine.deepspeed import notes
 

@@ -88,9 +88,14 @@ def _implied(tokens: Iterable[str], given: set[str]) -> list[str]:
 
 
 def _stem(location: str) -> str:
-    """A short name for a path or hub id: "/a/chats.jsonl" -> "chats"; "own" for anything without one."""
+    """A short name for a path or hub id: "/a/chats.jsonl" -> "chats"; of a list of sources, theirs; "own" for anything
+    without one.
+    """
+    if location.startswith("["):
+        places = re.findall(r"\b(?:path|hub|builtin):\s*['\"]?([^,}\]'\"]+)", location)
+        return "+".join(dict.fromkeys(_stem(place.strip()) for place in places[:3])) or "own"
     last = os.path.basename(location.strip("'\"").rstrip("/"))
-    name = re.sub(r"\.(jsonl?|parquet|csv)$", "", last)
+    name = re.sub(r"\.(jsonl?|parquet|csv|tsv)(\.gz)?$", "", last)
     return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "own"
 
 
@@ -119,7 +124,8 @@ def _not_a_pair(token: str, options: dict[str, list[str]]) -> str:
     if token.startswith("-"):
         return f"{token} is no flag: options are written KEY=VALUE, without dashes (python train.py --help lists them)"
     homes = [f"{group}={token}" for group, names in options.items() if token in names]
-    return f"'{token}' is not KEY=VALUE{': did you mean ' + ' or '.join(homes) + '?' if homes else ''}"
+    meant = f"did you mean {' or '.join(homes)}?" if homes else "a value with a space in it needs quotes, \"KEY=VALUE\""
+    return f"'{token}' is not KEY=VALUE: {meant}"
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:

@@ -64,7 +64,8 @@ def model_folder(location: str, key: str) -> Path:
             return place
     if not folder.is_dir():
         raise UserError(f"{key}={location}: there is no such folder (looked from {Path.cwd()})")
-    stages = [stage for stage in ("ppo", "sft", "reward") if (folder / stage / "model" / "config.json").is_file()]
+    likely = {"actor": ("sft", "ppo"), "reward": ("reward",)}.get(key, ("ppo", "sft", "reward"))
+    stages = [stage for stage in likely if (folder / stage / "model" / "config.json").is_file()]
     if stages:
         raise UserError(f"{key}={location} is a run folder; name one of its stages: {key}={folder / stages[0]}")
     if any((folder / name).is_dir() for name in ("checkpoints", "model")):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
+FilePath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 """A path as typed, with a leading ~ spelt out."""
 
 

@@ -2,6 +2,7 @@
 
 A folder is read file by file, in the order of names. Files of a folder whose name starts with test, eval,
 valid, dev or heldout are the folder's held-out part (hub sets are stored that way); others are training data.
+Hidden ones, and those in which hub sets describe themselves, are no data.
 """
 
 import csv
@@ -20,6 +21,7 @@ from pipeline.errors import UserError
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 SEPARATORS = (",", ";", "\t")
 CHECKOUT = Path(__file__).resolve().parents[2]
+_ABOUT_THE_SET = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _HELD_OUT_NAME = re.compile(r"(test|eval|valid|dev|held[-_ ]?out)", re.IGNORECASE)
 
 
@@ -52,7 +54,7 @@ def data_files(path: str, key: str) -> tuple[list[Path], list[Path]]:
         raise UserError(f"{key}={path}: there is no such file or folder (looked in {Path.cwd()} and {CHECKOUT}).")
     if found.is_file():
         return [found], []
-    files = sorted(file for file in found.rglob("*") if file.is_file() and _suffix(file) in SUFFIXES)
+    files = sorted(file for file in found.rglob("*") if _suffix(file) in SUFFIXES and _is_data(file, found))
     if not files:
         raise UserError(f"{key}={path}: the folder holds no {', '.join(SUFFIXES)} file. Give a file or another folder.")
     held_out = [file for file in files if _HELD_OUT_NAME.match(file.name)]
@@ -77,6 +79,12 @@ def table_of(name: str, rows: Sequence[Row], numbers: Sequence[int] | None = Non
         raise UserError(f"{name}: the file is empty; it needs one example a row.")
     columns = frozenset(column for row in rows for column in row)
     return Table(name, rows, columns, numbers if numbers is not None else range(1, len(rows) + 1), unit)
+
+
+def _is_data(file: Path, folder: Path) -> bool:
+    """Whether a file of a folder has rows, by its name: download tools leave hidden folders of their own."""
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return file.is_file() and not hidden and file.name not in _ABOUT_THE_SET
 
 
 def _suffix(path: Path) -> str:

@@ -69,6 +69,13 @@ def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False)
     return _Loading(data, stage, rows).records(seed)
 
 
+def check_stages(data: "DataConfig", stages: Sequence[str], seed: int) -> None:
+    """Raises UserError where a stage would refuse its data. Reads it all, but what zerochat makes itself."""
+    for stage in stages:
+        if not any(source.builtin for source in configured_sources(data) if stage in source.stages):
+            load_stage(data, stage, seed)
+
+
 class _Loading:
     """The work of `load_stage`; gathers counts on the way."""
 

@@ -1,6 +1,7 @@
 """The closing words of a run: where the model is, the figures that matter, what to type next."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,17 @@ def closing_words(run_dir: Path, verdict: str | None = None) -> str:
     if (run_dir / "report.html").exists():
         lines.append(f"report  {run_dir / 'report.html'}")
     if newest != "reward":
-        lines.append(f"talk    python chat.py {run_dir}")
+        lines.append(f"talk    python chat.py {shlex.quote(str(run_dir))}")
     return "\n".join(lines)
 
 
-def comparing_words(runs: Mapping[str, Path | None], stage: str) -> str:
-    """What came out of `stage`, the last one of a multirun: a line for each run, by label; None is one that failed."""
-    lines, width = [f"-- {stage} of {len(runs)} runs"], max(map(len, runs))
-    for label, run in runs.items():
+def comparing_words(runs: Mapping[str, tuple[str, Path | None]]) -> str:
+    """What came out of a multirun: a line for each run, by label, with the figures of its last stage. A run is (that
+    stage, its folder), None for one that failed.
+    """
+    stages, width = list(dict.fromkeys(stage for stage, _ in runs.values())), max(map(len, runs))
+    lines = [f"-- {' and '.join(stages)} of {len(runs)} runs"]
+    for label, (stage, run) in runs.items():
         figures = "failed" if run is None else stage_figures(run, stage) or ""
         lines.append(f"{label:<{width}}  {figures}".rstrip())
     return "\n".join(lines)

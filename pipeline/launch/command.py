@@ -129,12 +129,13 @@ def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Cont
     """Run every job; one that fails does not stop the others of a multirun."""
     for config in configs:
         check_paths(config)
-    statuses, runs = [], dict[str, Path | None]()
+    statuses, runs = [], dict[str, tuple[str, Path | None]]()
     for job, config in zip(jobs, configs, strict=True):
         if job.label:
             print(f"-- {job.label}", flush=True)
+        last = wanted_stages(config)[-1]
         try:
-            runs[job.label] = _run_job(config, job.label, ranks, control)
+            runs[job.label] = last, _run_job(config, job.label, ranks, control)
             statuses.append(0)
         except (UserError, StageFailed) as problem:
             if len(jobs) == 1 or getattr(problem, "status", 0) == INTERRUPTED or control.failed():
@@ -142,9 +143,9 @@ def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Cont
             if isinstance(problem, UserError):
                 print(f"error: {problem}", file=sys.stderr)
             statuses.append(getattr(problem, "status", USER_ERROR))
-            runs[job.label] = None
+            runs[job.label] = last, None
     if len(jobs) > 1 and configs[-1].stage != "plan":
-        print(comparing_words(runs, wanted_stages(configs[-1])[-1]), flush=True)
+        print(comparing_words(runs), flush=True)
     bad = [job.label for job, status in zip(jobs, statuses, strict=True) if status]
     if bad:
         print(f"error: {len(bad)} of {len(jobs)} runs failed: {'; '.join(bad)}", file=sys.stderr)

@@ -67,6 +67,8 @@ def test_own_model_and_data_leave_the_default_options_out(tmp_path):
     config = validate(compose([f"model.path={tmp_path}/My Model", "data.path=~/chats.v2.jsonl"]))
     assert (config.model.name, config.model.weights, config.model.architecture) == ("My-Model", "pretrained", None)
     assert config.data.name == "chats.v2"
+    sources = "[{path: /a/b.jsonl.gz, columns: {x: prompt}}, {hub: me/set}, {path: /c/b.csv}]"
+    assert validate(compose([f"data.sources={sources}"])).data.name == "b+set"
     assert config.data.path == str(Path.home() / "chats.v2.jsonl")
 
 
@@ -153,6 +155,8 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         ("model=/models/mine", "your own is model.path="),
         ("sft=fast", "sft=fast is no option of sft. Options: default, lora"),
         ("opt-1.3b", "'opt-1.3b' is not KEY=VALUE: did you mean model=opt-1.3b?"),
+        ("sft.lr", "'sft.lr' is not KEY=VALUE: a value with a space in it needs quotes"),
+        ("data.path=", "data.path is empty: write a text, or leave it out (one local file or folder"),
         ("--stage", "options are written KEY=VALUE, without dashes"),
         ("seed=1,2", "add -m to run every value"),
         ("name=a/b", "name=a/b: a run name has"),
@@ -218,6 +222,9 @@ def test_engine_keys_of_a_model_that_is_not_there_are_named():
     said = [line.partition(" is not used: ")[0] for line in warnings(config_of(*own, *gone))]
     assert said == ["ppo.critic_engine", "ppo.reference_engine", "ppo.reward_engine"]
     assert warnings(config_of("stage=sft", *own, *gone)) == []
+    assert [line.partition(": ")[0] for line in warnings(config_of("ppo.reward_threads=4"))] == [
+        "ppo.reward_threads=4 is not used"
+    ]
     assert warnings(config_of("ppo=lora", *own)) == [
         "ppo.reference_engine is not used: the actor without its adapters is the reference"
     ]

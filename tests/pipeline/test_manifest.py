@@ -14,6 +14,7 @@ from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.fingerprint import HashCache, stage_settings
 from pipeline.launch import processes
+from pipeline.launch.closing import comparing_words
 from pipeline.launch.command import main
 from pipeline.launch.folder import open_folder
 from pipeline.manifest import Manifest, stage_inputs
@@ -258,6 +259,9 @@ def test_every_run_of_a_multirun_has_its_folder(train):
     end = "-- sft of 2 runs\nseed=1  eval_loss 0.25  gold_score 0.5\nseed=2  eval_loss 0.25  gold_score 0.5\n"
     assert said.endswith(end)
     assert "-- sft of" not in train("-m", "seed=1", "stage=sft", "name=y")[1]
+    swept = {"stage=sft": ("sft", Path("runs/x-seed=1")), "stage=ppo": ("ppo", None)}  # each by its own last stage
+    end = "-- sft and ppo of 2 runs\nstage=sft  eval_loss 0.25  gold_score 0.5\nstage=ppo  failed"
+    assert comparing_words(swept) == end
 
 
 def test_a_failed_run_of_a_multirun_does_not_stop_the_others(train):

@@ -11,7 +11,7 @@ from pipeline.config.schema import DataConfig
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
-from pipeline.stage import require_context, require_scorer, say_cut
+from pipeline.stage import require_context, require_scorer, say_cut, say_steps
 from tests.tiny import tiny_config
 
 ROWS = [{"prompt": f"Question {n}?", "completion": f"Answer {n}."} for n in range(30)]
@@ -64,8 +64,35 @@ def test_what_was_cut_for_its_length_is_said(capsys: pytest.CaptureFixture[str])
     say_cut("sft", {"no answer within max_length": 1, "cut to max_length": 4}, 9, "sft.max_length")
     told = capsys.readouterr().out
     assert told == (
-        "sft: too long, of 9: 4 cut to max_length, 1 no answer within max_length; sft.max_length sets the limit\n"
+        "sft: too long, of 9: 4 x cut to max_length, 1 x no answer within max_length; sft.max_length sets the limit\n"
     )
+
+
+def test_what_a_stage_will_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    section = tiny_config().sft.model_copy(update={"batch_size": 64, "steps": None, "epochs": 1.0})
+    say_steps("sft", section, 1, 85)
+    assert capsys.readouterr() == (
+        "sft: 1 step of 64 conversations, 0.75 passes over 85\n",
+        "warning: sft: 1 step will hardly teach anything: sft.epochs=16, or a smaller sft.batch_size\n",
+    )
+    say_steps("sft", section.model_copy(update={"steps": 2}), 2, 85)
+    say_steps("ppo", section, 20, 1280)
+    said = capsys.readouterr()
+    assert said.out.endswith("ppo: 20 rollouts of 64 prompts, 1 passes over 1280\n") and said.err == ""
+
+
+def test_data_that_a_later_stage_would_refuse_is_refused_by_the_first(tmp_path: Path) -> None:
+    """Another file's ties, of which SFT reads nothing."""
+    chats, pairs = tmp_path / "chats.jsonl", tmp_path / "pairs.jsonl"
+    chats.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    pairs.write_text("".join(json.dumps({"prompt": f"{n}?", "chosen": "a", "rejected": "a"}) + "\n" for n in range(9)))
+    sources = [{"path": str(chats), "stages": ["sft", "ppo"]}, {"path": str(pairs), "stages": ["reward"]}]
+    data = DataConfig.model_validate({"name": "x", "sources": sources})
+    config = tiny_config().model_copy(update={"data": data})
+    with pytest.raises(UserError, match="9 of 9 rows can't be used for reward: 9 x chosen equals rejected"):
+        stage.stage_records(config, "sft")
+    assert stage.stage_records(config.model_copy(update={"stage": "sft"}), "sft").train
+    assert stage.stage_records(config.model_copy(update={"reward_path": "elsewhere"}), "sft").train
 
 
 def test_lengths_that_a_later_stage_has_no_positions_for_are_told_by_the_first() -> None:

@@ -12,11 +12,12 @@ from transformers import AutoModelForSequenceClassification
 
 from engine import Engine
 from pipeline.data.encode import PairItem
+from pipeline.data.records import Message, Preference
 from pipeline.models.build import build_scorer
 from pipeline.models.checks import verify
 from step2_reward.batches import longer, micro_batches
 from step2_reward.evaluate import Scored, accuracies, score_pairs
-from step2_reward.train import loss_of, reference_level
+from step2_reward.train import loss_of, reference_level, say_undecided
 from tests.pipeline.models.tiny import classifier, config_of, frozen, source_in, trained
 
 SIZES = [(5, 9), (12, 4), (3, 3), (7, 10), (2, 6)]
@@ -144,6 +145,16 @@ def test_the_reference_level_is_that_of_the_chosen_answers() -> None:
     found = reference_level([Scored(pair, score, 99.0) for pair, score in zip(pairs(), chosen, strict=True)])
     assert found["reward_mean"] == pytest.approx(statistics.fmean(chosen))
     assert found["reward_std"] == pytest.approx(statistics.pstdev(chosen))
+
+
+def test_pairs_that_the_scores_do_not_decide_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = (Message("user", "?"),)
+    margins = {"scored": (2.0, 0.0, -1.0, 0.0), "unscored": (0.0,)}
+    pairs = [Preference(prompt, "a", "b", source, margin) for source, each in margins.items() for margin in each]
+    say_undecided(pairs)
+    assert "of 5 pairs 2 are ties and 1 have the better answer as rejected" in capsys.readouterr().out
+    say_undecided([pairs[0], pairs[-1]])
+    assert capsys.readouterr().out == ""
 
 
 def test_learning_raises_the_accuracy(folder: Path) -> None:

@@ -89,8 +89,9 @@ def test_other_encodings_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_has_training_and_held_out_files(tmp_path: Path) -> None:
-    for name in ("train-0.jsonl", "train-1.jsonl", "latest.jsonl", "test.jsonl", "sub/validation.jsonl", "readme.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    rows = ("train-0.jsonl", "train-1.jsonl", "latest.jsonl", "test.jsonl", "sub/validation.jsonl")
+    for name in (*rows, "readme.md", ".cache/downloads/a.json", "dataset_infos.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         write(tmp_path / name, lines(ROWS))
     train, held_out = data_files(str(tmp_path), "data.path")
     assert [file.name for file in train] == ["latest.jsonl", "train-0.jsonl", "train-1.jsonl"]
