@@ -15,6 +15,7 @@ from typing import Any
 from pipeline.config.schema import ROLE_ENGINES, DataConfig, ModelConfig, RunConfig
 
 WATCHING = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_examples", "ratio_tolerance"}
+WATCHING |= {"keep_answers", "keep_tokens"}
 WATCHING |= {"reference"}  # what it is needed for is told by kl_coef
 DECIDING = {"eval_every", "eval_examples"}  # of these, what chooses the model under export=best
 HOW = {"micro_batch_tokens", "reward_threads"}

@@ -15,10 +15,18 @@ def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
     return logprobs - reference
 
 
+def kl_k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """(log p - log q)^2 / 2: biased, but its gradient is that of KL(p, q) on average (Schulman, 2020)."""
+    return 0.5 * (logprobs - reference).square()
+
+
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """q/p - 1 - log(q/p): unbiased as well, never negative, of lower variance (Schulman, 2020)."""
     difference = (reference - logprobs).clamp(-20.0, 20.0)
     return difference.exp() - 1.0 - difference
+
+
+KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
 def shaped_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:

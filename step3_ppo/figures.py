@@ -46,10 +46,15 @@ def rollout_figures(rollout: Rollout, targets: Targets) -> dict[str, float]:
     """What was drawn: scores, KL to the reference (nats a sequence), lengths, how far generator and trainer differ."""
     mask = rollout.response_mask
     gap = (rollout.generator.exp() - rollout.logprobs.exp()).abs()
+    lengths = mask.sum(1).float()
     found = {
         "score": rollout.scores.mean(),
         "score_std": rollout.scores.std(unbiased=False),
-        "response_length": mask.sum(1).float().mean(),
+        "score_min": rollout.scores.amin(),
+        "score_max": rollout.scores.amax(),
+        "reward": targets.rewards.sum(1).mean(),
+        "response_length": lengths.mean(),
+        "response_length_max": lengths.amax(),
         "eos_rate": rollout.finished.float().mean(),
         "generator_gap": masked_mean(gap, mask),
         "generator_kl": masked_mean(kl_k3(rollout.generator, rollout.logprobs), mask),
@@ -62,6 +67,7 @@ def rollout_figures(rollout: Rollout, targets: Targets) -> dict[str, float]:
     if targets.alike is not None:
         found["alike_prompts"] = targets.alike
     if rollout.values is not None and targets.returns is not None:
+        found["value"], found["return"] = masked_mean(rollout.values, mask), masked_mean(targets.returns, mask)
         found["explained_variance"] = explained_variance(rollout.values, targets.returns, mask)
     return dict(zip(found, numbers([*found.values()]), strict=True))
 

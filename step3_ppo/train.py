@@ -14,7 +14,7 @@ from pipeline.data.encode import encode_prompts
 from pipeline.data.records import Row
 from pipeline.models.export import export_policy
 from pipeline.planning.choose import announce
-from pipeline.run import StageRun, within_limits
+from pipeline.run import StageRun, metrics, within_limits
 from pipeline.stage import (
     arrange,
     evaluation_prompts,
@@ -31,6 +31,7 @@ from step3_ppo.advantages import KlController
 from step3_ppo.diagnose import check_first_ratio
 from step3_ppo.evaluate import Examiner, HeldOut, earlier_answers, write_table
 from step3_ppo.figures import Learned, rollout_figures
+from step3_ppo.kept import ROLLOUTS, keep_answers
 from step3_ppo.models import Models, Sources, build, find
 from step3_ppo.ptx import ptx_mix
 from step3_ppo.rollout import Rollout, collect, generate
@@ -205,6 +206,8 @@ def run(config: RunConfig, folder: Path) -> None:
     ) as stage:
         stage.predicted = predicted
         done = stage.restore()
+        if dist.world().leads:
+            metrics.cut(folder / ROLLOUTS, done)
         if not ppo.section.asks_reference:  # an earlier start may have had one
             stage.last = {name: value for name, value in stage.last.items() if name not in ("kl", "kl_k3")}
         if done == 0:
@@ -216,6 +219,10 @@ def run(config: RunConfig, folder: Path) -> None:
         for step in stage.steps_left():
             rollout = ppo.rollout(step, stage)
             targets = targets_of(rollout, ppo.section, kl_coef=ppo.kl.coef)
+            keep_answers(
+                folder, step, rollout, targets, lambda ids: str(ppo.tokenizer.hf.decode(ids)),
+                answers=ppo.section.keep_answers, tokens=ppo.section.keep_tokens,
+            )  # fmt: skip
             with stage.clock.phase("train"):
                 learned = ppo.learn(step, rollout, targets)
             losses = learned.get("policy_loss", 0.0) + learned.get("value_loss", 0.0)

@@ -12,7 +12,7 @@ from engine.healing import Portion
 from engine.parallel import dist
 from pipeline.config.schema import PpoSection
 from pipeline.data.batch import TokenBatch
-from step3_ppo.advantages import kl_k3
+from step3_ppo.advantages import KL
 from step3_ppo.loss import Sums, importance_weights, log_ratio, policy_loss, value_loss
 from step3_ppo.ptx import PtxBatch
 from step3_ppo.rollout import Rollout
@@ -83,7 +83,8 @@ def update_policy(
             total = total - ppo.entropy_coef * bonus
         if targets.kl_coef:
             assert rollout.reference is not None
-            away = kl_k3(logprobs, _flat(rollout.reference, rollout, batch.places)).sum()
+            estimate = KL[ppo.kl_estimator or "k3"]
+            away = estimate(logprobs, _flat(rollout.reference, rollout, batch.places)).sum()
             total, sums = total + targets.kl_coef * away, sums | {"kl_loss": away}
         return total, sums | weighed | {"entropy": bonus, "deviation": deviation.sum()}
 

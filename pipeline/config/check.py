@@ -101,7 +101,7 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
     if ppo.export == "best" and ppo.ema is not None:
         yield f"ppo.export=best and ppo.ema={ppo.ema:g} both say which actor is exported: leave one of them out"
     if ppo.advantage != "gae":
-        if ppo.samples < 2:
+        if ppo.samples < 2 and ppo.advantage != "reinforce":
             yield (
                 f"ppo.advantage={ppo.advantage} holds an answer against the others to its prompt, and ppo.samples="
                 f"{ppo.samples}: ppo.samples=4, or ppo.advantage=gae"
@@ -111,6 +111,18 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
                 f"ppo.critic_warmup={ppo.critic_warmup}, but ppo.advantage={ppo.advantage} has no critic: leave it "
                 "out, or ppo.advantage=gae"
             )
+    if ppo.kl_estimator == "k1" and ppo.kl_counts_in == "loss":
+        yield (
+            "ppo.kl_estimator=k1 in the loss has a gradient that is 0 on average: ppo.kl_estimator=k2 or k3, or "
+            "ppo.kl_in=reward"
+        )
+    if ppo.length_free and not ppo.length_penalty:
+        yield f"ppo.length_free={ppo.length_free} is free of ppo.length_penalty, which is 0: set it, or leave both out"
+    if ppo.length_penalty and ppo.length_free >= config.rollout.max_new_tokens:
+        yield (
+            f"ppo.length_free={ppo.length_free} leaves ppo.length_penalty nothing to count: below "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
+        )
     if not ppo.divide_by_std and ppo.advantage != "grpo":
         yield f"ppo.divide_by_std=false is for ppo.advantage=grpo, not {ppo.advantage}: leave it out"
     if ppo.kl_target is not None and ppo.kl_coef == 0:

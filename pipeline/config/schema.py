@@ -169,6 +169,9 @@ ROLE_ENGINES = ("actor_engine", "critic_engine", "reference_engine", "reward_eng
 class PpoSection(StageSection):
     kl_coef: float = Field(0.05, ge=0, description="weight of the per-token KL to the reference")
     kl_in: Literal["reward", "loss"] | None = Field(None, description="where that KL counts: reward, log-ratios subtracted from the score (Ziegler et al., 2019), or loss, a term with its own gradient (Shao et al., 2024); null is loss for grpo, reward else")
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        None, description="what that KL is made of, a token (Schulman, 2020): k1, the log-ratio; k2, half its square; k3, exp(-log-ratio) - 1 + log-ratio; null is k1 in the reward, k3 in the loss"
+    )
     reference: bool | None = Field(None, description="answers are scored by the reference, the model PPO starts from; null is where kl_coef is above 0, and with kl_coef=0 true has it for the figure kl alone")
     kl_target: float | None = Field(None, gt=0, description="nats a sequence; adapts kl_coef (Ziegler et al., 2019)")
     kl_horizon: int = Field(10000, ge=1, description="sequences over which kl_coef adapts")
@@ -183,18 +186,24 @@ class PpoSection(StageSection):
     value_clip: float | None = Field(0.2, gt=0, description="values are clipped to within this of the old ones; null for none")
     critic_lr: float = Field(1e-5, ge=0, description="peak learning rate of the critic")
     critic_warmup: int = Field(0, ge=0, description="rollouts in which only the critic learns")
-    advantage: Literal["gae", "rloo", "grpo"] = Field("gae", description="what an answer is held against: gae, a critic; rloo and grpo, the other answers to its prompt, without a critic")
+    advantage: Literal["gae", "rloo", "grpo", "reinforce"] = Field(
+        "gae", description="what an answer is held against: gae, a critic; rloo and grpo, the other answers to its prompt, without a critic; reinforce, all answers of the rollout (REINFORCE++; Hu, 2025)"
+    )
     divide_by_std: bool = Field(True, description="grpo: advantages are divided by the standard deviation over a prompt's answers; false does not (Dr. GRPO; Liu et al., 2025)")
     samples: int = Field(1, ge=1, description="answers a prompt; a rollout has ppo.batch_size times as many")
     gamma: float = Field(1.0, gt=0, le=1, description="discount a token")
     lam: float = Field(0.95, ge=0, le=1, description="lambda of GAE")
-    whiten_advantages: bool = Field(True, description="advantages of gae to mean 0, variance 1 over the global batch")
+    whiten_advantages: bool = Field(True, description="advantages of gae and reinforce to mean 0, variance 1 over the global batch")
     missing_end_penalty: float = Field(1.0, ge=0, description="subtracted from the score of an answer without an end token")
+    length_penalty: float = Field(0.0, ge=0, description="subtracted from the score for each token of an answer beyond length_free")
+    length_free: int = Field(0, ge=0, description="tokens that an answer may have without length_penalty; close to rollout.max_new_tokens it is the soft limit of DAPO (Yu et al., 2025)")
     score_clip: float | None = Field(None, gt=0, description="scores are clipped to +- this")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     ptx_coef: float = Field(0.0, ge=0, description="weight of the SFT loss mixed into the policy's (PTX)")
     ema: float | None = Field(None, gt=0, lt=1, description="decay of averaged actor weights; the exported model is the average; null for none")
     importance_cap: float | None = Field(None, gt=0, description="weigh a token's policy loss with trainer's over generator's probability, at most this (2 is usual); null for no weight")
+    keep_answers: int = Field(8, ge=0, description="answers of each rollout that are written to rollouts.jsonl, with what they scored and earned")
+    keep_tokens: bool = Field(False, description="in rollouts.jsonl each token's log-probabilities, value, reward and advantage as well")
     ratio_tolerance: float | None = Field(None, gt=0, description="largest mean deviation of the first minibatch's ratio from 1; null chooses by precision")
     actor_engine: dict[str, Any] = Field({}, description="engine keys for the actor alone")
     critic_engine: dict[str, Any] = Field({}, description="engine keys for the critic alone")

@@ -15,11 +15,14 @@ def append(path: Path, line: Mapping[str, float]) -> None:
 
 
 def cut(path: Path, step: int) -> None:
-    """Drop lines after `step`: steps that a killed run had logged and will do again. From step 0 all is done again."""
+    """Drop lines after `step`: steps that a killed run had logged and will do again. From step 0 all is done again.
+
+    Of any file whose lines are JSON objects with a `step`.
+    """
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").split("\n"):  # answers may hold other signs that end a line
         try:
             if 0 < step >= json.loads(line)["step"]:
                 kept.append(line)

@@ -168,6 +168,9 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         ("profile.steps=5", "profile.steps=5: write [a, b, ...] (first and last step"),
         ("profile.steps=[0,5]", "profile.steps.0=0: must be >= 1"),
         ("sft.export=best", "sft.export=best has one evaluation to choose from: sft.eval_every=N"),
+        (["ppo.length_penalty=0.1", "ppo.length_free=256"], "leaves ppo.length_penalty nothing to count: below"),
+        ("ppo.length_free=20", "ppo.length_free=20 is free of ppo.length_penalty, which is 0"),
+        (["ppo=grpo", "ppo.kl_estimator=k1"], "has a gradient that is 0 on average: ppo.kl_estimator=k2 or k3"),
         ("ppo.kl_in=both", "ppo.kl_in=both: write reward or loss"),
         ("ppo.minibatches=3", "ppo.batch_size=64 does not divide over ppo.minibatches=3: ppo.batch_size=63 or 66"),
         ("ppo.actor_engine.zero_stag=3", "ppo.actor_engine.zero_stag: there is no such key; did you mean"),
@@ -189,7 +192,8 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
     ],
 )  # fmt: skip
 def test_mistakes_are_answered_with_what_to_write(override, expected):
-    assert expected in refusal(override).replace("Did", "did")
+    words = [override] if isinstance(override, str) else override
+    assert expected in refusal(*words).replace("Did", "did")
 
 
 def test_every_mistake_is_named_at_once():

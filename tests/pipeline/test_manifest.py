@@ -259,8 +259,9 @@ def test_every_run_of_a_multirun_has_its_folder(train):
     end = "-- sft of 2 runs\nseed=1  eval_loss 0.25  gold_score 0.5\nseed=2  eval_loss 0.25  gold_score 0.5\n"
     assert said.endswith(end)
     assert "-- sft of" not in train("-m", "seed=1", "stage=sft", "name=y")[1]
-    swept = {"stage=sft": ("sft", Path("runs/x-seed=1")), "stage=ppo": ("ppo", None)}  # each by its own last stage
-    end = "-- sft and ppo of 2 runs\nstage=sft  eval_loss 0.25  gold_score 0.5\nstage=ppo  failed"
+    x, y = Path("runs/x-seed=1"), Path("runs/x-seed=2")
+    swept = {"stage=sft": ("sft", x), "stage=reward": ("reward", y)}  # each by its own last stage
+    end = "-- sft and reward of 2 runs\nstage=sft     eval_loss 0.25  gold_score 0.5\nstage=reward"
     assert comparing_words(swept) == end
 
 

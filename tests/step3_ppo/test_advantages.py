@@ -12,6 +12,7 @@ from step3_ppo.advantages import (
     above_mean,
     alike,
     kl_k1,
+    kl_k2,
     kl_k3,
     leave_one_out,
     masked_mean,
@@ -53,6 +54,7 @@ def test_kl_estimators() -> None:
     k1 = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(ours, theirs, strict=True)]
     k3 = [[math.exp(b - a) - 1 - (b - a) for a, b in zip(x, y, strict=True)] for x, y in zip(ours, theirs, strict=True)]
     close(kl_k1(tensor(ours), tensor(theirs)), k1)
+    close(kl_k2(tensor(ours), tensor(theirs)), [[0.5 * k * k for k in row] for row in k1])
     close(kl_k3(tensor(ours), tensor(theirs)), k3)
     assert min(v for row in k1 for v in row) < 0 <= min(v for row in k3 for v in row)
     assert torch.isfinite(kl_k3(torch.tensor([-200.0, 0.0]), torch.tensor([0.0, -200.0]))).all()

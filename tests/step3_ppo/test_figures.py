@@ -27,6 +27,10 @@ def dirty(rollout: Rollout) -> Rollout:
     return replace(rollout, **tables)
 
 
+def flat(values: torch.Tensor) -> list[float]:
+    return [value for row, n in zip(values.tolist(), RESPONSES, strict=True) for value in row[:n]]
+
+
 def kl(rollout: Rollout) -> float:
     targets = targets_of(rollout_of(PROMPTS, RESPONSES), PpoSection(), kl_coef=0.1)
     return rollout_figures(replace(rollout, values=None), targets)["kl"]
@@ -46,9 +50,17 @@ def test_rollout_figures() -> None:
     wanted = {
         "score": statistics.fmean(scores),
         "score_std": statistics.pstdev(scores),
+        "score_min": min(scores),
+        "score_max": max(scores),
+        "reward": statistics.fmean(
+            s - (not done) - 0.1 * k for s, done, k in zip(scores, rollout.finished.tolist(), k1, strict=True)
+        ),
+        "value": statistics.fmean(flat(rollout.values)),
+        "return": statistics.fmean(flat(targets.returns)),
         "kl": statistics.fmean(k1),
         "kl_k3": statistics.fmean(k3),
         "response_length": statistics.fmean(RESPONSES),
+        "response_length_max": 6,
         "eos_rate": 3 / 5,
         "generator_gap": statistics.fmean(gaps),
         "generator_kl": statistics.fmean(apart),

@@ -30,19 +30,22 @@ def rows_of(values: torch.Tensor, rollout: Rollout) -> Table:
     return [row[: len(r)] for row, r in zip(values.double().tolist(), rollout.responses, strict=True)]
 
 
-def earned_by_hand(rollout: Rollout, penalty: float, clip: float | None) -> list[float]:
+def earned_by_hand(rollout: Rollout, penalty: float, clip: float | None, *, token: float = 0.0) -> list[float]:
     found = []
-    for score, finished in zip(rollout.scores.tolist(), rollout.finished.tolist(), strict=True):
+    drawn = zip(rollout.scores.tolist(), rollout.finished.tolist(), rollout.responses, strict=True)
+    for score, finished, answer in drawn:
         held = score if clip is None else max(-clip, min(clip, score))
+        held -= token * max(0, len(answer) - 2)
         found.append(held if finished else held - penalty)
     return found
 
 
-@pytest.mark.parametrize(("penalty", "clip"), [(0.0, None), (1.0, None), (1.5, 0.8)])
-def test_answers_earn_their_clipped_score_less_the_missing_end(penalty: float, clip: float | None) -> None:
+@pytest.mark.parametrize(("penalty", "clip", "token"), [(0.0, None, 0.0), (1.0, None, 0.25), (1.5, 0.8, 0.0)])
+def test_answers_earn_their_clipped_score_less_the_penalties(penalty: float, clip: float | None, token: float) -> None:
     rollout = rollout_of(PROMPTS, RESPONSES)
-    found = answer_scores(rollout, missing_end_penalty=penalty, score_clip=clip)
-    assert found.tolist() == pytest.approx(earned_by_hand(rollout, penalty, clip), abs=1e-6)
+    section = PpoSection(missing_end_penalty=penalty, score_clip=clip, length_penalty=token, length_free=2)
+    found = answer_scores(rollout, section)
+    assert found.tolist() == pytest.approx(earned_by_hand(rollout, penalty, clip, token=token), abs=1e-6)
 
 
 @pytest.mark.parametrize("whitened", [True, False])
@@ -89,6 +92,20 @@ def test_targets_without_a_critic(advantage: str, kl_in: str | None, divide: boo
     assert found.rewards.sum(1).tolist() == pytest.approx(earned, abs=1e-5)
     assert found.returns is None
     assert found.kl_coef == (0.0 if in_reward else 0.13)  # where the KL counts: above, or in the loss
+
+
+def test_reinforce_whitens_what_was_earned_from_a_token_on() -> None:
+    rollout = dataclasses.replace(rollout_of(PROMPTS, RESPONSES), values=None)
+    section = PpoSection(advantage="reinforce", gamma=0.9, lam=0.5, kl_estimator="k2")  # lam is the critic's alone
+    found = targets_of(rollout, section, kl_coef=0.13)
+    ours, theirs = rows_of(rollout.logprobs, rollout), rows_of(rollout.reference, rollout)
+    kl = [[0.5 * (a - b) ** 2 for a, b in zip(x, y, strict=True)] for x, y in zip(ours, theirs, strict=True)]
+    rewards = rewards_by_hand(earned_by_hand(rollout, 1.0, None), kl, 0.13)
+    to_come = [[sum(0.9 ** (k - t) * row[k] for k in range(t, len(row))) for t in range(len(row))] for row in rewards]
+    flat = [each for row in to_come for each in row]
+    mean, spread = statistics.fmean(flat), statistics.pstdev(flat)
+    close(found.advantages, [[(each - mean) / spread for each in row] for row in to_come])
+    assert found.returns is None and found.alike is None
 
 
 def test_with_a_critic_the_kl_may_be_in_the_loss() -> None:
@@ -184,15 +201,18 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     assert update.grad_norm == pytest.approx(norm, rel=1e-3)
 
 
-def test_the_kl_in_the_loss_has_a_gradient_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("estimator", [None, "k2"])
+def test_the_kl_in_the_loss_has_a_gradient_of_its_own(estimator: str | None, tmp_path: Path) -> None:
     saved_models(tmp_path)
     models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
-    section, targets = PpoSection(clip=10.0, dual_clip=None), targets_of(rollout, PpoSection(), kl_coef=0.0)
+    section = PpoSection(clip=10.0, dual_clip=None, kl_estimator=estimator)
+    targets = targets_of(rollout, section, kl_coef=0.0)
     targets.advantages.zero_()
     targets = dataclasses.replace(targets, kl_coef=0.3)
     new, _, model = own_policy(tmp_path, rollout, 1.0)
     reference = [x for row in rows_of(rollout.reference, rollout) for x in row]
-    terms = sum(math.exp(b) / a.exp() - 1 - (b - a) for a, b in zip(new, reference, strict=True))
+    both = list(zip(new, reference, strict=True))
+    terms = sum((a - b) ** 2 / 2 if estimator else math.exp(b) / a.exp() - 1 - (b - a) for a, b in both)
     (terms * 0.3 / sum(RESPONSES)).backward()
     norm = math.sqrt(math.fsum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
