@@ -144,7 +144,7 @@ class StageSection(Section):
     lora: LoraConfig = LoraConfig()
     log_every: int = Field(1, ge=1, description="steps between lines of metrics.jsonl")
     eval_every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
-    save_every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves about every tenth of the stage")
+    save_every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves about every tenth of the stage, and every 15 minutes")
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept while training")
     eval_examples: int = Field(256, ge=1, description="held-out examples an evaluation")
     export: Literal["last", "best"] = Field("last", description="model that is exported: the last, or the best by held-out loss (sft), accuracy (reward) or score (ppo), of every eval_every steps")

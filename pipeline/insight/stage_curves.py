@@ -88,6 +88,11 @@ PPO_PLOTS = (
         "Mean over the answers of a rollout, and over held-out prompts.",
         (Curve("function_score", "rollouts"), Curve("eval_function_score", "held-out", "strong", sparse=True)),
     ),
+    Plot(
+        "Reward in all",
+        "Mean of what answers earned: the score, its penalties, and the KL where that counts in the reward.",
+        [Curve("reward")],
+    ),
     Plot("Spread of the score", "Standard deviation within a rollout.", [Curve("score_std")], (0, None)),
     Plot("KL to the reference, nats a sequence", "How far the policy has moved from SFT.", [Curve("kl")]),
     Plot(
@@ -117,7 +122,7 @@ PPO_PLOTS = (
     ),
     Plot("KL of an update, nats a token", "Between the policy before and after.", [Curve("approx_kl")]),
     Plot("Policy loss", "Clipped surrogate; its level means little.", [Curve("policy_loss")]),
-    Plot("Value loss", "Squared error of the critic.", [Curve("value_loss")], (0, None)),
+    Plot("Value loss", "Half the squared error of the critic, clipped.", [Curve("value_loss")], (0, None)),
     Plot(
         "Explained variance",
         "Share of the returns' variance the critic foresees; 0 is as good as their mean.",
@@ -201,6 +206,7 @@ def accuracy_chart(reward: StageReading) -> Markup | None:
     ]
     note = (
         "The mark is a coin toss. Much lower where the rejected answer is longer: the model has learned to like length."
+        " Answers of equal length are in neither."
     )
     if pairs := reward.number("eval_pairs"):
         note = f"{pairs:.0f} pairs. {note}"

@@ -31,6 +31,7 @@ from pipeline.run.profile import Profile
 from pipeline.tracking import Watcher
 
 METRICS = "metrics.jsonl"
+SECONDS_BETWEEN_SAVES = 15 * 60.0  # at most, where save_every leaves it to us: a job with a time limit has to get on
 
 
 class StageRun:
@@ -67,6 +68,7 @@ class StageRun:
         self._seconds_before = 0.0
         self._began = time.monotonic()
         self._saved: int | None = None
+        self._saved_at = self._began
         self._decides = decides if section.export == "best" else None
         self._best_step: int | None = None
         self._begun = 0  # the step before this process's first
@@ -115,7 +117,7 @@ class StageRun:
             metrics.cut(self.folder / METRICS, step)
             self._drop_halves()
         dist.barrier()
-        self._began = time.monotonic()
+        self._began = self._saved_at = time.monotonic()
         return step
 
     def _load_newest(self) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
@@ -197,8 +199,11 @@ class StageRun:
         return step == self.steps or (every > 0 and step % every == 0)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint where one is due: every `save_every` steps, after the last and after the best so far."""
-        regular = step > 0 and step % self._save_every == 0
+        """Write a checkpoint where one is due: every `save_every` steps, after the last and after the best so far.
+
+        Where `save_every` is 0, every tenth of the stage, and wherever the last one is too long ago.
+        """
+        regular = step > 0 and (step % self._save_every == 0 or self._overdue(step))
         if step == self._saved or not (regular or step in (self.steps, self._best_step)):
             return
         shared = {
@@ -216,7 +221,13 @@ class StageRun:
             where = self.folder / "checkpoints" / f"step-{step}"
             drop = partial(self._drop_old, keep=self._best_step)  # the best as this checkpoint knows it
             self._checkpointer.save(where, shared, {"random": random_state()}, then=drop)
-        self._saved = step
+        self._saved, self._saved_at = step, time.monotonic()
+
+    def _overdue(self, step: int) -> bool:
+        """Whether the last checkpoint is long ago, by the leading rank's clock; asked a hundred times between two."""
+        if self._section.save_every or step % math.ceil(self._save_every / 100):
+            return False
+        return bool(dist.broadcast_object(time.monotonic() - self._saved_at > SECONDS_BETWEEN_SAVES))
 
     def settle(self) -> None:
         """Wait until the last checkpoint is on disk."""

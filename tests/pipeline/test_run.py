@@ -18,7 +18,7 @@ from engine.parallel import dist
 from pipeline.config.schema import SftSection
 from pipeline.errors import UserError
 from pipeline.files import explained_disk, write_json, write_whole
-from pipeline.run import StageRun
+from pipeline.run import StageRun, stage_run
 
 
 def engine_of(seed: int = 1) -> Engine:
@@ -68,6 +68,17 @@ def test_saves_every_so_often_and_at_the_end(tmp_path: Path, steps: int, save_ev
         stage.save(step)  # once is enough
     stage.settle()
     assert names(tmp_path) == [f"step-{n}" for n in saved]
+
+
+def test_a_checkpoint_is_written_where_the_last_one_is_long_ago(tmp_path: Path) -> None:
+    for save_every, saved in ((0, [3, 4, 6]), (4, [4])):
+        stage, _ = stage_of(tmp_path / str(save_every), 25, save_every=save_every, keep_checkpoints=99)
+        for step in range(1, 7):
+            if step == 4:
+                stage._saved_at -= stage_run.SECONDS_BETWEEN_SAVES
+            stage.save(step)
+        stage.settle()
+        assert names(tmp_path / str(save_every)) == [f"step-{n}" for n in saved]
 
 
 @pytest.mark.parametrize("keep", [1, 2])
