@@ -14,9 +14,10 @@ from engine.rollout.cache.grouping import BY_TORCH, IN_C, Grouping, Joining, cut
 from engine.rollout.cache.groups import Chunk, Family, Group
 from engine.rollout.cache.slots import Step
 from engine.rollout.decoder import Generation, Rollouts
-from engine.rollout.sampling import Sampling
+from engine.rollout.sampling import Sampling, uniforms
 from engine.rollout.scheduler import Answering, Scheduler
 from tests.engine.rollout.families import ENDS, VOCABULARY, attends_by, build, greedy_by_definition, ragged_prompts
+from tests.engine.rollout.test_sampling import filtered
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
 STREAMS = list(range(len(PROMPTS)))
@@ -140,23 +141,57 @@ def test_the_cache_stays_within_its_bound(llama: nn.Module, watched: list[Step])
     assert bounded._slots is not None and bounded._slots.cache is None
 
 
+ALL_SETTINGS = Sampling(
+    10, temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.4, min_new_tokens=3, end_ids=ENDS,
+    stop=("4>",), seed=5,
+)  # fmt: skip
+
+
+def text(token_ids: list[int]) -> str:
+    return "".join(f"<{token}>" for token in token_ids)
+
+
+def drawn_by_definition(
+    model: nn.Module, prompt: list[int], how: Sampling, stream: int
+) -> tuple[list[int], list[float]]:
+    """Token by token in float64: penalty, ends forbidden, then what remains of the softmax, inverted at the stream's
+    number, likeliest tokens first.
+    """
+    ids, logprobs = list(prompt), []
+    for place in range(how.max_new_tokens):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+        for token in set(ids):
+            logits[token] *= how.repetition_penalty ** (-1 if logits[token] > 0 else 1)
+        if place < how.min_new_tokens:
+            logits[list(how.end_ids)] = float("-inf")
+        if how.temperature == 0:
+            token, logprob = int(logits.argmax()), float(logits.log_softmax(-1).max())
+        else:
+            left = filtered(logits, how.temperature, how.top_k, how.top_p, how.min_p)
+            falling = left.argsort(descending=True)
+            number = uniforms(how.seed, torch.tensor([stream]), place).double()
+            token = int(falling[(left[falling].cumsum(0) <= number).sum()])
+            logprob = float(left[token].log())
+        ids.append(token)
+        logprobs.append(logprob)
+        said = ids[len(prompt) :]
+        if token in how.end_ids or (len(said) >= how.min_new_tokens and text(said).endswith(how.stop or ("none",))):
+            break
+    return ids[len(prompt) :], logprobs
+
+
 @pytest.mark.parametrize("family", ["llama", "bloom"])
-def test_the_penalty_counts_prompt_and_answer(family: str) -> None:
-    """Against the definition; the answers without it repeat themselves."""
+def test_all_settings_together_are_the_definition(family: str) -> None:
     model = build(family)
-    sampling = Sampling(10, temperature=0, repetition_penalty=1.7)
-    answers = Rollouts(model, "cpu").generate(PROMPTS, sampling, STREAMS, batch_size=3)
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        ids = list(prompt)
-        for token in answer.token_ids:
-            with torch.no_grad():
-                logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
-            seen = list(set(ids))
-            logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 1.7, logits[seen] * 1.7)
-            assert token == int(logits.argmax())
-            ids.append(token)
-    plain = Rollouts(model, "cpu").generate(PROMPTS, replace(sampling, repetition_penalty=1.0), STREAMS)
-    assert [a.token_ids for a in plain] != [a.token_ids for a in answers]
+    for how in (Sampling(10, temperature=0, repetition_penalty=1.7), ALL_SETTINGS, replace(ALL_SETTINGS, end_ids=())):
+        answers = Rollouts(model, "cpu").generate(PROMPTS, how, STREAMS, batch_size=3, text=text)
+        for prompt, stream, answer in zip(PROMPTS, STREAMS, answers, strict=True):
+            tokens, logprobs = drawn_by_definition(model, prompt, how, stream)
+            assert answer.token_ids == tokens and answer.logprobs == pytest.approx(logprobs, abs=2e-4)
+        plain = Rollouts(model, "cpu").generate(PROMPTS, replace(how, repetition_penalty=1.0), STREAMS, text=text)
+        assert [a.token_ids for a in plain] != [a.token_ids for a in answers], "they repeat themselves without it"
+        assert any(a.finished for a in answers) == (how.temperature > 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])
@@ -164,9 +199,6 @@ def test_stop_strings_end_an_answer(family: str) -> None:
     rollouts = Rollouts(build(family), "cpu")
     whole = rollouts.generate(PROMPTS, Sampling(12, seed=5), STREAMS)
     stop = tuple(f"<{a.token_ids[4]}><{a.token_ids[5]}>" for a in whole[:3])
-
-    def text(ids: list[int]) -> str:
-        return "".join(f"<{token}>" for token in ids)
 
     cut = rollouts.generate(PROMPTS, Sampling(12, seed=5, stop=stop), STREAMS, batch_size=3, text=text)
     for one, other in zip(cut, whole, strict=True):
