@@ -26,7 +26,7 @@ from engine.figures import numbers, on_host
 from engine.healing import Healer, Pass, Portion
 from engine.large_pages import ask_for_large_pages
 from engine.ledger import Ledger
-from engine.ledger.beside import generator_bytes, optimizer_bytes
+from engine.ledger.beside import average_bytes, generator_bytes, optimizer_bytes
 from engine.loading import copy_local
 from engine.merging import whole_parameters
 from engine.offload import OffloadedOptimizer, full_precision
@@ -348,7 +348,7 @@ class Engine:
         Tensors in results may be left on the device: they come to the host together, at the end. What is given as a
         `Portion` is halved where memory runs out.
         """
-        with self.scoring() as module:
+        with self.scoring() as module, self.ledger.scoring():
             if self._pipelined is not None:
                 scored = self.healer.run("score", micro_batches, self._pipelined.scoring(work))
                 found = self._pipelined.pipeline.from_last(on_host(scored))
@@ -417,7 +417,7 @@ class Engine:
     def _beside(self) -> dict[str, int]:
         """Bytes of what is neither parameters nor gradients, by owner."""
         generator = generator_bytes(self._flip, self.module) if self._flip is not None else {}
-        return optimizer_bytes(self.optimizer) | generator
+        return optimizer_bytes(self.optimizer) | generator | {"average": average_bytes(self.average)}
 
     @property
     def flip(self) -> Flip:

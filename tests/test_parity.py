@@ -2,6 +2,7 @@
 same curves in each stage.
 """
 
+import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ CURVES = {
 }
 
 
+STATES = ("parameters", "optimizer", "gathered", "gradients", "twin", "actor", "critic", "reference", "reward")
 LAYOUTS: list[dict[str, Any]] = [
     *({"zero_stage": stage} for stage in range(4)),
     {"tensor_parallel": 2},
@@ -43,6 +45,8 @@ def run_stages(parent: str, layouts: list[dict[str, Any]]) -> None:
 def test_ranks_and_layouts_do_not_change_the_curves(tmp_path: Path) -> None:
     run_ranks(run_stages, 1, str(tmp_path), LAYOUTS[:1])
     run_ranks(run_stages, 2, str(tmp_path), LAYOUTS)
+    for number, layout in enumerate(LAYOUTS):
+        check_memory(tmp_path / f"ranks-2-layout-{number}", str(layout))
     for stage, names in CURVES.items():
         alone = metrics(tmp_path / "ranks-1-layout-0", stage)
         assert len(alone) == {"sft": 4, "reward": 4, "ppo": 4}[stage]
@@ -51,3 +55,19 @@ def test_ranks_and_layouts_do_not_change_the_curves(tmp_path: Path) -> None:
             for ours, theirs in zip(together, alone, strict=True):
                 for name in set(names) & set(theirs):
                     assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-4), (stage, layout, name)
+
+
+def check_memory(run_dir: Path, layout: str) -> None:
+    """States, and weights to generate with, took what was predicted; nothing that depends on the data took more."""
+    for stage in STAGES:
+        memory = json.loads((run_dir / stage / "summary.json").read_text())["memory"]
+        assert memory["measured"].keys() == memory["predicted"].keys()
+        for phase, measured in memory["measured"].items():
+            predicted = memory["predicted"][phase]
+            for owner in {*measured, *(predicted.keys() & {*STATES})}:
+                wanted, found = predicted.get(owner, 0), measured.get(owner, 0)
+                where = (layout, stage, phase, owner)
+                if owner in STATES:
+                    assert found == pytest.approx(wanted, rel=0.03, abs=2**13), where
+                else:
+                    assert found <= 1.2 * wanted, (where, found, wanted)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.average import Average
 from engine.ledger.saved import storage
 from engine.parallel import dtensors, zero
 
@@ -22,13 +23,23 @@ def optimizer_bytes(optimizer: Any) -> dict[str, int]:
 
 
 def generator_bytes(flip: Any, module: nn.Module) -> dict[str, int]:
-    """The twin's own copies of weights, and the key-value cache, of a flip that has been entered."""
+    """The twin's own copies of weights, those that are packed, and the key-value cache, of a flip that was entered."""
     twin, rollouts = getattr(flip, "_twin", None), getattr(flip, "_rollouts", None)
     live = {storage(dtensors.local(tensor)) for tensor in zero.sharded(module)}
-    found = {"twin": _size([p.detach() for p in twin.module.parameters() if not p.is_meta], live) if twin else 0}
-    caches = getattr(getattr(rollouts, "_slots", None), "caches", [])
-    layers = [layer for cache in caches for layer in cache.layers.values()]
-    return found | {"cache": _size([tensor for layer in layers for tensor in (layer.keys, layer.values)], set())}
+    own = [p.detach() for p in twin.module.parameters() if not p.is_meta] if twin else []
+    streamed = twin.stream.memory if twin and twin.stream else []
+    slots = getattr(rollouts, "_slots", None)
+    layers = [layer for cache in (slots.caches if slots else ()) for layer in cache.layers.values()]
+    return {
+        "twin": _size([*own, *streamed], live),
+        "packs": slots.packs.bytes if slots else 0,
+        "cache": _size([tensor for layer in layers for tensor in (layer.keys, layer.values)], set()),
+    }
+
+
+def average_bytes(average: Average) -> int:
+    """The moving average of the parameters, where no offloaded optimizer keeps it."""
+    return _size([dtensors.local(tensor) for tensor in average.tensors.values()], set())
 
 
 def _is_tensor(value: Any) -> bool:

@@ -1,8 +1,9 @@
 """The ledger of one engine: bytes by owner at the height of each phase of its steps.
 
-Sampled on the first updates and now and then, after the forward of the first micro-batch (the largest), after its
-backward and at the end of a generation. Owners are counted from the tensors that live, so that a figure is the same on
-a GPU and on a CPU; what kernels take for a moment (logits, buffers of a reduction) is not seen.
+Sampled on the first updates and now and then, in and after the forward of the first micro-batch (the largest), after
+its backward, and at the end of generations and of the first scoring passes. Owners are counted from the tensors that
+live, so that a figure is the same on a GPU and on a CPU; what kernels take for a moment (logits, buffers of a
+reduction) is not seen.
 """
 
 from collections import Counter
@@ -31,6 +32,7 @@ class Ledger:
     watches: bool = True  # what forwards keep: off where blocks are compiled, which would be compiled again for it
     heights: dict[str, dict[str, int]] = field(default_factory=dict)
     _updates: int = 0
+    _scored: int = 0
     _due: bool = False
 
     def begin(self) -> None:
@@ -49,7 +51,7 @@ class Ledger:
             yield
             return
         saved = Saved()
-        with saved.watching():
+        with saved.watching(), self._gathering("train"):
             yield
         self.kept(saved)
 
@@ -63,23 +65,55 @@ class Ledger:
         if self._due:
             self.sample("train")
 
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """A scoring pass runs within the block; the first ones are looked at."""
+        self._scored += 1
+        if self._scored > FIRST or not self.watches:
+            yield
+            return
+        with self._gathering("score"):
+            yield
+        self.sample("score")
+
     def sample(self, phase: str, more: Mapping[str, int] | None = None) -> None:
         """Count; of each owner in a phase the most stays, as a prediction adds up what lives at the same time."""
-        found, kept = {**self.holdings(), **(more or {})}, self.heights.setdefault(phase, {})
+        self._note(phase, {**self.holdings(), **(more or {})})
+
+    def _note(self, phase: str, found: Mapping[str, int]) -> None:
+        kept = self.heights.setdefault(phase, {})
         for owner, count in found.items():
             kept[owner] = max(count, kept.get(owner, 0))
 
+    @contextmanager
+    def _gathering(self, phase: str) -> Iterator[None]:
+        """Within the block parameters are counted that are gathered for a unit and let go of behind it."""
+
+        def note(*_: object) -> None:
+            self._note(phase, {"gathered": size(self._copies())})
+
+        handles = [unit.register_forward_pre_hook(note) for unit in zero.units(self.module)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def holdings(self) -> dict[str, int]:
         """Bytes by owner now: parameters, gathered copies, gradients, and `rest`."""
-        shards = _shards(self.module)
-        known = {storage(tensor) for tensor in shards}
-        copies = [tensor for tensor in zero.gathered(self.module) if storage(tensor) not in known]
         gradients = zero.gradients(self.module)
-        own = {"parameters": size(shards), "gathered": size(copies), "gradients": size(gradients)}
+        own = {
+            "parameters": size(_shards(self.module)), "gathered": size(self._copies()), "gradients": size(gradients),
+        }  # fmt: skip
         found = Counter[str]()
         for owner, count in [*own.items(), *self.rest().items()]:
             found[self.elsewhere.get(owner, owner)] += count
         return {owner: count for owner, count in found.items() if count}
+
+    def _copies(self) -> list[Tensor]:
+        """Gathered parameters that are not the shards themselves."""
+        known = {storage(tensor) for tensor in _shards(self.module)}
+        return [tensor for tensor in zero.gathered(self.module) if storage(tensor) not in known]
 
 
 class UnderWay:

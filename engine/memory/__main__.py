@@ -10,21 +10,23 @@ from engine.memory.estimates import all_estimates
 from engine.memory.machine import Machine, this_machine
 from engine.memory.pieces import pieces_of
 from engine.memory.shapes import Shape, shape_of
-from engine.memory.stages import Demand, Workload, ppo_demand, reward_demand, sft_demand
+from engine.memory.stages import Demand, ppo_demand, reward_demand, sft_demand
+from engine.memory.workload import Workload
 
 GIB = 2**30
 KEYS: dict[str, Any] = {
     "model": "opt-1.3b", "critic": None, "reference": True, "reward_model": True, "gpus": 1, "nodes": 1,
     "dtype": "bf16", "checkpointing": False, "tensor_parallel": 1, "pipeline_parallel": 1, "sequence_parallel": 1,
     "states": "fp32", "micro_batch_tokens": 8192, "max_length": 1024, "prompt": 512, "answer": 256,
-    "rollout_batch": 64, "nvme_path": None,
+    "rollout_batch": 64, "lora_rank": 0, "nvme_path": None,
 }  # fmt: skip
 DEFAULTS = {key: str(value).lower() if isinstance(value, bool) else value for key, value in KEYS.items()}
 USAGE = (
     "python -m engine.memory model=NAME|FOLDER|JSON gpus=8\n"
     "  keys, with their defaults: " + ", ".join(f"{key}={said}" for key, said in DEFAULTS.items() if said is not None)
     + "\n  critic=NAME is the reward model's base and the critic's; reward_model=false has none, reference=false "
-    "(ppo.kl_coef=0) no reference; gpus are those of one node; nvme_path=FOLDER is on the disk of the nvme tiers"
+    "(ppo.kl_coef=0) no reference; gpus are those of one node; lora_rank=8 trains adapters beside all linear layers "
+    "of sft's model and the actor; nvme_path=FOLDER is on the disk of the nvme tiers"
 )  # fmt: skip
 
 
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         keys = parse(arguments)
         actor = shape_of(keys["model"], keys["tensor_parallel"])
-        critic = shape_of(keys["critic"], keys["tensor_parallel"]) if keys["critic"] else actor
+        critic = _critic(keys)
         machine = this_machine(keys["nvme_path"])
         pieces_of(actor, keys["pipeline_parallel"])
     except (ValueError, FileNotFoundError) as error:
@@ -45,6 +47,19 @@ def main(arguments: Sequence[str]) -> int:
     with suppress(BrokenPipeError):  # the reader left, as `head` does
         print("\n".join(tables(actor, critic, keys, machine)), flush=True)
     return 0
+
+
+def _critic(keys: dict[str, Any]) -> Shape | None:
+    """The reward model's and the critic's shape; None where the model's family has no such model.
+
+    Raises ValueError for one that was named.
+    """
+    try:
+        return shape_of(keys["critic"] or keys["model"], keys["tensor_parallel"], scores=True)
+    except ValueError:
+        if keys["critic"]:
+            raise
+        return None
 
 
 def parse(arguments: Sequence[str]) -> dict[str, Any]:
@@ -61,6 +76,8 @@ def parse(arguments: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"dtype={found['dtype']}: write bf16, fp16 or fp32")
     if found["states"] not in ("fp32", "bf16"):
         raise ValueError(f"states={found['states']}: write fp32 or bf16")
+    if found["states"] == "bf16" and (found["dtype"] != "bf16" or found["tensor_parallel"] > 1):
+        raise ValueError("states=bf16 needs dtype=bf16 tensor_parallel=1")
     for key in ("tensor_parallel", "pipeline_parallel", "sequence_parallel"):
         if found["gpus"] * found["nodes"] % found[key]:
             raise ValueError(f"{key}={found[key]} does not divide the number of GPUs")
@@ -77,13 +94,14 @@ def _value(key: str, text: str) -> Any:
             raise ValueError(f"{key}={text}: write true or false")
         return text == "true"
     if isinstance(KEYS[key], int):
-        if not text.isdigit() or int(text) < 1:
-            raise ValueError(f"{key}={text}: write a whole number, at least 1")
+        least = min(1, KEYS[key])
+        if not (text.isascii() and text.isdigit()) or int(text) < least:
+            raise ValueError(f"{key}={text}: write a whole number, at least {least}")
         return int(text)
     return text
 
 
-def tables(actor: Shape, critic: Shape, keys: dict[str, Any], machine: Machine) -> Iterator[str]:
+def tables(actor: Shape, critic: Shape | None, keys: dict[str, Any], machine: Machine) -> Iterator[str]:
     """The lines of all tables."""
     ranks, pieces = keys["gpus"] * keys["nodes"], keys["pipeline_parallel"]
     if actor.tensor > 1:
@@ -96,27 +114,35 @@ def tables(actor: Shape, critic: Shape, keys: dict[str, Any], machine: Machine) 
         yield f"  {row.name:34}{row.device / GIB:9.2f}{row.host / GIB:9.2f}"
     counted = f"{ranks} rank{'s' if ranks > 1 else ''}"
     yield f"\nThis engine, bytes a device at the height of each stage, {counted}, {keys['dtype']} (GiB)"
+    linears = [layer for layer in actor.linears if not layer.is_head]
     work = Workload(
         ranks=ranks // (actor.tensor * pieces), dtype=keys["dtype"], pieces=pieces,
         sequence=keys["sequence_parallel"], joins=keys["sequence_parallel"] > 1,
-        step_tokens=4 * pieces * keys["micro_batch_tokens"], **{key: keys[key] for key in _SHARED},
+        step_tokens=4 * pieces * keys["micro_batch_tokens"],
+        adapters=keys["lora_rank"] * sum(layer.ins + layer.outs for layer in linears),
+        adapted=sum(layer.numbers for layer in linears) if keys["lora_rank"] else 0,
+        **{key: keys[key] for key in _SHARED},
     )  # fmt: skip
     if work.sequence > 1:
         yield f"  every {work.sequence} ranks share out the tokens of a micro-batch"
     if pieces > 1:
         yield from _piece_rows(actor, work, machine)
         return
-    stages = ("sft", "reward", "ppo") if keys["reward_model"] else ("sft", "ppo")
+    stages: tuple[str, ...] = ("sft", "reward", "ppo") if keys["reward_model"] else ("sft", "ppo")
+    if critic is None:
+        yield f"  transformers has no reward model and no critic of {actor.name}'s family: critic=NAME is another one"
+        stages = ("sft",)
     heads = "".join(f"{head:>9}" for head in ("states", *stages, "host", "files"))
-    yield f"  {'':26}{heads}   highest phase of ppo"
+    yield f"  {'':26}{heads}   highest phase of {stages[-1]}"
     for name, choice in _choices(work):
-        demands = {
-            "sft": sft_demand(actor, choice),
-            "reward": reward_demand(critic, choice),
-            "ppo": ppo_demand(
-                actor, critic, choice, own_reference=keys["reference"], has_reward=keys["reward_model"]
-            ),
-        }
+        demands = {"sft": sft_demand(actor, choice)}
+        if critic is not None:
+            own_reference = keys["reference"] and not choice.adapters  # under adapters it is the actor
+            whole = replace(choice, adapters=0, adapted=0)
+            demands["reward"] = reward_demand(critic, whole)
+            demands["ppo"] = ppo_demand(
+                actor, critic, choice, own_reference=own_reference, has_reward=keys["reward_model"]
+            )
         yield _row(name, [demands[stage] for stage in stages], machine, keys["gpus"])
 
 
@@ -129,7 +155,8 @@ def _piece_rows(shape: Shape, work: Workload, machine: Machine) -> Iterator[str]
     yield f"  {'sft, in pieces':26}" + "".join(f"{name:>17}" for name in names)
     for name, choice in _choices(work):
         if choice.stage < 3 and choice.offload_optimizer == "none":
-            heights = [sum(owners.values()) for owners in sft_demand(shape, choice).phases.values()]
+            demand = sft_demand(shape, choice)
+            heights = [demand.height(phase) for phase in demand.phases]
             over = [machine.device is not None and height > machine.device for height in heights]
             cells = (f"{height / GIB:16.2f}{'!' if much else ' '}" for height, much in zip(heights, over, strict=True))
             yield f"  {name:26}" + "".join(cells)
@@ -153,8 +180,8 @@ def _choices(work: Workload) -> Iterator[tuple[str, Workload]]:
 
 def _row(name: str, demands: Sequence[Demand], machine: Machine, gpus: int) -> str:
     """`demands` of the stages; fine-tuning is the first, PPO the last."""
-    held = ("parameters", "optimizer", "gathered", "gradients", "reducing")
-    states = sum(demands[0].phases["train"][owner] for owner in held)
+    held = ("parameters", "optimizer", "gathered", "ahead", "gradients", "reducing")
+    states = sum(demands[0].phases["train"][owner] for owner in held) - demands[0].overlaps["train"]
     cells = "".join(_cell(demand, machine) for demand in demands)
     here = "".join(
         f"{size / GIB:8.2f}{'!' if size > most else ' '}"

@@ -8,7 +8,6 @@ from functools import lru_cache
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.pytorch_utils import Conv1D
 
 from engine.memory.shapes import Shape
 from engine.parallel import pipeline
@@ -39,7 +38,6 @@ def _piece(shape: Shape, rank: int, ranks: int) -> Shape:
         block=max(blocks),
         blocks=len(blocks),
         vocabulary=shape.vocabulary if piece.is_last else 0,
-        linear=sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | Conv1D)),
     )
 
 

@@ -2,15 +2,21 @@
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
 from transformers.pytorch_utils import Conv1D
 
 from engine.memory.narrowed import narrow
@@ -19,15 +25,29 @@ from engine.parallel import zero
 NAMED = Path(__file__).resolve().parents[2] / "conf" / "model"
 
 
+class Linear(NamedTuple):
+    """A linear layer: what it takes, what it gives; `turned` where its weight lies (in, out)."""
+
+    name: str
+    ins: int
+    outs: int
+    turned: bool
+    is_head: bool
+
+    @property
+    def numbers(self) -> int:
+        return self.ins * self.outs
+
+
 @dataclass(frozen=True, eq=False)
 class Shape:
     """Sizes of one causal language model.
 
     parameters: P, tied ones once. largest_layer: the most that one module owns itself. root: parameters outside of the
     blocks (embeddings and head). block: of the largest block. cache_per_token: numbers in one token's key-value cache.
-    queries: numbers that a block's attention puts out for a token.
-    linear: weights of linear layers, the head's too where it is tied; turned: of them those that lie (in, out). All of
-    one rank of a group of `tensor`, split by `plan` (None: the model's own).
+    queries: numbers that a block's attention puts out for a token. vocabulary: rows of the head, 0 where it scores.
+    linears: the linear layers, the head too where it is tied. All of one rank of a group of `tensor`, split by `plan`
+    (None: the model's own).
     """
 
     name: str
@@ -41,18 +61,18 @@ class Shape:
     width: int
     vocabulary: int
     cache_per_token: int
-    linear: int = 0
-    turned: int = 0
+    linears: tuple[Linear, ...] = ()
     tensor: int = 1
     queries: int = 0
     plan: Mapping[str, str] | None = None
 
 
-def shape_of(model: str | dict[str, Any], tensor: int = 1) -> Shape:
+def shape_of(model: str | dict[str, Any], tensor: int = 1, *, scores: bool = False) -> Shape:
     """The shape of a folder with a config.json, of an option's name (conf/model), or of an architecture.
 
     An architecture is a dictionary, or its JSON, with model_type and the fields of transformers' configuration. Counts
-    are those of one rank of a group of `tensor`. Raises ValueError for what is none of these.
+    are those of one rank of a group of `tensor`; `scores` as in `measured`. Raises ValueError for what is none of
+    these.
     """
     attention = "sdpa"
     if isinstance(model, str) and model.lstrip().startswith("{"):
@@ -61,19 +81,21 @@ def shape_of(model: str | dict[str, Any], tensor: int = 1) -> Shape:
         except json.JSONDecodeError as error:
             raise ValueError(f"model={model} is not JSON: {error}") from error
     if isinstance(model, dict):
-        return measured(str(model.get("name", model.get("model_type"))), build_config(model), attention, tensor)
+        name = str(model.get("name", model.get("model_type")))
+        return measured(name, build_config(model), attention, tensor, scores=scores)
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
-        return measured(folder.name, AutoConfig.from_pretrained(folder), attention, tensor)
+        return measured(folder.name, AutoConfig.from_pretrained(folder), attention, tensor, scores=scores)
     option = NAMED / f"{model}.yaml"
     if not option.is_file():
         names = ", ".join(sorted(place.stem for place in NAMED.glob("*.yaml")))
-        raise ValueError(f"{model} is no folder with a config.json and no name of conf/model: {names}")
+        said = model or "an empty name"
+        raise ValueError(f"{said} is no folder with a config.json and no name of conf/model: {names}")
     import yaml
 
     found = yaml.safe_load(option.read_text(encoding="utf-8"))
     config, plan = build_config(found["architecture"]), found.get("tensor_plan")
-    return measured(model, config, found.get("attention", attention), tensor, plan)
+    return measured(model, config, found.get("attention", attention), tensor, plan, scores=scores)
 
 
 def build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
@@ -85,29 +107,45 @@ def build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
     if family not in CONFIG_MAPPING:
         near = " or ".join(get_close_matches(family, CONFIG_MAPPING))
         raise ValueError(f"model_type={family}: transformers has no such family{near and f'; did you mean {near}?'}")
-    return AutoConfig.for_model(family, **fields)
+    try:
+        return AutoConfig.for_model(family, **fields)
+    except Exception as error:  # each family checks its fields in its own way
+        reason = " ".join(str(error).split())
+        raise ValueError(f"architecture: these are no fields of {family}: {reason}") from error
 
 
 def measured(
-    name: str, config: PretrainedConfig, attention: str = "sdpa", tensor: int = 1, plan: Mapping[str, str] | None = None
+    name: str, config: PretrainedConfig, attention: str = "sdpa", tensor: int = 1,
+    plan: Mapping[str, str] | None = None, *, scores: bool = False,
 ) -> Shape:
-    """Build it on the meta device and count. Raises ValueError where there is no plan for tensor groups."""
+    """Build it on the meta device and count; with `scores` the model that has one output in the place of its head.
+
+    Raises ValueError where there is no such model, and no plan for tensor groups.
+    """  # fmt: skip
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    if scores:
+        config = copy.deepcopy(config)
+        config.num_labels = 1
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+            model = kind.from_config(config, attn_implementation=attention)
     except ValueError as error:
         reason = str(error).partition("\n")[0]  # lists and advice follow
         if "scaled_dot_product_attention" in reason:
             reason = "it has no sdpa attention in transformers: model.attention=eager"
         raise ValueError(f"{name} can't be measured: {reason}") from error
+    text = config.get_text_config()
+    heads = _told(text, "num_attention_heads") or 0  # none where a state is kept instead of keys
+    groups = _told(text, "num_key_value_heads") or heads
+    if heads % tensor or groups % tensor:
+        raise ValueError(
+            f"tensor_parallel={tensor} does not divide {name}'s heads: {heads}, of keys and values {groups}"
+        )
     if tensor > 1:
         narrow(model, tensor, plan)
     total = _count(model)
     blocks = [_count(block) for block in zero.units(model)]
-    text = config.get_text_config()
-    heads = _told(text, "num_attention_heads") or 0  # none where a state is kept instead of keys
     head = _told(text, "head_dim") or (text.hidden_size // heads if heads else 0)
-    groups = _told(text, "num_key_value_heads") or heads
     return Shape(
         name=name,
         config=config,
@@ -118,10 +156,9 @@ def measured(
         block=max(blocks, default=0),
         blocks=len(blocks),
         width=text.hidden_size,
-        vocabulary=_outputs(model, text.vocab_size),
+        vocabulary=0 if scores else _outputs(model, text.vocab_size),
         cache_per_token=2 * text.num_hidden_layers * groups * head // tensor,
-        linear=sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | Conv1D)),
-        turned=sum(m.weight.numel() for m in model.modules() if isinstance(m, Conv1D)),
+        linears=tuple(_linears(model)),
         tensor=tensor,
         queries=heads * head // tensor,
         plan=plan,
@@ -136,6 +173,16 @@ def _told(text: PretrainedConfig, name: str) -> int | None:
         of_layers = copy.deepcopy(text)
         of_layers.allow_global_per_layer_attribute_access = True
         return getattr(of_layers, name, None)
+
+
+def _linears(model: nn.Module) -> Iterator[Linear]:
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear | Conv1D):
+            turned = isinstance(layer, Conv1D)
+            first, second = layer.weight.shape
+            ins, outs = (first, second) if turned else (second, first)
+            yield Linear(name, ins, outs, turned, layer is head or name == "score")
 
 
 def _outputs(model: nn.Module, vocabulary: int) -> int:

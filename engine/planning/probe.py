@@ -8,6 +8,7 @@ beyond the probe's, and kernels that start slowly (compiled blocks).
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,16 @@ from transformers import AutoModel
 
 from engine.config import Precision
 from engine.kernels import token_logprobs
+from engine.kernels.wide_linear import widen_linears
 from engine.memory.activations import cut
 from engine.memory.narrowed import narrow
 from engine.memory.shapes import Shape
 from engine.parallel import dist
 from engine.precision import TORCH_DTYPE
+from engine.rollout.packed import PackedLinears
 
-TOKENS = {"cpu": 512, "cuda": 4096}  # of a probing micro-batch, at most
-SAMPLE = 2**20  # parameters that the optimizer is probed with
+TOKENS = {"cpu": 1024, "cuda": 4096}  # of a probing micro-batch, at most
+SAMPLE = 2**23  # parameters that the optimizer is probed with: more than caches hold
 BYTES = 2**22  # that the wire and copies are probed with
 FILE_BYTES = 2**26
 ROUNDS = 3
@@ -34,10 +37,11 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Probe:
-    """Seconds: of a block's forward and backward a token, of one decoded token of all of `rows` sequences in a block,
-    of the head's log-probabilities a token; of AdamW a parameter, on the device and on the host; of an all-reduce, a
-    copy between host and device, and a read or write of the disk, a byte. `group_wire` is `wire` among mates; `tokens`
-    are those of the micro-batch that was run. Blocks and head are one rank's share of a group's.
+    """Seconds: of a block's forward and backward a token, of one decoded token of all of `rows` sequences in a block
+    and, `draw`, in the head; of the head's log-probabilities and their backward a token; of AdamW a parameter, on the
+    device and on the host; of an all-reduce, a copy between host and device, and a read or write of the disk, a byte.
+    `group_wire` is `wire` among mates; `tokens` are those of the micro-batch that was run. Blocks and head are one
+    rank's share of a group's.
     """
 
     forward: float
@@ -49,6 +53,7 @@ class Probe:
     wire: float
     copy: float
     disk: float
+    draw: float = 0.0
     group_wire: float = 0.0
     tokens: int = 0
 
@@ -72,6 +77,7 @@ def probe(
         backward=backward,
         decode=decode,
         head=_head(shape, dtype, device),
+        draw=_draw(generates or shape, dtype, rows, device),
         adam=_adam(device),
         host_adam=_adam(torch.device("cpu")),
         wire=_wire(device),
@@ -97,11 +103,18 @@ def _block(shape: Shape, dtype: Precision, length: int, rows: int, device: torch
             with torch.no_grad():
                 body(input_ids=tokens, use_cache=False)
 
-        ahead, single_step = _seconds(forward), _seconds(lambda f=forward: f(tokens=single))  # type: ignore[misc]
+        ahead = _seconds(forward)
+        with _as_generated(body, device):
+            single_step = _seconds(lambda f=forward: f(tokens=single))  # type: ignore[misc]
         found.append((ahead, max(0.0, _seconds(both) - ahead), single_step))
         del body
     ahead, back, step = (max(two - one, 0.05 * two) for one, two in zip(*found, strict=True))
     return ahead / ids.numel(), back / ids.numel(), step
+
+
+def _as_generated(module: nn.Module, device: torch.device) -> AbstractContextManager[None]:
+    """Linear layers as the rollout engine has them."""
+    return PackedLinears(module).applied() if device.type == "cpu" else nullcontext()
 
 
 def _sequences(device: torch.device, length: int) -> int:
@@ -116,11 +129,15 @@ def _body(shape: Shape, blocks: int, dtype: Precision, device: torch.device) -> 
         )
     if shape.tensor > 1:
         narrow(body, shape.tensor, shape.plan)
+    if dtype == "fp32" and device.type == "cpu":
+        widen_linears(body)  # as the engine does
     body._apply(lambda t: torch.full(t.shape, 0.01, dtype=t.dtype, device=device) if t.is_meta else t.to(device))
     return body.train()
 
 
 def _head(shape: Shape, dtype: Precision, device: torch.device) -> float:
+    if not shape.vocabulary:
+        return 0.0
     count = TOKENS[device.type] // 4
     hidden = torch.full((count, shape.width), 0.01, dtype=TORCH_DTYPE[dtype], device=device, requires_grad=True)
     weight = torch.full(
@@ -128,6 +145,16 @@ def _head(shape: Shape, dtype: Precision, device: torch.device) -> float:
     )
     targets = torch.zeros(count, dtype=torch.long, device=device)
     return _seconds(lambda: token_logprobs(hidden, weight, targets)[0].sum().backward()) / count
+
+
+def _draw(shape: Shape, dtype: Precision, rows: int, device: torch.device) -> float:
+    """The head's product for the last token of each sequence, and their probabilities."""
+    if not shape.vocabulary:
+        return 0.0
+    hidden = torch.full((rows, shape.width), 0.01, dtype=TORCH_DTYPE[dtype], device=device)
+    head = nn.Linear(shape.width, shape.vocabulary, bias=False, dtype=TORCH_DTYPE[dtype], device=device)
+    with torch.no_grad(), _as_generated(head, device):
+        return _seconds(lambda: head(hidden).float().softmax(-1))
 
 
 def _adam(device: torch.device) -> float:

@@ -12,35 +12,44 @@ probe ran is taken to need as long as that, since what a small one costs is not 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.memory.pieces import pieces_of
 from engine.memory.shapes import Shape
-from engine.memory.stages import Workload
 from engine.memory.states import SIZE
+from engine.memory.workload import Workload
 from engine.planning.probe import Probe
+
+FORWARD = 1 / 3  # of a forward and its backward
 
 
 @dataclass(frozen=True)
 class Pace:
     """What a step does: `sequences` over all ranks, of `length` tokens at most; `passes` over them for an update.
 
-    `models` are trained a pass (PPO: actor and critic), `scored` forwards over all sequences come before them, and
-    `answer` tokens are drawn a sequence, `together` sequences at a time.
+    A rollout (PPO's) has `answer` tokens drawn a sequence, `together` sequences at a time, which are those that heads
+    see. Then come forwards over all sequences, `policies` of models with a head and `scorers` of those without; with a
+    `critic` two models learn.
     """
 
     sequences: int
     length: int
     passes: int = 1
     updates: int = 1
-    models: int = 1
-    scored: int = 0
+    critic: bool = False
+    policies: int = 0
+    scorers: int = 0
     answer: int = 0
     together: int = 1
 
 
-def step_seconds(shape: Shape, work: Workload, pace: Pace, found: Probe, *, on_gpu: bool) -> dict[str, float]:
-    """Seconds by phase of one step (PPO: one rollout and the updates on it), at full length."""
+def step_seconds(
+    shape: Shape, work: Workload, pace: Pace, found: Probe, *, on_gpu: bool, critic: Shape | None = None
+) -> dict[str, float]:
+    """Seconds by phase of one step (PPO: one rollout and the updates on it), at full length.
+
+    `critic` is the shape of critic and reward model, which the probe has not run: by its size beside the policy's.
+    """
     tokens = math.ceil(pace.sequences * work.sequence / work.ranks) * pace.length  # of a rank, or a group
     count = _micro_batches(work, tokens)
     tokens = math.ceil(tokens / work.sequence)
@@ -52,19 +61,33 @@ def step_seconds(shape: Shape, work: Workload, pace: Pace, found: Probe, *, on_g
         slowest = turns * (max(pieces) + between)
         learns = max(_optimizer(piece, work, found) for piece in pieces_of(shape, work.pieces))
         return {"train": max(slowest, sent) if on_gpu else slowest + sent, "step": learns}
-    ahead = _forward(shape, work, found, tokens)
+    judge = critic or shape
+    found = replace(found, head=found.head * (pace.answer / pace.length if pace.answer else 1.0))
+    theirs = _resized(found, judge.block / shape.block)
     phases: dict[str, float] = {}
     if pace.answer:
         waves = math.ceil(pace.sequences / work.ranks / pace.together)
-        phases["generate"] = waves * pace.answer * shape.blocks * found.decode
-    if pace.scored:
-        phases["score"] = pace.scored * (ahead + _stream(shape, work, found, count))
-    compute = _compute(shape, work, found, tokens)
-    beside = _beside(shape, work, found, count, pace.updates)
-    trained = pace.models * pace.passes
-    phases["train"] = trained * (max(compute, beside) if on_gpu else compute + beside)
-    phases["step"] = trained * pace.updates * _optimizer(shape, work, found)
+        prompts = _forward(shape, work, found, tokens) * (1 - pace.answer / pace.length)
+        phases["generate"] = prompts + waves * pace.answer * (shape.blocks * found.decode + found.draw)
+    if pace.policies + pace.scorers:
+        own = _forward(shape, work, found, tokens) + FORWARD * found.head * tokens + _stream(shape, work, found, count)
+        other = _forward(judge, work, theirs, tokens) + _stream(judge, work, found, count)
+        phases["score"] = pace.policies * own + pace.scorers * other
+    learning = [(shape, work, found)]
+    if pace.critic:
+        learning.append((judge, replace(work, adapters=0), theirs))
+    phases["train"] = phases["step"] = 0.0
+    for model, layout, rates in learning:
+        compute = _compute(model, layout, rates, tokens)
+        beside = _beside(model, layout, rates, count, pace.updates)
+        phases["train"] += pace.passes * (max(compute, beside) if on_gpu else compute + beside)
+        phases["step"] += pace.passes * pace.updates * _optimizer(model, layout, rates)
     return phases
+
+
+def _resized(found: Probe, by: float) -> Probe:
+    """The rates of blocks of another size."""
+    return replace(found, forward=by * found.forward, backward=by * found.backward, decode=by * found.decode)
 
 
 def _forward(shape: Shape, work: Workload, found: Probe, tokens: int) -> float:
@@ -101,7 +124,7 @@ def _beside(shape: Shape, work: Workload, found: Probe, count: int, updates: int
     """Seconds on the wire and of parameters that come from elsewhere, over a pass of `count` micro-batches."""
     count = max(count, updates)
     gather = 0.5 * SIZE[work.dtype] * shape.parameters
-    reduce = 0.5 * 4 * shape.parameters * work.trained_share
+    reduce = 0.5 * 4 * work.trained(shape.parameters)
     sent = {
         0: 2 * reduce * updates,
         1: (gather + reduce) * updates,
@@ -115,13 +138,12 @@ def _beside(shape: Shape, work: Workload, found: Probe, count: int, updates: int
 def _stream(shape: Shape, work: Workload, found: Probe, count: int) -> float:
     """Seconds for the parameter shards to come from host or disk, `count` times."""
     rate = {"none": 0.0, "cpu": found.copy, "nvme": found.disk}[work.offload_parameters]
-    return count * rate * SIZE[work.dtype] * shape.parameters / work.ranks
+    return count * rate * SIZE[work.dtype] * shape.parameters / work.shards
 
 
 def _optimizer(shape: Shape, work: Workload, found: Probe) -> float:
     """Seconds of one optimizer step on a rank's shard: masters and two moments are read and written where they live."""
-    shards = 1 if work.stage == 0 else work.ranks
-    learning = shape.parameters * work.trained_share / shards
+    learning = work.trained(shape.parameters) / work.shards
     if work.offload_optimizer == "none":
         return learning * found.adam
     there = learning * (found.host_adam + 2 * SIZE[work.dtype] * found.copy)

@@ -79,6 +79,14 @@ class Pack:
         else:
             self._product = _OneDNN(weights, biases)
 
+    @property
+    def bytes(self) -> int:
+        """What is held beside the weights themselves."""
+        if self._product is None or self.on_device:
+            return 0
+        copied = [w for w in map(_out_by_in, self.layers) if not (self.in_place and w.is_contiguous())]
+        return sum(weight.numel() * weight.itemsize for weight in copied)
+
     def free(self) -> None:
         """Let go of weights and copies until `fill`."""
         self._product = None
@@ -179,6 +187,11 @@ class PackedLinears:
         finally:
             for layer in self._packs:
                 layer.__dict__.pop("forward", None)
+
+    @property
+    def bytes(self) -> int:
+        """What is held beside the weights themselves."""
+        return sum(pack.bytes for pack in dict.fromkeys(self._packs.values()))
 
     def __len__(self) -> int:
         """How many layers are packed."""

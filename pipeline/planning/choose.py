@@ -64,8 +64,10 @@ def candidates(task: Task, room: Room, pace: Pace, measured: Probe) -> list[Cand
     """Every setting of the ladder with its bytes and seconds, in the ladder's order."""
     found = []
     for setting in ladder(task.work, room):
-        demand = task.demand(setting)
-        seconds = step_seconds(task.policy, setting.of(task.work), pace, measured, on_gpu=room.on_gpu)
+        demand = task.demand(room, setting)
+        seconds = step_seconds(
+            task.policy, setting.of(task.work), pace, measured, on_gpu=room.on_gpu, critic=task.critic
+        )
         found.append(Candidate(setting, demand, seconds, room.holds(demand)))
     return found
 
@@ -86,11 +88,10 @@ def pace_of(config: RunConfig, stage: str, task: Task) -> Pace:
         sides = 2 if stage == "reward" else 1
         return Pace(section.batch_size * sides, task.work.max_length)
     ppo, rollout = config.ppo, config.rollout
-    critics = int(task.has_critic)
-    scored = 1 + critics + int(task.has_reference) + int(task.has_reward)
     return Pace(
         ppo.batch_size * ppo.samples, task.work.max_length, passes=ppo.update_epochs, updates=ppo.minibatches,
-        models=1 + critics, scored=scored, answer=rollout.max_new_tokens, together=rollout.batch_size,
+        critic=task.has_critic, policies=1 + int(task.has_reference),
+        scorers=int(task.has_critic) + int(task.has_reward), answer=rollout.max_new_tokens, together=rollout.batch_size,
     )  # fmt: skip
 
 
@@ -98,7 +99,7 @@ def measure(config: RunConfig, task: Task) -> Probe:
     """The probe for a stage's model; every rank calls."""
     return probe(
         task.policy, dtype=task.work.dtype, length=task.work.max_length,
-        rows=min(config.rollout.batch_size, 32), folder=config.engine.nvme_path,
+        rows=min(task.work.rollout_batch, 32), folder=config.engine.nvme_path,
         generates=task.generates, sequence=task.work.sequence,
     )  # fmt: skip
 

@@ -1,26 +1,27 @@
 """Whether a stage fits, told before it starts: predicted bytes, and what to change where they exceed what is there.
 
 A prediction is a sum of what is known (engine/memory). The rollout engine cuts its cache to what is free, so that only
-a few sequences of it are asked for.
+a few sequences of it have to fit.
 """
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
 
-from engine import EngineConfig
-from engine.config import Precision
+from engine.config import EngineConfig, OptimizerConfig, Precision
 from engine.kernels.host.library import library
 from engine.memory import Demand, Shape, Workload, ppo_demand, reward_demand, sft_demand
 from engine.memory.machine import this_machine
 from engine.memory.shapes import measured
+from engine.optim import averages_itself, kinds
 from engine.parallel import dist
 from engine.rollout.packed import copies
 from pipeline.config.engines import engine_settings
-from pipeline.config.schema import ROLE_ENGINES, EngineSettings, RunConfig, StageSection
+from pipeline.config.schema import ROLE_ENGINES, EngineSettings, LoraConfig, RunConfig, StageSection
 from pipeline.errors import UserError
 from pipeline.insight.scales import format_bytes
 from pipeline.models.build import EngineChoice
@@ -28,7 +29,6 @@ from pipeline.models.source import ModelSource
 from pipeline.planning.ladder import Room, Setting, ladder
 
 GIB = 2**30
-LEAST_ROLLOUT = 8  # sequences that must be decodable together
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,15 @@ class Task:
     has_reward: bool = True
     generates: Shape | None = None  # the policy, split as it generates
 
-    def demand(self, setting: Setting | None = None) -> Demand:
-        """Bytes as configured, or under another setting of what all models share."""
-        work = self.work if setting is None else setting.of(self.work)
+    def demand(self, room: Room, setting: Setting | None = None) -> Demand:
+        """Bytes in some room as configured, or under another setting of what all models share."""
+        work = replace(self.work if setting is None else setting.of(self.work), room=room.device)
         if self.stage == "ppo":
-            own_reference = self.has_reference and work.trained_share == 1.0  # under adapters it is the actor
+            own_reference = self.has_reference and not work.adapters  # under adapters it is the actor
+            roles = {role: replace(own, room=room.device) for role, own in self.roles.items()}
             return ppo_demand(
                 self.policy, self.critic, work, own_reference=own_reference, has_critic=self.has_critic,
-                has_reward=self.has_reward, roles=self.roles, generates=self.generates,
+                has_reward=self.has_reward, roles=roles, generates=self.generates,
             )  # fmt: skip
         if self.stage == "sft":
             return sft_demand(self.policy, work, generates=self.generates)
@@ -97,9 +98,9 @@ def plan(
     """
     found = task(config, stage, policy=policy, reward=reward, ranks=ranks)
     there = room if room is not None else this_room(config.engine, ranks)
-    demand = found.demand()
+    demand = found.demand(there)
     fits = there.holds(demand)
-    advice = None if fits else next((s for s in ladder(found.work, there) if there.holds(found.demand(s))), None)
+    advice = None if fits else next((s for s in ladder(found.work, there) if there.holds(found.demand(there, s))), None)
     return Plan(found, demand, there, fits, advice)
 
 
@@ -108,41 +109,50 @@ def task(
 ) -> Task:
     """The stage's settings and models in the engine's words."""
     parts = config.engine.tensor_parallel
-    shape, together = _shape(policy, parts), config.rollout.tensor_parallel
+    shape, together = _shape(policy, parts, scores=stage == "reward"), config.rollout.tensor_parallel
     generates = shape if together == parts else _shape(policy, together)
-    critic = _shape(reward, parts) if reward is not None else shape
+    has_critic, has_reward = config.ppo.advantage == "gae", config.ppo.reward_model
+    scores = stage == "ppo" and (has_critic or has_reward)
+    critic = _shape(reward or policy, parts, scores=True) if scores else shape
     roles = {}
     for key in ROLE_ENGINES if stage == "ppo" else ():
         own = getattr(config.ppo, key)
         if own:
             roles[key.removesuffix("_engine")] = workload(
-                config, stage, ranks, engine_settings(config.engine, own), policy.config
+                config, stage, ranks, engine_settings(config.engine, own), policy.config, shape
             )
-    work = workload(config, stage, ranks, config.engine, policy.config)
+    work = workload(config, stage, ranks, config.engine, policy.config, shape)
     return Task(
-        stage, work, shape, critic, roles, has_critic=config.ppo.advantage == "gae",
-        has_reference=config.ppo.asks_reference, has_reward=config.ppo.reward_model, generates=generates,
+        stage, work, shape, critic, roles, has_critic=has_critic, has_reference=config.ppo.asks_reference,
+        has_reward=has_reward, generates=generates,
     )  # fmt: skip
 
 
-def _shape(source: ModelSource, parts: int) -> Shape:
-    return measured(source.name, source.config, source.attention, parts, source.tensor_plan)
+def _shape(source: ModelSource, parts: int, *, scores: bool = False) -> Shape:
+    return measured(source.name, source.config, source.attention, parts, source.tensor_plan, scores=scores)
 
 
 def workload(
-    config: RunConfig, stage: str, ranks: int, settings: EngineSettings, architecture: PretrainedConfig
+    config: RunConfig, stage: str, ranks: int, settings: EngineSettings, architecture: PretrainedConfig, shape: Shape
 ) -> Workload:
-    """The stage's settings in the engine's words; `architecture` is that of the model that is trained."""
+    """The stage's settings in the engine's words; `architecture` and `shape` are the policy's."""
     section: StageSection = getattr(config, stage)
     # A tensor group, or a pipeline, sees the same data, and shards each part by itself; a sequence group does not.
     ranks //= settings.tensor_parallel * settings.pipeline_parallel
     shares, sequence = ranks // settings.sequence_parallel, settings.sequence_parallel
-    engine: EngineConfig = EngineChoice(settings).layout()["config"]
+    layout = EngineChoice(settings, OptimizerConfig(lr=section.lr)).layout()
+    engine: EngineConfig = layout["config"]
+    optimizer: OptimizerConfig = layout["optimizer"]
     length = section.max_length
     if stage == "ppo":
         length = min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
     rows = {"sft": 1, "reward": 2, "ppo": config.ppo.samples}[stage] * section.batch_size
+    answers = math.ceil((rows if stage == "ppo" else config.evaluation.prompts) / shares)
+    if stage == "ppo":
+        rows = math.ceil(rows / config.ppo.minibatches)
     whole = math.ceil(rows / shares) * length  # a rank's share of a step may be less than a budget
+    rollout = config.rollout
+    adapters, adapted = adapters_of(shape, section.lora) if section.lora.rank else (0, 0)
     return Workload(
         ranks=ranks,
         stage=engine.zero_stage,
@@ -152,20 +162,45 @@ def workload(
         checkpointing=engine.activation_checkpointing,
         micro_batch_tokens=_each(min(section.micro_batch_tokens, whole), whole, length, settings.pipeline_parallel),
         max_length=length,
-        prompt=config.rollout.max_prompt_tokens,
-        answer=config.rollout.max_new_tokens,
-        rollout_batch=min(config.rollout.batch_size, LEAST_ROLLOUT),
-        trained_share=0.01 if section.lora.rank else 1.0,
+        prompt=rollout.max_prompt_tokens,
+        answer=rollout.max_new_tokens,
+        rollout_batch=min(rollout.batch_size, answers * rollout.tensor_parallel),
+        shard_ranks=engine.shard_ranks,
+        offload_ratio=engine.offload_ratio,
+        sub_group=engine.sub_group_size,
+        moments=len(kinds(optimizer)),
+        adapters=adapters,
+        adapted=adapted,
+        averages=stage == "ppo" and config.ppo.ema is not None,
         states=engine.states,
-        packs=dist.world().device.type == "cpu",
+        errors=averages_itself(optimizer),
+        on_cpu=dist.world().device.type == "cpu",
         in_place=not copies(torch.bfloat16),
         joins=getattr(section, "packing", True) and joins(architecture, engine.dtype, sequence=sequence),
         pieces=settings.pipeline_parallel,
         schedule=settings.pipeline_schedule,
         step_tokens=whole,
+        mixes=stage == "ppo" and config.ppo.ptx_coef > 0,
         sequence=sequence,
-        keeps=config.rollout.keep,
+        keeps=rollout.keep,
+        streams=rollout.stream,
+        parks=rollout.park_optimizer and engine.offload_optimizer == "none",
+        cache_bytes=rollout.cache_bytes,
     )
+
+
+def adapters_of(shape: Shape, lora: LoraConfig) -> tuple[int, int]:
+    """Parameters of the adapters (pipeline/models/adapters.py), and of the weights that they are beside."""
+
+    def has_one(name: str, is_head: bool) -> bool:
+        if lora.targets == "all-linear":
+            return not is_head
+        if isinstance(lora.targets, str):
+            return re.fullmatch(lora.targets, f"model.{name}") is not None
+        return any(name == target or name.endswith(f".{target}") for target in lora.targets)
+
+    layers = [layer for layer in shape.linears if has_one(layer.name, layer.is_head)]
+    return lora.rank * sum(layer.ins + layer.outs for layer in layers), sum(layer.numbers for layer in layers)
 
 
 def joins(architecture: PretrainedConfig, dtype: Precision, *, sequence: int = 1) -> bool:

@@ -32,7 +32,8 @@ def describe(
     ranks = dist.world().size
     found = plan(config, stage, policy=policy, reward=reward if stage == "ppo" else None, ranks=ranks)
     measured, pace = measure(config, found.task), pace_of(config, stage, found.task)
-    seconds = step_seconds(found.task.policy, found.task.work, pace, measured, on_gpu=found.room.on_gpu)
+    task, on_gpu = found.task, found.room.on_gpu
+    seconds = step_seconds(task.policy, task.work, pace, measured, on_gpu=on_gpu, critic=task.critic)
     yield ""
     yield f"{stage}: {policy.name}, {ranks} rank{'s' if ranks > 1 else ''}, {found.task.work.dtype}; {_room(found)}"
     yield from _bytes(found)
@@ -56,7 +57,7 @@ def _bytes(found: Plan) -> Iterator[str]:
     yield "  as configured, GiB" + "".join(f"{name:>{wide}}" for name in phases)
     for owner in owners:
         yield f"    {owner:16}" + "".join(f"{part.get(owner, 0) / GIB:{wide}.3f}" for part in phases.values())
-    yield f"    {'together':16}" + "".join(f"{sum(part.values()) / GIB:{wide}.3f}" for part in phases.values())
+    yield f"    {'together':16}" + "".join(f"{found.demand.height(phase) / GIB:{wide}.3f}" for phase in phases)
     yield f"    host {found.demand.host / GIB:.3f}, files {found.demand.nvme / GIB:.3f}; {_verdict(found)}"
 
 

@@ -9,7 +9,9 @@ import torch
 from engine import Engine
 from engine.parallel import dist
 
-RESTING = ("parameters", "optimizer")  # owners of what is held between steps
+RESTING = ("parameters", "optimizer", "average")  # owners of what is held between steps
+HELD = ("twin", "packs", "cache")  # what an engine generates with, and may keep
+ALONE = ("generate", "score")  # phases that are one, whichever engine is at work
 ELSEWHERE = ("host", "nvme")  # of which all engines have theirs at once
 
 
@@ -28,12 +30,13 @@ def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
                 found[phase] = dict(owners)
                 continue
             working = {owner: count for owner, count in owners.items() if owner not in RESTING}
-            label = phase if phase == "generate" else f"{phase} {name}"
-            for place in ELSEWHERE:
-                others = sum(owners.get(place, 0) for other, owners in now.items() if other != name)
+            for owner in (*ELSEWHERE, *HELD):
+                others = sum(owners.get(owner, 0) for other, owners in now.items() if other != name)
                 if others:
-                    working[place] = working.get(place, 0) + others
-            found[label] = resting | working
+                    working[owner] = working.get(owner, 0) + others
+            label = phase if phase in ALONE else f"{phase} {name}"
+            before = found.setdefault(label, dict(resting))
+            found[label] = before | {owner: max(count, before.get(owner, 0)) for owner, count in working.items()}
     return found
 
 

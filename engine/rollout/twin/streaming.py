@@ -34,7 +34,7 @@ class BlockStream:
         self._module, self._dtype, self._device = module, dtype, device
         self._pieces: list[list[Piece]] = [[] for _ in self.blocks]
         self._parameters: list[list[tuple[nn.Module, str, nn.Parameter]]] = [[] for _ in self.blocks]
-        self._memory: list[Tensor] = []
+        self.memory: list[Tensor] = []
         self._coming: dict[int, Future[None]] = {}
         self._collective = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="blocks")
@@ -56,9 +56,9 @@ class BlockStream:
             assert index is not None
             by_block[index].append((name, piece))
         largest = max((sum(_aligned(p.target, self._dtype) for _, p in block) for block in by_block), default=0)
-        if not self._memory or len(self._memory[0]) < largest:
-            self._memory = []
-            self._memory = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        if not self.memory or len(self.memory[0]) < largest:
+            self.memory = []
+            self.memory = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
         for index, block in enumerate(by_block):
             self._lay_out(index, block)
         self._collective = dist.world().size > 1 and any(not dtensors.is_whole(p.live) for p in wanted.values())
@@ -72,7 +72,7 @@ class BlockStream:
     def release(self) -> None:
         """Give the memory back."""
         self._drain()
-        self._memory = []
+        self.memory = []
         self._pieces = [[] for _ in self.blocks]
         self._parameters = [[] for _ in self.blocks]
         self._collective = False
@@ -82,7 +82,7 @@ class BlockStream:
 
     def _lay_out(self, index: int, block: Sequence[tuple[str, Piece]]) -> None:
         """Where a block's parameters lie in the stretch that is its own."""
-        memory, at = self._memory[index % 2], 0
+        memory, at = self.memory[index % 2], 0
         self._pieces[index], self._parameters[index] = [], []
         for name, piece in block:
             shape, size = piece.target.shape, piece.target.numel() * self._dtype.itemsize

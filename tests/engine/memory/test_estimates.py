@@ -104,7 +104,7 @@ def test_demands_move_as_they_should() -> None:
     assert hidden[0] == hidden[1] // 4
     assert shared["optimizer"] == peaks[2]["optimizer"]  # ZeRO goes over all ranks
     four = ppo_demand(shape, shape, base)
-    assert four.phases["generate"]["cache"] == 64 * 768 * 2 * 12 * 768 * 2
+    assert four.phases["generate"]["cache"] == 65 * 768 * 2 * 12 * 768 * 2  # a GPU has one more
     assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "twin"}
     held = four.phases["generate"]["twin"] + four.phases["generate"]["cache"]
     freed = ppo_demand(shape, shape, replace(base, keeps=False))
@@ -153,6 +153,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpu=2"]) == 2 and "gpus=1" in capsys.readouterr().err
     assert main(["--help"]) == 0 and "checkpointing=false" in capsys.readouterr().out
     assert main(["nvme_path=/no/such"]) == 2 and "nvme_path=/no/such" in capsys.readouterr().err
+    assert main(["model=qwen3-0.6b", "gpus=5", "tensor_parallel=5"]) == 2
+    assert "heads: 16, of keys and values 8" in capsys.readouterr().err
+    assert main(['model={"model_type": "llama", "hidden_size": "x"}']) == 2 and "hidden_size" in capsys.readouterr().err
+    assert main(["model=opt-125m", "states=bf16", "dtype=fp32"]) == 2 and "dtype=bf16" in capsys.readouterr().err
+    assert main(["model=opt-125m", "lora_rank=8"]) == 0
+    first = capsys.readouterr().out.partition("This engine")[2].splitlines()[2].split()
+    adapters = 8 * 12 * (4 * 2 * 768 + 2 * 5 * 768)  # beside attention's four and the two maps of each MLP
+    parameters = shape_of("opt-125m").parameters
+    alone = 6 * (parameters + adapters) + 12 * adapters + 2 * (parameters - 12 * shape_of("opt-125m").block)
+    assert float(first[1]) == pytest.approx(alone / GIB, abs=0.01)
     assert main(["model={bad"]) == 2 and "model={bad is not JSON" in capsys.readouterr().err
     for wrong in ("gpus=0", "dtype=int4", "checkpointing=maybe"):
         with pytest.raises(ValueError, match=wrong.split("=")[0]):
@@ -188,13 +198,52 @@ def test_bf16_states_errors_and_packs() -> None:
     assert (lean["parameters"], lean["optimizer"]) == (2 * shape.parameters, 4 * shape.parameters)
     one_bit = sft_demand(shape, Workload(ranks=4, errors=True)).phases["train"]
     assert one_bit["optimizer"] == (8 + 4 + 1) * shape.parameters
-    packed = sft_demand(shape, Workload(packs=True)).phases["generate"]
+    packed = sft_demand(shape, Workload(on_cpu=True)).phases["generate"]
     # 12 blocks of 4 D x D and 2 D x 4D, and the head.
     assert packed["packs"] == 2 * (12 * 12 * 768 * 768 + 50272 * 768)
     assert sft_demand(shape, Workload()).phases["generate"]["packs"] == 0
-    assert sft_demand(shape, Workload(packs=True, in_place=True)).phases["generate"]["packs"] == 0
-    wide = sft_demand(shape, Workload(packs=True, in_place=True, dtype="fp32")).phases["generate"]
+    assert sft_demand(shape, Workload(on_cpu=True, in_place=True)).phases["generate"]["packs"] == 0
+    wide = sft_demand(shape, Workload(on_cpu=True, in_place=True, dtype="fp32")).phases["generate"]
     assert wide["packs"] == 2 * packed["packs"]
-    turned = sft_demand(measured("gpt2", CONFIGS["gpt2"]), Workload(packs=True, in_place=True)).phases["generate"]
+    turned = sft_demand(measured("gpt2", CONFIGS["gpt2"]), Workload(on_cpu=True, in_place=True)).phases["generate"]
     width, blocks = CONFIGS["gpt2"].n_embd, CONFIGS["gpt2"].n_layer
-    assert turned["packs"] == 2 * blocks * 12 * width * width  # the head lies as others do
+    assert turned["packs"] == 2 * blocks * 8 * width * width  # not the head, and attention's are too small
+
+
+def test_what_a_layout_shares_out_and_keeps_beside() -> None:
+    """Copies shared by every two of eight ranks, a moving average, adapters beside a frozen model: by hand."""
+    shape = measured("llama", CONFIGS["llama"])
+    whole = shape.parameters
+    work = Workload(ranks=8, shard_ranks=2, stage=3)
+    states = sft_demand(shape, work).phases["train"]
+    assert (states["parameters"], states["optimizer"]) == (4 * whole // 2, 8 * whole // 2)
+    ppo = ppo_demand(shape, shape, replace(work, averages=True)).phases["train actor"]
+    assert ppo["actor"] - ppo["critic"] == 4 * whole // 2
+    found = ppo_demand(shape, shape, replace(work, adapters=100, adapted=4000)).phases["train actor"]
+    assert found["actor"] == 4 * (whole + 100) // 2 + 8 * 100 // 2 and found["critic"] == 12 * whole // 2
+    lone = sft_demand(shape, Workload(ranks=8, stage=1, step_tokens=8192))  # copies go as gradients come
+    train = lone.phases["train"]
+    assert (train["gathered"], train["gradients"]) == (2 * whole, 4 * whole // 8)
+    assert lone.height("train") == sum(train.values()) - 4 * whole // 8
+    scorer = measured("llama", CONFIGS["llama"], scores=True)  # one row of 64 in the place of the head's 64
+    assert whole - scorer.parameters == 63 * 64 and scorer.vocabulary == 0
+
+
+def test_what_is_generated_with() -> None:
+    shape = measured("llama", CONFIGS["llama"])
+    each = 768 * shape.cache_per_token * 2  # 512 and 256 tokens
+
+    def generate(**keys: Any) -> dict[str, int]:
+        return sft_demand(shape, Workload(**keys)).phases["generate"]
+
+    in_files: dict[str, Any] = {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}
+    assert generate(**in_files)["twin"] == 2 * shape.parameters
+    assert generate(**in_files, on_cpu=True)["twin"] == 0, "what is in files is mapped into the host's memory"
+    assert generate(dtype="fp32", adapters=100, adapted=4000)["twin"] == 4 * 4000, "merged weights are copies"
+    assert generate(streams=True)["twin"] == 2 * (shape.root + 2 * shape.block)
+    assert generate(on_cpu=True)["cache"] == 64 * each
+    assert generate(room=0)["cache"] == 8 * each and generate(room=0, rollout_batch=4)["cache"] == 4 * each
+    assert generate(cache_bytes=1000)["cache"] == 1000
+    half = generate(room=16 * each + 10**6)
+    beside = sum(size for owner, size in half.items() if owner != "cache")
+    assert half["cache"] == max(8 * each, (16 * each + 10**6 - beside) // 2)

@@ -16,21 +16,25 @@ from tests.pipeline.planning.test_fit import source
 from tests.tiny import tiny_config
 
 PROBE = Probe(
-    forward=1e-5, backward=2e-5, decode=1e-3, head=1e-4, adam=1e-9, host_adam=4e-9, wire=1e-9, copy=1e-10, disk=1e-9
-)
+    forward=1e-5, backward=2e-5, decode=1e-3, head=1e-4, adam=1e-9, host_adam=4e-9, wire=1e-9, copy=1e-10, disk=1e-9,
+    draw=1e-2,
+)  # fmt: skip
 
 
 def test_seconds_by_hand() -> None:
     shape = measured("small", source().config)
-    pace = Pace(sequences=8, length=100, passes=2, models=2, scored=4, answer=10, together=2)
+    pace = Pace(
+        sequences=8, length=100, passes=2, critic=True, policies=2, scorers=2, answer=10, together=2
+    )
     work = Workload(ranks=2, stage=1, dtype="fp32", micro_batch_tokens=200, checkpointing=True)
     found = step_seconds(shape, work, pace, PROBE, on_gpu=False)
     ahead = 8 * 1e-5 * 400
-    compute = 3 * ahead + 8 * 2e-5 * 400 - ahead + 1e-4 * 400  # recomputing is a second forward
+    head = 1e-4 * 40  # of the tokens of answers
+    compute = 3 * ahead + 8 * 2e-5 * 400 - ahead + head  # recomputing is a second forward
     on_wire = (2 * shape.parameters + 2 * shape.parameters) * 1e-9
     assert found == pytest.approx({
-        "generate": 2 * 10 * 8 * 1e-3, "score": 4 * ahead, "train": 4 * (compute + on_wire),
-        "step": 4 * shape.parameters / 2 * 1e-9,
+        "generate": 2 * 10 * (8 * 1e-3 + 1e-2) + 0.9 * ahead, "score": 4 * ahead + 2 / 3 * head,
+        "train": 4 * (compute + on_wire), "step": 4 * shape.parameters / 2 * 1e-9,
     })  # fmt: skip
     streamed = Workload(
         ranks=1, stage=3, dtype="bf16", micro_batch_tokens=400, offload_optimizer="nvme", offload_parameters="nvme"
@@ -81,8 +85,9 @@ def test_the_prediction_tells_of_host_and_files() -> None:
     _, predicted = announce(config, "sft", Path(), policy=source())
     wanted = plan(config, "sft", policy=source(), ranks=1).demand
     assert wanted.host > 0 and wanted.nvme > 14 * measured("small", source().config).parameters - 1
-    for owners in predicted.values():
-        assert (owners["host"], owners["nvme"]) == (wanted.host, wanted.nvme)
+    assert (predicted["train"]["host"], predicted["train"]["nvme"]) == (wanted.host, wanted.nvme)
+    gradients = 4 * measured("small", source().config).parameters
+    assert predicted["generate"]["host"] == pytest.approx(wanted.host - gradients, abs=4)
     assert all("host" not in owners for owners in wanted.phases.values())  # a device's bytes are added up
 
 
@@ -106,9 +111,9 @@ def test_a_reward_model_that_is_not_there_is_not_planned_for(
         told = capsys.readouterr().out
         assert ("\nreward: " in told) == ("    reward " in told) == (not words)
         found = task(config, "ppo", policy=source(), ranks=1)
-        counts.append(choose.pace_of(config, "ppo", found).scored)
-        assert ("reward" in found.demand().phases["score"]) == (not words)
+        counts.append(choose.pace_of(config, "ppo", found).scorers)
+        assert ("reward" in found.demand(Room(GIB, GIB, GIB, on_gpu=False)).phases["score"]) == (not words)
     for keys in ({}, {"lora": {"rank": 2}}, {"reference": True}):
         config = tiny_config(ppo={"kl_target": None, "kl_coef": 0.0, **keys})
-        counts.append(choose.pace_of(config, "ppo", task(config, "ppo", policy=source(), ranks=1)).scored)
-    assert counts == [4, 3, 3, 3, 4]
+        counts.append(choose.pace_of(config, "ppo", task(config, "ppo", policy=source(), ranks=1)).policies)
+    assert counts == [2, 1, 1, 1, 2]

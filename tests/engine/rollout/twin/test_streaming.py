@@ -40,7 +40,7 @@ def streamed(family: str, stage: int, offload: str) -> dict[str, Any]:
     blocks = [sum(p.numel() for p in block.parameters()) * 2 for block in whole.get_submodule("model.layers")]
     found["whole"], found["block"] = sum(p.numel() for p in whole.parameters()) * 2, max(blocks)
     assert twin.stream is not None
-    found["freed"] = not twin.stream._memory and all(p.is_meta for p in twin.module.parameters())
+    found["freed"] = not twin.stream.memory and all(p.is_meta for p in twin.module.parameters())
     return found
 
 
@@ -48,7 +48,7 @@ def watch(twin: Any, held: list[int]) -> None:
     """Note the bytes that the twin takes whenever a block runs."""
 
     def note(*_: Any) -> None:
-        tensors = [*twin.module.parameters(), *twin.stream._memory]
+        tensors = [*twin.module.parameters(), *twin.stream.memory]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
         held.append(sum(storages.values()))
 
