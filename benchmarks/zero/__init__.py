@@ -18,6 +18,7 @@ MODULES: dict[str, str] = {
     "bytes": "tiers.held_bytes",
     "host_adamw": "tiers.host_adamw",
     "nvme_step": "tiers.nvme_step",
+    "plan": "plan.case",
     "start": "start",
     "checkpoint": "checkpoint",
     "opt_1b": "tiers.opt_1b",
