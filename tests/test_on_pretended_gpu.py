@@ -80,14 +80,15 @@ def compare(ours: Path, theirs: Path, stage: str, names: Sequence[str], rel: flo
 
 def test_one_device_trains_in_bf16_and_goes_on_after_a_stop(on_cpu: Path, tmp_path: Path) -> None:
     """As one GPU does by default: documents in a row by the variable-length kernel, answers from graphs. SFT and PPO
-    with their optimizers on the host; PPO's tokens may differ from fp32's.
+    with their optimizers on the host, the reward model with what is chosen for it; PPO's tokens may differ from fp32's.
     """
     offload = {"offload_optimizer": "cpu"}
     lay_out(
-        tmp_path, tiny_config(**SMALL),
+        tmp_path, tiny_config(**SMALL, engine={"auto": True}),
         sft=tiny_config(**UNCHECKED, engine=offload), ppo=tiny_config(**SMALL, engine=offload),
     )  # fmt: skip
-    assert "padded" not in run_on_devices(tmp_path, list(STAGES))
+    told = run_on_devices(tmp_path, list(STAGES))
+    assert "padded" not in told and "engine=auto: as it is configured" in told
     for stage in ("sft", "reward"):
         compare(tmp_path, on_cpu, stage, ("loss", "eval_loss"), rel=1e-2)
         compare(tmp_path, on_cpu, stage, ("grad_norm",), rel=1e-2, first=1)
