@@ -7,24 +7,22 @@ Step numbers count finished steps, from 1. `seconds` and `tokens` count from the
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from engine import Checkpointer, Engine
-from engine.checkpoint import Damaged, complete, random_state, restore_random_state
+from engine import Engine
+from engine.checkpoint import Damaged, random_state, restore_random_state
 from engine.parallel import dist, traffic
 from pipeline.config.schema import ProfileSection, StageSection
 from pipeline.errors import SharedError, UserError
 from pipeline.files import explained_disk, write_json
 from pipeline.run import metrics
+from pipeline.run.checkpoints import Checkpoints
 from pipeline.run.clock import Clock
 from pipeline.run.memory import measured_memory, peak_memory
 from pipeline.run.profile import Profile
@@ -62,7 +60,7 @@ class StageRun:
         self.last: dict[str, float] = {}
         self._section, self._watchers = section, watchers or []
         self._extra, self._take = extra, take
-        self._checkpointer = Checkpointer(engines)
+        self._checkpoints = Checkpoints(folder, engines, newest=section.keep_checkpoints)
         self._engines = {**engines, **(frozen or {})}
         self._save_every = section.save_every or max(1, math.ceil(steps / 10))
         self._seconds_before = 0.0
@@ -95,7 +93,7 @@ class StageRun:
 
         Raises UserError where there are checkpoints and all of them are damaged.
         """
-        loaded = self._load_newest()
+        loaded = self._checkpoints.load_newest()
         step = 0
         if loaded is not None:
             shared, mine = loaded
@@ -115,43 +113,10 @@ class StageRun:
             if step:
                 print(f"{self.folder.name}: continuing after step {step} of {self.steps}", flush=True)
             metrics.cut(self.folder / METRICS, step)
-            self._drop_halves()
+            self._checkpoints.drop_halves()
         dist.barrier()
         self._began = self._saved_at = time.monotonic()
         return step
-
-    def _load_newest(self) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-        """The newest checkpoint that is undamaged: what is beside its tensors. None where there is none."""
-        found = [Path(place) for place in dist.broadcast_object([str(p) for p in self._checkpoints()])]
-        damaged: dict[Path, str] = {}
-        for place in reversed(found):
-            try:
-                loaded = self._checkpointer.load(place)
-            except Damaged as problem:
-                damaged[place] = problem.reason
-                continue
-            if dist.world().leads:
-                for folder, reason in damaged.items():
-                    self._set_aside(folder, reason)
-            return loaded
-        if damaged:
-            told = "; ".join(f"{place.name}: {reason}" for place, reason in damaged.items())
-            raise UserError(
-                f"no checkpoint in {self.folder / 'checkpoints'} is as it was written ({told}). Put a sound copy back; "
-                "or delete that folder, and the same command begins the stage anew"
-            )
-        return None
-
-    def _set_aside(self, damaged: Path, reason: str) -> None:
-        """Out of the way of those to come, where it can be looked at."""
-        aside = damaged.with_name(f"{damaged.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        damaged.rename(aside)
-        told = f"{damaged} is damaged ({reason}), it is {aside.name} now; an older one serves"
-        print(f"{self.folder.name}: {told}", flush=True)
-
-    def _checkpoints(self) -> list[Path]:
-        return complete(self.folder / "checkpoints")
 
     def rehearse(self, work: Callable[[], None]) -> None:
         """Run the largest micro-batch to come, on GPUs: there what fits at the start then fits at the end.
@@ -217,10 +182,8 @@ class StageRun:
             "extra": self._extra(),
             "healing": {name: (e.healer.limit, e.healer.times) for name, e in self._engines.items()},
         }
-        with self.clock.phase("save"), self._writing():
-            where = self.folder / "checkpoints" / f"step-{step}"
-            drop = partial(self._drop_old, keep=self._best_step)  # the best as this checkpoint knows it
-            self._checkpointer.save(where, shared, {"random": random_state()}, then=drop)
+        with self.clock.phase("save"):
+            self._checkpoints.save(step, shared, {"random": random_state()}, keep=self._best_step)
         self._saved, self._saved_at = step, time.monotonic()
 
     def _overdue(self, step: int) -> bool:
@@ -231,34 +194,7 @@ class StageRun:
 
     def settle(self) -> None:
         """Wait until the last checkpoint is on disk."""
-        with self._writing():
-            self._checkpointer.wait()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Of checkpoints: one that failed leaves the disk as it found it."""
-        try:
-            with explained_disk(self.folder):
-                yield
-        except UserError:
-            if dist.world().leads:
-                self._drop_halves()
-            raise
-
-    def _drop_halves(self) -> None:
-        """Checkpoints that were not written to their end."""
-        for half in (self.folder / "checkpoints").glob("step-*.tmp"):
-            shutil.rmtree(half, ignore_errors=True)
-
-    def _drop_old(self, *, keep: int | None) -> None:
-        """Keep the newest checkpoints and that of step `keep`; removing gigabytes takes a file system tenths of a
-        second.
-        """
-        for old in self._checkpoints()[: -self._section.keep_checkpoints]:
-            if old.name == f"step-{keep}":
-                continue
-            half = old.rename(old.with_name(f"{old.name}.tmp"))  # at once, whatever a kill leaves of it
-            shutil.rmtree(half, ignore_errors=True)
+        self._checkpoints.settle()
 
     def __enter__(self) -> "StageRun":
         return self
@@ -272,17 +208,17 @@ class StageRun:
 
         Every rank calls. Raises UserError where the checkpoint of that step is damaged.
         """
-        if self._best_step in (None, self.steps):
+        if self._best_step is None or self._best_step == self.steps:
             return
         self.settle()
-        place = self.folder / "checkpoints" / f"step-{self._best_step}"
+        place = self._checkpoints.place(self._best_step)
         told = f"step {self._best_step} of {self.steps}, the best by {self._decides}"
         if not dist.broadcast_object(place.is_dir()):
             told = f"the last step: the checkpoint of {told}, is gone"
             self._best_step = None
         else:
             try:
-                self._checkpointer.load(place)
+                self._checkpoints.load(place)
             except Damaged as problem:
                 raise UserError(
                     f"{place} is damaged ({problem.reason}); it has {told}. Put a sound copy back; or delete it, and "

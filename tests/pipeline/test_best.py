@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine import Engine
+from engine import Checkpointer, Engine
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.errors import UserError
@@ -89,19 +89,21 @@ def test_a_killed_stage_knows_its_best_step(tmp_path: Path, killed: int) -> None
     assert [x["loss"] for x in lines(tmp_path / "killed")] == [x["loss"] for x in lines(tmp_path / "whole")]
 
 
-def test_a_checkpoint_that_is_written_while_a_better_step_comes_leaves_the_best_it_knows(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_written_while_a_better_step_comes_leaves_the_best_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage, engine = begin(tmp_path)
     stage.restore()
     train(stage, engine, 5)
-    save = stage._checkpointer.save
+    save = Checkpointer.save
 
-    def late(*args: Any, then: Any, **rest: Any) -> None:
-        save(*args, then=lambda: None, **rest)
+    def late(itself: Checkpointer, *args: Any, then: Any, **rest: Any) -> None:
+        save(itself, *args, then=lambda: None, **rest)
         stage.settle()
         stage.note_best(8, "eval_loss", 0.5, higher=False)
         then()  # of step 6's writing, when step 8 is the best already, and not yet written
 
-    stage._checkpointer.save = late  # type: ignore[method-assign]
+    monkeypatch.setattr(Checkpointer, "save", late)
     stage.save(6)
     assert names(tmp_path) == ["step-4", "step-6"]
     fresh, _ = begin(tmp_path, seed=7)
