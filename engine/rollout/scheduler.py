@@ -98,10 +98,14 @@ class Scheduler:
 
     def _best_source(self, prompt: Sequence[int]) -> tuple[int, int]:
         """The slot that holds most of the prompt's beginning, and how much; the last token always runs."""
-        found = [(min(_shared(prompt, held), tokens, len(prompt) - 1), -slot)
-                 for slot, (held, tokens) in self._resident.items()]  # fmt: skip
-        tokens, slot = max(found, default=(0, 0))
-        return (-slot, tokens) if tokens >= SHARED_AT_LEAST else (0, 0)
+        best, source = 0, 0
+        for slot, (held, tokens) in self._resident.items():
+            usable = min(tokens, len(held), len(prompt) - 1)
+            if usable > best and held[best] == prompt[best]:  # few are compared whole, however many begin alike
+                shared = min(_shared(prompt, held), usable)
+                if shared > best:
+                    best, source = shared, slot
+        return (source, best) if best >= SHARED_AT_LEAST else (0, 0)
 
     def chunks(self) -> tuple[list[Chunk], list[Answering]]:
         """What of the prompts runs beside the decoding sequences, and the sequence of each."""
