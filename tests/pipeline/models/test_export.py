@@ -166,6 +166,7 @@ def test_large_models_are_cut_into_files_with_an_index(tmp_path: Path, monkeypat
     assert not list((tmp_path / "out").glob("part-*"))
     ids = ids_of(2, 9)
     close(loaded_logprobs(tmp_path / "out", ids), loaded_logprobs(tmp_path / "base", ids))
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1, "some are for their owner alone"
 
 
 def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
