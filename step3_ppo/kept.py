@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from engine.figures import on_host
 from engine.parallel import dist
 from pipeline.files import explained_disk
 from step3_ppo.advantages import kl_k1
@@ -51,25 +50,27 @@ def told(
     count = min(answers, len(rollout))
     names = {"logprobs": rollout.logprobs, "generator": rollout.generator, "reference": rollout.reference}
     names |= {"values": rollout.values, "rewards": targets.rewards, "returns": targets.returns}
-    tables = {name: table for name, table in (names | {"advantages": targets.advantages}).items() if table is not None}
-    each = torch.stack([table[:count].float() for table in tables.values()]).cpu()  # one copy
-    mask = rollout.response_mask[:count].cpu()
-    at = dict(zip(tables, each, strict=True))
-    scores, finished = rollout.scores[:count].tolist(), rollout.finished[:count].tolist()
+    tables = {name: table[:count].float() for name, table in (names | {"advantages": targets.advantages}).items()
+              if table is not None}  # fmt: skip
+    each = {"score": rollout.scores, "finished": rollout.finished, "mask": rollout.response_mask}
+    if rollout.function is not None:
+        each["function_score"] = rollout.function
+    at, of = on_host((tables, {name: table[:count].float() for name, table in each.items()}))  # one wait
+    mask = of["mask"].bool()
     found = []
     for place in range(count):
         here = {name: table[place][mask[place]] for name, table in at.items()}
         line = {
             "prompt": text(rollout.prompts[place]),
             "answer": text(rollout.responses[place]),
-            "finished": finished[place],
+            "finished": bool(of["finished"][place]),
             "tokens": len(rollout.responses[place]),
-            "score": scores[place],
+            "score": of["score"][place].item(),
             "reward": here["rewards"].sum().item(),
             "advantage": here["advantages"].mean().item(),
         }
-        if rollout.function is not None:
-            line["function_score"] = rollout.function[place].item()
+        if "function_score" in of:
+            line["function_score"] = of["function_score"][place].item()
         if "reference" in here:
             line["kl"] = kl_k1(here["logprobs"], here["reference"]).sum().item()
         if tokens:

@@ -117,7 +117,7 @@ def test_a_step_waits_for_the_device_for_its_figures_only(tmp_path: Path) -> Non
     updates = 2  # minibatches
     assert found == {
         "engine/figures.py:numbers": 2 * updates + 1,  # actor, critic; the rollout's figures
-        "engine/figures.py:on_host": 4,  # actor, reference, critic, reward model
+        "engine/figures.py:on_host": 5,  # actor, reference, critic, reward model; answers to keep
         "step3_ppo/update.py:look": updates,
         "engine/rollout/twin/hybrid.py:refresh": 1,
         "pipeline/run/clock.py:phase": 3,

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import Engine, Sampling
+from engine.parallel import dtensors
 from pipeline.config.schema import RolloutSection
 from pipeline.data.encode import TokenItem
 from pipeline.data.records import Message, Prompt
@@ -73,6 +75,34 @@ def test_an_update_is_the_mean_over_counted_tokens(folder: Path, nats: list[floa
     assert loss == pytest.approx(math.fsum(nats) / len(nats), rel=1e-5)
     assert norm == pytest.approx(update(folder, packing=False, budget=1)[2], rel=1e-4)
     assert (micro > 1) == (budget < 1000)
+
+
+@pytest.mark.parametrize("key", ["compile_blocks", "activation_checkpointing"])
+def test_gradients_are_the_plain_paths(folder: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of documents through compiled or recomputed blocks, against a padded row each by neither."""
+    called, compiled = [], torch.nn.Module.compile
+
+    def traced(block: torch.nn.Module) -> None:  # as for any device, without minutes of a compiler
+        compiled(block, backend="aot_eager")
+        called.append(block)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", traced)
+    found: list[dict[str, torch.Tensor]] = []
+    for settings, packing in ({}, False), ({key: True}, True):
+        choice = trained()
+        engine = build_policy(source_in(folder), replace(choice, settings=choice.settings.model_copy(update=settings)))
+        assert verify(engine, max_length=16).packing
+        batches, count = micro_batches(items(), budget=1000 if packing else 1, packing=packing, pad_id=0)
+        kept: dict[str, torch.Tensor] = {}
+
+        def keep(sums: Any, kept: dict[str, torch.Tensor] = kept, engine: Engine = engine) -> None:
+            kept |= {name: dtensors.full_tensor(p.grad).clone() for name, p in engine.module.named_parameters()}
+
+        kept["loss"] = torch.tensor(engine.update(batches, loss_of, count, before_step=keep).loss)
+        found.append(kept)
+    assert bool(called) == (key == "compile_blocks")
+    for name, wanted in found[0].items():
+        torch.testing.assert_close(found[1][name], wanted, atol=1e-5, rtol=1e-4, msg=name)
 
 
 def test_counts_and_masks_agree() -> None:
