@@ -12,7 +12,7 @@ from engine.parallel import dist
 from pipeline.config.schema import RolloutSection, RunConfig, StageSection
 from pipeline.config.stages import STAGES, wanted_stages
 from pipeline.data.formats import Record
-from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, check_stages, load_stage
+from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, load_stage, made_here
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
 from pipeline.errors import UserError
@@ -244,14 +244,20 @@ def answers_of(
     return [found[i] for i in range(len(prompts))]
 
 
+def check_data_to_come(config: RunConfig, stage: str) -> None:
+    """The run's first stage refuses what a later one would, rather than after a day."""
+    first, *later = wanted_stages(config)
+    to_read = [each for each in later if not made_here(config.data, each)]
+    if stage != first or not to_read or not dist.world().leads:
+        return
+    print(f"{stage}: reading the data of {' and '.join(to_read)} too, to refuse it now if need be", flush=True)
+    for each in to_read:
+        _load(config, each)
+
+
 def stage_records(config: RunConfig, stage: str) -> StageRecords:
-    """The stage's records; says what was skipped. Data that a stage to come would refuse is refused now, rather than
-    after a day.
-    """
+    """The stage's records; says what was skipped."""
     records = _load(config, stage)
-    if dist.world().leads:
-        stages = wanted_stages(config)
-        check_stages(config.data, stages[stages.index(stage) + 1 :] if stage in stages else (), config.seed)
     if dist.world().leads and records.skipped:
         print(f"{stage}: skipped rows: {_counted(records.skipped)}", flush=True)
         if KEPT_FOR_OTHERS in records.skipped:

@@ -19,6 +19,7 @@ from pipeline.stage import (
     adopt_special_ids,
     arrange,
     base_source,
+    check_data_to_come,
     check_vocabulary,
     evaluation_prompts,
     optimizer_config,
@@ -43,6 +44,7 @@ def run(config: RunConfig, folder: Path) -> None:
     section = config.sft
     source = base_source(config)
     records = stage_records(config, "sft")  # before a tokenizer is made of them, for which all wait for the first rank
+    check_data_to_come(config, "sft")
     tokenizer = run_tokenizer(config, folder.parent, trained_on=records.train)
     check_vocabulary(source, tokenizer)
     adopt_special_ids(source, tokenizer)

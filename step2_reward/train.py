@@ -27,6 +27,7 @@ from pipeline.stage import (
     adopt_special_ids,
     arrange,
     base_source,
+    check_data_to_come,
     check_vocabulary,
     optimizer_config,
     require_context,
@@ -54,6 +55,7 @@ def run(config: RunConfig, folder: Path) -> None:
     adopt_special_ids(source, tokenizer)
     require_context(config, "reward", source)
     records = stage_records(config, "reward")
+    check_data_to_come(config, "reward")
     say_undecided(records.train)
     train, notes = encode_preferences(tokenizer, records.train, max_length=section.max_length)
     say_cut("reward", notes, len(records.train), "reward.max_length")

@@ -118,6 +118,14 @@ class Ppo:
         drawn = zip(asked, generations, strict=True)
         return [(self.tokenizer.decode(answer.token_ids), self.rows[place]) for place, answer in drawn]
 
+    def keep(self, step: int, rollout: Rollout, targets: Targets) -> None:
+        """Write some of the answers down, with what they earned."""
+        ppo = self.section
+        keep_answers(
+            self.folder, step, rollout, targets, self.tokenizer.hf.decode, answers=ppo.keep_answers,
+            tokens=ppo.keep_tokens,
+        )  # fmt: skip
+
     def learn(self, step: int, rollout: Rollout, targets: Targets) -> dict[str, float]:
         """Several passes over the rollout; the first minibatch's ratio must be 1."""
         ppo, learned = self.section, Learned()
@@ -219,10 +227,7 @@ def run(config: RunConfig, folder: Path) -> None:
         for step in stage.steps_left():
             rollout = ppo.rollout(step, stage)
             targets = targets_of(rollout, ppo.section, kl_coef=ppo.kl.coef)
-            keep_answers(
-                folder, step, rollout, targets, lambda ids: str(ppo.tokenizer.hf.decode(ids)),
-                answers=ppo.section.keep_answers, tokens=ppo.section.keep_tokens,
-            )  # fmt: skip
+            ppo.keep(step, rollout, targets)
             with stage.clock.phase("train"):
                 learned = ppo.learn(step, rollout, targets)
             losses = learned.get("policy_loss", 0.0) + learned.get("value_loss", 0.0)

@@ -184,6 +184,7 @@ class SlotDecoder:
         sharers = dist.world().size // self.ranks if self.device.type == "cpu" else 1
         return free_bytes(self.device) // (2 * sharers)
 
+
 def free_bytes(device: torch.device) -> int:
     """Memory that can still be taken on a device, what torch's allocator keeps for later included."""
     if device.type == "cuda":

@@ -23,19 +23,19 @@ class Answering:
     """A prompt that is being answered. `cached` of its tokens are in the slot; `drawn` tokens stand of the answer.
 
     Equal prompts have the same number `same_prompt`. `followers` wait for this one to run the prompt for them all.
-    Where prompts have slots of their own (`on_device/sharing.py`), `home` is this one's, and `shared` how many of the
-    cached tokens are there.
+    `home` is the slot that has the prompt: the sequence's, or where prompts have slots of their own
+    (`on_device/sharing.py`) one of those; `shared` is how many of the cached tokens are there then.
     """
 
     request: int
     prompt: Sequence[int]
     slot: int
     same_prompt: int
+    home: int
     cached: int = 0
     drawn: int = 0
     last: int = 0  # the token drawn last, which the next forward takes
     followers: list["Answering"] = field(default_factory=list)
-    home: int = 0
     shared: int = 0
 
 
@@ -69,23 +69,48 @@ class Scheduler:
         put_off: list[int] = []
         while self._waiting and self._free and room > 0:
             request = self._waiting.pop()
-            prompt, same = self.prompts[request], self._same[request]
-            leader = next((s for s in self.filling if s.same_prompt == same), None)
-            if leader is not None:
-                leader.followers.append(Answering(request, prompt, heapq.heappop(self._free), same))
+            prompt = self.prompts[request]
+            if self._joins(request):
                 continue
+            if not self._has_room_for_prompt():
+                self._waiting.append(request)
+                break
             source, tokens = self._best_source(prompt)
             if self._comes_soon(prompt, tokens):
                 put_off.append(request)
                 continue
-            slot = heapq.heappop(self._free)
-            if tokens and source != slot:
-                copies.append((source, slot, tokens))
-            self._resident[slot] = (prompt, tokens)
-            self.filling.append(Answering(request, prompt, slot, same, cached=tokens))
+            sequence = self._take(request)
+            sequence.cached, sequence.home = tokens, self._home_for(sequence)
+            if tokens and source != sequence.home:
+                copies.append((source, sequence.home, tokens))
+            self._resident[sequence.home] = (prompt, tokens)
+            self.filling.append(sequence)
             room -= len(prompt) - tokens
         self._waiting.extend(reversed(put_off))
         return copies
+
+    def _take(self, request: int) -> Answering:
+        """The sequence of a request, in a free slot."""
+        slot = heapq.heappop(self._free)
+        return Answering(request, self.prompts[request], slot, self._same[request], home=slot)
+
+    def _joins(self, request: int) -> bool:
+        """Let a request follow the one that runs its prompt, if one does."""
+        leader = self._leader_of(self._same[request])
+        if leader is not None:
+            leader.followers.append(self._take(request))
+        return leader is not None
+
+    def _leader_of(self, same: int) -> Answering | None:
+        return next((s for s in self.filling if s.same_prompt == same), None)
+
+    def _has_room_for_prompt(self) -> bool:
+        """Whether there is a slot to run a prompt in, beside the sequence's."""
+        return True
+
+    def _home_for(self, sequence: Answering) -> int:
+        """The slot that its prompt is to be cached in."""
+        return sequence.slot
 
     def _room(self) -> int:
         """Tokens of prompts that the next forward has room for."""
@@ -113,7 +138,7 @@ class Scheduler:
         for sequence in self.filling:
             tokens = min(room, len(sequence.prompt) - sequence.cached)
             if tokens > 0:
-                chunks.append(Chunk(column, column + tokens, sequence.slot, sequence.cached))
+                chunks.append(Chunk(column, column + tokens, sequence.home, sequence.cached))
                 members.append(sequence)
                 column, room = column + tokens, room - tokens
         return chunks, members

@@ -69,11 +69,9 @@ def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False)
     return _Loading(data, stage, rows).records(seed)
 
 
-def check_stages(data: "DataConfig", stages: Sequence[str], seed: int) -> None:
-    """Raises UserError where a stage would refuse its data. Reads it all, but what zerochat makes itself."""
-    for stage in stages:
-        if not any(source.builtin for source in configured_sources(data) if stage in source.stages):
-            load_stage(data, stage, seed)
+def made_here(data: "DataConfig", stage: str) -> bool:
+    """Whether zerochat makes what a stage trains on itself, or some of it, so that there is something."""
+    return any(source.builtin for source in configured_sources(data) if stage in source.stages)
 
 
 class _Loading:

@@ -81,7 +81,9 @@ def test_what_a_stage_will_do_is_said(capsys: pytest.CaptureFixture[str]) -> Non
     assert said.out.endswith("ppo: 20 rollouts of 64 prompts, 1 passes over 1280\n") and said.err == ""
 
 
-def test_data_that_a_later_stage_would_refuse_is_refused_by_the_first(tmp_path: Path) -> None:
+def test_data_that_a_later_stage_would_refuse_is_refused_by_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Another file's ties, of which SFT reads nothing."""
     chats, pairs = tmp_path / "chats.jsonl", tmp_path / "pairs.jsonl"
     chats.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -90,9 +92,14 @@ def test_data_that_a_later_stage_would_refuse_is_refused_by_the_first(tmp_path: 
     data = DataConfig.model_validate({"name": "x", "sources": sources})
     config = tiny_config().model_copy(update={"data": data})
     with pytest.raises(UserError, match="9 of 9 rows can't be used for reward: 9 x chosen equals rejected"):
-        stage.stage_records(config, "sft")
-    assert stage.stage_records(config.model_copy(update={"stage": "sft"}), "sft").train
-    assert stage.stage_records(config.model_copy(update={"reward_path": "elsewhere"}), "sft").train
+        stage.check_data_to_come(config, "sft")
+    assert capsys.readouterr().out.startswith("sft: reading the data of reward and ppo too")
+    for nothing_bad_to_come in ({"stage": "sft"}, {"data": tiny_config().data}):
+        stage.check_data_to_come(config.model_copy(update=nothing_bad_to_come), "sft")
+    stage.check_data_to_come(config, "ppo")  # the reward stage is behind it
+    assert capsys.readouterr().out == ""
+    stage.check_data_to_come(config.model_copy(update={"reward_path": "elsewhere"}), "sft")
+    assert capsys.readouterr().out.startswith("sft: reading the data of ppo too")
 
 
 def test_lengths_that_a_later_stage_has_no_positions_for_are_told_by_the_first() -> None:

@@ -201,7 +201,8 @@ def test_every_rank_reads_its_data_while_the_first_one_would_make_the_tokenizer(
         raise InterruptedError
 
     monkeypatch.setattr(train, "stage_records", read)
+    monkeypatch.setattr(train, "check_data_to_come", lambda *_: calls.append("check what is to come"))
     monkeypatch.setattr(train, "run_tokenizer", wait)
     with pytest.raises(InterruptedError):
         train.run(tiny_config(), tmp_path / "sft")
-    assert calls == ["read", "wait, with ['a record']"]
+    assert calls == ["read", "check what is to come", "wait, with ['a record']"]

@@ -5,12 +5,10 @@ prompt's last token, whose key and value then stand in the sample's own slot, an
 prompt's slot falls free with its last reader, and serves those that come later until another prompt needs it.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from engine.rollout.cache.groups import Chunk
 from engine.rollout.scheduler import Answering, Copy, Scheduler
 
 
@@ -35,54 +33,37 @@ class SharingScheduler(Scheduler):
 
     def admit(self) -> list[Copy]:
         """As `Scheduler.admit`; sequences whose prompt is cached already decode from now on, with no token drawn."""
-        copies: list[Copy] = []
-        room = self._room()
-        put_off: list[int] = []
-        while self._waiting and self._free and room > 0:
-            request = self._waiting.pop()
-            prompt, same = self.prompts[request], self._same[request]
-            if same in self._home_of:
-                self._join(Answering(request, prompt, heapq.heappop(self._free), same, home=self._home_of[same]))
-                continue
-            if not self._free_homes:
-                self._waiting.append(request)
-                break
-            source, tokens = self._best_source(prompt)
-            if self._comes_soon(prompt, tokens):
-                put_off.append(request)
-                continue
-            home = self._take_home(same)
-            if tokens and source != home:
-                copies.append((source, home, tokens))
-            self._resident[home] = (prompt, tokens)
-            self.filling.append(Answering(request, prompt, heapq.heappop(self._free), same, cached=tokens, home=home))
-            self._readers[home] += 1
-            room -= len(prompt) - tokens
-        self._waiting.extend(reversed(put_off))
+        copies = super().admit()
         self._sort()
         return copies
 
-    def _join(self, sequence: Answering) -> None:
-        """Let a sequence read a prompt that is cached, or is being cached."""
-        self._readers[sequence.home] += 1
-        self._free_homes.discard(sequence.home)
-        leader = next((s for s in self.filling if s.same_prompt == sequence.same_prompt), None)
+    def _joins(self, request: int) -> bool:
+        """Let a request read a prompt that is cached, or is being cached, if it is."""
+        home = self._home_of.get(self._same[request])
+        if home is None:
+            return False
+        sequence = self._take(request)
+        sequence.home = home
+        self._readers[home] += 1
+        self._free_homes.discard(home)
+        leader = self._leader_of(sequence.same_prompt)
         if leader is not None:
             leader.followers.append(sequence)
-            return
-        sequence.cached = sequence.shared = len(sequence.prompt) - 1
-        self.decoding.append(sequence)
+        else:
+            sequence.cached = sequence.shared = len(sequence.prompt) - 1
+            self.decoding.append(sequence)
+        return True
 
-    def _take_home(self, same: int) -> int:
+    def _has_room_for_prompt(self) -> bool:
+        return bool(self._free_homes)
+
+    def _home_for(self, sequence: Answering) -> int:
         home = min(self._free_homes)
         self._free_homes.remove(home)
         self._home_of.pop(self._prompt_at.get(home, -1), None)
-        self._home_of[same], self._prompt_at[home] = home, same
+        self._home_of[sequence.same_prompt], self._prompt_at[home] = home, sequence.same_prompt
+        self._readers[home] += 1
         return home
-
-    def chunks(self) -> tuple[list[Chunk], list[Answering]]:
-        chunks, members = super().chunks()
-        return [replace(c, slot=member.home) for c, member in zip(chunks, members, strict=True)], members
 
     def _hand_on(self, leader: Answering) -> Iterator[Copy]:
         for sequence in [leader, *leader.followers]:

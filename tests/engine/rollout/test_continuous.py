@@ -106,7 +106,7 @@ def test_samples_share_the_prompt(
 
 def test_a_family_is_worth_its_cost() -> None:
     def answering(same_prompt: int, slot: int, prompt: int) -> Answering:
-        return Answering(0, [0] * prompt, slot, same_prompt, cached=prompt + 2)
+        return Answering(0, [0] * prompt, slot, same_prompt, home=slot, cached=prompt + 2)
 
     rows = [answering(0, 0, 400), *(answering(1, slot, 400) for slot in (1, 2, 4)), answering(2, 3, 5)]
     rows += [answering(2, 5, 5)]
