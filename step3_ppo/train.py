@@ -122,8 +122,8 @@ class Ppo:
         """Write some of the answers down, with what they earned."""
         ppo = self.section
         keep_answers(
-            self.folder, step, rollout, targets, self.tokenizer.hf.decode, answers=ppo.keep_answers,
-            tokens=ppo.keep_tokens,
+            self.folder, step, rollout, targets, lambda ids: str(self.tokenizer.hf.decode(ids)),
+            answers=ppo.keep_answers, tokens=ppo.keep_tokens,
         )  # fmt: skip
 
     def learn(self, step: int, rollout: Rollout, targets: Targets) -> dict[str, float]:
