@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,8 +21,9 @@ from engine.average import Average
 from engine.checkpoint import Checkpointer
 from engine.compression.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
-from engine.figures import numbers, on_host
-from engine.healing import Healer, Pass, Portion
+from engine.course import Course, InTurn, Learned, ThroughPipeline
+from engine.figures import numbers
+from engine.healing import Healer, Portion
 from engine.large_pages import ask_for_large_pages
 from engine.ledger import Ledger
 from engine.ledger.beside import average_bytes, generator_bytes, optimizer_bytes
@@ -31,14 +31,13 @@ from engine.loading import copy_local
 from engine.merging import whole_parameters
 from engine.offload import OffloadedOptimizer, full_precision
 from engine.parallel import dist, dtensors, pipeline, traffic, zero
-from engine.pipelined import Pipelined
 from engine.rollout.decoder import Rollouts
 from engine.rollout.twin.assembled import Assembled
 from engine.rollout.twin.flip import Flip
 
 Batch = TypeVar("Batch")
 Score = TypeVar("Score")
-LossFn = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, float | Tensor]]]
+LossFn = Callable[[nn.Module, Batch], Learned]
 
 
 @dataclass(frozen=True)
@@ -102,24 +101,19 @@ class Engine:
             self._flip = Flip(blueprint, source, dtype, config.tensor_plan)
         elsewhere = layout.rests(config, optimizer)
         self.ledger = Ledger(self.module, self._beside, elsewhere, watches=not config.compile_blocks)
-        self._pipelined = self._pieces()
-        self.healer = Healer(self.module, self._discard, self._pipelined)
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
+        self._course = self._course_of()
         self.optimizer = self._build(optimizer) if optimizer is not None else None
         self.average = Average(self.module, self.optimizer)
         self._fill(fill)
         if self.optimizer is None:
             self.module.eval().requires_grad_(False)
 
-    def _pieces(self) -> Pipelined | None:
-        """What runs the passes where the module is a piece of a pipeline."""
-        piece, config = pipeline.piece_of(self.module), self.config
+    def _course_of(self) -> Course:
+        piece = pipeline.piece_of(self.module)
         if piece is None:
-            return None
-        dtype = precision.TORCH_DTYPE[config.dtype]
-        kind, stage = config.pipeline_schedule, config.zero_stage
-        made = pipeline.Pipeline(self.module, piece, kind=kind, zero_stage=stage, dtype=dtype)
-        return Pipelined(made, self.ledger)
+            return InTurn(self.module, self.ledger, self._discard, self.begin, self.backward)
+        return ThroughPipeline(self.module, piece, self.config, self.ledger, self._discard, self.scaler)
 
     def _build(self, config: OptimizerConfig) -> torch.optim.Optimizer | OffloadedOptimizer:
         if layout.offloads(self.config, config):
@@ -158,6 +152,11 @@ class Engine:
         """Where inputs belong."""
         return dist.world().device
 
+    @property
+    def healer(self) -> Healer:
+        """What halves micro-batches that don't fit: the size that does, and how often it had to."""
+        return self._course.healer
+
     def backward(self, loss: Tensor, *, count: float | None = None, last: bool | None = None) -> None:
         """Add the gradient of a micro-batch's loss.
 
@@ -172,7 +171,7 @@ class Engine:
                 '"optimizer" in a DeepSpeed configuration'
             )
         self._check_arrangement()
-        if self._pipelined is not None:
+        if self.config.pipeline_parallel > 1:
             raise ValueError("pipeline_parallel takes all micro-batches of a step at once: call update")
         if last is None:
             last = count is not None or self._micro_batches + 1 >= self.config.gradient_accumulation
@@ -248,7 +247,7 @@ class Engine:
         self.about_to_change()  # 1-bit Adam takes them into its momenta when it is asked for their norm
         if isinstance(self.optimizer, OffloadedOptimizer | OneBitAdam):
             return self.optimizer
-        return optim.Gradients(self.module, self._pipelined.pipeline.squared_norm if self._pipelined else None)
+        return self._course.gradients()
 
     def _set_rates(self, optimizer: torch.optim.Optimizer | OffloadedOptimizer) -> float:
         """Give the optimizer the coming step's learning rate (and betas, where those are scheduled)."""
@@ -276,19 +275,17 @@ class Engine:
         while the parameters are still those that made them; what it raises stops the update. Micro-batches that are
         a `Portion` (engine/healing) are halved where memory runs out, and the passes of this step done again.
         """
+        self._check_arrangement()
         self.ledger.begin()
         before = traffic.sent()
-        passes = self._passes(micro_batches, loss_fn, count)
         sums: dict[str, float | Tensor] = {}
         total: float | Tensor = 0.0
-        for loss_sum, metrics in passes:
+        for loss_sum, metrics in self._course.learn(micro_batches, loss_fn, count):
             total = total + loss_sum
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
         *read, loss, squared_norm = numbers([*sums.values(), total, self._gradients().squared_norm()])
-        local = dict(zip(sums, read, strict=True)) | {"loss": loss}
-        if self._pipelined is not None:
-            local = self._pipelined.pipeline.from_last(local)
+        local = self._course.told(dict(zip(sums, read, strict=True)) | {"loss": loss})
         everywhere = dist.sum_over_ranks(local)
         loss = everywhere.pop("loss") / count
         if before_step is not None:
@@ -296,42 +293,12 @@ class Engine:
         done = self._step(squared_norm)
         return Update(loss, everywhere, done.grad_norm, done.lr, done.skipped, traffic.sent() - before)
 
-    def _passes(
-        self, micro_batches: Sequence[Any], loss_fn: "LossFn[Any]", count: float
-    ) -> list[tuple[Tensor, dict[str, float | Tensor]]]:
-        """Forward and backward of all micro-batches: the loss and the metrics of each."""
-        if self._pipelined is None:
-            learned = self.healer.run("train", micro_batches, partial(self._learn, loss_fn, count))
-            return [done for pieces in learned for done in pieces]
-        self._check_arrangement()
-        work = self._pipelined.learning(loss_fn, self.scaler.scale * dist.world().data_size / count)
-        found: list[list[Any]] = self.healer.run("train", self._pipelined.enough(micro_batches), work)
-        self._pipelined.pipeline.add_up()
-        self.ledger.after_backward()
-        return [done for pieces in found for done in pieces if done is not None]
-
-    def _learn(
-        self, loss_fn: "LossFn[Any]", count: float, micro_batch: Any, which: Pass
-    ) -> tuple[Tensor, dict[str, float | Tensor]]:
-        """Forward and backward of one micro-batch: its loss and metrics."""
-        self.begin(last=which.last)
-        with self.ledger.forward(first=which.first):
-            loss_sum, metrics = loss_fn(self.module, micro_batch)
-        self.backward(loss_sum, count=count, last=which.last)
-        self.ledger.after_backward()
-        kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        return loss_sum.detach(), kept
-
     def rehearse(self, micro_batch: Any, loss_fn: "LossFn[Any]") -> None:
         """Forward and backward of the largest micro-batch to come, of which nothing stays but the size that fits.
 
         Every rank calls. A step whose micro-batches are no larger has room then.
         """
-        if self._pipelined is not None:
-            under_way = self._pipelined.enough([micro_batch] * self._pipelined.pipeline.piece.size)
-            self.healer.rehearse(under_way, self._pipelined.learning(loss_fn, 1.0))
-        else:
-            self.healer.rehearse([micro_batch], partial(self._learn, loss_fn, 1.0))
+        self._course.rehearse(micro_batch, loss_fn)
 
     def _discard(self) -> None:
         """Throw away the passes since the last step: their gradients, and parameters that they gathered."""
@@ -348,12 +315,8 @@ class Engine:
         Tensors in results may be left on the device: they come to the host together, at the end. What is given as a
         `Portion` is halved where memory runs out.
         """
-        with self.scoring() as module, self.ledger.scoring():
-            if self._pipelined is not None:
-                scored = self.healer.run("score", micro_batches, self._pipelined.scoring(work))
-                found = self._pipelined.pipeline.from_last(on_host(scored))
-            else:
-                found = on_host(self.healer.run("score", micro_batches, lambda batch, _: work(module, batch)))
+        with self.scoring(), self.ledger.scoring():
+            found = self._course.score(micro_batches, work)
         return [[row for piece in pieces for row in piece] for pieces in found]
 
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
@@ -412,7 +375,7 @@ class Engine:
 
         `mine` are those of this rank's module, alike on the ranks that share it.
         """
-        return iter(mine) if self._pipelined is None else pipeline.everywhere(self._pipelined.pipeline.piece, mine)
+        return self._course.everywhere(mine)
 
     def _beside(self) -> dict[str, int]:
         """Bytes of what is neither parameters nor gradients, by owner."""

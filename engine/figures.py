@@ -1,6 +1,6 @@
 """Numbers that a device computed, read on the host."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -17,6 +17,11 @@ def numbers(values: Sequence[float | Tensor]) -> list[float]:
     tensors = [value.detach().to(dist.world().device, torch.float64) for value in values if isinstance(value, Tensor)]
     read = iter(torch.stack(tensors).tolist() if tensors else [])
     return [next(read) if isinstance(value, Tensor) else float(value) for value in values]
+
+
+def detached(metrics: Mapping[str, float | Tensor]) -> dict[str, float | Tensor]:
+    """Figures that hold nothing of the pass they come from."""
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
 
 
 def on_host(tree: Tree) -> Tree:

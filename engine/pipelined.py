@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from engine.figures import detached
 from engine.healing import Parts, Pass, Portion, Report, report
 from engine.healing.parts import Notes
 from engine.ledger import Ledger
@@ -44,8 +45,7 @@ class Pipelined:
 
         def work(batch: Any, _: Pass) -> tuple[Tensor, Learned]:
             loss_sum, metrics = loss_fn(self.pipeline.module, batch)
-            kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-            return loss_sum * factor, (loss_sum.detach(), kept)
+            return loss_sum * factor, (loss_sum.detach(), detached(metrics))
 
         return work
 
