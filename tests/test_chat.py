@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -84,6 +85,11 @@ def test_what_cannot_be_talked_to_is_told(tmp_path: Path) -> None:
         find(tmp_path / "b")
     with pytest.raises(UserError, match="no finished ppo stage"):
         find_each(empty_run(tmp_path / "c", sft="finished"), "sft,ppo")
+    with pytest.raises(UserError, match="--compare base: neither a stage that answers"):
+        find_each(tmp_path / "c", "base,sft")
+    os.utime(tmp_path / "a", (0, 0))
+    with pytest.raises(UserError, match=f"the newest run in it is {tmp_path / 'c'}$"):
+        find(tmp_path)
 
 
 def test_comparing_takes_stages_and_folders(tmp_path: Path) -> None:
@@ -329,7 +335,7 @@ def test_lines_from_a_pipe_are_turns(
     [
         (["nowhere"], "no such folder"),
         (["{run}/reward"], "reward model"),
-        (["{run}", "--compare", "sft,base"], "base: there is no such folder"),
+        (["{run}", "--compare", "sft,base"], "--compare base: neither a stage that answers"),
         (["{run}", "--temperature", "-1"], "temperature must be"),
         (["{run}", "--prompt", "good morning " * 400], "too long"),
     ],

@@ -33,7 +33,7 @@ def find(path: Path) -> ChatModel:
         raise UserError(
             f"{path} has no finished stage to talk to (ppo or sft); the command that started the run goes on with it"
         )
-    raise UserError(f"{path} is neither a run nor a model folder: it has no config.json and no stages")
+    raise UserError(f"{path} is neither a run nor a model folder: it has no config.json and no stages{_runs_in(path)}")
 
 
 def find_each(path: Path, names: str) -> list[ChatModel]:
@@ -44,8 +44,10 @@ def find_each(path: Path, names: str) -> list[ChatModel]:
             if not _finished(path.expanduser(), name):
                 raise UserError(f"{path} has no finished {name} stage; --compare takes stages of the run, or folders")
             chosen.append(ChatModel(name, path.expanduser() / name / "model"))
-        else:
+        elif Path(name).expanduser().is_dir():
             chosen.append(find(Path(name)))
+        else:
+            raise UserError(f"--compare {name}: neither a stage that answers (sft, ppo) nor a folder")
     if not chosen:
         raise UserError("--compare needs names: sft,ppo, or folders")
     return chosen
@@ -56,6 +58,12 @@ def _finished(run: Path, stage: str) -> bool:
     if (run / "manifest.json").is_file():
         return Manifest.read(run).finished(stage)
     return (run / stage / "model" / "config.json").is_file()
+
+
+def _runs_in(folder: Path) -> str:
+    """The newest run of a folder of runs, as something to write instead."""
+    runs = sorted((path for path in folder.iterdir() if _is_run(path)), key=lambda path: path.stat().st_mtime)
+    return f"; the newest run in it is {runs[-1]}" if runs else ""
 
 
 def _is_run(path: Path) -> bool:

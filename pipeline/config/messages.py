@@ -8,6 +8,21 @@ from pydantic_core import ErrorDetails
 from pipeline.config.overrides import closest
 from pipeline.config.schema import inner_section
 
+ELSEWHERE = {
+    "resume": "the same command again continues",
+    "gpus": "a process a GPU is the default, ranks=N says how many",
+    "output_dir": "run_dir=FOLDER, or name=NAME for runs/NAME",
+    "dtype": "engine.dtype",
+    "bf16": "engine.dtype=bf16",
+    "lora": "sft=lora, reward=lora or ppo=lora",
+    "deepspeed": "engine.deepspeed=FILE",
+    "wandb": "tracking=wandb or tracking=none",
+    "dataset": "data=NAME, or data.path=FILE",
+}
+"""What people write who come from another tool, and what it is here."""
+LIKEWISE = {"learning_rate": "lr", "num_train_epochs": "epochs", "max_steps": "steps"}
+"""Last parts of keys in other tools' words, and in ours."""
+
 
 def messages(problem: ValidationError, root: type[BaseModel]) -> list[str]:
     """One line for each key of `root` that has a mistake."""
@@ -60,16 +75,21 @@ def _about(key: str, root: type[BaseModel]) -> str:
 
 
 def _instead(key: str, root: type[BaseModel]) -> str:
-    """What was probably meant: a like-named key beside it, else one elsewhere, else what there is beside it."""
+    """What was probably meant: a word of other tools, the same key elsewhere, a like-named one beside it, else one
+    elsewhere, else what there is beside it.
+    """
+    if key in ELSEWHERE:
+        return f": {ELSEWHERE[key]}"
     known = describe(root)
     parent, _, leaf = key.rpartition(".")
+    leaf = LIKEWISE.get(leaf, leaf)
     beside = [name.rpartition(".")[2] for name in known if _parent(name) == _of_any(parent)]
+    same = [name for name in known if name.rsplit(".", 1)[-1] == leaf and name.count(".") == 1]
+    if same and leaf not in beside:
+        return f"; did you mean {', '.join(same[:-1]) + ' or ' if same[1:] else ''}{same[-1]}?"
     near = closest(leaf, beside)
     if near:
         return f"; did you mean {parent}{parent and '.'}{near}?"
-    same = [name for name in known if name.rsplit(".", 1)[-1] == leaf and name.count(".") == 1]
-    if same:
-        return f"; did you mean {', '.join(same[:-1]) + ' or ' if same[1:] else ''}{same[-1]}?"
     anywhere = closest(key, [name for name in known if closest(leaf, [name.rpartition(".")[2]])])
     if anywhere:
         return f"; did you mean {anywhere}?"

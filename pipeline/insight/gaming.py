@@ -21,11 +21,14 @@ class Gaming:
     reason: str
 
 
-def gaming(path: Sequence[tuple[float, float, float]], noise: float, rewarder: str = "reward model") -> Gaming:
+def gaming(
+    path: Sequence[tuple[float, float, float]], noise: float, rewarder: str = "reward model", *, helped: bool = False
+) -> Gaming:
     """Read the path (rollout, reward score, gold score) of held-out evaluations.
 
     `noise` is how far a gold mean may move by chance; a fall below the best by less is not called one. `rewarder` is
-    what gives the reward score.
+    what gives the reward score. `helped`: gold rose from SFT to PPO prompt by prompt, which is told more finely than
+    by two means.
     """
     path = [point for point in path if all(math.isfinite(value) for value in point)]
     if len(path) < 3:
@@ -44,7 +47,7 @@ def gaming(path: Sequence[tuple[float, float, float]], noise: float, rewarder: s
         )
     if last_reward <= first_reward:
         return Gaming("open", "No.", "The held-out reward score did not rise, so nothing can have been gamed.")
-    if last_gold - first_gold > noise:
+    if helped or last_gold - first_gold > noise:
         return Gaming(
             "good",
             "No sign of it.",

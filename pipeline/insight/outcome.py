@@ -96,7 +96,9 @@ def gaming_section(run: RunReading) -> Markup | None:
     ]
     if not path and not any(group.points for group in judged):
         return None
-    found = gaming(path, _noise(run), run.rewarder)
+    paired = change(run.samples(), "gold", "sft", "ppo")
+    helped = paired is not None and paired.outcome == "good"
+    found = gaming(path, _noise(run), run.rewarder, helped=helped)
     figures = (
         path_chart("Gold against reward over PPO", path, x_name="reward score", y_name="gold score",
                    note="Up and to the right is honest progress; right and down is gaming.", y_bounds=(0, 1)),

@@ -177,6 +177,8 @@ def test_change_counts_prompts_that_both_models_have() -> None:
 )
 def test_gaming(path: list[tuple[float, float, float]], answer: str) -> None:
     assert gaming(path, noise=0.05).answer == answer
+    if answer == "Possibly.":  # the two means are within noise of one another, but prompt by prompt gold is up
+        assert gaming(path, noise=0.05, helped=True).answer == "No sign of it."
 
 
 def test_rank_correlation_by_hand() -> None:
