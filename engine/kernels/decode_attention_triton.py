@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.decode_attention import Prompts, check
-from engine.kernels.launch import dot_precision, multiprocessors
+from engine.kernels.launch import H200, Card, card, dot_precision, multiprocessors
 
 MOST_SPLITS = 64
 MOST_ROWS, ENOUGH_SEQUENCES = 32, 8  # of a block that reads a prompt: rows of a tile, sequences
@@ -51,7 +51,7 @@ def decode_attention(
         return out
     query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values))
     before, joined = _before(prompts, keys, values), prompts is not None and prompts.firsts is not None
-    options = launch_options(width, of_values, heads // key_heads, keys.dtype, joined=joined)
+    options = launch_options(width, of_values, heads // key_heads, keys.dtype, joined=joined, on=card(query.device))
     processors, keys_a_step = multiprocessors(query.device), options["BT"]
     of_prompts = 0
     if joined:
@@ -83,19 +83,28 @@ def decode_attention(
 
 
 def launch_options(
-    width: int, of_values: int, group: int, dtype: torch.dtype, *, joined: bool = False
+    width: int, of_values: int, group: int, dtype: torch.dtype, *, joined: bool = False, on: Card = H200
 ) -> dict[str, Any]:
-    """Tile sizes: powers of two over the head sizes, 16 at least (tensor cores), and 64 keys a step (fp32: 32).
+    """Tile sizes: powers of two over the head sizes, 16 at least (tensor cores), and 64 keys a step (fp32: 32), fewer
+    where heads are too wide for the card.
 
     Where sequences are `joined` a tile has room for the queries of several.
     """
     rows = max(16, triton.next_power_of_2(group))
     if joined:
         rows = max(rows, min(MOST_ROWS, ENOUGH_SEQUENCES * triton.next_power_of_2(group)))
+    of_query, of_value = (max(16, triton.next_power_of_2(size)) for size in (width, of_values))
+    keys, stages = 32 if dtype == torch.float32 else 64, 3
+
+    def needed() -> int:
+        """Bytes of shared memory: all stages but one of keys and values, and a tile of queries, of products, of p."""
+        return ((stages - 1) * keys * (of_query + of_value) + rows * (of_query + of_value + 2 * keys)) * dtype.itemsize
+
+    while needed() > on.shared and keys > 16:
+        keys, stages = (keys, stages - 1) if stages > 2 else (keys // 2, stages)
     return {
-        "SEQUENCES": rows // group if joined else 1, "BG": rows, "BD": max(16, triton.next_power_of_2(width)),
-        "BV": max(16, triton.next_power_of_2(of_values)), "BT": 32 if dtype == torch.float32 else 64,
-        "num_warps": 4, "num_stages": 3,
+        "SEQUENCES": rows // group if joined else 1, "BG": rows, "BD": of_query, "BV": of_value, "BT": keys,
+        "num_warps": 4, "num_stages": stages,
     }  # fmt: skip
 
 

@@ -1,8 +1,32 @@
 """What the hosts of the Triton kernels ask of a device."""
 
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class Card:
+    """What tiles are chosen by: the compute capability (86 is 8.6), and bytes of shared memory a program may have."""
+
+    capability: int
+    shared: int
+
+
+H200 = Card(90, 227 * 1024)
+
+
+def card(device: torch.device) -> Card:
+    """The device's; an H200's on a CPU, for Triton's interpreter."""
+    return _card(device.index or 0) if device.type == "cuda" else H200
+
+
+@cache
+def _card(index: int) -> Card:
+    about: Any = torch.cuda.get_device_properties(index)  # PyTorch's own stub leaves some of it out
+    return Card(about.major * 10 + about.minor, about.shared_memory_per_block_optin)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Compile every kernel to machine code for three generations of GPUs, without a GPU, and tabulate what each takes.
+"""Compile every kernel to machine code for several generations of GPUs, without a GPU, and tabulate what each takes.
 
     python -m engine.kernels.table            writes the table into docs/kernels.md
     python -m engine.kernels.table --check    fails where a kernel does not compile, or takes other than the page says
@@ -21,13 +21,15 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.variants import Variant, variants
+from engine.kernels.launch import H200, Card
+from engine.kernels.variants import Variant, products, variants
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 BEGIN, END = "<!-- compiled kernels: written by engine.kernels.table -->", "<!-- end of compiled kernels -->"
-# Shared memory a program may have, bytes (CUDA C++ programming guide, compute capabilities). 100: as 90.
-MOST_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # a multiprocessor of any of the three
+# Shared memory a program may have, bytes: CUDA C++ programming guide, compute capabilities.
+TABULATED = [Card(80, 163 * 1024), Card(90, 227 * 1024), Card(100, 227 * 1024)]
+SMALL = [Card(86, 99 * 1024), Card(120, 99 * 1024)]  # 8.9 is to these kernels what 8.6 is
+REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # a multiprocessor of any that is tabulated
 UNITS = {"tcgen05.mma": "tcgen05", "wgmma.mma_async": "wgmma", "mma.sync": "mma"}
 
 
@@ -41,25 +43,26 @@ class Compiled:
     warps: int
     tensor_cores: str
 
-    def programs(self, capability: int) -> int:
+    def programs(self, on: Card) -> int:
         """How many run at once on a multiprocessor."""
         registers = -(-self.registers // 8) * 8 * 32 * self.warps
-        by_shared = (MOST_SHARED[capability] + 1024) // (self.shared + 1024)
+        by_shared = (on.shared + 1024) // (self.shared + 1024)
         return min(REGISTERS // registers, by_shared, THREADS // (32 * self.warps), PROGRAMS)
 
 
-def compiled(variant: Variant, capability: int) -> Compiled:
-    """Compile for `capability`. Raises Triton's error, or RuntimeError where it asks for more than a GPU has."""
+def compiled(variant: Variant, on: Card) -> Compiled:
+    """Compile for such a card. Raises Triton's error, or RuntimeError where it asks for more than a GPU has."""
     source = ASTSource(variant.kernel, variant.signature(), variant.constants, variant.attributes())
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=variant.options)
+    kernel = triton.compile(source, target=GPUTarget("cuda", on.capability, 32), options=variant.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     unit = next((name for instruction, name in UNITS.items() if instruction in kernel.asm["ptx"]), "")
-    if kernel.metadata.shared > MOST_SHARED[capability]:
-        raise RuntimeError(f"{variant.name} takes {kernel.metadata.shared} bytes of shared memory on sm_{capability}")
+    if kernel.metadata.shared > on.shared:
+        taken = f"{kernel.metadata.shared} of {on.shared} bytes of shared memory"
+        raise RuntimeError(f"{variant.name} takes {taken} on sm_{on.capability}")
     stack = _number("STACK", usage) + _number("LOCAL", usage)
     return Compiled(_number("REG", usage), stack, kernel.metadata.shared, kernel.metadata.num_warps, unit)
 
@@ -72,22 +75,22 @@ def table() -> str:
 def _lines() -> Iterator[str]:
     yield f"Compiled by Triton {triton.__version__}; not yet measured on a GPU."
     yield ""
-    yield "| kernel | warps | " + " | ".join(f"sm_{capability}" for capability in MOST_SHARED) + " |"
-    yield "| --- | --- |" + " --- |" * len(MOST_SHARED)
-    rows = [variants(capability) for capability in MOST_SHARED]
+    yield "| kernel | warps | " + " | ".join(f"sm_{on.capability}" for on in TABULATED) + " |"
+    yield "| --- | --- |" + " --- |" * len(TABULATED)
+    rows = [variants(on) for on in TABULATED]
     for same in zip(*rows, strict=True):
         cells = []
         warps = []
-        for capability, variant in zip(MOST_SHARED, same, strict=True):
-            kernel = compiled(variant, capability)
+        for on, variant in zip(TABULATED, same, strict=True):
+            kernel = compiled(variant, on)
             warps.append(str(kernel.warps))
-            cells.append(_cell(kernel, capability))
+            cells.append(_cell(kernel, on))
         yield f"| {same[-1].name} | {warps[-1]} | {' | '.join(cells)} |"
 
 
-def _cell(kernel: Compiled, capability: int) -> str:
+def _cell(kernel: Compiled, on: Card) -> str:
     shared = f"{kernel.shared / 1024:.0f} KB" if kernel.shared else "0"
-    cell = f"{kernel.registers}, {kernel.stack}, {shared}, {kernel.programs(capability)}"
+    cell = f"{kernel.registers}, {kernel.stack}, {shared}, {kernel.programs(on)}"
     return f"{cell} ({kernel.tensor_cores})" if kernel.tensor_cores else cell
 
 
@@ -108,8 +111,11 @@ def main() -> int:
     if not check:
         PAGE.write_text(new, encoding="utf-8")
         return 0
-    for variant in variants(90):
-        compiled(variant.of_ones(), 90)
+    for variant in variants(H200):
+        compiled(variant.of_ones(), H200)
+    for on in SMALL:
+        for variant in products(on):
+            compiled(variant, on)
     if f"Triton {triton.__version__};" not in text:
         print(f"{PAGE} tells of another Triton; with {triton.__version__} all kernels compile and fit")
     elif new != text:

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.kernels.launch import dot_precision, multiprocessors
+from engine.kernels.launch import Card, card, dot_precision, multiprocessors
 from engine.kernels.products import product
 from engine.kernels.token_logprobs import Head, check, wanted
 
@@ -53,18 +53,20 @@ class Tiles:
     stages: int
 
 
-def tiles_for(tokens: int, dtype: torch.dtype, capability: int, softcap: float | None = None) -> Tiles:
-    """Tiles for so many tokens on a GPU of this compute capability (80, 90, 100).
+def tiles_for(tokens: int, dtype: torch.dtype, on: Card, softcap: float | None = None) -> Tiles:
+    """Tiles for so many tokens on such a GPU.
 
-    The soft cap's slope takes registers, which a tile of 256 columns has none left of: it would spill.
+    Cards for desks and graphics (8.6, 8.9, 12.0) have 99 KB of shared memory where others have 163 or 227. The soft
+    cap's slope takes registers, which a tile of 256 columns has none left of: it would spill.
     """
     if dtype == torch.float32:
         return Tiles(16, 64, 32, 4, 3) if tokens <= 16 else Tiles(64, 64, 32, 4, 3)
-    if tokens <= 16:
-        return Tiles(16, 128, 128, 4, 4)  # the weight's bandwidth is all: many bytes in flight
+    if tokens <= 16:  # the weight's bandwidth is all: many bytes in flight, 36 KB a stage
+        return Tiles(16, 128, 128, 4, 4 if on.shared > 120 * 1024 else 3)
     if tokens <= 64:
         return Tiles(64, 128, 64, 4, 4)
-    return Tiles(128, 256, 64, 8, 3) if capability >= 90 and softcap is None else Tiles(128, 128, 64, 8, 3)
+    wide = on.capability >= 90 and on.shared > 160 * 1024 and softcap is None
+    return Tiles(128, 256, 64, 8, 3) if wide else Tiles(128, 128, 64, 8, 3)
 
 
 def token_logprobs(
@@ -245,8 +247,7 @@ class _Head:
 
 
 def _tiled(head: Head, hidden: Tensor) -> _Head:
-    capability = torch.cuda.get_device_capability(hidden.device)[0] * 10 if hidden.is_cuda else 90
-    tiles = tiles_for(hidden.shape[0], hidden.dtype, capability, head.softcap)
+    tiles = tiles_for(hidden.shape[0], hidden.dtype, card(hidden.device), head.softcap)
     return _Head(1.0 / head.temperature, head.softcap, tiles)
 
 

@@ -1,6 +1,6 @@
 """The kernels as they are launched, for compiling them ahead of time: argument types, constants, options."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from engine.kernels import token_logprobs_triton as logprobs
 from engine.kernels import write_tokens_triton as writing
 from engine.kernels.host.gates import Kind as Activation
 from engine.kernels.host.norms import Kind
+from engine.kernels.launch import Card
 
 TRITON_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 ALIGNED = ("width", "of_values", "vocabulary", "length")  # and every stride: multiples of 16 in real models
@@ -46,10 +47,14 @@ class Variant:
         return replace(self, constants={**self.constants, **ones})
 
 
-def variants(capability: int) -> list[Variant]:
-    """All that is compiled for GPUs of this compute capability (80, 90, 100)."""
-    makers: list[Callable[[int], Iterator[Variant]]] = [_token_logprobs, _decode_attention, _rows, _sample, _gae]
-    return [variant for maker in makers for variant in maker(capability)]
+def variants(on: Card) -> list[Variant]:
+    """All that is compiled for such a GPU."""
+    return [*products(on), *_rows(), *_sample(), *_gae()]
+
+
+def products(on: Card) -> list[Variant]:
+    """Those with products of tiles, which are what takes shared memory."""
+    return [*_token_logprobs(on), *_decode_attention(on)]
 
 
 def _variant(name: str, kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Variant:
@@ -62,7 +67,7 @@ def _pointers(of: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, f"*{of}")
 
 
-def _token_logprobs(capability: int) -> Iterator[Variant]:
+def _token_logprobs(on: Card) -> Iterator[Variant]:
     floats = [
         "highest",
         "totals",
@@ -82,7 +87,7 @@ def _token_logprobs(capability: int) -> Iterator[Variant]:
             "inverse_temperature": "fp32", "softcap": "fp32",
         }  # fmt: skip
         softcap = 30.0 if whole else None
-        head = logprobs._Head(1.0, softcap, logprobs.tiles_for(tokens, dtype, capability, softcap))
+        head = logprobs._Head(1.0, softcap, logprobs.tiles_for(tokens, dtype, on, softcap))
         options = head.options(1024, torch.empty(0) if whole else None, dtype)
         if not whole:
             options["bias"] = None
@@ -93,11 +98,12 @@ def _token_logprobs(capability: int) -> Iterator[Variant]:
     yield _variant("token_logprobs join", logprobs.join_kernel, _pointers("fp32", *floats), {"BM": 64, "num_warps": 2})
 
 
-def _decode_attention(capability: int) -> Iterator[Variant]:
+def _decode_attention(on: Card) -> Iterator[Variant]:
     bf16, fp32 = torch.bfloat16, torch.float32
     cases = (
         (64, 1, bf16, False, False, ""), (64, 1, bf16, False, True, ""), (128, 8, bf16, True, False, ""),
-        (64, 1, fp32, False, False, ""), (64, 1, bf16, False, True, "prompts apart"),
+        (64, 1, fp32, False, False, ""), (256, 2, bf16, False, False, ""), (256, 2, fp32, False, False, ""),
+        (512, 8, bf16, False, False, ""), (64, 1, bf16, False, True, "prompts apart"),
         (64, 1, bf16, False, False, "prompts read once"), (128, 4, bf16, False, False, "prompts read once"),
         (128, 8, bf16, True, False, "prompts read once"),
     )  # fmt: skip
@@ -112,7 +118,7 @@ def _decode_attention(capability: int) -> Iterator[Variant]:
         absent = ["alibi"] * (not extras) + ["highest", "totals"] * whole + ["firsts"] * (not joined)
         absent += ["prompt_slots", "prompt_lengths"] * (not prompts)
         constants = {
-            **attention.launch_options(width, width, group, dtype, joined=joined), "GROUP": group,
+            **attention.launch_options(width, width, group, dtype, joined=joined, on=on), "GROUP": group,
             "HAS_PROMPTS": bool(prompts), "JOINED": joined, "HAS_WINDOW": extras, "HAS_ALIBI": extras,
             "HAS_SOFTCAP": extras, "WHOLE": whole, "PRECISION": "ieee", **dict.fromkeys(absent),
         }  # fmt: skip
@@ -131,7 +137,7 @@ def _decode_attention(capability: int) -> Iterator[Variant]:
     yield _variant("note_rows", books.note_kernel, types, constants)
 
 
-def _rows(capability: int) -> Iterator[Variant]:
+def _rows() -> Iterator[Variant]:
     types = {**_pointers("bf16", "x", "y", "z", "total", "weight", "bias", "out", "cosines", "sines"), "eps": "fp32"}
     for size, parts, kind in ((2048, 2, Kind.LAYER), (4096, 2, Kind.RMS)):
         constants = rows_triton.norm_options(size, parts, kind) | {"z": None}
@@ -148,7 +154,7 @@ def _rows(capability: int) -> Iterator[Variant]:
         yield _variant(f"gate by {activation.name.lower()}", rows_triton.gate_kernel, types, constants)
 
 
-def _sample(capability: int) -> Iterator[Variant]:
+def _sample() -> Iterator[Variant]:
     types = {
         **_pointers("fp32", "logits", "highest", "totals", "logprobs", "groups"),
         **_pointers("i64", "streams", "positions", "tokens", "candidates"),
@@ -180,7 +186,7 @@ def _sample(capability: int) -> Iterator[Variant]:
     yield _variant("sample draw by search", sample_search_triton.search_kernel, types, constants)
 
 
-def _gae(capability: int) -> Iterator[Variant]:
+def _gae() -> Iterator[Variant]:
     types = {
         **_pointers("fp32", "rewards", "values", "advantages", "returns", "moments", "of_rows"), "mask": "*i1",
         "gamma": "fp32", "decay": "fp32",

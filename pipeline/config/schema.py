@@ -100,7 +100,7 @@ class DataConfig(Section):
 class EngineSettings(Section):
     auto: bool = Field(False, description="before each stage choose what fits and is fastest: zero_stage, both offload tiers, activation_checkpointing and the micro-batch")
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too")
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="compute precision, fp32 masters; auto is bf16 on a GPU and fp32 on a CPU")
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", description="compute precision, fp32 masters; auto is bf16 on a GPU (fp16 where it has no bf16: before compute capability 8.0) and fp32 on a CPU")
     offload_optimizer: Literal["none", "cpu", "nvme"] = Field("none", description="where fp32 masters and moments live and step: device, host memory, files")
     offload_parameters: Literal["none", "cpu", "nvme"] = Field("none", description="where parameter shards live between uses; nvme needs zero_stage=3")
     offload_ratio: float = Field(1.0, ge=0, le=1, description="share of the parameters whose optimizer is offloaded; the rest steps on the device")

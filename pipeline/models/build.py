@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from engine import Engine, EngineConfig, OptimizerConfig
+from engine import Engine, EngineConfig, OptimizerConfig, precision
 from engine.config import LossScale
 from engine.parallel import dist
 from engine.parallel.sequence import check_heads
@@ -66,12 +66,9 @@ class EngineChoice:
     def engine_config(self, source: ModelSource | None = None) -> EngineConfig:
         """What the keys of `engine` say."""
         settings = self.settings
-        dtype = settings.dtype
-        if dtype == "auto":
-            dtype = "bf16" if torch.cuda.is_available() else "fp32"
         return EngineConfig(
             zero_stage=settings.zero_stage,
-            dtype=dtype,
+            dtype=precision.natural() if settings.dtype == "auto" else settings.dtype,
             offload_optimizer=settings.offload_optimizer,
             offload_parameters=settings.offload_parameters,
             offload_ratio=settings.offload_ratio,

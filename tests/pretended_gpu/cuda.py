@@ -333,7 +333,8 @@ def _free(device: Any = None) -> tuple[int, int]:
 
 
 def _install() -> None:
-    about = SimpleNamespace(name="pretended", multi_processor_count=PROCESSORS, total_memory=MEMORY, major=9, minor=0)
+    about = SimpleNamespace(name="pretended", multi_processor_count=PROCESSORS, total_memory=MEMORY, major=9, minor=0,
+                            shared_memory_per_block_optin=227 * 1024)
     limit()
     flash.register()
     idle = ("_lazy_init", "init", "empty_cache", "set_rng_state", "manual_seed", "manual_seed_all")

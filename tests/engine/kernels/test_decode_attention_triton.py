@@ -5,6 +5,7 @@ import torch
 
 from engine.kernels import decode_attention_triton as kernel
 from engine.kernels.decode_attention import decode_attention as plain
+from engine.kernels.launch import Card
 from tests.engine.kernels.oracle import DEVICE, attention_in_float64, ragged_cache, with_prompts
 
 # Of values of about 1; bf16 rounds weights and results, and a GPU's exponential is good to 2^-22.
@@ -29,6 +30,16 @@ def test_splits_do_not_matter(monkeypatch: pytest.MonkeyPatch, splits: int, dtyp
     ours = kernel.decode_attention(**case)
     assert ours.dtype == dtype
     torch.testing.assert_close(ours.double(), attention_in_float64(**case), atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize(("width", "keys_a_step"), [(256, 64), (300, 32)])
+def test_heads_that_are_wide_for_a_small_card(width: int, keys_a_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Card(86, 99 * 1024)
+    assert kernel.launch_options(width, width, 2, torch.bfloat16, on=small)["BT"] == keys_a_step
+    monkeypatch.setattr(kernel, "card", lambda device: small)
+    case = ragged_cache(2, 1, width=width, lengths=[2, 0, 70], capacity=72, dtype=torch.bfloat16)
+    ours = kernel.decode_attention(**case)
+    torch.testing.assert_close(ours.double(), attention_in_float64(**case), atol=TOLERANCE[torch.bfloat16], rtol=0)
 
 
 # Of 13 rows 11 read one prompt, one of them having ended, another to its last token but one; two read others. In tiles

@@ -1,4 +1,4 @@
-"""Every kernel compiles to machine code for three generations of GPUs, fits them, and takes what the page says."""
+"""Every kernel compiles to machine code for several generations of GPUs, fits them, and takes what the page says."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from engine.kernels.launch import H200, Card
 from engine.kernels.table import Compiled
 
 ROOT = Path(__file__).parents[3]
@@ -26,10 +27,10 @@ def test_the_page_tells_of_the_triton_that_is_installed_here() -> None:
 
 
 def test_programs_at_once() -> None:
-    def programs(registers: int, shared: int, warps: int, capability: int = 90) -> int:
-        return Compiled(registers, 0, shared, warps, "").programs(capability)
+    def programs(registers: int, shared: int, warps: int, on: Card = H200) -> int:
+        return Compiled(registers, 0, shared, warps, "").programs(on)
 
     assert programs(128, 0, 4) == 4  # 128 x 128 registers of 65,536
     assert programs(81, 0, 8) == 2  # registers are given out in eights: 88
-    assert programs(32, 100 * 1024, 4) == 2 and programs(32, 100 * 1024, 4, capability=80) == 1
+    assert programs(32, 100 * 1024, 4) == 2 and programs(32, 100 * 1024, 4, on=Card(80, 163 * 1024)) == 1
     assert programs(16, 0, 1) == 32
