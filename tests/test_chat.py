@@ -109,15 +109,22 @@ def test_a_reward_model_and_a_pickle_are_refused(run: Path, tmp_path: Path) -> N
 
 
 def test_a_model_that_does_not_write_is_refused(run: Path, tmp_path: Path) -> None:
-    """An encoder has no head in its files, one with a head for gaps in the text is none that goes on."""
-    from transformers import BertConfig, BertForMaskedLM, BertModel
+    """An encoder has no head in its files, one with a head for gaps in the text is none that goes on, and one that is
+    said to go on looks at what follows.
+    """
+    from transformers import BertConfig, BertForMaskedLM, BertLMHeadModel, BertModel
 
     config = BertConfig(
         vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
     )
-    for kind, told in ((BertModel, "are in no file"), (BertForMaskedLM, "ending in ForCausalLM is needed")):
+    for kind, told in (
+        (BertModel, "are in no file"),
+        (BertForMaskedLM, "ending in ForCausalLM is needed"),
+        (BertLMHeadModel, "can't generate: its logits change with the tokens that follow"),
+    ):
         folder = tmp_path / kind.__name__
         kind(config).save_pretrained(folder)
+        train_tokenizer(TEXTS, 300).save(folder)
         with pytest.raises(UserError, match=told):
             load(ChatModel("x", folder))
 

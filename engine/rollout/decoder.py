@@ -37,6 +37,7 @@ from engine.rollout.sampling import Ending, Sampling
 from engine.rollout.served import positions_of, turns_at
 
 log = logging.getLogger(__name__)
+WAYS = (PaddedDecoding, OwnCacheDecoding, WholeDecoding)  # of decoding in batches, the fastest first
 _told: set[str] = set()
 
 
@@ -232,10 +233,20 @@ class Rollouts:
         return self._slots
 
     def _batch_way(self) -> type[BatchDecoding]:
-        """The fastest way of decoding in batches that gives the model's own numbers, found at first use."""
+        """The fastest way of decoding in batches that gives the model's own numbers, found at first use.
+
+        Raises ValueError where even running whole sequences does not.
+        """
         if self._batches is None:
-            self._batches = next(way for way in (PaddedDecoding, OwnCacheDecoding, WholeDecoding) if self._serves(way))
             name = type(self.module).__name__
+            self._batches = next((way for way in WAYS if self._serves(way)), None)
+            if self._batches is None:
+                attention = self.module.config._attn_implementation  # type: ignore[union-attr]
+                advice = "; with model.attention=eager they may not" if attention != "eager" else ""
+                raise ValueError(
+                    f"{name} can't generate: its logits change with the tokens that follow, as an encoder's do, or "
+                    f"with the sequences beside{advice}"
+                )
             if name not in _told and dist.world().leads:
                 _told.add(name)
                 log.warning("%s generates %s: %s", name, self._batches.manner, self._fallback)
@@ -243,9 +254,7 @@ class Rollouts:
 
     @torch.inference_mode()
     def _serves(self, way: type[BatchDecoding]) -> bool:
-        """Whether a few greedy answers are what the plain forward says; running whole sequences is that forward."""
-        if way is WholeDecoding:
-            return True
+        """Whether a few greedy answers are what the plain forward says."""
         prompts = sorted(fixed_prompts(self.module), key=len, reverse=True)
         try:
             if way is PaddedDecoding and not counts_from_zero(self.module, self.device):
@@ -254,7 +263,7 @@ class Rollouts:
             groups = [[prompt, prompt[::-1]] for prompt in prompts] if way.alike else [prompts]
             return all(self._says_the_same(way, group) for group in groups)
         except Exception as problem:  # whatever a forward that wants something else may say
-            if is_out_of_memory(problem):
+            if is_out_of_memory(problem) or way is WAYS[-1]:
                 raise
             return False
 

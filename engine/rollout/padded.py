@@ -22,6 +22,7 @@ class PaddedDecoding(BatchDecoding):
     def prepare(self) -> None:
         if not {"past_key_values", "attention_mask"} <= self.accepts:
             raise Unserved("it keeps no key-value cache")
+        self.told = "position_ids" in self.accepts
         config: Any = self.module.config
         capacity = self.width + self.sampling.max_new_tokens
         self.cache = kv_cache.allocate(config, len(self.prompt_lengths), capacity)
@@ -36,8 +37,9 @@ class PaddedDecoding(BatchDecoding):
             return self._forward(self.prompt_ids, positions, mask if self.padded else None)
         logits = []
         for rows in _prefill_groups(self.prompt_lengths):
-            first = self.width - self.prompt_lengths[rows.start]  # all before is padding
-            padded = self.prompt_lengths[rows.stop - 1] < self.prompt_lengths[rows.start]
+            # All before is padding; who is told no positions may take them from the cache's length, and so counts it.
+            first = self.width - self.prompt_lengths[rows.start] if self.told else 0
+            padded = self.prompt_lengths[rows.stop - 1] < self.width - first
             self.cache.window(rows, first)
             group = (tensor[rows, first:] for tensor in (self.prompt_ids, positions, mask))
             token_ids, places, visible = group
@@ -54,7 +56,7 @@ class PaddedDecoding(BatchDecoding):
 
         Returns the logits (b, V) of the last one.
         """
-        extra = {"position_ids": positions} if "position_ids" in self.accepts else {}
+        extra = {"position_ids": positions} if self.told else {}
         return self._last(
             input_ids=token_ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, **extra
         )[0]

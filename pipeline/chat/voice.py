@@ -113,4 +113,9 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> Voice:
     module = module.eval().to(device)
     if device.type == "cuda":
         lay_out(module)
-    return Voice(model.name, Rollouts(module, device), tokenizer, positions_of(module))
+    rollouts = Rollouts(module, device)
+    try:
+        rollouts.refresh()  # tries a few tokens
+    except ValueError as error:
+        raise UserError(f"{model.folder}: {error}") from error
+    return Voice(model.name, rollouts, tokenizer, positions_of(module))

@@ -53,10 +53,10 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model_of(family: str) -> nn.Module:
+def model_of(family: str, **changes: Any) -> nn.Module:
     fields = WAYS[family][1] | {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields | changes))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -88,6 +88,23 @@ def test_the_fastest_way_that_is_the_model(family: str, caplog: pytest.LogCaptur
             if sampling is GREEDY:
                 assert answer.token_ids == greedy_by_definition(model, prompt, GREEDY.max_new_tokens)[0]
     assert len({tuple(answer.token_ids) for answer in answers}) > 4
+
+
+def test_who_is_told_no_positions_counts_the_padding() -> None:
+    """Rotary positions from the cache's length: a prompt may lie anywhere in its row, but what follows right behind."""
+    model = build("gpt_neox")
+    forward = model.forward
+
+    def untold(
+        input_ids: Tensor, attention_mask: Any = None, past_key_values: Any = None, use_cache: Any = None
+    ) -> Any:
+        return forward(input_ids, attention_mask, past_key_values=past_key_values, use_cache=use_cache)
+
+    model.forward = untold  # type: ignore[method-assign]
+    rollouts = Rollouts(model, "cpu")
+    assert rollouts.way == "padded"
+    for prompt, answer in zip(PROMPTS, rollouts.generate(PROMPTS, GREEDY, STREAMS), strict=True):
+        assert answer.token_ids == greedy_by_definition(model, prompt, GREEDY.max_new_tokens)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -131,6 +148,21 @@ def test_a_way_that_says_something_else_is_not_taken(broken: str, left: str, mon
         right = getattr(OwnCacheDecoding, broken)
         monkeypatch.setattr(OwnCacheDecoding, broken, lambda self, *rest: right(self, *rest).roll(1, -1))
     assert Rollouts(model_of("bart"), "cpu").way == left
+
+
+def test_what_looks_at_other_tokens_is_refused() -> None:
+    """At those that follow, as an encoder does, or at those of the sequences beside."""
+
+    def mix(_: nn.Module, __: Any, output: Any) -> None:
+        output.logits += 0.1 * output.logits.mean(0)
+
+    follows, beside = model_of("roberta", is_decoder=False), model_of("openai-gpt")
+    beside.register_forward_hook(mix)
+    for model, advice in ((follows, "; with model.attention=eager they may not"), (beside, "")):
+        rollouts = Rollouts(model, "cpu")
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"can't generate: its logits change .* the sequences beside{advice}$"):
+                rollouts.generate(PROMPTS, GREEDY, STREAMS)
 
 
 def test_slots_that_say_something_else_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
