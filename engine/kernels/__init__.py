@@ -1,18 +1,19 @@
 """Kernels: one public name each, which picks the implementation.
 
-Triton serves CUDA tensors, a function in C some of the CPU's where it can be compiled (`host`), torch everything else,
-under the same signature; the torch functions, each in a file with the kernel's name, say what the names mean and are
-what the others are tested against. Triton is imported when a CUDA tensor first comes along.
+Triton serves CUDA tensors where it can compile (`compiler.py`), a function in C some of the CPU's where that can be
+(`host`), torch everything else, under the same signature; the torch functions, each in a file with the kernel's name,
+say what the names mean and are what the others are tested against. Triton is imported when a CUDA tensor first comes
+along.
 """
 
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from engine.kernels.compiler import has_triton
 from engine.kernels.decode_attention import decode_attention as _decode_attention
 from engine.kernels.decode_rows import note_rows as _note_rows
 from engine.kernels.decode_rows import take_rows as _take_rows
@@ -43,7 +44,6 @@ __all__ = [
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
-_HAS_TRITON = find_spec("triton") is not None  # PyTorch's CUDA builds for Linux bring it
 _IN_TRITON = {name: name for name in ("decode_attention", "gae", "sample", "token_logprobs", "write_tokens")}
 _IN_TRITON |= {"note_rows": "decode_rows", "take_rows": "decode_rows"}  # the file that has it
 _HOST: dict[str, Any] = {"decode_attention": _host_decode_attention, "draw": _host_sample, "sample": _host_sample}
@@ -64,7 +64,7 @@ def _picked(plain: Callable[Given, Result]) -> Callable[Given, Result]:
 
 def _for_device(name: str, tensor: Tensor) -> Callable[..., Any] | None:
     """What serves a tensor better than torch's operators; None where nothing does."""
-    if tensor.is_cuda and _HAS_TRITON and name in _IN_TRITON:
+    if tensor.is_cuda and name in _IN_TRITON and has_triton():
         return _triton(_IN_TRITON[name], name)
     if name in _HOST and tensor.device.type == "cpu" and tensor.dtype in _HOST[name].DTYPES and _HOST[name].available():
         function: Callable[..., Any] = getattr(_HOST[name], name)
@@ -100,6 +100,6 @@ def split_token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` with a head split over ranks, of which `rows` are this one's: see split_logprobs.py."""
     pieces = Pieces(statistics, gradients)
-    if hidden.is_cuda and _HAS_TRITON:
+    if hidden.is_cuda and has_triton():
         pieces = Pieces(_triton("token_logprobs", "statistics"), _triton("token_logprobs", "gradients"))
     return _split_token_logprobs(hidden, rows, targets, first, reduce, pieces, temperature, bias, softcap)

@@ -8,22 +8,21 @@ in C; `rows_triton.py` does the same on GPUs.
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 
+from engine.kernels.compiler import has_triton
 from engine.kernels.host import gates, norms, rotary
 from engine.kernels.host.library import library
 from engine.kernels.ready import Ready
 
 _HOST: dict[str, ModuleType] = {"norm_rows": norms, "turn_heads": rotary, "gate_rows": gates}
-_HAS_TRITON = find_spec("triton") is not None
 
 
 def maker(name: str, device: torch.device) -> Callable[..., Ready] | None:
     """`norm_rows`, `turn_heads` or `gate_rows` for tensors on a device; None where there is no such kernel."""
-    if device.type == "cuda" and _HAS_TRITON:
+    if device.type == "cuda" and has_triton():
         return partial(getattr(import_module("engine.kernels.rows_triton"), name), device=device)
     module = _HOST[name]
     if device.type != "cpu" or library(module.__name__.rpartition(".")[2]) is None:

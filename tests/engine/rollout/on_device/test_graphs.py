@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from engine.kernels import compiler
 from engine.rollout.decoder import Generation, Rollouts
 from engine.rollout.on_device import graphs
 from engine.rollout.sampling import Sampling
@@ -105,6 +106,28 @@ def test_a_model_that_asks_the_device_is_called_and_says_so(
         assert not any(one.captures for one in replays(asking))
         assert sum("without CUDA graphs" in record.getMessage() for record in caplog.records) == 1
     same(Rollouts(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5), expected)
+
+
+def test_without_a_compiler_it_draws_the_same_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton looks for one when a kernel is first launched."""
+
+    def find() -> None:
+        raise RuntimeError("Failed to find\nC compiler")
+
+    monkeypatch.setattr(graphs, "_told", set())
+    model = on_device("llama")
+    expected = Rollouts(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5)
+    monkeypatch.setattr(compiler, "_try", find)
+    compiler.has_triton.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            same(Rollouts(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5), expected)
+    finally:
+        compiler.has_triton.cache_clear()
+    said = [record.getMessage() for record in caplog.records if "Triton" in record.getMessage()]
+    assert len(said) == ON_GPU and all("here (Failed to find C compiler): PyTorch's operators" in text for text in said)
 
 
 def test_new_weights_in_place_and_elsewhere() -> None:
