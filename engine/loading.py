@@ -7,8 +7,9 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -19,6 +20,25 @@ from engine.parallel import dtensors
 
 Region = tuple[tuple[slice, ...], ...]
 """Part of a tensor: for each dimension one slice, or several that stand side by side (in one dimension at most)."""
+
+
+class TensorFolder(Protocol):
+    """Tensors by name, of which parts can be read."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """What there is."""
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """Part of one tensor (all of a scalar)."""
+
+    def copy(self, name: str, region: Region, target: Tensor) -> None:
+        """The same into a tensor of that shape."""
+
 
 class SafetensorsFolder:
     """The tensors of a folder of safetensors files, read slice by slice."""
@@ -32,8 +52,15 @@ class SafetensorsFolder:
             with safe_open(folder / "model.safetensors", framework="pt") as file:
                 self.files = dict.fromkeys(file.keys(), "model.safetensors")
 
-    def names(self) -> list[str]:
-        return list(self.files)
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What there is. Opens each file once."""
+        found: dict[str, tuple[int, ...]] = {}
+        for file in sorted(set(self.files.values())):
+            with safe_open(self.folder / file, framework="pt") as tensors:
+                names = tensors.keys()
+                found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+        return {name: found[name] for name in self.files}
 
     def read(self, name: str, region: Region) -> Tensor:
         """Part of one tensor (all of a scalar)."""
@@ -41,9 +68,9 @@ class SafetensorsFolder:
             view = file.get_slice(name)
             return cut(view, region) if view.get_shape() else file.get_tensor(name)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        with safe_open(self.folder / self.files[name], framework="pt") as file:
-            return tuple(file.get_slice(name).get_shape())
+    def copy(self, name: str, region: Region, target: Tensor) -> None:
+        """The same into a tensor of that shape."""
+        target.copy_(self.read(name, region))
 
 
 def local_region(parameter: Tensor) -> Region:
@@ -119,18 +146,23 @@ def copy_local(parameter: Tensor, whole: Tensor) -> None:
 
 @torch.no_grad()
 def read_parameters(
-    parameters: Mapping[str, Tensor], folder: SafetensorsFolder, source_name: Mapping[str, str]
+    parameters: Mapping[str, Tensor], folder: TensorFolder, source_name: Mapping[str, str]
 ) -> None:
     """Fill parameters from a folder; `source_name` maps a parameter's name to the file's. Shapes must agree."""
     for name, parameter in parameters.items():
         there = source_name[name]
-        if folder.shape(there) != tuple(parameter.shape):
+        if folder.shapes[there] != tuple(parameter.shape):
             raise ValueError(
-                f"{folder.folder}: {there} has shape {folder.shape(there)}, the model wants {tuple(parameter.shape)}; "
+                f"{folder.folder}: {there} has shape {folder.shapes[there]}, the model wants {tuple(parameter.shape)}; "
                 "its config.json does not belong to these weights"
             )
-        if dtensors.local(parameter).numel():
-            _write(parameter, folder.read(there, local_region(parameter)))
+        local, region = dtensors.local(parameter), local_region(parameter)
+        if not local.numel():
+            continue
+        if id(parameter) in _also:
+            _write(parameter, folder.read(there, region))
+        else:
+            folder.copy(there, region, local)
 
 
 @torch.no_grad()

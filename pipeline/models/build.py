@@ -133,6 +133,12 @@ def _check_head(model: PreTrainedModel) -> None:
 
 
 def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrainedModel:
+    if source.folder is not None and (packed := getattr(source.config, "quantization_config", None)) is not None:
+        how = packed.get("quant_method", "") if isinstance(packed, dict) else type(packed).__name__
+        raise UserError(
+            f"{source.folder} holds quantized weights ({how}), which can't be trained: give the model they "
+            "were made of, in 16 or 32 bits"
+        )
     config = without_dropout(source.config, choice.dropout)
     heads = own_field(config, "num_attention_heads")
     if isinstance(heads, int):

@@ -22,6 +22,7 @@ from engine.precision import TORCH_DTYPE
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource
+from pipeline.models.weights import persistent_buffers
 
 FILE_BYTES = 2**30
 
@@ -88,8 +89,7 @@ def _export(
 def _named(engine: Engine, prefix: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     for name, whole in engine.everywhere(whole_parameters(engine.module)):
         yield name.removeprefix(prefix), whole.to(device="cpu", dtype=dtype).contiguous()
-    persistent = engine.module.state_dict().keys() - dict(engine.module.named_parameters(remove_duplicate=False)).keys()
-    buffers = ((name, engine.module.get_buffer(name).detach()) for name in sorted(persistent))
+    buffers = ((name, buffer.detach()) for name, buffer in sorted(persistent_buffers(engine.module).items()))
     for name, buffer in engine.everywhere(buffers):
         yield name.removeprefix(prefix), buffer.cpu().contiguous()
 

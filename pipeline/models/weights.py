@@ -1,15 +1,17 @@
 """The values of a model's parameters: read shard by shard from its folder, or drawn as its family draws them."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from accelerate import init_empty_weights
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from engine.loading import SafetensorsFolder, copy_local, draw_parameters, read_parameters
+from engine.loading import SafetensorsFolder, TensorFolder, draw_parameters, read_parameters
 from pipeline.errors import UserError
+from pipeline.models.converted import ConvertedFolder
 from pipeline.models.source import ModelSource
 
 
@@ -20,35 +22,69 @@ def fill(
     """Give every parameter its value. `prefix` is what our module puts before the model's own names; `zero_head` makes
     a value head that the source lacks zero.
     """
-    parameters = dict(module.named_parameters())
-    adapters = [name for name in parameters if ".lora_" in name]
-    own = [name for name in parameters if name not in adapters]
-    plain = {name: name.removeprefix(prefix).replace(".base_layer.", ".") for name in own}
-    draw: list[str] = list(adapters)
+    named: dict[str, Tensor] = dict(module.named_parameters())
+    adapters = [name for name in named if ".lora_" in name]
+    wanted = [name for name in named if name not in adapters]
     if source.folder is None:
-        draw += list(plain)
+        drawn = wanted
     else:
-        draw += _read(module, plain, model, source)
-    draw_parameters(module, draw, source.seed, _initializer(model, zero_head))
+        named |= persistent_buffers(module)
+        plain = {n: n.removeprefix(prefix).replace(".base_layer.", ".") for n in named if n not in adapters}
+        read = _read({name: named[name] for name in plain}, plain, model, source)
+        drawn = [name for name in wanted if name not in read]
+    draw_parameters(module, [*adapters, *drawn], source.seed, _initializer(model, zero_head))
 
 
-def _read(module: nn.Module, plain: Mapping[str, str], model: PreTrainedModel, source: ModelSource) -> list[str]:
-    """Read what the folder has; return the names it lacks (only a value head may lack)."""
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds beside parameters: a router's correction, a layer's scale."""
+    return {
+        f"{owner}.{leaf}" if owner else leaf: buffer
+        for owner, part in module.named_modules()
+        for leaf, buffer in part._buffers.items()
+        if buffer is not None and leaf not in part._non_persistent_buffers_set
+    }
+
+
+def _read(
+    tensors: Mapping[str, Tensor], plain: Mapping[str, str], model: PreTrainedModel, source: ModelSource
+) -> set[str]:
+    """Read what the folder has; return the names of it. Only a value head may lack, and a buffer, which then keeps the
+    value that it was made with.
+    """
     assert source.folder is not None
-    folder = SafetensorsFolder(source.folder)
-    names = _matching(plain, set(folder.names()), model.base_model_prefix)
-    lacking = [name for name in plain if name not in names]
-    parameters = dict(module.named_parameters())
-    if all(_is_value_head(name) for name in lacking):
-        try:
-            read_parameters({name: parameters[name] for name in names}, folder, names)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        return lacking
-    return _read_through_transformers(parameters, plain, model, source)
+    files: TensorFolder = SafetensorsFolder(source.folder)
+    names = _matching(plain, files.shapes, model.base_model_prefix)
+    try:
+        if _lacking(tensors, names):
+            files = ConvertedFolder(SafetensorsFolder(source.folder), _without_values(model, source))
+            names = _matching(plain, files.shapes, model.base_model_prefix)
+        _check_complete(source, [plain[name] for name in _lacking(tensors, names)])
+        read_parameters({name: tensors[name] for name in names}, files, names)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return set(names)
 
 
-def _matching(plain: Mapping[str, str], available: set[str], base: str) -> dict[str, str]:
+def _lacking(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> list[str]:
+    return sorted(
+        name
+        for name, tensor in tensors.items()
+        if isinstance(tensor, nn.Parameter) and name not in names and not _is_value_head(name)
+    )
+
+
+def _without_values(model: PreTrainedModel, source: ModelSource) -> PreTrainedModel:
+    """The plain model, as transformers makes it before it reads a folder."""
+    auto: Any = AutoModelForSequenceClassification if hasattr(model, "score") else AutoModelForCausalLM
+    with init_empty_weights(include_buffers=False):
+        empty: PreTrainedModel = auto.from_config(
+            source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code
+        )
+    empty.tie_weights()
+    return empty
+
+
+def _matching(plain: Mapping[str, str], available: Container[str], base: str) -> dict[str, str]:
     """Our name -> the file's name. A base model's files lack the prefix that a model with a head has, or have it."""
     found: dict[str, str] = {}
     for name, own in plain.items():
@@ -59,32 +95,6 @@ def _matching(plain: Mapping[str, str], available: set[str], base: str) -> dict[
     return found
 
 
-def _read_through_transformers(
-    parameters: Mapping[str, nn.Parameter], plain: Mapping[str, str], model: PreTrainedModel, source: ModelSource
-) -> list[str]:
-    """For files whose names transformers converts on the way in (fused experts, old layouts): whole, on the host."""
-    auto: Any = AutoModelForSequenceClassification if hasattr(model, "score") else AutoModelForCausalLM
-    loaded, report = auto.from_pretrained(
-        source.folder,
-        config=source.config,
-        dtype=torch.float32,
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # told below, in our words
-        trust_remote_code=source.trust_remote_code,
-    )
-    check_report(source, report)
-    whole = dict(loaded.named_parameters(remove_duplicate=False))
-    lacking = [name for name, own in plain.items() if own in report["missing_keys"]]
-    unknown = [own for name, own in plain.items() if own not in whole and name not in lacking]
-    if unknown:
-        raise UserError(f"{source.folder}: {unknown[0]} is no parameter of the model that transformers loads")
-    for name, own in plain.items():
-        if name not in lacking:
-            copy_local(parameters[name], whole[own])
-    return lacking
-
-
 def check_report(source: ModelSource, report: Mapping[str, Any]) -> None:
     """Raises UserError where transformers found no value for a parameter, or one of another shape."""
     for name, there, wanted in sorted(report["mismatched_keys"]):
@@ -92,7 +102,10 @@ def check_report(source: ModelSource, report: Mapping[str, Any]) -> None:
             f"{source.folder}: {name} has shape {tuple(there)}, the model wants {tuple(wanted)}; "
             "its config.json does not belong to these weights"
         )
-    missing = sorted(name for name in report["missing_keys"] if not _is_value_head(name))
+    _check_complete(source, sorted(name for name in report["missing_keys"] if not _is_value_head(name)))
+
+
+def _check_complete(source: ModelSource, missing: Sequence[str]) -> None:
     if missing:
         raise UserError(
             f"{source.folder}: {len(missing)} parameters are in no file, {missing[0]} for one; "

@@ -12,26 +12,29 @@ from safetensors.torch import save_file
 from engine.parallel import dtensors
 from tests.ranks import run_ranks
 
-WIDTH, BLOCKS, VOCABULARY = 1024, 8, 512
-MARGIN = 0.25  # of the checkpoint: a unit in flight, the library's own
+WIDTH, BLOCKS, EXPERTS, VOCABULARY = 1024, 4, 6, 512
+MARGIN = 0.4  # of the checkpoint: a unit in flight, what malloc keeps of experts put together, the library's own
 
 
 def written(folder: Path) -> int:
-    """A Llama of about 400 MB in four files; returns its bytes."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    """A Mixtral of about 370 MB in four files, as it is published: experts, which are one parameter of the model, lie
+    apart. Returns its bytes.
+    """
+    from transformers import AutoModelForCausalLM, MixtralConfig
+    from transformers.core_model_loading import revert_weight_conversion
 
-    config = LlamaConfig(
-        hidden_size=WIDTH, intermediate_size=2688, num_hidden_layers=BLOCKS, vocab_size=VOCABULARY,
-        num_attention_heads=8, tie_word_embeddings=True,
+    config = MixtralConfig(
+        hidden_size=WIDTH, intermediate_size=WIDTH, num_hidden_layers=BLOCKS, num_local_experts=EXPERTS,
+        vocab_size=VOCABULARY, num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True,
     )  # fmt: skip
     config.save_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    names = list(dict(model.named_parameters()))
-    where = {name: f"model-{place * 4 // len(names)}.safetensors" for place, name in enumerate(names)}
-    shapes = {name: p.shape for name, p in model.named_parameters()}
+    tensors = revert_weight_conversion(model, dict(model.named_parameters()))
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    where = {name: f"model-{place * 4 // len(shapes)}.safetensors" for place, name in enumerate(shapes)}
     for file in sorted(set(where.values())):
-        save_file({name: torch.full(shapes[name], 0.5) for name in names if where[name] == file}, folder / file)
+        save_file({name: torch.full(shapes[name], 0.5) for name in shapes if where[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     return sum(4 * shape.numel() for shape in shapes.values())
 

@@ -28,8 +28,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> SafetensorsFolder:
 
 
 def test_names_shapes_and_rows(folder: SafetensorsFolder) -> None:
-    assert sorted(folder.names()) == ["b", "s", "w"]
-    assert folder.shape("w") == (5, 4) and folder.shape("s") == ()
+    assert sorted(folder.shapes) == ["b", "s", "w"]
+    assert folder.shapes["w"] == (5, 4) and folder.shapes["s"] == ()
     assert torch.equal(folder.read("w", ((slice(1, 3),), (slice(4),))), TENSORS["w"][1:3])
     assert torch.equal(folder.read("w", ((slice(None),), (slice(None),))), TENSORS["w"])
     assert torch.equal(folder.read("s", ()), TENSORS["s"])

@@ -45,7 +45,7 @@ def whole(engine: Engine) -> dict[str, Tensor]:
     return {name: dtensors.full_tensor(p.detach()).cpu() for name, p in engine.module.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox", "llama", "qwen3", "bloom", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox", "llama", "qwen3", "bloom", "mixtral", "glm4_moe"])
 @pytest.mark.parametrize("files", ["one file", "shards"])
 def test_a_saved_model_gives_the_same_numbers(family: str, files: str, tmp_path: Path) -> None:
     model = language_model(config_of(family))
@@ -99,7 +99,7 @@ def test_a_saved_reward_model_keeps_its_head(family: str, tmp_path: Path) -> Non
 
 
 def test_a_mixture_of_experts_becomes_a_reward_model(tmp_path: Path) -> None:
-    """Its files are read through transformers, and the head they lack is drawn."""
+    """Its experts are put together, and the head that the files lack is drawn."""
     language_model(config_of("mixtral")).save_pretrained(tmp_path)
     heads = [whole(build_scorer(source_in(tmp_path, s), frozen(), pad_id=0))["model.score.weight"] for s in (1, 1, 2)]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
@@ -117,7 +117,8 @@ def test_random_weights_are_drawn_as_the_family_draws_them(family: str) -> None:
             assert torch.equal(value, theirs), name
         elif not (family == "gpt2" and name.endswith("c_proj.weight")):  # GPT-2 narrows these by depth; we don't
             assert abs(value.mean().item() - theirs.mean().item()) < 0.005, name
-            assert value.std().item() == pytest.approx(theirs.std().item(), rel=0.15), name
+            scatter = max(0.15, 3 / math.sqrt(value.numel()))
+            assert value.std().item() == pytest.approx(theirs.std().item(), rel=scatter), name
 
 
 def test_random_weights_belong_to_the_seed() -> None:
@@ -142,13 +143,23 @@ def test_an_untied_model_without_its_head(tmp_path: Path) -> None:
         build_policy(source_in(tmp_path), frozen())
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_wrong_shapes(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "wanted"), [("llama", "(40, 32)"), ("mixtral", "(4, 80, 32)")])
+def test_wrong_shapes(family: str, wanted: str, tmp_path: Path) -> None:
     language_model(config_of(family)).save_pretrained(tmp_path)
     config_of(family, intermediate_size=40).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"config\.json") as told:
         build_policy(source_in(tmp_path), frozen())
-    assert "40" in str(told.value) and len(str(told.value)) < 800
+    assert wanted in str(told.value) and len(str(told.value)) < 800
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    """By their names and shapes they would be read as if they were plain, without their scales."""
+    model = language_model(config_of("llama"))
+    model.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    model.config.save_pretrained(tmp_path)
+    save_file({n: t.to(torch.float8_e4m3fn) for n, t in model.state_dict().items()}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"quantized weights \(fp8\).*16 or 32 bits"):
+        build_policy(source_in(tmp_path), frozen())
 
 
 def test_a_reward_model_is_no_actor(tmp_path: Path) -> None:

@@ -208,9 +208,9 @@ def test_a_parameter_that_nothing_fills_is_told(tmp_path: Path) -> None:
     model = language_model(config_of("mixtral"))
     model.save_pretrained(tmp_path)
     model.model.renamed = torch.nn.Linear(2, 2)
-    plain = {name: name for name, _ in model.named_parameters()}
-    with pytest.raises(UserError, match=r"model\.renamed\.weight is no parameter"):
-        weights._read_through_transformers(dict(model.named_parameters()), plain, model, source_in(tmp_path))
+    parameters = dict(model.named_parameters())
+    with pytest.raises(UserError, match=r"2 parameters are in no file, model\.renamed\.bias"):
+        weights._read(parameters, {name: name for name in parameters}, model, source_in(tmp_path))
 
 
 def test_a_family_that_names_its_language_model_otherwise_is_one(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from engine.parallel import dist
 from pipeline.config.schema import EngineSettings
 from pipeline.models.build import EngineChoice
 from pipeline.models.source import ModelSource
+from pipeline.models.weights import persistent_buffers
 
 VOCABULARY = 96
 LLAMA_LIKE = {
@@ -49,6 +50,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {**LLAMA_LIKE, "logits_scaling": 3.0},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "mixtral": {**LLAMA_LIKE, **MIXTURE, "num_local_experts": 4},
+    "glm4_moe": {
+        **LLAMA_LIKE, **MIXTURE, "head_dim": 8, "n_routed_experts": 8, "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+    },
     "qwen3_moe": {**LLAMA_LIKE, **MIXTURE, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 24},
 }
 
@@ -60,11 +65,11 @@ def config_of(family: str, **changes: Any) -> PretrainedConfig:
 
 
 def shaken(model: torch.nn.Module, seed: int = 1) -> torch.nn.Module:
-    """All parameters moved by noise, biases and norms too, so that one that is left out shows."""
+    """All that is saved moved by noise, biases and norms too, so that what is left out shows."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        for tensor in (*model.parameters(), *persistent_buffers(model).values()):
+            tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.2)
     return model.eval()
 
 

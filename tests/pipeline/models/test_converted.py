@@ -1,0 +1,75 @@
+"""What transformers renames, joins and splits on the way in is read in parts, and equals what it loads itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from engine.loading import Region, SafetensorsFolder, cut
+from pipeline.errors import UserError
+from pipeline.models.build import build_policy
+from pipeline.models.converted import ConvertedFolder
+from tests.pipeline.models.tiny import LLAMA_LIKE, VOCABULARY, config_of, frozen, language_model, source_in
+
+CASES = {  # experts stacked, matrices joined, matrices split
+    "mixtral": config_of("mixtral"),
+    "glm4_moe": config_of("glm4_moe"),
+    "olmo_hybrid": AutoConfig.for_model("olmo_hybrid", vocab_size=VOCABULARY, pad_token_id=0, **LLAMA_LIKE),
+    "hrm_text": AutoConfig.for_model("hrm_text", vocab_size=VOCABULARY, pad_token_id=0, **LLAMA_LIKE),
+}
+
+
+class Noting(SafetensorsFolder):
+    """Knows what was read of it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.read_names: list[str] = []
+
+    def read(self, name: str, region: Region) -> Tensor:
+        self.read_names.append(name)
+        return super().read(name, region)
+
+
+def part_of(tensor: Tensor) -> Region:
+    """The second half of its rows, and of what is left every column but the first."""
+    rows = slice(tensor.shape[0] // 2, tensor.shape[0])
+    return ((rows,), *((slice(1, length),) for length in tensor.shape[1:]))
+
+
+@pytest.mark.parametrize("family", list(CASES))
+def test_every_part_is_that_of_the_loaded_model(family: str, tmp_path: Path) -> None:
+    model = language_model(CASES[family])
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    files = Noting(tmp_path)
+    converted = ConvertedFolder(files, model)
+    wanted = model.state_dict()
+    assert set(wanted) - set(files.shapes), "nothing to convert"
+    assert dict(converted.shapes) == {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    for name, tensor in wanted.items():
+        files.read_names.clear()
+        part = part_of(tensor)
+        assert torch.equal(converted.read(name, part), cut(tensor, part)), name
+        if name.endswith(("gate_up_proj", "down_proj")):  # experts lie apart; the first two are not of the part
+            assert all(f".experts.{expert}." not in read for expert in (0, 1) for read in files.read_names)
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        (("0.mlp.experts.2.w3", "0.block_sparse_moe.experts.2.w3"), "what belongs to it"),
+        ((".experts.3.",), r"has shape \(3, 96, 32\), the model wants \(4, 96, 32\)"),
+    ],
+)
+def test_an_expert_that_lacks_is_told(lost: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    language_model(config_of("mixtral")).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    left = {name: tensor for name, tensor in tensors.items() if not any(part in name for part in lost)}
+    assert len(left) < len(tensors)
+    save_file(left, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=said) as told:
+        build_policy(source_in(tmp_path), frozen())
+    assert "config.json does not belong" in str(told.value)
