@@ -26,7 +26,7 @@ from pipeline.fingerprint import (
     model_source,
     stage_settings,
 )
-from pipeline.reward_function import function_file
+from pipeline.own_function import function_file
 
 Action = Literal["skip", "resume", "run"]
 

@@ -204,10 +204,14 @@ def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prom
 
     Raises UserError where none fits and PPO is to come.
     """
+    judge = config.evaluation.judge
     try:
-        held_out = _load(config, "ppo").held_out
+        rows = judge is not None or _wants_rows(config)
+        held_out = load_stage(config.data, "ppo", config.seed, rows=rows).held_out
     except UserError:
         held_out = [c.prompt() for c in load_stage(config.data, "sft", config.seed).held_out]
+        if judge is not None and dist.world().leads:
+            print("evaluation.judge is not asked: no source has prompts for ppo, whose rows it reads", flush=True)
     limit = config.rollout.max_prompt_tokens
     fitting = (p for p in held_out if len(tokenizer.encode_prompt(p.messages)) <= limit)
     chosen = [prompt for prompt, _ in zip(fitting, range(config.evaluation.prompts), strict=False)]
@@ -270,9 +274,12 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
 
 
 def _load(config: RunConfig, stage: str) -> StageRecords:
-    """A reward function is told the rows that prompts come from; nobody else needs them."""
-    rows = stage == "ppo" and config.ppo.reward_function is not None
-    return load_stage(config.data, stage, config.seed, rows=rows)
+    return load_stage(config.data, stage, config.seed, rows=stage == "ppo" and _wants_rows(config))
+
+
+def _wants_rows(config: RunConfig) -> bool:
+    """A reward function is told the rows that prompts come from; nobody else needs them in training."""
+    return config.ppo.reward_function is not None
 
 
 def say_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> None:

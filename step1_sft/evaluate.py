@@ -12,7 +12,9 @@ from pipeline.data.batch import TokenBatch
 from pipeline.data.encode import TokenItem
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.insight.evaluate import Sample, gold_scores, read_samples, write_samples
+from pipeline.insight.evaluate import Sample, read_samples, write_samples
+from pipeline.judging import judged
+from pipeline.own_function import OwnFunction
 from pipeline.stage import answers_of, sampling
 from step1_sft.batches import micro_batches
 
@@ -32,19 +34,25 @@ def held_out_loss(engine: Engine, items: Sequence[TokenItem], *, budget: int, pa
 
 
 def answer(
-    name: str, config: RunConfig, engine: Engine, tokenizer: ChatTokenizer, prompts: Sequence[Prompt], folder: Path
+    name: str,
+    config: RunConfig,
+    engine: Engine,
+    tokenizer: ChatTokenizer,
+    prompts: Sequence[Prompt],
+    folder: Path,
+    judge: OwnFunction | None = None,
 ) -> float | None:
     """Answer the held-out prompts and add the answers to samples.jsonl under `name`. Returns the mean gold score."""
     how = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
     answers = answers_of(engine, tokenizer, list(prompts), how, keep=False)  # all of the training lies in between
-    gold = gold_scores(prompts, answers)
+    gold = judged(prompts, answers, judge)
     if dist.world().leads:
         known = {sample.prompt: sample for sample in read_samples(folder / "samples.jsonl")}
         rows = []
         for index, prompt in enumerate(prompts):
             before = known.get(prompt.messages, Sample(prompt.messages, {}))
-            judged = before.gold if gold is None else {**before.gold, name: gold[index]}
-            rows.append(Sample(prompt.messages, {**before.answers, name: answers[index]}, gold=judged))
+            golds = before.gold if gold is None else {**before.gold, name: gold[index]}
+            rows.append(Sample(prompt.messages, {**before.answers, name: answers[index]}, gold=golds))
         write_samples(folder / "samples.jsonl", rows)
     dist.barrier()
     return None if not gold else sum(gold) / len(gold)

@@ -10,6 +10,7 @@ from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import TokenBatch, batch_indices
 from pipeline.data.encode import encode_conversations
+from pipeline.judging import load_judge
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
@@ -62,7 +63,7 @@ def run(config: RunConfig, folder: Path) -> None:
         name="held-out conversations",
     )
     require_held_out(section, "sft", held_out)
-    prompts = evaluation_prompts(config, tokenizer)
+    prompts, judge = evaluation_prompts(config, tokenizer), load_judge(config)
     steps = stage_steps(section, len(train))
     say_steps("sft", section, steps, len(train))
     arrange(config)
@@ -84,7 +85,7 @@ def run(config: RunConfig, folder: Path) -> None:
         stage.rehearse(lambda: engine.rehearse(largest_batch(train, **cut | {"budget": stage.budget}), loss_of))
         if done == 0:
             with stage.clock.phase("evaluate"):
-                answer("base", config, engine, tokenizer, prompts, folder)
+                answer("base", config, engine, tokenizer, prompts, folder, judge)
         for step in stage.steps_left():
             indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
             cut["budget"] = stage.budget
@@ -105,7 +106,7 @@ def run(config: RunConfig, folder: Path) -> None:
         with stage.clock.phase("export"):
             export_policy(engine, source, tokenizer, folder / "model")
         with stage.clock.phase("evaluate"):
-            gold = answer("sft", config, engine, tokenizer, prompts, folder)
+            gold = answer("sft", config, engine, tokenizer, prompts, folder, judge)
         stage.finish({"gold_score": gold, "skipped": {**records.skipped, **notes}, "packing": packing})
 
 

@@ -9,11 +9,13 @@ from engine import Sampling
 from engine.parallel import dist
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.insight.evaluate import Sample, gold_scores, read_samples, write_samples
+from pipeline.insight.evaluate import Sample, read_samples, write_samples
+from pipeline.judging import Call, judged
+from pipeline.own_function import OwnFunction
 from pipeline.stage import answers_of
 from step3_ppo.models import Models
 from step3_ppo.rows import my_rows
-from step3_ppo.scores import Call, score_answers
+from step3_ppo.scores import score_answers
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,17 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Examiner:
-    """Puts the same prompts, with the same noise, to any policy; `keep` holds the generator between two times."""
+    """Puts the same prompts, with the same noise, to any policy; `keep` holds the generator between two times.
+
+    `judged_by` gives the gold score, where that is a person's own function.
+    """
 
     prompts: list[Prompt]
     tokenizer: ChatTokenizer
     sampling: Sampling
     budget: int
     keep: bool
+    judged_by: OwnFunction | None = None
 
     def examine(self, models: Models) -> HeldOut:
         """Answers of the actor as it is now."""
@@ -60,7 +66,7 @@ class Examiner:
             prompts, responses, range(len(prompts)), self.tokenizer.pad_id, self.budget, packing=models.pack
         )
         scores = score_answers(models, batches, self._calls(answers))
-        return HeldOut(list(answers), scores.total, gold_scores(self.prompts, answers), scores.function)
+        return HeldOut(list(answers), scores.total, judged(self.prompts, answers, self.judged_by), scores.function)
 
     def _calls(self, answers: Sequence[str]) -> list[Call]:
         """What a reward function is called with; prompts keep their rows for it alone."""

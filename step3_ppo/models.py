@@ -17,7 +17,7 @@ from pipeline.models.build import EngineChoice, build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, model_folder, resolve
-from pipeline.reward_function import RewardFunction, load_function
+from pipeline.own_function import OwnFunction, load_function
 from pipeline.stage import optimizer_config, stage_source
 
 
@@ -32,7 +32,7 @@ class Models:
     reference: Engine | None
     reward: Engine | None
     reward_mean: float = 0.0
-    function: RewardFunction | None = None
+    function: OwnFunction | None = None
 
     @property
     def pack(self) -> bool:

@@ -12,6 +12,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import encode_prompts
 from pipeline.data.records import Row
+from pipeline.judging import Call, load_judge
 from pipeline.models.export import export_policy
 from pipeline.planning.choose import announce
 from pipeline.run import StageRun, metrics, within_limits
@@ -36,7 +37,6 @@ from step3_ppo.models import Models, Sources, build, find
 from step3_ppo.ptx import ptx_mix
 from step3_ppo.rollout import Rollout, collect, generate
 from step3_ppo.rows import longest_rows
-from step3_ppo.scores import Call
 from step3_ppo.targets import Targets, targets_of
 from step3_ppo.update import Minibatch, minibatches, rehearse, update_critic, update_policy
 
@@ -195,6 +195,7 @@ def run(config: RunConfig, folder: Path) -> None:
         sampling(config.rollout, sources.tokenizer, seed=EVALUATION_SEED),
         ppo.section.micro_batch_tokens,
         config.rollout.keep,
+        load_judge(config),
     )
 
     def take(extra: dict[str, float]) -> None:

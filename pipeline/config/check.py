@@ -4,6 +4,7 @@ Everything that can be refused without loading a model or data is refused here, 
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -93,6 +94,12 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
     ppo = config.ppo
     if not ppo.reward_model:
         yield from _without_reward_model(config)
+    judge = config.evaluation.judge
+    if judge is not None and _trains(config, judge):
+        yield (
+            f"evaluation.judge={judge} is what PPO is trained on, and a judge trains nothing: leave it out (the report "
+            "has the reward function's held-out score by itself), or give another function"
+        )
     if ppo.lora.dropout > 0:
         yield (
             f"ppo.lora.dropout={ppo.lora.dropout:g}: PPO needs the same probabilities when it samples and when it "
@@ -140,6 +147,12 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
         yield indivisible("ppo.batch_size", ppo.batch_size, ppo.minibatches, f"ppo.minibatches={ppo.minibatches}")
 
 
+def _trains(config: RunConfig, judge: str) -> bool:
+    """Whether PPO is trained on a function."""
+    reward = config.ppo.reward_function
+    return reward is not None and Path(judge).resolve() == Path(reward).resolve()
+
+
 def _without_reward_model(config: RunConfig) -> Iterable[str]:
     """What can't be had where no reward model is wanted."""
     if config.ppo.reward_function is None:
@@ -170,6 +183,8 @@ def warnings(config: RunConfig) -> list[str]:
         found += _engines_of_nobody(config.ppo)
         if config.ppo.reward_threads > 1 and config.ppo.reward_function is None:
             found.append(f"ppo.reward_threads={config.ppo.reward_threads} is not used: there is no ppo.reward_function")
+    if config.evaluation.judge_threads > 1 and config.evaluation.judge is None:
+        found.append(f"evaluation.judge_threads={config.evaluation.judge_threads} is not used: there is no judge")
     if config.engine.deepspeed is not None:
         from engine.deepspeed import notes
 

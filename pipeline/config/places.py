@@ -6,7 +6,7 @@ from pipeline.config.messages import indivisible
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import wanted_stages
 from pipeline.errors import UserError
-from pipeline.reward_function import load_function
+from pipeline.own_function import JUDGE, load_function
 
 
 def check_ranks(config: RunConfig, ranks: int) -> None:
@@ -38,7 +38,7 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
 
 
 def check_paths(config: RunConfig) -> None:
-    """Files and folders that the configuration names have to be there, and its function. Raises UserError."""
+    """Files and folders that the configuration names have to be there, and its functions. Raises UserError."""
     for key, given in (("actor", config.actor), ("reward", config.reward_path)):  # a model path may be made from them
         if given is not None:
             model_folder(given, key)
@@ -54,6 +54,8 @@ def check_paths(config: RunConfig) -> None:
         raise UserError(f"data.path={location}: there is no such file or folder (looked from {Path.cwd()})")
     if config.ppo.reward_function is not None and "ppo" in wanted_stages(config):
         load_function(config.ppo.reward_function)
+    if config.evaluation.judge is not None and {"sft", "ppo"} & set(wanted_stages(config)):
+        load_function(config.evaluation.judge, key=JUDGE)
 
 
 def model_folder(location: str, key: str) -> Path:

@@ -249,6 +249,8 @@ class RolloutSection(Section):
 class EvaluationSection(Section):
     prompts: int = Field(128, ge=1, description="held-out prompts answered by base, SFT and PPO model")
     table_rows: int = Field(16, ge=1, description="of these, rows shown in the report")
+    judge: FilePath | None = Field(None, description="FILE.py:NAME, a function (answer, row) -> number from 0 to 1 that judges these answers and trains nothing: the gold score of data that is not the demo's")
+    judge_threads: int = Field(1, ge=1, description="calls of judge at a time on a rank, as ppo.reward_threads")
 
 
 class TrackingSection(Section):

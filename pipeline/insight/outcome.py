@@ -25,8 +25,9 @@ SCORED = {
 
 def measures(run: RunReading) -> tuple[tuple[Measure, str, str], ...]:
     """What answers are measured by: the figure, its title, what it is."""
+    judge = run.judge or "the program that checks answers"
     return (
-        ("gold", "Gold score", "By the program that checks answers; it trained nothing. 0 to 1."),
+        ("gold", "Gold score", f"By {judge}; it trained nothing. 0 to 1."),
         ("scores", "Reward score", SCORED[run.rewarder]),
         ("function", "Reward function's part", "What the function gave of the reward score."),
     )

@@ -85,6 +85,11 @@ class RunReading:
             return "reward model"
         return "reward function" if self.setting("ppo", "reward_model") is False else "reward"
 
+    @property
+    def judge(self) -> str:
+        """The function that gives the gold score, FILE.py:NAME without folders; empty where it is zerochat's own."""
+        return str(self.setting("evaluation", "judge") or "").rpartition("/")[2]
+
     def samples(self) -> Sequence[Sample]:
         """Answers to held-out prompts of the furthest stage that has some."""
         return next((self.stage(name).samples for name in reversed(STAGES) if self.stage(name).samples), ())

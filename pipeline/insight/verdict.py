@@ -182,7 +182,7 @@ def _by_reward(reward: Change, function: Change | None, rewarder: str) -> Verdic
     evidence = (
         f"From SFT to PPO it changed by {_interval(reward)} on the same {reward.prompts} held-out "
         f"prompts.{part}{_few(reward)} PPO was trained on this score, and this data has no gold score to judge by: "
-        "read the answers to see whether they are better."
+        "read the answers to see whether they are better, or let a function judge them (evaluation.judge)."
     )
     outcome: Outcome = "bad" if reward.outcome == "bad" else "open"
     return Verdict(outcome, f"{SCORE[rewarder]} {MOVED[reward.outcome]} with PPO.", evidence, ONE_RUN)

@@ -185,6 +185,21 @@ def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
             raise StageFailed(end.status)
 
 
+def _unjudged(config: RunConfig, stage_dir: Path) -> str:
+    """What makes a finished PPO's answers be judged by a judge that it did not have."""
+    judge = config.evaluation.judge
+    if stage_dir.name != "ppo" or judge is None:
+        return ""
+    from pipeline.insight.readings import read_run  # here: it brings numpy along
+
+    if read_run(stage_dir.parent).setting("evaluation", "judge") == judge:
+        return ""
+    return (
+        f"; its answers were not judged by evaluation.judge={judge}: delete {stage_dir / 'model'}, and the same "
+        "command makes the model again from its last checkpoint and has them judged"
+    )
+
+
 def _how(folder: RunFolder) -> str:
     return " (continues: an unfinished run of the same configuration; name= starts another)" if folder.continues else ""
 
@@ -198,7 +213,7 @@ def _run_stage(
     decision = manifest.decide(stage, consumed)
     stage_dir = run_dir / stage
     if decision.action == "skip":
-        print(f"{stage}: finished before with the same settings, skipped", flush=True)
+        print(f"{stage}: finished before with the same settings, skipped{_unjudged(config, stage_dir)}", flush=True)
         return False
     if decision.action == "run" and stage_dir.exists():
         aside = move_aside(stage_dir)

@@ -1,13 +1,19 @@
 """The reward functions of examples/rewards, called as PPO calls them."""
 
 import ast
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.data.demo import demo_rows
 from pipeline.data.files import find, read_table
-from pipeline.reward_function import load_function
+from pipeline.errors import UserError
+from pipeline.own_function import JUDGE, load_function
 
 REWARDS = Path(__file__).resolve().parents[2] / "examples" / "rewards"
 
@@ -60,3 +66,82 @@ def test_it_knows_the_demos_prompts_and_nothing_of_the_gold_scorer() -> None:
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     names |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     assert names == {"re", "typing"}
+
+
+class Service(ThreadingHTTPServer):
+    """Answers with what stands in `replies`, one after the other: (status, object). Keeps what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Asked)
+        self.replies: list[tuple[int, Any]] = []
+        self.asked: list[tuple[str | None, Any]] = []
+
+
+class Asked(BaseHTTPRequestHandler):
+    server: Service
+
+    def do_POST(self) -> None:
+        content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.headers["Authorization"], content))
+        status, reply = self.server.replies.pop(0)
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(reply).encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: the tests' output stays clean."""
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    with Service() as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        monkeypatch.setenv("ZEROCHAT_SERVICE", f"http://127.0.0.1:{server.server_port}/v1")
+        yield server
+        server.shutdown()
+
+
+def served(name: str, key: str) -> Any:
+    function = load_function(f"{REWARDS}/service.py:{name}", key=key)
+    function.call.__globals__["PAUSES"] = (0, 0, 0)
+    return function
+
+
+def test_a_service_that_is_busy_is_asked_again(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROCHAT_SERVICE_KEY", "secret")
+    service.replies = [(503, {}), (429, {}), (200, {"score": -2.5})]
+    row = {"prompt": "hi", "level": 3}
+    assert served("score", "ppo.reward_function").score("hello", row) == -2.5
+    assert service.asked == [("Bearer secret", {"answer": "hello", "row": row})] * 3
+
+
+def test_what_a_service_refuses_is_told_with_its_address(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = served("score", "ppo.reward_function")
+    service.replies = [(400, {"error": "too long"})]
+    with pytest.raises(UserError, match=r'127\.0\.0\.1:\d+/v1 refused: 400 Bad Request \{"error": "too long"\}'):
+        function.score("hello", {})
+    assert len(service.asked) == 1  # it would refuse again
+    service.replies = [(503, {})] * 3
+    with pytest.raises(UserError, match="refused: 503"):
+        function.score("hello", {})
+    monkeypatch.setenv("ZEROCHAT_SERVICE", "http://127.0.0.1:1/score")
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:1/score does not answer"):
+        function.score("hello", {})
+    monkeypatch.delenv("ZEROCHAT_SERVICE")
+    with pytest.raises(UserError, match="ZEROCHAT_SERVICE has to be the address"):
+        function.score("hello", {})
+
+
+def test_a_chat_model_judges_what_was_asked_and_never_sees_the_datas_own_answer(service: Service) -> None:
+    function = served("grade", JUDGE)
+    asked = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "its own"}]
+    for said, mark in (("8/10", 0.8), ("Mark: 10.", 1.0), ("0", 0.0)):
+        service.replies = [(200, {"choices": [{"message": {"content": said}}]})]
+        assert function.score("four", {"messages": asked}) == mark
+    task, shown = service.asked[0][1]["messages"]
+    assert "0 to 10" in task["content"] and shown["content"] == "user: 2 + 2?\n\n<answer>\nfour\n</answer>"
+    service.replies = [(200, {"choices": [{"message": {"content": "Sorry."}}]})]
+    with pytest.raises(UserError, match=r"gave no mark from 0 to 10, but 'Sorry\.'"):
+        function.score("four", {"question": "2 + 2?"})
+    with pytest.raises(UserError, match="the row has no prompt, question, instruction or messages"):
+        function.score("four", {"chosen": "a"})

@@ -67,8 +67,17 @@ def test_a_finished_stage_is_skipped(train):
     train("name=x")
     status, said = train("name=x", "sft.log_every=5", "sft.micro_batch_tokens=4096", "engine=zero3", "debug=true")
     assert status == 0
-    assert said.count("skipped") == 3
+    assert said.count("skipped") == 3 and "judge" not in said
     assert starts("x", "sft") == 1
+    # A judge that a finished PPO did not have is told how to come in.
+    Path("mine.py").write_text("def grade(answer, row): return 1.0")
+    judge = "evaluation.judge=mine.py:grade"
+    said = train("name=x", judge)[1]
+    assert f"ppo: finished before with the same settings, skipped; its answers were not judged by {judge}" in said
+    shutil.rmtree("runs/x/ppo/model")
+    Path("runs/x/ppo/checkpoints/step-1").mkdir(parents=True)
+    assert "ppo: goes on" in train("name=x", judge)[1]
+    assert "judge" not in train("name=x", judge)[1]
 
 
 def test_a_newer_program_leaves_finished_stages_finished(train):

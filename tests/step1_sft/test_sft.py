@@ -18,8 +18,10 @@ from engine.parallel import dtensors
 from pipeline.config.schema import RolloutSection
 from pipeline.data.encode import TokenItem
 from pipeline.data.records import Message, Prompt
+from pipeline.insight.evaluate import read_samples
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
+from pipeline.own_function import JUDGE, OwnFunction
 from pipeline.stage import answers_of, prepare_generation, sampling
 from step1_sft import train
 from step1_sft.batches import micro_batches
@@ -168,7 +170,10 @@ def test_held_out_answers_leave_no_generator_to_the_training_between(folder: Pat
     tokenizer = cast(Any, Letters())
     tokenizer.end_ids, tokenizer.pad_id = (), 0
     config = cast(Any, SimpleNamespace(rollout=RolloutSection(max_new_tokens=2)))
-    answer("base", config, engine, tokenizer, [Prompt((Message("user", "hi"),), "made")], tmp_path)
+    asked = [Prompt((Message("user", "hi"),), "made", {"level": level}) for level in (0.25, 0.75)]
+    judge = OwnFunction("mine.py:judge", tmp_path, lambda answer, row: row["level"], key=JUDGE)
+    assert answer("base", config, engine, tokenizer, asked, tmp_path, judge) == 0.5
+    assert [sample.gold for sample in read_samples(tmp_path / "samples.jsonl")] == [{"base": 0.25}, {"base": 0.75}]
     twin = engine.flip._twin
     assert twin is not None and all(p.is_meta for p in twin.module.parameters())
 

@@ -74,8 +74,9 @@ def test_a_whole_run(tmp_path: Path) -> None:
 
 def test_a_gamed_run_says_so(tmp_path: Path) -> None:
     write_demo_run(tmp_path, gamed=True)
+    (tmp_path / "ppo" / "config.yaml").write_text(f"{CONFIG}evaluation: {{judge: a/mine.py:grade}}\n")
     found = check(render_report(read_run(tmp_path)))
-    assert "the reward model was gamed" in found.text
+    assert "the reward model was gamed" in found.text and "By mine.py:grade; it trained nothing." in found.text
     assert "Gold was best at rollout 25" in found.text
 
 

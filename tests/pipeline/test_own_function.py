@@ -1,6 +1,7 @@
 """A reward function is found, checked and called; what is wrong with it is said in one message, early if it can be."""
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from pipeline.config.compose import compose
 from pipeline.config.places import check_paths
 from pipeline.config.stages import wanted_stages
 from pipeline.data.load import load_stage
+from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
+from pipeline.judging import judged, load_judge
 from pipeline.launch.command import main
-from pipeline.reward_function import RewardFunction, load_function
-from pipeline.stage import stage_records
+from pipeline.own_function import JUDGE, OwnFunction, load_function
+from pipeline.stage import evaluation_prompts, stage_records
 from tests.tiny import tiny_config
 
 ROW = {"prompt": "p" * 500, "answer": "#### 7"}
@@ -74,8 +77,8 @@ def test_classes_and_partial_functions_serve(tmp_path: Path) -> None:
     assert load_function(f"{tmp_path}/mine.py:fixed").score("abc", {}) == 3.0
 
 
-def giving(value: Any) -> RewardFunction:
-    return RewardFunction("mine.py:score", Path("mine.py"), lambda answer, row: value)
+def giving(value: Any, **rest: Any) -> OwnFunction:
+    return OwnFunction("mine.py:score", Path("mine.py"), lambda answer, row: value, **rest)
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), torch.tensor(1.0), Fraction(1)])
@@ -100,6 +103,13 @@ def test_numbers_of_all_kinds_are_taken(value: Any) -> None:
 def test_what_is_no_finite_number_is_refused(value: Any, message: str) -> None:
     with pytest.raises(UserError, match=f"^ppo.reward_function=mine.py:score {message}"):
         giving(value).score("a", ROW)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.01, math.nan])
+def test_a_judge_gives_0_to_1(value: float) -> None:
+    assert [giving(number, key=JUDGE).score("a", ROW) for number in (0, 0.5, True)] == [0.0, 0.5, 1.0]
+    with pytest.raises(UserError, match=f"^evaluation.judge=mine.py:score returned {value}, no number from 0 to 1 for"):
+        giving(value, key=JUDGE).score("a", ROW)
 
 
 def test_an_error_names_line_answer_and_row_shortened(tmp_path: Path) -> None:
@@ -185,6 +195,29 @@ def test_a_row_has_every_column_as_it_was_read(tmp_path: Path) -> None:
         assert prompt.row == {"question": f"q{n}?", "answer": f"#### {n}", "level": [n, None]}
 
 
+def test_a_judge_gets_the_rows_of_held_out_prompts_and_comes_before_the_gold_scorer(tmp_path: Path) -> None:
+    """Training prompts leave their rows behind: nobody scores them by a function."""
+    where = written(tmp_path, "def score(answer, row): return len(answer) / len(row['prompt'][-1]['content'])")
+    config = tiny_config(evaluation={"prompts": 8, "judge": where, "judge_threads": 2})
+    tokenizer = train_tokenizer(["some words"] * 9, 300)
+    prompts, judge = evaluation_prompts(config, tokenizer), load_judge(config)
+    assert judge is not None and judge.threads == 2 and len(prompts) == 8
+    assert judged(prompts, ["abc"] * 8, judge) == [3 / len(prompt.messages[-1].content) for prompt in prompts]
+    assert judged(prompts, ["abc"] * 8, None) == [0.0] * 8  # the demo's own
+    assert judged([*prompts[:7], replace(prompts[7], row=None)], ["abc"] * 8, judge) is None
+    assert all(prompt.row is None for prompt in stage_records(config, "ppo").train)
+
+
+def test_conversations_alone_have_no_rows_for_a_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f'{{"prompt": "q{n}?", "completion": "a{n}"}}\n' for n in range(40))
+    (tmp_path / "a.jsonl").write_text(rows)
+    sources = [{"path": f"{tmp_path}/a.jsonl", "stages": ["sft"]}]
+    config = tiny_config(data={"sources": sources}, evaluation={"judge": "mine.py:score"})
+    prompts = evaluation_prompts(config.model_copy(update={"stage": "sft"}), train_tokenizer(["some words"] * 9, 300))
+    assert prompts and judged(prompts, ["a"] * len(prompts), giving(1, key=JUDGE)) is None
+    assert "evaluation.judge is not asked: no source has prompts for ppo" in capsys.readouterr().out
+
+
 def config_of(*words: str) -> Any:
     return validate(compose(["model=gpt2", *words]))
 
@@ -197,6 +230,9 @@ def test_a_function_alone_needs_no_reward_stage() -> None:
     assert wanted_stages(config_of(ALONE[1])) == ["sft", "reward", "ppo"]
     assert wanted_stages(config_of("stage=reward", "ppo.reward_model=false")) == ["reward"]
     assert config_of("ppo.reward_function=a folder/mine, too.py:f").ppo.reward_function == "a folder/mine, too.py:f"
+    assert warnings(config_of("evaluation.judge_threads=8")) == [
+        "evaluation.judge_threads=8 is not used: there is no judge"
+    ]
     assert warnings(config_of(*ALONE, "reward_model=gpt2")) == [
         "reward_model=gpt2 is not used: ppo.reward_model=false has none"
     ]
@@ -206,6 +242,7 @@ def test_a_function_alone_needs_no_reward_stage() -> None:
     ("words", "message"),
     [
         (("ppo.reward_model=false",), "leaves nothing that scores answers: give ppo.reward_function=FILE.py:NAME"),
+        ((*ALONE, "evaluation.judge=./mine.py:score"), "evaluation.judge=./mine.py:score is what PPO is trained on"),
         ((*ALONE, "reward=x/y"), "reward=x/y is a reward model, and ppo.reward_model=false wants none"),
     ],
 )
@@ -224,3 +261,6 @@ def test_it_is_looked_at_before_the_first_stage(
     assert capsys.readouterr().err.startswith(f"error: ppo.reward_function={where}: score can't be called")
     assert not Path("runs").exists()
     check_paths(config_of("stage=sft", f"ppo.reward_function={where}"))  # which this command does not come to
+    with pytest.raises(UserError, match=f"^evaluation.judge={where}: score can't be called"):
+        check_paths(config_of("stage=sft", f"evaluation.judge={where}"))
+    check_paths(config_of("stage=reward", f"evaluation.judge={where}"))

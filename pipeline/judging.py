@@ -1,0 +1,60 @@
+"""What a person's own function gives, the calls spread over ranks, and who judges held-out answers.
+
+A judge gives the gold score, in [0, 1], and trains nothing: a function of one's own (`evaluation.judge`), or for the
+demo's prompts the gold scorer.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from engine.parallel import dist
+from pipeline.config.schema import RunConfig
+from pipeline.data.records import Prompt, Row
+from pipeline.errors import SharedError, UserError
+from pipeline.insight.evaluate import gold_scores
+from pipeline.own_function import JUDGE, OwnFunction, load_function
+
+Call = tuple[str, Row]
+"""What a person's function is called with: an answer's text, and the row of the data that its prompt comes from."""
+
+
+def load_judge(config: RunConfig) -> OwnFunction | None:
+    """The function that judges; None where none is asked for."""
+    evaluation = config.evaluation
+    return None if evaluation.judge is None else load_function(evaluation.judge, evaluation.judge_threads, key=JUDGE)
+
+
+def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: OwnFunction | None) -> list[float] | None:
+    """The gold score of each answer, on every rank; None where nobody can tell.
+
+    A function is asked about prompts that brought their rows along. Raises SharedError where a call fails.
+    """
+    if judge is None:
+        return gold_scores(prompts, answers)
+    asked = zip(prompts, answers, strict=True)
+    calls = [(answer, prompt.row) for prompt, answer in asked if prompt.row is not None]
+    return function_scores(judge, calls) if calls and len(calls) == len(prompts) else None
+
+
+def function_scores(function: OwnFunction, calls: Sequence[Call]) -> list[float]:
+    """What a function gives for each call, the calls spread over ranks; all of it on every rank.
+
+    Raises SharedError where a call fails on any rank.
+    """
+    world = dist.world()
+    places = range(world.rank, len(calls), world.size)
+    mine: dict[int, float] = {}
+    failure: UserError | None = None
+    try:
+        mine = dict(zip(places, function.scores([calls[place] for place in places]), strict=True))
+    except UserError as problem:
+        failure = problem
+    said = [text for text in dist.gather_objects(None if failure is None else str(failure)) if text is not None]
+    if said:
+        raise SharedError(said[0]) from failure
+    return in_order(mine)
+
+
+def in_order(mine: Mapping[int, float]) -> list[float]:
+    """Every rank's scores by place -> all of them, on every rank."""
+    found = {place: score for part in dist.gather_objects(mine) for place, score in part.items()}
+    return [found[place] for place in range(len(found))]
