@@ -17,16 +17,21 @@ BEFORE = {"sft": ["tokenizer"], "reward": ["tokenizer", "sft"], "ppo": ["tokeniz
 
 
 def kill_at_random(run_dir: Path, stage: str, steps: int, rng: random.Random) -> str:
-    """Start the stage and SIGKILL it after a random logged step; says when."""
-    wanted, delay = rng.randint(1, steps - 1), rng.random() * 0.4
+    """Start the stage and SIGKILL it after a random logged step; says when. The reward model's is asked to stop."""
+    asked = stage == "reward"
+    wanted, delay = (1, 0.0) if asked else (rng.randint(1, steps - 1), rng.random() * 0.4)
     worker = start_worker(run_dir, stage)
     log = run_dir / stage / "metrics.jsonl"
     while worker.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < wanted):
         time.sleep(0.01)
     time.sleep(delay)
-    worker.send_signal(signal.SIGKILL)
-    worker.communicate()
-    return f"{stage} killed {delay:.2f} s after line {wanted}"
+    worker.send_signal(signal.SIGTERM if asked else signal.SIGKILL)
+    told, _ = worker.communicate(timeout=240)
+    if asked and worker.returncode:  # else it was through before it was asked
+        assert worker.returncode == 130 and "is saved" in told, told
+        newest = max(int(place.name.removeprefix("step-")) for place in (run_dir / stage / "checkpoints").iterdir())
+        assert f"{stage}: step {newest} of 8 is saved" in told and len(log.read_text().splitlines()) == newest
+    return f"{stage} ended {delay:.2f} s after line {wanted}"
 
 
 def test_killed_and_resumed_equals_left_alone(tmp_path: Path) -> None:

@@ -94,15 +94,20 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Until the last save is on disk. Raises OSError on every rank where it failed on any."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
-        error = pending.exception()
+        error = self._pending.exception()
+        self._pending = None
         self._watch(None)
         failures = [failure for failure in dist.gather_objects(_reason(error) if error else None) if failure]
         if failures:
             number, reason = failures[0]
             raise OSError(number, f"a checkpoint could not be written: {reason}") from error
+
+    def wait_alone(self) -> None:
+        """Until this rank has nothing left to write, whatever became of the writing: for a rank that ends."""
+        if self._pending is not None:
+            self._pending.exception()
 
     def load(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Fill the engines from a checkpoint. Returns (shared, mine); mine is None where the world size changed.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from pipeline import stopping
 from pipeline.config.check import validate, warnings
 from pipeline.config.compose import Job, compose_jobs, parse_command
 from pipeline.config.document import help_text
@@ -23,7 +24,7 @@ from pipeline.files import write_whole
 from pipeline.fingerprint import HashCache
 from pipeline.launch.closing import closing_words, comparing_words
 from pipeline.launch.control import Control, Lost
-from pipeline.launch.failure import CRASHED, INTERRUPTED, USER_ERROR, advise
+from pipeline.launch.failure import CRASHED, ENDED_EARLY, INTERRUPTED, STOPPED, USER_ERROR, advise
 from pipeline.launch.folder import RunFolder, open_folder
 from pipeline.launch.processes import StageEnd, launch_stage
 from pipeline.launch.ranks import Ranks, check_given, count_gpus, given_ranks, own_ranks
@@ -39,13 +40,15 @@ class StageFailed(Exception):
 
 
 def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
-    """Run a command line and return its exit status: 0, 1 (a crash), 2 (a mistake to mend), 130 (interrupted).
+    """Run a command line and return its exit status: 0, 1 (a crash), 2 (a mistake to mend), 130 (stopped by Ctrl-C) or
+    143 (by another signal).
 
     `stage` is the one that `python -m step1_sft` and its like stand for.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        status = _run(arguments, stage)
+        with stopping.handled(stopping.stop):
+            status = _run(arguments, stage)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader of our output left, as `head` does
@@ -64,9 +67,13 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
         return USER_ERROR
     except StageFailed as problem:
         return problem.status
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as problem:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return _stop_status(problem)
+
+
+def _stop_status(problem: KeyboardInterrupt) -> int:
+    return STOPPED if isinstance(problem, stopping.Stopped) else INTERRUPTED
 
 
 def _run(arguments: list[str], stage: str | None) -> int:
@@ -98,9 +105,12 @@ def _run(arguments: list[str], stage: str | None) -> int:
     except StageFailed as problem:
         status = problem.status
         raise
+    except KeyboardInterrupt as problem:
+        status = _stop_status(problem)
+        raise
     finally:
         control.say({"end": status})
-        if not control.failed():
+        if not control.others():
             control.wait_until_heard()
     return status
 
@@ -138,7 +148,7 @@ def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Cont
             runs[job.label] = last, _run_job(config, job.label, ranks, control)
             statuses.append(0)
         except (UserError, StageFailed) as problem:
-            if len(jobs) == 1 or getattr(problem, "status", 0) == INTERRUPTED or control.failed():
+            if len(jobs) == 1 or getattr(problem, "status", 0) in ENDED_EARLY or control.others():
                 raise
             if isinstance(problem, UserError):
                 print(f"error: {problem}", file=sys.stderr)
@@ -231,21 +241,27 @@ def _run_stage(
     control.say({"stage": stage, "run_dir": str(run_dir.resolve()), "debug": config.debug})
     end = _launch(stage, run_dir, ranks, control, debug=config.debug)
     if end.status == 0 and not control.all_ended(_line(stage, run_dir)):
-        end = StageEnd(CRASHED)
+        end = StageEnd(STOPPED if control.others() == "stopped" else CRASHED)
     if end.status:
         manifest.stop(stage)
         raise StageFailed(end.status)
     manifest.finish(stage, cache)
     cache.save()
+    if end.asked:
+        print(f"{stage}: finished; stopped here, the same command goes on", file=sys.stderr)
+        raise StageFailed(end.asked)
     return True
 
 
 def _launch(stage: str, run_dir: Path, ranks: Ranks, control: Control, *, debug: bool) -> StageEnd:
     """Run this launcher's ranks of a stage, and say what went wrong if this is the first launcher to know."""
-    end = launch_stage(stage, run_dir, ranks, shared_store=control.keeps_store, others_failed=control.failed)
+    end = launch_stage(stage, run_dir, ranks, shared_store=control.keeps_store, others=control.others)
     first = control.report_end(_line(stage, run_dir), end.status)
-    if end.status == INTERRUPTED and ranks.leads:
-        print(f"\n{stage}: interrupted; the same command continues", file=sys.stderr)
+    if end.asked:
+        control.report_stop()
+    if end.status in ENDED_EARLY and ranks.leads:
+        lost = f" ({end.message})" if end.message else ""
+        print(f"{stage}: stopped{lost}; the same command goes on", file=sys.stderr)
     elif first and end.message:
         print(end.traceback if debug else "", end="", file=sys.stderr)
         print(f"error: {stage}: {end.message}{_kept(end, run_dir / stage)}", file=sys.stderr)
@@ -280,6 +296,9 @@ def _follow(ranks: Ranks, control: Control) -> int:
             message = control.hear()
         except Lost:
             return CRASHED
+        except KeyboardInterrupt:
+            control.report_stop()
+            raise
         if "end" in message:
             return int(message["end"])
         end = _launch(message["stage"], Path(message["run_dir"]), ranks, control, debug=message["debug"])

@@ -7,9 +7,11 @@ join as clients, so that stages follow one another without a race for the port.
 
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from pipeline.launch.failure import ENDED_EARLY
 from pipeline.launch.ranks import Ranks
 
 PATIENCE = 2 * 86400.0
@@ -67,36 +69,50 @@ class Control:
 
     def wait_until_heard(self, seconds: float = 30.0) -> None:
         """Give the others time to read the last message before this process, and maybe its store, ends."""
-        self._wait_for_count(f"heard/{self._sent}", self._ranks.world - 1, seconds)
+        self._reached(f"heard/{self._sent}", self._ranks.world - 1, seconds)
 
     def report_end(self, stage: str, status: int) -> bool:
         """This launcher's ranks of a stage ended. True for the first one that reports a failure."""
-        if self._store is None:
+        if status in ENDED_EARLY:
+            self.report_stop()
+        elif self._store is None:
             return status != 0
-        first = status != 0 and self._store.add("failed", 1) == 1
-        self._store.add(f"ended/{stage}", 1)
-        return first
+        elif status == 0:
+            self._store.add(f"ended/{stage}", 1)
+        else:
+            return bool(self._store.add("failed", 1) == 1)
+        return False
+
+    def report_stop(self) -> None:
+        """This launcher was asked to stop: nobody need wait for it."""
+        if self._store is not None:
+            self._store.add("stopped", 1)
 
     def all_ended(self, stage: str) -> bool:
-        """Wait until all launchers' ranks have ended a stage; False where one failed."""
-        self._wait_for_count(f"ended/{stage}", self._ranks.world, PATIENCE)
-        return not self.failed()
+        """Wait until all launchers' ranks have ended a stage; False where one failed or was stopped."""
+        return self._reached(f"ended/{stage}", self._ranks.world, PATIENCE, until=self.others)
 
-    def failed(self) -> bool:
-        """True where another launcher reported a failure, or the line is dead."""
+    def others(self) -> str:
+        """How other launchers fare: "failed" where one reported a failure or the line is dead, "stopped" where one was
+        asked to stop, else nothing.
+        """
         if self._store is None:
-            return False
+            return ""
         try:
-            return bool(self._store.add("failed", 0) > 0)
+            return "failed" if self._store.add("failed", 0) > 0 else "stopped" if self._store.add("stopped", 0) else ""
         except RuntimeError:
-            return True
+            return "failed"
 
-    def _wait_for_count(self, key: str, count: int, seconds: float) -> None:
+    def _reached(self, key: str, count: int, seconds: float, until: Callable[[], str] = str) -> bool:
+        """Wait for a count, or until there is a reason not to."""
         deadline = time.monotonic() + seconds
         while self._store is not None and time.monotonic() < deadline:
             try:
-                if self._store.add(key, 0) >= count or (key.startswith("ended/") and self.failed()):
-                    return
+                if self._store.add(key, 0) >= count:
+                    return True
             except RuntimeError:
-                return
+                return False
+            if until():
+                return False
             time.sleep(0.2)
+        return self._store is None

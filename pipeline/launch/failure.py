@@ -8,7 +8,9 @@ from pipeline.errors import UserError
 FAILURE_PIPE = "ZEROCHAT_FAILURE_PIPE"
 LAUNCHER = "ZEROCHAT_LAUNCHER"
 ATTEMPT = "ZEROCHAT_ATTEMPT"
-USER_ERROR, INTERRUPTED, CRASHED = 2, 130, 1
+USER_ERROR, CRASHED = 2, 1
+INTERRUPTED, STOPPED = 130, 143  # by Ctrl-C; by SIGTERM and the like. The same command goes on after both
+ENDED_EARLY = (INTERRUPTED, STOPPED)
 PIPE_BYTES = 32_000
 HOST_FULL = "can't allocate memory"  # what torch's host allocator says, as a plain RuntimeError
 

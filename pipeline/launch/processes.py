@@ -1,8 +1,9 @@
 """Start the ranks of one stage, watch them, end them together.
 
 Each rank is `python -m <module> --worker RUN_DIR` in a process group of its own, so that Ctrl-C reaches the
-launcher alone, which passes it on. A rank that fails ends the others within seconds. A launcher that is
-killed takes its ranks along (`worker.py`).
+launcher alone. A rank that fails ends the others within seconds. A launcher that is killed takes its ranks along
+(`worker.py`). One that is asked to stop, by a signal or because others were, hands that on as SIGTERM: ranks finish
+their step, save, and end. SIGINT ends a rank at once.
 """
 
 import contextlib
@@ -17,24 +18,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
-from pipeline.launch.failure import ATTEMPT, CRASHED, FAILURE_PIPE, INTERRUPTED, LAUNCHER, USER_ERROR
+from pipeline import stopping
+from pipeline.launch.failure import ATTEMPT, CRASHED, FAILURE_PIPE, INTERRUPTED, LAUNCHER, STOPPED, USER_ERROR
 from pipeline.launch.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo", "plan": "pipeline.planning"}
-GRACE_AFTER_SIGNAL = 20.0
+LOSSES = {
+    "now": "at once, a step that was under way is lost",
+    "late": "no step ended in time, the one under way is lost",
+}
+OF_A_STOP = (INTERRUPTED, *(-number for number in stopping.SIGNALS))  # a rank's status; the signal came too early
+PATIENCE = 600.0
+"""Seconds for a step to end and to be saved, before ranks are taken for stuck. Who sends SIGTERM has a limit too."""
+GRACE_AFTER_STOP = 30.0  # for the first rank, which has wandb to close, when another has ended as it was asked to
 GRACE_AFTER_FAILURE = 5.0
 
 
 @dataclass(frozen=True)
 class StageEnd:
-    """How a stage ended on this launcher's ranks. `status` is 0, 1 (crash), 2 (the user's mistake) or 130."""
+    """How a stage ended on this launcher's ranks. `status`: 0, 1 (crash), 2 (the user's mistake), 130 or 143 (stopped).
+
+    `asked` is the status to end with where this launcher was asked to stop: the stage may have finished all the same.
+    """
 
     status: int
     message: str = ""
     traceback: str = ""
+    asked: int = 0
 
 
 @dataclass
@@ -53,20 +66,25 @@ class _Worker:
 
 
 class _Signals:
-    """Remembers SIGINT, SIGTERM and SIGHUP while ranks run; counts, since a second one means now."""
+    """What came while ranks run. The first signal asks to stop; Ctrl-C after it means now.
 
-    def __enter__(self) -> Self:
-        self.count = 0
-        names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        self._before = {name: signal.signal(name, self._note) for name in names}
-        return self
+    Others that follow mean nothing new: Slurm and service managers send theirs to every process and more than once.
+    """
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self.now = 0
 
-    def __exit__(self, *exception: object) -> None:
-        for name, handler in self._before.items():
-            signal.signal(name, handler)
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if self.first is None:
+            self.first = signal.Signals(number)
+        elif number == signal.SIGINT:
+            self.now += 1
+
+    @property
+    def status(self) -> int:
+        """The exit status of a run that was stopped."""
+        return INTERRUPTED if self.first == signal.SIGINT else STOPPED
 
 
 def launch_stage(
@@ -75,28 +93,37 @@ def launch_stage(
     ranks: Ranks,
     *,
     shared_store: bool = False,
-    others_failed: Callable[[], bool] = lambda: False,
+    others: Callable[[], str] = str,
 ) -> StageEnd:
     """Run one stage on this launcher's ranks and wait for its end.
 
-    `shared_store`: the workers join a store that the launchers keep. `others_failed` is asked about every
-    second; True ends the ranks here.
+    `shared_store`: the workers join a store that the launchers keep. `others` is asked about every second how other
+    launchers fare: "failed" ends the ranks here, "stopped" asks them to stop.
     """
-    with _Signals() as signals:
+    signals = _Signals()
+    with stopping.handled(signals.note, (signal.SIGINT, *stopping.SIGNALS)):
         workers = [_start(stage, run_dir, ranks, number, shared_store) for number in range(ranks.local)]
         try:
-            stopped = _watch(workers, signals, others_failed)
-            if stopped == "signal":
-                _end(workers, GRACE_AFTER_SIGNAL, signals)
-                return StageEnd(INTERRUPTED)
-            end = _judge(workers)
-            if end.status or stopped == "others":
+            how = _watch(workers, signals, others)
+            if how == "asked":
+                if signals.first is not None and ranks.leads:
+                    print(_promise(stage, signals.first), file=sys.stderr, flush=True)
+                how = _stop(workers, signals, others)
+            end = _judge(workers, signals)
+            if how != "done":
                 _end(workers, GRACE_AFTER_FAILURE, signals)
-            return StageEnd(CRASHED) if stopped == "others" else end
+            if how in LOSSES:
+                return StageEnd(signals.status, LOSSES[how])
+            return StageEnd(CRASHED) if how == "others" else end
         finally:
             _end(workers, 0.0, signals)
             for worker in workers:
                 os.close(worker.pipe)
+
+
+def _promise(stage: str, asked: signal.Signals) -> str:
+    again = "; Ctrl-C again ends at once" if asked == signal.SIGINT else ""
+    return f"\n{stage}: {asked.name}: stops, a step under way is finished and saved first{again}"
 
 
 def _start(stage: str, run_dir: Path, ranks: Ranks, number: int, shared_store: bool) -> _Worker:
@@ -137,43 +164,80 @@ def _environment(ranks: Ranks, number: int, shared_store: bool, pipe: int) -> di
     return env
 
 
-def _watch(workers: list[_Worker], signals: _Signals, others_failed: Callable[[], bool]) -> str:
-    """Wait until all ranks ended ("done"), one failed ("failed"), a signal came ("signal"), or others failed."""
-    asked = time.monotonic()
+def _watch(workers: list[_Worker], signals: _Signals, others: Callable[[], str]) -> str:
+    """Wait until all ranks ended ("done"), one failed ("failed"), others failed ("others"), or a stop is asked for, by
+    a signal, by other launchers or by a rank that ended for it ("asked").
+    """
+    looked = time.monotonic()
     while True:
-        if signals.count:
-            return "signal"
+        if signals.first is not None:
+            return "asked"
         statuses = [worker.process.poll() for worker in workers]
-        if any(statuses):
+        if any(status not in (None, 0, INTERRUPTED) for status in statuses):
             time.sleep(0.5)  # whoever failed first has failed by then: the cause is told from its echoes by time
-            return "signal" if signals.count else "failed"
+            return "failed"
+        if INTERRUPTED in statuses:
+            return "asked"
         if all(status == 0 for status in statuses):
             return "done"
-        if time.monotonic() - asked > 1.0:
-            asked = time.monotonic()
-            if others_failed():
-                return "others"
+        if time.monotonic() - looked > 1.0:
+            looked = time.monotonic()
+            if (how := others()) != "":
+                return "others" if how == "failed" else "asked"
         time.sleep(0.05)
 
 
-def _judge(workers: list[_Worker]) -> StageEnd:
-    """One end for the stage: a user's mistake first, then a killed rank, then the earliest crash."""
+def _stop(workers: list[_Worker], signals: _Signals, others: Callable[[], str]) -> str:
+    """Ask the ranks to stop, and wait until they have ("done"), or for a reason to end them: Ctrl-C once more ("now"),
+    a step that takes too long ("late"), a rank that failed ("failed") or others that did ("others").
+    """
+    for worker in workers:
+        if worker.process.poll() is None:
+            worker.process.send_signal(signal.SIGTERM)
+    looked = began = time.monotonic()
+    first_ended: float | None = None
+    while True:
+        time.sleep(0.05)
+        now, statuses = time.monotonic(), [worker.process.poll() for worker in workers]
+        if None not in statuses:
+            return "done"
+        if signals.now:
+            return "now"
+        if any(status not in (None, 0, *OF_A_STOP) for status in statuses):
+            time.sleep(0.5)
+            return "failed"
+        ended = [worker.rank for worker, status in zip(workers, statuses, strict=True) if status is not None]
+        first_ended = first_ended or (now if ended else None)
+        if first_ended is not None and now - first_ended > (GRACE_AFTER_FAILURE if 0 in ended else GRACE_AFTER_STOP):
+            return "failed"
+        if now - began > PATIENCE:
+            return "late"
+        if now - looked > 1.0:
+            looked = now
+            if others() == "failed":
+                return "others"
+
+
+def _judge(workers: list[_Worker], signals: _Signals) -> StageEnd:
+    """One end for the stage: a user's mistake first, then a stop, then a killed rank, then the earliest crash."""
     statuses = {worker.rank: worker.process.poll() for worker in workers}
+    asked = 0 if signals.first is None else signals.status
     failures = [failure for worker in workers if statuses[worker.rank] and (failure := worker.failure())]
     failures.sort(key=lambda failure: (failure["kind"] != "user", failure["time"]))
     if failures and failures[0]["kind"] == "user":
         return StageEnd(USER_ERROR, failures[0]["message"], failures[0]["traceback"])
+    of_a_stop = OF_A_STOP if asked else (INTERRUPTED,)
+    if any(status in of_a_stop for status in statuses.values()):  # ranks that crash then lost touch with it
+        return StageEnd(signals.status, asked=asked)
     for rank, status in statuses.items():
         if status is not None and status < 0:
             return StageEnd(CRASHED, f"rank {rank} was killed by {_signal_name(-status)}")
     if failures:
         return StageEnd(CRASHED, f"rank {failures[0]['rank']}: {failures[0]['message']}", failures[0]["traceback"])
-    if INTERRUPTED in statuses.values():
-        return StageEnd(INTERRUPTED)
     for rank, status in statuses.items():
         if status:
             return StageEnd(CRASHED, f"rank {rank} ended with status {status}")
-    return StageEnd(0)
+    return StageEnd(0, asked=asked)
 
 
 def _signal_name(number: int) -> str:
@@ -183,14 +247,14 @@ def _signal_name(number: int) -> str:
 
 
 def _end(workers: list[_Worker], grace: float, signals: _Signals) -> None:
-    """End what still runs: ask, wait up to `grace` seconds or until another signal comes, then kill."""
+    """End what still runs: by SIGINT, and after `grace` seconds or one more Ctrl-C by SIGKILL."""
     running = [worker.process for worker in workers if worker.process.poll() is None]
     if grace:
         for process in running:
-            process.send_signal(signal.SIGTERM)
-    deadline, seen = time.monotonic() + grace, signals.count
+            process.send_signal(signal.SIGINT)
+    deadline, seen = time.monotonic() + grace, signals.now
     while any(process.poll() is None for process in running):
-        if time.monotonic() >= deadline or signals.count > seen:
+        if time.monotonic() >= deadline or signals.now > seen:
             break
         time.sleep(0.05)
     for process in running:

@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from pipeline import stopping
 from pipeline.config.schema import RunConfig
 from pipeline.imports import kept_for_good
 from pipeline.launch.failure import (
@@ -49,19 +50,20 @@ def stage_main(stage: str, module: str) -> None:
 def run_worker(stage: str, run_dir: Path, module: str) -> None:
     """Do a stage's work as one rank and end the process with its status."""
     _end_with_launcher()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the launcher's own, also where the shell ignores Ctrl-C
     try:
-        config = read_config(run_dir / stage)
-        if not config.debug:  # libraries talking to programmers
-            warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
-            warnings.filterwarnings("ignore", category=FutureWarning)
-        with kept_for_good():
-            from engine.parallel import dist
+        with stopping.handled(stopping.stop):
+            config = read_config(run_dir / stage)
+            if not config.debug:  # libraries talking to programmers
+                warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
+                warnings.filterwarnings("ignore", category=FutureWarning)
+            with kept_for_good():
+                from engine.parallel import dist
 
-            work = importlib.import_module(module).run
-        dist.start(namespace=f"{run_dir.name}/{stage}/{os.environ.get(ATTEMPT, '0')}")
-        work(config, run_dir / stage)
-        dist.stop()
+                work = importlib.import_module(module).run
+            dist.start(namespace=f"{run_dir.name}/{stage}/{os.environ.get(ATTEMPT, '0')}")
+            work(config, run_dir / stage)
+            dist.stop()
     except BaseException as problem:
         # No orderly end: the other ranks may be stuck in a collective that this one will never join.
         status = _report(problem)
@@ -80,8 +82,8 @@ def read_config(stage_dir: Path) -> RunConfig:
 
 def _report(problem: BaseException) -> int:
     """Tell the launcher what happened; returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, *stopping.SIGNALS):
+        signal.signal(number, signal.SIG_IGN)
     if isinstance(problem, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(problem, SystemExit) and not problem.code:

@@ -66,6 +66,10 @@ class Checkpoints:
         with self._writing():
             self._checkpointer.wait()
 
+    def settle_alone(self) -> None:
+        """Wait until the last one is on disk as far as this rank writes it: others may be gone by now."""
+        self._checkpointer.wait_alone()
+
     def drop_halves(self) -> None:
         """Remove those that were not written to their end."""
         for half in (self._stage / "checkpoints").glob("step-*.tmp"):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine import Engine
 from engine.checkpoint import Damaged, random_state, restore_random_state
-from engine.parallel import dist, traffic
+from engine.parallel import dist, traffic, wish
 from pipeline.config.schema import ProfileSection, StageSection
 from pipeline.errors import SharedError, UserError
 from pipeline.files import explained_disk, write_json
@@ -26,6 +26,7 @@ from pipeline.run.checkpoints import Checkpoints
 from pipeline.run.clock import Clock
 from pipeline.run.memory import measured_memory, peak_memory
 from pipeline.run.profile import Profile
+from pipeline.stopping import Stopped, put_off
 from pipeline.tracking import Watcher
 
 METRICS = "metrics.jsonl"
@@ -128,15 +129,19 @@ class StageRun:
                 work()
 
     def steps_left(self) -> Iterator[int]:
-        """The steps that are not done yet, counted from 1; those of `profile.steps` are recorded."""
+        """The steps that are not done yet, counted from 1; those of `profile.steps` are recorded.
+
+        A signal to stop waits for the end of a step, where `save` sees to it.
+        """
         if self._profile is not None:
             self._profile.expect(self._begun + 1, self.steps)
-        for step in range(self._begun + 1, self.steps + 1):
-            if self._profile is not None:
-                self._profile.begin(step)
-            yield step
-            if self._profile is not None:
-                self._profile.end(step, final=step == self.steps)
+        with put_off(wish.make):
+            for step in range(self._begun + 1, self.steps + 1):
+                if self._profile is not None:
+                    self._profile.begin(step)
+                yield step
+                if self._profile is not None:
+                    self._profile.end(step, final=step == self.steps)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Write one step's figures. The caller passes the same on every rank; rank 0 writes."""
@@ -166,11 +171,21 @@ class StageRun:
     def save(self, step: int) -> None:
         """Write a checkpoint where one is due: every `save_every` steps, after the last and after the best so far.
 
-        Where `save_every` is 0, every tenth of the stage, and wherever the last one is too long ago.
+        Where `save_every` is 0, every tenth of the stage, and wherever the last one is too long ago. If the run is to
+        stop, which all ranks learned in the step's updates, one is due as well; when it is whole, Stopped is raised.
         """
+        stops = wish.known()
         regular = step > 0 and (step % self._save_every == 0 or self._overdue(step))
-        if step == self._saved or not (regular or step in (self.steps, self._best_step)):
-            return
+        if step != self._saved and (stops or regular or step in (self.steps, self._best_step)):
+            self._write(step)
+        if stops:
+            self.settle()
+            if dist.world().leads:
+                print(f"{self.folder.name}: step {step} of {self.steps} is saved", flush=True)
+            raise Stopped
+
+    def _write(self, step: int) -> None:
+        """Begin to write the checkpoint of a step."""
         shared = {
             "step": step,
             "tokens": self.clock.tokens,
@@ -202,6 +217,8 @@ class StageRun:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or issubclass(kind, SharedError):  # the newest checkpoint is whole, then
             self.settle()
+        elif issubclass(kind, Stopped):
+            self._checkpoints.settle_alone()
 
     def take_best(self) -> None:
         """Before the export: give the models back the values they had after the best step, where `export=best`.

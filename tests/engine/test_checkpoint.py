@@ -18,7 +18,7 @@ from engine.checkpoint import Damaged, complete, random_state, restore_random_st
 from engine.checkpoint import checkpointer as writing
 from engine.checkpoint.storage import Writer
 from engine.config import LossScale, Precision
-from engine.parallel import dist, dtensors
+from engine.parallel import dist, dtensors, wish
 from tests.ranks import run_ranks
 
 WIDTH, ROWS, STEPS = 6, 4, 5
@@ -92,6 +92,9 @@ def on_two_ranks(theirs: Path, ours: Path, broken: Path) -> dict[str, Any]:
     # The write goes on behind this; its collectives must not meet these.
     sums = {dist.sum_over_ranks({"a": 1.0, "b": float(dist.world().rank)})["b"] for _ in range(300)}
     checkpointer.wait()
+    if dist.world().rank == 1:
+        wish.make()
+    wishes = [(wish.known(), dist.sum_over_ranks({"a": 1.0}), wish.known())]
     again = engine_of(3, seed=9)
     _, own = Checkpointer({"net": again}).load(ours)
     continued = advance(again, 3, STEPS)
@@ -106,6 +109,7 @@ def on_two_ranks(theirs: Path, ours: Path, broken: Path) -> dict[str, Any]:
         "mine": mine,
         "own": own,
         "sums": sums,
+        "wishes": wishes,
         "resumed": resumed,
         "continued": continued,
         "through": through,
@@ -174,6 +178,7 @@ def test_two_ranks_and_one_read_each_others_checkpoints(tmp_path: Path) -> None:
         assert result["shared"] == {"step": 2}
         assert result["mine"] is None and result["own"] == {"rank": rank}
         assert result["sums"] == {1.0}
+        assert result["wishes"] == [(False, {"a": 2.0}, True)]
         same(result["resumed"], through, 1e-6)
         same(result["through"], through, 1e-6)
         same(result["continued"], result["through"])

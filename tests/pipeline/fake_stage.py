@@ -2,7 +2,8 @@
 
 ok: leaves a model and a summary. Anything else is "behaviour" or "behaviour:rank" for one rank alone:
 user (a UserError), crash (a RuntimeError), unread (as a print to a pipe without a reader), kill (SIGKILL to itself),
-hang (sleeps), deaf (sleeps, ignores SIGTERM), echo (rank 1 has a UserError, rank 0 crashes because of it).
+slow (sleeps a second), hang (sleeps long), deaf (likewise, and ignores signals),
+echo (rank 1 has a UserError, rank 0 crashes because of it).
 """
 
 import json
@@ -45,9 +46,12 @@ def act(behaviour):
     if behaviour == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "deaf":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     if behaviour in ("hang", "deaf"):
         time.sleep(60)
+    if behaviour == "slow":
+        time.sleep(1)
 
 
 def without_torch():

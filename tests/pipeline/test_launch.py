@@ -103,26 +103,28 @@ def test_a_crash_says_how_to_go_on(tmp_path):
 
 def test_other_launchers_failure_ends_the_ranks_here(fake, monkeypatch):
     monkeypatch.setenv("FAKE_STAGE", "hang")
-    end = launch_stage("sft", fake, own_ranks(1, gpus=0), others_failed=lambda: True)
+    end = launch_stage("sft", fake, own_ranks(1, gpus=0), others=lambda: "failed")
     assert (end.status, end.message) == (1, "")
     assert not _alive(fake, 0)
 
 
 LAUNCHER = """
+import signal
 import sys
 from pathlib import Path
 from pipeline.launch import processes
 from pipeline.launch.ranks import own_ranks
 processes.MODULES["sft"] = "fake_stage"
-processes.GRACE_AFTER_SIGNAL = 1.0
+processes.PATIENCE = processes.GRACE_AFTER_FAILURE = 1.0
+exec(sys.argv[2])
 sys.exit(processes.launch_stage("sft", Path(sys.argv[1]), own_ranks(2, gpus=0)).status)
 """
 
 
-def _launcher(run_dir: Path, behaviour: str) -> subprocess.Popen[bytes]:
-    """A launcher in a process of its own, back when both ranks are at work."""
+def _launcher(run_dir: Path, behaviour: str, before: str = "") -> subprocess.Popen[bytes]:
+    """A launcher in a process of its own, back when both ranks are at work. `before` is Python that it runs first."""
     env = {**os.environ, "FAKE_STAGE": behaviour, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run_dir)], env=env)
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run_dir), before], env=env)
     deadline = time.monotonic() + 30
     while not all(_alive(run_dir, rank) for rank in (0, 1)):
         assert time.monotonic() < deadline
@@ -130,10 +132,13 @@ def _launcher(run_dir: Path, behaviour: str) -> subprocess.Popen[bytes]:
     return launcher
 
 
+def _pid(run_dir: Path, rank: int) -> int:
+    return json.loads((run_dir / "sft" / f"rank-{rank}.json").read_text())["PID"]
+
+
 def _alive(run_dir: Path, rank: int) -> bool:
     try:
-        pid = json.loads((run_dir / "sft" / f"rank-{rank}.json").read_text())["PID"]
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        state = Path(f"/proc/{_pid(run_dir, rank)}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (OSError, ValueError):
         return False
     return state != "Z"
@@ -148,18 +153,46 @@ def _gone_within(run_dir: Path, seconds: float) -> bool:
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_reach_the_ranks(fake, number):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])
+def test_signals_reach_the_ranks(fake, number, status):
     launcher = _launcher(fake, "hang")
     launcher.send_signal(number)
-    assert launcher.wait(10) == 130
+    assert launcher.wait(10) == status
     assert _gone_within(fake, 0.5)
+
+
+def test_a_rank_that_is_asked_to_stop_stops_all(fake):
+    launcher = _launcher(fake, "hang")
+    os.kill(_pid(fake, 1), signal.SIGTERM)
+    assert launcher.wait(10) == 143
+    assert _gone_within(fake, 0.5)
+
+
+def test_a_launcher_that_others_know_to_be_stopped_stops(fake, monkeypatch):
+    monkeypatch.setenv("FAKE_STAGE", "hang")
+    end = launch_stage("sft", fake, own_ranks(1, gpus=0), others=lambda: "stopped")
+    assert (end.status, end.message) == (143, "")
+
+
+def test_nohup_is_heeded(fake):
+    launcher = _launcher(fake, "slow", "signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    launcher.send_signal(signal.SIGHUP)
+    assert launcher.wait(10) == 0
 
 
 def test_ranks_that_do_not_listen_are_killed(fake):
     launcher = _launcher(fake, "deaf")
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(10) == 130
+    assert _gone_within(fake, 0.5)
+    launcher = _launcher(fake, "deaf", "processes.PATIENCE = 60.0")
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    launcher.send_signal(signal.SIGTERM)  # says nothing new
+    time.sleep(0.3)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(10) == 143
     assert _gone_within(fake, 0.5)
 
 

@@ -3,6 +3,8 @@
 import errno
 import json
 import math
+import os
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +16,13 @@ from torch import Tensor, nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.checkpoint.storage import Writer
-from engine.parallel import dist
+from engine.parallel import dist, wish
+from pipeline import stopping
 from pipeline.config.schema import SftSection
 from pipeline.errors import UserError
 from pipeline.files import explained_disk, write_json, write_whole
 from pipeline.run import StageRun, stage_run
+from pipeline.stopping import Stopped
 
 
 def engine_of(seed: int = 1) -> Engine:
@@ -149,6 +153,32 @@ def test_nothing_begins_anew_by_itself_where_all_checkpoints_are_damaged(tmp_pat
         with pytest.raises(UserError, match=r"step-4: tensors-0.bin is missing; step-2: .* delete that folder"):
             stage_of(tmp_path)[0].restore()
     assert names(tmp_path) == ["step-2", "step-4"] and len(lines(tmp_path)) == 4
+
+
+def test_a_signal_to_stop_is_heeded_when_a_step_is_done(tmp_path: Path) -> None:
+    stage, engine = stage_of(tmp_path, save_every=5)
+    try:
+        with pytest.raises(Stopped), stage:
+            for step in stage.steps_left():
+                if step == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                work(stage, engine, step, step)
+    finally:
+        wish.forget()
+    assert names(tmp_path) == ["step-2"] and len(lines(tmp_path)) == 2
+    fresh, _ = stage_of(tmp_path, save_every=5)
+    assert fresh.restore() == 2
+
+
+def test_a_stop_between_the_last_step_and_the_end_keeps_that_step(tmp_path: Path) -> None:
+    stage, engine = stage_of(tmp_path, save_every=5)
+    with pytest.raises(Stopped), stage:
+        for step in stage.steps_left():
+            work(stage, engine, step, step)
+        with stopping.handled(stopping.stop):
+            os.kill(os.getpid(), signal.SIGUSR1)
+    assert names(tmp_path)[-1] == "step-6"
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
 def test_what_comes_back_besides_the_weights(tmp_path: Path) -> None:
