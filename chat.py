@@ -15,11 +15,13 @@ from pathlib import Path
 
 from pipeline.errors import UserError
 from pipeline.imports import kept_for_good
+from pipeline.installed import require_packages
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the chat; the exit status."""
     options = _parser().parse_args(arguments)
+    require_packages()
     try:
         return _chat(options)
     except UserError as mistake:

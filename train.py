@@ -2,7 +2,10 @@
 
 import sys
 
-from pipeline.launch.command import main
+from pipeline.installed import require_packages
 
 if __name__ == "__main__":
+    require_packages()
+    from pipeline.launch.command import main
+
     sys.exit(main())

@@ -1,6 +1,7 @@
 """What a rank imports before its first step, and how Python's cycle collector is kept off it."""
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,3 +53,13 @@ def test_a_stage_imports_no_library_that_its_first_step_can_do_without() -> None
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "transformers" in shown.split()
     assert not LATER & set(shown.split())
+
+
+@pytest.mark.parametrize("command", [["train.py"], ["chat.py", "runs/x"]])
+def test_a_python_without_the_packages_is_told_in_a_line(command: list[str]) -> None:
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    shown = subprocess.run(  # -S: without site-packages
+        [sys.executable, "-S", *command], cwd=ROOT, env=bare, capture_output=True, text=True, check=False
+    )
+    assert shown.returncode == 1 and shown.stderr.count("\n") == 1
+    assert shown.stderr.startswith("error: torch, transformers, hydra, pydantic, yaml, numpy can't be imported by ")
