@@ -169,8 +169,10 @@ def _by_summary(sft: float, ppo: float) -> Verdict:
 def _by_function(reward: Change) -> Verdict:
     """The function is what was asked for: held-out answers are better by it, or not."""
     means = f"{format_number(reward.old_mean)} after SFT to {format_number(reward.new_mean)} after PPO"
+    still = "" if reward.better or reward.worse else " No answer's score changed."
     evidence = (
-        f"On the same {reward.prompts} held-out prompts the mean went from {means}: {_interval(reward)}.{_few(reward)} "
+        f"On the same {reward.prompts} held-out prompts the mean went from {means}: {_interval(reward)}."
+        f"{still}{_few(reward)} "
         "PPO was trained on this function, with other prompts; what it does not check, only the answers show."
     )
     headline = f"{SCORE['reward function']} {MOVED[reward.outcome]} with PPO."

@@ -98,6 +98,7 @@ def test_a_functions_score_on_held_out_prompts_is_a_verdict(gain: float, outcome
     verdict = judge(RunReading("run", stages, BY_FUNCTION))
     assert (verdict.outcome, verdict.headline) == (outcome, f"The reward function's score {moved} with PPO.")
     assert "20 held-out prompts the mean went from 0.200 after SFT" in verdict.evidence
+    assert ("No answer's score changed." in verdict.evidence) == (gain == 0.0)
     assert "trained on this function, with other prompts" in verdict.evidence and "reward model" not in verdict.evidence
 
 
