@@ -33,8 +33,8 @@ def write_kernel(
     BV: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence."""
-    row = tl.program_id(0) // heads
-    head = tl.program_id(0) % heads
+    row = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)  # a slot of a million tokens has more numbers than 2^31
     slot = tl.load(slots + row * of_slots).to(tl.int64)
     position = tl.load(positions + row * of_positions).to(tl.int64)
     d = tl.arange(0, BD)

@@ -67,12 +67,12 @@ class Scheduler:
         copies: list[Copy] = []
         room = self._room()
         put_off: list[int] = []
-        while self._waiting and self._free and room > 0:
+        while self._waiting and self._free:
             request = self._waiting.pop()
             prompt = self.prompts[request]
             if self._joins(request):
                 continue
-            if not self._has_room_for_prompt():
+            if room <= 0 or not self._has_room_for_prompt():
                 self._waiting.append(request)
                 break
             source, tokens = self._best_source(prompt)

@@ -11,6 +11,7 @@ PyTorch's own check for such questions, before anything is captured; the step is
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,8 +33,7 @@ class Replays:
         self._inputs: dict[int, Tensor] = {}  # what a step is called with, by bucket
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         if captures:
-            # One stream: its cuBLAS workspace is then there before the first capture and serves all of them.
-            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            self._stream, self._pool = _stream_of(torch.cuda.current_device()), torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
     def run(self, slots: Sequence[int], firsts: Sequence[int], times: int) -> None:
@@ -102,6 +102,14 @@ class Replays:
         finally:
             graph.capture_end()
         return graph
+
+
+@cache
+def _stream_of(_device: int) -> torch.cuda.Stream:
+    """What a device's graphs are captured on, all of them: cuBLAS takes a workspace for each stream that it sees, 32 MiB
+    on an H100, and never gives it back. It is there before the first capture and serves all, as no two run at a time.
+    """
+    return torch.cuda.Stream()
 
 
 @contextmanager

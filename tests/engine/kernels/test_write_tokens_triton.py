@@ -33,3 +33,13 @@ def test_no_sequences() -> None:
     none, nowhere = cache.new_empty(0, 1, 16), torch.empty(0, dtype=torch.int64, device=DEVICE)
     kernel.write_tokens(none, none, cache, cache, nowhere, nowhere)
     assert (cache == 1).all()
+
+
+def test_heads_a_billion_numbers_apart() -> None:
+    """2^31 and more: beyond what 32 bits tell. Pages that nobody writes take no memory."""
+    keys = torch.empty(2**31 + 16, dtype=torch.int8, device=DEVICE).as_strided((1, 3, 1, 16), (2**31, 2**30, 16, 1))
+    values = torch.zeros(1, 3, 1, 16, dtype=torch.int8, device=DEVICE)
+    new = torch.full((1, 3, 16), 7, dtype=torch.int8, device=DEVICE)
+    nowhere = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    kernel.write_tokens(new, new, keys, values, nowhere, nowhere)
+    assert (keys == 7).all() and (values == 7).all()

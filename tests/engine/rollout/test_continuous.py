@@ -14,7 +14,8 @@ from engine.rollout.cache.grouping import BY_TORCH, IN_C, Grouping, Joining, cut
 from engine.rollout.cache.groups import Chunk, Family, Group
 from engine.rollout.cache.slots import Step
 from engine.rollout.decoder import Generation, Rollouts
-from engine.rollout.sampling import Sampling, uniforms
+from engine.rollout.on_device import rounds
+from engine.rollout.sampling import Ending, Sampling, uniforms
 from engine.rollout.scheduler import Answering, Scheduler
 from tests.engine.rollout.families import ENDS, VOCABULARY, attends_by, build, greedy_by_definition, ragged_prompts
 from tests.engine.rollout.test_sampling import filtered
@@ -236,6 +237,21 @@ def test_masks_show_what_a_query_may_see() -> None:
     first, last, mask = Chunk(0, 3, 0, 4).seen(3, cpu)
     assert (first, last) == (2, 7) and mask is not None
     assert mask.int().tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_long_prompt_holds_nobody_up(llama: nn.Module, on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the second prompt runs in ten chunks, who answers the first draws a token beside each."""
+    monkeypatch.setitem(continuous.PREFILL_TOKENS, "cpu", 5)
+    monkeypatch.setattr(rounds, "WINDOW", 1)
+    rollouts = Rollouts(llama, "cpu")
+    assert rollouts.fallback is None and rollouts._slots is not None
+    rollouts._slots.on_device = on_device
+    how = Sampling(12)
+    steps = rollouts._run(ragged_prompts(50, 49), how, [0, 1], 2, Ending(how, None))
+    drawn = [[place for place, _, _ in step] for step in steps]
+    own = 2 if on_device else 1  # a round on a device has a step behind its prompts
+    assert drawn[: own + 9] == [[0]] * (own + 9) and 1 in drawn[own + 9]
 
 
 def test_a_freed_slot_goes_to_the_next_prompt() -> None:

@@ -135,7 +135,7 @@ def test_new_weights_in_place_and_elsewhere() -> None:
     ours = Rollouts(model, DEVICE)
     decoder(ours)
     ours.generate(PROMPTS, DRAWN, STREAMS)
-    before = decoder(ours)._rounds
+    before, used = decoder(ours)._rounds, {one._stream for one in replays(ours) if one.captures}
     for moved in (False, True):
         with torch.no_grad():
             for module in model.modules():
@@ -146,6 +146,8 @@ def test_new_weights_in_place_and_elsewhere() -> None:
                         parameter.mul_(1.1)
         same(ours.generate(PROMPTS, DRAWN, STREAMS), Rollouts(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS))
         assert (decoder(ours)._rounds is before) != moved
+        used |= {one._stream for one in replays(ours) if one.captures}
+    assert len(used) == ON_GPU, "each stream keeps a workspace of cuBLAS"
 
 
 def test_release_gives_the_memory_back() -> None:

@@ -48,6 +48,14 @@ def test_a_prompt_stays_while_it_is_read_and_until_its_slot_is_needed() -> None:
     assert not scheduler.busy
 
 
+def test_samples_of_a_prompt_need_no_room_of_their_own() -> None:
+    scheduler = SharingScheduler([LONG, LONG], slots=2, prefill_tokens=20, prompt_slots=1)
+    for chunk in ((0, 0, 20), (0, 20, 40)):
+        scheduler.admit()
+        assert run(scheduler) == [chunk]
+    assert [s.request for s in scheduler.decoding] == [0, 1], "one waited until the other's prompt had run"
+
+
 def test_a_common_beginning_is_copied_between_prompts() -> None:
     scheduler = SharingScheduler([LONG, [*LONG[:30], 77, 78]], slots=2, prefill_tokens=100, prompt_slots=2)
     assert scheduler.admit() == [] and run(scheduler) == [(0, 0, 40)]
