@@ -106,8 +106,8 @@ class Replays:
 
 @cache
 def _stream_of(_device: int) -> torch.cuda.Stream:
-    """What a device's graphs are captured on, all of them: cuBLAS takes a workspace for each stream that it sees, 32 MiB
-    on an H100, and never gives it back. It is there before the first capture and serves all, as no two run at a time.
+    """What all graphs of a device are captured on. cuBLAS takes a workspace for each stream that it sees, 32 MiB on an
+    H100, and keeps it: this one is there before the first capture and serves all, as no two run at a time.
     """
     return torch.cuda.Stream()
 
