@@ -1,5 +1,6 @@
 # make demo   train a tiny chat model through all three stages (sets up .venv first)
 # make test   pass the tests, two files at a time (sets up .venv first)
+# make setup  make .venv, or bring it up to date
 # make lint   ruff and mypy
 # make docs   write the pages that are made from code
 # Variables: PYTHON=/path/to/python for the set-up, ARGS="..." for train.py and pytest.
