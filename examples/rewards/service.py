@@ -23,6 +23,9 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+URL = os.environ.get("ZEROCHAT_SERVICE", "")
+if not URL.startswith(("http://", "https://")):  # told when the command starts, as all that stands outside a function
+    raise ValueError("ZEROCHAT_SERVICE has to be the address of the service, http://HOST:PORT/PATH")
 SECONDS = 60  # for one request
 PAUSES = (0, 1, 3, 9, 18)  # seconds before each attempt
 PASSING = {408, 425, 429, 500, 502, 503, 504}  # answers that may be others in a moment
@@ -67,13 +70,10 @@ def _as_text(row: dict[str, Any]) -> str:
 
 def _post(content: dict[str, Any]) -> dict[str, Any]:
     """The object that the service answers with. Raises OSError that says which service did what."""
-    url = os.environ.get("ZEROCHAT_SERVICE", "")
-    if not url.startswith(("http://", "https://")):
-        raise ValueError("ZEROCHAT_SERVICE has to be the address of the service, http://HOST:PORT/PATH")
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("ZEROCHAT_SERVICE_KEY"):
         headers["Authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(url, json.dumps(content, default=str).encode(), headers)
+    request = urllib.request.Request(URL, json.dumps(content, default=str).encode(), headers)
     told = ""
     for pause in PAUSES:
         time.sleep(pause)
@@ -86,4 +86,4 @@ def _post(content: dict[str, Any]) -> dict[str, Any]:
                 break
         except (OSError, http.client.HTTPException) as failure:  # no connection, a time limit, an answer cut off
             told = f"does not answer: {failure}"
-    raise OSError(f"{url} {told}")
+    raise OSError(f"{URL} {told}")

@@ -126,10 +126,10 @@ def test_what_a_service_refuses_is_told_with_its_address(service: Service, monke
         function.score("hello", {})
     monkeypatch.setenv("ZEROCHAT_SERVICE", "http://127.0.0.1:1/score")
     with pytest.raises(UserError, match=r"http://127\.0\.0\.1:1/score does not answer"):
-        function.score("hello", {})
-    monkeypatch.delenv("ZEROCHAT_SERVICE")
-    with pytest.raises(UserError, match="ZEROCHAT_SERVICE has to be the address"):
-        function.score("hello", {})
+        served("score", "ppo.reward_function").score("hello", {})
+    monkeypatch.delenv("ZEROCHAT_SERVICE")  # which is told when the file is loaded, before a run
+    with pytest.raises(UserError, match=r"can't be run: ValueError: ZEROCHAT_SERVICE has to be the address"):
+        served("score", "ppo.reward_function")
 
 
 def test_a_chat_model_judges_what_was_asked_and_never_sees_the_datas_own_answer(service: Service) -> None:
