@@ -180,6 +180,11 @@ def _earlier(manifest: Manifest, stage: str, key: str, given: str | None) -> Pat
     made = manifest.product(stage)
     if made is not None:
         return made
+    if not manifest.stages:
+        raise UserError(
+            f"PPO has no {key} model: a new run has no finished {stage} stage. Say which run has one (name=, run_dir=)"
+            f", give {key}=FOLDER, or begin with the other stages (train.py stage=all)"
+        )
     raise UserError(
         f"PPO has no {key} model: {manifest.run_dir} has no finished {stage} stage. "
         f"Run stage={stage} there first (or stage=all), or give {key}=FOLDER"

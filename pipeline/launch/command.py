@@ -179,6 +179,10 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> P
         verdict = _report(folder.path, anew=any(ran) or not (folder.path / "report.html").exists())
         print(closing_words(folder.path, verdict), flush=True)
         return folder.path
+    except (UserError, OSError, StageFailed) as problem:
+        if getattr(problem, "status", USER_ERROR) == USER_ERROR:
+            folder.drop_unused()
+        raise
     finally:
         folder.close()
 

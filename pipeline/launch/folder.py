@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import shutil
 import socket
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,6 +25,14 @@ class RunFolder:
     lock: IO[str]
     continues: bool = False
     """True where an unfinished run of the same command was found."""
+    made: bool = False
+    """True where this command made the folder."""
+
+    def drop_unused(self) -> None:
+        """After a refusal: remove a folder that this command made, where no stage took a step or left anything."""
+        begun = ("metrics.jsonl", "checkpoints", "model", "error.txt", "nan-*")
+        if self.made and not any(True for name in begun for _ in self.path.glob(f"*/{name}")):
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
         self.lock.close()
@@ -39,7 +48,8 @@ def open_folder(config: RunConfig, stages: list[str], label: str = "") -> RunFol
     if config.run_dir is not None or config.name is not None:
         path = Path(config.run_dir) if config.run_dir is not None else RUNS / str(config.name)
         path = path.with_name(f"{path.name}-{suffix}") if suffix else path
-        return RunFolder(path, _lock(_made(path)))
+        made = _made(path)
+        return RunFolder(path, _lock(path), made=made)
     return _unfinished(config, stages) or _new(config, suffix)
 
 
@@ -68,19 +78,21 @@ def _new(config: RunConfig, suffix: str) -> RunFolder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir()
-            return RunFolder(path, _lock(path))
+            return RunFolder(path, _lock(path), made=True)
         except FileExistsError:
             number += 1
         except OSError as problem:
             raise UserError(f"cannot make the run folder {path}: {problem.strerror}; run_dir= takes another") from None
 
 
-def _made(path: Path) -> Path:
+def _made(path: Path) -> bool:
+    """Have a folder there; whether it is a new one."""
+    new = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise UserError(f"cannot make the run folder {path}: {problem.strerror}; run_dir= takes another") from None
-    return path
+    return new
 
 
 def _lock(path: Path) -> IO[str]:
