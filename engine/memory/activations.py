@@ -7,7 +7,7 @@ one number a query; eager attention as it is, with its (T, T) weights. One block
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -75,28 +75,31 @@ def _saved(shape: Shape, blocks: int, length: int, dtype: Precision) -> int:
             kept.append(tensor)  # alive, so that no other gets its place
         return tensor
 
-    with _fused_attention(), saved_tensors_hooks(keep, lambda tensor: tensor):
+    with _shapes_only(), saved_tensors_hooks(keep, lambda tensor: tensor):
         _run(body, ids, positions)
     return sum(seen.values())
 
 
 def _run(body: nn.Module, ids: Tensor, positions: Tensor) -> Any:
-    # Without a mask some families make one by looking at values, which meta tensors have not.
+    # Without a mask some families make one by looking at values, which meta tensors have not. Others take no positions,
+    # or (Bloom) a mask of another form only.
     rows, length = ids.shape
     mask = torch.zeros(rows, 1, length, length, dtype=torch.bool, device="meta")
-    try:
-        return body(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
-    except TypeError:
-        return body(input_ids=ids, attention_mask=mask, use_cache=False)
+    told: list[dict[str, Tensor]] = [{"attention_mask": mask, "position_ids": positions}, {"attention_mask": mask}]
+    for also in told:
+        with suppress(TypeError, ValueError, RuntimeError):
+            return body(input_ids=ids, use_cache=False, **also)
+    return body(input_ids=ids, use_cache=False, attention_mask=torch.ones(rows, length, device="meta"))
 
 
 def cut(config: PretrainedConfig, blocks: int) -> PretrainedConfig:
     """The configuration with `blocks` blocks and without dropout."""
     shorter = copy.deepcopy(config)
     text = shorter.get_text_config()
-    text.num_hidden_layers = blocks
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:blocks]
+    there, text.num_hidden_layers = text.num_hidden_layers, blocks
+    for key, value in list(vars(text).items()):
+        if isinstance(value, list) and "layer" in key and len(value) == there:  # a word for each block
+            setattr(text, key, (value * blocks)[:blocks])
     for key, value in text.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or key.endswith(("pdrop", "layerdrop"))):
             setattr(text, key, 0.0)
@@ -124,13 +127,27 @@ class _Fused(torch.autograd.Function):
         raise AssertionError("shapes only")
 
 
+class _Grouped(torch.autograd.Function):
+    """Rows times the matrix of their expert: the meta device has that in bf16 alone."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, matrices)
+        return rows.new_empty(len(rows), matrices.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("shapes only")
+
+
 @contextmanager
-def _fused_attention() -> Iterator[None]:
-    """Within the block the library's attention only says what it would keep."""
-    functional = nn.functional
-    before = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = lambda q, k, v, *_, **__: _Fused.apply(q, k, v)  # type: ignore[assignment]
+def _shapes_only() -> Iterator[None]:
+    """Within the block the library's attention and its experts' products only say what they would keep."""
+    functional: Any = nn.functional
+    before = functional.scaled_dot_product_attention, functional.grouped_mm
+    functional.scaled_dot_product_attention = lambda q, k, v, *_, **__: _Fused.apply(q, k, v)
+    functional.grouped_mm = lambda rows, matrices, **_: _Grouped.apply(rows, matrices)
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = before  # type: ignore[assignment]
+        functional.scaled_dot_product_attention, functional.grouped_mm = before

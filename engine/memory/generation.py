@@ -1,14 +1,16 @@
 """What generating takes: the weights of the twin, packed layers, the key-value cache (engine/rollout)."""
 
+import math
+import sys
 from collections.abc import Mapping
 
 from engine.memory.shapes import Shape
 from engine.memory.states import SIZE
 from engine.memory.workload import Workload
 from engine.precision import TORCH_DTYPE
+from engine.rollout.on_device.caches import ROUND_CAPACITY
+from engine.rollout.on_device.caches import Demand as Slots
 from engine.rollout.packed import FEWEST_NUMBERS
-
-SLOT = 64  # tokens that a place in the cache grows by (engine/rollout/continuous.py)
 
 
 def generating(shape: Shape, work: Workload, trained: Shape, rest: Mapping[str, int]) -> dict[str, int]:
@@ -43,11 +45,35 @@ def _packs(shape: Shape, work: Workload) -> int:
 
 
 def _cache(shape: Shape, work: Workload, beside: int) -> int:
-    """A place for each sequence, on a GPU one more for rows that fill a step up; fewer where there is no room."""
-    tokens = -(-(work.prompt + work.answer) // SLOT) * SLOT
-    each = tokens * shape.cache_per_token * SIZE[work.dtype]
-    wanted = each * (work.rollout_batch + (not work.on_cpu))
-    most = work.cache_bytes
-    if most is None and work.room is not None:
-        most = max(each * min(work.least, work.rollout_batch), (work.room - beside) // 2)
-    return wanted if most is None else min(wanted, most)
+    """A place for each sequence; fewer where there is no room."""
+    number = shape.cache_per_token * SIZE[work.dtype]
+    if not work.on_cpu:
+        return number * _static_tokens(work, beside, number)
+    each = number * _rounded(work.prompt + work.answer)
+    most = _most(work, beside, each * min(work.least, work.rollout_batch))
+    return each * work.rollout_batch if most is None else min(each * work.rollout_batch, most)
+
+
+def _static_tokens(work: Workload, beside: int, number: int) -> int:
+    """On a GPU prompts have slots of their own, which their samples share, and answers have one to spare."""
+    total = work.answers or work.rollout_batch
+    asked = Slots(
+        work.prompt, work.answer, prompts=math.ceil(total / work.samples), sequences=total,
+        slots=min(work.rollout_batch, total),
+    )  # fmt: skip
+    few = min(work.least, asked.slots)
+    least = (few + 1) * _rounded(work.answer + 1) + few * _rounded(work.prompt)
+    most = _most(work, beside, number * least)
+    caches = asked.fitting(sys.maxsize if most is None else most // number)
+    return sum(cache.slots * cache.capacity for cache in (caches.prompts, caches.answers))
+
+
+def _most(work: Workload, beside: int, least: int) -> int | None:
+    """Bytes that the cache may take, of which some have to be there."""
+    if work.cache_bytes is not None or work.room is None:
+        return work.cache_bytes
+    return max(least, (work.room - beside) // 2)
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // ROUND_CAPACITY) * ROUND_CAPACITY

@@ -74,7 +74,6 @@ def shape_of(model: str | dict[str, Any], tensor: int = 1, *, scores: bool = Fal
     are those of one rank of a group of `tensor`; `scores` as in `measured`. Raises ValueError for what is none of
     these.
     """
-    attention = "sdpa"
     if isinstance(model, str) and model.lstrip().startswith("{"):
         try:
             model = json.loads(model)
@@ -82,10 +81,10 @@ def shape_of(model: str | dict[str, Any], tensor: int = 1, *, scores: bool = Fal
             raise ValueError(f"model={model} is not JSON: {error}") from error
     if isinstance(model, dict):
         name = str(model.get("name", model.get("model_type")))
-        return measured(name, build_config(model), attention, tensor, scores=scores)
+        return measured(name, build_config(model), None, tensor, scores=scores)
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
-        return measured(folder.name, AutoConfig.from_pretrained(folder), attention, tensor, scores=scores)
+        return measured(folder.name, AutoConfig.from_pretrained(folder), None, tensor, scores=scores)
     option = NAMED / f"{model}.yaml"
     if not option.is_file():
         names = ", ".join(sorted(place.stem for place in NAMED.glob("*.yaml")))
@@ -95,7 +94,7 @@ def shape_of(model: str | dict[str, Any], tensor: int = 1, *, scores: bool = Fal
 
     found = yaml.safe_load(option.read_text(encoding="utf-8"))
     config, plan = build_config(found["architecture"]), found.get("tensor_plan")
-    return measured(model, config, found.get("attention", attention), tensor, plan, scores=scores)
+    return measured(model, config, found.get("attention"), tensor, plan, scores=scores)
 
 
 def build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
@@ -115,10 +114,11 @@ def build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def measured(
-    name: str, config: PretrainedConfig, attention: str = "sdpa", tensor: int = 1,
+    name: str, config: PretrainedConfig, attention: str | None = "sdpa", tensor: int = 1,
     plan: Mapping[str, str] | None = None, *, scores: bool = False,
 ) -> Shape:
     """Build it on the meta device and count; with `scores` the model that has one output in the place of its head.
+    Without `attention` it has what its family can do.
 
     Raises ValueError where there is no such model, and no plan for tensor groups.
     """  # fmt: skip
@@ -133,6 +133,8 @@ def measured(
         reason = str(error).partition("\n")[0]  # lists and advice follow
         if "scaled_dot_product_attention" in reason:
             reason = "it has no sdpa attention in transformers: model.attention=eager"
+        if scores and "Unrecognized configuration class" in reason:
+            reason = f"transformers has no sequence classification of {config.model_type} for reward model and critic"
         raise ValueError(f"{name} can't be measured: {reason}") from error
     text = config.get_text_config()
     heads = _told(text, "num_attention_heads") or 0  # none where a state is kept instead of keys
@@ -149,7 +151,7 @@ def measured(
     return Shape(
         name=name,
         config=config,
-        attention=attention,
+        attention=model.config._attn_implementation,
         parameters=total,
         largest_layer=max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()),
         root=total - sum(blocks),

@@ -9,7 +9,8 @@ from engine.config import EngineConfig, PipelineSchedule, Precision, Tier
 
 @dataclass(frozen=True)
 class Workload:
-    """How models are laid out and fed. Lengths are tokens; `rollout_batch` sequences are decoded together.
+    """How models are laid out and fed. Lengths are tokens; `rollout_batch` sequences are decoded together, of `answers`
+    (0: so many) in a round, `samples` to a prompt.
 
     `ranks` share a model's states, or every `shard_ranks` of them; ranks of a tensor group count once, and their shapes
     are narrower. Every `sequence` of them share out the tokens of a micro-batch. `states`, `offload_ratio` and
@@ -38,6 +39,8 @@ class Workload:
     prompt: int = 512
     answer: int = 256
     rollout_batch: int = 64
+    answers: int = 0
+    samples: int = 1
     shard_ranks: int | None = None
     offload_ratio: float = 1.0
     sub_group: int = EngineConfig.sub_group_size

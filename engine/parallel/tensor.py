@@ -39,7 +39,8 @@ def plan_of(module: nn.Module) -> Mapping[str, str]:
     models = (type(child).__name__ for child in module.modules() if hasattr(child, "config"))
     raise ValueError(
         f"tensor_parallel: {next(models, type(module).__name__)} comes without a tensor-parallel plan "
-        f"({WITH_PLAN}); give model.tensor_plan={{PATTERN: STYLE}}, or shard by zero_stage=3 alone"
+        f"({WITH_PLAN}); give it one ({{PATTERN: STYLE}}; train.py takes model.tensor_plan), or take tensor_parallel=1 "
+        "and ZeRO stage 3"
     )
 
 

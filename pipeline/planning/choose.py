@@ -13,7 +13,7 @@ from pipeline.config.schema import EngineSettings, RunConfig, StageSection
 from pipeline.errors import UserError
 from pipeline.files import write_whole
 from pipeline.models.source import ModelSource
-from pipeline.planning.fit import GIB, Plan, Task, plan, require_fit, task, this_room
+from pipeline.planning.fit import GIB, Plan, Task, beyond_settings, plan, require_fit, task, this_room
 from pipeline.planning.ladder import Room, Setting, ladder
 
 CHOICE = "plan.json"
@@ -120,7 +120,7 @@ def _settled(
     best: Candidate | None = dist.broadcast_object(fastest(possible))
     if best is None:
         raise UserError(
-            f"engine=auto: no setting fits {room.device / GIB:.1f} GiB a device; more ranks, LoRA or a smaller model"
+            f"engine=auto: no setting fits {room.device / GIB:.1f} GiB a device; {beyond_settings(stage)}"
         )
     words = best.setting.words(stage, found.work)
     _say([f"engine=auto: {words} ({best.demand.peak / GIB:.1f} GiB, about {best.total:.1f} s a step at full length)"])

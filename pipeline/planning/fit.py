@@ -165,6 +165,8 @@ def workload(
         prompt=rollout.max_prompt_tokens,
         answer=rollout.max_new_tokens,
         rollout_batch=min(rollout.batch_size, answers * rollout.tensor_parallel),
+        answers=answers * rollout.tensor_parallel,
+        samples=config.ppo.samples if stage == "ppo" else 1,
         shard_ranks=engine.shard_ranks,
         offload_ratio=engine.offload_ratio,
         sub_group=engine.sub_group_size,
@@ -229,11 +231,16 @@ def this_room(settings: EngineSettings, ranks: int) -> Room:
     return Room(machine.device if machine.device is not None else host, host, disk, machine.device is not None)
 
 
+def beyond_settings(stage: str) -> str:
+    """What is left where no layout fits."""
+    return f"more ranks (ranks=N), adapters ({stage}.lora.rank=16) or a smaller model (model=NAME)"
+
+
 def require_fit(found: Plan, *, refuse: bool) -> list[str]:
     """Lines to print at the start of a stage. Raises UserError where it can't fit and `refuse` is set."""
     if found.fits:
         return [found.line]
-    what = "no setting of this engine makes it fit: more ranks, LoRA, or a smaller model"
+    what = f"no setting of this engine makes it fit: {beyond_settings(found.task.stage)}"
     if found.advice is not None:
         what = found.advice.words(found.task.stage, found.task.work)
     if refuse and found.demand.peak > found.room.device:

@@ -8,9 +8,10 @@ from engine.parallel import dist
 from engine.planning import step_seconds
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
+from pipeline.errors import UserError
 from pipeline.models.source import ModelSource, resolve
 from pipeline.planning.choose import Candidate, candidates, fastest, measure, pace_of
-from pipeline.planning.fit import GIB, Plan, plan
+from pipeline.planning.fit import GIB, Plan, beyond_settings, plan
 from pipeline.stage import base_source
 
 
@@ -20,9 +21,16 @@ def run(config: RunConfig, folder: Path) -> None:
     reward = resolve(config.reward_model, config.seed) if config.reward_model is not None else None
     stages = [stage for stage in STAGES if stage != "reward" or config.ppo.reward_model]
     for stage in stages if config.engine.pipeline_parallel == 1 else ["sft"]:
-        for line in describe(config, stage, policy=reward or policy if stage == "reward" else policy, reward=reward):
+        lines = describe(config, stage, policy=reward or policy if stage == "reward" else policy, reward=reward)
+        try:
+            for line in lines:
+                if dist.world().leads:
+                    print(line, flush=True)
+        except UserError:
+            raise
+        except ValueError as problem:  # a model that can't be counted; of the other stages there is something to tell
             if dist.world().leads:
-                print(line, flush=True)
+                print(f"\n{stage}: no plan: {problem}", flush=True)
 
 
 def describe(
@@ -79,7 +87,7 @@ def _settings(found: Sequence[Candidate], best: Candidate | None, stage: str, wo
             f"{demand.nvme / GIB:8.2f}{shown.total:10.2f}   {_short(shown)}"
         )
     if best is None:
-        yield "  no setting fits: more ranks, LoRA, or a smaller model"
+        yield f"  no setting fits: {beyond_settings(stage)}"
     else:
         yield f"  the fastest that fits: {best.setting.words(stage, work)}"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoConfig, AutoModel, GPT2Config, LlamaConfig, OPTConfig
+from transformers import AutoConfig, AutoModel, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
 
 from engine.memory import Workload, ppo_demand, sft_demand, shape_of
 from engine.memory.__main__ import GIB, main, parse
@@ -59,6 +59,7 @@ CONFIGS = {
         vocab_size=64, n_embd=64, n_layer=3, n_head=4, n_positions=80, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     ),
     "llama": LlamaConfig(intermediate_size=160, num_key_value_heads=2, max_position_embeddings=80, **SMALL),
+    "mixtral": MixtralConfig(intermediate_size=96, num_key_value_heads=2, num_local_experts=4, **SMALL),
 }
 
 
@@ -80,12 +81,31 @@ def test_activations_are_what_autograd_saves(family: str) -> None:
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         places = torch.arange(64).expand(3, -1)
         mask: Tensor | None = torch.ones(64, 64, dtype=torch.bool).tril().expand(3, 1, 64, 64)
-        if family != "llama":
+        if family in ("opt", "gpt2"):
             mask = None  # with one the CPU's attention lays its output out by heads
         body(input_ids=places, position_ids=places, attention_mask=mask, use_cache=False)
     found = activations(shape, tokens=3 * 64, length=64, dtype="fp32")
     assert found.total(checkpointing=False) == pytest.approx(sum(saved.values()), rel=0.05)
     assert found.block_input == 3 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("gemma2", {"sliding_window": 16}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}),
+        ("bloom", {}),
+        ("mamba", {"state_size": 4}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
+    ],
+)
+def test_one_block_is_half_of_two(family: str, fields: dict[str, Any]) -> None:
+    """Kinds of layers listed for one block, masks of another form, products by expert: all can be counted."""
+    found = []
+    for blocks in (1, 2):
+        config = AutoConfig.for_model(family, **{**SMALL, "num_hidden_layers": blocks, **fields})
+        found.append(activations(shape_of(config.to_dict()), tokens=64, length=64, dtype="fp32"))
+    assert found[0].block == found[1].block >= 64 * 64 * 4 and found[0].outside == found[1].outside
 
 
 def test_demands_move_as_they_should() -> None:
@@ -104,7 +124,7 @@ def test_demands_move_as_they_should() -> None:
     assert hidden[0] == hidden[1] // 4
     assert shared["optimizer"] == peaks[2]["optimizer"]  # ZeRO goes over all ranks
     four = ppo_demand(shape, shape, base)
-    assert four.phases["generate"]["cache"] == 65 * 768 * 2 * 12 * 768 * 2  # a GPU has one more
+    assert four.phases["generate"]["cache"] == (65 * 320 + 64 * 512) * 2 * 12 * 768 * 2
     assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "twin"}
     held = four.phases["generate"]["twin"] + four.phases["generate"]["cache"]
     freed = ppo_demand(shape, shape, replace(base, keeps=False))
@@ -231,7 +251,8 @@ def test_what_a_layout_shares_out_and_keeps_beside() -> None:
 
 def test_what_is_generated_with() -> None:
     shape = measured("llama", CONFIGS["llama"])
-    each = 768 * shape.cache_per_token * 2  # 512 and 256 tokens
+    number = shape.cache_per_token * 2
+    each = 768 * number  # 512 and 256 tokens
 
     def generate(**keys: Any) -> dict[str, int]:
         return sft_demand(shape, Workload(**keys)).phases["generate"]
@@ -242,8 +263,28 @@ def test_what_is_generated_with() -> None:
     assert generate(dtype="fp32", adapters=100, adapted=4000)["twin"] == 4 * 4000, "merged weights are copies"
     assert generate(streams=True)["twin"] == 2 * (shape.root + 2 * shape.block)
     assert generate(on_cpu=True)["cache"] == 64 * each
-    assert generate(room=0)["cache"] == 8 * each and generate(room=0, rollout_batch=4)["cache"] == 4 * each
-    assert generate(cache_bytes=1000)["cache"] == 1000
-    half = generate(room=16 * each + 10**6)
+    assert generate(on_cpu=True, room=0)["cache"] == 8 * each
+    assert generate(on_cpu=True, room=0, rollout_batch=4)["cache"] == 4 * each
+    assert generate(on_cpu=True, cache_bytes=1000)["cache"] == 1000
+    half = generate(on_cpu=True, room=16 * each + 10**6)
     beside = sum(size for owner, size in half.items() if owner != "cache")
     assert half["cache"] == max(8 * each, (16 * each + 10**6 - beside) // 2)
+
+
+def test_prompts_on_a_gpu_have_slots_that_their_samples_share() -> None:
+    shape = measured("llama", CONFIGS["llama"])
+
+    def tokens(**keys: Any) -> int:
+        found = sft_demand(shape, Workload(**keys)).phases["generate"]
+        return found["cache"] // (2 * shape.cache_per_token)
+
+    def slots(answers: int, prompts: int) -> int:
+        """Prompts of 512 tokens; answers of 256 and the prompt's last, in 64s, and one to spare."""
+        return 320 * (answers + 1) + 512 * prompts
+
+    assert tokens() == slots(64, 64)
+    assert tokens(answers=256, samples=4) == slots(64, 64), "64 prompts at a time, whichever come next"
+    assert tokens(answers=64, samples=4) == slots(64, 16)
+    assert tokens(rollout_batch=64, answers=12) == slots(12, 12)
+    assert tokens(room=0) == slots(8, 8) and tokens(room=0, rollout_batch=4) == slots(4, 4)
+    assert tokens(cache_bytes=1000) == slots(1, 1), "one has to fit"

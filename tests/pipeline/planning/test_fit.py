@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_refused_with_what_does(stage: str) -> None:
 def test_what_can_not_fit_says_so() -> None:
     found = plan(tiny_config(), "ppo", policy=source(), ranks=1, room=room(GIB // 100))
     assert not found.fits and found.advice is None
-    with pytest.raises(UserError, match="more ranks, LoRA, or a smaller model"):
+    with pytest.raises(UserError, match=r"more ranks \(ranks=N\), adapters \(ppo\.lora\.rank=16\) or a smaller"):
         require_fit(found, refuse=True)
 
 
