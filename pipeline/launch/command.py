@@ -4,6 +4,7 @@ Configuration, run folder, which stages have to run, their processes, the report
 torchrun or Slurm every rank runs this; the first decides and writes, the others start their worker when told.
 """
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -247,7 +248,8 @@ def _run_stage(
     if end.status == 0 and not control.all_ended(_line(stage, run_dir)):
         end = StageEnd(STOPPED if control.others() == "stopped" else CRASHED)
     if end.status:
-        manifest.stop(stage)
+        with contextlib.suppress(OSError):  # the disk is full, as has been said; a stage that "runs" goes on as well
+            manifest.stop(stage)
         raise StageFailed(end.status)
     manifest.finish(stage, cache)
     cache.save()

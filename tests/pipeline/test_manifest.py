@@ -310,6 +310,10 @@ def test_a_full_disk_is_said(train, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "stop", full)
+        status, said = train("name=x", "stage=sft", stage="user")
+    assert (status, said.count("error: ")) == (2, 1)  # of what happened first
     monkeypatch.setattr("pipeline.files.os.fsync", full)
     status, said = train("name=x", "stage=sft")
     assert status == 2
