@@ -7,6 +7,7 @@ not change an update. `backward` and `step` serve a plain loop, whose loss is th
 
 import copy
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -51,12 +52,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step did. `sums` are the metrics summed over micro-batches and ranks, `loss` is the mean, and
-    `sent` are the bytes that this rank sent.
+    """What one optimizer step did. `sums` are the metrics summed over micro-batches and ranks, `maxima` those of which
+    the largest was asked for, `loss` is the mean, and `sent` are the bytes that this rank sent.
     """
 
     loss: float
     sums: dict[str, float]
+    maxima: dict[str, float]
     grad_norm: float
     lr: float
     skipped: bool
@@ -266,32 +268,36 @@ class Engine:
         loss_fn: "LossFn[Batch]",
         count: float,
         *,
+        maxima: Collection[str] = (),
         before_step: Callable[[Mapping[str, float]], None] | None = None,
     ) -> Update:
         """One optimizer step over this rank's micro-batches; every rank passes as many.
 
         `loss_fn(module, micro_batch)` returns the loss summed over its items and a dictionary of metrics, summed
-        likewise. `count` is the number of items in the global batch. `before_step` sees the sums of the global batch
-        while the parameters are still those that made them; what it raises stops the update. Micro-batches that are
-        a `Portion` (engine/healing) are halved where memory runs out, and the passes of this step done again.
+        likewise; of those named in `maxima` the largest is kept. `count` is the number of items in the global batch.
+        `before_step` sees the sums of the global batch while the parameters are still those that made them; what it
+        raises stops the update. Micro-batches that are a `Portion` (engine/healing) are halved where memory runs out,
+        and the passes of this step done again. The host waits for its device once, for all figures together.
         """
         self._check_arrangement()
         self.ledger.begin()
         before = traffic.sent()
-        sums: dict[str, float | Tensor] = {}
+        figures: dict[str, float | Tensor] = {}
         total: float | Tensor = 0.0
         for loss_sum, metrics in self._course.learn(micro_batches, loss_fn, count):
             total = total + loss_sum
             for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + value
-        *read, loss, squared_norm = numbers([*sums.values(), total, self._gradients().squared_norm()])
-        local = self._course.told(dict(zip(sums, read, strict=True)) | {"loss": loss})
-        everywhere = dist.sum_over_ranks(local)
-        loss = everywhere.pop("loss") / count
+                joined = _larger if name in maxima else operator.add
+                figures[name] = joined(figures[name], value) if name in figures else value
+        *read, loss, squared_norm = numbers([*figures.values(), total, self._gradients().squared_norm()])
+        local = self._course.told(dict(zip(figures, read, strict=True)) | {"loss": loss})
+        most = {name: dist.max_over_ranks(local.pop(name)) for name in maxima}
+        sums = dist.sum_over_ranks(local)
+        loss = sums.pop("loss") / count
         if before_step is not None:
-            before_step(everywhere)
+            before_step(sums)
         done = self._step(squared_norm)
-        return Update(loss, everywhere, done.grad_norm, done.lr, done.skipped, traffic.sent() - before)
+        return Update(loss, sums, most, done.grad_norm, done.lr, done.skipped, traffic.sent() - before)
 
     def rehearse(self, micro_batch: Any, loss_fn: "LossFn[Any]") -> None:
         """Forward and backward of the largest micro-batch to come, of which nothing stays but the size that fits.
@@ -406,3 +412,8 @@ class Engine:
         zero.release(self.module)
         self.average.swap(shown=average)
         self._shards_changed()
+
+
+def _larger(one: float | Tensor, other: float | Tensor) -> float | Tensor:
+    """The larger of two numbers, on the device where both are there; not finite where one of them is not."""
+    return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))

@@ -21,13 +21,12 @@ class Learned:
 
     steps: list[dict[str, float]] = field(default_factory=list)
 
-    def add(self, tokens: int, policy: tuple[Update, float] | None, critic: Update | None) -> None:
-        """A minibatch of `tokens` response tokens: the actor's step, if it took one, with its largest |ratio - 1|."""
+    def add(self, tokens: int, policy: Update | None, critic: Update | None) -> None:
+        """A minibatch of `tokens` response tokens: the actor's step, if it took one, and the critic's."""
         figures = {"lr": 0.0}
         if policy is not None:
-            update, largest = policy
-            figures = means(update, tokens)
-            figures |= {"policy_loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr, "largest": largest}
+            figures = means(policy, tokens) | policy.maxima
+            figures |= {"policy_loss": policy.loss, "grad_norm": policy.grad_norm, "lr": policy.lr}
         if critic is not None:
             figures |= means(critic, tokens)
             figures |= {"value_loss": critic.loss, "critic_grad_norm": critic.grad_norm, "critic_lr": critic.lr}

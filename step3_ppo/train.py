@@ -15,7 +15,7 @@ from pipeline.data.records import Row
 from pipeline.judging import Call, load_judge
 from pipeline.models.export import export_policy
 from pipeline.planning.choose import announce
-from pipeline.run import StageRun, metrics, within_limits
+from pipeline.run import StageRun, metrics
 from pipeline.stage import (
     arrange,
     evaluation_prompts,
@@ -63,12 +63,7 @@ class Ppo:
         self.ptx = ptx_mix(config, self.tokenizer)
         self.kl = KlController(self.section.kl_coef, self.section.kl_target, self.section.kl_horizon)
 
-    @property
-    def budget(self) -> int:
-        """Tokens a micro-batch, less where more did not fit in this run."""
-        return within_limits(self.section.micro_batch_tokens, self.models.engines.values())
-
-    def rehearse(self) -> None:
+    def rehearse(self, budget: int) -> None:
         """Train on the longest answers that there can be, and forget it: what fits now fits later."""
         ppo, world = self.section, dist.world()
         sequences = -(-ppo.batch_size * ppo.samples // (ppo.minibatches * world.data_size))
@@ -77,7 +72,7 @@ class Ppo:
             self.config.rollout.max_new_tokens,
             sequences,
             self.tokenizer.pad_id,
-            self.budget,
+            budget,
             packing=self.models.pack,
         )
         rehearse(self.models.actor, self.models.critic, longest, ppo, temperature=self.config.rollout.temperature)
@@ -107,7 +102,7 @@ class Ppo:
                 generations,
                 temperature=self.config.rollout.temperature,
                 pad_id=self.tokenizer.pad_id,
-                budget=self.budget,
+                budget=stage.budget,
                 calls=self._calls(asked, generations),
             )
 
@@ -126,7 +121,7 @@ class Ppo:
             answers=ppo.keep_answers, tokens=ppo.keep_tokens,
         )  # fmt: skip
 
-    def learn(self, step: int, rollout: Rollout, targets: Targets) -> dict[str, float]:
+    def learn(self, step: int, rollout: Rollout, targets: Targets, budget: int) -> dict[str, float]:
         """Several passes over the rollout; the first minibatch's ratio must be 1."""
         ppo, learned = self.section, Learned()
         for epoch in range(ppo.update_epochs):
@@ -136,7 +131,7 @@ class Ppo:
                 parts=ppo.minibatches,
                 seed=shuffle,
                 pad_id=self.tokenizer.pad_id,
-                budget=self.budget,
+                budget=budget,
                 packing=self.models.pack,
             ):
                 policy = None
@@ -149,7 +144,7 @@ class Ppo:
 
     def _update_policy(
         self, minibatch: Minibatch, rollout: Rollout, targets: Targets, *, first: bool
-    ) -> tuple[Update, float]:
+    ) -> Update:
         actor = self.models.actor
         return update_policy(
             actor,
@@ -224,13 +219,13 @@ def run(config: RunConfig, folder: Path) -> None:
             write_table(examiner.prompts, {"sft": start}, folder)
             stage.log(0, {"lr": 0.0, **start.figures})
             stage.save(0)  # SFT's own model is the best so far
-        stage.rehearse(ppo.rehearse)  # when the generator has its memory
+        stage.rehearse(lambda: ppo.rehearse(stage.budget))  # when the generator has its memory
         for step in stage.steps_left():
             rollout = ppo.rollout(step, stage)
             targets = targets_of(rollout, ppo.section, kl_coef=ppo.kl.coef)
             ppo.keep(step, rollout, targets)
             with stage.clock.phase("train"):
-                learned = ppo.learn(step, rollout, targets)
+                learned = ppo.learn(step, rollout, targets, stage.budget)
             losses = learned.get("policy_loss", 0.0) + learned.get("value_loss", 0.0)
             stage.require_finite(step, losses, rollout.responses)
             stage.clock.tokens += rollout.tokens()

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from engine import Engine, Update
 from engine.healing import Portion
-from engine.parallel import dist
 from pipeline.config.schema import PpoSection
 from pipeline.data.batch import TokenBatch
 from step3_ppo.advantages import KL
@@ -55,12 +54,11 @@ def update_policy(
     temperature: float,
     ptx: PtxBatch | None = None,
     check: Callable[[float], None] | None = None,
-) -> tuple[Update, float]:
-    """One step of the actor; metrics are sums over the minibatch's tokens. Also the largest |ratio - 1| of them all.
+) -> Update:
+    """One step of the actor; metrics are sums over the minibatch's tokens, and "largest" the largest |ratio - 1|.
 
     `check` is told the mean |ratio - 1| before the step; what it raises leaves the parameters as they were.
     """
-    largest = torch.zeros((), device=rollout.logprobs.device)
 
     def clipped(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
         logprobs, entropies = policy_logprobs(module, batch, temperature)
@@ -76,8 +74,6 @@ def update_policy(
             weights=weights,
         )
         deviation = (log_ratio(logprobs.detach(), old).exp() - 1.0).abs()
-        if len(deviation):
-            largest.copy_(torch.maximum(largest, deviation.max()))
         bonus = entropies.sum()
         if ppo.entropy_coef:  # a gradient of zero would cost as much as any other
             total = total - ppo.entropy_coef * bonus
@@ -86,7 +82,8 @@ def update_policy(
             estimate = KL[ppo.kl_estimator or "k3"]
             away = estimate(logprobs, _flat(rollout.reference, rollout, batch.places)).sum()
             total, sums = total + targets.kl_coef * away, sums | {"kl_loss": away}
-        return total, sums | weighed | {"entropy": bonus, "deviation": deviation.sum()}
+        largest = deviation.max() if len(deviation) else deviation.new_zeros(())
+        return total, sums | weighed | {"entropy": bonus, "deviation": deviation.sum(), "largest": largest}
 
     def imitated(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, Sums]:
         assert ptx is not None
@@ -99,15 +96,11 @@ def update_policy(
 
     batches = cast("list[Portion[Rows | TokenBatch]]", [*minibatch.batches, *(ptx.batches if ptx else [])])
 
-    most: list[float] = []
-
     def look(sums: Mapping[str, float]) -> None:
-        most.append(largest.item())  # here the device has nothing to do; after the step this would wait for it
         if check is not None:
             check(sums["deviation"] / minibatch.tokens)
 
-    update = actor.update(batches, loss, minibatch.tokens, before_step=look)
-    return update, dist.max_over_ranks(most[0])
+    return actor.update(batches, loss, minibatch.tokens, maxima=("largest",), before_step=look)
 
 
 def update_critic(

@@ -84,10 +84,6 @@ class ChatTokenizer:
         """The ids of an answer and its end token."""
         return self.encode_answers([answer])[0]
 
-    def encode_conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """(ids, counts) of a conversation that ends with the assistant's turn; counts True: an answer's or its end."""
-        return self.encode_conversations([messages])[0]
-
     def encode_prompts(self, prompts: Sequence[Sequence[Message]]) -> list[list[int]]:
         """`encode_prompt` of many at once, which is faster."""
         return [ids for ids, _ in self._encode_segments(prompts)]
@@ -100,7 +96,7 @@ class ChatTokenizer:
         ]
 
     def encode_conversations(self, conversations: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[bool]]]:
-        """`encode_conversation` of many at once."""
+        """(ids, counts) of conversations that end with the assistant's turn; counts True: an answer's or its end."""
         assert all(messages[-1].role == "assistant" for messages in conversations)
         prompts = self._encode_segments([messages[:-1] for messages in conversations])
         answers = self.encode_answers([messages[-1].content for messages in conversations])

@@ -1,5 +1,5 @@
 """A stage while it runs."""
 
-from pipeline.run.stage_run import StageRun, within_limits
+from pipeline.run.stage_run import StageRun
 
-__all__ = ["StageRun", "within_limits"]
+__all__ = ["StageRun"]

@@ -8,7 +8,7 @@ Step numbers count finished steps, from 1. `seconds` and `tokens` count from the
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,8 @@ class StageRun:
     @property
     def budget(self) -> int:
         """Tokens a micro-batch: what the configuration says, or less where that did not fit in this run."""
-        return within_limits(self._section.micro_batch_tokens, self._engines.values())
+        limits = (engine.healer.limit for engine in self._engines.values())
+        return min([self._section.micro_batch_tokens, *(limit for limit in limits if limit is not None)])
 
     @property
     def healing(self) -> dict[str, int]:
@@ -292,9 +293,3 @@ def _profile_of(folder: Path, section: ProfileSection | None) -> Profile | None:
         return None
     first, last = section.steps
     return Profile(folder, first, last)
-
-
-def within_limits(tokens: int, engines: Iterable[Engine]) -> int:
-    """Tokens a micro-batch, cut to what fits all of some engines as far as they found out."""
-    limits = (engine.healer.limit for engine in engines)
-    return min([tokens, *(limit for limit in limits if limit is not None)])

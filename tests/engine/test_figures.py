@@ -24,6 +24,9 @@ def test_numbers_of_both_kinds_in_order() -> None:
 def test_an_update_waits_for_the_device_once(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     dist.start("test")
     engine = Engine(nn.Linear(4, 3), EngineConfig(dtype=dtype), optimizer=OptimizerConfig(lr=0.1))
+    rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
+    with engine.scoring() as module:
+        most = module(rows).max().item()
     calls: list[int] = []
 
     def counted(values: Any) -> list[float]:
@@ -32,11 +35,13 @@ def test_an_update_waits_for_the_device_once(dtype: Any, monkeypatch: pytest.Mon
 
     def loss(module: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
         out = module(batch)
-        return out.square().sum(), {"largest": out.detach().max(), "above": (out > 0).sum(), "rows": 1.0}
+        sums = {"above": (out > 0).sum(), "rows": 1.0, "shares": 1.0 / len(batch)}
+        return out.square().sum(), {"largest": out.detach().max(), **sums}
 
     monkeypatch.setattr(engine_file, "numbers", counted)
     reads = Reads()
     with reads:
-        update = engine.update([torch.ones(2, 4), torch.ones(1, 4)], loss, 3.0)
-    assert not reads.found and calls == [5]
-    assert update.sums["rows"] == 2.0 and update.grad_norm > 0
+        update = engine.update([rows[:1], rows[1:2], rows[2:]], loss, 4.0, maxima=("largest", "shares"))
+    assert not reads.found and calls == [6]
+    assert update.sums["rows"] == 3.0 and update.grad_norm > 0
+    assert update.maxima == {"largest": most, "shares": 1.0} and update.sums.keys() == {"above", "rows"}

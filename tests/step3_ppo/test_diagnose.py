@@ -33,7 +33,7 @@ def first_deviation(models: Models, rollout: Rollout, temperature: float) -> flo
     section = PpoSection()
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=30)
     targets = targets_of(rollout, section, kl_coef=0.1)
-    update, _ = update_policy(models.actor, minibatch, rollout, targets, section, temperature=temperature)
+    update = update_policy(models.actor, minibatch, rollout, targets, section, temperature=temperature)
     return means(update, minibatch.tokens)["deviation"]
 
 

@@ -98,16 +98,17 @@ def test_means_over_the_steps_of_a_rollout() -> None:
     assert mean_figures([]) == {}
 
 
-def step(sums: dict[str, float], *, loss: float, norm: float, lr: float) -> Update:
-    return Update(loss, sums, norm, lr, skipped=False, sent=Traffic())
+def step(sums: dict[str, float], *, loss: float, norm: float, lr: float, **maxima: float) -> Update:
+    return Update(loss, sums, maxima, norm, lr, skipped=False, sent=Traffic())
 
 
 def test_learned_figures() -> None:
     learned = Learned()
     for tokens, ratio, largest in ((10, 10.0, 0.1), (30, 33.0, 0.5)):
-        policy = step({"ratio": ratio, "entropy": 60.0}, loss=float(tokens), norm=1.0, lr=1.0 / tokens)
+        sums = {"ratio": ratio, "entropy": 60.0}
+        policy = step(sums, loss=float(tokens), norm=1.0, lr=1.0 / tokens, largest=largest)
         critic = step({"error": 30.0}, loss=2.0 * tokens, norm=3.0, lr=2.0 / tokens)
-        learned.add(tokens, (policy, largest), critic)
+        learned.add(tokens, policy, critic)
     wanted = {"policy_loss": 20.0, "value_loss": 40.0, "grad_norm": 1.0, "critic_grad_norm": 3.0}
     wanted |= {"entropy": 4.0, "error": 2.0, "first_ratio": 1.0, "first_ratio_max_deviation": 0.1}
     assert learned.figures() == pytest.approx(wanted | {"lr": 1 / 30, "critic_lr": 2 / 30})

@@ -23,7 +23,7 @@ def one_step(folder: Path, **keys: Any) -> tuple[set[str], dict[str, float], lis
     ppo, stage = ppo_of(folder, kl_coef=0.0, update_epochs=2, **keys)
     rollout = ppo.rollout(1, stage)
     targets = targets_of(rollout, ppo.section, kl_coef=0.0)
-    learned = ppo.learn(1, rollout, targets)
+    learned = ppo.learn(1, rollout, targets, stage.budget)
     return set(ppo.models.engines), rollout_figures(rollout, targets) | learned, weights(ppo.models.actor)
 
 

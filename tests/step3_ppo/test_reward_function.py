@@ -67,7 +67,7 @@ def test_without_a_reward_model_the_critic_begins_as_the_actor_with_a_head_of_ze
     rollout = ppo.rollout(1, stage)
     assert rollout.values is not None and not rollout.values.any()
     before = weights(models.critic)
-    ppo.learn(1, rollout, targets_of(rollout, ppo.section, kl_coef=0.05))
+    ppo.learn(1, rollout, targets_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
     assert all(not torch.equal(a, b) for a, b in zip(before, weights(models.critic), strict=True))
     assert models.actor.module.lm.config.architectures == ["LlamaForCausalLM"]  # the critic's head left it alone
 
@@ -136,7 +136,7 @@ def one_rollout(folder: Path) -> dict[str, Any]:
     rollout = ppo.rollout(1, stage)
     assert ppo.models.function is not None
     called = ppo.models.function.call.__globals__["calls"]
-    learned = ppo.learn(1, rollout, targets_of(rollout, ppo.section, kl_coef=0.05))
+    learned = ppo.learn(1, rollout, targets_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
     ppo.rows = [{"number": 0, "bad": number == numbers_of(ppo, rollout)[1]} for number in range(12)]  # rank 1's of two
     with pytest.raises(SharedError) as caught:
         ppo.rollout(1, stage)

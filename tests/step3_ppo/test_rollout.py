@@ -147,9 +147,9 @@ def one_step(folder: Path, zero_stage: int, packing: bool = False) -> dict[str, 
     targets: Targets = targets_of(rollout, SECTION, kl_coef=0.1)
     updates, seen = [], []
     for minibatch in minibatches(rollout, parts=2, seed=8, pad_id=0, budget=24, packing=packing):
-        actor, largest = update_policy(models.actor, minibatch, rollout, targets, SECTION, temperature=0.9)
+        actor = update_policy(models.actor, minibatch, rollout, targets, SECTION, temperature=0.9)
         critic = update_critic(models.critic, minibatch, rollout, targets, SECTION)
-        norms = {"largest": largest, "grad_norm": actor.grad_norm, "critic_grad_norm": critic.grad_norm}
+        norms = {**actor.maxima, "grad_norm": actor.grad_norm, "critic_grad_norm": critic.grad_norm}
         updates.append({"loss": actor.loss, "value_loss": critic.loss, **norms, **actor.sums, **critic.sums})
         seen.append([each.batch.places for each in minibatch.batches])
     final = collect(models, prompts, drawn, temperature=0.9, pad_id=0, budget=1000)

@@ -116,7 +116,7 @@ def test_the_loop_begins_on_policy_and_moves_both_models(tmp_path: Path) -> None
         assert len(rollout) == 6 and ppo.kl.coef == 0.05
         if step == 1:
             assert torch.equal(rollout.logprobs, rollout.reference)  # KL 0: nothing has been learned yet
-        learned = ppo.learn(step, rollout, targets_of(rollout, ppo.section, kl_coef=0.05))
+        learned = ppo.learn(step, rollout, targets_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
         moved = [not torch.equal(a, b) for a, b in zip(actor, weights(ppo.models.actor), strict=True)]
         if step == 1:  # only the critic learns
             assert not any(moved) and "first_ratio" not in learned and learned["lr"] == 0.0
@@ -133,13 +133,13 @@ def test_the_loop_begins_on_policy_and_moves_both_models(tmp_path: Path) -> None
 def test_the_longest_answers_are_rehearsed_and_forgotten(budget: int, tmp_path: Path) -> None:
     """Both models see the longest prompts with whole answers, as many as a step and a micro-batch take."""
     run_folder(tmp_path)
-    ppo, _ = ppo_of(tmp_path, minibatches=2, samples=2, advantage="gae", micro_batch_tokens=budget)
+    ppo, stage = ppo_of(tmp_path, minibatches=2, samples=2, advantage="gae", micro_batch_tokens=budget)
     engines = (ppo.models.actor, ppo.models.critic)
     before = [weights(engine) for engine in engines]
     seen: list[int] = []
     for engine in engines:
         engine.module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].numel()))
-    ppo.rehearse()
+    ppo.rehearse(stage.budget)
     lengths = sorted((len(prompt) + 6 for prompt in ppo.prompts), reverse=True)
     if budget == 1000:
         assert seen == [2 * sum(lengths[:3])] * 2  # six sequences, which are three prompts
@@ -163,7 +163,7 @@ def test_without_a_critic_answers_to_a_prompt_are_neighbours(advantage: str, tmp
         assert len({tuple(response) for response in rollout.responses[first : first + 3]}) > 1  # noise of its own each
     targets = targets_of(rollout, ppo.section, kl_coef=0.1)
     assert targets.advantages[:, 0].view(4, 3).sum(1).abs().max() < 1e-4
-    learned = ppo.learn(1, rollout, targets)
+    learned = ppo.learn(1, rollout, targets, stage.budget)
     figures = rollout_figures(rollout, targets) | learned | ppo.state()
     assert not {"value_loss", "critic_lr", "explained_variance"} & set(figures)
     assert learned["first_ratio"] == pytest.approx(1, abs=1e-5)
@@ -176,7 +176,7 @@ def test_a_rollout_off_the_policy_stops_the_run(tmp_path: Path) -> None:
     rollout = ppo.rollout(1, stage)
     rollout.logprobs.add_(0.1)
     with pytest.raises(UserError, match=r"the first minibatch's ratio is off by 0\.095"):
-        ppo.learn(1, rollout, targets_of(rollout, ppo.section, kl_coef=0.05))
+        ppo.learn(1, rollout, targets_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
 
 
 def prompts() -> list[Prompt]:

@@ -178,7 +178,7 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     bonus = math.fsum(e.item() for e in entropies)
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
     assert len(minibatch.batches) > 1
-    update, largest = update_policy(models.actor, minibatch, rollout, targets, section, temperature=0.8)
+    update = update_policy(models.actor, minibatch, rollout, targets, section, temperature=0.8)
     count = sum(RESPONSES)
     assert update.loss == pytest.approx((wanted - 0.05 * bonus) / count, rel=1e-3)
     figures = means(update, minibatch.tokens)
@@ -188,7 +188,7 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     assert figures["entropy"] == pytest.approx(bonus / count, rel=1e-4)
     deviations = [abs(math.exp(a.item() - b) - 1) for a, b in zip(new, flat, strict=True)]
     assert figures["deviation"] == pytest.approx(math.fsum(deviations) / count, rel=1e-3)
-    assert largest == pytest.approx(max(deviations), rel=1e-3)
+    assert update.maxima["largest"] == pytest.approx(max(deviations), rel=1e-3)
     # The gradient: -A r of the tokens that count, less the entropy's, through transformers' own graph.
     terms = -0.05 * sum(entropies)
     for logprob, before, advantage in zip(new, flat, advantages, strict=True):
@@ -216,7 +216,7 @@ def test_the_kl_in_the_loss_has_a_gradient_of_its_own(estimator: str | None, tmp
     (terms * 0.3 / sum(RESPONSES)).backward()
     norm = math.sqrt(math.fsum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
-    update, _ = update_policy(models.actor, minibatch, rollout, targets, section, temperature=1.0)
+    update = update_policy(models.actor, minibatch, rollout, targets, section, temperature=1.0)
     assert update.loss == pytest.approx(0.3 * terms.item() / sum(RESPONSES), rel=1e-3)
     assert means(update, minibatch.tokens)["kl_loss"] == pytest.approx(terms.item() / sum(RESPONSES), rel=1e-3)
     assert update.grad_norm == pytest.approx(norm, rel=1e-3)
@@ -262,9 +262,9 @@ def test_the_mix_of_conversations_adds_its_mean_loss(tmp_path: Path) -> None:
     mixed = TokenBatch(ids, torch.tensor([2, 3, 4, 6, 7])).to(dist.world().device)
     logs = torch.log_softmax(AutoModelForCausalLM.from_pretrained(tmp_path / "actor")(input_ids=ids).logits, -1)
     nats = [-logs[row, t - 1, ids[row, t]].item() for row, t in counts.nonzero().tolist()]
-    plain, _ = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0)
+    plain = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0)
     ptx = PtxBatch([mixed], len(nats), coef=0.3)
-    update, _ = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0, ptx=ptx)
+    update = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0, ptx=ptx)
     mean = math.fsum(nats) / len(nats)
     assert update.loss == pytest.approx(plain.loss + 0.3 * mean, rel=1e-4)
     assert means(update, minibatch.tokens)["ptx_loss"] == pytest.approx(mean, rel=1e-5)
@@ -283,7 +283,4 @@ def test_the_host_waits_once_a_step(tmp_path: Path) -> None:
         update_policy(models.actor, minibatch, rollout, targets, section, temperature=0.8)
     with Reads() as critic:
         update_critic(models.critic, minibatch, rollout, targets, section)
-    # What is read at the end is all read at once (test_figures.py), but for the largest ratio, which follows when the
-    # device is idle.
-    assert policy.found == {"_local_scalar_dense": 1}
-    assert not critic.found
+    assert not policy.found and not critic.found  # what is read at the end is all read at once (test_figures.py)

@@ -57,7 +57,7 @@ def test_a_conversation_is_its_prompts_and_answers(trained: ChatTokenizer) -> No
         for turns in (2, 4, 6):
             for system in (None, "Be </s> kind."):
                 messages = chat(*(random_text(rng) for _ in range(turns)), system=system)
-                ids, counts = each.encode_conversation(messages)
+                ids, counts = each.encode_conversations([messages])[0]
                 prompt, answer = each.encode_prompt(messages[:-1]), each.encode_answer(messages[-1].content)
                 assert ids == prompt + answer
                 assert len(counts) == len(ids) and counts[-len(answer) :] == [True] * len(answer)
@@ -67,7 +67,7 @@ def test_a_conversation_is_its_prompts_and_answers(trained: ChatTokenizer) -> No
 def test_earlier_answers_count_where_generation_would_have_written_them(trained: ChatTokenizer) -> None:
     for each in (trained, *every_kind(trained)[1:4]):
         messages = chat("a", "one", "c", "two")
-        ids, counts = each.encode_conversation(messages)
+        ids, counts = each.encode_conversations([messages])[0]
         first = each.encode_prompt(messages[:1])
         answer = each.encode_answer("one")
         assert ids[: len(first) + len(answer)] == first + answer
@@ -80,7 +80,7 @@ def test_the_control_tokens_of_a_conversation_are_the_templates_own(trained: Cha
     for each in every_kind(trained):
         special = {token for token, added in each.hf.added_tokens_decoder.items() if added.special}
         clean, dirty = (
-            [token for token in each.encode_conversation(chat(*texts, system="s"))[0] if token in special]
+            [token for token in each.encode_conversations([chat(*texts, system="s")])[0][0] if token in special]
             for texts in (("a", "b", "c", "d"), (attack, attack, attack, attack))
         )
         assert clean == dirty
@@ -141,7 +141,7 @@ def test_plain_models_get_the_default_template_and_bos_once() -> None:
     assert hf("a")["input_ids"][0] == hf.bos_token_id
     each = ChatTokenizer(hf)
     assert each.hf.chat_template == DEFAULT_TEMPLATE
-    ids, _ = each.encode_conversation(chat("a", "b", "c", "d"))
+    ids, _ = each.encode_conversations([chat("a", "b", "c", "d")])[0]
     assert ids[0] == each.hf.bos_token_id and ids.count(each.hf.bos_token_id) == 1
     assert ids.count(each.hf.eos_token_id) == 2
 
@@ -170,7 +170,7 @@ def test_saved_tokenizers_load_the_same(trained: ChatTokenizer, tmp_path: Path) 
         each.save(tmp_path / str(place))
         again = load_tokenizer(str(tmp_path / str(place)))
         assert again.fingerprint() == each.fingerprint()
-        assert again.encode_conversation(messages) == each.encode_conversation(messages)
+        assert again.encode_conversations([messages])[0] == each.encode_conversations([messages])[0]
         assert (again.end_ids, again.pad_id, again.vocab_size) == (each.end_ids, each.pad_id, each.vocab_size)
 
 
@@ -204,12 +204,12 @@ def test_sentencepiece_models_load(tmp_path: Path, kind: str) -> None:
     each = load_tokenizer(str(folder))
     assert each.end_ids == (each.hf.eos_token_id,) and each.pad_id == each.hf.eos_token_id
     messages = chat("Name three fruits", "apples, pears and plums", "and </s> 12?", "plums")
-    ids, counts = each.encode_conversation(messages)
+    ids, counts = each.encode_conversations([messages])[0]
     assert ids == each.encode_prompt(messages[:3]) + each.encode_answer("plums")
     assert ids.count(each.hf.eos_token_id) == 2 and sum(counts) < len(counts)
     assert each.decode(each.encode_answer("apples, pears and plums")) == "apples, pears and plums"
     each.save(tmp_path / "saved")
-    assert load_tokenizer(str(tmp_path / "saved")).encode_conversation(messages) == (ids, counts)
+    assert load_tokenizer(str(tmp_path / "saved")).encode_conversations([messages])[0] == (ids, counts)
 
 
 def test_folders_without_a_tokenizer_are_refused(tmp_path: Path, trained: ChatTokenizer) -> None:
@@ -249,6 +249,6 @@ def test_code_of_a_tokenizer_folder_is_not_run(tmp_path: Path, trained: ChatToke
 def test_many_at_once_equal_one_by_one(trained: ChatTokenizer) -> None:
     rng = random.Random(2)
     conversations = [chat(*(random_text(rng) for _ in range(rng.choice([2, 4])))) for _ in range(50)]
-    assert trained.encode_conversations(conversations) == [trained.encode_conversation(c) for c in conversations]
+    assert trained.encode_conversations(conversations) == [trained.encode_conversations([c])[0] for c in conversations]
     assert trained.encode_prompts([]) == [] and trained.encode_answers([]) == []
     assert trained.encode_prompt([Message("user", "a")]) == trained.encode_prompts([[Message("user", "a")]])[0]
