@@ -2,8 +2,9 @@
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 
@@ -16,10 +17,12 @@ from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, load_stage, made_h
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
 from pipeline.errors import UserError
+from pipeline.imports import kept_for_good
 from pipeline.insight.evaluate import answer_prompts
 from pipeline.models.build import check_scores
 from pipeline.models.source import ModelSource, download, model_folder, resolve
 
+Made = TypeVar("Made")
 UNITS = {"sft": ("step", "conversations"), "reward": ("step", "pairs"), "ppo": ("rollout", "prompts")}
 FEW_STEPS = 20  # below which a stage has hardly begun to learn
 
@@ -199,19 +202,27 @@ def require_scorer(config: RunConfig, source: ModelSource) -> None:
         check_scores(source)
 
 
-def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prompt]:
-    """The held-out prompts that base, SFT and PPO model all answer.
+def evaluation_prompts(
+    config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt] | None = None
+) -> list[Prompt]:
+    """The held-out prompts that base, SFT and PPO model all answer, on every rank. `held_out` are those of PPO, on the
+    first rank, where they have been read already.
 
     Raises UserError where none fits and PPO is to come.
     """
+    return by_first_rank(lambda: _chosen_prompts(config, tokenizer, held_out))
+
+
+def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt] | None) -> list[Prompt]:
     judge = config.evaluation.judge
-    try:
-        rows = judge is not None or _wants_rows(config)
-        held_out = load_stage(config.data, "ppo", config.seed, rows=rows).held_out
-    except UserError:
-        held_out = [c.prompt() for c in load_stage(config.data, "sft", config.seed).held_out]
-        if judge is not None and dist.world().leads:
-            print("evaluation.judge is not asked: no source has prompts for ppo, whose rows it reads", flush=True)
+    rows = judge is not None or _wants_rows(config)
+    if held_out is None or rows != _wants_rows(config):  # or those that were read lack the rows
+        try:
+            held_out = load_stage(config.data, "ppo", config.seed, rows=rows).held_out
+        except UserError:
+            held_out = [c.prompt() for c in load_stage(config.data, "sft", config.seed).held_out]
+            if judge is not None:
+                print("evaluation.judge is not asked: no source has prompts for ppo, whose rows it reads", flush=True)
     limit = config.rollout.max_prompt_tokens
     fitting = (p for p in held_out if len(tokenizer.encode_prompt(p.messages)) <= limit)
     chosen = [prompt for prompt, _ in zip(fitting, range(config.evaluation.prompts), strict=False)]
@@ -222,8 +233,7 @@ def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prom
                 f"{told}, so that nothing would tell what PPO does: raise it, or hold out others (data.eval_fraction, "
                 "eval_path of a source)"
             )
-        if dist.world().leads:
-            print(f"{told}: none is answered", flush=True)
+        print(f"{told}: none is answered", flush=True)
     return chosen
 
 
@@ -248,20 +258,52 @@ def answers_of(
     return [found[i] for i in range(len(prompts))]
 
 
-def check_data_to_come(config: RunConfig, stage: str) -> None:
-    """The run's first stage refuses what a later one would, rather than after a day."""
+def by_first_rank(make: Callable[[], Made]) -> Made:
+    """What the first rank makes, on every rank; so data is read, checked and tokenized once. A UserError of the first
+    rank is raised on every rank.
+    """
+
+    def tried() -> tuple[Made | None, str | None]:
+        try:
+            return make(), None
+        except UserError as problem:
+            return None, str(problem)
+
+    made, problem = dist.from_first(tried)
+    if problem is not None:
+        raise UserError(problem)
+    return cast(Made, made)
+
+
+def check_data_to_come(config: RunConfig, stage: str) -> list[Prompt] | None:
+    """The run's first stage refuses what a later one would, rather than after a day. Returns what was found to be held
+    out for PPO, on the first rank; None elsewhere, and where it was not read.
+    """
     first, *later = wanted_stages(config)
     to_read = [each for each in later if not made_here(config.data, each)]
-    if stage != first or not to_read or not dist.world().leads:
-        return
-    print(f"{stage}: reading the data of {' and '.join(to_read)} too, to refuse it now if need be", flush=True)
-    for each in to_read:
-        _load(config, each)
+    if stage != first or not to_read:
+        return None
+    found: dict[str, list[Prompt]] = {}
+
+    def check() -> None:
+        print(f"{stage}: reading the data of {' and '.join(to_read)} too, to refuse it now if need be", flush=True)
+        found.update({each: _load(config, each).held_out for each in to_read})
+
+    by_first_rank(check)
+    return found.get("ppo")
 
 
 def stage_records(config: RunConfig, stage: str) -> StageRecords:
-    """The stage's records; says what was skipped."""
-    records = _load(config, stage)
+    """The stage's records, on the first rank; the others learn what was skipped. Says so."""
+    read: list[StageRecords] = []
+
+    def load() -> dict[str, int]:
+        with kept_for_good():
+            read.append(_load(config, stage))
+        return read[0].skipped
+
+    skipped = by_first_rank(load)
+    records = read[0] if read else StageRecords([], [], skipped)
     if dist.world().leads and records.skipped:
         print(f"{stage}: skipped rows: {_counted(records.skipped)}", flush=True)
         if KEPT_FOR_OTHERS in records.skipped:

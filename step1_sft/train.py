@@ -1,5 +1,6 @@
 """Stage 1: what is loaded, the loop, what is left behind."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pipeline.stage import (
     adopt_special_ids,
     arrange,
     base_source,
+    by_first_rank,
     check_data_to_come,
     check_vocabulary,
     evaluation_prompts,
@@ -44,26 +46,22 @@ def run(config: RunConfig, folder: Path) -> None:
     """Train, evaluate, export. `folder` is RUN/sft."""
     section = config.sft
     source = base_source(config)
-    records = stage_records(config, "sft")  # before a tokenizer is made of them, for which all wait for the first rank
-    check_data_to_come(config, "sft")
+    records = stage_records(config, "sft")
+    to_come = check_data_to_come(config, "sft")
     tokenizer = run_tokenizer(config, folder.parent, trained_on=records.train)
     check_vocabulary(source, tokenizer)
     adopt_special_ids(source, tokenizer)
     require_context(config, "sft", source)
     require_scorer(config, source)
-    train, notes = encode_conversations(
-        tokenizer, records.train, max_length=section.max_length, loss_on=section.loss_on
-    )
+    encode = partial(encode_conversations, tokenizer, max_length=section.max_length, loss_on=section.loss_on)
+    train, notes = by_first_rank(partial(encode, records.train))
     say_cut("sft", notes, len(records.train), "sft.max_length")
-    held_out, _ = encode_conversations(
-        tokenizer,
-        records.held_out[: section.eval_examples],
-        max_length=section.max_length,
-        loss_on=section.loss_on,
-        name="held-out conversations",
-    )
+    few = records.held_out[: section.eval_examples]
+    held_out, _ = by_first_rank(partial(encode, few, name="held-out conversations"))
     require_held_out(section, "sft", held_out)
-    prompts, judge = evaluation_prompts(config, tokenizer), load_judge(config)
+    prompts, judge = evaluation_prompts(config, tokenizer, to_come), load_judge(config)
+    skipped = {**records.skipped, **notes}
+    del records, few, to_come  # texts, of which nothing is needed any more
     steps = stage_steps(section, len(train))
     say_steps("sft", section, steps, len(train))
     arrange(config)
@@ -107,7 +105,7 @@ def run(config: RunConfig, folder: Path) -> None:
             export_policy(engine, source, tokenizer, folder / "model")
         with stage.clock.phase("evaluate"):
             gold = answer("sft", config, engine, tokenizer, prompts, folder, judge)
-        stage.finish({"gold_score": gold, "skipped": {**records.skipped, **notes}, "packing": packing})
+        stage.finish({"gold_score": gold, "skipped": skipped, "packing": packing})
 
 
 def _packing(engine: Engine, wanted: bool, max_length: int) -> bool:

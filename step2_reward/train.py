@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from pipeline.stage import (
     adopt_special_ids,
     arrange,
     base_source,
+    by_first_rank,
     check_data_to_come,
     check_vocabulary,
     optimizer_config,
@@ -57,12 +59,14 @@ def run(config: RunConfig, folder: Path) -> None:
     records = stage_records(config, "reward")
     check_data_to_come(config, "reward")
     say_undecided(records.train)
-    train, notes = encode_preferences(tokenizer, records.train, max_length=section.max_length)
+    encode = partial(encode_preferences, tokenizer, max_length=section.max_length)
+    train, notes = by_first_rank(partial(encode, records.train))
     say_cut("reward", notes, len(records.train), "reward.max_length")
-    held_out, _ = encode_preferences(
-        tokenizer, records.held_out[: section.eval_examples], max_length=section.max_length, name="held-out pairs"
-    )
+    few = records.held_out[: section.eval_examples]
+    held_out, _ = by_first_rank(partial(encode, few, name="held-out pairs"))
     require_held_out(section, "reward", held_out)
+    skipped = {**records.skipped, **notes}
+    del records, few  # texts, of which nothing is needed any more
     steps = stage_steps(section, len(train))
     say_steps("reward", section, steps, len(train))
     arrange(config)
@@ -112,7 +116,7 @@ def run(config: RunConfig, folder: Path) -> None:
             level = reference_level(score_pairs(engine, train[:REFERENCE_ANSWERS], **cut))
         with stage.clock.phase("export"):
             export_scorer(engine, source, tokenizer, folder / "model", extra=level)
-        stage.finish({**shares, **level, "skipped": {**records.skipped, **notes}})
+        stage.finish({**shares, **level, "skipped": skipped})
 
 
 def say_undecided(pairs: Sequence[Preference]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from engine.healing import Portion
 from engine.parallel import dist
@@ -10,7 +11,7 @@ from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_
 from pipeline.data.encode import TokenItem, encode_conversations
 from pipeline.data.portions import portion
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.stage import stage_records
+from pipeline.stage import by_first_rank, stage_records
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class PtxBatch:
 class PtxMix:
     """Conversations that go along with the rollouts, `size` an optimizer step."""
 
-    items: list[TokenItem]
+    items: Sequence[TokenItem]
     coef: float
     size: int
     budget: int
@@ -53,7 +54,8 @@ def ptx_mix(config: RunConfig, tokenizer: ChatTokenizer) -> PtxMix | None:
     ppo = config.ppo
     if ppo.ptx_coef == 0.0:
         return None
-    records = stage_records(config, "sft").train
-    items, _ = encode_conversations(tokenizer, records, max_length=config.sft.max_length, loss_on=config.sft.loss_on)
+    sft, records = config.sft, stage_records(config, "sft").train
+    encode = partial(encode_conversations, tokenizer, max_length=sft.max_length, loss_on=sft.loss_on)
+    items, _ = by_first_rank(partial(encode, records))
     size = max(1, ppo.batch_size // ppo.minibatches)
     return PtxMix(items, ppo.ptx_coef, size, ppo.micro_batch_tokens, tokenizer.pad_id, config.seed)

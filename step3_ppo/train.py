@@ -4,20 +4,22 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from heapq import nlargest
 from pathlib import Path
 
 from engine import Generation, Update
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
-from pipeline.data.encode import encode_prompts
-from pipeline.data.records import Row
+from pipeline.data.encode import PromptItems, encode_prompts
+from pipeline.data.records import Prompt, Row
 from pipeline.judging import Call, load_judge
 from pipeline.models.export import export_policy
 from pipeline.planning.choose import announce
 from pipeline.run import StageRun, metrics
 from pipeline.stage import (
     arrange,
+    by_first_rank,
     evaluation_prompts,
     prepare_generation,
     require_context,
@@ -48,7 +50,7 @@ class Ppo:
     """What stays the same over the loop: configuration, models, prompts, the folder."""
 
     def __init__(
-        self, config: RunConfig, folder: Path, sources: Sources, prompts: list[list[int]], rows: Sequence[Row] = ()
+        self, config: RunConfig, folder: Path, sources: Sources, prompts: Sequence[list[int]], rows: Sequence[Row] = ()
     ) -> None:
         """`rows` are the prompts' rows of the data, for a reward function."""
         self.config, self.section, self.tokenizer = config, config.ppo, sources.tokenizer
@@ -67,8 +69,9 @@ class Ppo:
         """Train on the longest answers that there can be, and forget it: what fits now fits later."""
         ppo, world = self.section, dist.world()
         sequences = -(-ppo.batch_size * ppo.samples // (ppo.minibatches * world.data_size))
+        asked = nlargest(-(-sequences // ppo.samples), self.prompts, key=len)
         longest = longest_rows(
-            [prompt for prompt in self.prompts for _ in range(ppo.samples)],
+            [prompt for prompt in asked for _ in range(ppo.samples)],
             self.config.rollout.max_new_tokens,
             sequences,
             self.tokenizer.pad_id,
@@ -179,13 +182,13 @@ def run(config: RunConfig, folder: Path) -> None:
     sources = find(config, folder.parent)
     require_context(config, "ppo", sources.actor)
     require_context(config, "ppo", sources.critic)
-    prompts, rows, skipped = load_prompts(config, sources)
+    prompts, held_out, skipped = load_prompts(config, sources)
     arrange(config)
     config, predicted = announce(config, "ppo", folder, policy=sources.actor, reward=sources.reward)
-    ppo = Ppo(config, folder, sources, prompts, rows)
-    say_steps("ppo", ppo.section, ppo.steps, len(prompts))
+    ppo = Ppo(config, folder, sources, prompts.ids, prompts.rows)
+    say_steps("ppo", ppo.section, ppo.steps, len(prompts.ids))
     examiner = Examiner(
-        evaluation_prompts(config, sources.tokenizer),
+        held_out,
         sources.tokenizer,
         sampling(config.rollout, sources.tokenizer, seed=EVALUATION_SEED),
         ppo.section.micro_batch_tokens,
@@ -274,15 +277,13 @@ def finish(ppo: Ppo, sources: Sources, examiner: Examiner, stage: StageRun, skip
     )
 
 
-def load_prompts(config: RunConfig, sources: Sources) -> tuple[list[list[int]], list[Row], dict[str, int]]:
-    """The training prompts as tokens, their rows of the data where a reward function wants them, and what was left out,
-    by reason.
-    """
-    records = stage_records(config, "ppo")
-    items, notes = encode_prompts(sources.tokenizer, records.train, max_tokens=config.rollout.max_prompt_tokens)
+def load_prompts(config: RunConfig, sources: Sources) -> tuple[PromptItems, list[Prompt], dict[str, int]]:
+    """The training prompts, those that all models answer, and what was left out, by reason."""
+    records, tokenizer = stage_records(config, "ppo"), sources.tokenizer
+    encode = partial(encode_prompts, tokenizer, max_tokens=config.rollout.max_prompt_tokens)
+    prompts, notes = by_first_rank(partial(encode, records.train))
     say_cut("ppo", notes, len(records.train), "rollout.max_prompt_tokens")
-    rows = [item.row for item in items if item.row is not None]
-    return [item.ids.tolist() for item in items], rows, {**records.skipped, **notes}
+    return prompts, evaluation_prompts(config, tokenizer, records.held_out), {**records.skipped, **notes}
 
 
 def warn_of_gap(gap: float) -> None:

@@ -22,6 +22,7 @@ from engine.parallel.traffic import count, count_all_reduce
 
 Made = TypeVar("Made")
 TIMEOUT = timedelta(minutes=30)
+PATIENCE = timedelta(days=1)  # with what the first rank makes for all
 MATES_BESIDE = "mates beside a pass"
 
 
@@ -78,6 +79,7 @@ _world: World | None = None
 _meshes: dict[tuple[int, ...], DeviceMesh] = {}
 _made: dict[str, Any] = {}
 _host_group: dist.ProcessGroup | None = None
+_store: dist.Store | None = None
 _background_group: dist.ProcessGroup | None = None
 
 
@@ -87,7 +89,7 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
     `namespace` prefixes the keys in the rendezvous store, so that several groups can follow one another on one store.
     `device` is "cpu" or "cuda"; by default CUDA where there is one.
     """
-    global _world, _host_group, _background_group
+    global _world, _host_group, _background_group, _store
     if _world is not None:
         return _world
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -101,6 +103,7 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         where = torch.device(kind, local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(where)
     store: dist.Store = dist.HashStore() if size == 1 else next(dist.rendezvous("env://", rank, size))[0]
+    _store = dist.PrefixStore(f"{namespace} waits", store)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
         store=dist.PrefixStore(namespace, store),
@@ -119,10 +122,10 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
 
 def stop() -> None:
     """Leave the process group. Safe to call twice."""
-    global _world, _host_group, _background_group
+    global _world, _host_group, _background_group, _store
     if _world is not None and dist.is_initialized():
         dist.destroy_process_group()
-    _world = _host_group = _background_group = None
+    _world = _host_group = _background_group = _store = None
     _meshes.clear()
     _made.clear()
     wish.forget()
@@ -401,6 +404,21 @@ def broadcast(tensor: Tensor, *, source: int, group: dist.ProcessGroup) -> Tenso
         count("other", tensor.nbytes * (group.size() - 1))
     dist.broadcast(tensor, group=group, group_src=source)
     return tensor
+
+
+def from_first(make: Callable[[], Made]) -> Made:
+    """What the first rank makes, on every rank. The others wait, longer than they would in a collective."""
+    if world().size == 1:
+        return make()
+    assert _store is not None
+    made, key = None, f"made {_store.add(f'asked {world().rank}', 1)}"  # every rank has asked equally often
+    if world().leads:
+        made = make()
+        _store.set(key, "")
+    else:
+        _store.wait([key], PATIENCE)
+    found: Made = broadcast_object(made)
+    return found
 
 
 def barrier() -> None:

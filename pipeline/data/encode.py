@@ -8,18 +8,22 @@
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.records import Conversation, Message, Preference, Prompt, Row
+from pipeline.data.records import Conversation, Preference, Prompt, Row
+from pipeline.data.token_rows import Items, TokenRows
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 
 Ids = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]
+Record = TypeVar("Record")
+CHUNK = 2048  # records that are lists of ids at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,14 +44,48 @@ class PairItem:
     source: str
 
 
-@dataclass(frozen=True, eq=False)
-class PromptItem:
-    """ids (P,), generation prompt included; the data's row where the record kept it."""
+class TokenItems(Items[TokenItem]):
+    """Items that are made when they are asked for."""
 
-    ids: Ids
-    messages: tuple[Message, ...]
-    source: str
-    row: Row | None = None
+    def __init__(self) -> None:
+        self._ids, self._counts = TokenRows(), TokenRows("b")
+
+    def append(self, ids: Sequence[int], counts: Sequence[bool]) -> None:
+        self._ids.append(ids)
+        self._counts.append(counts)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def at(self, place: int) -> TokenItem:
+        return TokenItem(self._ids.view(place), self._counts.view(place).view(np.bool_))
+
+
+class PairItems(Items[PairItem]):
+    """Pairs that are made when they are asked for."""
+
+    def __init__(self) -> None:
+        self._chosen, self._rejected = TokenRows(), TokenRows()
+        self._labels: list[tuple[float, str]] = []
+
+    def append(self, chosen: Sequence[int], rejected: Sequence[int], margin: float, source: str) -> None:
+        self._chosen.append(chosen)
+        self._rejected.append(rejected)
+        self._labels.append((margin, source))
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def at(self, place: int) -> PairItem:
+        return PairItem(self._chosen.view(place), self._rejected.view(place), *self._labels[place])
+
+
+@dataclass(frozen=True, eq=False)
+class PromptItems:
+    """Prompts, each with its generation prompt, and the data's rows where the records kept them."""
+
+    ids: TokenRows = field(default_factory=TokenRows)
+    rows: list[Row] = field(default_factory=list)
 
 
 def encode_conversations(
@@ -57,68 +95,67 @@ def encode_conversations(
     max_length: int,
     loss_on: str = "assistant",
     name: str = "conversations",
-) -> tuple[list[TokenItem], Counter[str]]:
+) -> tuple[TokenItems, Counter[str]]:
     """(items, what was cut or dropped). `loss_on`: "assistant" counts answers and their ends, "all" every token.
 
     Raises UserError where nothing is left; `name` is what it calls the records.
     """
     notes: Counter[str] = Counter()
-    items = []
-    for ids, counts in tokenizer.encode_conversations([record.messages for record in records]):
-        if len(ids) > max_length:
-            notes["cut to max_length"] += 1
-        item = TokenItem(_ids(ids[:max_length]), np.array(counts[:max_length], dtype=np.bool_))
-        if loss_on == "all":
-            item = TokenItem(item.ids, np.ones(len(item.ids), dtype=np.bool_))
-        if not item.counts[1:].any():
-            notes["cut to max_length"] -= 1
-            notes["no answer within max_length"] += 1
-            continue
-        items.append(item)
+    items = TokenItems()
+    for chunk in _chunks(records):
+        for ids, answers in tokenizer.encode_conversations([record.messages for record in chunk]):
+            counts = answers[:max_length] if loss_on == "assistant" else [True] * min(len(ids), max_length)
+            if not any(counts[1:]):
+                notes["no answer within max_length"] += 1
+                continue
+            notes["cut to max_length"] += len(ids) > max_length
+            items.append(ids[:max_length], counts)
     _check(items, records, f"{name} none reaches its answer", max_length, "sft.max_length")
     return items, +notes
 
 
 def encode_preferences(
     tokenizer: ChatTokenizer, records: Sequence[Preference], *, max_length: int, name: str = "pairs"
-) -> tuple[list[PairItem], Counter[str]]:
+) -> tuple[PairItems, Counter[str]]:
     """(pairs, what was cut or dropped). Raises UserError where nothing is left; `name` is what it calls the records."""
     notes: Counter[str] = Counter()
-    prompts = tokenizer.encode_prompts([record.prompt for record in records])
-    answers = tokenizer.encode_answers([text for record in records for text in (record.chosen, record.rejected)])
-    pairs = []
-    for record, prompt, chosen, rejected in zip(records, prompts, answers[::2], answers[1::2], strict=True):
-        room = max_length - len(prompt)
-        if room < 1:
-            notes["prompt fills max_length"] += 1
-            continue
-        if chosen[:room] == rejected[:room]:
-            notes["answers equal within max_length"] += 1
-            continue
-        notes["cut to max_length"] += len(chosen) > room or len(rejected) > room
-        pairs.append(
-            PairItem(_ids(prompt + chosen[:room]), _ids(prompt + rejected[:room]), record.margin, record.source)
-        )
+    pairs = PairItems()
+    for chunk in _chunks(records):
+        prompts = tokenizer.encode_prompts([record.prompt for record in chunk])
+        answers = tokenizer.encode_answers([text for record in chunk for text in (record.chosen, record.rejected)])
+        for record, prompt, chosen, rejected in zip(chunk, prompts, answers[::2], answers[1::2], strict=True):
+            room = max_length - len(prompt)
+            if room < 1:
+                notes["prompt fills max_length"] += 1
+                continue
+            if chosen[:room] == rejected[:room]:
+                notes["answers equal within max_length"] += 1
+                continue
+            notes["cut to max_length"] += len(chosen) > room or len(rejected) > room
+            pairs.append(prompt + chosen[:room], prompt + rejected[:room], record.margin, record.source)
     _check(pairs, records, f"{name} none has answers that differ", max_length, "reward.max_length")
     return pairs, +notes
 
 
 def encode_prompts(
     tokenizer: ChatTokenizer, records: Sequence[Prompt], *, max_tokens: int
-) -> tuple[list[PromptItem], Counter[str]]:
+) -> tuple[PromptItems, Counter[str]]:
     """(prompts, what was dropped). Raises UserError where nothing is left."""
-    encoded = tokenizer.encode_prompts([record.messages for record in records])
-    items = [
-        PromptItem(_ids(ids), record.messages, record.source, record.row)
-        for record, ids in zip(records, encoded, strict=True)
-        if len(ids) <= max_tokens
-    ]
-    _check(items, records, "prompts none fits", max_tokens, "rollout.max_prompt_tokens")
-    return items, +Counter({"prompt longer than max_prompt_tokens": len(records) - len(items)})
+    items = PromptItems()
+    for chunk in _chunks(records):
+        encoded = tokenizer.encode_prompts([record.messages for record in chunk])
+        for record, ids in zip(chunk, encoded, strict=True):
+            if len(ids) > max_tokens:
+                continue
+            items.ids.append(ids)
+            if record.row is not None:
+                items.rows.append(record.row)
+    _check(items.ids, records, "prompts none fits", max_tokens, "rollout.max_prompt_tokens")
+    return items, +Counter({"prompt longer than max_prompt_tokens": len(records) - len(items.ids)})
 
 
-def _ids(ids: Sequence[int]) -> Ids:
-    return np.array(ids, dtype=np.int32)
+def _chunks(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
+    return (records[start : start + CHUNK] for start in range(0, len(records), CHUNK))
 
 
 def _check(items: Sequence[object], records: Sequence[object], what: str, limit: int, key: str) -> None:

@@ -3,7 +3,7 @@
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,18 +105,19 @@ class _Loading:
 
     def _split(self, each: _Configured, tables: list[Table]) -> tuple[list[Record], list[Record]]:
         """(this stage's share of the training records, held-out records) of one source."""
-        rows = [(record, table) for table in tables for record in self._parse(each, table)]
+        rows = [(record, digest(record), table) for table in tables for record in self._parse(each, table)]
         aside = self.aside
         if each.source.has_held_out:
             own = [t for t in each.source.held_out(self.stage) if self.stage in each.form_stages(t)]
             held_out = [record for table in own for record in self._parse(each, table)]
         else:
-            aside = _at_least_one(aside, [record for record, _ in rows], each.source.name)
-            held_out = [record for record, _ in rows if digest(record) in aside]
-        train = [(record, table) for record, table in rows if digest(record) not in aside]
+            aside = _at_least_one(aside, {prompt for _, prompt, _ in rows}, each.source.name)
+            held_out = [record for record, prompt, _ in rows if prompt in aside]
+        train = [row for row in rows if row[1] not in aside]
         if each.source.has_held_out:
             self._count("prompt is held out", len(rows) - len(train))
-        mine = [record for record, table in train if self._is_mine(each, table, record)]
+        shares = {name: self._shares(each, table) for name, table in {t.name: t for _, _, t in train}.items()}
+        mine = [record for record, prompt, table in train if self._is_mine(shares[table.name], prompt)]
         self._count(KEPT_FOR_OTHERS, len(train) - len(mine))
         if not mine:
             raise UserError(
@@ -135,14 +136,18 @@ class _Loading:
         self._count("repeats another row", len(parsed.records) - len(unique))
         return unique
 
-    def _is_mine(self, each: _Configured, table: Table, record: Record) -> bool:
+    def _shares(self, each: _Configured, table: Table) -> dict[str, float] | None:
+        """The stages' shares of a table; None where it is all this stage's."""
         stages = each.form_stages(table)
         if each.source.dedicated or stages == [self.stage]:
-            return True
+            return None
         shares = {str(name): share for name, share in self.data.stage_shares.items() if name in stages}
         if shares.get(self.stage, 0.0) <= 0:
             raise UserError(f"data.stage_shares gives {self.stage} nothing of {each.source.name}: give it a share.")
-        return stage_of(digest(record), shares) == self.stage
+        return shares
+
+    def _is_mine(self, shares: dict[str, float] | None, prompt: bytes) -> bool:
+        return shares is None or stage_of(prompt, shares) == self.stage
 
     def _without(
         self, parts: list[tuple[_Configured, list[Record]]], held_out: list[Record]
@@ -193,9 +198,8 @@ def _every_held_out(each: _Configured) -> Iterator[Record]:
             yield from to_records(table, fitting, each.source.name, bad_row_limit=1.0).records
 
 
-def _at_least_one(aside: _HeldOut, records: Sequence[Record], name: str) -> _HeldOut:
+def _at_least_one(aside: _HeldOut, prompts: Set[bytes], name: str) -> _HeldOut:
     """`aside`, and in a source too small for the share to catch a prompt, the prompt with the smallest hash."""
-    prompts = {digest(record) for record in records}
     if not prompts or any(prompt in aside for prompt in prompts):
         return aside
     if len(prompts) == 1:

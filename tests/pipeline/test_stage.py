@@ -2,16 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import CohereConfig, LlamaConfig
 
 from pipeline import stage
-from pipeline.config.schema import DataConfig
+from pipeline.config.schema import DataConfig, RolloutSection
+from pipeline.data.encode import encode_conversations
+from pipeline.data.load import StageRecords, load_stage
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
 from pipeline.stage import require_context, require_scorer, say_cut, say_steps
+from tests.ranks import run_ranks
 from tests.tiny import tiny_config
 
 ROWS = [{"prompt": f"Question {n}?", "completion": f"Answer {n}."} for n in range(30)]
@@ -138,3 +142,40 @@ def test_a_family_without_reward_models_is_refused_before_sft() -> None:
     require_scorer(tiny_config().model_copy(update={"stage": "sft"}), source)
     other = tiny_config()
     require_scorer(other.model_copy(update={"reward_model": other.model}), source)
+
+
+def on_every_rank(file: str) -> dict[str, Any]:
+    """What a rank gets of the data, and how often it read any."""
+    read: list[str] = []
+
+    def counted(data: DataConfig, which: str, seed: int, **keys: Any) -> StageRecords:
+        read.append(which)
+        return load_stage(data, which, seed, **keys)
+
+    stage.load_stage = counted
+    config = tiny_config().model_copy(update={"data": DataConfig(name="a", path=file)})
+    tokenizer = train_tokenizer(["Question 1?"], 300)
+    records = stage.stage_records(config, "sft")
+    items, notes = stage.by_first_rank(lambda: encode_conversations(tokenizer, records.train, max_length=17))
+    short = config.model_copy(update={"rollout": RolloutSection(max_prompt_tokens=3)})
+    with pytest.raises(UserError, match="held-out prompts fits") as refused:
+        stage.evaluation_prompts(short, tokenizer)
+    return {
+        "read": read,
+        "records": len(records.train),
+        "skipped": records.skipped,
+        "items": [(item.ids.tolist(), item.counts.tolist()) for item in items],
+        "notes": dict(notes),
+        "prompts": stage.evaluation_prompts(config, tokenizer),
+        "refused": str(refused.value),
+    }
+
+
+def test_the_first_rank_reads_and_encodes_for_all(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    rows = [*ROWS, {"prompt": "Question?", "completion": ""}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = run_ranks(on_every_rank, 2, str(file))
+    assert (first.pop("read"), second.pop("read")) == (["sft", "ppo", "ppo"], [])
+    assert first.pop("records") == len(first["items"]) > 5 and second.pop("records") == 0
+    assert first == second and first["notes"]["cut to max_length"] > 0 and first["skipped"]["empty answer"] == 1

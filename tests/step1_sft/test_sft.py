@@ -191,10 +191,9 @@ def test_answers_end_with_a_stop_string(folder: Path) -> None:
     assert cut == whole[: whole.index(stop) + len(stop)] and len(cut) < len(whole)
 
 
-def test_every_rank_reads_its_data_while_the_first_one_would_make_the_tokenizer(
+def test_data_is_read_and_checked_before_a_tokenizer_is_made_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All wait there for the first rank; what they read after it, the first rank would wait for in its turn."""
     calls: list[str] = []
 
     def read(*_: object) -> SimpleNamespace:

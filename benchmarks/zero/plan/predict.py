@@ -26,7 +26,7 @@ def predicted(run_dir: Path, stage: str) -> dict[str, float]:
         sources = find(config, run_dir)
         policy, reward = sources.actor, sources.reward
         prompts, _, _ = load_prompts(config, sources)
-        length = sum(map(len, prompts)) // len(prompts) + config.rollout.max_new_tokens
+        length = sum(map(len, prompts.ids)) // len(prompts.ids) + config.rollout.max_new_tokens
     found = task(config, stage, policy=policy, reward=reward, ranks=dist.world().size)
     pace = pace_of(config, stage, found)
     if length is not None:
