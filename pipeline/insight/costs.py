@@ -7,7 +7,7 @@ from pipeline.insight.canvas import Series
 from pipeline.insight.charts import Bar, bar_chart
 from pipeline.insight.curves import line_chart
 from pipeline.insight.page import Markup, element, grid, section, table
-from pipeline.insight.readings import MANIFEST, RunReading, StageReading, is_number, mapping
+from pipeline.insight.readings import MANIFEST, RunReading, StageReading, finite, is_number, mapping
 from pipeline.insight.scales import format_bytes, format_number, format_seconds
 
 STAGE_TITLES = {"sft": "SFT", "reward": "Reward", "ppo": "PPO"}
@@ -38,7 +38,33 @@ def speed_section(run: RunReading) -> Markup | None:
     head = ("Stage", "Steps", "Time", "Tokens", "Tokens per second")
     lead = "Wall time, over all ranks together. Tokens per second leave evaluation, saving and export out."
     stages = table(head, rows, numbers=range(1, 5)) if rows else None
-    return section("speed", "Speed", lead, stages, grid(found))
+    return section("speed", "Speed", lead, stages, foreseen(run), grid(found))
+
+
+def foreseen(run: RunReading) -> Markup | None:
+    """Seconds of a step by phase that engine=auto foresaw, beside what a step took on average."""
+    rows = []
+    for stage in run.stages.values():
+        steps, took = stage.number("steps") or 0.0, stage.numbers("seconds_by_phase")
+        planned = finite(stage.planned.get("seconds"))
+        planned["train"] = planned.get("train", 0.0) + planned.pop("step", 0.0)
+        for phase, seconds in planned.items():
+            each = took.get(phase, 0.0) / steps if steps > 0 else 0.0
+            if seconds > 0 and each > 0:
+                shown = (format_seconds(seconds), format_seconds(each), f"{seconds / each:.2g} x")
+                rows.append((STAGE_TITLES[stage.name], phase, *shown))
+    if not rows:
+        return None
+    lead = (
+        "Seconds of a step, as foreseen when the settings were chosen (engine=auto) and as they came out on average. "
+        "Foreseen are steps of full length: every conversation as long as is allowed, every answer drawn to its last "
+        "token. Shorter data takes less in proportion, so above 1 x is usual. Below 1 x something slowed the run down "
+        "that the short measurement beforehand did not see: other work on the machine, first steps that compile and "
+        "warm up (they weigh much in a short run), or memory that ran out and halved micro-batches."
+    )
+    head = ("Stage", "Phase", "Foreseen", "Took", "Foreseen / took")
+    numbers = table(head, rows, numbers=(2, 3, 4))
+    return element("div", element("h3", "Foreseen and taken"), element("p", lead), numbers)
 
 
 def _speed_row(stage: StageReading) -> tuple[str, ...]:

@@ -13,14 +13,16 @@ from pipeline.config.stages import STAGES
 from pipeline.insight.canvas import Point
 from pipeline.insight.evaluate import Sample, read_samples
 
-METRICS, SUMMARY, SAMPLES, CONFIG, MANIFEST = (
-    "metrics.jsonl", "summary.json", "samples.jsonl", "config.yaml", "manifest.json",
+METRICS, SUMMARY, SAMPLES, CONFIG, MANIFEST, PLAN = (
+    "metrics.jsonl", "summary.json", "samples.jsonl", "config.yaml", "manifest.json", "plan.json",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class StageReading:
-    """What one stage has written so far. `rows` are its metrics by step, numbers only."""
+    """What one stage has written so far. `rows` are its metrics by step, numbers only; `planned` is what engine=auto
+    chose, with what it foresaw.
+    """
 
     name: str
     rows: Sequence[Mapping[str, float]] = ()
@@ -28,6 +30,7 @@ class StageReading:
     samples: Sequence[Sample] = ()
     config: str = ""
     bad_lines: int = 0
+    planned: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def started(self) -> bool:
@@ -55,8 +58,7 @@ class StageReading:
 
     def numbers(self, key: str) -> dict[str, float]:
         """A table of finite figures in the summary."""
-        table = mapping(self.summary.get(key))
-        return {str(name): float(value) for name, value in table.items() if is_number(value) and math.isfinite(value)}
+        return finite(self.summary.get(key))
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ def _read_stage(folder: Path, name: str) -> StageReading:
         samples=read_samples(folder / SAMPLES),
         config=_read_text(folder / CONFIG),
         bad_lines=bad_lines,
+        planned=_read_object(folder / PLAN),
     )
 
 
@@ -168,6 +171,11 @@ def _parse_yaml(text: str) -> dict[str, Any]:
 def mapping(value: Any) -> Mapping[str, Any]:
     """`value` where it is a mapping, an empty one otherwise."""
     return value if isinstance(value, Mapping) else {}
+
+
+def finite(value: Any) -> dict[str, float]:
+    """The finite figures of a table."""
+    return {str(name): float(n) for name, n in mapping(value).items() if is_number(n) and math.isfinite(n)}
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -12,11 +12,10 @@ from engine.planning import Pace, Probe, probe, step_seconds
 from pipeline.config.schema import EngineSettings, RunConfig, StageSection
 from pipeline.errors import UserError
 from pipeline.files import write_whole
+from pipeline.insight.readings import PLAN
 from pipeline.models.source import ModelSource
 from pipeline.planning.fit import GIB, Plan, Task, beyond_settings, plan, require_fit, task, this_room
 from pipeline.planning.ladder import Room, Setting, ladder
-
-CHOICE = "plan.json"
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def _settled(
 ) -> RunConfig:
     """The configuration with the setting that is kept in the folder, or chosen and kept there."""
     ranks = dist.world().size
-    kept: dict[str, Any] | None = dist.broadcast_object(_read(folder / CHOICE))
+    kept: dict[str, Any] | None = dist.broadcast_object(_read(folder / PLAN))
     if kept is not None and kept["ranks"] == ranks:
         _say([f"engine=auto: as this stage was begun: {kept['words']}"])
         return _with(config, stage, kept["engine"], kept["micro_batch_tokens"])
@@ -129,7 +128,7 @@ def _settled(
             "ranks": ranks, "words": words, "engine": best.setting.engine, "micro_batch_tokens": best.setting.tokens,
             "seconds": best.seconds, "bytes": best.demand.phases, "probe": asdict(measured),
         }  # fmt: skip
-        write_whole(folder / CHOICE, json.dumps(record, indent=1) + "\n")
+        write_whole(folder / PLAN, json.dumps(record, indent=1) + "\n")
     dist.barrier()
     return _with(config, stage, best.setting.engine, best.setting.tokens)
 

@@ -196,3 +196,17 @@ def test_bytes_by_owner_stand_beside_the_prediction(tmp_path: Path) -> None:
         ["generate", "cache", "", "5 MiB"],
     ]
     assert "ran out of memory 2 times" in page and "at most 1,024 tokens" in page
+
+
+def test_foreseen_seconds_stand_beside_those_that_a_step_took(tmp_path: Path) -> None:
+    phases = {"generate": 30.0, "train": 10.0, "evaluate": 99.0}
+    write_stage(tmp_path / "ppo", [], {"stage": "ppo", "steps": 10, "seconds_by_phase": phases})
+    assert "Foreseen" not in render_report(read_run(tmp_path)), "nothing was planned"
+    plan = {"seconds": {"generate": 6.0, "score": 1.0, "train": 1.5, "step": 0.25}}
+    (tmp_path / "ppo" / "plan.json").write_text(json.dumps(plan))
+    page = render_report(read_run(tmp_path))
+    check(page)
+    table = page[page.index("Foreseen and taken") :]
+    rows = [row.split("</td>")[:5] for row in table[: table.index("</table>")].split("<tr>")[2:]]
+    shown = [[cell.rpartition(">")[2] for cell in row] for row in rows]
+    assert shown == [["PPO", "generate", "6.00 s", "3.00 s", "2 x"], ["PPO", "train", "1.75 s", "1.00 s", "1.8 x"]]
