@@ -263,6 +263,8 @@ class Rollouts:
     @torch.inference_mode()
     def _serves(self, way: type[BatchDecoding]) -> bool:
         """Whether a few greedy answers are what the plain forward says."""
+        if way is WholeDecoding:  # it is that forward, of several sequences, each again with every token
+            return self._keeps_to_itself()
         prompts = sorted(fixed_prompts(self.module), key=len, reverse=True)
         try:
             if way is PaddedDecoding and not counts_from_zero(self.module, self.device):
@@ -271,9 +273,25 @@ class Rollouts:
             groups = [[prompt, prompt[::-1]] for prompt in prompts] if way.alike else [prompts]
             return all(self._says_the_same(way, group) for group in groups)
         except Exception as problem:  # whatever a forward that wants something else may say
-            if is_out_of_memory(problem) or way is WAYS[-1]:
+            if is_out_of_memory(problem):
                 raise
             return False
+
+    def _keeps_to_itself(self) -> bool:
+        """Whether a sequence's logits stay where its row, what is beside it, and what follows, if anything, are others.
+
+        Few shapes, so that little is rounded otherwise.
+        """
+        row = max(fixed_prompts(self.module), key=len)
+        half = (len(row) + 1) // 2
+        other = row[:half] + row[: len(row) - half][::-1]
+        found = [
+            self.module(input_ids=torch.tensor(rows, device=self.device), use_cache=False).logits[:, :half]
+            for rows in ([row, row], [other, row[::-1]], [row[:half]])
+        ]
+        one, *others = found[0][0], found[0][1], found[1][0], found[2][0]
+        diverged = bool(one.isnan().any())  # which the first draw says
+        return diverged or not any(far_apart(self.module, each, one) for each in others)
 
     def _says_the_same(self, way: type[BatchDecoding], prompts: Sequence[list[int]]) -> bool:
         """Whether a batch of prompts, answered greedily, gets the logits of the plain forward."""

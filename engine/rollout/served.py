@@ -35,6 +35,8 @@ def positions_of(module: nn.Module) -> int | None:
     if turn is not None:
         return turn
     rows: int | None = getattr(text, "max_position_embeddings", None)
+    if rows is not None and rows < 1:  # XLNet's -1
+        return None
     for part in module.modules():
         if isinstance(part, nn.Embedding) and part.num_embeddings == rows != text.vocab_size:
             return rows if part.padding_idx is None else rows - part.padding_idx - 1
