@@ -38,7 +38,7 @@ def speed_section(run: RunReading) -> Markup | None:
     head = ("Stage", "Steps", "Time", "Tokens", "Tokens per second")
     lead = "Wall time, over all ranks together. Tokens per second leave evaluation, saving and export out."
     stages = table(head, rows, numbers=range(1, 5)) if rows else None
-    return section("speed", "Speed", lead, stages, foreseen(run), grid(found))
+    return section("speed", "Speed", lead, stages, grid(found), foreseen(run))
 
 
 def foreseen(run: RunReading) -> Markup | None:
