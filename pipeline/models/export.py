@@ -7,6 +7,7 @@ folder appears under its name only when it is complete.
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,20 +71,32 @@ def _export(
     if leads:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-    _write_weights(_named(engine, prefix, dtype), staging, leads=leads)
-    if leads:
-        config.architectures = [architecture.removeprefix("FSDP")]
-        config.dtype = dtype
-        for key, value in extra.items():
-            setattr(config, key, value)
-        config.save_pretrained(staging)
-        if generation is not None:
-            generation.save_pretrained(staging)
-        tokenizer.save(staging)
-        if folder.exists():
-            shutil.rmtree(folder)
-        staging.rename(folder)
+    with _removed_if_failed(staging):
+        _write_weights(_named(engine, prefix, dtype), staging, leads=leads)
+        if leads:
+            config.architectures = [architecture.removeprefix("FSDP")]
+            config.dtype = dtype
+            for key, value in extra.items():
+                setattr(config, key, value)
+            config.save_pretrained(staging)
+            if generation is not None:
+                generation.save_pretrained(staging)
+            tokenizer.save(staging)
+            if folder.exists():
+                shutil.rmtree(folder)
+            staging.rename(folder)
     dist.barrier()
+
+
+@contextmanager
+def _removed_if_failed(staging: Path) -> Iterator[None]:
+    """Half a model would keep a full disk full."""
+    try:
+        yield
+    except BaseException:
+        if dist.world().leads:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def _named(engine: Engine, prefix: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -1,5 +1,6 @@
 """Exported folders load with transformers alone and give the same numbers, from one rank and from two."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -169,7 +170,7 @@ def test_large_models_are_cut_into_files_with_an_index(tmp_path: Path, monkeypat
     assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1, "some are for their owner alone"
 
 
-def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
+def test_an_export_replaces_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "stale").touch()
     (tmp_path / "out.tmp").mkdir()
@@ -178,6 +179,15 @@ def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
     export_policy(build_policy(source, frozen()), source, tokenizer(), tmp_path / "out")
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert "model.safetensors" in names and not names & {"stale", "half"}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(export, "save_file", full)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OSError, match="No space"):
+        export_policy(build_policy(source, frozen()), source, tokenizer(), tmp_path / "out")
+    assert sorted(tmp_path.rglob("*")) == before  # half a model would keep the disk full
 
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
