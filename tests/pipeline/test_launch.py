@@ -185,11 +185,11 @@ def test_ranks_that_do_not_listen_are_killed(fake):
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(10) == 130
     assert _gone_within(fake, 0.5)
-    launcher = _launcher(fake, "deaf", "processes.PATIENCE = 60.0")
+    launcher = _launcher(fake, "deaf", "processes.PATIENCE, processes.GRACE_AFTER_FAILURE = 60.0, 0.1")
     launcher.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     launcher.send_signal(signal.SIGTERM)  # says nothing new
-    time.sleep(0.3)
+    time.sleep(0.6)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(10) == 143
