@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import nn
@@ -39,7 +38,6 @@ from engine.rollout.served import positions_of, turns_at
 
 log = logging.getLogger(__name__)
 WAYS = (PaddedDecoding, OwnCacheDecoding, WholeDecoding)  # of decoding in batches, the fastest first
-NOT_NUMBERS = "the model's logits are not numbers (NaN); its weights may have diverged"
 _told: set[str] = set()
 
 
@@ -208,7 +206,7 @@ class Rollouts:
             steps = decoder.run(prompts, sampling, streams, min(batch_size, len(prompts)), ending)
         for drawn in steps:
             if any(logprob != logprob for _, _, logprob in drawn):
-                raise FloatingPointError(NOT_NUMBERS)
+                raise FloatingPointError("the model's logits are not numbers (NaN); its weights may have diverged")
             yield drawn
 
     def _check_lengths(self, lengths: Sequence[int], max_new_tokens: int) -> None:
@@ -237,28 +235,22 @@ class Rollouts:
     def _batch_way(self) -> type[BatchDecoding]:
         """The fastest way of decoding in batches that gives the model's own numbers, found at first use.
 
-        Raises ValueError where even running whole sequences does not, FloatingPointError where the model gives NaN.
+        Raises ValueError where even running whole sequences does not.
         """
         if self._batches is None:
             name = type(self.module).__name__
             self._batches = next((way for way in WAYS if self._serves(way)), None)
             if self._batches is None:
-                self._refuse(name)
+                attention = self.module.config._attn_implementation  # type: ignore[union-attr]
+                advice = "; with model.attention=eager they may not" if attention != "eager" else ""
+                raise ValueError(
+                    f"{name} can't generate: its logits change with the tokens that follow, as an encoder's do, or "
+                    f"with the sequences beside{advice}"
+                )
             if name not in _told and dist.world().leads:
                 _told.add(name)
                 log.warning("%s generates %s: %s", name, self._batches.manner, self._fallback)
         return self._batches
-
-    @torch.inference_mode()
-    def _refuse(self, name: str) -> NoReturn:
-        if plain_logits(self.module, self.device, fixed_prompts(self.module)[0]).isnan().any():
-            raise FloatingPointError(NOT_NUMBERS)  # equal to nothing, themselves included
-        attention = self.module.config._attn_implementation  # type: ignore[union-attr]
-        advice = "; with model.attention=eager they may not" if attention != "eager" else ""
-        raise ValueError(
-            f"{name} can't generate: its logits change with the tokens that follow, as an encoder's do, or with the "
-            f"sequences beside{advice}"
-        )
 
     @torch.inference_mode()
     def _serves(self, way: type[BatchDecoding]) -> bool:
