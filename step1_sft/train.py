@@ -21,21 +21,17 @@ from pipeline.stage import (
     adopt_special_ids,
     arrange,
     base_source,
-    by_first_rank,
-    check_data_to_come,
     check_vocabulary,
-    evaluation_prompts,
     optimizer_config,
     prepare_generation,
     require_context,
     require_held_out,
     require_scorer,
     run_tokenizer,
-    say_cut,
     say_steps,
-    stage_records,
     stage_steps,
 )
+from pipeline.stage_data import by_first_rank, check_data_to_come, evaluation_prompts, say_cut, stage_records
 from pipeline.tracking import open_watchers
 from step1_sft.batches import largest_batch, micro_batches
 from step1_sft.evaluate import answer, held_out_loss

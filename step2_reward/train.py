@@ -28,19 +28,16 @@ from pipeline.stage import (
     adopt_special_ids,
     arrange,
     base_source,
-    by_first_rank,
-    check_data_to_come,
     check_vocabulary,
     optimizer_config,
     require_context,
     require_held_out,
     run_tokenizer,
-    say_cut,
     say_steps,
-    stage_records,
     stage_source,
     stage_steps,
 )
+from pipeline.stage_data import by_first_rank, check_data_to_come, say_cut, stage_records
 from pipeline.tracking import open_watchers
 from step2_reward.batches import largest_batch, micro_batches
 from step2_reward.evaluate import Scored, accuracies, score_pairs

@@ -7,6 +7,7 @@
 | prompt | dropped |
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ Ids = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]
 Record = TypeVar("Record")
 CHUNK = 2048  # records that are lists of ids at a time
+SECONDS_A_LINE = 10.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +104,7 @@ def encode_conversations(
     """
     notes: Counter[str] = Counter()
     items = TokenItems()
-    for chunk in _chunks(records):
+    for chunk in _chunks(records, name):
         for ids, answers in tokenizer.encode_conversations([record.messages for record in chunk]):
             counts = answers[:max_length] if loss_on == "assistant" else [True] * min(len(ids), max_length)
             if not any(counts[1:]):
@@ -120,7 +122,7 @@ def encode_preferences(
     """(pairs, what was cut or dropped). Raises UserError where nothing is left; `name` is what it calls the records."""
     notes: Counter[str] = Counter()
     pairs = PairItems()
-    for chunk in _chunks(records):
+    for chunk in _chunks(records, name):
         prompts = tokenizer.encode_prompts([record.prompt for record in chunk])
         answers = tokenizer.encode_answers([text for record in chunk for text in (record.chosen, record.rejected)])
         for record, prompt, chosen, rejected in zip(chunk, prompts, answers[::2], answers[1::2], strict=True):
@@ -142,7 +144,7 @@ def encode_prompts(
 ) -> tuple[PromptItems, Counter[str]]:
     """(prompts, what was dropped). Raises UserError where nothing is left."""
     items = PromptItems()
-    for chunk in _chunks(records):
+    for chunk in _chunks(records, "prompts"):
         encoded = tokenizer.encode_prompts([record.messages for record in chunk])
         for record, ids in zip(chunk, encoded, strict=True):
             if len(ids) > max_tokens:
@@ -154,8 +156,14 @@ def encode_prompts(
     return items, +Counter({"prompt longer than max_prompt_tokens": len(records) - len(items.ids)})
 
 
-def _chunks(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
-    return (records[start : start + CHUNK] for start in range(0, len(records), CHUNK))
+def _chunks(records: Sequence[Record], what: str) -> Iterator[Sequence[Record]]:
+    """So many at a time; says every few seconds how far it is."""
+    said = time.monotonic()
+    for start in range(0, len(records), CHUNK):
+        if time.monotonic() - said >= SECONDS_A_LINE:
+            said = time.monotonic()
+            print(f"{start:,} of {len(records):,} {what} are tokenized", flush=True)
+        yield records[start : start + CHUNK]
 
 
 def _check(items: Sequence[object], records: Sequence[object], what: str, limit: int, key: str) -> None:

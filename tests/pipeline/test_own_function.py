@@ -20,7 +20,7 @@ from pipeline.errors import UserError
 from pipeline.judging import judged, load_judge
 from pipeline.launch.command import main
 from pipeline.own_function import JUDGE, OwnFunction, load_function
-from pipeline.stage import evaluation_prompts, stage_records
+from pipeline.stage_data import evaluation_prompts, stage_records
 from tests.tiny import tiny_config
 
 ROW = {"prompt": "p" * 500, "answer": "#### 7"}

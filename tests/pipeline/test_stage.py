@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from transformers import CohereConfig, LlamaConfig
 
-from pipeline import stage
+from pipeline import stage, stage_data
 from pipeline.config.schema import DataConfig, RolloutSection
 from pipeline.data.encode import encode_conversations
 from pipeline.data.load import StageRecords, load_stage
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
-from pipeline.stage import require_context, require_scorer, say_cut, say_steps
+from pipeline.stage import require_context, require_scorer, say_steps
+from pipeline.stage_data import say_cut
 from tests.ranks import run_ranks
 from tests.tiny import tiny_config
 
@@ -36,7 +37,7 @@ def test_a_rank_that_finds_the_tokenizer_made_waits_all_the_same(
 def test_a_tokenizer_is_trained_on_the_records_that_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As good as one that reads them itself: equal texts, equal order."""
     config = tiny_config()
-    read = stage.stage_records(config, "sft").train
+    read = stage_data.stage_records(config, "sft").train
     itself = stage.run_tokenizer(config, _folder(tmp_path / "itself"))
     monkeypatch.setattr(stage, "load_stage", None)
     made = stage.run_tokenizer(config, _folder(tmp_path / "given"), trained_on=read)
@@ -57,8 +58,8 @@ def test_held_out_prompts_that_do_not_fit_are_told_before_any_stage(
     own = {"data": DataConfig(name="a", path=str(file))}
     config = tiny_config(rollout={"max_prompt_tokens": 3}).model_copy(update=own)
     with pytest.raises(UserError, match=r"none of the \d held-out prompts fits .*max_prompt_tokens=3, .*raise it"):
-        stage.evaluation_prompts(config, tokenizer)
-    assert stage.evaluation_prompts(config.model_copy(update={"stage": "sft"}), tokenizer) == []
+        stage_data.evaluation_prompts(config, tokenizer)
+    assert stage_data.evaluation_prompts(config.model_copy(update={"stage": "sft"}), tokenizer) == []
     assert "max_prompt_tokens=3: none is answered" in capsys.readouterr().out
 
 
@@ -96,13 +97,13 @@ def test_data_that_a_later_stage_would_refuse_is_refused_by_the_first(
     data = DataConfig.model_validate({"name": "x", "sources": sources})
     config = tiny_config().model_copy(update={"data": data})
     with pytest.raises(UserError, match="9 of 9 rows can't be used for reward: 9 x chosen equals rejected"):
-        stage.check_data_to_come(config, "sft")
+        stage_data.check_data_to_come(config, "sft")
     assert capsys.readouterr().out.startswith("sft: reading the data of reward and ppo too")
     for nothing_bad_to_come in ({"stage": "sft"}, {"data": tiny_config().data}):
-        stage.check_data_to_come(config.model_copy(update=nothing_bad_to_come), "sft")
-    stage.check_data_to_come(config, "ppo")  # the reward stage is behind it
+        stage_data.check_data_to_come(config.model_copy(update=nothing_bad_to_come), "sft")
+    stage_data.check_data_to_come(config, "ppo")  # the reward stage is behind it
     assert capsys.readouterr().out == ""
-    stage.check_data_to_come(config.model_copy(update={"reward_path": "elsewhere"}), "sft")
+    stage_data.check_data_to_come(config.model_copy(update={"reward_path": "elsewhere"}), "sft")
     assert capsys.readouterr().out.startswith("sft: reading the data of ppo too")
 
 
@@ -152,21 +153,21 @@ def on_every_rank(file: str) -> dict[str, Any]:
         read.append(which)
         return load_stage(data, which, seed, **keys)
 
-    stage.load_stage = counted
+    stage_data.load_stage = counted
     config = tiny_config().model_copy(update={"data": DataConfig(name="a", path=file)})
     tokenizer = train_tokenizer(["Question 1?"], 300)
-    records = stage.stage_records(config, "sft")
-    items, notes = stage.by_first_rank(lambda: encode_conversations(tokenizer, records.train, max_length=17))
+    records = stage_data.stage_records(config, "sft")
+    items, notes = stage_data.by_first_rank(lambda: encode_conversations(tokenizer, records.train, max_length=17))
     short = config.model_copy(update={"rollout": RolloutSection(max_prompt_tokens=3)})
     with pytest.raises(UserError, match="held-out prompts fits") as refused:
-        stage.evaluation_prompts(short, tokenizer)
+        stage_data.evaluation_prompts(short, tokenizer)
     return {
         "read": read,
         "records": len(records.train),
         "skipped": records.skipped,
         "items": [(item.ids.tolist(), item.counts.tolist()) for item in items],
         "notes": dict(notes),
-        "prompts": stage.evaluation_prompts(config, tokenizer),
+        "prompts": stage_data.evaluation_prompts(config, tokenizer),
         "refused": str(refused.value),
     }
 

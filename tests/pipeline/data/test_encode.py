@@ -2,6 +2,7 @@
 
 import pytest
 
+from pipeline.data import encode
 from pipeline.data.encode import encode_conversations, encode_preferences, encode_prompts
 from pipeline.data.records import Conversation, Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
@@ -53,6 +54,16 @@ def test_long_prompts_are_dropped(bytewise: ChatTokenizer) -> None:
     items, notes = encode_prompts(bytewise, records, max_tokens=4)
     assert list(items.ids) == [bytewise.encode_prompt(chat("abc"))] and not items.rows
     assert notes == {"prompt longer than max_prompt_tokens": 1}
+
+
+def test_long_work_says_how_far_it_is(
+    bytewise: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter(range(0, 1000, 6))  # seconds, at each look
+    monkeypatch.setattr(encode.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(encode, "CHUNK", 2)
+    encode_prompts(bytewise, [Prompt(tuple(chat("abc")), "s")] * 9, max_tokens=20)
+    assert capsys.readouterr().out.splitlines() == ["2 of 9 prompts are tokenized", "6 of 9 prompts are tokenized"]
 
 
 def test_nothing_left_is_refused(bytewise: ChatTokenizer) -> None:

@@ -1,0 +1,128 @@
+"""What the stages read of the data: records, ids and held-out prompts, made by the first rank for all."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, cast
+
+from engine.parallel import dist
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import wanted_stages
+from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, load_stage, made_here
+from pipeline.data.records import Prompt
+from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.errors import UserError
+from pipeline.imports import kept_for_good
+
+Made = TypeVar("Made")
+
+
+def by_first_rank(make: Callable[[], Made]) -> Made:
+    """What the first rank makes, on every rank; so data is read, checked and tokenized once. A UserError of the first
+    rank is raised on every rank.
+    """
+
+    def tried() -> tuple[Made | None, str | None]:
+        try:
+            return make(), None
+        except UserError as problem:
+            return None, str(problem)
+
+    made, problem = dist.from_first(tried)
+    if problem is not None:
+        raise UserError(problem)
+    return cast(Made, made)
+
+
+def stage_records(config: RunConfig, stage: str) -> StageRecords:
+    """The stage's records, on the first rank; the others learn what was skipped. Says so."""
+    read: list[StageRecords] = []
+
+    def load() -> dict[str, int]:
+        if not made_here(config.data, stage):
+            print(f"{stage}: reads its data", flush=True)
+        with kept_for_good():
+            read.append(_load(config, stage))
+        return read[0].skipped
+
+    skipped = by_first_rank(load)
+    records = read[0] if read else StageRecords([], [], skipped)
+    if dist.world().leads and records.skipped:
+        print(f"{stage}: skipped rows: {_counted(records.skipped)}", flush=True)
+        if KEPT_FOR_OTHERS in records.skipped:
+            print(
+                f"{stage}: trains on {len(records.train)} rows, as each prompt serves one stage only: "
+                "data.stage_shares sets the shares, `stages` of a source which stages it serves",
+                flush=True,
+            )
+    return records
+
+
+def check_data_to_come(config: RunConfig, stage: str) -> list[Prompt] | None:
+    """The run's first stage refuses what a later one would, rather than after a day. Returns what was found to be held
+    out for PPO, on the first rank; None elsewhere, and where it was not read.
+    """
+    first, *later = wanted_stages(config)
+    to_read = [each for each in later if not made_here(config.data, each)]
+    if stage != first or not to_read:
+        return None
+    found: dict[str, list[Prompt]] = {}
+
+    def check() -> None:
+        print(f"{stage}: reading the data of {' and '.join(to_read)} too, to refuse it now if need be", flush=True)
+        found.update({each: _load(config, each).held_out for each in to_read})
+
+    by_first_rank(check)
+    return found.get("ppo")
+
+
+def evaluation_prompts(
+    config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt] | None = None
+) -> list[Prompt]:
+    """The held-out prompts that base, SFT and PPO model all answer, on every rank. `held_out` are those of PPO, on the
+    first rank, where they have been read already.
+
+    Raises UserError where none fits and PPO is to come.
+    """
+    return by_first_rank(lambda: _chosen_prompts(config, tokenizer, held_out))
+
+
+def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt] | None) -> list[Prompt]:
+    judge = config.evaluation.judge
+    rows = judge is not None or _wants_rows(config)
+    if held_out is None or rows != _wants_rows(config):  # or those that were read lack the rows
+        try:
+            held_out = load_stage(config.data, "ppo", config.seed, rows=rows).held_out
+        except UserError:
+            held_out = [c.prompt() for c in load_stage(config.data, "sft", config.seed).held_out]
+            if judge is not None:
+                print("evaluation.judge is not asked: no source has prompts for ppo, whose rows it reads", flush=True)
+    limit = config.rollout.max_prompt_tokens
+    fitting = (p for p in held_out if len(tokenizer.encode_prompt(p.messages)) <= limit)
+    chosen = [prompt for prompt, _ in zip(fitting, range(config.evaluation.prompts), strict=False)]
+    if not chosen:
+        told = f"none of the {len(held_out)} held-out prompts fits within rollout.max_prompt_tokens={limit}"
+        if "ppo" in wanted_stages(config):
+            raise UserError(
+                f"{told}, so that nothing would tell what PPO does: raise it, or hold out others (data.eval_fraction, "
+                "eval_path of a source)"
+            )
+        print(f"{told}: none is answered", flush=True)
+    return chosen
+
+
+def say_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> None:
+    """Say how many of a stage's `count` examples were cut or dropped for their length, which `limit` (a key) bounds."""
+    if dist.world().leads and notes:
+        print(f"{stage}: too long, of {count}: {_counted(notes)}; {limit} sets the limit", flush=True)
+
+
+def _load(config: RunConfig, stage: str) -> StageRecords:
+    return load_stage(config.data, stage, config.seed, rows=stage == "ppo" and _wants_rows(config))
+
+
+def _wants_rows(config: RunConfig) -> bool:
+    """A reward function is told the rows that prompts come from; nobody else needs them in training."""
+    return config.ppo.reward_function is not None
+
+
+def _counted(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} x {why}" for why, count in sorted(reasons.items()))
