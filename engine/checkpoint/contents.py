@@ -1,6 +1,6 @@
 """What a checkpoint has of an engine: tensors by name, and numbers; and how they go back."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from engine import optim
 from engine.average import Average
+from engine.buffers import persistent_buffers
 from engine.compression.onebit_adam import ERRORS
 from engine.config import OptimizerConfig
 from engine.offload import OffloadedOptimizer, planners
@@ -37,7 +38,7 @@ class Trained(Protocol):
 def tensors(engine: Trained) -> dict[str, Tensor]:
     """What is trained, its optimizer's tensors and the module's buffers, by name; loading writes into these tensors."""
     assert engine.optimizer is not None
-    buffers = {f"{BUFFER}{name}": buffer for name, buffer in _buffers(engine.module)}
+    buffers = {f"{BUFFER}{name}": buffer for name, buffer in persistent_buffers(engine.module).items()}
     if isinstance(engine.optimizer, OffloadedOptimizer):
         return _told(planners.tensors(engine.optimizer)[0]) | buffers
     trained = {f"{PARAMETER}{n}": p.detach() for n, p in engine.module.named_parameters() if p.requires_grad}
@@ -93,7 +94,7 @@ def difference(engine: Trained, saved: Mapping[str, Any], shapes: Mapping[str, t
     """Why a checkpoint with these scalars and shapes is not this engine's; None where it is."""
     assert engine.optimizer_config is not None
     trained = {f"{PARAMETER}{n}": p.shape for n, p in engine.module.named_parameters() if p.requires_grad}
-    here = trained | {f"{BUFFER}{name}": buffer.shape for name, buffer in _buffers(engine.module)}
+    here = trained | {f"{BUFFER}{name}": buffer.shape for name, buffer in persistent_buffers(engine.module).items()}
     for name, shape in here.items():
         if name not in shapes:
             return f"it has no {name}"
@@ -146,11 +147,3 @@ def is_buffer(name: str) -> bool:
 
 def _told(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: told_in_pieces(tensor) if in_pieces(tensor) else tensor for name, tensor in tensors.items()}
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that a state dict has: running statistics, not what is computed at construction."""
-    for path, owner in module.named_modules():
-        for leaf, buffer in owner._buffers.items():
-            if buffer is not None and leaf not in owner._non_persistent_buffers_set:
-                yield f"{path}.{leaf}" if path else leaf, buffer

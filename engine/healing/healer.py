@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from engine.buffers import persistent_buffers
 from engine.healing.parts import Pass
 from engine.healing.passes import OneByOne, Passes, Report
 from engine.healing.portion import Portion
@@ -117,25 +118,15 @@ class _State:
         self.module = module
         self.random = torch.get_rng_state()
         self.device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        self.buffers = {name: buffer.clone() for name, buffer in _written(module).items()}
+        self.buffers = {name: buffer.clone() for name, buffer in persistent_buffers(module).items()}
 
     @torch.no_grad()
     def restore(self) -> None:
         torch.set_rng_state(self.random)
         if self.device is not None:
             torch.cuda.set_rng_state(self.device)
-        for name, buffer in _written(self.module).items():
+        for name, buffer in persistent_buffers(self.module).items():
             buffer.copy_(self.buffers[name])
-
-
-def _written(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers that a state dict has: running statistics, not what is computed at construction."""
-    return {
-        f"{path}.{leaf}": buffer
-        for path, owner in module.named_modules()
-        for leaf, buffer in owner._buffers.items()
-        if buffer is not None and leaf not in owner._non_persistent_buffers_set
-    }
 
 
 def laid_out(batch: Any) -> Any:

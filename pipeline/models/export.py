@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
 from engine import Engine
+from engine.buffers import persistent_buffers
 from engine.merging import whole_parameters
 from engine.parallel import dist, zero
 from engine.precision import TORCH_DTYPE
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource
-from pipeline.models.weights import persistent_buffers
 
 FILE_BYTES = 2**30
 

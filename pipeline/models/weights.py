@@ -9,6 +9,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from engine.buffers import persistent_buffers
 from engine.loading import SafetensorsFolder, TensorFolder, draw_parameters, read_parameters
 from pipeline.errors import UserError
 from pipeline.models.converted import ConvertedFolder
@@ -33,16 +34,6 @@ def fill(
         read = _read({name: named[name] for name in plain}, plain, model, source)
         drawn = [name for name in wanted if name not in read]
     draw_parameters(module, [*adapters, *drawn], source.seed, _initializer(model, zero_head))
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds beside parameters: a router's correction, a layer's scale."""
-    return {
-        f"{owner}.{leaf}" if owner else leaf: buffer
-        for owner, part in module.named_modules()
-        for leaf, buffer in part._buffers.items()
-        if buffer is not None and leaf not in part._non_persistent_buffers_set
-    }
 
 
 def _read(
