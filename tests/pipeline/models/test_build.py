@@ -45,7 +45,9 @@ def whole(engine: Engine) -> dict[str, Tensor]:
     return {name: dtensors.full_tensor(p.detach()).cpu() for name, p in engine.module.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox", "llama", "qwen3", "bloom", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize(
+    "family", ["opt", "gpt2", "gpt_neox", "llama", "qwen3", "bloom", "mixtral", "qwen3_moe", "glm4_moe"]
+)
 @pytest.mark.parametrize("files", ["one file", "shards"])
 def test_a_saved_model_gives_the_same_numbers(family: str, files: str, tmp_path: Path) -> None:
     model = language_model(config_of(family))
@@ -117,8 +119,7 @@ def test_random_weights_are_drawn_as_the_family_draws_them(family: str) -> None:
             assert torch.equal(value, theirs), name
         elif not (family == "gpt2" and name.endswith("c_proj.weight")):  # GPT-2 narrows these by depth; we don't
             assert abs(value.mean().item() - theirs.mean().item()) < 0.005, name
-            scatter = max(0.15, 3 / math.sqrt(value.numel()))
-            assert value.std().item() == pytest.approx(theirs.std().item(), rel=scatter), name
+            assert value.std().item() == pytest.approx(theirs.std().item(), rel=0.15), name
 
 
 def test_random_weights_belong_to_the_seed() -> None:

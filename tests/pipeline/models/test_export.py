@@ -33,7 +33,7 @@ from tests.pipeline.models.tiny import (
 )
 from tests.ranks import run_ranks
 
-MODELS = ["llama", "opt", "gpt2", "qwen3", "mixtral", "glm4_moe"]
+MODELS = ["llama", "opt", "gpt2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe"]
 LORA = LoraConfig(rank=2, alpha=4.0)
 
 
