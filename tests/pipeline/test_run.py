@@ -170,13 +170,20 @@ def test_a_signal_to_stop_is_heeded_when_a_step_is_done(tmp_path: Path) -> None:
     assert fresh.restore() == 2
 
 
-def test_a_stop_between_the_last_step_and_the_end_keeps_that_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_stop_between_the_last_step_and_the_end_keeps_that_step(at_once: bool, tmp_path: Path) -> None:
     stage, engine = stage_of(tmp_path, save_every=5)
-    with pytest.raises(Stopped), stage:
-        for step in stage.steps_left():
-            work(stage, engine, step, step)
-        with stopping.handled(stopping.stop):
-            os.kill(os.getpid(), signal.SIGUSR1)
+    try:
+        with pytest.raises(Stopped), stage:
+            for step in stage.steps_left():
+                work(stage, engine, step, step)
+                if at_once and step == 6:  # no update is left that would tell other ranks
+                    os.kill(os.getpid(), signal.SIGUSR1)
+            assert not at_once, "the steps have raised it"
+            with stopping.handled(stopping.stop):
+                os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        wish.forget()
     assert names(tmp_path)[-1] == "step-6"
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
