@@ -12,13 +12,12 @@ from pipeline.data.batch import TokenBatch
 from pipeline.data.encode import TokenItem
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.held_out import EVALUATION_SEED
 from pipeline.insight.evaluate import Sample, read_samples, write_samples
 from pipeline.judging import judged
 from pipeline.own_function import OwnFunction
 from pipeline.stage import answers_of, sampling
 from step1_sft.batches import micro_batches
-
-EVALUATION_SEED = 20011
 
 
 def held_out_loss(engine: Engine, items: Sequence[TokenItem], *, budget: int, packing: bool, pad_id: int) -> float:

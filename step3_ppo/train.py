@@ -13,6 +13,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import PromptItems, encode_prompts
 from pipeline.data.records import Prompt, Row
+from pipeline.held_out import EVALUATION_SEED, HeldOut, compared, write_table
 from pipeline.judging import Call, load_judge
 from pipeline.models.export import export_policy
 from pipeline.planning.choose import announce
@@ -22,7 +23,7 @@ from pipeline.stage_data import by_first_rank, evaluation_prompts, say_cut, stag
 from pipeline.tracking import open_watchers
 from step3_ppo.advantages import KlController
 from step3_ppo.diagnose import check_first_ratio
-from step3_ppo.evaluate import Examiner, HeldOut, earlier_answers, write_table
+from step3_ppo.evaluate import Examiner
 from step3_ppo.figures import Learned, rollout_figures
 from step3_ppo.kept import ROLLOUTS, keep_answers
 from step3_ppo.models import Models, Sources, build, find
@@ -32,7 +33,6 @@ from step3_ppo.rows import longest_rows
 from step3_ppo.targets import Targets, targets_of
 from step3_ppo.update import Minibatch, minibatches, rehearse, update_critic, update_policy
 
-EVALUATION_SEED = 20011
 GENERATOR_GAP = 0.01  # mean difference of probabilities above which generator and trainer are not the same model
 
 
@@ -249,13 +249,8 @@ def finish(ppo: Ppo, sources: Sources, examiner: Examiner, stage: StageRun, skip
     with actor.averaged(), stage.clock.phase("export"):
         export_policy(actor, sources.actor, ppo.tokenizer, folder / "model")
     with actor.averaged(), stage.clock.phase("evaluate"):
-        results: dict[str, HeldOut] = {}
-        for name, where in (("base", folder.parent / "sft"), ("sft", folder)):
-            answers = earlier_answers(examiner.prompts, where, name)
-            if answers is not None:
-                results[name] = examiner.judge(ppo.models, answers)
-        results["ppo"] = examiner.examine(ppo.models)
-        write_table(examiner.prompts, results, folder)
+        own, judge = examiner.examine(ppo.models), partial(examiner.judge, ppo.models)
+        results = compared(examiner.prompts, folder, own, judge)
     means_by_model = {name: result.figures for name, result in results.items()}
     stage.finish(
         {

@@ -4,7 +4,7 @@ The global batch of a step is a function of (number of examples, batch size, see
 not change an update, since losses are sums that are divided once by the global count. Letters: B rows, T tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Self
@@ -19,6 +19,7 @@ from pipeline.data.encode import PairItem, TokenItem
 from pipeline.data.planning import plan
 
 __all__ = [
+    "Movable",
     "PairBatch",
     "TokenBatch",
     "batch_indices",
@@ -34,8 +35,8 @@ __all__ = [
 ]
 
 
-class _Batch:
-    """Moves its tensors."""
+class Movable:
+    """A dataclass that moves its tensors."""
 
     def to(self, device: torch.device | str) -> Self:
         found = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
@@ -44,7 +45,7 @@ class _Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenBatch(_Batch):
+class TokenBatch(Movable):
     """Right-padded rows, each of one document, or one row of several documents.
 
     input_ids (B, T) long
@@ -58,7 +59,7 @@ class TokenBatch(_Batch):
 
 
 @dataclass(frozen=True, eq=False)
-class PairBatch(_Batch):
+class PairBatch(Movable):
     """B pairs: right-padded rows, chosen ones and then rejected ones, or one row of documents.
 
     input_ids (2B, T) or (1, N) long; ends (2B,) long: where each side's last token lies in the flattened ids, chosen
@@ -106,6 +107,13 @@ def pack_tokens(items: Sequence[TokenItem], pad_id: int) -> TokenBatch:
     return TokenBatch(_row([item.ids for item in items]), places_of(counts), documents)
 
 
+def shared_tokens(item: PairItem) -> int:
+    """Tokens that both sides of a pair begin with, their last ones left out."""
+    shorter = min(len(item.chosen), len(item.rejected)) - 1
+    different = np.flatnonzero(item.chosen[:shorter] != item.rejected[:shorter])
+    return int(different[0]) if len(different) else shorter
+
+
 def collate_pairs(items: Sequence[PairItem], pad_id: int) -> PairBatch:
     """Chosen rows, then rejected rows."""
     sides = [item.chosen for item in items] + [item.rejected for item in items]
@@ -114,15 +122,19 @@ def collate_pairs(items: Sequence[PairItem], pad_id: int) -> PairBatch:
     return PairBatch(ids, ends, *_labels(items))
 
 
-def pack_pairs(items: Sequence[PairItem], pad_id: int) -> PairBatch:
-    """All pairs in one row: of each what both sides begin with, the rest of the chosen side, of the rejected side."""
+def pack_pairs(
+    items: Sequence[PairItem], pad_id: int, *, shared: Callable[[PairItem], int] = shared_tokens
+) -> PairBatch:
+    """All pairs in one row: of each what both sides begin with, the rest of the chosen side, of the rejected side.
+    `shared` says how many tokens the first part has, no more than `shared_tokens`.
+    """
     if not items:
         return PairBatch(torch.tensor([[pad_id, pad_id]]), torch.tensor([0, 1]), *_labels([]), Documents((1, 1)))
     parts: list[Any] = []
     prefixes: list[int | None] = []
     sides: list[tuple[int, int]] = []
     for item in items:
-        common, first = shared_tokens(item), len(parts)
+        common, first = shared(item), len(parts)
         if common:
             parts.append(item.chosen[:common])
             prefixes.append(None)
@@ -132,13 +144,6 @@ def pack_pairs(items: Sequence[PairItem], pad_id: int) -> PairBatch:
     documents = Documents(tuple(len(part) for part in parts), tuple(prefixes))
     ends = torch.tensor(documents.ends())[torch.tensor(sides).T.flatten()]
     return PairBatch(_row(parts), ends, *_labels(items), documents)
-
-
-def shared_tokens(item: PairItem) -> int:
-    """Tokens that both sides of a pair begin with, their last ones left out."""
-    shorter = min(len(item.chosen), len(item.rejected)) - 1
-    different = np.flatnonzero(item.chosen[:shorter] != item.rejected[:shorter])
-    return int(different[0]) if len(different) else shorter
 
 
 def _labels(items: Sequence[PairItem]) -> tuple[Tensor, tuple[str, ...]]:

@@ -38,12 +38,13 @@ class TokenItem:
 
 @dataclass(frozen=True, eq=False)
 class PairItem:
-    """chosen (T1,) and rejected (T2,): prompt and answer; margin in the labeller's unit."""
+    """chosen (T1,) and rejected (T2,): prompt and answer; margin in the labeller's unit; prompt: tokens of that."""
 
     chosen: Ids
     rejected: Ids
     margin: float
     source: str
+    prompt: int
 
 
 class TokenItems(Items[TokenItem]):
@@ -68,12 +69,15 @@ class PairItems(Items[PairItem]):
 
     def __init__(self) -> None:
         self._chosen, self._rejected = TokenRows(), TokenRows()
-        self._labels: list[tuple[float, str]] = []
+        self._labels: list[tuple[float, str, int]] = []
 
-    def append(self, chosen: Sequence[int], rejected: Sequence[int], margin: float, source: str) -> None:
-        self._chosen.append(chosen)
-        self._rejected.append(rejected)
-        self._labels.append((margin, source))
+    def append(
+        self, prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int], margin: float, source: str
+    ) -> None:
+        """Two answers to a prompt."""
+        self._chosen.append([*prompt, *chosen])
+        self._rejected.append([*prompt, *rejected])
+        self._labels.append((margin, source, len(prompt)))
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -117,9 +121,16 @@ def encode_conversations(
 
 
 def encode_preferences(
-    tokenizer: ChatTokenizer, records: Sequence[Preference], *, max_length: int, name: str = "pairs"
+    tokenizer: ChatTokenizer,
+    records: Sequence[Preference],
+    *,
+    max_length: int,
+    name: str = "pairs",
+    stage: str = "reward",
 ) -> tuple[PairItems, Counter[str]]:
-    """(pairs, what was cut or dropped). Raises UserError where nothing is left; `name` is what it calls the records."""
+    """(pairs, what was cut or dropped). Raises UserError where nothing is left; `name` is what it calls the records,
+    and `stage` has the limit.
+    """
     notes: Counter[str] = Counter()
     pairs = PairItems()
     for chunk in _chunks(records, name):
@@ -134,8 +145,8 @@ def encode_preferences(
                 notes["answers equal within max_length"] += 1
                 continue
             notes["cut to max_length"] += len(chosen) > room or len(rejected) > room
-            pairs.append(prompt + chosen[:room], prompt + rejected[:room], record.margin, record.source)
-    _check(pairs, records, f"{name} none has answers that differ", max_length, "reward.max_length")
+            pairs.append(prompt, chosen[:room], rejected[:room], record.margin, record.source)
+    _check(pairs, records, f"{name} none has answers that differ", max_length, f"{stage}.max_length")
     return pairs, +notes
 
 

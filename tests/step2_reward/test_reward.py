@@ -15,7 +15,7 @@ from pipeline.data.encode import PairItem
 from pipeline.data.records import Message, Preference
 from pipeline.models.build import build_scorer
 from pipeline.models.checks import verify
-from step2_reward.batches import longer, micro_batches
+from step2_reward.batches import micro_batches
 from step2_reward.evaluate import Scored, accuracies, score_pairs
 from step2_reward.train import loss_of, reference_level, say_undecided
 from tests.pipeline.models.tiny import classifier, config_of, frozen, source_in, trained
@@ -29,7 +29,7 @@ def pairs() -> list[PairItem]:
     def ids(length: int) -> np.ndarray:
         return np.array([source.randint(2, 95) for _ in range(length)], dtype=np.int32)
 
-    return [PairItem(ids(a), ids(b), 0.5 * place, f"source-{place % 2}") for place, (a, b) in enumerate(SIZES)]
+    return [PairItem(ids(a), ids(b), 0.5 * place, f"source-{place % 2}", 0) for place, (a, b) in enumerate(SIZES)]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,6 @@ def test_every_pair_once_both_sides_together(budget: int, packing: bool) -> None
         last = [pairs()[p].chosen[-1] for p in where] + [pairs()[p].rejected[-1] for p in where]
         assert batch.input_ids.flatten()[batch.ends].tolist() == last
         assert batch.margins.tolist() == [0.5 * p for p in where]
-    assert longer(pairs()[1]) == 12
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -90,7 +89,7 @@ def test_an_update_is_the_mean_over_pairs(
 def test_answers_that_share_a_prompt_train_as_apart(folder: Path) -> None:
     made = [
         PairItem(
-            np.concatenate([pair.chosen[:2], pair.chosen]), np.concatenate([pair.chosen[:2], pair.rejected]), 0, ""
+            np.concatenate([pair.chosen[:2], pair.chosen]), np.concatenate([pair.chosen[:2], pair.rejected]), 0, "", 2
         )
         for pair in pairs()
     ]

@@ -20,7 +20,7 @@ def main() -> None:
     begin(work)
     engine = build_scorer(source(work, scores=True), choice(work), pad_id=1)
     packing = verify(engine, max_length=work["max_length"]).packing
-    items = [PairItem(np.array(c, dtype=np.int32), np.array(r, dtype=np.int32), 0.0, "") for c, r in work["pairs"]]
+    items = [PairItem(np.array(c, dtype=np.int32), np.array(r, dtype=np.int32), 0.0, "", 0) for c, r in work["pairs"]]
     loss, seconds = loss_of(0.0, use_margin=False), []
     for step in range(work["warmup"] + work["steps"]):
         began = time.perf_counter()

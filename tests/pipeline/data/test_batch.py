@@ -113,8 +113,8 @@ def test_empty_batches_count_nothing() -> None:
         assert pairs.ends.tolist() == [0, 1] and len(pairs.margins) == 0 and pairs.sources == ()
 
 
-FIRST = PairItem(np.array([1, 2, 3]), np.array([1, 4]), 0.5, "a")
-SECOND = PairItem(np.array([5]), np.array([6, 7, 8, 9]), 0.0, "b")
+FIRST = PairItem(np.array([1, 2, 3]), np.array([1, 4]), 0.5, "a", 1)
+SECOND = PairItem(np.array([5]), np.array([6, 7, 8, 9]), 0.0, "b", 0)
 
 
 def test_pairs_are_chosen_rows_then_rejected_rows() -> None:
@@ -139,7 +139,7 @@ def test_pairs_in_one_row_share_what_they_begin_with() -> None:
     [([1, 2, 3], [1, 2, 4], 2), ([1, 2, 3], [1, 2], 1), ([1], [1, 2], 0), ([5, 2], [6, 2], 0), ([1, 2], [1, 2], 1)],
 )
 def test_each_side_keeps_a_token_of_its_own(chosen: list[int], rejected: list[int], shared: int) -> None:
-    assert shared_tokens(PairItem(np.array(chosen), np.array(rejected), 0.0, "")) == shared
+    assert shared_tokens(PairItem(np.array(chosen), np.array(rejected), 0.0, "", 0)) == shared
 
 
 def test_epochs_follow_one_another() -> None:
