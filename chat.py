@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("path", type=Path, help="a run, a stage of a run, or a model folder")
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and leave")
-    parser.add_argument("--compare", metavar="A,B", help="stages of the run (sft, ppo) or folders, all answer")
+    parser.add_argument("--compare", metavar="A,B", help="stages of the run (sft, dpo, ppo) or folders, all answer")
     parser.add_argument("--system", metavar="TEXT", default="", help="system message")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token (default 0.7)")
     parser.add_argument("--top-p", type=float, default=1.0, help="keep the smallest set with this mass (default 1)")

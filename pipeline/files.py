@@ -11,14 +11,14 @@ from typing import Any
 from pipeline.errors import UserError
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Replace a file so that it is the old or the new one at any moment, also after a power cut."""
+def write_whole(file: Path, content: str | bytes) -> None:
+    """Replace a file, text being UTF-8, so that it is the old or the new one at any moment, also after a power cut."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
-        with open(part, "w", encoding="utf-8") as content:
-            content.write(text)
-            content.flush()
-            os.fsync(content.fileno())
+        with open(part, "wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+            stream.flush()
+            os.fsync(stream.fileno())
         os.replace(part, file)
     except BaseException:
         part.unlink(missing_ok=True)

@@ -8,12 +8,14 @@ so a change travels down by itself. Only the launcher's first process writes thi
 import json
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.config.compose import defaults
 from pipeline.config.places import model_folder
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import POLICIES
 from pipeline.errors import UserError
 from pipeline.files import write_whole
 from pipeline.fingerprint import (
@@ -70,6 +72,11 @@ class Manifest:
         """True where a stage is done and its model is there."""
         done = self.stages.get(stage, {}).get("status") == "finished"
         return done and (self.run_dir / stage / "model" / "config.json").is_file()
+
+    def answering(self) -> list[str]:
+        """The stages that make a model to talk to: of PPO and DPO the one that finished last in front, SFT behind."""
+        policies = reversed(POLICIES)
+        return [*sorted(policies, key=lambda name: self.stages.get(name, {}).get("finished", ""), reverse=True), "sft"]
 
     def product(self, stage: str) -> Path | None:
         """The model of a stage that is done; None where it is not. Raises UserError where the model is gone since."""
@@ -145,18 +152,19 @@ class Manifest:
 def stage_inputs(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Path | None]:
     """The models a stage starts from, by role; None is the base model of the configuration.
 
-    sft: {"base": None}; reward: {"base": None} or {"sft": folder}; ppo: {"actor": folder} and, with a reward model,
-    {"reward": folder}.
-    Launcher and worker both ask here. Raises UserError where a model is missing.
+    sft: {"base": None}; reward: {"base": None} or {"sft": folder}; dpo: {"actor": folder}; ppo the same and, with a
+    reward model, {"reward": folder}.
+    Launcher and worker both ask here. Raises UserError where a model is earlier.
     """
     manifest = Manifest.read(run_dir)
     if stage == "sft":
         return {"base": None}
     if stage == "reward":
         return _reward_input(config, manifest)
-    found: dict[str, Path | None] = {"actor": _earlier(manifest, "sft", "actor", config.actor)}
-    if config.ppo.reward_model:
-        found["reward"] = _earlier(manifest, "reward", "reward", config.reward_path)
+    earlier = partial(_earlier, manifest, stage.upper())
+    found: dict[str, Path | None] = {"actor": earlier("sft", "actor", config.actor)}
+    if stage == "ppo" and config.ppo.reward_model:
+        found["reward"] = earlier("reward", "reward", config.reward_path)
     return found
 
 
@@ -174,7 +182,7 @@ def _reward_input(config: RunConfig, manifest: Manifest) -> dict[str, Path | Non
     return {"base": None}
 
 
-def _earlier(manifest: Manifest, stage: str, key: str, given: str | None) -> Path:
+def _earlier(manifest: Manifest, wanted_by: str, stage: str, key: str, given: str | None) -> Path:
     if given is not None:
         return model_folder(given, key)
     made = manifest.product(stage)
@@ -182,11 +190,11 @@ def _earlier(manifest: Manifest, stage: str, key: str, given: str | None) -> Pat
         return made
     if not manifest.stages:
         raise UserError(
-            f"PPO has no {key} model: a new run has no finished {stage} stage. Say which run has one (name=, run_dir=)"
-            f", give {key}=FOLDER, or begin with the other stages (train.py stage=all)"
+            f"{wanted_by} has no {key} model: a new run has no finished {stage} stage. Say which run has one (name=, "
+            f"run_dir=), give {key}=FOLDER, or begin with the other stages (train.py stage=all)"
         )
     raise UserError(
-        f"PPO has no {key} model: {manifest.run_dir} has no finished {stage} stage. "
+        f"{wanted_by} has no {key} model: {manifest.run_dir} has no finished {stage} stage. "
         f"Run stage={stage} there first (or stage=all), or give {key}=FOLDER"
     )
 

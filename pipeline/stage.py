@@ -20,7 +20,12 @@ from pipeline.insight.evaluate import answer_prompts
 from pipeline.models.build import check_scores
 from pipeline.models.source import ModelSource, download, model_folder, resolve
 
-UNITS = {"sft": ("step", "conversations"), "reward": ("step", "pairs"), "ppo": ("rollout", "prompts")}
+UNITS = {
+    "sft": ("step", "conversations"),
+    "reward": ("step", "pairs"),
+    "dpo": ("step", "pairs"),
+    "ppo": ("rollout", "prompts"),
+}
 FEW_STEPS = 20  # below which a stage has hardly begun to learn
 
 
@@ -160,11 +165,12 @@ def require_context(config: RunConfig, stage: str, source: ModelSource) -> None:
     has = context_length(source)
     if has is None:
         return
-    sft, reward, rollout = config.sft.max_length, config.reward.max_length, config.rollout
+    sft, reward, dpo, rollout = config.sft.max_length, config.reward.max_length, config.dpo.max_length, config.rollout
     prompt, answer = rollout.max_prompt_tokens, rollout.max_new_tokens
     wants = {
         "sft": (sft, f"sft.max_length={sft}: set it to {has} or less"),
         "reward": (reward, f"reward.max_length={reward}: set it to {has} or less"),
+        "dpo": (dpo, f"dpo.max_length={dpo}: set it to {has} or less"),
         "ppo": (
             prompt + answer,
             f"rollout.max_prompt_tokens={prompt} and rollout.max_new_tokens={answer}: {has} or less together",
@@ -172,7 +178,7 @@ def require_context(config: RunConfig, stage: str, source: ModelSource) -> None:
     }
     stages = wanted_stages(config)
     coming = stages[stages.index(stage) :] if stage in stages else [stage]
-    if stage == "sft":  # whose model answers held-out prompts; the reward model may be another one
+    if stage in ("sft", "dpo"):  # whose models answer held-out prompts; the reward model may be another one
         others = () if config.reward_model is None else ("reward",)
         coming = [name for name in dict.fromkeys((*coming, "ppo")) if name not in others]
     mistakes = [advice for needed, advice in (wants[name] for name in coming) if needed > has]

@@ -5,7 +5,7 @@ from typing import TypeVar, cast
 
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import wanted_stages
+from pipeline.config.stages import POLICIES, wanted_stages
 from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, load_stage, made_here
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
@@ -77,10 +77,10 @@ def check_data_to_come(config: RunConfig, stage: str) -> list[Prompt] | None:
 def evaluation_prompts(
     config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt] | None = None
 ) -> list[Prompt]:
-    """The held-out prompts that base, SFT and PPO model all answer, on every rank. `held_out` are those of PPO, on the
-    first rank, where they have been read already.
+    """The held-out prompts that base, SFT and PPO (or DPO) model all answer, on every rank. `held_out` are those of
+    PPO, on the first rank, where they have been read already.
 
-    Raises UserError where none fits and PPO is to come.
+    Raises UserError where none fits and PPO or DPO is to come.
     """
     return by_first_rank(lambda: _chosen_prompts(config, tokenizer, held_out))
 
@@ -100,10 +100,10 @@ def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Seque
     chosen = [prompt for prompt, _ in zip(fitting, range(config.evaluation.prompts), strict=False)]
     if not chosen:
         told = f"none of the {len(held_out)} held-out prompts fits within rollout.max_prompt_tokens={limit}"
-        if "ppo" in wanted_stages(config):
+        for policy in set(POLICIES) & set(wanted_stages(config)):
             raise UserError(
-                f"{told}, so that nothing would tell what PPO does: raise it, or hold out others (data.eval_fraction, "
-                "eval_path of a source)"
+                f"{told}, so that nothing would tell what {policy.upper()} does: raise it, or hold out others "
+                "(data.eval_fraction, eval_path of a source)"
             )
         print(f"{told}: none is answered", flush=True)
     return chosen

@@ -21,6 +21,7 @@ from pipeline.config.schema import RunConfig
 SHOWN = {
     "sft": ("loss", "eval_loss", "lr"),
     "reward": ("loss", "accuracy", "margin", "eval_accuracy", "lr"),
+    "dpo": ("loss", "accuracy", "margin", "eval_loss", "eval_accuracy", "lr"),
     "ppo": ("score", "kl", "response_length", "eval_score", "gold_score", "lr"),
 }
 SECONDS_BETWEEN_LINES = 5.0

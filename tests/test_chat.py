@@ -73,6 +73,12 @@ def test_the_newest_finished_stage_answers(tmp_path: Path) -> None:
     assert find(both / "sft") == find(both / "sft" / "model") == ChatModel("sft", both / "sft" / "model")
     (both / "manifest.json").unlink()
     assert find(both).name == "ppo"
+    last = empty_run(tmp_path / "c", sft="finished", dpo="finished", ppo="finished")
+    records = json.loads((last / "manifest.json").read_text())
+    for stage, when in (("dpo", "2026-11-22T10:00:00"), ("ppo", "2026-11-21T10:00:00"), ("sft", "2026-11-23T10:00:00")):
+        records["stages"][stage]["finished"] = when
+    (last / "manifest.json").write_text(json.dumps(records))
+    assert find(last).name == "dpo" and [one.name for one in find_each(last, "sft,dpo,ppo")] == ["sft", "dpo", "ppo"]
 
 
 def test_what_cannot_be_talked_to_is_told(tmp_path: Path) -> None:

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.config.stages import ANSWERING, STAGES
 from pipeline.errors import UserError
 from pipeline.manifest import Manifest
-
-STAGES = ("ppo", "sft")  # the stages that make a model to talk to, the newest first
 
 
 @dataclass(frozen=True)
@@ -26,12 +25,13 @@ def find(path: Path) -> ChatModel:
         return ChatModel(path.parent.name if path.name == "model" else path.name, path)
     if (path / "model" / "config.json").is_file():
         return ChatModel(path.name, path / "model")
-    for stage in STAGES:
+    for stage in Manifest.read(path).answering():
         if _finished(path, stage):
             return ChatModel(stage, path / stage / "model")
     if _is_run(path):
         raise UserError(
-            f"{path} has no finished stage to talk to (ppo or sft); the command that started the run goes on with it"
+            f"{path} has no finished stage to talk to (ppo, dpo or sft); the command that started the run goes on with "
+            "it"
         )
     raise UserError(f"{path} is neither a run nor a model folder: it has no config.json and no stages{_runs_in(path)}")
 
@@ -40,14 +40,14 @@ def find_each(path: Path, names: str) -> list[ChatModel]:
     """The models to compare: `names` are stages of the run at `path`, or folders, with commas between."""
     chosen = []
     for name in filter(None, (part.strip() for part in names.split(","))):
-        if name in STAGES:
+        if name in ANSWERING:
             if not _finished(path.expanduser(), name):
                 raise UserError(f"{path} has no finished {name} stage; --compare takes stages of the run, or folders")
             chosen.append(ChatModel(name, path.expanduser() / name / "model"))
         elif Path(name).expanduser().is_dir():
             chosen.append(find(Path(name)))
         else:
-            raise UserError(f"--compare {name}: neither a stage that answers (sft, ppo) nor a folder")
+            raise UserError(f"--compare {name}: neither a stage that answers (sft, dpo, ppo) nor a folder")
     if not chosen:
         raise UserError("--compare needs names: sft,ppo, or folders")
     return chosen
@@ -67,4 +67,4 @@ def _runs_in(folder: Path) -> str:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / "manifest.json").is_file() or any((path / stage).is_dir() for stage in (*STAGES, "reward"))
+    return (path / "manifest.json").is_file() or any((path / stage).is_dir() for stage in STAGES)

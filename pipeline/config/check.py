@@ -3,7 +3,7 @@
 Everything that can be refused without loading a model or data is refused here, before any work.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pipeline.config.engines import engine_mistakes
 from pipeline.config.messages import indivisible, messages
 from pipeline.config.schema import DataConfig, ModelConfig, PpoSection, RunConfig
-from pipeline.config.stages import wanted_stages
+from pipeline.config.stages import METHODS, POLICIES, STAGES, wanted_stages
 from pipeline.errors import UserError
 
 
@@ -35,14 +35,8 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
     yield from _data_mistakes(config.data)
     if "name" in config.model_fields_set and config.name is not None and not _is_folder_name(config.name):
         yield f"name={config.name}: a run name has letters, digits and . _ - = , only (run_dir= takes a path)"
-    for key in ("actor", "reward_path"):
-        if getattr(config, key) is not None and config.stage not in ("all", "ppo", "plan"):
-            shown = "reward" if key == "reward_path" else key
-            where = f"{shown}={getattr(config, key)}"
-            yield (
-                f"{where} is where PPO starts, but stage={config.stage}: leave it out, or stage=ppo "
-                "(model.path=FOLDER is where the other stages start)"
-            )
+    stages = wanted_stages(config)
+    yield from _start_mistakes(config, stages)
     if config.rollout.min_new_tokens > config.rollout.max_new_tokens:
         yield (
             f"rollout.min_new_tokens={config.rollout.min_new_tokens} exceeds "
@@ -51,7 +45,6 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
     span = config.profile.steps
     if span is not None and (len(span) != 2 or span[0] > span[1]):
         yield f"profile.steps={span}: write the first and the last step to record, as in profile.steps=[5,8]"
-    stages = wanted_stages(config)
     for stage in stages:
         if getattr(config, stage).export == "best" and not getattr(config, stage).eval_every:
             yield (
@@ -60,8 +53,28 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
             )
     if "ppo" in stages:
         yield from _ppo_mistakes(config)
+    if "dpo" in stages and config.dpo.loss == "ipo" and config.dpo.label_smoothing:
+        yield (
+            f"dpo.label_smoothing={config.dpo.label_smoothing:g} is for dpo.loss=sigmoid: leave it out, or another loss"
+        )
     if "reward" in stages and config.reward.init == "sft" and config.reward_model is not None:
         yield "reward.init=sft starts from the SFT model, reward_model= from another one: leave one of them out"
+
+
+def _start_mistakes(config: RunConfig, stages: Sequence[str]) -> Iterable[str]:
+    """A method, or a model to start from, that the stages don't have."""
+    if config.method != "ppo" and config.stage not in ("all", "plan", *METHODS[config.method]):  # ppo is there unasked
+        has = " and ".join(METHODS[config.method])
+        yield f"method={config.method} has the stages {has}, but stage={config.stage}: leave one of the two out"
+    for key, shown, serves in (("actor", "actor", POLICIES[::-1]), ("reward_path", "reward", ("ppo",))):
+        if getattr(config, key) is None or set(serves) & set(stages):
+            continue
+        asked = f"stage={config.stage}" if config.stage in STAGES else f"method={config.method}"
+        who = " or ".join(stage.upper() for stage in serves)
+        yield (
+            f"{shown}={getattr(config, key)} is where {who} starts, but {asked}: leave it out, or stage={serves[0]} "
+            "(model.path=FOLDER is where the other stages start)"
+        )
 
 
 def _is_folder_name(name: str) -> bool:
@@ -179,6 +192,8 @@ def warnings(config: RunConfig) -> list[str]:
         )
     if "ppo" in wanted_stages(config) and config.reward_model is not None and not config.ppo.reward_model:
         found.append(f"reward_model={config.reward_model.name} is not used: ppo.reward_model=false has none")
+    if config.method == "dpo" and config.reward_model is not None:
+        found.append(f"reward_model={config.reward_model.name} is not used: method=dpo has none")
     if "ppo" in wanted_stages(config):
         found += _engines_of_nobody(config.ppo)
         if config.ppo.reward_threads > 1 and config.ppo.reward_function is None:

@@ -156,7 +156,7 @@ def _recipe(overrides: Sequence[str], skip: bool) -> list[str]:
 def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Where `actor=` names a stage of an earlier run: that run's settings, and the tokens that make room for them.
 
-    PPO on somebody's SFT model must not silently read the default data with the default model's settings. A
+    PPO or DPO on somebody's SFT model must not silently read the default data with the default model's settings. A
     model folder from elsewhere brings no settings; it becomes `model.path`, unless a model was named.
     """
     import yaml
@@ -171,7 +171,7 @@ def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if home is None:
         return {}, [] if own_model else [f"model.path={quoted(str(folder))}"]
     settings = yaml.safe_load((home / "config.yaml").read_text(encoding="utf-8"))
-    for key in ("name", "run_dir", "stage", "actor", "reward_path", "ranks", "debug", "tracking", "profile"):
+    for key in ("name", "run_dir", "stage", "method", "actor", "reward_path", "ranks", "debug", "tracking", "profile"):
         settings.pop(key, None)
     own = {"model": own_model, "data": values.keys() & {"data", "data.path", "data.sources"}}
     for group in (group for group, given in own.items() if given):

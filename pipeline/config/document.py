@@ -15,18 +15,19 @@ from pipeline.config.schema import RunConfig, inner_section
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
 MAIN_KEYS = (
-    "name", "run_dir", "stage", "seed", "ranks", "actor", "reward_path", "model.path", "model.hub", "model.weights",
-    "data.path", "engine.dtype", "sft.lr", "sft.steps", "sft.epochs", "sft.batch_size", "sft.max_length",
-    "sft.micro_batch_tokens", "reward.lr", "reward.steps", "ppo.lr", "ppo.steps", "ppo.kl_coef", "ppo.batch_size",
-    "rollout.temperature", "rollout.max_new_tokens", "debug",
+    "name", "run_dir", "stage", "method", "seed", "ranks", "actor", "reward_path", "model.path", "model.hub",
+    "model.weights", "data.path", "engine.dtype", "sft.lr", "sft.steps", "sft.epochs", "sft.batch_size",
+    "sft.max_length", "sft.micro_batch_tokens", "reward.lr", "reward.steps", "dpo.lr", "dpo.beta", "ppo.lr",
+    "ppo.steps", "ppo.kl_coef", "ppo.batch_size", "rollout.temperature", "rollout.max_new_tokens", "debug",
 )  # fmt: skip
 
 USAGE = """\
-zerochat: from a base language model to a chat model, by SFT, a reward model and PPO.
+zerochat: from a base language model to a chat model, by SFT, a reward model and PPO, or by SFT and DPO.
 
   python train.py                                  a tiny chat model, all three stages, in minutes on a CPU
   python train.py model=opt-1.3b stage=all         the real thing
   python train.py model=opt-1.3b data=gsm8k stage=reward reward.lr=1e-5
+  python train.py model=opt-1.3b method=dpo        preferences without a reward model
   python train.py data.path=chats.jsonl model.path=FOLDER
   python train.py model=opt-1.3b reward_model=opt-350m engine=zero3
   python -m step3_ppo actor=runs/x/sft reward=runs/x/reward ppo.kl_coef=0.1

@@ -14,13 +14,16 @@ ELSEWHERE = {
     "output_dir": "run_dir=FOLDER, or name=NAME for runs/NAME",
     "dtype": "engine.dtype",
     "bf16": "engine.dtype=bf16",
-    "lora": "sft=lora, reward=lora or ppo=lora",
+    "lora": "sft=lora, reward=lora, dpo=lora or ppo=lora",
     "deepspeed": "engine.deepspeed=FILE",
     "wandb": "tracking=wandb or tracking=none",
     "dataset": "data=NAME, or data.path=FILE",
 }
 """What people write who come from another tool, and what it is here."""
-LIKEWISE = {"learning_rate": "lr", "num_train_epochs": "epochs", "max_steps": "steps"}
+LIKEWISE = {
+    "learning_rate": "lr", "num_train_epochs": "epochs", "max_steps": "steps", "loss_type": "loss",
+    "rpo_alpha": "sft_coef", "nll_loss_coef": "sft_coef",
+}  # fmt: skip
 """Last parts of keys in other tools' words, and in ours."""
 
 

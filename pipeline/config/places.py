@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pipeline.config.messages import indivisible
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import wanted_stages
+from pipeline.config.stages import POLICIES, STAGES, wanted_stages
 from pipeline.errors import UserError
 from pipeline.own_function import JUDGE, load_function
 
@@ -54,7 +54,7 @@ def check_paths(config: RunConfig) -> None:
         raise UserError(f"data.path={location}: there is no such file or folder (looked from {Path.cwd()})")
     if config.ppo.reward_function is not None and "ppo" in wanted_stages(config):
         load_function(config.ppo.reward_function)
-    if config.evaluation.judge is not None and {"sft", "ppo"} & set(wanted_stages(config)):
+    if config.evaluation.judge is not None and {"sft", *POLICIES} & set(wanted_stages(config)):
         load_function(config.evaluation.judge, key=JUDGE)
 
 
@@ -66,7 +66,7 @@ def model_folder(location: str, key: str) -> Path:
             return place
     if not folder.is_dir():
         raise UserError(f"{key}={location}: there is no such folder (looked from {Path.cwd()})")
-    likely = {"actor": ("sft", "ppo"), "reward": ("reward",)}.get(key, ("ppo", "sft", "reward"))
+    likely = {"actor": ("sft", *POLICIES), "reward": ("reward",)}.get(key, reversed(STAGES))
     stages = [stage for stage in likely if (folder / stage / "model" / "config.json").is_file()]
     if stages:
         raise UserError(f"{key}={location} is a run folder; name one of its stages: {key}={folder / stages[0]}")

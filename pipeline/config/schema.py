@@ -79,7 +79,7 @@ class SourceConfig(Section):
         None, gt=0, description="share of this source in the mix, relative to the others; null for all uses every row of all"
     )
     stages: list[Literal["sft", "reward", "ppo"]] = Field(
-        ["sft", "reward", "ppo"], description="stages this source serves"
+        ["sft", "reward", "ppo"], description="stages this source serves; dpo reads the pairs of those that serve reward"
     )
     columns: dict[str, str] = Field({}, description="column names to read as other ones: {their name: our name}")
 
@@ -91,7 +91,7 @@ class DataConfig(Section):
     eval_fraction: float = Field(0.05, gt=0, lt=1, description="share of prompts held out where a source has no held-out split")
     stage_shares: dict[Literal["sft", "reward", "ppo"], float] = Field(
         {"sft": 0.2, "reward": 0.4, "ppo": 0.4},
-        description="disjoint shares of the prompts, for a source that serves several stages with one kind of record",
+        description="disjoint shares of the prompts, for a source that serves several stages with one kind of record; dpo, which needs neither of the other two, has the shares of reward and ppo",
     )
     bad_row_limit: float = Field(0.05, ge=0, le=1, description="share of unusable rows above which a file is refused")
     demo_examples: int = Field(12000, ge=200, description="size of the made data (data=demo)")
@@ -147,13 +147,22 @@ class StageSection(Section):
     save_every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves about every tenth of the stage, and every 15 minutes")
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept while training")
     eval_examples: int = Field(256, ge=1, description="held-out examples an evaluation")
-    export: Literal["last", "best"] = Field("last", description="model that is exported: the last, or the best by held-out loss (sft), accuracy (reward) or score (ppo), of every eval_every steps")
+    export: Literal["last", "best"] = Field("last", description="model that is exported: the last, or the best by held-out loss (sft, dpo), accuracy (reward) or score (ppo), of every eval_every steps")
 
 
 class SftSection(StageSection):
     packing: bool = Field(True, description="conversations stand in one row without padding and can't see each other")
     loss_on: Literal["assistant", "all"] = Field("assistant", description="tokens that count in the loss")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout while training, where the model has it")
+
+
+class DpoSection(StageSection):
+    lr: float = Field(1e-6, ge=0, description="peak learning rate")
+    warmup: float = Field(0.1, ge=0, le=1, description="share of the steps in which the rate rises")
+    beta: float = Field(0.1, gt=0, description="how dear it is to move away from the reference, the model DPO starts from: rewards are beta times log-ratios to it; ipo: half the reciprocal of the lead in log-ratio that is aimed at")
+    loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="sigmoid, the log-likelihood of the preferences (Rafailov et al., 2023); ipo, the squared distance to a fixed lead, which does not run away on pairs without contradiction (Azar et al., 2023)")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of the pairs that are taken to be labelled the wrong way round (conservative DPO; Mitchell, 2023); sigmoid only")
+    sft_coef: float = Field(0.0, ge=0, description="weight of the chosen answer's cross-entropy a token beside the loss, so that good answers don't become unlikely (Pang et al., 2024)")
 
 
 class RewardSection(StageSection):
@@ -247,7 +256,7 @@ class RolloutSection(Section):
 
 
 class EvaluationSection(Section):
-    prompts: int = Field(128, ge=1, description="held-out prompts answered by base, SFT and PPO model")
+    prompts: int = Field(128, ge=1, description="held-out prompts answered by base, SFT and PPO (or DPO) model")
     table_rows: int = Field(16, ge=1, description="of these, rows shown in the report")
     judge: FilePath | None = Field(None, description="FILE.py:NAME, a function (answer, row) -> number from 0 to 1 that judges these answers and trains nothing: the gold score of data that is not the demo's")
     judge_threads: int = Field(1, ge=1, description="calls of judge at a time on a rank, as ppo.reward_threads")
@@ -267,10 +276,11 @@ class ProfileSection(Section):
 class RunConfig(Section):
     name: str | None = Field(None, description="run name; default from model, data and time")
     run_dir: FilePath | None = Field(None, description="run folder, instead of runs/<name>")
-    stage: Literal["all", "sft", "reward", "ppo", "plan"] = Field("all", description="what to run; plan only says what all of it will need and take")
+    stage: Literal["all", "sft", "reward", "dpo", "ppo", "plan"] = Field("all", description="what to run; plan only says what all of it will need and take")
+    method: Literal["ppo", "dpo"] = Field("ppo", description="what all of it is: ppo, SFT, a reward model and PPO; dpo, SFT and direct preference optimisation")
     seed: int = Field(1, ge=0, description="seed of everything random")
     ranks: int | None = Field(None, ge=1, description="processes on this machine; default one a GPU, one on a CPU")
-    actor: FilePath | None = Field(None, description="model folder (or stage folder) PPO starts from; default this run's sft")
+    actor: FilePath | None = Field(None, description="model folder (or stage folder) PPO or DPO starts from; default this run's sft")
     reward_path: FilePath | None = Field(None, description="model folder (or stage folder) of the reward model; default this run's reward (reward=PATH for short)")
     debug: bool = Field(False, description="show tracebacks")
     model: ModelConfig
@@ -279,6 +289,7 @@ class RunConfig(Section):
     engine: EngineSettings = EngineSettings()
     sft: SftSection = SftSection()
     reward: RewardSection = RewardSection()
+    dpo: DpoSection = DpoSection()
     ppo: PpoSection = PpoSection()
     rollout: RolloutSection = RolloutSection()
     evaluation: EvaluationSection = EvaluationSection()

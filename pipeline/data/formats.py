@@ -73,7 +73,7 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
 
 
 def to_records(table: Table, stage: str, source: str, bad_row_limit: float, *, rows: bool = False) -> Parsed:
-    """The table's rows as what `stage` needs: Conversation (sft), Preference (reward), Prompt (ppo). With `rows`
+    """The table's rows as what `stage` needs: Conversation (sft), Preference (reward, dpo), Prompt (ppo). With `rows`
     a prompt keeps its row.
 
     Unusable rows are skipped and counted. Raises UserError where their share is above `bad_row_limit`, with the
@@ -105,7 +105,7 @@ def _refusal(table: Table, stage: str, skipped: Counter[str], first: dict[str, s
 
 def _for_stage(record: Record, stage: str) -> Record:
     """The record as the stage needs it; the form is known to serve the stage."""
-    if stage == "reward":
+    if stage in ("reward", "dpo"):
         assert isinstance(record, Preference)
         return record
     if stage == "sft":

@@ -20,12 +20,15 @@ log = logging.getLogger(__name__)
 
 KEPT_FOR_OTHERS = "kept for other stages"  # why a row of a shared source is not trained on
 
-_NEEDS = {"sft": "answers to imitate", "reward": "prompt + chosen + rejected", "ppo": "prompts"}
+_PAIRS = "prompt + chosen + rejected"
+_NEEDS = {"sft": "answers to imitate", "reward": _PAIRS, "dpo": _PAIRS, "ppo": "prompts"}
+_SERVED_AS = {"dpo": "reward"}  # DPO reads what a reward model would
+_SHARES = {"dpo": ("reward", "ppo")}  # and of shared prompts those of both stages that it takes the place of
 
 
 @dataclass(frozen=True)
 class StageRecords:
-    """What a stage trains on and is measured on: Conversation (sft), Preference (reward) or Prompt (ppo).
+    """What a stage trains on and is measured on: Conversation (sft), Preference (reward, dpo) or Prompt (ppo).
 
     No prompt of `held_out` stands in the training records of any stage. `held_out` is in the order of the prompts'
     hashes, so its first N are a fair sample of all sources. `skipped` counts the rows left out, by reason.
@@ -60,7 +63,7 @@ class _HeldOut:
 
 
 def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False) -> StageRecords:
-    """Reads the data of one stage ("sft", "reward" or "ppo").
+    """Reads the data of one stage ("sft", "reward", "dpo" or "ppo").
 
     `seed` chooses the rows that stay where sources of unequal supply are mixed; the splits don't depend on it. With
     `rows` prompts keep the rows that they were read from.
@@ -71,14 +74,19 @@ def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False)
 
 def made_here(data: "DataConfig", stage: str) -> bool:
     """Whether zerochat makes what a stage trains on itself, or some of it, so that there is something."""
-    return any(source.builtin for source in configured_sources(data) if stage in source.stages)
+    return any(source.builtin for source in configured_sources(data) if _served_as(stage) in source.stages)
+
+
+def _served_as(stage: str) -> str:
+    """The stage whose data a stage reads."""
+    return _SERVED_AS.get(stage, stage)
 
 
 class _Loading:
     """The work of `load_stage`; gathers counts on the way."""
 
     def __init__(self, data: "DataConfig", stage: str, rows: bool) -> None:
-        self.data, self.stage, self.rows = data, stage, rows
+        self.data, self.stage, self.kind, self.rows = data, stage, _served_as(stage), rows
         self.skipped: Counter[str] = Counter()
         self.sources = _open(data)
         self.aside = _held_out_prompts(self.sources, data)
@@ -88,10 +96,10 @@ class _Loading:
         held_out: list[Record] = []
         unfit: list[Table] = []
         for each in self.sources:
-            if self.stage not in each.config.stages:
+            if self.kind not in each.config.stages:
                 continue
-            tables = each.source.train(self.stage)
-            fit = [table for table in tables if self.stage in each.form_stages(table)]
+            tables = each.source.train(self.kind)
+            fit = [table for table in tables if self.kind in each.form_stages(table)]
             unfit += [table for table in tables if table not in fit]
             if fit:
                 train, rest = self._split(each, fit)
@@ -108,7 +116,7 @@ class _Loading:
         rows = [(record, digest(record), table) for table in tables for record in self._parse(each, table)]
         aside = self.aside
         if each.source.has_held_out:
-            own = [t for t in each.source.held_out(self.stage) if self.stage in each.form_stages(t)]
+            own = [t for t in each.source.held_out(self.kind) if self.kind in each.form_stages(t)]
             held_out = [record for table in own for record in self._parse(each, table)]
         else:
             aside = _at_least_one(aside, {prompt for _, prompt, _ in rows}, each.source.name)
@@ -130,7 +138,7 @@ class _Loading:
     def _parse(self, each: _Configured, table: Table) -> list[Record]:
         parsed = to_records(table, self.stage, each.source.name, self.data.bad_row_limit, rows=self.rows)
         self.skipped.update(parsed.skipped)
-        if self.stage == "reward" or detect(table.columns) != "preferences":
+        if self.kind == "reward" or detect(table.columns) != "preferences":
             return parsed.records
         unique = list(dict.fromkeys(parsed.records))  # pairs often share their prompt, and their chosen answer
         self._count("repeats another row", len(parsed.records) - len(unique))
@@ -139,15 +147,20 @@ class _Loading:
     def _shares(self, each: _Configured, table: Table) -> dict[str, float] | None:
         """The stages' shares of a table; None where it is all this stage's."""
         stages = each.form_stages(table)
-        if each.source.dedicated or stages == [self.stage]:
+        if each.source.dedicated or stages == [self.kind]:
             return None
         shares = {str(name): share for name, share in self.data.stage_shares.items() if name in stages}
-        if shares.get(self.stage, 0.0) <= 0:
-            raise UserError(f"data.stage_shares gives {self.stage} nothing of {each.source.name}: give it a share.")
+        if sum(shares.get(name, 0.0) for name in self._own()) <= 0:
+            advice = f"give {' or '.join(self._own())} a share."
+            raise UserError(f"data.stage_shares gives {self.stage} nothing of {each.source.name}: {advice}")
         return shares
 
     def _is_mine(self, shares: dict[str, float] | None, prompt: bytes) -> bool:
-        return shares is None or stage_of(prompt, shares) == self.stage
+        return shares is None or stage_of(prompt, shares) in self._own()
+
+    def _own(self) -> tuple[str, ...]:
+        """The names in data.stage_shares whose prompts are this stage's."""
+        return _SHARES.get(self.stage, (self.stage,))
 
     def _without(
         self, parts: list[tuple[_Configured, list[Record]]], held_out: list[Record]

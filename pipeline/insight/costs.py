@@ -10,7 +10,7 @@ from pipeline.insight.page import Markup, element, grid, section, table
 from pipeline.insight.readings import MANIFEST, RunReading, StageReading, finite, is_number, mapping
 from pipeline.insight.scales import format_bytes, format_number, format_seconds
 
-STAGE_TITLES = {"sft": "SFT", "reward": "Reward", "ppo": "PPO"}
+STAGE_TITLES = {"sft": "SFT", "reward": "Reward", "dpo": "DPO", "ppo": "PPO"}
 DEVICE, HOST = "device_bytes", "host_bytes"
 MOST_RANKS = 16
 PPO_PHASES = (

@@ -1,6 +1,6 @@
 """Answers to held-out prompts, their gold scores, and what a difference between two models is worth.
 
-The same prompts are answered by base, SFT and PPO model with the same random streams, so that every
+The same prompts are answered by base, SFT and PPO or DPO model with the same random streams, so that every
 comparison is paired: prompt by prompt, and with the same sampling noise.
 """
 
@@ -27,7 +27,7 @@ RESAMPLES = 4_000
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out prompt with what each model ("base", "sft", "ppo") answered.
+    """One held-out prompt with what each model ("base", "sft", "dpo", "ppo") answered.
 
     `scores` are what PPO is trained on, by a reward model, a reward function or both together; `function` is the
     function's part where both score; `gold` are the gold scorer's. A model may be absent from any.
@@ -47,6 +47,23 @@ class Sample:
         }
         kinds = {"scores": self.scores, "gold": self.gold, "function": self.function}
         return row | {kind: dict(values) for kind, values in kinds.items() if values}
+
+    def beside(self, other: "Sample | None") -> "Sample":
+        """This, and what `other` has of models that are not here."""
+        if other is None:
+            return self
+        new = other.answers.keys() - self.answers.keys()
+
+        def joined(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+            return {**ours, **{model: value for model, value in theirs.items() if model in new}}
+
+        return Sample(
+            self.prompt,
+            joined(self.answers, other.answers),
+            joined(self.scores, other.scores),
+            joined(self.gold, other.gold),
+            joined(self.function, other.function),
+        )
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Sample":

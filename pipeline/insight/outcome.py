@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
+from pipeline.config.stages import POLICIES
 from pipeline.insight.canvas import Series
 from pipeline.insight.charts import interval_chart, meter, path_chart, scatter_chart
 from pipeline.insight.curves import line_chart
@@ -34,7 +35,7 @@ def measures(run: RunReading) -> tuple[tuple[Measure, str, str], ...]:
 
 
 def verdict_header(run: RunReading, facts: Markup) -> Markup:
-    """The top of the page: what came out, how sure that is, and the three models' scores beside it."""
+    """The top of the page: what came out, how sure that is, and the models' scores beside it."""
     verdict = judge(run)
     told = element(
         "div",
@@ -64,7 +65,7 @@ def changes_section(run: RunReading) -> Markup | None:
     rows = [
         (f"{LABELS[before]} to {LABELS[after]}", title, *_change_cells(found, measure))
         for measure, title, _ in measures(run)
-        for before, after in (("base", "sft"), ("sft", "ppo"))
+        for before, after in (("base", "sft"), *(("sft", policy) for policy in POLICIES))
         if (found := change(samples, measure, before, after))
     ]
     if not rows:

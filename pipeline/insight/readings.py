@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from pipeline.config.stages import STAGES
+from pipeline.config.stages import METHODS, POLICIES, STAGES
 from pipeline.insight.canvas import Point
 from pipeline.insight.evaluate import Sample, read_samples
 
@@ -92,9 +92,29 @@ class RunReading:
         """The function that gives the gold score, FILE.py:NAME without folders; empty where it is zerochat's own."""
         return str(self.setting("evaluation", "judge") or "").rpartition("/")[2]
 
+    @property
+    def policy(self) -> str:
+        """The stage whose model is held against SFT's: "ppo" or "dpo", of both the one that finished last."""
+        order = [name for name in POLICIES if name in self.stages]
+        records = mapping(_parse_object(self.manifest).get("stages"))
+        ends = {name: str(mapping(records.get(name)).get("finished", "")) for name in order}
+        if order:
+            return max(order, key=lambda name: (self.stage(name).finished, ends[name], self.stage(name).started))
+        method = self.setting("method")
+        return METHODS[method][-1] if method in METHODS else "ppo"
+
     def samples(self) -> Sequence[Sample]:
-        """Answers to held-out prompts of the furthest stage that has some."""
-        return next((self.stage(name).samples for name in reversed(STAGES) if self.stage(name).samples), ())
+        """Answers to held-out prompts of the stage that is judged, or the furthest that has some; beside them what
+        another policy answered to the same.
+        """
+        order = [self.policy, *reversed(STAGES)]
+        whose = next((name for name in order if self.stage(name).samples), None)
+        if whose is None:
+            return ()
+        beside = {
+            sample.prompt: sample for name in POLICIES if name != whose for sample in self.stage(name).samples
+        }
+        return [sample.beside(beside.get(sample.prompt)) for sample in self.stage(whose).samples]
 
 
 def read_run(run_dir: Path) -> RunReading:

@@ -13,7 +13,7 @@ from pipeline.files import write_whole
 from pipeline.insight import costs, outcome
 from pipeline.insight.page import Markup, document, element
 from pipeline.insight.readings import RunReading, read_run
-from pipeline.insight.stage_curves import PPO_PLOTS, REWARD_PLOTS, SFT_PLOTS, accuracy_chart, stage_section
+from pipeline.insight.stage_curves import DPO_PLOTS, PPO_PLOTS, REWARD_PLOTS, SFT_PLOTS, accuracy_chart, stage_section
 
 REPORT = "report.html"
 NAMES = {
@@ -21,6 +21,7 @@ NAMES = {
     "gaming": "Gaming",
     "answers": "Answers",
     "ppo": "PPO",
+    "dpo": "DPO",
     "reward": "Reward model",
     "sft": "SFT",
     "speed": "Speed",
@@ -35,7 +36,7 @@ def write_report(run_dir: Path) -> Path:
     Raises UserError where there is no such folder.
     """
     if not run_dir.is_dir():
-        raise UserError(f"there is no run folder {run_dir}; give the folder that holds sft/, reward/ or ppo/")
+        raise UserError(f"there is no run folder {run_dir}; give the folder that holds sft/, reward/, dpo/ or ppo/")
     path = run_dir / REPORT
     write_whole(path, render_report(read_run(run_dir)))
     return path
@@ -67,6 +68,11 @@ def _parts(run: RunReading) -> Mapping[str, Markup | None]:
         "reward": stage_section(
             reward, "Stage 2: reward model", f"Trained to score the preferred answer of a pair higher.{unused}",
             REWARD_PLOTS, "step", accuracy_chart(reward),
+        ),
+        "dpo": stage_section(
+            run.stage("dpo"), "Stage 2: direct preference optimisation",
+            "Trained to prefer the chosen answer of a pair to the rejected one by more than SFT's model does.",
+            DPO_PLOTS, "step",
         ),
         "ppo": stage_section(
             run.stage("ppo"), "Stage 3: PPO",

@@ -1,4 +1,4 @@
-"""The curves of the three stages: which figures are shown, under which name, and how to read them."""
+"""The curves of the stages: which figures are shown, under which name, and how to read them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,6 +73,49 @@ REWARD_PLOTS = (
         0.5,
     ),
     Plot("Margin", "Mean score of the chosen answers above the rejected ones.", [Curve("margin")], (None, None), 0.0),
+    GRADIENT,
+    RATE,
+)
+
+DPO_PLOTS = (
+    Plot(
+        "Loss a pair",
+        "Of the sigmoid loss 0.69 is where it begins; held-out rising while training falls means overfitting.",
+        _pair("loss", "eval_loss"),
+        (0, None),
+    ),
+    Plot(
+        "Accuracy",
+        "Share of pairs whose chosen answer has become likelier by more than the rejected one; 0.5 is a coin toss.",
+        _pair("accuracy", "eval_accuracy"),
+        (None, 1),
+        0.5,
+    ),
+    Plot(
+        "Margin",
+        "Mean reward of the chosen answers above the rejected ones.",
+        _pair("margin", "eval_margin"),
+        (None, None),
+        0.0,
+    ),
+    Plot(
+        "Rewards",
+        "beta times the log-ratio to the reference. Where both fall, good answers become unlikely, too: dpo.sft_coef.",
+        (Curve("chosen_reward", "chosen", "strong"), Curve("rejected_reward", "rejected")),
+        (None, None),
+        0.0,
+    ),
+    Plot(
+        "Log-probability, nats an answer",
+        "Of the data's answers.",
+        (Curve("chosen_logprob", "chosen", "strong"), Curve("rejected_logprob", "rejected")),
+    ),
+    Plot(
+        "Drift, nats an answer",
+        "How far the log-probabilities of the data's answers have moved from the reference's, either way.",
+        [Curve("drift")],
+        (0, None),
+    ),
     GRADIENT,
     RATE,
 )

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from pipeline.config.stages import POLICIES
 from pipeline.insight.charts import Interval
 from pipeline.insight.evaluate import Sample, bootstrap_mean, paired_difference
 from pipeline.insight.readings import RunReading, StageReading, read_run
 from pipeline.insight.scales import format_number, format_signed
 
-MODELS = ("base", "sft", "ppo")
-LABELS = {"base": "Base", "sft": "SFT", "ppo": "PPO"}
+MODELS = ("base", "sft", *POLICIES)
+LABELS = {"base": "Base", "sft": "SFT", "dpo": "DPO", "ppo": "PPO"}
 Measure = Literal["gold", "scores", "function"]
 Outcome = Literal["good", "bad", "open"]
 
@@ -104,25 +105,27 @@ def _values(sample: Sample, measure: Measure) -> Mapping[str, float]:
 
 def judge(run: RunReading) -> Verdict:
     """The verdict on `run` as far as it has come."""
-    ppo = run.stage("ppo")
-    if not ppo.finished:
+    policy = run.stage(run.policy)
+    if not policy.finished:
         return _unfinished(run)
-    verdict, step = _judge_finished(run), ppo.number("exported_step")
-    if run.setting("ppo", "export") != "best" or step is None:
+    verdict, step = _judge_finished(run), policy.number("exported_step")
+    if policy.name == "dpo" or run.setting("ppo", "export") != "best" or step is None:  # DPO's is chosen by pairs
         return verdict
     chosen = f"The model is that of rollout {step:.0f}, the best by its score on these same prompts, which favours it."
     return replace(verdict, evidence=f"{verdict.evidence} {chosen}")
 
 
 def _judge_finished(run: RunReading) -> Verdict:
-    ppo, samples = run.stage("ppo"), run.samples()
-    reward = change(samples, "scores", "sft", "ppo")
-    gold = change(samples, "gold", "sft", "ppo")
+    policy, samples = run.stage(run.policy), run.samples()
+    reward = change(samples, "scores", "sft", policy.name)
+    gold = change(samples, "gold", "sft", policy.name)
     if gold is not None:
         return _by_gold(gold, reward, run.rewarder)
-    sft_gold, ppo_gold = run.stage("sft").number("gold_score"), ppo.number("gold_score")
-    if sft_gold is not None and ppo_gold is not None:
-        return _by_summary(sft_gold, ppo_gold)
+    sft_gold, policy_gold = run.stage("sft").number("gold_score"), policy.number("gold_score")
+    if sft_gold is not None and policy_gold is not None:
+        return _by_summary(sft_gold, policy_gold, LABELS[policy.name])
+    if policy.name == "dpo":
+        return _by_nobody(policy)
     if reward is None:
         return Verdict("open", "PPO has finished.", "No scored held-out answers are in this folder.")
     if run.rewarder == "reward function":
@@ -131,39 +134,41 @@ def _judge_finished(run: RunReading) -> Verdict:
 
 
 def conclusion(run_dir: Path) -> str | None:
-    """The verdict on a run folder in a sentence or two; None before PPO has finished."""
+    """The verdict on a run folder in a sentence or two; None before PPO or DPO has finished."""
     run = read_run(run_dir)
-    if not run.stage("ppo").finished:
+    if not run.stage(run.policy).finished:
         return None
     verdict = judge(run)
     return f"{verdict.headline} {verdict.evidence}"
 
 
 def _by_gold(gold: Change, reward: Change | None, rewarder: str) -> Verdict:
+    label = LABELS[gold.after]
+    method = "RLHF" if gold.after == "ppo" else label
     evidence = (
         f"On the same {gold.prompts} held-out prompts the mean gold score went from {gold.old_mean:.2f} after SFT to "
-        f"{gold.new_mean:.2f} after PPO: {_interval(gold)}."
+        f"{gold.new_mean:.2f} after {label}: {_interval(gold)}."
     )
     if reward:
         evidence += f" {SCORE[rewarder]}, which PPO was trained on, changed by {_interval(reward)}."
     if gold.outcome == "good":
-        return Verdict("good", "RLHF helped.", evidence, ONE_RUN)
+        return Verdict("good", f"{method} helped.", evidence, ONE_RUN)
     if gold.outcome == "bad":
         gamed = reward is not None and reward.outcome == "good"
-        headline = f"RLHF hurt: the {rewarder} was gamed." if gamed else "RLHF hurt."
+        headline = f"{method} hurt: the {rewarder} was gamed." if gamed else f"{method} hurt."
         return Verdict("bad", headline, evidence, ONE_RUN)
     few = gold.prompts < FEWEST_PROMPTS
     reason = "These are too few prompts to tell." if few else "The interval of gold contains zero."
-    return Verdict("open", "No clear difference between SFT and PPO.", f"{evidence} {reason}", ONE_RUN)
+    return Verdict("open", f"No clear difference between SFT and {label}.", f"{evidence} {reason}", ONE_RUN)
 
 
-def _by_summary(sft: float, ppo: float) -> Verdict:
-    rose = "rose" if ppo > sft else "fell" if ppo < sft else "stayed"
+def _by_summary(sft: float, policy: float, label: str) -> Verdict:
+    rose = "rose" if policy > sft else "fell" if policy < sft else "stayed"
     evidence = (
-        f"From {sft:.2f} after SFT to {ppo:.2f} after PPO, by the stages' summaries. The answers themselves are not in "
-        "this folder, so how sure the difference is can't be told."
+        f"From {sft:.2f} after SFT to {policy:.2f} after {label}, by the stages' summaries. The answers themselves are "
+        "not in this folder, so how sure the difference is can't be told."
     )
-    return Verdict("open", f"The gold score {rose} with PPO, without an interval.", evidence)
+    return Verdict("open", f"The gold score {rose} with {label}, without an interval.", evidence)
 
 
 def _by_function(reward: Change) -> Verdict:
@@ -190,6 +195,17 @@ def _by_reward(reward: Change, function: Change | None, rewarder: str) -> Verdic
     return Verdict(outcome, f"{SCORE[rewarder]} {MOVED[reward.outcome]} with PPO.", evidence, ONE_RUN)
 
 
+def _by_nobody(dpo: StageReading) -> Verdict:
+    """Preferences alone don't say whether answers are better."""
+    accuracy, pairs = dpo.number("eval_accuracy"), dpo.number("eval_pairs")
+    ranked = "" if accuracy is None else f"It ranks {accuracy:.0%} of {pairs:.0f} held-out pairs as they are labelled. "
+    evidence = (
+        f"{ranked}This data has no gold score to judge by: read the answers to see whether they are better, or let a "
+        "function judge them (evaluation.judge)."
+    )
+    return Verdict("open", "DPO has finished.", evidence)
+
+
 def _few(one: Change) -> str:
     return " These are too few prompts to tell." if one.prompts < FEWEST_PROMPTS else ""
 
@@ -207,8 +223,8 @@ def _unfinished(run: RunReading) -> Verdict:
         parts.append("The same command continues it, and writes this page again.")
     else:
         parts.append("The same command with stage=all runs the others, and writes this page again.")
-    word = "finished" if run.stage("ppo").started else "run"
-    return Verdict("open", f"Too early to say: PPO has not {word}.", " ".join(parts))
+    word = "finished" if run.stage(run.policy).started else "run"
+    return Verdict("open", f"Too early to say: {LABELS[run.policy]} has not {word}.", " ".join(parts))
 
 
 def _stage_label(stage: StageReading) -> str:

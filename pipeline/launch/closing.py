@@ -7,23 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.fingerprint import flat
+from pipeline.manifest import Manifest
 
 FIGURES = {
     "sft": ("eval_loss", "gold_score"),
     "reward": ("eval_accuracy",),
+    "dpo": ("eval_loss", "eval_accuracy", "gold_score", "drift"),
     "ppo": ("eval_score", "eval_function_score", "gold_score", "kl", "response_length"),
 }
 
 
 def closing_words(run_dir: Path, verdict: str | None = None) -> str:
     """A line for each finished stage with its figures, the verdict, where the model is and how to talk to it."""
-    lines, newest = [], "reward"
-    for stage in FIGURES:
-        figures = stage_figures(run_dir, stage)
-        if figures is None:
-            continue
-        lines.append(f"{stage:<7} {figures}".rstrip())
-        newest = stage if stage != "reward" else newest
+    found = {stage: figures for stage in FIGURES if (figures := stage_figures(run_dir, stage)) is not None}
+    lines = [f"{stage:<7} {figures}".rstrip() for stage, figures in found.items()]
+    newest = next((stage for stage in Manifest.read(run_dir).answering() if stage in found), "reward")
     if verdict is not None:
         lines.append(f"verdict {verdict}")
     lines.append(f"model   {run_dir / newest / 'model'}")

@@ -19,7 +19,7 @@ from pipeline.config.compose import Job, compose_jobs, parse_command
 from pipeline.config.document import help_text
 from pipeline.config.places import check_paths, check_ranks
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import wanted_stages
+from pipeline.config.stages import POLICIES, wanted_stages
 from pipeline.errors import UserError
 from pipeline.files import write_whole
 from pipeline.fingerprint import HashCache
@@ -201,9 +201,9 @@ def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
 
 
 def _unjudged(config: RunConfig, stage_dir: Path) -> str:
-    """What makes a finished PPO's answers be judged by a judge that it did not have."""
+    """What makes a finished PPO's or DPO's answers be judged by a judge that it did not have."""
     judge = config.evaluation.judge
-    if stage_dir.name != "ppo" or judge is None:
+    if stage_dir.name not in POLICIES or judge is None:
         return ""
     from pipeline.insight.readings import read_run  # here: it brings numpy along
 

@@ -25,7 +25,8 @@ from pipeline.launch.failure import ATTEMPT, CRASHED, FAILURE_PIPE, INTERRUPTED,
 from pipeline.launch.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo", "plan": "pipeline.planning"}
+MODULES = {"sft": "step1_sft", "reward": "step2_reward", "dpo": "step2_dpo", "ppo": "step3_ppo"}
+MODULES["plan"] = "pipeline.planning"
 LOSSES = {
     "now": "at once, a step that was under way is lost",
     "late": "no step ended in time, the one under way is lost",

@@ -84,7 +84,7 @@ def pace_of(config: RunConfig, stage: str, task: Task) -> Pace:
     """What one step of a stage does."""
     section: StageSection = getattr(config, stage)
     if stage != "ppo":
-        sides = 2 if stage == "reward" else 1
+        sides = 2 if stage in ("reward", "dpo") else 1
         return Pace(section.batch_size * sides, task.work.max_length)
     ppo, rollout = config.ppo, config.rollout
     return Pace(

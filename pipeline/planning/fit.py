@@ -59,7 +59,7 @@ class Task:
                 self.policy, self.critic, work, own_reference=own_reference, has_critic=self.has_critic,
                 has_reward=self.has_reward, roles=roles, generates=self.generates,
             )  # fmt: skip
-        if self.stage == "sft":
+        if self.stage in ("sft", "dpo"):  # DPO's reference is the policy before it learns, no model beside it
             return sft_demand(self.policy, work, generates=self.generates)
         return reward_demand(self.policy, work)
 
@@ -90,7 +90,7 @@ def plan(
     config: RunConfig, stage: str, *, policy: ModelSource, reward: ModelSource | None = None, ranks: int,
     room: Room | None = None,
 ) -> Plan:  # fmt: skip
-    """Predict a stage ("sft", "reward" or "ppo") on `ranks` ranks.
+    """Predict a stage ("sft", "reward", "dpo" or "ppo") on `ranks` ranks.
 
     `policy` is the model that is trained (the reward stage: that one), `reward` the base of reward model and critic
     (None: that model, too).
@@ -146,7 +146,7 @@ def workload(
     length = section.max_length
     if stage == "ppo":
         length = min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
-    rows = {"sft": 1, "reward": 2, "ppo": config.ppo.samples}[stage] * section.batch_size
+    rows = {"sft": 1, "reward": 2, "dpo": 2, "ppo": config.ppo.samples}[stage] * section.batch_size
     answers = math.ceil((rows if stage == "ppo" else config.evaluation.prompts) / shares)
     if stage == "ppo":
         rows = math.ceil(rows / config.ppo.minibatches)

@@ -7,7 +7,7 @@ from engine.memory import Workload
 from engine.parallel import dist
 from engine.planning import step_seconds
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import STAGES
+from pipeline.config.stages import METHODS
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource, resolve
 from pipeline.planning.choose import Candidate, candidates, fastest, measure, pace_of
@@ -19,7 +19,7 @@ def run(config: RunConfig, folder: Path) -> None:
     """Print the plan of every stage; `folder` is thrown away afterwards."""
     policy = base_source(config)
     reward = resolve(config.reward_model, config.seed) if config.reward_model is not None else None
-    stages = [stage for stage in STAGES if stage != "reward" or config.ppo.reward_model]
+    stages = [stage for stage in METHODS[config.method] if stage != "reward" or config.ppo.reward_model]
     for stage in stages if config.engine.pipeline_parallel == 1 else ["sft"]:
         lines = describe(config, stage, policy=reward or policy if stage == "reward" else policy, reward=reward)
         try:

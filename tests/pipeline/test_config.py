@@ -145,8 +145,8 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
     ("override", "expected"),
     [
         ("reward.lrr=1", "reward.lrr: there is no such key; did you mean reward.lr?"),
-        ("lr=1", "did you mean sft.lr, reward.lr or ppo.lr?"),
-        ("steps=5", "did you mean sft.steps, reward.steps, ppo.steps or profile.steps?"),
+        ("lr=1", "did you mean sft.lr, reward.lr, dpo.lr or ppo.lr?"),
+        ("steps=5", "did you mean sft.steps, reward.steps, dpo.steps, ppo.steps or profile.steps?"),
         ("sft.learning_rate=1", "sft.learning_rate: there is no such key; did you mean sft.lr?"),
         ("resume=true", "resume: there is no such key: the same command again continues"),
         ("enginee=zero3", "enginee: there is no such key; did you mean engine?"),
@@ -191,6 +191,13 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         ("data.sources.0.weight=0", "data.sources.0.weight=0: must be > 0 (share of this source in the mix"),
         ("hydra.run.dir=/tmp/x", "hydra.run.dir=/tmp/x: Hydra only reads conf/ here"),
         ("+hydra.sweep.dir=x", "leave it out; run_dir=FOLDER, or name=, says where a run is"),
+        ("beta=0.2", "beta: there is no such key; did you mean dpo.beta?"),
+        ("dpo.loss_type=ipo", "dpo.loss_type: there is no such key; did you mean dpo.loss?"),
+        ("dpo.rpo_alpha=1", "dpo.rpo_alpha: there is no such key; did you mean dpo.sft_coef?"),
+        ("method=grpo", "method=grpo: write ppo or dpo"),
+        (["method=dpo", "stage=reward"], "method=dpo has the stages sft and dpo, but stage=reward"),
+        (["method=dpo", "reward=x/reward"], "reward=x/reward is where PPO starts, but method=dpo: leave it out"),
+        (["method=dpo", "dpo.loss=ipo", "dpo.label_smoothing=0.1"], "dpo.label_smoothing=0.1 is for dpo.loss=sigmoid"),
         ("hydra/launcher=joblib", "its own settings have no effect: leave it out"),
     ],
 )  # fmt: skip
@@ -254,9 +261,10 @@ def test_minibatches_are_cut_from_all_answers_of_a_rollout():
     assert "ppo.batch_size=6 does not divide" in refusal("ppo.batch_size=6", "ppo.samples=3", "ppo.minibatches=4")
 
 
-def test_actor_belongs_to_ppo():
+def test_actor_belongs_to_ppo_and_dpo():
     line = refusal("stage=sft", "actor=runs/x/sft")
-    assert line.startswith("actor=runs/x/sft is where PPO starts, but stage=sft: ") and "model.path=FOLDER" in line
+    assert line.startswith("actor=runs/x/sft is where PPO or DPO starts, but stage=sft: ")
+    assert "model.path=FOLDER" in line
 
 
 @pytest.mark.parametrize(
@@ -335,6 +343,8 @@ def test_ranks_must_divide_batches():
 def test_given_models_stand_in_for_stages():
     assert wanted_stages(config_of()) == ["sft", "reward", "ppo"]
     assert wanted_stages(config_of("model=gpt2", "reward=x/y")) == ["sft", "ppo"]
+    assert wanted_stages(config_of("method=dpo")) == ["sft", "dpo"]
+    assert wanted_stages(config_of("method=dpo", "actor=x/y")) == wanted_stages(config_of("stage=dpo")) == ["dpo"]
 
 
 def test_cut_sampling_is_warned_about():

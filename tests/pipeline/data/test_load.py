@@ -55,6 +55,9 @@ def test_one_file_serves_all_stages_by_disjoint_prompts(tmp_path: Path) -> None:
     assert len(loaded["reward"].train) == 2 * len(train["reward"])  # the same pair twice stays twice
     assert len(loaded["ppo"].train) == len(train["ppo"])  # the same prompt twice is one prompt
     assert loaded["ppo"].skipped["repeats another row"] == 1000
+    dpo = load_stage(data, "dpo", seed=1)  # in place of a reward model and PPO
+    assert prompts(dpo.train) == train["reward"] | train["ppo"] and prompts(dpo.held_out) == held_out
+    assert type(dpo.train[0]) is Preference and len(dpo.train) == 2 * len(prompts(dpo.train))
 
 
 def test_splits_depend_on_text_alone(tmp_path: Path) -> None:
@@ -237,8 +240,8 @@ def test_gsm8k() -> None:
     path = data.sources[0].path
     if path is None or files.find(path) is None:
         pytest.skip("no shared/data/gsm8k beside this checkout")
-    loaded = {stage: load_stage(data, stage, seed=1) for stage in STAGES}
+    loaded = {stage: load_stage(data, stage, seed=1) for stage in (*STAGES, "dpo")}
     assert len(loaded["sft"].held_out) == len(loaded["ppo"].held_out) == 1000
     held_out = set().union(*(prompts(records.held_out) for records in loaded.values()))
     assert not any(prompts(records.train) & held_out for records in loaded.values())
-    assert loaded["reward"].train and loaded["reward"].held_out
+    assert loaded["reward"].train and loaded["reward"] == loaded["dpo"] and loaded["reward"].held_out

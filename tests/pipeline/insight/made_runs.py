@@ -58,6 +58,9 @@ evaluation:
 """
 
 
+MANIFEST = {"identity": {}, "asked": "", "stages": {"sft": {"produced": "sha256:9f"}}}
+
+
 def write_demo_run(run_dir: Path, *, gamed: bool = False, prompts: int = 96) -> None:
     """A whole run as `make demo` would leave it: RLHF helps, or the reward model is gamed."""
     noise = random.Random(3)
@@ -65,7 +68,7 @@ def write_demo_run(run_dir: Path, *, gamed: bool = False, prompts: int = 96) -> 
     _write_sft(run_dir / "sft", noise, memory)
     _write_reward(run_dir / "reward", noise, memory)
     _write_ppo(run_dir / "ppo", noise, memory, gamed, prompts)
-    (run_dir / "manifest.json").write_text(json.dumps({"sft": {"produced": "sha256:9f"}}, indent=2))
+    (run_dir / "manifest.json").write_text(json.dumps(MANIFEST, indent=2))
 
 
 def _write_sft(folder: Path, noise: random.Random, memory: list[dict[str, int]]) -> None:

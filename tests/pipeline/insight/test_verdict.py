@@ -1,3 +1,4 @@
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,11 @@ import pytest
 from pipeline.data.records import Message
 from pipeline.insight.evaluate import Sample
 from pipeline.insight.gaming import gaming, rank_correlation
-from pipeline.insight.readings import RunReading, StageReading
+from pipeline.insight.readings import RunReading, StageReading, read_run
+from pipeline.insight.report import render_report
 from pipeline.insight.verdict import change, conclusion, judge, standings
 from pipeline.launch.closing import closing_words
-from tests.pipeline.insight.made_runs import write_demo_run
+from tests.pipeline.insight.made_runs import write_demo_run, write_stage
 
 PROMPT = (Message("user", "hi"),)
 
@@ -151,6 +153,44 @@ def test_the_closing_words_of_a_run_say_whether_it_helped(tmp_path: Path) -> Non
     assert f"\nverdict {verdict}\nmodel " in closing_words(tmp_path, verdict)
     (tmp_path / "ppo" / "summary.json").unlink()
     assert conclusion(tmp_path) is None and "verdict" not in closing_words(tmp_path)
+
+
+def with_dpo(run_dir: Path, *, finished: str) -> str | None:
+    """Beside PPO a DPO of the same prompts, each with a gold score of 0.25 below PPO's."""
+    rows = []
+    for line in (run_dir / "ppo" / "samples.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        gold = {**row["gold"], "dpo": row["gold"].pop("ppo") - 0.25}
+        rows.append({**row, "answers": dict.fromkeys(gold, "so"), "gold": gold, "scores": {}})
+    summary = {"steps": 9, "gold_score": 0.4, "eval_accuracy": 0.75, "eval_pairs": 64}
+    write_stage(run_dir / "dpo", [{"step": 9, "loss": 0.5, "margin": 1.0}], summary, rows)
+    times = {"ppo": {"finished": "2026-11-22T10:00:00"}, "dpo": {"finished": finished}}
+    (run_dir / "manifest.json").write_text(json.dumps({"identity": {}, "asked": "", "stages": times}))
+    return conclusion(run_dir)
+
+
+def test_of_ppo_and_dpo_the_one_that_finished_last_is_judged_beside_the_other(tmp_path: Path) -> None:
+    write_demo_run(tmp_path)
+    earlier = with_dpo(tmp_path, finished="2026-11-21T10:00:00")
+    assert earlier is not None and earlier.startswith("RLHF helped. On the same 96")
+    later = with_dpo(tmp_path, finished="2026-11-23T10:00:00")
+    assert later is not None and "DPO" in later.partition(".")[0] and "after DPO: " in later and "PPO" not in later
+    assert f"model   {tmp_path}/dpo/model" in closing_words(tmp_path, later)
+    run = read_run(tmp_path)
+    assert [row.label for row in standings(run.samples(), "gold")] == ["Base", "SFT", "DPO", "PPO"]
+    gap = change(run.samples(), "gold", "dpo", "ppo")
+    assert gap is not None and gap.mean == pytest.approx(0.25) and gap.worse == gap.same == 0
+    page = render_report(run)
+    assert "Stage 2: direct preference optimisation" in page and "SFT to DPO" in page and "SFT to PPO" in page
+
+
+def test_dpo_without_gold_says_what_it_ranks_and_claims_no_more() -> None:
+    dpo = StageReading("dpo", summary={"steps": 1, "eval_accuracy": 0.75, "eval_pairs": 64})
+    verdict = judge(RunReading("run", {"dpo": dpo}, {}))
+    assert (verdict.outcome, verdict.headline) == ("open", "DPO has finished.")
+    assert verdict.evidence.startswith("It ranks 75% of 64 held-out pairs as they are labelled. This data has no gold")
+    verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3})}, {"method": "dpo"}))
+    assert verdict.headline == "Too early to say: DPO has not run."
 
 
 def test_change_counts_prompts_that_both_models_have() -> None:

@@ -1,0 +1,152 @@
+"""Stage 2 without a reward model: what is loaded, the loop, what is left behind."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine import Engine
+from pipeline.config.schema import RunConfig
+from pipeline.data.batch import batch_indices
+from pipeline.data.encode import PairItem, encode_preferences
+from pipeline.data.records import Prompt
+from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
+from pipeline.held_out import EVALUATION_SEED, HeldOut, compared, write_table
+from pipeline.judging import judged, load_judge
+from pipeline.manifest import stage_inputs
+from pipeline.models.build import EngineChoice, build_policy
+from pipeline.models.checks import verify
+from pipeline.models.export import export_policy
+from pipeline.models.source import ModelSource, check_kind, model_folder
+from pipeline.own_function import OwnFunction
+from pipeline.planning.choose import announce
+from pipeline.run import StageRun
+from pipeline.stage import (
+    answers_of,
+    arrange,
+    optimizer_config,
+    prepare_generation,
+    require_context,
+    require_held_out,
+    sampling,
+    say_steps,
+    stage_source,
+    stage_steps,
+)
+from pipeline.stage_data import by_first_rank, evaluation_prompts, say_cut, stage_records
+from pipeline.tracking import open_watchers
+from step2_dpo.evaluate import held_out_figures, pair_logprobs, with_reference
+from step2_dpo.objective import loss_of
+
+
+def run(config: RunConfig, folder: Path) -> None:
+    """Train, evaluate, export. `folder` is RUN/dpo."""
+    section = config.dpo
+    source, tokenizer = starting_point(config, folder.parent)
+    require_context(config, "dpo", source)
+    records = stage_records(config, "dpo")
+    encode = partial(encode_preferences, tokenizer, max_length=section.max_length, stage="dpo")
+    encoded, notes = by_first_rank(partial(encode, records.train))
+    say_cut("dpo", notes, len(records.train), "dpo.max_length")
+    few = records.held_out[: section.eval_examples]
+    held_out, _ = by_first_rank(partial(encode, few, name="held-out pairs"))
+    require_held_out(section, "dpo", held_out)
+    prompts, judge = evaluation_prompts(config, tokenizer), load_judge(config)
+    skipped = {**records.skipped, **notes}
+    del records, few  # texts, of which nothing is needed any more
+    steps = stage_steps(section, len(encoded))
+    say_steps("dpo", section, steps, len(encoded))
+    drawn = [batch_indices(len(encoded), section.batch_size, config.seed, step) for step in range(steps)]
+    train, places = only(encoded, drawn)
+    arrange(config)
+    config, predicted = announce(config, "dpo", folder, policy=source)
+    section = config.dpo
+    choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora)
+    engine = build_policy(source, choice, generates=True)
+    prepare_generation(engine, config.rollout)
+    packing = verify(engine, max_length=section.max_length).packing
+    loss, examiner = loss_of(section), Examiner(config, engine, tokenizer, prompts, judge)
+    cut: dict[str, Any] = {"budget": section.micro_batch_tokens, "packing": packing, "pad_id": tokenizer.pad_id}
+    with (
+        open_watchers(config, "dpo", folder, steps) as watchers,
+        StageRun(
+            folder, section, steps, {"policy": engine}, watchers=watchers, profile=config.profile, decides="eval_loss"
+        ) as stage,
+    ):
+        stage.predicted = predicted
+        with stage.clock.phase("reference"):  # which the policy is as long as it has learned nothing
+            sets = {"train": train, "held_out": held_out}
+            known = with_reference(folder, sets, lambda items: pair_logprobs(engine, items, **cut))
+        pairs, unseen = known["train"], known["held_out"]
+        done = stage.restore()
+        stage.rehearse(lambda: engine.rehearse(pairs.largest_batch(**cut | {"budget": stage.budget}), loss))
+        if done == 0:
+            with stage.clock.phase("evaluate"):
+                write_table(prompts, {"sft": examiner.examine()}, folder)
+        for step in stage.steps_left():
+            indices = [places[index] for index in drawn[step - 1]]
+            cut["budget"] = stage.budget
+            batches, _ = pairs.micro_batches(indices, **cut)
+            with stage.clock.phase("train"):
+                update = engine.update(batches, loss, len(indices))
+            stage.clock.tokens += sum(len(train[i].chosen) + len(train[i].rejected) for i in indices)
+            stage.require_finite(step, update.loss, [each.batch.input_ids for each in batches])
+            means = {name: total / len(indices) for name, total in update.sums.items()}
+            figures = {"loss": update.loss, **means, "lr": update.lr, "grad_norm": update.grad_norm}
+            figures |= {"skipped_steps": engine.scaler.skipped}
+            if stage.evaluates(step) and held_out:
+                with stage.clock.phase("evaluate"):
+                    figures |= held_out_figures(unseen, pair_logprobs(engine, held_out, **cut), section)
+                stage.note_best(step, "eval_loss", figures["eval_loss"], higher=False)
+            stage.log(step, figures)
+            stage.save(step)
+        stage.take_best()
+        with stage.clock.phase("export"):
+            export_policy(engine, source, tokenizer, folder / "model")
+        with stage.clock.phase("evaluate"):
+            results = compared(prompts, folder, examiner.examine(), examiner.judge)
+            ranked = held_out_figures(unseen, pair_logprobs(engine, held_out, **cut), section) if held_out else {}
+        by_model = {name: result.figures for name, result in results.items()}
+        ranked["eval_pairs"] = len(held_out)
+        gold = by_model["dpo"].get("gold_score")
+        stage.finish({**ranked, "gold_score": gold, "held_out": by_model, "skipped": skipped, "packing": packing})
+
+
+def only(pairs: Sequence[PairItem], drawn: Sequence[Sequence[int]]) -> tuple[list[PairItem], dict[int, int]]:
+    """The pairs that a step draws, and where each of them is now: the reference need not read others."""
+    chosen = sorted({index for indices in drawn for index in indices})
+    return [pairs[index] for index in chosen], {index: place for place, index in enumerate(chosen)}
+
+
+def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatTokenizer]:
+    """The model that DPO starts from, which is its reference as well, and its tokenizer."""
+    folder = stage_inputs(config, run_dir, "dpo")["actor"]
+    assert folder is not None
+    source = stage_source(config, folder)
+    check_kind(source, wanted="ForCausalLM")
+    return source, load_tokenizer(str(model_folder(folder)), chat_template=None)
+
+
+class Examiner:
+    """Puts the same held-out prompts, with the same noise, to the policy as it is."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        tokenizer: ChatTokenizer,
+        prompts: Sequence[Prompt],
+        judged_by: OwnFunction | None,
+    ) -> None:
+        self._engine, self._tokenizer, self._prompts = engine, tokenizer, list(prompts)
+        self._sampling = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
+        self._judged_by = judged_by
+
+    def examine(self) -> HeldOut:
+        """Its answers."""
+        answers = answers_of(self._engine, self._tokenizer, self._prompts, self._sampling, keep=False)
+        return self.judge(answers)
+
+    def judge(self, answers: list[str]) -> HeldOut:
+        """Answers with their gold scores, where somebody can tell."""
+        return HeldOut(answers, None, judged(self._prompts, answers, self._judged_by))

@@ -1,0 +1,176 @@
+"""DPO beside its loss: updates over pairs against plain PyTorch, and the reference that is kept."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine import Engine
+from pipeline.config.schema import DpoSection, LoraConfig
+from pipeline.data.encode import PairItem
+from pipeline.models.build import build_policy
+from pipeline.models.checks import verify
+from step2_dpo.batches import Pairs, lay_out
+from step2_dpo.evaluate import held_out_figures, pair_logprobs, with_reference
+from step2_dpo.objective import loss_of
+from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
+
+SIZES = [(3, 5, 9), (1, 12, 4), (6, 1, 2), (4, 7, 10), (2, 2, 6)]  # prompt, chosen answer, rejected one
+LR, STEPS = 2e-3, 3
+
+
+def pairs() -> list[PairItem]:
+    source = random.Random(5)
+
+    def ids(length: int) -> list[int]:
+        return [source.randint(2, 95) for _ in range(length)]
+
+    made = []
+    for prompt, chosen, rejected in ((ids(p), ids(c), ids(r)) for p, c, r in SIZES):
+        rejected[0] = chosen[0]  # answers that begin alike
+        sides = (np.array(prompt + answer, dtype=np.int32) for answer in (chosen, rejected))
+        made.append(PairItem(*sides, 0.0, "made", len(prompt)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    language_model(config_of("llama")).save_pretrained(path)
+    return path
+
+
+def policy_in(folder: Path, *, packing: bool = True, **rest: Any) -> Engine:
+    engine = build_policy(source_in(folder), trained(lr=LR, **rest))
+    assert not packing or verify(engine, max_length=24).packing
+    return engine
+
+
+def plain_logprobs(model: Any, items: Sequence[PairItem]) -> Tensor:
+    """(N, 2): of both answers of each pair, one sequence at a time, from transformers' own logits."""
+
+    def one(ids: np.ndarray, prompt: int) -> Tensor:
+        row = torch.tensor(ids[None]).long()
+        logits = model(input_ids=row).logits[0, :-1].float().log_softmax(-1)
+        return logits.gather(1, row[0, 1:, None])[prompt - 1 :].sum()
+
+    return torch.stack([torch.stack([one(i.chosen, i.prompt), one(i.rejected, i.prompt)]) for i in items])
+
+
+def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], Any]:
+    """Loss and figures of each step, and the model after all: what DPO is, without anything of ours."""
+    model, items = AutoModelForCausalLM.from_pretrained(folder), pairs()
+    reference = plain_logprobs(model, items).detach()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    told = []
+    for _ in range(STEPS):
+        logprobs = plain_logprobs(model, items)
+        moved = logprobs - reference
+        lead = moved[:, 0] - moved[:, 1]
+        if dpo.loss == "ipo":
+            losses = (lead - 1 / (2 * dpo.beta)) ** 2
+        else:
+            right = torch.sigmoid(dpo.beta * lead)
+            losses = -(1 - dpo.label_smoothing) * right.log() - dpo.label_smoothing * (1 - right).log()
+        lengths = torch.tensor([chosen for _, chosen, _ in SIZES])
+        loss = (losses - dpo.sft_coef * logprobs[:, 0] / lengths).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        told.append(
+            {
+                "loss": loss.item(),
+                "accuracy": (lead > 0).float().mean().item(),
+                "margin": dpo.beta * lead.mean().item(),
+                "chosen_reward": dpo.beta * moved[:, 0].mean().item(),
+                "rejected_reward": dpo.beta * moved[:, 1].mean().item(),
+                "chosen_logprob": logprobs[:, 0].mean().item(),
+                "rejected_logprob": logprobs[:, 1].mean().item(),
+                "drift": moved.abs().mean().item(),
+            }
+        )
+    return told, model
+
+
+@pytest.mark.parametrize(
+    ("keys", "packing", "budget"),
+    [
+        ({}, True, 10_000),
+        ({"beta": 0.5, "label_smoothing": 0.1, "sft_coef": 0.7}, True, 40),
+        ({"loss": "ipo", "beta": 0.2}, False, 1),
+    ],
+)
+def test_steps_are_those_of_plain_pytorch(folder: Path, keys: dict[str, Any], packing: bool, budget: int) -> None:
+    dpo, items = DpoSection(**keys), pairs()
+    wanted, model = plain_steps(folder, dpo)
+    engine, cut = policy_in(folder, packing=packing), {"budget": budget, "packing": packing, "pad_id": 0}
+    known = Pairs(items, pair_logprobs(engine, items, **cut))
+    for figures in wanted:
+        batches, places = known.micro_batches(range(len(items)), **cut)
+        assert sorted(place for where in places for place in where) == list(range(5)) and len(batches) >= 1
+        update = engine.update(batches, loss_of(dpo), len(items))
+        found = {"loss": update.loss} | {name: total / len(items) for name, total in update.sums.items()}
+        assert found == pytest.approx(figures, rel=1e-4, abs=1e-5)
+    ours = engine.module.lm.state_dict()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(ours[name], parameter, rtol=1e-3, atol=2e-5), name
+    last = held_out_figures(known, pair_logprobs(engine, items, **cut), dpo)
+    after = plain_logprobs(model, items).detach() - known.reference
+    lead = after[:, 0] - after[:, 1]
+    assert last["eval_accuracy"] == (lead > 0).double().mean().item()
+    assert last["eval_margin"] == pytest.approx(dpo.beta * lead.mean().item(), rel=1e-3)
+    assert dpo.sft_coef or last["eval_loss"] < wanted[0]["loss"]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_answers_alone_are_scored_and_share_their_prompt(packing: bool) -> None:
+    items, reference = pairs(), torch.arange(10.0).view(5, 2)
+    batch = lay_out(items, reference, 0, packing=packing)
+    answers = [i.chosen[i.prompt :] for i in items] + [i.rejected[i.prompt :] for i in items]
+    assert batch.input_ids.flatten()[batch.scored].tolist() == np.concatenate(answers).tolist()
+    assert batch.lengths.tolist() == [len(answer) for answer in answers] and batch.longest == 12
+    assert batch.reference.tolist() == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
+    if packing:
+        assert batch.input_ids.numel() == sum(p + 1 + c + r for p, c, r in SIZES)  # the prompt's last token twice
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_batch_without_pairs_takes_part_and_adds_nothing(folder: Path, packing: bool) -> None:
+    found = []
+    for empty in (False, True):
+        engine, known = policy_in(folder, packing=packing), Pairs(pairs(), torch.zeros(5, 2))
+        batches, _ = known.micro_batches(range(5), budget=10_000, packing=packing, pad_id=0)
+        update = engine.update(batches + [batches[0].nothing()] * empty, loss_of(DpoSection()), 5)
+        found.append({"loss": update.loss, "norm": update.grad_norm, **update.sums})
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_the_reference_is_kept_and_is_the_model_under_adapters(folder: Path, tmp_path: Path) -> None:
+    """Read once: not again from a model that has learned, but where other pairs are held out than before."""
+    items, cut = pairs(), {"budget": 64, "packing": True, "pad_id": 0}
+    engine = policy_in(folder, lora=LoraConfig(rank=4))
+    asked: list[int] = []
+
+    def read(some: Sequence[PairItem]) -> Tensor:
+        asked.append(len(some))
+        return pair_logprobs(engine, some, **cut)
+
+    known = with_reference(tmp_path, {"train": items, "held_out": items[:2]}, read)
+    with torch.no_grad():
+        wanted = plain_logprobs(AutoModelForCausalLM.from_pretrained(folder), items)
+    assert torch.allclose(known["train"].reference, wanted, rtol=1e-5, atol=1e-4)
+    for _ in range(2):
+        batches, _ = known["train"].micro_batches(range(5), **cut)
+        engine.update(batches, loss_of(DpoSection(beta=1.0)), 5)
+    again = with_reference(tmp_path, {"train": items, "held_out": items[:2]}, read)
+    assert all((again[name].reference == known[name].reference).all() for name in known) and asked == [5, 2]
+    fewer = with_reference(tmp_path, {"train": items, "held_out": items[:1]}, read)
+    assert (fewer["train"].reference == known["train"].reference).all() and asked == [5, 2, 1]
+    assert with_reference(tmp_path, {"held_out": items[:1]}, read)["held_out"].reference.shape == (1, 2)
+    assert asked == [5, 2, 1]
