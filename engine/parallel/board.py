@@ -14,7 +14,6 @@ Ranks of several hosts share no memory: these send one another the number at eac
 """
 
 import os
-import select
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import torch.distributed
 from torch import Tensor
 
 from engine.parallel import dist, host_memory
-from engine.parallel.last_words import LostMate
+from engine.parallel.meeting import Watch
 
 PLACES = 2**16  # of one pass that nobody has read yet; a backend lets no rank be so far ahead
 FAILED, OVER, SHARD = 1, 2, 3  # SHARD: a collective of FSDP2, which every rank has noted by itself (replay.py)
@@ -34,7 +33,6 @@ KINDS = {torch.distributed.ReduceOp.SUM: SUM, torch.distributed.ReduceOp.MAX: LA
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 LAP, GROUP, KIND, DTYPE, NUMBERS = 14, 6, 4, 4, 35  # bits of a word, from the highest
 ONLY_LAP = 1
-LOOK = 1.0  # seconds between looks at whether the mates are still there
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,7 @@ class SharedBoard:
         self.place += 1
 
     def follow(self) -> Entry:
-        place, until = self.place, time.monotonic() + dist.TIMEOUT.total_seconds()
-        lap, look = self._lap(), time.monotonic() + LOOK
+        place, lap, watch = self.place, self._lap(), Watch(self._processes)
         self.write(Entry(FAILED))
         while True:
             found = [_unpacked(int(self._words[mate][place % PLACES]), lap) for mate in self._mates]
@@ -98,10 +95,7 @@ class SharedBoard:
                 return doing
             if None not in found:
                 return Entry(FAILED)
-            if time.monotonic() > look:
-                if time.monotonic() > until or any(map(_has_ended, self._processes)):
-                    raise LostMate("a rank of this rank's group has stopped in the middle of a pass")
-                look += LOOK
+            watch.look()
             time.sleep(1e-4)
 
     def _lap(self) -> int:
@@ -151,18 +145,6 @@ def _make() -> Board:
     first = world.rank - world.rank % world.mates
     processes = dist.gather_objects(os.getpid())[first : first + world.mates]
     return SharedBoard(memory, world.rank % world.mates, world.mates, processes)
-
-
-def _has_ended(process: int) -> bool:
-    """Also of one whose parent has not asked for its status yet."""
-    try:
-        handle = os.pidfd_open(process)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], 0)[0])
-    finally:
-        os.close(handle)
 
 
 def _packed(lap: int, entry: Entry) -> int:

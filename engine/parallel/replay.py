@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.parallel import board as boards
 from engine.parallel import dist
 from engine.parallel.board import Board, Entry
+from engine.parallel.meeting import Meeting
 
 # FSDP2 looks these up in `torch.distributed` at each call; the second name of a pair is that of torch before 2.13.
 NOTED = (
@@ -49,8 +50,8 @@ class Call:
     def again(self) -> None:
         """Take part in it with zeros; returns when it is done."""
         arguments = [_filled(value) for value in self.arguments]
-        keywords = {name: _filled(value) for name, value in self.keywords.items()}
-        self.function(*arguments, **(keywords | {"async_op": False}))
+        keywords = {name: False if name == "async_op" else _filled(value) for name, value in self.keywords.items()}
+        self.function(*arguments, **keywords)
 
 
 @dataclass
@@ -63,16 +64,17 @@ class Note:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Within the block every collective of the training groups is added."""
-        originals = {name: getattr(torch.distributed, name) for name in NOTED if hasattr(torch.distributed, name)}
+        """Within the block every collective of the training groups is added, and every meeting."""
+        known = [(torch.distributed, name) for name in NOTED if hasattr(torch.distributed, name)]
+        originals = [(owner, name, getattr(owner, name)) for owner, name in [*known, (Meeting, "meet")]]
         deep = [False]  # some of these functions call one another
         try:
-            for name, function in originals.items():
-                setattr(torch.distributed, name, self._noting(name, function, deep))
+            for owner, name, function in originals:
+                setattr(owner, name, self._noting(name, function, deep))
             yield
         finally:
-            for name, function in originals.items():
-                setattr(torch.distributed, name, function)
+            for owner, name, function in originals:
+                setattr(owner, name, function)
 
     def over(self) -> None:
         """The pass came through."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine import EngineConfig, OptimizerConfig, initialize, token_logprobs
 from engine.healing import Portion
-from engine.parallel import board, dist, dtensors, host_memory
+from engine.parallel import board, dist, dtensors, host_memory, meeting
 from engine.parallel.board import Entry, SharedBoard
 from engine.parallel.last_words import LostMate
 from tests.engine.parallel.test_tensor import made
@@ -184,7 +184,7 @@ def test_a_board_is_read_place_by_place() -> None:
 
 
 def test_nobody_waits_for_a_mate_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "LOOK", 0.01)
+    monkeypatch.setattr(meeting, "LOOK", 0.01)
     with subprocess.Popen([sys.executable, "--version"], stdout=subprocess.DEVNULL) as mate:
         first = SharedBoard(torch.zeros(2 * board.PLACES, dtype=torch.int64), 0, 2, [os.getpid(), mate.pid])
         with pytest.raises(LostMate):
