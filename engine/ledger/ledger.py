@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from engine.ledger.saved import Saved, storage
@@ -88,9 +89,10 @@ class Ledger:
     @contextmanager
     def _gathering(self, phase: str) -> Iterator[None]:
         """Within the block parameters are counted that are gathered for a unit and let go of behind it."""
+        own = self._own()
 
         def note(*_: object) -> None:
-            self._note(phase, {"gathered": size(self._copies())})
+            self._note(phase, {"gathered": size(self._copies(own))})
 
         handles = [unit.register_forward_pre_hook(note) for unit in zero.units(self.module)]
         try:
@@ -103,17 +105,23 @@ class Ledger:
         """Bytes by owner now: parameters, gathered copies, gradients, and `rest`."""
         gradients = zero.gradients(self.module)
         own = {
-            "parameters": size(_shards(self.module)), "gathered": size(self._copies()), "gradients": size(gradients),
-        }  # fmt: skip
+            "parameters": size(_shards(self.module)),
+            "gathered": size(self._copies(self._own())),
+            "gradients": size(gradients),
+        }
         found = Counter[str]()
         for owner, count in [*own.items(), *self.rest().items()]:
             found[self.elsewhere.get(owner, owner)] += count
         return {owner: count for owner, count in found.items() if count}
 
-    def _copies(self) -> list[Tensor]:
+    def _own(self) -> set[int]:
+        """The storages of the shards."""
+        return {storage(tensor) for tensor in _shards(self.module)}
+
+    @torch.no_grad()  # as in `_shards`
+    def _copies(self, own: set[int]) -> list[Tensor]:
         """Gathered parameters that are not the shards themselves."""
-        known = {storage(tensor) for tensor in _shards(self.module)}
-        return [tensor for tensor in zero.gathered(self.module) if storage(tensor) not in known]
+        return [tensor for tensor in zero.gathered(self.module) if storage(tensor) not in own]
 
 
 class UnderWay:
@@ -142,6 +150,7 @@ def size(tensors: list[Tensor]) -> int:
     return sum({storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
+@torch.no_grad()  # autograd would note each look at a parameter, at five times its cost
 def _shards(module: nn.Module) -> list[Tensor]:
     """What this rank keeps of the parameters between uses."""
     return [dtensors.local(tensor) for tensor in zero.sharded(module)]
