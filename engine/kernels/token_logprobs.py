@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.kernels.host import logits as host
 from engine.kernels.products import Products, product_of
 
 # Logits a block. On a CPU 8 MB of them stay near the cores from the product to the sums; smaller ones gain nothing.
@@ -133,16 +134,23 @@ def statistics(
         z = head.logits(products, wide, rows, None if bias is None else bias[start:end], logits(end - start))
         places, here = _places(targets - start, end - start)
         target_logits += z.gather(-1, places)[:, 0] * here
-        highest = z.amax(-1, keepdim=True)
-        weight_of = torch.exp(z.sub_(highest), out=weights(end - start))
-        total = weight_of.sum(-1)
-        lses.append(highest[:, 0] + total.log())
-        entropies.append(total.log() - weight_of.mul_(z).sum(-1) / total)
+        highest, total, pull = host.sums(z) if host.serves(z) else _sums(z, weights)
+        lses.append(highest + total.log())
+        entropies.append(total.log() - pull / total)
     stacked = torch.stack(lses)
     lse = stacked.logsumexp(0)
     log_share = stacked - lse  # of a block in the whole
     entropy = (log_share.exp() * (torch.stack(entropies) - log_share)).sum(0)
     return target_logits - lse, entropy, lse
+
+
+def _sums(z: Tensor, room: "_Buffer") -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of z (N, block), which changes: the highest logit, and the sums of w and of w (z - highest), with
+    w = e^(z - highest).
+    """
+    highest = z.amax(-1, keepdim=True)
+    weights = torch.exp(z.sub_(highest), out=room(z.shape[1]))
+    return highest[:, 0], weights.sum(-1), weights.mul_(z).sum(-1)
 
 
 def gradients(
@@ -187,6 +195,8 @@ def _logit_gradient(
     z: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, of_logprob: Tensor, of_entropy: Tensor | None, out: Tensor
 ) -> Tensor:
     """dz (N, block) of the formula above. `targets` count from the block's first column and may lie outside of it."""
+    if host.serves(z):
+        return host.slopes(z, targets, lse, entropy, of_logprob, of_entropy, out)
     logp = torch.sub(z, lse[:, None], out=out)
     if of_entropy is None:
         dz = logp.exp_().mul_(-of_logprob[:, None])
