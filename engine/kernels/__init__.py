@@ -1,9 +1,8 @@
 """Kernels: one public name each, which picks the implementation.
 
-Triton serves CUDA tensors where it can compile (`compiler.py`), a function in C some of the CPU's where that can be
-(`host`), torch everything else, under the same signature; the torch functions, each in a file with the kernel's name,
-say what the names mean and are what the others are tested against. Triton is imported when a CUDA tensor first comes
-along.
+Triton serves CUDA tensors where it can compile (`gpu`), a function in C some of the CPU's where that can be (`host`),
+torch everything else, under the same signature; the torch functions, each in a file with the kernel's name, say what
+the names mean and are what the others are tested against. Triton is imported when a CUDA tensor first comes along.
 """
 
 from collections.abc import Callable
@@ -13,11 +12,11 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from engine.kernels.compiler import has_triton
 from engine.kernels.decode_attention import decode_attention as _decode_attention
 from engine.kernels.decode_rows import note_rows as _note_rows
 from engine.kernels.decode_rows import take_rows as _take_rows
 from engine.kernels.gae import gae as _gae
+from engine.kernels.gpu.compiler import has_triton
 from engine.kernels.host import decode_attention as _host_decode_attention
 from engine.kernels.host import sample as _host_sample
 from engine.kernels.sample import draw as _draw
@@ -74,7 +73,7 @@ def _for_device(name: str, tensor: Tensor) -> Callable[..., Any] | None:
 
 @cache
 def _triton(kernel: str, name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(import_module(f"engine.kernels.{kernel}_triton"), name)
+    function: Callable[..., Any] = getattr(import_module(f"engine.kernels.gpu.{kernel}"), name)
     return function
 
 

@@ -2,7 +2,7 @@
 
 Each is made ready for one shape, to be called often then: what a call gives lies in memory that the next one writes
 again. `host/norms.py`, `host/rotary.py` and `host/gates.py` say what is computed, by PyTorch's operators and, on CPUs,
-in C; `rows_triton.py` does the same on GPUs.
+in C; `gpu/rows.py` does the same on GPUs.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from engine.kernels.compiler import has_triton
+from engine.kernels.gpu.compiler import has_triton
 from engine.kernels.host import gates, norms, rotary
 from engine.kernels.host.library import library
 from engine.kernels.ready import Ready
@@ -23,7 +23,7 @@ _HOST: dict[str, ModuleType] = {"norm_rows": norms, "turn_heads": rotary, "gate_
 def maker(name: str, device: torch.device) -> Callable[..., Ready] | None:
     """`norm_rows`, `turn_heads` or `gate_rows` for tensors on a device; None where there is no such kernel."""
     if device.type == "cuda" and has_triton():
-        return partial(getattr(import_module("engine.kernels.rows_triton"), name), device=device)
+        return partial(getattr(import_module("engine.kernels.gpu.rows"), name), device=device)
     module = _HOST[name]
     if device.type != "cpu" or library(module.__name__.rpartition(".")[2]) is None:
         return None

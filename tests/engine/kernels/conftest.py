@@ -22,9 +22,9 @@ def import_for_the_interpreter() -> None:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        importlib.import_module("tests.engine.kernels.interpreter").mend()
+        importlib.import_module("tests.engine.kernels.gpu.interpreter").mend()
         for name in WITH_TRITON:
-            importlib.import_module(f"engine.kernels.{name}_triton")
+            importlib.import_module(f"engine.kernels.gpu.{name}")
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]
@@ -34,11 +34,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where there is a GPU the kernels' tests are tests of the GPU."""
     if torch.cuda.is_available():
         for item in items:
-            if item.path.parent.name == "kernels" and item.path.stem.endswith("_triton"):
+            if item.path.parent.name == "gpu" and item.path.stem.removeprefix("test_") in WITH_TRITON:
                 item.add_marker(pytest.mark.gpu)
 
 
 if find_spec("triton") is None:
-    collect_ignore = [f"test_{name}_triton.py" for name in WITH_TRITON] + ["test_table.py"]
+    collect_ignore = [f"gpu/test_{name}.py" for name in (*WITH_TRITON, "table")]
 elif not torch.cuda.is_available():
     import_for_the_interpreter()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.kernels import compiler
+from engine.kernels.gpu import compiler
 from engine.rollout.decoder import Generation, Rollouts
 from engine.rollout.on_device import graphs
 from engine.rollout.sampling import Sampling

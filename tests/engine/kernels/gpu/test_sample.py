@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import sample_triton as kernel
+from engine.kernels.gpu import sample as kernel
 from engine.kernels.sample import sample as plain
 from engine.rollout.sampling import Sampling, uniforms
 from tests.engine.kernels.oracle import DEVICE

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.kernels import gae_triton as kernel
+from engine.kernels.gpu import gae as kernel
 from tests.engine.kernels.oracle import DEVICE, gae_in_float64, ragged_rows
 
 

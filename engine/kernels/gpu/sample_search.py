@@ -9,7 +9,7 @@ would.
 import triton
 import triton.language as tl
 
-from engine.kernels.sample_parts_triton import DEPTH, NOWHERE, key_of, tile_of, uniform, value_of
+from engine.kernels.gpu.sample_parts import DEPTH, NOWHERE, key_of, tile_of, uniform, value_of
 
 SCAN = 2048  # logits of a tile: half as wide as elsewhere, as their sums take registers
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.kernels import decode_rows as plain
-from engine.kernels import decode_rows_triton as kernel
 from engine.kernels import note_rows, take_rows
+from engine.kernels.gpu import decode_rows as kernel
 from tests.engine.kernels.oracle import DEVICE
 
 WAYS = [(kernel.take_rows, kernel.note_rows), (plain.take_rows, plain.note_rows), (take_rows, note_rows)]

@@ -1,4 +1,4 @@
-"""`gae` in Triton: the same function as in gae.py, which states the formulas, for GPUs.
+"""`gae` in Triton: the same function as in engine/kernels/gae.py, whose formulas it has.
 
 The torch path walks the columns, some six small kernels a token. Here a program owns a row and walks it backwards in
 tiles: A_t = delta_t + c A_{t+1} is a first-order recurrence, whose steps (factor, offset) compose associatively

@@ -1,4 +1,4 @@
-"""`decode_attention` in Triton: the same function as in decode_attention.py, which states the formula, for GPUs.
+"""`decode_attention` in Triton: the same function as in engine/kernels/decode_attention.py, whose formula it is.
 
 One query token reads the whole cache and computes next to nothing: the kernel's task is to keep the memory busy. A
 program owns one sequence, one key head and a share (a split) of the keys, so that keys and values are read once for
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.decode_attention import Prompts, check
-from engine.kernels.launch import H200, Card, card, dot_precision, multiprocessors
+from engine.kernels.gpu.launch import H200, Card, card, dot_precision, multiprocessors
 
 MOST_SPLITS = 64
 MOST_ROWS, ENOUGH_SEQUENCES = 32, 8  # of a block that reads a prompt: rows of a tile, sequences

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.kernels import write_tokens as picked
-from engine.kernels import write_tokens_triton as kernel
+from engine.kernels.gpu import write_tokens as kernel
 from engine.kernels.write_tokens import write_tokens as plain
 from tests.engine.kernels.oracle import DEVICE
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from engine.kernels import decode_attention_triton as attention
-from engine.kernels import decode_rows_triton as books
-from engine.kernels import gae_triton, rows_triton, sample_candidates_triton, sample_search_triton, sample_triton
-from engine.kernels import token_logprobs_triton as logprobs
-from engine.kernels import write_tokens_triton as writing
+from engine.kernels.gpu import decode_attention as attention
+from engine.kernels.gpu import decode_rows as books
+from engine.kernels.gpu import gae, rows, sample, sample_candidates, sample_search
+from engine.kernels.gpu import token_logprobs as logprobs
+from engine.kernels.gpu import write_tokens as writing
+from engine.kernels.gpu.launch import Card
 from engine.kernels.host.gates import Kind as Activation
 from engine.kernels.host.norms import Kind
-from engine.kernels.launch import Card
 
 TRITON_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 ALIGNED = ("width", "of_values", "vocabulary", "length")  # and every stride: multiples of 16 in real models
@@ -140,18 +140,18 @@ def _decode_attention(on: Card) -> Iterator[Variant]:
 def _rows() -> Iterator[Variant]:
     types = {**_pointers("bf16", "x", "y", "z", "total", "weight", "bias", "out", "cosines", "sines"), "eps": "fp32"}
     for size, parts, kind in ((2048, 2, Kind.LAYER), (4096, 2, Kind.RMS)):
-        constants = rows_triton.norm_options(size, parts, kind) | {"z": None}
+        constants = rows.norm_options(size, parts, kind) | {"z": None}
         constants |= {} if kind == Kind.LAYER else {"bias": None}
-        yield _variant(f"norm of {size}, with the sum before it", rows_triton.norm_kernel, types, constants)
+        yield _variant(f"norm of {size}, with the sum before it", rows.norm_kernel, types, constants)
     for normed in (False, True):
-        constants = rows_triton.turn_options(128, 128, Kind.RMS if normed else None)
+        constants = rows.turn_options(128, 128, Kind.RMS if normed else None)
         constants |= {} if normed else {"weight": None}
         label = f"turn of heads of 128{', normed' if normed else ''}"
-        yield _variant(label, rows_triton.turn_kernel, types, constants)
+        yield _variant(label, rows.turn_kernel, types, constants)
     for activation in (Activation.SILU, Activation.GELU_NEW):
-        constants = rows_triton.gate_options(activation, gated=activation == Activation.SILU)
+        constants = rows.gate_options(activation, gated=activation == Activation.SILU)
         constants |= {} if constants["GATED"] else {"y": None}
-        yield _variant(f"gate by {activation.name.lower()}", rows_triton.gate_kernel, types, constants)
+        yield _variant(f"gate by {activation.name.lower()}", rows.gate_kernel, types, constants)
 
 
 def _sample() -> Iterator[Variant]:
@@ -161,29 +161,29 @@ def _sample() -> Iterator[Variant]:
         **_pointers("i32", "bounds", "whole_there", "counts", "settled"),
         **dict.fromkeys(("inverse_temperature", "min_p", "top_p", "floor"), "fp32"), "state": "i64",
     }  # fmt: skip
-    tile = sample_triton.TILE
+    tile = sample.TILE
     for grouped in (False, True):
         constants = {"GROUPED": grouped, "TILE": tile, "num_warps": 8}
-        yield _variant(f"sample tiles{' and groups' if grouped else ''}", sample_triton.tile_kernel, types, constants)
+        yield _variant(f"sample tiles{' and groups' if grouped else ''}", sample.tile_kernel, types, constants)
     constants = {"TILE": tile, "TILES": 64, "num_warps": 8}
-    yield _variant("sample tiles without the unlikely", sample_triton.keep_kernel, types, constants)
+    yield _variant("sample tiles without the unlikely", sample.keep_kernel, types, constants)
     for greedy in (False, True):
         constants = {"GREEDY": greedy, "TILE": tile, "TILES": 64, "num_warps": 8}
-        yield _variant(f"sample {'likeliest' if greedy else 'draw'}", sample_triton.draw_kernel, types, constants)
+        yield _variant(f"sample {'likeliest' if greedy else 'draw'}", sample.draw_kernel, types, constants)
     kinds = {"HAS_TOP_K": False, "HAS_TOP_P": True, "HAS_MIN_P": True}
     constants = {**kinds, "WIDTH": 8192, "TILE": tile, "TILES": 64, "num_warps": 8}
-    yield _variant("sample bound", sample_candidates_triton.bound_kernel, types, constants)
+    yield _variant("sample bound", sample_candidates.bound_kernel, types, constants)
     for top_k in (50, 0):
-        room = sample_candidates_triton.room_for(top_k)
+        room = sample_candidates.room_for(top_k)
         kinds = {**kinds, "HAS_TOP_K": top_k > 0}
         if top_k:
             constants = {"ROOM": room, "TILE": tile, "num_warps": 8}
-            yield _variant("sample gather", sample_candidates_triton.gather_kernel, types, constants)
+            yield _variant("sample gather", sample_candidates.gather_kernel, types, constants)
         constants = {**kinds, "ROOM": room, "TILES": 64, "num_warps": 8}
-        yield _variant(f"sample draw of {room} sorted", sample_candidates_triton.sorted_kernel, types, constants)
+        yield _variant(f"sample draw of {room} sorted", sample_candidates.sorted_kernel, types, constants)
     kinds["HAS_TOP_K"] = True
-    constants = {**kinds, "TILE": sample_search_triton.SCAN, "TILES": 64, "num_warps": 16}
-    yield _variant("sample draw by search", sample_search_triton.search_kernel, types, constants)
+    constants = {**kinds, "TILE": sample_search.SCAN, "TILES": 64, "num_warps": 16}
+    yield _variant("sample draw by search", sample_search.search_kernel, types, constants)
 
 
 def _gae() -> Iterator[Variant]:
@@ -191,5 +191,5 @@ def _gae() -> Iterator[Variant]:
         **_pointers("fp32", "rewards", "values", "advantages", "returns", "moments", "of_rows"), "mask": "*i1",
         "gamma": "fp32", "decay": "fp32",
     }  # fmt: skip
-    yield _variant("gae rows", gae_triton.row_kernel, types, {"TILE": gae_triton.TILE, "num_warps": 4})
-    yield _variant("gae moments", gae_triton.moments_kernel, types, {"TILE": 1024, "num_warps": 4})
+    yield _variant("gae rows", gae.row_kernel, types, {"TILE": gae.TILE, "num_warps": 4})
+    yield _variant("gae moments", gae.moments_kernel, types, {"TILE": 1024, "num_warps": 4})

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import token_logprobs_triton as kernel
+from engine.kernels.gpu import token_logprobs as kernel
 from tests.engine.kernels.oracle import DEVICE, close, in_float64, make
 
 # fp32 is exact to its sums; in bf16 the gradient of the logits is rounded once and the result once, 8 bits each.

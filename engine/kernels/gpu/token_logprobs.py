@@ -1,4 +1,4 @@
-"""`token_logprobs` in Triton: the same function as in token_logprobs.py, which states the formulas, for GPUs.
+"""`token_logprobs` in Triton: the same function as in engine/kernels/token_logprobs.py, whose formulas it has.
 
 Forward is one kernel over tiles of (tokens, vocabulary): a tile of logits is accumulated in fp32, reduced to four
 numbers a row - the maximum m, s = sum e^(z - m), t = sum e^(z - m) (z - m), the target's logit - and forgotten. Then
@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.kernels.launch import Card, card, dot_precision, multiprocessors
+from engine.kernels.gpu.launch import Card, card, dot_precision, multiprocessors
 from engine.kernels.products import product
 from engine.kernels.token_logprobs import Head, check, wanted
 

@@ -1,8 +1,8 @@
 """Compile every kernel to machine code for several generations of GPUs, without a GPU, and tabulate what each takes.
 
-    python -m engine.kernels.table            writes the table into docs/kernels.md
-    python -m engine.kernels.table --check    fails where a kernel does not compile, or takes other than the page says
-                                              (unless that tells of another Triton)
+    python -m engine.kernels.gpu.table            writes the table into docs/kernels.md
+    python -m engine.kernels.gpu.table --check    fails where a kernel does not compile, or takes other than the page
+                                                  says (unless that tells of another Triton)
 
 The compiler is the one that Triton brings along.
 """
@@ -21,11 +21,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.launch import H200, Card
-from engine.kernels.variants import Variant, products, variants
+from engine.kernels.gpu.launch import H200, Card
+from engine.kernels.gpu.variants import Variant, products, variants
 
-PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
-BEGIN, END = "<!-- compiled kernels: written by engine.kernels.table -->", "<!-- end of compiled kernels -->"
+PAGE = Path(__file__).parents[3] / "docs" / "kernels.md"
+BEGIN, END = "<!-- compiled kernels: written by engine.kernels.gpu.table -->", "<!-- end of compiled kernels -->"
 # Shared memory a program may have, bytes: CUDA C++ programming guide, compute capabilities.
 TABULATED = [Card(80, 163 * 1024), Card(90, 227 * 1024), Card(100, 227 * 1024)]
 SMALL = [Card(86, 99 * 1024), Card(120, 99 * 1024)]  # 8.9 is to these kernels what 8.6 is
@@ -101,7 +101,7 @@ def _number(name: str, usage: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m engine.kernels.table", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m engine.kernels.gpu.table", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is out of date")
     check = parser.parse_args().check
     text = PAGE.read_text(encoding="utf-8")
@@ -119,7 +119,7 @@ def main() -> int:
     if f"Triton {triton.__version__};" not in text:
         print(f"{PAGE} tells of another Triton; with {triton.__version__} all kernels compile and fit")
     elif new != text:
-        print(f"{PAGE} is out of date: run python -m engine.kernels.table", file=sys.stderr)
+        print(f"{PAGE} is out of date: run python -m engine.kernels.gpu.table", file=sys.stderr)
         return 1
     return 0
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine.kernels import decode_attention_triton as kernel
 from engine.kernels.decode_attention import decode_attention as plain
-from engine.kernels.launch import Card
+from engine.kernels.gpu import decode_attention as kernel
+from engine.kernels.gpu.launch import Card
 from tests.engine.kernels.oracle import DEVICE, attention_in_float64, ragged_cache, with_prompts
 
 # Of values of about 1; bf16 rounds weights and results, and a GPU's exponential is good to 2^-22.

@@ -1,12 +1,12 @@
 """Filtered `sample` in Triton by candidates: the few tokens that can survive the filters, found and sorted.
 
-See sample_triton.py. All kernels take a row's tile maxima and totals, as `tile_kernel` leaves them.
+See sample.py. All kernels take a row's tile maxima and totals, as `tile_kernel` leaves them.
 """
 
 import triton
 import triton.language as tl
 
-from engine.kernels.sample_parts_triton import DEPTH, GROUP, NOWHERE, groups_above, key_of, uniform, value_of
+from engine.kernels.gpu.sample_parts import DEPTH, GROUP, NOWHERE, groups_above, key_of, uniform, value_of
 
 
 def room_for(top_k: int) -> int:

@@ -1,4 +1,4 @@
-"""`sample` in Triton: the same function as in sample.py, for GPUs, without sorting the vocabulary.
+"""`sample` in Triton: the same function as in engine/kernels/sample.py, for GPUs, without sorting the vocabulary.
 
 A first kernel walks the logits, tiles of the vocabulary side by side: maximum and total weight of each tile. Unfiltered
 rows then need one tile more: the totals say in which one the cumulative sum passes u. The logits are read once and a
@@ -10,7 +10,7 @@ tokens, or as hold a good thousand of them for top-p. A third gathers those toke
 that have one. A fourth sorts the few: count and weight along the order say the rest, and whether the few were enough.
 
 Rows where they were not (flat ones under top-p: thousands of tokens make up its share) fall to a fifth kernel, which
-does nothing for the others; it searches (sample_search_triton.py).
+does nothing for the others; it searches (sample_search.py).
 
 Sums run in another order than the torch path's, so that a token may differ where u falls within rounding, about 1e-6,
 of the border between two.
@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.gpu.sample_candidates import bound_kernel, gather_kernel, room_for, sorted_kernel
+from engine.kernels.gpu.sample_parts import GROUP, NOWHERE, groups_above, tile_of, uniform
+from engine.kernels.gpu.sample_search import SCAN, search_kernel
 from engine.kernels.sample import check
-from engine.kernels.sample_candidates_triton import bound_kernel, gather_kernel, room_for, sorted_kernel
-from engine.kernels.sample_parts_triton import GROUP, NOWHERE, groups_above, tile_of, uniform
-from engine.kernels.sample_search_triton import SCAN, search_kernel
 from engine.rollout.sampling import Sampling
 
 TILE = 4096

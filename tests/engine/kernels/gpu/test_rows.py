@@ -5,14 +5,14 @@ from functools import partial
 import pytest
 import torch
 
-from engine.kernels import rows_triton
+from engine.kernels.gpu import rows as kernel
 from engine.kernels.host import gates, norms
 from tests.engine.kernels.oracle import DEVICE
 from tests.engine.kernels.rows import DTYPES, check_gate, check_large_numbers, check_norm, check_turn
 
 NORM, TURN, GATE = (
     partial(make, device=torch.device(DEVICE))
-    for make in (rows_triton.norm_rows, rows_triton.turn_heads, rows_triton.gate_rows)
+    for make in (kernel.norm_rows, kernel.turn_heads, kernel.gate_rows)
 )
 
 

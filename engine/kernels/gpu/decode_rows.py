@@ -1,4 +1,4 @@
-"""`take_rows` and `note_rows` in Triton: the same functions as in decode_rows.py, in one launch each.
+"""`take_rows` and `note_rows` in Triton: the same functions as in engine/kernels/decode_rows.py, in one launch each.
 
 They move a few kilobytes: what is saved is launches, 22 in each decode step.
 """

@@ -43,7 +43,7 @@ def _what_is_lacking() -> str | None:
 
 
 def _try() -> None:
-    writing = import_module("engine.kernels.write_tokens_triton")
+    writing = import_module("engine.kernels.gpu.write_tokens")
     row = torch.zeros(1, 1, 16, device="cuda")
     place = torch.zeros(1, dtype=torch.int64, device="cuda")
     writing.write_tokens(row, row, row[None].clone(), row[None].clone(), place, place)
