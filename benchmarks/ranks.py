@@ -1,37 +1,59 @@
-"""A module run on several ranks of this machine, each printing one JSON object."""
+"""A module run on several ranks of this machine, each a process that prints one JSON object."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import BenchFailed, run_command
+from benchmarks.measure import BenchFailed
 from benchmarks.record import ROOT
+
+LIMIT_SECONDS = 1200.0
 
 
 def run_ranks(
-    python: Path | str, module: str, arguments: Sequence[str], *, ranks: int, limit: float
+    module: str, arguments: Sequence[str], ranks: int, *, threads: int = 1, python: Path | str = sys.executable
 ) -> list[dict[str, Any]]:
-    """Start `module` through torchrun, one thread a rank, and read what the ranks print. Raises BenchFailed."""
+    """`python -m MODULE ARGUMENTS` on `ranks` ranks of `threads` threads; the object that each printed, in rank order.
+
+    Ranks learn who they are from the environment, as from torchrun. Raises BenchFailed where one ends badly, says
+    nothing, or takes too long.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
-    words = ["env", "DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1", str(python), *launch, f"--master-port={port}"]
-    done = run_command([*words, "-m", module, *arguments], folder=ROOT, limit=limit)
-    return printed(done.output, ranks)
-
-
-def printed(output: str, ranks: int) -> list[dict[str, Any]]:
-    """The objects that the ranks printed. Raises BenchFailed where one is missing."""
-    found, decoder = [], json.JSONDecoder()
-    for line in output.splitlines():
-        rest = line
-        while rest.startswith("{"):  # ranks that print at once may share a line
-            value, end = decoder.raw_decode(rest)
-            found.append(value)
-            rest = rest[end:].lstrip()
-    if len(found) != ranks:
-        raise BenchFailed(f"{len(found)} of {ranks} ranks left figures:\n{output[-2000:]}")
+    shared = {
+        "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads),
+        "DS_ACCELERATOR": "cpu",  # for DeepSpeed's side
+    }  # fmt: skip
+    workers = [
+        subprocess.Popen(
+            [str(python), "-m", module, *arguments],
+            cwd=ROOT,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        said = [worker.communicate(timeout=LIMIT_SECONDS) for worker in workers]
+    except subprocess.TimeoutExpired as problem:
+        raise BenchFailed(f"{module} did not end within {LIMIT_SECONDS:g} seconds") from problem
+    finally:
+        for worker in workers:
+            worker.kill()
+    found = []
+    for worker, (output, errors) in zip(workers, said, strict=True):
+        objects = [line for line in output.splitlines() if line.startswith("{")]
+        if worker.returncode or not objects:
+            tail = "\n".join(errors.splitlines()[-20:])
+            told = f"{module} {' '.join(arguments)} ended with status {worker.returncode}, {len(objects)} objects said"
+            raise BenchFailed(f"{told}:\n{tail}")
+        found.append(json.loads(objects[-1]))
     return found

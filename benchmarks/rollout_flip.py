@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.measure import BenchFailed, median, run_command, spread
-from benchmarks.record import ROOT, Result
+from benchmarks.measure import median, spread
+from benchmarks.ranks import run_ranks
+from benchmarks.record import Result
 from benchmarks.rollout import OPT_125M, Lengths, Work, work
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.parallel import dist, dtensors
@@ -31,18 +32,13 @@ from engine.rollout.sampling import Sampling
 
 RANKS = 2
 CASES = ("zero3", "flip", "release")
-MARK = "FIGURES "
 WARM_FLIPS = 2  # the first ones are checked, and pay for memory
 
 
 def measure(case: str, rounds: int) -> Result:
     """Run a case on its ranks, in processes of their own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    done = run_command([*command, "-m", __name__, case, str(rounds)], folder=ROOT, limit=1200)
-    lines = [line.partition(MARK)[2] for line in done.output.splitlines() if MARK in line]
-    if not lines:
-        raise BenchFailed(f"{case}: no figures in\n{done.output[-2000:]}")
-    return Result(bench="rollout", case=case, **json.loads(lines[-1]))
+    first, *_ = run_ranks(__name__, [case, str(rounds)], RANKS)
+    return Result(bench="rollout", case=case, **first)
 
 
 def main(case: str, rounds: int) -> None:
@@ -50,8 +46,7 @@ def main(case: str, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.start("bench", device="cpu")
     found = {"zero3": zero3, "flip": flip, "release": release}[case](rounds)
-    if dist.world().leads:
-        print(MARK + json.dumps(found), flush=True)
+    print(json.dumps(found), flush=True)
     dist.stop()
 
 

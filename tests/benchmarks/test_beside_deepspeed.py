@@ -1,12 +1,13 @@
 """The deepspeed cases: both sides get the same tokens, and what ranks print is read or missed loudly."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.measure import BenchFailed
-from benchmarks.ranks import printed
+from benchmarks.ranks import run_ranks
 from benchmarks.zero.beside_deepspeed.compare import read
 from benchmarks.zero.beside_deepspeed.steps import LENGTH, ROWS, architecture, rows_of_rank, run_steps
 
@@ -25,11 +26,22 @@ def test_a_run_is_told_by_its_slower_memory_and_its_steps_after_warm_up() -> Non
         {"seconds": [9.0, 9.0, 2.0, 4.0, 3.0], "losses": [1.0], "peak_bytes": 10},
         {"seconds": [9.0, 9.0, 2.0, 4.0, 3.0], "losses": [5.0], "peak_bytes": 30},
     ]
-    found = read(printed("a warning\n" + "\n".join(json.dumps(rank) for rank in ranks), 2))
+    found = read(ranks)
     assert (found.seconds, found.peak_bytes, found.losses) == (3.0, 30, [1.0])
-    assert printed("".join(json.dumps(rank) for rank in ranks) + "\n\n", 2) == ranks
-    with pytest.raises(BenchFailed, match="1 of 2 ranks"):
-        printed(json.dumps(ranks[0]), 2)
+
+
+def test_ranks_leave_their_last_object_or_are_missed_loudly(tmp_path: Path) -> None:
+    """Each is `python -m json.tool`, which prints the file's objects, a line each."""
+    file = tmp_path / "lines.jsonl"
+    file.write_text('"a warning"\n{"early": 1}\n{"rank": 2}\n"over"\n')
+    words = ["--json-lines", "--compact", str(file)]
+    assert run_ranks("json.tool", words, 2) == [{"rank": 2}, {"rank": 2}]
+    file.write_text('"a warning"\n')
+    with pytest.raises(BenchFailed, match="status 0, 0 objects"):
+        run_ranks("json.tool", words, 1)
+    file.write_text('{"rank": 2}\nno JSON\n')
+    with pytest.raises(BenchFailed, match=r"(?s)status 1, .*Expecting value"):
+        run_ranks("json.tool", words, 1)
 
 
 def test_steps_run_between_barriers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.measure import median, medians_by_name, run_command
+from benchmarks.ranks import run_ranks
 from benchmarks.record import ROOT, Result
-from benchmarks.zero.tiers.processes import run_ranks
 
 STAGES = ("sft", "reward", "ppo")
 LIMIT_SECONDS = 600.0
@@ -95,7 +95,7 @@ def taken(folder: Path) -> dict[str, float]:
     return {"train": median([after - before for before, after in pairwise(times)])}
 
 
-def write_data(path: Path, rows: int = 240) -> None:
+def write_data(path: Path) -> None:
     """Prompts, and answers longer than a stage takes, of made words."""
     random_words = random.Random(1)
 
@@ -105,5 +105,5 @@ def write_data(path: Path, rows: int = 240) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["".join(random_words.choices(letters, k=random_words.randint(2, 7))) for _ in range(400)]
     keys = {"prompt": 40, "response": 300, "chosen": 300, "rejected": 300}
-    lines = [json.dumps({key: text(count, words) for key, count in keys.items()}) for _ in range(rows)]
+    lines = [json.dumps({key: text(count, words) for key, count in keys.items()}) for _ in range(240)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

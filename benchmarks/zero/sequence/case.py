@@ -4,18 +4,14 @@ The same two rows a step, bf16, ZeRO-3: a row each, or both rows one after anoth
 the ledger counts in the largest micro-batch, and depend on no machine.
 """
 
-import sys
-
 from benchmarks.measure import median, spread
 from benchmarks.ranks import run_ranks
 from benchmarks.record import Result
 
-LIMIT_SECONDS = 600.0
-
 
 def measure(rounds: int) -> Result:
     """Seconds a step of the sequence group against data parallel ranks; bytes stand in the detail."""
-    ranks = run_ranks(sys.executable, "benchmarks.zero.sequence.steps", [str(rounds)], ranks=2, limit=LIMIT_SECONDS)
+    ranks = run_ranks("benchmarks.zero.sequence.steps", [str(rounds)], 2)
     seconds = {name: [max(each) for each in zip(*(rank[name]["seconds"] for rank in ranks), strict=True)]
                for name in ("shared", "apart")}  # fmt: skip
     held = {name: max(rank[name]["activations"] for rank in ranks) for name in ("shared", "apart")}

@@ -1,7 +1,7 @@
 """Bytes a rank holds for model states against what engine/memory predicts, every stage and tier on 1, 2 and 4 ranks."""
 
+from benchmarks.ranks import run_ranks
 from benchmarks.record import Result
-from benchmarks.zero.tiers.processes import run_ranks
 
 RANKS = (1, 2, 4)
 FIGURES = ("resting", "after_backward", "files")

@@ -5,9 +5,9 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.measure import BenchFailed
+from benchmarks.ranks import run_ranks
 from benchmarks.record import Result
 from benchmarks.zero.tiers.disk import folder
-from benchmarks.zero.tiers.processes import run_ranks
 
 WORKER = "benchmarks.zero.tiers.whole_model"
 

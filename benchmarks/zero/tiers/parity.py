@@ -1,7 +1,7 @@
 """Loss curves in fp32, every stage and tier on 1, 2 and 4 ranks, against one unsharded process of plain PyTorch."""
 
+from benchmarks.ranks import run_ranks
 from benchmarks.record import Result
-from benchmarks.zero.tiers.processes import run_ranks
 
 RANKS = (1, 2, 4)
 WORKER = "benchmarks.zero.tiers.curves"

@@ -1,8 +1,8 @@
 """The same curves in bf16 and fp16: against each other, and against fp32."""
 
+from benchmarks.ranks import run_ranks
 from benchmarks.record import Result
 from benchmarks.zero.tiers.parity import RANKS, WORKER, furthest
-from benchmarks.zero.tiers.processes import run_ranks
 
 
 def measure(rounds: int) -> Result:

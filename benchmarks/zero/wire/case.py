@@ -12,7 +12,7 @@ from benchmarks.measure import median
 from benchmarks.ranks import run_ranks
 from benchmarks.record import Result
 
-STEPS, LIMIT_SECONDS = 200, 600.0
+STEPS = 200
 BASES = {"gather8": "none", "reduce8": "none", "both": "none", "onebitadam": "adam"}
 LAST = 20  # steps whose mean is a curve's end
 
@@ -40,10 +40,9 @@ def measure(rounds: int) -> Result:
 
 def train(variant: str) -> Mapping[str, Any]:
     """Rank 0's losses and bytes."""
-    words = [variant, str(STEPS)]
-    ranks = run_ranks(sys.executable, "benchmarks.zero.wire.train", words, ranks=2, limit=LIMIT_SECONDS)
-    print(f"{variant}: {_end(ranks[0]['losses']):.4f}", file=sys.stderr, flush=True)
-    return ranks[0]
+    first, _ = run_ranks("benchmarks.zero.wire.train", [variant, str(STEPS)], 2)
+    print(f"{variant}: {_end(first['losses']):.4f}", file=sys.stderr, flush=True)
+    return first
 
 
 def deviation(losses: Sequence[float], plain: Sequence[float]) -> float:
