@@ -21,15 +21,15 @@ import psutil
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from engine.checkpoint import contents
+from engine.checkpoint import contents, offloaded
 from engine.checkpoint.background import behind, now, uncollected
+from engine.checkpoint.chunks import in_chunks
 from engine.checkpoint.device_copies import room_for
 from engine.checkpoint.snapshot import Snapshot
 from engine.checkpoint.storage import Reader, Writer
 from engine.checkpoint.sums import require_undamaged
-from engine.offload import planners, together
+from engine.offload import together
 from engine.parallel import dist, dtensors
-from engine.pieces import in_pieces
 
 COPIES_OF_FREE_MEMORY = 0.5  # share of the host's free memory that copies may take
 Tensors = dict[str, dict[str, Tensor]]  # by engine, by name
@@ -63,7 +63,7 @@ class Checkpointer:
         self._write_values(staging, shared, mine)
         tensors = {name: contents.tensors(engine) for name, engine in self.engines.items()}
         filed = contents.filed(self.engines)
-        whole = not any(in_pieces(tensor) for part in tensors.values() for tensor in part.values())
+        whole = not any(in_chunks(tensor) for part in tensors.values() for tensor in part.values())
         on_device = room_for(_local(tensors))
         beside = whole and not filed and _copies_fit(tensors, on_device=on_device)
         snapshot = _snapshot(tensors, on_device=on_device) if beside else Snapshot({})
@@ -71,7 +71,7 @@ class Checkpointer:
             self._watch(snapshot)
         begun = threading.Event()
         work = partial(
-            dcp.save, tensors, storage_writer=Writer(staging, snapshot, begun), planner=planners.SavePlanner(filed),
+            dcp.save, tensors, storage_writer=Writer(staging, snapshot, begun), planner=offloaded.SavePlanner(filed),
             process_group=dist.background_group(), no_dist=dist.world().size == 1,
         )  # fmt: skip
         named = partial(_name, staging, folder, then) if dist.world().leads else lambda: None
@@ -132,7 +132,7 @@ class Checkpointer:
             name: contents.wanted(contents.tensors(engine), state["engines"][name])
             for name, engine in self.engines.items()
         }
-        planner = planners.LoadPlanner(contents.filed(self.engines))
+        planner = offloaded.LoadPlanner(contents.filed(self.engines))
         dcp.load(tensors, storage_reader=reader, planner=planner, process_group=dist.host_group())
         for name, engine in self.engines.items():
             contents.restore_scalars(engine, state["engines"][name])

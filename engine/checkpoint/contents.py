@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from engine import optim
 from engine.average import Average
 from engine.buffers import persistent_buffers
+from engine.checkpoint import offloaded
+from engine.checkpoint.chunks import in_chunks, telling_its_chunks
 from engine.compression.onebit_adam import ERRORS
 from engine.config import OptimizerConfig
-from engine.offload import OffloadedOptimizer, planners
+from engine.offload import OffloadedOptimizer
 from engine.parallel import dist
-from engine.pieces import in_pieces, told_in_pieces
 from engine.precision import LossScaler
 
 PARAMETER, AVERAGE, BUFFER = "parameter.", "average.", "buffer."
@@ -40,7 +41,7 @@ def tensors(engine: Trained) -> dict[str, Tensor]:
     assert engine.optimizer is not None
     buffers = {f"{BUFFER}{name}": buffer for name, buffer in persistent_buffers(engine.module).items()}
     if isinstance(engine.optimizer, OffloadedOptimizer):
-        return _told(planners.tensors(engine.optimizer)[0]) | buffers
+        return _told(offloaded.tensors(engine.optimizer)[0]) | buffers
     trained = {f"{PARAMETER}{n}": p.detach() for n, p in engine.module.named_parameters() if p.requires_grad}
     moments = {name: tensor for name, tensor in optim.states(engine.module, engine.optimizer) if tensor.ndim}
     averages = {f"{AVERAGE}{name}": mean for name, mean in engine.average.tensors.items()}
@@ -55,13 +56,13 @@ def wanted(tensors: dict[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Te
     return {name: tensor for name, tensor in tensors.items() if name not in anew}
 
 
-def filed(engines: Mapping[str, Trained]) -> dict[str, planners.Filed]:
+def filed(engines: Mapping[str, Trained]) -> dict[str, offloaded.Filed]:
     """The states of all engines that are in files, by their names in the checkpoint."""
     return {
         f"{name}.{state}": place
         for name, engine in engines.items()
         if isinstance(engine.optimizer, OffloadedOptimizer)
-        for state, place in planners.tensors(engine.optimizer)[1].items()
+        for state, place in offloaded.tensors(engine.optimizer)[1].items()
     }
 
 
@@ -146,4 +147,4 @@ def is_buffer(name: str) -> bool:
 
 
 def _told(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: told_in_pieces(tensor) if in_pieces(tensor) else tensor for name, tensor in tensors.items()}
+    return {name: telling_its_chunks(tensor) if in_chunks(tensor) else tensor for name, tensor in tensors.items()}

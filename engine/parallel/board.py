@@ -23,7 +23,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from engine.parallel import dist, host_memory
+from engine.parallel import dist, shared_memory
 from engine.parallel.meeting import Watch
 
 PLACES = 2**16  # of one pass that nobody has read yet; a backend lets no rank be so far ahead
@@ -139,7 +139,7 @@ def of_mates() -> Board:
 
 def _make() -> Board:
     world = dist.world()
-    memory = host_memory.share(8 * PLACES * world.mates, neighbours=world.mates)
+    memory = shared_memory.share(8 * PLACES * world.mates, neighbours=world.mates)
     if memory is None:
         return SentBoard(dist.host_group_of_mates())
     first = world.rank - world.rank % world.mates

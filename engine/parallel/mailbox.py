@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from engine.parallel import dist, host_memory
+from engine.parallel import dist, shared_memory
 from engine.parallel.meeting import LINE, Meeting, writes_in_order
 
 HALF = 2**22  # bytes
@@ -87,7 +87,7 @@ def _make() -> Mailbox | None:
     if world.size == 1 or world.device.type != "cpu":
         return None
     boxes = 2 * HALF * world.size
-    memory = host_memory.share(boxes + LINE * world.size)
+    memory = shared_memory.share(boxes + LINE * world.size)
     if memory is None:
         return None
     processes = dist.gather_objects(os.getpid())

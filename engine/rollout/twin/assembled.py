@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from engine.parallel import dist, host_memory
+from engine.parallel import dist, shared_memory
 from engine.rollout.twin.origins import on_meta, plain, slots
 
 ALIGNED = 64  # bytes
@@ -59,7 +59,7 @@ class _Shared:
     """Memory for tensors one after another, that the ranks of one host share; where they can't, each has its own."""
 
     def __init__(self, size: int) -> None:
-        self._memory, self._used = host_memory.share(size), 0
+        self._memory, self._used = shared_memory.share(size), 0
 
     def put(self, whole: Tensor, dtype: torch.dtype) -> Tensor:
         """The tensor on the host; one rank writes it."""

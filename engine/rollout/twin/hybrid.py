@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.parallel import dist, dtensors
-from engine.parallel.host_memory import share
+from engine.parallel.shared_memory import share
 from engine.rollout.twin.cuts import Cut, split
 from engine.rollout.twin.gather import Piece, gather
 from engine.rollout.twin.origins import Origin, join, named, on_meta, origins_of, plain, slots

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.parallel import dist
-from engine.parallel.host_memory import share
+from engine.parallel.shared_memory import share
 
 FEWEST_BYTES = 64 << 20  # of weights
 MOST_THREADS = 16  # more wait for each other longer than they compute

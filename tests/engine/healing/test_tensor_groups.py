@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine import EngineConfig, OptimizerConfig, initialize, token_logprobs
 from engine.healing import Portion
-from engine.parallel import board, dist, dtensors, host_memory, meeting
+from engine.parallel import board, dist, dtensors, meeting, shared_memory
 from engine.parallel.board import Entry, SharedBoard
 from engine.parallel.last_words import LostMate
 from tests.engine.parallel.test_tensor import made
@@ -132,7 +132,7 @@ def two() -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
         found += many(COMPILED)
-        patched.setattr(host_memory, "share", lambda *_, **__: None)
+        patched.setattr(shared_memory, "share", lambda *_, **__: None)
         del dist._made["board of 2"]
         return [*found, *many(CASES[1:3])]
 

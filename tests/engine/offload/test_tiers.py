@@ -155,7 +155,7 @@ def test_16_bit_shards_and_fp32_masters(dtype: str) -> None:
 
 
 def masters(engine: Engine) -> dict[str, Tensor]:
-    from engine.offload.planners import tensors
+    from engine.checkpoint.offloaded import tensors
 
     found, filed = tensors(engine.optimizer)  # type: ignore[arg-type]
     named = {name: filed[name].read() if name in filed else dtensors.local(tensor) for name, tensor in found.items()}

@@ -1,7 +1,7 @@
-"""Parameters of which a rank holds several pieces, as `torch.distributed.checkpoint` takes them: chunk by chunk.
+"""Parameters of which a rank holds several chunks, as `torch.distributed.checkpoint` takes them: chunk by chunk.
 
 Experts whose gate and up matrices lie in one tensor are split in both (engine/parallel/tensor.py). DTensor would tell a
-checkpoint of one chunk at the first piece's place. These tell of each; a checkpoint asks a tensor for its chunks by the
+checkpoint of one chunk at the first one's place. These tell of each; a checkpoint asks a tensor for its chunks by the
 three methods below, private in torch, the same from 2.11 to 2.13.
 """
 
@@ -16,13 +16,13 @@ from engine.loading import local_region
 from engine.parallel import dtensors
 
 
-def in_pieces(tensor: Tensor) -> bool:
+def in_chunks(tensor: Tensor) -> bool:
     """Whether this rank's part of the whole is not one block of it."""
     return any(len(parts) > 1 for parts in local_region(tensor))
 
 
-def told_in_pieces(tensor: Tensor) -> Tensor:
-    """The same tensor, which now tells a checkpoint of its pieces. They share its memory."""
+def telling_its_chunks(tensor: Tensor) -> Tensor:
+    """The same tensor, which now tells a checkpoint of its chunks. They share its memory."""
     chunks = _chunks(tensor, dtensors.local(tensor))
 
     def write_items(name: str, _: Any) -> list[WriteItem]:
@@ -46,9 +46,9 @@ def told_in_pieces(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def piece_at(tensor: Tensor, part: Tensor, offsets: torch.Size | None) -> Tensor:
-    """Of `part`, shaped like this rank's part of `tensor`, the piece at `offsets` in the whole; a view."""
-    return _chunks(tensor, part)[torch.Size(offsets)] if offsets is not None and in_pieces(tensor) else part
+def chunk_at(tensor: Tensor, part: Tensor, offsets: torch.Size | None) -> Tensor:
+    """Of `part`, shaped like this rank's part of `tensor`, the chunk at `offsets` in the whole; a view."""
+    return _chunks(tensor, part)[torch.Size(offsets)] if offsets is not None and in_chunks(tensor) else part
 
 
 def _chunks(tensor: Tensor, part: Tensor) -> dict[torch.Size, Tensor]:

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItem
 
+from engine.checkpoint.chunks import chunk_at
 from engine.offload.optimizer import OffloadedOptimizer
 from engine.offload.stores import FileStore
 from engine.offload.tier import Tier
 from engine.parallel import dtensors
-from engine.pieces import piece_at
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SavePlanner(DefaultSavePlanner):
         place = self._filed.get(write_item.index.fqn)
         if place is None:
             return super().resolve_data(write_item)
-        return piece_at(place.parameter, place.read(), write_item.index.offset)
+        return chunk_at(place.parameter, place.read(), write_item.index.offset)
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -85,7 +85,7 @@ class LoadPlanner(DefaultLoadPlanner):
         if name not in self._filed:
             return super().resolve_tensor(read_item)
         whole = self._open[name] = self._filed[name].read()
-        part = piece_at(self._filed[name].parameter, whole, read_item.dest_index.offset)
+        part = chunk_at(self._filed[name].parameter, whole, read_item.dest_index.offset)
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             part = part.narrow(dim, start, length)
         return part
