@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor, Shard
 from engine.parallel import dist
 from engine.parallel.traffic import count
 
+_Dims = tuple[tuple[DeviceMesh, int], ...]  # a mesh and which of its dimensions, each
+
 
 def is_whole(tensor: Tensor) -> bool:
     """True where the local part of a tensor is all of it."""
-    return not isinstance(tensor, DTensor) or not _spread(tensor)
+    return not _spread(tensor)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -28,7 +30,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return tensor
     if is_whole(tensor):
         return local(tensor)
-    return _joined(tensor) if "tensor" in _names(tensor) else tensor.full_tensor()
+    return _joined(tensor) if "tensor" in (tensor.device_mesh.mesh_dim_names or ()) else tensor.full_tensor()
 
 
 def _joined(tensor: DTensor) -> Tensor:
@@ -50,10 +52,6 @@ def _joined(tensor: DTensor) -> Tensor:
     dim, pieces = last.dim, getattr(last, "split_factor", 1)
     columns = [each.chunk(pieces, dim) for each in dist.gather_tensors(part, mesh.get_group("tensor"))]
     return torch.cat([column[piece] for piece in range(pieces) for column in columns], dim)
-
-
-def _names(tensor: DTensor) -> tuple[str, ...]:
-    return tensor.device_mesh.mesh_dim_names or ()
 
 
 def in_rows(tensor: Tensor) -> bool:
@@ -109,7 +107,10 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of squares over whole, possibly sharded tensors: () float32, the same number on every rank."""
     device = dist.world().device
     total = torch.zeros((), dtype=torch.float32, device=device)
-    for dims, parts in _by_sharding(tensors).items():
+    by_spread: dict[_Dims, list[Tensor]] = {}
+    for tensor in tensors:
+        by_spread.setdefault(_spread(tensor), []).append(local(tensor))
+    for dims, parts in by_spread.items():
         norms = torch._foreach_norm([p.float() if p.dtype != torch.float32 else p for p in parts])
         squares = torch.stack([n.to(device) for n in norms]).square().sum()
         for mesh, dim in dims:
@@ -118,19 +119,13 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _by_sharding(tensors: Sequence[Tensor]) -> dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]]:
-    """Local parts by the mesh dimensions over which the wholes are spread."""
-    found: dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]] = {}
-    for tensor in tensors:
-        dims = tuple((tensor.device_mesh, dim) for dim in _spread(tensor)) if isinstance(tensor, DTensor) else ()
-        found.setdefault(dims, []).append(local(tensor))
-    return found
-
-
-def _spread(tensor: DTensor) -> list[int]:
-    """The mesh dimensions over which a tensor is in parts."""
+def _spread(tensor: Tensor) -> _Dims:
+    """The mesh dimensions over which a tensor is in parts; none of one that is whole on each rank."""
+    if not isinstance(tensor, DTensor):
+        return ()
     mesh = tensor.device_mesh
-    return [dim for dim, kept in enumerate(tensor.placements) if not kept.is_replicate() and mesh.size(dim) > 1]
+    cuts = (dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
+    return tuple((mesh, dim) for dim in cuts if mesh.size(dim) > 1)
 
 
 def sum_over_parts(numbers: Sequence[tuple[Tensor, float]]) -> float:
@@ -138,9 +133,9 @@ def sum_over_parts(numbers: Sequence[tuple[Tensor, float]]) -> float:
 
     Every rank passes the same tensors in the same order.
     """
-    sums: dict[tuple[tuple[DeviceMesh, int], ...], float] = {}
+    sums: dict[_Dims, float] = {}
     for tensor, number in numbers:
-        dims = tuple((tensor.device_mesh, dim) for dim in _spread(tensor)) if isinstance(tensor, DTensor) else ()
+        dims = _spread(tensor)
         sums[dims] = sums.get(dims, 0.0) + number
     total = 0.0
     for dims, number in sums.items():
