@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from engine.host_allocator import keep_freed_memory
-from engine.parallel import last_words, wish
+from engine.parallel import last_words, stop_request
 from engine.parallel.traffic import count, count_all_reduce
 
 Made = TypeVar("Made")
@@ -128,7 +128,7 @@ def stop() -> None:
     _world = _host_group = _background_group = _store = None
     _meshes.clear()
     _made.clear()
-    wish.forget()
+    stop_request.forget()
 
 
 def arrange(*, tensor: int = 1, pipeline: int = 1, sequence: int = 1) -> World:
@@ -346,19 +346,19 @@ def rank_rows(mine: Tensor) -> Tensor:
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
     """Add up named numbers over the shares of the data, in float64. Every rank passes the same names.
 
-    Ranks that have the same share (mates, pieces of a model) have the same numbers; these count once. What any rank
-    wishes (wish.py) all know then.
+    Ranks that have the same share (mates, pieces of a model) have the same numbers; these count once. Whether
+    any rank asks to stop (stop_request.py) all know then.
     """
     names = sorted(values)
     if world().size == 1:
-        wish.learn(wish.mine())
+        stop_request.learn(stop_request.asked_here())
         return dict(values)
     first = world().rank % world().mates == 0 and world().pipeline_rank == 0
     mine = [float(values[name]) if first else 0.0 for name in names]
-    total = torch.tensor([*mine, float(wish.mine())], dtype=torch.float64)
+    total = torch.tensor([*mine, float(stop_request.asked_here())], dtype=torch.float64)
     dist.all_reduce(total, group=host_group())
-    *sums, wishing = total.tolist()
-    wish.learn(wishing > 0)
+    *sums, asking = total.tolist()
+    stop_request.learn(asking > 0)
     return dict(zip(names, sums, strict=True))
 
 

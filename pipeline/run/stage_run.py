@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine import Engine
 from engine.checkpoint import Damaged, random_state, restore_random_state
-from engine.parallel import dist, traffic, wish
+from engine.parallel import dist, stop_request, traffic
 from pipeline.config.schema import ProfileSection, StageSection
 from pipeline.errors import SharedError, UserError
 from pipeline.files import explained_disk, write_json
@@ -136,7 +136,7 @@ class StageRun:
         """
         if self._profile is not None:
             self._profile.expect(self._begun + 1, self.steps)
-        with put_off(wish.make):
+        with put_off(stop_request.ask):
             for step in range(self._begun + 1, self.steps + 1):
                 if self._profile is not None:
                     self._profile.begin(step)
@@ -175,7 +175,7 @@ class StageRun:
         Where `save_every` is 0, every tenth of the stage, and wherever the last one is too long ago. If the run is to
         stop, which all ranks learned in the step's updates, one is due as well; when it is whole, Stopped is raised.
         """
-        stops = wish.known()
+        stops = stop_request.agreed()
         regular = step > 0 and (step % self._save_every == 0 or self._overdue(step))
         if step != self._saved and (stops or regular or step in (self.steps, self._best_step)):
             self._write(step)

@@ -18,7 +18,7 @@ from engine.checkpoint import Damaged, complete, random_state, restore_random_st
 from engine.checkpoint import checkpointer as writing
 from engine.checkpoint.storage import Writer
 from engine.config import LossScale, Precision
-from engine.parallel import dist, dtensors, wish
+from engine.parallel import dist, dtensors, stop_request
 from tests.ranks import run_ranks
 
 WIDTH, ROWS, STEPS = 6, 4, 5
@@ -93,8 +93,8 @@ def on_two_ranks(theirs: Path, ours: Path, broken: Path) -> dict[str, Any]:
     sums = {dist.sum_over_ranks({"a": 1.0, "b": float(dist.world().rank)})["b"] for _ in range(300)}
     checkpointer.wait()
     if dist.world().rank == 1:
-        wish.make()
-    wishes = [(wish.known(), dist.sum_over_ranks({"a": 1.0}), wish.known())]
+        stop_request.ask()
+    wishes = [(stop_request.agreed(), dist.sum_over_ranks({"a": 1.0}), stop_request.agreed())]
     again = engine_of(3, seed=9)
     _, own = Checkpointer({"net": again}).load(ours)
     continued = advance(again, 3, STEPS)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.checkpoint.storage import Writer
-from engine.parallel import dist, wish
+from engine.parallel import dist, stop_request
 from pipeline import stopping
 from pipeline.config.schema import SftSection
 from pipeline.errors import UserError
@@ -164,7 +164,7 @@ def test_a_signal_to_stop_is_heeded_when_a_step_is_done(tmp_path: Path) -> None:
                     os.kill(os.getpid(), signal.SIGTERM)
                 work(stage, engine, step, step)
     finally:
-        wish.forget()
+        stop_request.forget()
     assert names(tmp_path) == ["step-2"] and len(lines(tmp_path)) == 2
     fresh, _ = stage_of(tmp_path, save_every=5)
     assert fresh.restore() == 2
@@ -183,7 +183,7 @@ def test_a_stop_between_the_last_step_and_the_end_keeps_that_step(at_once: bool,
             with stopping.handled(stopping.stop):
                 os.kill(os.getpid(), signal.SIGUSR1)
     finally:
-        wish.forget()
+        stop_request.forget()
     assert names(tmp_path)[-1] == "step-6"
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
