@@ -1,7 +1,8 @@
 """Every key of a DeepSpeed configuration and what becomes of it here.
 
 Defaults are those of DeepSpeed's code (deepspeed/runtime/zero/config.py, offload_config.py, precision_config.py,
-constants.py), which differ from its manual in places. `read.py` checks a file against this table, `page.py` prints it.
+constants.py), which differ from its manual in places. `said.py` checks a file against this table, `document.py` prints
+it.
 """
 
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine import optim
 from engine.config import OptimizerConfig
-from engine.deepspeed.closest import number_of, refuse_unknown, section_of
+from engine.deepspeed.refusals import number_of, refuse_unknown, section_of
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 from engine.config import Compress, EngineConfig, LossScale, OptimizerConfig, Precision
 from engine.deepspeed import optimizers, schedulers
-from engine.deepspeed.closest import number_of, section_of
 from engine.deepspeed.keys import KEYS
+from engine.deepspeed.refusals import number_of, section_of
 from engine.deepspeed.said import Said, open_file, remarks
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.deepspeed.closest import closest, section_of
 from engine.deepspeed.keys import KEYS, Key
+from engine.deepspeed.refusals import closest, section_of
 
 RENAMED = {"bfloat16": "bf16"}
 FREE = ("optimizer", "scheduler")

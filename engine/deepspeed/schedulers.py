@@ -7,7 +7,7 @@ from typing import Any
 
 from engine import schedules
 from engine.config import OptimizerConfig
-from engine.deepspeed.closest import number_of, refuse_unknown, section_of
+from engine.deepspeed.refusals import number_of, refuse_unknown, section_of
 
 
 @dataclass(frozen=True)

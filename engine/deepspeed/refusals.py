@@ -1,4 +1,4 @@
-"""Refusing what a file says: an unknown name with the closest known one, a value that is none."""
+"""Refusals of a DeepSpeed configuration: an unknown name, with the closest known one, and a value of the wrong kind."""
 
 import difflib
 import json
