@@ -7,14 +7,13 @@ of a pipeline work on several: the first of P on P of them, the last on one; wit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from engine.kernels.token_logprobs import BLOCK_ELEMENTS
 from engine.memory.activations import activations
 from engine.memory.generation import generating
 from engine.memory.pieces import pieces_of
 from engine.memory.shapes import Shape
 from engine.memory.states import SIZE, ModelStates, frozen_states, model_states
 from engine.memory.workload import Workload
-
-LOGIT_BLOCK = 2**25  # logits that are held at once (engine/kernels/token_logprobs.py)
 
 
 @dataclass(frozen=True)
@@ -241,9 +240,14 @@ def _scoring(models: Sequence[ModelStates]) -> dict[str, int]:
 
 def _scored_logits(shape: Shape, work: Workload) -> int:
     """A block of logits, and their softmax."""
-    return 8 * min(work.row_tokens * shape.vocabulary, LOGIT_BLOCK)
+    return 8 * _logits_at_once(shape, work)
 
 
 def _logits(shape: Shape, work: Workload) -> int:
     """A block of logits three times (they, their softmax, their gradient), and gradients of hidden states in fp32."""
-    return 12 * min(work.row_tokens * shape.vocabulary, LOGIT_BLOCK) + 4 * work.row_tokens * shape.width
+    return 12 * _logits_at_once(shape, work) + 4 * work.row_tokens * shape.width
+
+
+def _logits_at_once(shape: Shape, work: Workload) -> int:
+    """How many of a micro-batch's logits exist at a time."""
+    return min(work.row_tokens * shape.vocabulary, BLOCK_ELEMENTS["cpu" if work.on_cpu else "cuda"])

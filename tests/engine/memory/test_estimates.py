@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModel, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
 
+from engine.kernels.token_logprobs import BLOCK_ELEMENTS
 from engine.memory import Workload, ppo_demand, sft_demand, shape_of
 from engine.memory.__main__ import GIB, main, parse
 from engine.memory.activations import activations
 from engine.memory.estimates import all_estimates, zero3
 from engine.memory.shapes import measured
-from engine.memory.stages import LOGIT_BLOCK
 
 
 def rounded(gpus: int) -> list[float]:
@@ -120,8 +120,10 @@ def test_demands_move_as_they_should() -> None:
     assert half == pytest.approx(peaks[2]["activations"] / 2, rel=0.01)
     shared = sft_demand(shape, Workload(ranks=8, stage=2, sequence=4)).phases["train"]
     assert shared["activations"] == pytest.approx(peaks[2]["activations"] / 4, rel=0.01)
-    hidden = [owners["logits"] - 12 * LOGIT_BLOCK for owners in (shared, peaks[2])]  # gradients of hidden states
+    gpu, cpu = 12 * BLOCK_ELEMENTS["cuda"], 12 * BLOCK_ELEMENTS["cpu"]  # a block of logits three times
+    hidden = [owners["logits"] - gpu for owners in (shared, peaks[2])]  # gradients of hidden states
     assert hidden[0] == hidden[1] // 4
+    assert sft_demand(shape, replace(base, on_cpu=True)).phases["train"]["logits"] == hidden[1] + cpu
     assert shared["optimizer"] == peaks[2]["optimizer"]  # ZeRO goes over all ranks
     four = ppo_demand(shape, shape, base)
     assert four.phases["generate"]["cache"] == (65 * 320 + 64 * 512) * 2 * 12 * 768 * 2
