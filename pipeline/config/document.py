@@ -74,10 +74,10 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def _wrapped(head: str, text: str, width: int = 118) -> list[str]:
+def _wrapped(head: str, text: str) -> list[str]:
     import textwrap
 
-    return textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+    return textwrap.wrap(text, 118, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
 
 
 def _field(key: str) -> FieldInfo:

@@ -16,6 +16,8 @@ from pipeline.launch.ranks import Ranks
 
 PATIENCE = 2 * 86400.0
 """Seconds to wait for the slowest rank of a stage."""
+FAREWELL = 30.0
+"""Seconds that the last message has to be read in."""
 
 
 class Lost(RuntimeError):
@@ -67,9 +69,9 @@ class Control:
         self._store.add(f"heard/{self._sent}", 1)
         return message
 
-    def wait_until_heard(self, seconds: float = 30.0) -> None:
+    def wait_until_heard(self) -> None:
         """Give the others time to read the last message before this process, and maybe its store, ends."""
-        self._reached(f"heard/{self._sent}", self._ranks.world - 1, seconds)
+        self._reached(f"heard/{self._sent}", self._ranks.world - 1, FAREWELL)
 
     def report_end(self, stage: str, status: int) -> bool:
         """This launcher's ranks of a stage ended. True for the first one that reports a failure."""

@@ -14,7 +14,7 @@ from pipeline.errors import UserError
 from pipeline.files import write_whole
 from pipeline.insight.readings import PLAN
 from pipeline.models.source import ModelSource
-from pipeline.planning.fit import GIB, Plan, Task, beyond_settings, plan, require_fit, task, this_room
+from pipeline.planning.fit import GIB, Task, beyond_settings, plan, require_fit, task, this_room
 from pipeline.planning.ladder import Room, Setting, ladder
 
 
@@ -152,5 +152,3 @@ def _say(lines: Sequence[str]) -> None:
         for line in lines:
             print(line, flush=True)
 
-
-__all__ = ["Candidate", "Plan", "announce", "candidates", "fastest", "measure", "pace_of"]
