@@ -10,6 +10,8 @@ from pipeline.config.messages import as_written, messages
 from pipeline.config.schema import ROLE_ENGINES, EngineSettings, RunConfig
 from pipeline.config.stages import wanted_stages
 
+TRAINED = ("actor_engine", "critic_engine")
+
 
 def engine_settings(engine: EngineSettings, own: Mapping[str, Any]) -> EngineSettings:
     """The engine of one of PPO's models: the run's, changed by the keys of its own."""
@@ -20,17 +22,21 @@ def engine_mistakes(config: RunConfig) -> Iterable[str]:
     """A line for each thing that the engine's keys ask for and can't have."""
     for name in ROLE_ENGINES:
         try:
-            engine_settings(config.engine, getattr(config.ppo, name))
+            merged = engine_settings(config.engine, getattr(config.ppo, name))
         except ValidationError as problem:
             for line in messages(problem, EngineSettings):
                 yield f"ppo.{name}.{line}"
+        else:
+            if getattr(config.ppo, name):
+                yield from _offload_mistakes(f"ppo.{name}", merged, trains=name in TRAINED)
+                yield from _number_mistakes(f"ppo.{name}", merged)
         if "tensor_parallel" in getattr(config.ppo, name):
             yield f"ppo.{name}.tensor_parallel: the models of PPO are split alike; set engine.tensor_parallel"
         if "sequence_parallel" in getattr(config.ppo, name):
             yield f"ppo.{name}.sequence_parallel: the models of PPO see the same rows; set engine.sequence_parallel"
         if "pipeline_parallel" in getattr(config.ppo, name):
             yield f"ppo.{name}.pipeline_parallel: PPO has no pipelines; leave it out"
-    yield from _offload_mistakes("engine", config.engine)
+    yield from _offload_mistakes("engine", config.engine, trains=True)
     yield from _number_mistakes("engine", config.engine)
     yield from _deepspeed_mistakes(config.engine)
     if config.engine.pipeline_parallel > 1:
@@ -39,10 +45,12 @@ def engine_mistakes(config: RunConfig) -> Iterable[str]:
         yield from _sequence_mistakes(config)
 
 
-def _offload_mistakes(key: str, settings: EngineSettings) -> Iterable[str]:
+def _offload_mistakes(key: str, settings: EngineSettings, *, trains: bool) -> Iterable[str]:
+    """Tiers that don't go with the layout; a model that only computes has no optimizer to offload."""
     if settings.offload_parameters == "nvme" and settings.zero_stage != 3 and settings.deepspeed is None:
         yield f"{key}.offload_parameters=nvme needs {key}.zero_stage=3, not {settings.zero_stage}: engine=zero3-nvme"
-    if settings.offload_parameters == "nvme" and settings.offload_optimizer == "none" and settings.deepspeed is None:
+    without = trains and settings.offload_optimizer == "none" and settings.deepspeed is None
+    if settings.offload_parameters == "nvme" and without:
         yield f"{key}.offload_parameters=nvme needs {key}.offload_optimizer=nvme or cpu: engine=zero3-nvme"
     if settings.nvme_path is not None and not Path(settings.nvme_path).is_dir():
         yield f"{key}.nvme_path={settings.nvme_path}: there is no such folder"
