@@ -301,7 +301,8 @@ def test_the_lock_ends_with_its_process(tmp_path):
         "import os; from pipeline.launch.folder import _lock; from pathlib import Path\n"
         f"lock = _lock(Path({str(tmp_path)!r})); os.kill(os.getpid(), 9)"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=HERE.parents[1], check=False)
+    locked = subprocess.run([sys.executable, "-c", code], cwd=HERE.parents[1], check=False)
+    assert locked.returncode == -9  # it came as far as that, the lock in hand
     config = validate(compose([*BASE, f"run_dir={tmp_path}"]))
     open_folder(config, ["sft"]).close()
 

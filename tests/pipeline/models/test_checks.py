@@ -246,4 +246,4 @@ def test_what_can_be_a_reward_model() -> None:
 
 def test_no_trial_is_longer_than_the_model(tmp_path: Path) -> None:
     language_model(config_of("gpt2", n_positions=40)).save_pretrained(tmp_path)
-    verify(build_policy(source_in(tmp_path), trained()), max_length=1000)
+    assert verify(build_policy(source_in(tmp_path), trained()), max_length=1000).packing
