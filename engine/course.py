@@ -21,7 +21,10 @@ Work = Callable[[nn.Module, Any], Sequence[Any]]  # the results of a micro-batch
 
 
 class Course(Protocol):
-    """Micro-batches that are each a `Portion` are halved by `healer` where memory runs out."""
+    """A way to train and to score a module on a step's micro-batches, and what is known of the step then.
+
+    `healer` halves micro-batches that are each a `Portion` where memory runs out.
+    """
 
     healer: Healer
 
@@ -51,7 +54,9 @@ class Course(Protocol):
 
 
 class InTurn:
-    """Each goes forward and backward before the next does. `begin` and `backward` are the engine's."""
+    """Micro-batches one after another, each forward and backward before the next. `begin` and `backward` are the
+    engine's.
+    """
 
     def __init__(
         self,
@@ -92,7 +97,7 @@ class InTurn:
 
 
 class ThroughPipeline:
-    """Several are under way at once in the pieces of a pipeline, of which the last rank's knows what came out."""
+    """Several micro-batches under way at once in the pieces of a pipeline; the last piece's rank has the results."""
 
     def __init__(
         self,

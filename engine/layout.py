@@ -68,7 +68,7 @@ def offloads(config: EngineConfig, optimizer: OptimizerConfig | None) -> bool:
 
 
 def rests(config: EngineConfig, optimizer: OptimizerConfig | None) -> dict[str, str]:
-    """Of what is not on the device between uses, the place: owners of the ledger by the name they would have there."""
+    """Where states lie between uses that are not on the device: {owner in the ledger: "host" or "nvme"}."""
     if config.offload_parameters == "none":
         return {}
     place = "host" if config.offload_parameters == "cpu" else "nvme"

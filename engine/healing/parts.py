@@ -18,7 +18,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pass:
-    """Which pass of how it is: its collectives depend on no more. `name` tells training from scoring."""
+    """A kind of pass over a micro-batch: all passes of a kind issue the same collectives. `name` tells training from
+    scoring; the first and the last micro-batch of a step differ from the others.
+    """
 
     name: str
     first: bool
@@ -29,7 +31,10 @@ Notes = dict[Pass, Note]
 
 
 class Parts:
-    """One attempt. `failed` has the place of the micro-batch that ran out of memory here, and what was said."""
+    """One attempt at all passes of a step.
+
+    `failed` has the place of the micro-batch that ran out of memory on this rank, and what was said.
+    """
 
     def __init__(self, notes: Notes | None) -> None:
         """`notes` are read and written; None where no other rank waits for this one inside of a part."""

@@ -29,7 +29,10 @@ class Report:
 
 
 class Passes(Protocol):
-    """`advice` says what needs less memory where nothing can be halved."""
+    """A way to take a step's micro-batches through a module, as often as the healer tries.
+
+    `advice` says what needs less memory where nothing can be halved.
+    """
 
     advice: str
 

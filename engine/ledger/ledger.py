@@ -22,9 +22,10 @@ FIRST, EVERY = 2, 50  # updates that are sampled
 
 @dataclass
 class Ledger:
-    """`heights` has the most that each owner had in each phase; `rest` counts what the module doesn't hold.
+    """Counts an engine's bytes by owner.
 
-    `elsewhere` says of owners that are not on the device for which other owner they count: "host" or "nvme".
+    `heights` has the most that each owner had in each phase; `rest` counts what the module doesn't hold. `elsewhere`
+    says of owners that are not on the device for which other owner they count: "host" or "nvme".
     """
 
     module: nn.Module

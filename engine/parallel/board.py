@@ -1,5 +1,5 @@
-"""What each rank of a tensor or sequence group is about to do, in memory that they share, so that one that fails can
-follow.
+"""The board on which each rank of a tensor or sequence group writes its next collective, in memory that they share: a
+rank that failed in the middle of a pass reads there what is left of it.
 
 Such ranks (engine/parallel/tensor.py, sequence.py) sum, gather and exchange inside every block, in shapes that go with
 the micro-batch. A rank that runs out of memory in the middle of a pass can't know which of these are left. So each rank

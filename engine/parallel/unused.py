@@ -18,7 +18,7 @@ from engine.parallel import dist
 
 
 class Usage:
-    """Of the parameters of one FSDP group, which had a gradient since `forget`, and which were sent as zeros."""
+    """Which parameters of one FSDP group had a gradient since `forget`, and which had none and were sent as zeros."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
