@@ -5,12 +5,10 @@ from it. Each figure is the best of a few runs, a few seconds altogether. Left o
 beyond the probe's, and kernels that start slowly (compiled blocks).
 """
 
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +22,8 @@ from engine.kernels.wide_linear import widen_linears
 from engine.memory.activations import cut
 from engine.memory.narrowed import narrow
 from engine.memory.shapes import Shape
+from engine.offload.blocks import aligned
+from engine.offload.files import PrivateFile, settle
 from engine.parallel import dist
 from engine.precision import TORCH_DTYPE
 from engine.rollout.packed import PackedLinears
@@ -181,16 +181,14 @@ def _copy(device: torch.device) -> float:
 
 
 def _disk(folder: str | None) -> float:
-    """A file written, brought to the disk, and read."""
-    data = bytes(FILE_BYTES)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        path = Path(place) / "probe"
-        began = time.perf_counter()
-        with path.open("wb", buffering=0) as file:
-            file.write(data)
-            file.flush()
-        path.read_bytes()
-        return (time.perf_counter() - began) / (2 * FILE_BYTES)
+    """A file written and read as the tiers do it, past the page cache: what lies there is no disk's."""
+    data, file = aligned(FILE_BYTES, torch.uint8), PrivateFile(folder, FILE_BYTES)
+    began = time.perf_counter()
+    settle(file.write(data, 0))
+    settle(file.read(data, 0))
+    seconds = time.perf_counter() - began
+    file.close()
+    return seconds / (2 * FILE_BYTES)
 
 
 def _seconds(work: Callable[[], Any]) -> float:

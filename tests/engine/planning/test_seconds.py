@@ -1,6 +1,7 @@
 """Seconds under tensor, sequence, pipeline parallelism, against sums worked out by hand; a probe of narrow blocks."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 
 from engine.memory import Workload, shape_of
 from engine.memory.pieces import pieces_of
+from engine.offload.blocks import BlockFile, Move
 from engine.parallel import dist
 from engine.planning import Pace, Probe, probe, step_seconds
-from engine.planning.probe import _body
+from engine.planning.probe import FILE_BYTES, _body, _disk
 from tests.ranks import run_ranks
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64, "vocab_size": 96}
@@ -50,6 +52,22 @@ def test_a_pipeline_takes_turns_of_its_slowest_piece() -> None:
     longer = Probe(**(vars(probed) | {"tokens": 150}))  # more than a micro-batch has
     assert step_seconds(shape, work, Pace(4, 100), longer, on_gpu=False)["train"] == pytest.approx(1.5 * found["train"])
     assert found["step"] == pytest.approx(max(piece.parameters for piece in pieces_of(shape, 2)) * 1e-9)
+
+
+def test_the_disk_is_probed_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the tiers read and write, all of it both ways, and nothing is left."""
+    moved: list[tuple[str, int]] = []
+    transfer = BlockFile.transfer
+
+    def counted(file: BlockFile, move: Move, view: memoryview, offset: int) -> None:
+        transfer(file, move, view, offset)
+        moved.append((move.__name__, len(view)))
+
+    monkeypatch.setattr(BlockFile, "transfer", counted)
+    assert _disk(str(tmp_path)) > 0
+    for way in ("pwritev", "preadv"):
+        assert sum(size for name, size in moved if name == way) == FILE_BYTES
+    assert not list(tmp_path.iterdir())
 
 
 def probed() -> list[dict[str, Any]]:
