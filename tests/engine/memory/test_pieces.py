@@ -92,7 +92,6 @@ def test_two_ranks_hold_what_is_predicted() -> None:
         for (family, layout), held in zip(CASES, found, strict=True):
             wanted = sft_demand(shape(family), work(layout)).phases["train, piece 2" if rank else "train"]
             where = f"{family} {layout} rank {rank}: {held} {wanted}"
-            print(where)
             assert held["parameters"] == pytest.approx(wanted["parameters"], rel=0.02), where
             assert held["optimizer"] == pytest.approx(wanted["optimizer"], rel=0.02), where
             assert held["gradients"] == pytest.approx(wanted["gradients"], rel=0.05), where

@@ -6,7 +6,7 @@ from transformers import OPTConfig
 
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
-from pipeline.planning.fit import plan, require_fit
+from pipeline.planning.fit import _each, plan, require_fit
 from pipeline.planning.ladder import Room
 from tests.tiny import tiny_config
 
@@ -88,6 +88,12 @@ def test_roles_are_predicted_as_they_are_laid_out() -> None:
     apart = plan(config, "ppo", policy=source(), ranks=4).demand
     assert apart.phases["generate"]["reference"] == 4 * shared.phases["generate"]["reference"]
     assert apart.phases["generate"]["reward"] == shared.phases["generate"]["reward"]
+
+
+def test_a_step_of_a_pipeline_is_cut_until_each_piece_has_a_micro_batch() -> None:
+    assert _each(1024, 2048, 100, 2) == 1024
+    assert _each(1024, 2048, 100, 4) == 512
+    assert _each(1024, 2048, 700, 4) == 700  # one sequence is not cut
 
 
 def test_on_a_cpu_host_memory_is_the_device() -> None:
