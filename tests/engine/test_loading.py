@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
-from engine.loading import SafetensorsFolder, copy_local, draw_parameters, local_region, read_parameters
+from engine.loading import SafetensorsFolder, copy_local, cut, draw_parameters, local_region, read_parameters
 from engine.parallel import dtensors
 
 TENSORS = {"w": torch.arange(20.0).reshape(5, 4), "b": torch.arange(5.0), "s": torch.tensor(3.0)}
@@ -46,6 +46,12 @@ def test_parameters_take_what_the_folder_has_in_their_own_precision(folder: Safe
 def test_another_shape_is_refused_with_both_shapes(folder: SafetensorsFolder) -> None:
     with pytest.raises(ValueError, match=r"w has shape \(5, 4\), the model wants \(4, 5\).*config.json"):
         read_parameters({"w": torch.zeros(4, 5)}, folder, {"w": "w"})
+
+
+def test_a_region_of_two_pieces_is_cut_in_all_dimensions() -> None:
+    whole = torch.arange(120).reshape(2, 6, 10)
+    region = ((slice(1, 2),), (slice(0, 2), slice(3, 5)), (slice(4, 9),))
+    assert torch.equal(cut(whole, region), whole[1:2, [0, 1, 3, 4], 4:9])
 
 
 def test_plain_tensors_are_all_ours() -> None:

@@ -65,5 +65,6 @@ def test_one_cycle_up_down_and_decay() -> None:
 def test_one_cycle_in_stairs() -> None:
     found = [schedules.one_cycle_lr(step, minimum=0.0, maximum=4.0, first=4, first_stairs=2) for step in range(9)]
     assert found == pytest.approx([0.0, 0.0, 2.0, 2.0, 4.0, 2.0, 2.0, 0.0, 0.0])
-    flat = schedules.one_cycle_lr(30, minimum=0.5, maximum=4.0, first=4)
-    assert flat == 0.5
+    for rate in (0.0, 0.3):  # by steps of no size nothing decays
+        assert schedules.one_cycle_lr(30, minimum=0.5, maximum=4.0, first=4, decay_rate=rate) == 0.5
+        assert schedules.one_cycle_betas(30, first=4, decay_rate=rate) == (0.9, 0.99)

@@ -126,6 +126,9 @@ def test_demands_move_as_they_should() -> None:
     assert hidden == [4 * 8192 // 4 * 768, 4 * 8192 * 768]
     assert sft_demand(shape, replace(base, on_cpu=True)).phases["train"]["logits"] == hidden[1] + cpu
     assert shared["optimizer"] == peaks[2]["optimizer"]  # ZeRO goes over all ranks
+    on_host = replace(base, on_cpu=True, offload_optimizer="cpu")  # whatever share steps there, it is all one memory
+    whole, part = (sft_demand(shape, replace(on_host, offload_ratio=ratio)) for ratio in (1.0, 0.25))
+    assert part.elsewhere["train"]["host"] == pytest.approx(whole.elsewhere["train"]["host"], rel=1e-6)
     four = ppo_demand(shape, shape, base)
     assert four.phases["generate"]["cache"] == (65 * 320 + 64 * 512) * 2 * 12 * 768 * 2
     assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "twin"}

@@ -4,9 +4,10 @@ import pytest
 import yaml
 from transformers import OPTConfig
 
+from pipeline.config.schema import LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
-from pipeline.planning.fit import _each, plan, require_fit
+from pipeline.planning.fit import _each, adapters_of, plan, require_fit
 from pipeline.planning.ladder import Room
 from tests.tiny import tiny_config
 
@@ -69,6 +70,13 @@ def test_measured_room_and_adapters() -> None:
     assert full.room.device > GIB // 4 and full.room.disk > 0
     adapters = tiny_config(ppo={"lora": {"rank": 4}})
     assert plan(adapters, "ppo", policy=source(), ranks=2).demand.peak < full.demand.peak
+
+
+def test_adapters_are_counted_where_they_are_asked_for() -> None:
+    layers = plan(tiny_config(), "sft", policy=source(), ranks=1).task.policy
+    some = adapters_of(layers, LoraConfig(rank=4, targets=["fc1"]))  # of 512 x 2,048, in each of 8 blocks
+    assert some == (8 * 4 * (512 + 2048), 8 * 512 * 2048)
+    assert adapters_of(layers, LoraConfig(rank=4, targets=r".*\.fc1")) == some
 
 
 def test_a_reference_that_is_not_asked_takes_no_memory() -> None:
