@@ -1,4 +1,4 @@
-"""Models and a tokenizer as transformers makes them, random weights, nothing from a hub."""
+"""Models, a tokenizer and a trainer's settings as transformers has them, random weights, nothing from a hub."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +7,11 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+# Of a trainer of transformers': on the CPU, and nothing beside the steps.
+QUIET: dict[str, Any] = {
+    "use_cpu": True, "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+}  # fmt: skip
 
 
 def model(shape: Mapping[str, Any], *, scores: bool = False) -> Any:

@@ -6,7 +6,7 @@ from trl import PPOConfig, PPOTrainer
 
 from benchmarks.peers.children import report, told
 from benchmarks.peers.theirs.clock import Clock
-from benchmarks.peers.theirs.made import model, tokenizer
+from benchmarks.peers.theirs.made import QUIET, model, tokenizer
 
 
 def main() -> None:
@@ -28,11 +28,7 @@ def main() -> None:
         num_sample_generations=0,
         bf16=work["precision"] == "bf16",
         learning_rate=work["lr"],
-        use_cpu=True,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
+        **QUIET,
     )
     data = Dataset.from_dict({"input_ids": prompts})
     trainer = PPOTrainer(

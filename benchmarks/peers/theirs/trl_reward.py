@@ -6,7 +6,7 @@ from trl import RewardConfig, RewardTrainer
 
 from benchmarks.peers.children import report, told
 from benchmarks.peers.theirs.clock import Clock
-from benchmarks.peers.theirs.made import model, tokenizer
+from benchmarks.peers.theirs.made import QUIET, model, tokenizer
 
 
 def main() -> None:
@@ -22,11 +22,7 @@ def main() -> None:
         max_length=work["max_length"],
         bf16=work["precision"] == "bf16",
         learning_rate=work["lr"],
-        use_cpu=True,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
+        **QUIET,
     )
     chosen, rejected = zip(*work["pairs"], strict=True)
     trainer = RewardTrainer(

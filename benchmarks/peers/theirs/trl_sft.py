@@ -8,7 +8,7 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.peers.children import report, told
 from benchmarks.peers.theirs.clock import Clock
-from benchmarks.peers.theirs.made import model, tokenizer
+from benchmarks.peers.theirs.made import QUIET, model, tokenizer
 
 
 class Counting(SFTTrainer):
@@ -39,11 +39,7 @@ def main() -> None:
         max_length=work["max_length"],
         bf16=work["precision"] == "bf16",
         learning_rate=work["lr"],
-        use_cpu=True,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
+        **QUIET,
     )
     trainer = Counting(
         model=model(work["shape"]),
