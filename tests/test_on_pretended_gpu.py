@@ -1,4 +1,4 @@
-"""All three stages as a GPU runs them, on pretended ones (tests/pretended_gpu): they walk the CPU's curves."""
+"""All stages as a GPU runs them, on pretended ones (tests/pretended_gpu): they walk the CPU's curves."""
 
 import json
 import os
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(WITHOUT is not None, reason=str(WITHOUT))
 SMALL: dict[str, Any] = {
     "sft": {"steps": 3, "batch_size": 8, "eval_examples": 16},
     "reward": {"steps": 3, "batch_size": 4, "eval_examples": 16},
+    "dpo": {"steps": 3, "batch_size": 4, "eval_examples": 16},
     "ppo": {"steps": 1, "batch_size": 4},
     "rollout": {"max_new_tokens": 4},
     "evaluation": {"prompts": 2},
@@ -34,6 +35,7 @@ UNCHECKED: dict[str, Any] = {**SMALL, "rollout": {**SMALL["rollout"], "selfcheck
 CURVES = {
     "sft": ("loss", "grad_norm", "eval_loss"),
     "reward": ("loss", "accuracy", "margin", "grad_norm", "eval_accuracy"),
+    "dpo": ("loss", "accuracy", "margin", "grad_norm", "drift", "eval_loss"),
     "ppo": ("score", "kl", "entropy", "policy_loss", "value_loss", "grad_norm", "response_length", "eval_score"),
 }
 
@@ -85,11 +87,12 @@ def test_one_device_trains_in_bf16_and_goes_on_after_a_stop(on_cpu: Path, tmp_pa
     offload = {"offload_optimizer": "cpu"}
     lay_out(
         tmp_path, tiny_config(**SMALL, engine={"auto": True}),
-        sft=tiny_config(**UNCHECKED, engine=offload), ppo=tiny_config(**SMALL, engine=offload),
+        sft=tiny_config(**UNCHECKED, engine=offload), dpo=tiny_config(**UNCHECKED),
+        ppo=tiny_config(**SMALL, engine=offload),
     )  # fmt: skip
     told = run_on_devices(tmp_path, list(STAGES))
     assert "padded" not in told and "engine=auto: as it is configured" in told
-    for stage in ("sft", "reward"):
+    for stage in ("sft", "reward", "dpo"):
         compare(tmp_path, on_cpu, stage, ("loss", "eval_loss"), rel=1e-2)
         compare(tmp_path, on_cpu, stage, ("grad_norm",), rel=1e-2, first=1)
     compare(tmp_path, on_cpu, "ppo", ("entropy",), rel=1e-2)
@@ -110,7 +113,8 @@ def test_a_step_waits_for_the_device_for_its_figures_only(tmp_path: Path) -> Non
     three["ppo"]["update_epochs"] = 1
     lay_out(tmp_path, tiny_config(**{**UNCHECKED, **three}))
     run_on_devices(tmp_path, list(STAGES))
-    assert waits(tmp_path, "sft", step=2) == waits(tmp_path, "reward", step=2) == {"engine/figures.py:numbers": 1}
+    for stage in ("sft", "reward", "dpo"):
+        assert waits(tmp_path, stage, step=2) == {"engine/figures.py:numbers": 1}, stage
     found = waits(tmp_path, "ppo", step=2)
     rounds = found.pop("engine/rollout/on_device/rounds.py:draws")
     assert rounds <= 2  # of 4 tokens
@@ -139,7 +143,8 @@ def stop_after(stage: Path, step: int) -> None:
 
 def test_two_devices_walk_the_curves_of_one_cpu(on_cpu: Path, tmp_path: Path) -> None:
     engine = {"dtype": "fp32", "zero_stage": 3}
-    lay_out(tmp_path, tiny_config(**SMALL, engine=engine), sft=tiny_config(**UNCHECKED, engine=engine))
+    unchecked = tiny_config(**UNCHECKED, engine=engine)
+    lay_out(tmp_path, tiny_config(**SMALL, engine=engine), sft=unchecked, dpo=unchecked)
     run_on_devices(tmp_path, list(STAGES), ranks=2)
     for stage in STAGES:
         compare(tmp_path, on_cpu, stage, CURVES[stage], rel=1e-4)

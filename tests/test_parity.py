@@ -17,6 +17,7 @@ from tests.tiny import STAGES, lay_out, metrics, tiny_config
 CURVES = {
     "sft": ("loss", "grad_norm", "eval_loss"),
     "reward": ("loss", "accuracy", "margin", "eval_accuracy"),
+    "dpo": ("loss", "accuracy", "margin", "grad_norm", "chosen_logprob", "drift", "eval_loss"),
     "ppo": ("score", "kl", "entropy", "policy_loss", "value_loss", "response_length", "kl_coef", "eval_score"),
 }
 
@@ -30,10 +31,11 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 def run_stages(parent: str, layouts: list[dict[str, Any]]) -> None:
-    """All three stages for each layout, on whatever ranks there are."""
+    """All stages for each layout, on whatever ranks there are."""
     for number, layout in enumerate(layouts):
         run_dir = Path(parent) / f"ranks-{dist.world().size}-layout-{number}"
-        config = tiny_config(engine={"dtype": "fp32", **layout}, sft={"steps": 4}, reward={"steps": 4})
+        steps = {"sft": {"steps": 4}, "reward": {"steps": 4}, "dpo": {"steps": 3}}
+        config = tiny_config(engine={"dtype": "fp32", **layout}, **steps)
         config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"steps": 3, "ptx_coef": 0.1})})
         if dist.world().leads:
             lay_out(run_dir, config)
@@ -49,7 +51,7 @@ def test_ranks_and_layouts_do_not_change_the_curves(tmp_path: Path) -> None:
         check_memory(tmp_path / f"ranks-2-layout-{number}", str(layout))
     for stage, names in CURVES.items():
         alone = metrics(tmp_path / "ranks-1-layout-0", stage)
-        assert len(alone) == {"sft": 4, "reward": 4, "ppo": 4}[stage]
+        assert len(alone) == {"sft": 4, "reward": 4, "dpo": 3, "ppo": 4}[stage]
         for number, layout in enumerate(LAYOUTS):
             together = metrics(tmp_path / f"ranks-2-layout-{number}", stage)
             for ours, theirs in zip(together, alone, strict=True):

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from tests.tiny import STAGES, finish, lay_out, metrics, start_worker, tiny_config
 
-BEFORE = {"sft": ["tokenizer"], "reward": ["tokenizer", "sft"], "ppo": ["tokenizer", "sft", "reward"]}
+FROM_SFT = ["tokenizer", "sft"]
+BEFORE = {"sft": ["tokenizer"], "reward": FROM_SFT, "dpo": FROM_SFT, "ppo": [*FROM_SFT, "reward"]}
 
 
 def kill_at_random(run_dir: Path, stage: str, steps: int, rng: random.Random) -> str:

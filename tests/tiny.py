@@ -12,7 +12,7 @@ import yaml
 from pipeline.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[1]
-STAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
+STAGES = {"sft": "step1_sft", "reward": "step2_reward", "dpo": "step2_dpo", "ppo": "step3_ppo"}
 ARCHITECTURE = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -34,6 +34,7 @@ def tiny_config(**sections: dict[str, Any]) -> RunConfig:
         "tracking": {"kind": "none"},
         "sft": {"steps": 8, "batch_size": 16, "max_length": 160, "lr": 2e-3, "save_every": 2, "dropout": 0.0},
         "reward": {"steps": 8, "batch_size": 8, "max_length": 160, "lr": 1e-3, "save_every": 3},
+        "dpo": {"steps": 6, "batch_size": 8, "max_length": 160, "lr": 1e-3, "save_every": 2},
         "ppo": {"steps": 6, "batch_size": 8, "lr": 1e-4, "critic_lr": 1e-3, "update_epochs": 2, "save_every": 2},
         "rollout": {"max_new_tokens": 12, "max_prompt_tokens": 128},
         "evaluation": {"prompts": 8},
