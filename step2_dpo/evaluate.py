@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
@@ -65,12 +66,17 @@ def with_reference(
 
 
 def _kept(file: Path) -> dict[str, Tensor]:
-    return load(file.read_bytes()) if file.is_file() else {}
+    """What was read before; what is damaged is read again, which says so."""
+    try:
+        return load(file.read_bytes())
+    except (FileNotFoundError, SafetensorError):
+        return {}
 
 
 def held_out_figures(pairs: Pairs, logprobs: Tensor, dpo: DpoSection) -> dict[str, float]:
     """Loss, and how many held-out pairs are ranked right, by what margin; `logprobs` (N, 2) are the policy's."""
-    leads = (logprobs - pairs.reference).diff(dim=1).neg()[:, 0]
+    moved = logprobs - pairs.reference
+    leads = moved[:, 0] - moved[:, 1]
     return {
         "eval_loss": preference_loss(dpo)(leads).item() / len(pairs),
         "eval_accuracy": (leads > 0).double().mean().item(),

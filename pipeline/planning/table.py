@@ -45,6 +45,8 @@ def describe(
     yield ""
     yield f"{stage}: {policy.name}, {ranks} rank{'s' if ranks > 1 else ''}, {found.task.work.dtype}; {_room(found)}"
     yield from _bytes(found)
+    if stage == "dpo":
+        yield "  the reference: two numbers a pair, read by the policy before its first step; no second model is held"
     took = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
     yield f"  seconds a step at full length: {sum(seconds.values()):.2f} ({took})"
     found_all = candidates(found.task, found.room, pace, measured)

@@ -41,7 +41,7 @@ def test_ppo_without_a_critic_has_more_answers_and_no_critic() -> None:
     assert others.task.work.step_tokens == 3 * critic.task.work.step_tokens
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo"])
 def test_what_does_not_fit_is_refused_with_what_does(stage: str) -> None:
     config = tiny_config(**{stage: {"micro_batch_tokens": 8192}})
     whole = plan(config, stage, policy=source(), ranks=4, room=room(80 * GIB)).demand.peak
