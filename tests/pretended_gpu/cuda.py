@@ -37,7 +37,9 @@ ALLOCATES = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.new_e
 def faults() -> list[str]:
     """What was done since the last call that a GPU does not forgive. Waits for the device."""
     torch._C._accelerator_synchronizeDevice(0)
-    return list(_ops.faults())
+    stuck = ["a capture was given up, and torch believes that it runs"] if _now.underway or _now.drawing else []
+    _now.underway, _now.drawing = [], False
+    return list(_ops.faults()) + stuck
 
 
 def limit(size: int = MEMORY) -> None:
@@ -163,7 +165,7 @@ class _Watch(TorchDispatchMode):
 
 
 class _Now:
-    """Whether a graph is being captured, what PyTorch's check for waiting does, and how much memory there is."""
+    """Whether a graph is being captured and what PyTorch believes of it, what its check for waiting does, memory."""
 
     def __init__(self) -> None:
         self.capture: CUDAGraph | None = None
@@ -171,6 +173,8 @@ class _Now:
         self.launching = False  # Triton's interpreter, which reads device memory as no kernel has to
         self.waits: list[str] = []
         self.memory = MEMORY
+        self.underway: list[Any] = []  # pools that the allocator believes a capture takes from
+        self.drawing = False  # whether the generator believes that a capture draws
 
 
 _now = _Now()
@@ -181,6 +185,7 @@ def _wait(what: str) -> None:
     if _now.launching:
         return
     if _now.capture is not None:
+        _now.capture.broken = True
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what} (pretended)")
     if _now.sync == 2:
         raise RuntimeError(f"called a synchronizing CUDA operation: {what} (pretended)")
@@ -213,24 +218,40 @@ def _waits(name: str, args: Any, kwargs: Any) -> bool:
     return False
 
 
+def _end_pool(_device: int, pool: Any) -> None:
+    if pool not in _now.underway:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id (pretended)")
+    _now.underway.remove(pool)
+
+
 class CUDAGraph:
     """`torch.cuda.CUDAGraph`: the calls of a capture, made again on the same memory."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.calls: list[Any] = []
         self.watch = _Watch(self.calls)
+        self.broken = False
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         if current_stream().stream_id == 0:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream. (pretended)")
-        _now.capture = self
+        if pool in _now.underway:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id (pretended)")
+        self.pool = pool
+        _now.underway.append(pool)
+        _now.capture, _now.drawing = self, True
         _ops.hold()
         self.watch.__enter__()
 
     def capture_end(self) -> None:
+        """As torch's: where CUDA gave the capture up, allocator and generator don't learn of it."""
         self.watch.__exit__(None, None, None)
         _now.capture = None
         _ops.put_back()
+        if self.broken:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture (pretended)")
+        _end_pool(0, self.pool)
+        _now.drawing = False
 
     def replay(self) -> None:
         for func, args, kwargs, out in self.calls:
@@ -356,6 +377,7 @@ def _install() -> None:
     }  # fmt: skip
     for name, stands_in in (nothing | true | bytes_taken | most_taken | others).items():
         setattr(torch.cuda, name, stands_in)
+    torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool = _end_pool, lambda *_: None
     torch.UntypedStorage.resize_ = _resizing(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
     attention = _attention(torch.nn.functional.scaled_dot_product_attention)
     torch.nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]

@@ -22,7 +22,10 @@ from engine.loading import copy_local
 from engine.rollout import attention
 from engine.rollout.cache.groups import Chunk
 from engine.rollout.cache.slots import SlotCache, Step
+from engine.rollout.decoder import Rollouts
+from engine.rollout.on_device import graphs
 from tests.engine.rollout.families import build
+from tests.engine.rollout.on_device.test_graphs import asks_in_a_capture
 from tests.engine.test_on_gpu import OPTIMIZER, Policy, batches, loss
 from tests.gpu import lone_rank, needs_gpu  # noqa: F401  a fixture
 from tests.pretended_gpu import cuda
@@ -188,3 +191,17 @@ def test_streamed_blocks_say_what_whole_ones_say() -> None:
         with engine.generating() as rollouts:
             said.append([a.token_ids for a in rollouts.generate([[1, 2, 3], [4, 5]], Sampling(3, seed=1), [0, 1])])
     assert said[0] == said[1]
+
+
+def test_a_capture_that_can_not_be_mended_ends_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's allocator goes on putting off what it should free."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("not recording\nas it says")
+
+    model = build("opt").cuda()
+    asks_in_a_capture(monkeypatch)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", refuse)
+    with pytest.raises(graphs.StuckCapture, match=r"not permitted.*already recording.*rollout.stream=true"):
+        Rollouts(model, "cuda").generate([[1, 2, 3]], Sampling(2), [0])
+    assert cuda.faults() == ["a capture was given up, and torch believes that it runs"]

@@ -10,7 +10,7 @@ PyTorch's own check for such questions, before anything is captured; the step is
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 
 import torch
@@ -23,6 +23,11 @@ from engine.uploads import upload
 
 log = logging.getLogger(__name__)
 _told: set[str] = set()
+_given_up: list[torch.cuda.CUDAGraph] = []  # PyTorch may ask each which stream it captures: they have to live on
+
+
+class StuckCapture(Exception):
+    """PyTorch believes that a capture runs which was given up."""
 
 
 class Replays:
@@ -69,7 +74,7 @@ class Replays:
         return self._graphs[size].replay if size in self._graphs else lambda: self.step(chosen)
 
     def _capture(self, chosen: Tensor) -> torch.cuda.CUDAGraph:
-        """Needs a GPU. All slots are the scratch one while it warms up. Raises RuntimeError."""
+        """Needs a GPU. All slots are the scratch one while it warms up. Raises RuntimeError, and StuckCapture."""
         self._fill_up(chosen)
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
@@ -95,13 +100,51 @@ class Replays:
         """The step as a graph. `torch.cuda.graph` would stay on its stream where ending the capture fails."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
+        try:
+            self._begin(graph)
+            self.step(chosen)
+        except BaseException as problem:
+            self._end(graph, problem)
+            raise
+        self._end(graph)
+        return graph
+
+    def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
         # Threads of offload and checkpoints may go on allocating meanwhile: hence not "global".
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def _end(self, graph: torch.cuda.CUDAGraph, problem: BaseException | None = None) -> None:
+        """End a capture, in which there was a `problem`. Raises RuntimeError where there was none and it can't end."""
         try:
-            self.step(chosen)
-        finally:
             graph.capture_end()
-        return graph
+        except RuntimeError as refused:
+            self._mend(graph, problem or refused)
+            if problem is None:
+                raise
+
+    def _mend(self, graph: torch.cuda.CUDAGraph, problem: BaseException) -> None:
+        """After a capture that CUDA gave up PyTorch goes on as if it ran: its allocator puts off what it should free
+        and gives nothing back, its generator refuses to draw. Tell the one, and let the other see a capture end well;
+        that this begins in the same pool shows that the first is told. Raises StuckCapture where it can't be done.
+        """
+        _given_up.append(graph)
+        device, ours = torch.cuda.current_device(), False
+        try:
+            with suppress(RuntimeError):  # it knows, where all that failed is to make the graph one that can run
+                torch._C._cuda_endAllocateToPool(device, self._pool)
+                ours = True
+            trial = torch.cuda.CUDAGraph()
+            self._begin(trial)
+            self.step.state.said.place.add_(0)
+            trial.capture_end()
+            if ours:
+                torch._C._cuda_releasePool(device, self._pool)
+        except (RuntimeError, AttributeError) as left:
+            raise StuckCapture(
+                f"a CUDA graph could not be captured ({_first_line(problem)}), and PyTorch can't be brought back to "
+                f"where it was ({_first_line(left)}): start again, the run goes on from its last checkpoint; if this "
+                "comes again, rollout.stream=true generates without graphs"
+            ) from problem
 
 
 @cache
@@ -126,4 +169,8 @@ def _refuse_to_wait() -> Iterator[None]:
 def _say_once(name: str, problem: Exception) -> None:
     if name not in _told:
         _told.add(name)
-        log.warning("%s decodes without CUDA graphs, more slowly: %s", name, str(problem).splitlines()[0])
+        log.warning("%s decodes without CUDA graphs, more slowly: %s", name, _first_line(problem))
+
+
+def _first_line(problem: BaseException) -> str:
+    return str(problem).partition("\n")[0]

@@ -11,6 +11,7 @@ from torch import nn
 from engine.kernels.gpu import compiler
 from engine.rollout.decoder import Generation, Rollouts
 from engine.rollout.on_device import graphs
+from engine.rollout.on_device.forwards import Forwards
 from engine.rollout.sampling import Sampling
 from engine.rollout.selfcheck import selfcheck
 from engine.rollout.twin.hybrid import Twin
@@ -106,6 +107,39 @@ def test_a_model_that_asks_the_device_is_called_and_says_so(
         assert not any(one.captures for one in replays(asking))
         assert sum("without CUDA graphs" in record.getMessage() for record in caplog.records) == 1
     same(Rollouts(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5), expected)
+
+
+def asks_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that asks the device when it is captured, and no sooner."""
+    right = Forwards.__call__
+
+    def asking(self: Forwards, *told: Any) -> torch.Tensor:
+        logits = right(self, *told)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            float(logits.sum())
+        return logits
+
+    monkeypatch.setattr(Forwards, "__call__", asking)
+
+
+def test_a_capture_that_is_given_up_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What no trial finds, as it comes in the capture alone: the steps are called, and random numbers come."""
+    monkeypatch.setattr(graphs, "_told", set())
+    model, asked = on_device("opt"), (PROMPTS[:2], replace(DRAWN, max_new_tokens=3), STREAMS[:2])
+    expected = Rollouts(model, DEVICE).generate(*asked)
+    asking = Rollouts(model, DEVICE)
+    decoder(asking)
+    with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
+        asks_in_a_capture(patch)
+        same(asking.generate(*asked), expected)
+    if not ON_GPU:
+        return
+    assert not any(one.captures for one in replays(asking))
+    (said,) = [record.getMessage() for record in caplog.records if "without CUDA graphs" in record.getMessage()]
+    assert "operation" in said and "during capture" not in said, "the reason, not what came of it"
+    torch.rand(4, device=DEVICE)
 
 
 def test_without_a_compiler_it_draws_the_same_and_says_so(
