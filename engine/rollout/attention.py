@@ -18,9 +18,9 @@ from transformers import AttentionInterface
 from engine.kernels.host import decode_attention as host
 from engine.kernels.host.ragged_attention import ragged_attention
 from engine.kernels.varlen import fits, varlen_kernel, within_sequences
-from engine.rollout.cache.groups import Family, Group
+from engine.rollout.cache.groups import Chunk, Family
 from engine.rollout.cache.shared_prompt import joined_attention
-from engine.rollout.cache.slots import Seen, SlotLayer, Step
+from engine.rollout.cache.slots import SeenRows, SlotLayer, Step
 from engine.rollout.recorded.recording import recorded_whole
 
 NAME = "zerochat_slots"
@@ -89,14 +89,12 @@ def _in_one_call(slots: Step, layer: SlotLayer, asked: Asked) -> Tensor:
     further = slots.continuations(key.shape[1])
     if further is not None and softcap is None:
         went_on = ragged_attention(query[0], *layer.in_a_row, further, scale=scale, window=window)
-    for part, first, last, mask in slots.chunks_seen(window):
-        columns = slice(part.begin, part.end)
-        if part.start and went_on is not None:
+    for chunk in slots.chunks:
+        columns = slice(chunk.begin, chunk.end)
+        if chunk.start and went_on is not None:
             out[0, columns] = went_on[columns]
-        elif part.start or begun is None:
-            k, v = layer.keys[part.slot, None, :, first:last], layer.values[part.slot, None, :, first:last]
-            said = attend(query[:, :, columns], k, v, mask, scaling=scaling, softcap=softcap)
-            out[:, columns] = said.transpose(1, 2)
+        elif chunk.start or begun is None:
+            out[0, columns] = _of_chunk(query[0].transpose(0, 1), slots, layer, asked, chunk)
     if tokens > len(slots.slots):  # the others only fill the step up
         out[:, len(slots.slots) :] = 0
     return out
@@ -109,38 +107,43 @@ def _part_by_part(slots: Step, layer: SlotLayer, asked: Asked) -> Tensor:
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # (N, key heads, head size)
     layer.write(rows, keys[: len(rows)], values[: len(rows)])
     queries = query[0].transpose(0, 1)  # (N, heads, head size)
-    begun = _within_chunks(slots, asked)
-    if begun is not None:
-        for seen in slots.chunks_seen(window):
-            chunk = seen[0]
-            if chunk.start:
-                begun[chunk.begin : chunk.end] = _of_part(queries, slots, layer, asked, seen)
-        return begun[None]
+    by_kernel = _within_chunks(slots, layer, asked)
+    if by_kernel is not None:
+        return by_kernel[None]
     families = softcap is None and key.shape[-1] == value.shape[-1]
-    parts = [_of_part(queries, slots, layer, asked, seen) for seen in slots.seen(window, families=families)]
+    parts = [_of_rows(queries, slots, layer, asked, seen) for seen in slots.seen(window, families=families)]
+    parts += [_of_chunk(queries, slots, layer, asked, chunk) for chunk in slots.chunks]
     if len(rows) < len(queries):  # the others only fill the step up
         parts.append(parts[0].new_zeros(len(queries) - len(rows), *parts[0].shape[1:]))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined[None]
 
 
-def _of_part(queries: Tensor, slots: Step, layer: SlotLayer, asked: Asked, seen: Seen) -> Tensor:
-    """queries (N, heads, head size) of a step; what the columns of one part say."""
+def _of_rows(queries: Tensor, slots: Step, layer: SlotLayer, asked: Asked, seen: SeenRows) -> Tensor:
+    """queries (N, heads, head size) of a step; what the columns of one part of those that decode say."""
     part, first, last, mask = seen
     mine = queries[part.begin : part.end]
     if isinstance(part, Family):
         return joined_attention(mine, layer, part, slots.tails(part), asked.scaling)
-    single = isinstance(part, Group)
-    q = mine[:, :, None] if single else mine.transpose(0, 1)[None]
-    span = slice(part.slot, part.slot + (len(part.lengths) if isinstance(part, Group) else 1))
+    span = slice(part.slot, part.slot + len(part.lengths))
     k, v = layer.keys[span, :, first:last], layer.values[span, :, first:last]
-    out = attend(q, k, v, mask, scaling=asked.scaling, softcap=asked.softcap)
-    return out[:, :, 0] if single else out[0].transpose(0, 1)
+    return attend(mine[:, :, None], k, v, mask, scaling=asked.scaling, softcap=asked.softcap)[:, :, 0]
 
 
-def _within_chunks(slots: Step, asked: Asked) -> Tensor | None:
-    """(N, heads, head size): what chunks of prompts, each by itself, say, by one call of a GPU's kernel; None where the
-    step has others, or the kernel doesn't do this.
+def _of_chunk(queries: Tensor, slots: Step, layer: SlotLayer, asked: Asked, chunk: Chunk) -> Tensor:
+    """What a chunk's columns say, in runs where it takes a mask, or scores that are kept: (tokens, heads, size)."""
+    said = []
+    for part, first, last, mask in slots.chunk_seen(chunk, asked.window, whole=asked.softcap is None):
+        mine = queries[part.begin : part.end].transpose(0, 1)[None]
+        k, v = layer.keys[part.slot, None, :, first:last], layer.values[part.slot, None, :, first:last]
+        out = attend(mine, k, v, mask, scaling=asked.scaling, softcap=asked.softcap)
+        said.append(out[0].transpose(0, 1))
+    return said[0] if len(said) == 1 else torch.cat(said)
+
+
+def _within_chunks(slots: Step, layer: SlotLayer, asked: Asked) -> Tensor | None:
+    """(N, heads, head size): what chunks of prompts say by a GPU's kernel, those that begin in one call, each that goes
+    on from cached tokens in its own; None where the step has others, or the kernel doesn't do this.
     """
     query, value = asked.query[0], asked.value[0]
     if not query.is_cuda or asked.softcap is not None or slots.groups or slots.chunks[-1].end < query.shape[1]:
@@ -149,10 +152,18 @@ def _within_chunks(slots: Step, asked: Asked) -> Tensor | None:
     if kernel is None:
         return None
     q, k, v = (t.transpose(0, 1) for t in (query, asked.key[0], value))
+    how: dict[str, Any] = {"scale": asked.scaling, "window": asked.window}
     starts, longest = slots.chunk_starts
-    return within_sequences(
-        kernel, q, k, v, (starts, starts), (longest, longest), scale=asked.scaling, window=asked.window
-    )
+    out = torch.empty_like(q)
+    if any(chunk.start == 0 for chunk in slots.chunks):
+        out = within_sequences(kernel, q, k, v, (starts, starts), (longest, longest), **how)
+    for chunk in (each for each in slots.chunks if each.start):
+        columns, seen = slice(chunk.begin, chunk.end), slice(chunk.first(asked.window), chunk.length)
+        keys, values = (t[chunk.slot, :, seen].transpose(0, 1) for t in (layer.keys, layer.values))
+        tokens = chunk.end - chunk.begin, len(keys)
+        bounds = slots.bounds(tokens[0]), slots.bounds(tokens[1])
+        out[columns] = within_sequences(kernel, q[columns], keys, values, bounds, tokens, **how)
+    return out
 
 
 def check_served(module: nn.Module, others: Mapping[str, Any]) -> None:

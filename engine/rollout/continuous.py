@@ -6,6 +6,7 @@ says depends on its prompt, the sampling settings and its stream, not on its slo
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from torch import Tensor, nn
 from engine.healing.failure import is_out_of_memory
 from engine.kernels.host import decode_attention as host
 from engine.parallel import dist
+from engine.rollout import attention
 from engine.rollout.agreement import counts_from_zero, far_apart, fixed_prompts, plain_logits
 from engine.rollout.attention import Unserved, routed
 from engine.rollout.cache.grouping import BY_TORCH, IN_C, Grouping, Joining
 from engine.rollout.cache.groups import Chunk, Group
 from engine.rollout.cache.slots import SlotCache, Step
-from engine.rollout.decoding import Decoding, Drawn
-from engine.rollout.on_device.caches import ROUND_CAPACITY, Demand
+from engine.rollout.decoding import Drawn, SlotDecoding
+from engine.rollout.on_device import called
+from engine.rollout.on_device.caches import ROUND_CAPACITY, Caches, Demand
+from engine.rollout.on_device.called import CalledDecoding, Mixed
 from engine.rollout.on_device.forwards import Forwards
 from engine.rollout.on_device.rounds import DeviceDecoding, Rounds
 from engine.rollout.on_device.sharing import SharingScheduler
@@ -58,6 +62,9 @@ class SlotDecoder:
         self.cache: SlotCache | None = None
         # Then steps are captured, and the host follows a round behind.
         self.on_device = replay and device.type == "cuda"
+        # Then prompts are cached apart from answers, once for all their samples.
+        self.shares = device.type == "cuda"
+        self._shared: Caches | None = None
         self._rounds: Rounds | None = None
         self._forwards = Forwards(module, device)
         self.recorded: RecordedSteps | None = None  # the probe is no step to record
@@ -67,7 +74,7 @@ class SlotDecoder:
 
     def release(self) -> None:
         """Free the cache, the packed weights and the graphs."""
-        self.cache = self._rounds = None
+        self.cache = self._shared = self._rounds = None
         self._forwards.unbind()
         self.packs.release()
         if self.recorded is not None:
@@ -83,16 +90,19 @@ class SlotDecoder:
     ) -> Iterator[list[Drawn]]:
         """Answer the prompts; yields what each forward drew. `ends` says if a prompt's answer ends with a token."""
         at_once, longest = PREFILL_TOKENS.get(self.device.type, 1024), max(len(prompt) for prompt in prompts)
-        if self.on_device:
+        if self.on_device or self.shares:
             different = len({tuple(prompt) for prompt in prompts})
-            rounds = self._rounds_for(Demand(longest, sampling.max_new_tokens, different, len(prompts), slots))
-            slots, for_prompts = min(slots, rounds.caches.slots), rounds.caches.prompts.slots
-            sharing = SharingScheduler(prompts, slots, at_once, prompt_slots=for_prompts)
-            return iter(DeviceDecoding(rounds, self.forward, sharing, sampling, streams, ends))
+            caches = self._caches_for(Demand(longest, sampling.max_new_tokens, different, len(prompts), slots))
+            slots = min(slots, caches.slots)
+            sharing = SharingScheduler(prompts, slots, at_once, prompt_slots=caches.prompts.slots)
+            if self.on_device:
+                return iter(DeviceDecoding(self._rounds_over(caches), self.forward, sharing, sampling, streams, ends))
+            mixed = partial(self._called, called.NAME)
+            return iter(CalledDecoding(mixed, caches, sharing, sampling, streams, ends, self.device))
         cache = self._cache_for(longest + sampling.max_new_tokens, slots)
         scheduler = Scheduler(prompts, max(1, min(slots, cache.slots)), at_once)
         groups = Grouping(self.token_numbers, self._joining())
-        return iter(Decoding(self.forward, cache, scheduler, sampling, streams, ends, groups, self.device))
+        return iter(SlotDecoding(groups, self.forward, cache, scheduler, sampling, streams, ends, self.device))
 
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], step: Step, keep: Sequence[int]) -> Tensor:
@@ -101,15 +111,20 @@ class SlotDecoder:
             replayed = self.recorded.run(token_ids, step)
             if replayed is not None:
                 return replayed
+        return self._called(attention.NAME, token_ids, step, keep)
+
+    @torch.inference_mode()
+    def _called(self, name: str, token_ids: Sequence[int], step: Step | Mixed, keep: Sequence[int]) -> Tensor:
+        """The same by the modules, which attend by the function of this name."""
         extra: dict[str, Any] = {}
         columns = None if len(keep) == len(token_ids) else upload(keep or [0], self.device)
         if self.keeps_logits and columns is not None:
             extra["logits_to_keep"], columns = columns, None
-        with routed(self.module), self.packs.applied():
+        with routed(self.module, name), self.packs.applied():
             logits = self._logits(upload([token_ids], self.device), step.positions[None], step, **extra)[0]
         return logits if columns is None else logits[columns]
 
-    def _logits(self, token_ids: Tensor, positions: Tensor, step: Step, **extra: Any) -> Tensor:
+    def _logits(self, token_ids: Tensor, positions: Tensor, step: Step | Mixed, **extra: Any) -> Tensor:
         """The module's own forward: token ids (1, N), positions (1, N) -> logits (1, N, V)."""
         output = self.module(input_ids=token_ids, position_ids=positions, use_cache=False, slots=step, **extra)
         logits: Tensor = output.logits
@@ -150,8 +165,8 @@ class SlotDecoder:
     @property
     def caches(self) -> list[SlotCache]:
         """All that holds keys and values now."""
-        on_device = [] if self._rounds is None else [self._rounds.caches.prompts, self._rounds.caches.answers]
-        return on_device if self.cache is None else [self.cache, *on_device]
+        shared = [] if self._shared is None else [self._shared.prompts, self._shared.answers]
+        return shared if self.cache is None else [self.cache, *shared]
 
     def _cache_for(self, tokens: int, slots: int) -> SlotCache:
         """The cache at hand if it is large enough, else one for at most `slots` sequences of `tokens`, in bounds."""
@@ -159,19 +174,22 @@ class SlotDecoder:
         affordable = max(1, self._bound() // (self.token_bytes * capacity))
         cache = self.cache
         if cache is None or cache.capacity < tokens or cache.slots < min(slots, affordable):
-            self.cache = self._rounds = cache = None  # free the old one first
+            self.cache = self._shared = self._rounds = cache = None  # free the old one first
             self.cache = cache = SlotCache(min(slots, affordable), capacity)
         return cache
 
-    def _rounds_for(self, demand: Demand) -> Rounds:
-        """The steps at hand if they are still the module's and their caches large enough, else new ones, in bounds."""
+    def _caches_for(self, demand: Demand) -> Caches:
+        """Those at hand if they are large enough, else new ones, in bounds."""
         held = sum(cache.slots * cache.capacity for cache in self.caches)
         tokens = self._bound() // self.token_bytes + (held if self.cache_bytes is None else 0) // 2
         wanted = demand.fitting(tokens)
-        caches = None if self._rounds is None else self._rounds.caches
-        if caches is None or not demand.is_met_by(caches, wanted.slots):
-            self.cache = self._rounds = None  # free the old ones first
-            caches = wanted
+        if self._shared is None or not demand.is_met_by(self._shared, wanted.slots):
+            self.cache = self._shared = self._rounds = None  # free the old ones first
+            self._shared = wanted
+        return self._shared
+
+    def _rounds_over(self, caches: Caches) -> Rounds:
+        """The steps at hand if they are still the module's and over these caches, else new ones."""
         if self._rounds is None or not self._rounds.fit:
             self._rounds = None  # free the old graphs first
             self._rounds = Rounds(self._forwards, caches, self.device)

@@ -2,39 +2,46 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.kernels import draw
 from engine.rollout.cache.grouping import Grouping
+from engine.rollout.cache.groups import Chunk
 from engine.rollout.cache.slots import SlotCache, Step
 from engine.rollout.sampling import Sampling, forbid, penalise, uniforms
 from engine.rollout.scheduler import Answering, Scheduler
 
 Drawn = tuple[int, int, float]  # the prompt's place, the token, its log-probability
-Forward = Callable[[Sequence[int], Step, Sequence[int]], Tensor]
+Carried = TypeVar("Carried")
 
 
-class Decoding:
-    """One call's work; iterating yields what each forward drew. `forward` is `SlotDecoder.forward`."""
+class Decoding(Generic[Carried]):
+    """One call's work; iterating yields what each forward drew. `cache` is where prompts are; `forward` runs token ids,
+    laid out by `lay_out`, and returns the logits after chosen ones.
+    """
 
     def __init__(
         self,
-        forward: Forward,
+        forward: Callable[[Sequence[int], Carried, Sequence[int]], Tensor],
         cache: SlotCache,
         scheduler: Scheduler,
         sampling: Sampling,
         streams: Sequence[int],
         ends: Callable[[int, int], bool],
-        groups: Grouping,
         device: torch.device,
     ) -> None:
         self.forward, self.cache, self.scheduler, self.sampling, self.ends = forward, cache, scheduler, sampling, ends
-        self.groups, self.device = groups, device
+        self.device = device
         places = torch.arange(sampling.max_new_tokens, device=device)
         self.draws = uniforms(sampling.seed, torch.tensor(streams, device=device)[:, None], places)  # (n, max new)
         self._seen: Tensor | None = None  # (slots, V), for the repetition penalty
+
+    def lay_out(self, decoding: Sequence[Answering], chunks: Sequence[Chunk]) -> Carried:
+        """What attention is told of a forward: a token of each sequence, then chunks of prompts."""
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[list[Drawn]]:
         while self.scheduler.busy:
@@ -51,17 +58,12 @@ class Decoding:
             cache.copy_prefix(source, target, tokens)
         chunks, members = scheduler.chunks()
         decoding = list(scheduler.decoding)
-        token_ids, positions = [s.last for s in decoding], [s.cached for s in decoding]
-        slots = [s.slot for s in decoding]
+        token_ids = [s.last for s in decoding]
         for chunk, member in zip(chunks, members, strict=True):
             token_ids += member.prompt[chunk.start : chunk.length]
-            positions += range(chunk.start, chunk.length)
-            slots += [chunk.slot] * (chunk.length - chunk.start)
-        where = torch.tensor([slots, positions], device=self.device)
-        step = Step(cache, where[0], where[1], self.groups(decoding), chunks)
         whole = [(c.end - 1, m) for c, m in zip(chunks, members, strict=True) if c.length == len(m.prompt)]
         keep = [*range(len(decoding)), *(column for column, _ in whole)]
-        logits = self.forward(token_ids, step, keep)
+        logits = self.forward(token_ids, self.lay_out(decoding, chunks), keep)
         for sequence in decoding:
             sequence.cached += 1
         for copy in scheduler.ran(members, chunks):
@@ -90,7 +92,7 @@ class Decoding:
     def _seen_by(self, sequences: Sequence[Answering], vocabulary: int) -> Tensor:
         """(n, V): which tokens stand in each sequence."""
         if self._seen is None:
-            self._seen = torch.zeros(self.cache.slots, vocabulary, dtype=torch.bool, device=self.device)
+            self._seen = torch.zeros(self.scheduler.slots, vocabulary, dtype=torch.bool, device=self.device)
         for sequence in sequences:
             if sequence.drawn == 0:
                 self._seen[sequence.slot] = False
@@ -104,3 +106,20 @@ class Decoding:
         ended |= {s.request for s in self.scheduler.decoding if s.drawn == self.sampling.max_new_tokens}
         if ended:
             self.scheduler.finish(ended)
+
+
+class SlotDecoding(Decoding[Step]):
+    """Where a sequence's slot has its prompt, too."""
+
+    def __init__(self, groups: Grouping, *call: Any) -> None:
+        """`groups` cuts the rows that decode; the rest is `Decoding`'s."""
+        super().__init__(*call)
+        self.groups = groups
+
+    def lay_out(self, decoding: Sequence[Answering], chunks: Sequence[Chunk]) -> Step:
+        slots, positions = [s.slot for s in decoding], [s.cached for s in decoding]
+        for chunk in chunks:
+            slots += [chunk.slot] * (chunk.length - chunk.start)
+            positions += range(chunk.start, chunk.length)
+        where = torch.tensor([slots, positions], device=self.device)
+        return Step(self.cache, where[0], where[1], self.groups(decoding), chunks)

@@ -189,7 +189,9 @@ def test_streamed_blocks_say_what_whole_ones_say() -> None:
         engine = engine_of("opt", zero_stage=3)
         engine.flip.stream, engine.flip.selfcheck_every = stream, 0
         with engine.generating() as rollouts:
-            said.append([a.token_ids for a in rollouts.generate([[1, 2, 3], [4, 5]], Sampling(3, seed=1), [0, 1])])
+            answers = rollouts.generate([[1, 2, 3], [4, 5]], Sampling(3, seed=1), [0, 1, 2, 3], samples=2)
+            said.append([a.token_ids for a in answers])
+            assert rollouts._slots is not None and [c.slots for c in rollouts._slots.caches] == [2, 4 + 1]
     assert said[0] == said[1]
 
 

@@ -1,6 +1,7 @@
 """The parts of a forward, and what each reads of the slot cache: single queries side by side, and runs of prompts."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -74,14 +75,19 @@ class Chunk:
         """Tokens of the sequence once the chunk is written."""
         return self.start + self.end - self.begin
 
-    def seen(self, window: int | None, device: torch.device) -> tuple[int, int, Tensor | None]:
-        """The span of positions to read, and what of it each query sees: (queries, span), None for all before it."""
-        first = 0 if window is None else max(0, self.start + 1 - window)
-        if self.end - self.begin == 1 or (self.start == 0 and (window is None or window >= self.length)):
-            return first, self.length, None
-        queries = torch.arange(self.start, self.length, device=device)[:, None]
-        keys = torch.arange(first, self.length, device=device)
-        mask = keys <= queries
-        if window is not None:
-            mask &= keys > queries - window
-        return first, self.length, mask
+    def first(self, window: int | None) -> int:
+        """The first position that it reads."""
+        return 0 if window is None else max(0, self.start + 1 - window)
+
+    def masked(self, window: int | None) -> bool:
+        """Whether its queries see something else than all before them of what it reads, each of its own tokens one."""
+        return self.end - self.begin > 1 and (self.start > 0 or (window is not None and window < self.length))
+
+    def cut(self, most: int) -> Iterator["Chunk"]:
+        """The same in runs of at most so many tokens."""
+        for begin in range(self.begin, self.end, most):
+            yield Chunk(begin, min(begin + most, self.end), self.slot, self.start + begin - self.begin)
+
+    def moved(self, columns: int) -> "Chunk":
+        """The same in a forward where it begins so many columns later."""
+        return replace(self, begin=self.begin + columns, end=self.end + columns)

@@ -7,7 +7,7 @@ that was measured an eighth faster than a token's heads together.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,8 +19,9 @@ from engine.offload.blocks import aligned
 from engine.rollout.cache.groups import Chunk, Family, Group
 from engine.uploads import upload
 
-Seen = tuple[Group | Chunk | Family, int, int, Tensor | None]
+SeenRows = tuple[Group | Family, int, int, Tensor | None]
 SeenChunk = tuple[Chunk, int, int, Tensor | None]
+QUERIES = 256  # of a chunk that one mask is for, 8 MiB where 32,000 tokens are cached
 
 
 @dataclass
@@ -99,8 +100,9 @@ class Step:
     chunks: Sequence[Chunk]
     windows: set[int | None] = field(default_factory=set)  # that layers asked for; None is a layer without
     _rows: dict[int, Tensor] = field(default_factory=dict)
-    _seen: dict[tuple[int | None, bool], list[Seen]] = field(default_factory=dict)
-    _chunks: dict[int | None, list[SeenChunk]] = field(default_factory=dict)
+    _seen: dict[tuple[int | None, bool], list[SeenRows]] = field(default_factory=dict)
+    _stairs: dict[int | None, Tensor] = field(default_factory=dict)
+    _bounds: dict[int, Tensor] = field(default_factory=dict)
     _families: dict[int | None, Tensor | None] = field(default_factory=dict)
     _continuations: dict[int, Families | None] = field(default_factory=dict)
     _tails: dict[int, list[tuple[Group, int, int, Tensor | None]]] = field(default_factory=dict)
@@ -163,21 +165,46 @@ class Step:
         starts = [self.chunks[0].begin, *(chunk.end for chunk in self.chunks)]
         return upload(starts, self.slots.device, torch.int32), max(c.end - c.begin for c in self.chunks)
 
-    def chunks_seen(self, window: int | None) -> list[SeenChunk]:
-        """Each chunk with the span of positions it reads and its mask, for a layer's sliding window."""
-        if window not in self._chunks:
-            self._chunks[window] = [(chunk, *chunk.seen(window, self.slots.device)) for chunk in self.chunks]
-        return self._chunks[window]
+    def bounds(self, tokens: int) -> Tensor:
+        """(2,) int32: where so many tokens begin and end, for a kernel that takes sequences side by side."""
+        if tokens not in self._bounds:
+            self._bounds[tokens] = upload([0, tokens], self.slots.device, torch.int32)
+        return self._bounds[tokens]
 
-    def seen(self, window: int | None, *, families: bool = True) -> list[Seen]:
-        """Each part with the span of positions it reads and its mask, for a layer's sliding window.
+    def chunk_seen(self, chunk: Chunk, window: int | None, *, whole: bool = True) -> Iterator[SeenChunk]:
+        """A chunk with the span of positions it reads, for a layer's sliding window; where that takes a mask in runs,
+        so that masks stay small. `whole` False cuts it in any case.
+        """
+        cut = not whole or chunk.masked(window)
+        for part in chunk.cut(QUERIES) if cut else (chunk,):
+            first = part.first(window)
+            yield part, first, part.length, self._mask(part, part.start - first, window)
+
+    def _mask(self, part: Chunk, before: int, window: int | None) -> Tensor | None:
+        """(queries, span) True on what each sees, `before` cached tokens among it; None for a causal call's."""
+        if not part.masked(window):
+            return None
+        stairs = self._stairs.get(window)
+        if stairs is None:
+            most = max(run.start - run.first(window) for chunk in self.chunks for run in chunk.cut(QUERIES))
+            steps = torch.arange(QUERIES, device=self.slots.device)[:, None] + most
+            places = torch.arange(most + QUERIES, device=self.slots.device)
+            stairs = places <= steps
+            if window is not None:
+                stairs &= places > steps - window
+            self._stairs[window] = stairs
+        queries, most = part.end - part.begin, stairs.shape[1] - QUERIES
+        return stairs[:queries, most - before : most + queries]
+
+    def seen(self, window: int | None, *, families: bool = True) -> list[SeenRows]:
+        """Each part of the rows that decode with the span of positions it reads and its mask, likewise.
 
         A family reads its prompt once, and `tails` apart, where the window reaches over all and `families` are wanted;
         else its groups read what they have of it each.
         """
         if (window, families) not in self._seen:
             device = self.slots.device
-            found: list[Seen] = []
+            found: list[SeenRows] = []
             for part in self.groups:
                 if isinstance(part, Group):
                     found.append((part, *part.seen(window, device)))
@@ -185,7 +212,6 @@ class Step:
                     found.append((part, 0, part.prompt, None))
                 else:
                     found += [(group, *group.seen(window, device)) for group in part.groups]
-            found += self.chunks_seen(window)
             self._seen[window, families] = found
         return self._seen[window, families]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from engine.rollout.cache.slots import SlotCache, SlotLayer
 
 ROUND_CAPACITY = 64
+WORTH_JOINING = 128  # tokens of a prompt, two steps of a share: with fewer another launch a layer is not
 WAITING = 2  # slots for prompts where memory is short, by as many as fill the slots for answers at once
 
 

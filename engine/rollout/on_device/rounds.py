@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from engine.kernels.decode_rows import NOTHING
 from engine.rollout.cache.slots import Step
-from engine.rollout.on_device.caches import Caches
+from engine.rollout.on_device.caches import WORTH_JOINING, Caches
 from engine.rollout.on_device.forwards import Forwards
 from engine.rollout.on_device.graphs import Replays
 from engine.rollout.on_device.sharing import SharingScheduler, firsts_of
@@ -28,7 +28,6 @@ from engine.uploads import upload
 
 WINDOW = 8  # decode steps a round: the host asks no sooner
 SETTINGS_KEPT = 4  # sampling settings whose graphs are kept
-WORTH_JOINING = 128  # tokens of a prompt, two steps of a share: with fewer another launch a layer is not
 
 Drawn = tuple[int, int, float]  # the prompt's place, the token, its log-probability
 Prefill = Callable[[Sequence[int], Step, Sequence[int]], Tensor]
@@ -165,7 +164,7 @@ class DeviceDecoding:
         chunks, members = scheduler.chunks()
         if not chunks:
             return False
-        chunks = [replace(chunk, begin=chunk.begin - offset, end=chunk.end - offset) for chunk in chunks]
+        chunks = [chunk.moved(-offset) for chunk in chunks]
         token_ids = [t for c, m in zip(chunks, members, strict=True) for t in m.prompt[c.start : c.length]]
         where = upload([[c.slot for c in chunks for _ in range(c.start, c.length)],
                         [place for c in chunks for place in range(c.start, c.length)]], device)  # fmt: skip

@@ -51,6 +51,7 @@ class SharingScheduler(Scheduler):
             leader.followers.append(sequence)
         else:
             sequence.cached = sequence.shared = len(sequence.prompt) - 1
+            sequence.last = sequence.prompt[-1]
             self.decoding.append(sequence)
         return True
 

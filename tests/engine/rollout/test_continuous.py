@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from engine.rollout import attention, continuous, decoder, packed
+from engine.rollout.cache import slots as slot_cache
 from engine.rollout.cache.grouping import BY_TORCH, IN_C, Grouping, Joining, cut_into_groups
 from engine.rollout.cache.groups import Chunk, Family, Group
 from engine.rollout.cache.slots import Step
@@ -60,6 +61,7 @@ def test_few_slots_and_chunked_prompts_say_the_same(
     """Refilled slots hold other sequences' keys behind their own; chunks see what is cached, within the window."""
     attends_by(kernels, monkeypatch)
     monkeypatch.setitem(continuous.PREFILL_TOKENS, "cpu", chunk)
+    monkeypatch.setattr(slot_cache, "QUERIES", 3)
     model = build(family)
     by_definition(model, PROMPTS, Rollouts(model, "cpu").generate(PROMPTS, GREEDY, STREAMS, batch_size=slots))
 
@@ -233,10 +235,27 @@ def test_masks_show_what_a_query_may_see() -> None:
     first, last, mask = Group(0, 2, 0, (5, 7)).seen(3, cpu)
     assert (first, last) == (2, 7) and mask is not None
     assert mask[:, 0, 0].int().tolist() == [[1, 1, 1, 0, 0], [0, 0, 1, 1, 1]]
-    assert Chunk(0, 4, 0, 0).seen(4, cpu) == (0, 4, None)
-    first, last, mask = Chunk(0, 3, 0, 4).seen(3, cpu)
-    assert (first, last) == (2, 7) and mask is not None
-    assert mask.int().tolist() == [[1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("window", [None, 3, 8])
+def test_long_chunks_take_small_masks(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run by run each query sees what it should, whatever else the step carries."""
+    monkeypatch.setattr(slot_cache, "QUERIES", 4)
+    chunks, none = [Chunk(0, 10, 0, 21), Chunk(10, 17, 1, 0), Chunk(17, 18, 2, 5), Chunk(18, 23, 3, 2)], torch.empty(0)
+    step = Step(slot_cache.SlotCache(4, 64), none, none, [], chunks)
+    for whole in (True, False):
+        for chunk in chunks:
+            parts = list(step.chunk_seen(chunk, window, whole=whole))
+            assert (parts[0][0].begin, parts[-1][0].end) == (chunk.begin, chunk.end)
+            for part, first, last, mask in parts:
+                queries = part.end - part.begin
+                seen = torch.ones(queries, last - first).tril(last - first - queries).bool() if mask is None else mask
+                for query, row in zip(range(part.start, part.length), seen, strict=True):
+                    nearest = 0 if window is None else max(0, query - window + 1)
+                    assert [first + int(key) for key in row.nonzero()] == [*range(nearest, query + 1)]
+                assert mask is None or queries <= 4 or window == 8
+    (stairs,) = step._stairs.values()
+    assert stairs.shape == (4, 4 + (29 if window is None else window - 1))
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -40,6 +40,13 @@ def split(family: str, stage: int, plan: dict[str, str] | None) -> dict[str, Any
         for name, how in WAYS.items():
             found[name] = [a.token_ids for a in rollouts.generate(PROMPTS, how, [4, 5, 6, 7], batch_size=3)]
             found[f"{name} alone"] = [a.token_ids for a in alone.generate(PROMPTS, how, [4, 5, 6, 7])]
+        assert rollouts.fallback is None and rollouts._slots is not None
+        rollouts._slots.shares = True  # as on GPUs
+        asked: Any = (PROMPTS[:2], WAYS["drawn"], [*range(6)], 4, 3)
+        found["samples"], found["samples alone"] = (
+            [a.token_ids for a in each.generate(*asked)] for each in (rollouts, alone)
+        )
+        found["cached"] = rollouts._slots.caches[0].slots
         found["share"] = numbers(rollouts.module) / numbers(alone.module)
     return found
 
@@ -63,7 +70,8 @@ def test_two_ranks_say_what_one_says(found: list[list[dict[str, Any]]], case: in
     for rank in found:
         one = rank[case]
         assert one["groups"] == (0, 1)
-        for way in WAYS:
+        assert one["cached"] == 2, "a prompt once for all its samples"
+        for way in (*WAYS, "samples"):
             assert one[way] == one[f"{way} alone"]
         assert one["greedy"] != one["drawn"]
         assert 0.5 <= one["share"] < 0.6

@@ -34,7 +34,11 @@ def streamed(family: str, stage: int, offload: str) -> dict[str, Any]:
                 assert twin is not None
                 if stream and keep:
                     watch(twin, found["held"])
-                found[stream].append([a.token_ids for a in rollouts.generate(mine, how, [*range(len(mine))])])
+                if stream and not keep:  # as on GPUs
+                    assert rollouts.fallback is None and rollouts._slots is not None
+                    rollouts._slots.shares = True
+                answers = rollouts.generate(mine, how, [*range(2 * len(mine))], batch_size=3, samples=2)
+                found[stream].append([a.token_ids for a in answers])
             ids = torch.tensor([PROMPTS[1]])
             engine.update([ids], lambda module, batch: (module(batch, labels=batch).loss, {}), 1)
     blocks = [sum(p.numel() for p in block.parameters()) * 2 for block in whole.get_submodule("model.layers")]
