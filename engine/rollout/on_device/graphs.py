@@ -127,12 +127,12 @@ class Replays:
         and gives nothing back, its generator refuses to draw. Tell the one, and let the other see a capture end well;
         that this begins in the same pool shows that the first is told. Raises StuckCapture where it can't be done.
         """
-        _given_up.append(graph)
         device, ours = torch.cuda.current_device(), False
         try:
             with suppress(RuntimeError):  # it knows, where all that failed is to make the graph one that can run
                 torch._C._cuda_endAllocateToPool(device, self._pool)
                 ours = True
+                _given_up.append(graph)
             trial = torch.cuda.CUDAGraph()
             self._begin(trial)
             self.step.state.said.place.add_(0)
