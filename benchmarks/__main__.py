@@ -45,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", help="the bench to run; without it, they are listed")
     parser.add_argument("cases", nargs="*", metavar="CASE", help="the cases to run; all of them by default")
     parser.add_argument("--rounds", type=int, default=3, help="times each case is run, in turn (default 3)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu",
+        help="cuda: rollouts on a GPU, as python -m benchmarks.gpu ceilings decode profile",
+    )  # fmt: skip
     parser.add_argument("--no-record", action="store_true", help=f"don't add the figures to {RESULTS.name}")
     arguments = parser.parse_args(argv)
     if arguments.name is None:
@@ -52,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments.name not in BENCHES:
         return _refuse(f"there is no bench {arguments.name}; there are: {', '.join(BENCHES)}")
+    if arguments.device == "cuda":
+        return _on_gpu(arguments.name, arguments.cases)
     if arguments.rounds < 1:
         return _refuse(f"--rounds must be at least 1, not {arguments.rounds}")
     bench = load(arguments.name)
@@ -60,6 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(f"{arguments.name} has no case {', '.join(unknown)}; it has: {', '.join(bench.CASES)}")
     wanted = [case for case in bench.CASES if case in arguments.cases or not arguments.cases]
     return _run(bench, wanted, arguments.rounds, record=not arguments.no_record)
+
+
+def _on_gpu(name: str, cases: Sequence[str]) -> int:
+    """What a GPU is asked of rollouts; its cases are its own."""
+    if name != "rollout" or cases:
+        return _refuse("--device cuda is for rollout as a whole; python -m benchmarks.gpu has what else wants a GPU")
+    from benchmarks.gpu.__main__ import main as on_gpu
+
+    return on_gpu(["ceilings", "decode", "profile"])
 
 
 def _run(bench: Bench, cases: Sequence[str], rounds: int, *, record: bool) -> int:

@@ -63,3 +63,21 @@ def test_what_is_left_runs_in_a_new_process_where_the_device_is_lost(monkeypatch
     monkeypatch.setattr(bench, "PARTS", {"ceilings": lambda setting: iter(())})
     monkeypatch.setattr(bench.dist, "stop", lambda: None)
     assert bench.main(["--device", "cpu", "--tiny", "--failed"]) == 1
+
+
+def test_rollouts_on_a_gpu_are_asked_for_as_on_a_cpu(monkeypatch, capsys) -> None:
+    from benchmarks.__main__ import main
+    from benchmarks.gpu import __main__ as bench
+
+    asked = []
+    monkeypatch.setattr(bench, "main", lambda parts: asked.append(parts) or 0)
+    assert main(["rollout", "--device", "cuda"]) == 0 and asked == [["ceilings", "decode", "profile"]]
+    assert main(["zero", "--device", "cuda"]) == main(["rollout", "equal", "--device", "cuda"]) == 2 and len(asked) == 1
+    assert capsys.readouterr().err.count("python -m benchmarks.gpu has what else") == 2
+
+
+def test_published_figures_stand_where_they_are_of_the_same_work() -> None:
+    from benchmarks.gpu.decode import _published
+
+    assert _published(8, 128) == {"deepspeed_published_step_ms": (5.0, 5.6), "deepspeed_published_total_ms": 360.8}
+    assert _published(32, 256) == {"deepspeed_published_step_ms": (5.0, 5.6)} and _published(128, 128) == {}
