@@ -4,6 +4,7 @@ A forward carries its tokens in one row (1, N), whichever sequence they belong t
 says depends on its prompt, the sampling settings and its stream, not on its slot or on what runs beside it.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -36,6 +37,7 @@ from engine.rollout.scheduler import Scheduler
 from engine.rollout.served import check_model, has_window
 from engine.uploads import upload
 
+log = logging.getLogger(__name__)
 # Tokens of prompts a forward carries at most: bounds the activations, which on CPUs should stay in the caches.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
 
@@ -60,6 +62,7 @@ class SlotDecoder:
         self.packs = PackedLinears(module)
         self.keeps_logits = check_model(module)
         self.cache: SlotCache | None = None
+        self._said_too_small = False
         # Then steps are captured, and the host follows a round behind.
         self.on_device = replay and device.type == "cuda"
         # Then prompts are cached apart from answers, once for all their samples.
@@ -171,7 +174,10 @@ class SlotDecoder:
     def _cache_for(self, tokens: int, slots: int) -> SlotCache:
         """The cache at hand if it is large enough, else one for at most `slots` sequences of `tokens`, in bounds."""
         capacity = -(-tokens // ROUND_CAPACITY) * ROUND_CAPACITY
-        affordable = max(1, self._bound() // (self.token_bytes * capacity))
+        affordable = self._bound() // (self.token_bytes * capacity)
+        if affordable < 1:
+            affordable = 1
+            self._say_too_small(capacity)
         cache = self.cache
         if cache is None or cache.capacity < tokens or cache.slots < min(slots, affordable):
             self.cache = self._shared = self._rounds = cache = None  # free the old one first
@@ -186,6 +192,9 @@ class SlotDecoder:
         if self._shared is None or not demand.is_met_by(self._shared, wanted.slots):
             self.cache = self._shared = self._rounds = None  # free the old ones first
             self._shared = wanted
+            taken = sum(cache.slots * cache.capacity for cache in self.caches)
+            if taken > tokens:
+                self._say_too_small(taken)
         return self._shared
 
     def _rounds_over(self, caches: Caches) -> Rounds:
@@ -194,6 +203,15 @@ class SlotDecoder:
             self._rounds = None  # free the old graphs first
             self._rounds = Rounds(self._forwards, caches, self.device)
         return self._rounds
+
+    def _say_too_small(self, tokens: int) -> None:
+        if not self._said_too_small:
+            self._said_too_small = True
+            log.warning(
+                "the key-value cache may take %d bytes, and one sequence takes %d: one runs at a time, in those; "
+                "rollout.cache_bytes bounds it",
+                self._bound(), tokens * self.token_bytes,
+            )  # fmt: skip
 
     def _bound(self) -> int:
         """Bytes that keys and values may take."""

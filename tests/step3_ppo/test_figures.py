@@ -13,6 +13,7 @@ from pipeline.config.schema import PpoSection
 from step3_ppo.figures import Learned, explained_variance, mean_figures, rollout_figures
 from step3_ppo.rollout import Rollout
 from step3_ppo.targets import targets_of
+from step3_ppo.train import warn_of_gap
 from tests.step3_ppo.made import rollout_of
 
 PROMPTS, RESPONSES = [3, 6, 2, 5, 4], [4, 1, 6, 2, 5]
@@ -69,6 +70,13 @@ def test_rollout_figures() -> None:
     explained = found.pop("explained_variance")
     assert found == pytest.approx(wanted, rel=1e-4)
     assert explained == explained_variance(rollout.values, targets.returns, rollout.response_mask).item()
+
+
+def test_a_generator_that_is_not_the_model_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_gap(0.0099)
+    assert not caplog.records
+    warn_of_gap(0.0123)
+    assert "disagree by 0.012" in caplog.text and "off-policy" in caplog.text
 
 
 def test_a_sequences_kl_is_a_sum_over_its_tokens_only() -> None:

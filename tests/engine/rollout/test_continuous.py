@@ -89,7 +89,7 @@ def test_samples_share_the_prompt(
     monkeypatch.setattr(Joining, "pays", lambda _, members, *__: members > 1)
     model = build(family)
     prompts = ragged_prompts(30, 21)
-    sampling = Sampling(9, seed=3, end_ids=ENDS)
+    sampling = Sampling(9, seed=3, end_ids=ENDS, repetition_penalty=1.3)
     streams = list(range(8))
     rollouts = Rollouts(model, "cpu")
     assert rollouts.fallback is None
@@ -142,6 +142,20 @@ def test_the_cache_stays_within_its_bound(llama: nn.Module, watched: list[Step])
     assert watched[-1].cache.slots == 2 and watched[-1].cache.capacity == 64
     bounded.release()
     assert bounded._slots is not None and bounded._slots.cache is None
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_cache_too_small_for_a_sequence_runs_one_and_says_so(
+    llama: nn.Module, on_device: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollouts = Rollouts(llama, "cpu", cache_bytes=100)
+    assert rollouts.fallback is None and rollouts._slots is not None
+    rollouts._slots.on_device = on_device
+    for _ in range(2):
+        by_definition(llama, PROMPTS, rollouts.generate(PROMPTS, GREEDY, STREAMS))
+    (record,) = caplog.records
+    held = sum(cache.slots * cache.capacity * cache.token_bytes for cache in rollouts._slots.caches)
+    assert f"may take 100 bytes, and one sequence takes {held}:" in record.getMessage()
 
 
 ALL_SETTINGS = Sampling(

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,9 @@ def test_greedy_equals_the_plain_forward(family: str, kernels: str, monkeypatch:
     answers = Rollouts(model, "cpu").generate(PROMPTS, GREEDY, STREAMS)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         agree(answer, *greedy_by_definition(model, prompt, GREEDY.max_new_tokens))
+    single = Rollouts(model, "cpu").generate(PROMPTS, replace(GREEDY, max_new_tokens=1), STREAMS)
+    for one, answer in zip(single, answers, strict=True):
+        agree(one, answer.token_ids[:1], answer.logprobs[:1])
     assert len({tuple(a.token_ids) for a in answers}) > 4, "the model says the same to everything: nothing is tested"
 
 
@@ -136,6 +140,38 @@ def test_no_end_before_the_minimum(llama: nn.Module) -> None:
         assert answer.finished == (answer.token_ids[-1] in everything)
         assert not set(answer.token_ids[:-1]) & set(everything)
     assert min(len(answer.token_ids) for answer in answers) == 5
+
+
+def test_an_interrupted_rollout_leaves_the_generator_as_it_was(
+    llama: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes: in a forward over prompts, before a step and behind one."""
+    rollouts, sampling = Rollouts(llama, "cpu"), Sampling(9, end_ids=ENDS, seed=4)
+    expected = [a.token_ids for a in rollouts.generate(PROMPTS, sampling, STREAMS, 3)]
+    forward, calls = continuous.SlotDecoder.forward, itertools.count()
+
+    def interrupted(*step: Any) -> torch.Tensor:
+        now = next(calls)
+        if now == before:
+            raise KeyboardInterrupt
+        logits = forward(*step)
+        if now == behind:
+            raise KeyboardInterrupt
+        return logits
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for before, behind in ((2, None), (5, None), (None, 1), (None, 6), (None, None)):
+        calls = itertools.count()
+        hook = None if before or behind else llama.model.layers[1].mlp.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+            patch.setattr(continuous.SlotDecoder, "forward", interrupted)
+            rollouts.generate(PROMPTS, sampling, STREAMS, 3)
+        if hook is not None:
+            hook.remove()
+        assert llama(torch.tensor(PROMPTS[:1])).logits.isfinite().all(), "it attends as it did"
+        assert [a.token_ids for a in rollouts.generate(PROMPTS, sampling, STREAMS, 3)] == expected
 
 
 def test_a_model_with_states_falls_back_to_its_own_cache() -> None:

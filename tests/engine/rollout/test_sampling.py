@@ -5,7 +5,17 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from engine.kernels.host import sample as host
 from engine.rollout.sampling import Ending, Sampling, forbid, penalise, sample, uniforms
 
 ONE = Sampling(max_new_tokens=1)
@@ -108,6 +118,41 @@ def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p
     for token in kept:
         result[token] = math.exp(scaled[token]) / total / mass
     return result
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        Sampling(9, temperature=0.7, top_k=12, top_p=0.8, min_p=0.05),
+        Sampling(9, temperature=1.6, top_p=0.9, min_p=0.1),
+        Sampling(9, top_k=5, min_p=0.3),
+        Sampling(9, temperature=1.3, min_p=0.02),
+    ],
+)
+def test_penalty_minimum_and_filters_are_those_of_transformers(how: Sampling) -> None:
+    """In the order in which `generate` has them."""
+    torch.manual_seed(2)
+    logits, ids, ends = 2 * torch.randn(1, 60), torch.tensor([[3, 9, 9, 41, 17]]), [4, 8, 50]
+    logits[0, [3, 4, 50]] = torch.tensor([6.0, 7.0, 5.0])
+    theirs = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4), MinNewTokensLengthLogitsProcessor(3, 4, ends)])
+    theirs += [TemperatureLogitsWarper(how.temperature), *([TopKLogitsWarper(how.top_k)] if how.top_k else [])]
+    theirs += [TopPLogitsWarper(how.top_p), MinPLogitsWarper(how.min_p)]
+    expected = theirs(ids, logits.clone()).softmax(-1)[0]  # type: ignore[arg-type]
+    seen = torch.zeros(1, 60, dtype=torch.bool).index_fill_(1, ids[0], True)
+    ours = penalise(forbid(logits.clone(), tuple(ends)), seen, 1.4).expand(4000, -1)
+    for function in (sample, *([host.draw] if host.available() else [])):
+        tokens, logprobs = function(ours, how, torch.arange(4000) / 4000)
+        drawn = torch.bincount(tokens, minlength=60) > 0
+        assert not (drawn & (expected == 0)).any() and (drawn | (expected < 4e-4)).all()
+        torch.testing.assert_close(logprobs, expected.log()[tokens], atol=2e-5, rtol=0)
+
+
+def test_the_first_of_the_likeliest_is_greedy() -> None:
+    logits = torch.zeros(3, 5000, dtype=torch.bfloat16)
+    logits[1, [4000, 77, 78]], logits[2, 4999] = 2.0, 1.0
+    for function in (sample, *([host.draw] if host.available() else [])):
+        tokens, _ = function(logits, Sampling(1, temperature=0), torch.rand(3))
+        assert tokens.tolist() == [0, 77, 4999]
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from engine import Engine, EngineConfig, OptimizerConfig
 from engine.parallel import dist, dtensors, zero
 from engine.precision import policy
 from engine.rollout import packed
+from engine.rollout.decoder import Rollouts
 from engine.rollout.packed import available
 from engine.rollout.sampling import Sampling
 from engine.rollout.twin import gather, hybrid, pooling
@@ -209,3 +211,20 @@ def test_the_others_wait_for_the_leader() -> None:
         raise KeyError
     thread.join(10)
     assert order == ["leader", "other"]
+
+
+def test_flips_are_checked_at_first_and_every_so_often() -> None:
+    """One that was interrupted counts; what trains goes on as if there had been none."""
+    engine = Engine(build("gpt2"), EngineConfig(zero_stage=0, dtype="bf16"), rollout_path="")
+    engine.flip.selfcheck_every = 3
+    checked = []
+    for turn in range(6):
+        interrupted = pytest.raises(KeyboardInterrupt) if turn == 3 else nullcontext()
+        with interrupted, engine.generating(keep=turn < 4) as rollouts:
+            said = list(rollouts.stream(PROMPTS[0], Sampling(4, temperature=0)))
+            checked.append(len(engine.flip.checked))
+            if turn == 3:
+                raise KeyboardInterrupt
+    assert checked == [3, 3, 3, 0, 0, 3]
+    again = Rollouts(in_dtype(build("gpt2"), torch.bfloat16), "cpu")
+    assert said == list(again.stream(PROMPTS[0], Sampling(4, temperature=0)))
