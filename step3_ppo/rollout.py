@@ -100,7 +100,9 @@ def check_generator(models: Models, *, pad_id: int) -> None:
     batch = rows([c.prompt for c in checked], [c.answer.token_ids for c in checked], [*range(len(checked))], pad_id)
     with models.actor.scoring() as module:
         logprobs, _ = policy_logprobs(module, batch, temperature=1.0)
-    compare(checked, logprobs.split([len(c.answer.token_ids) for c in checked]), "the trainer's forward")
+    said = logprobs.split([len(c.answer.token_ids) for c in checked])
+    eight_bits = models.actor.config.compress in ("gather8", "both")
+    compare(checked, said, "the trainer's forward", eight_bits=eight_bits)
 
 
 def collect(

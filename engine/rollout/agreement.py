@@ -14,6 +14,7 @@ LENGTHS = (5, 12, 10)  # tokens of the prompts: unequal, so that a slot taken fo
 # Mean differences of log-probability that rounding explains, for logits up to 1; they grow with the largest logit. A
 # single token's may be twice as large. Measured: an eighth of it in bf16, a third with large adapters merged.
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+EIGHT_BITS = 9e-2  # of a forward with weights that were gathered in 8 bits: measured, two to four times bf16's
 CHOICES = 4.0  # times as much where rounding may send a token to another expert
 RELATIVE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of hidden states
 # Of logits. Measured in bf16: 0.01 to 0.04 over 12 to 28 layers with random weights, the larger the larger those are.
@@ -73,11 +74,13 @@ def disagreement(logits: Tensor, token_ids: Sequence[int], logprobs: Sequence[fl
     return None
 
 
-def tolerance_of(module: nn.Module, logits: Tensor) -> float:
-    """What rounding explains of a log-probability, by the model's precision and the logits' size."""
+def tolerance_of(module: nn.Module, logits: Tensor, *, eight_bits: bool = False) -> float:
+    """What rounding explains of a log-probability, by the model's precision and the logits' size. With `eight_bits`, of
+    one that another forward gave, whose weights were rounded to as many.
+    """
     dtype = _precision(module)
-    rounding = TOLERANCE.get(dtype, 3e-2) * max(1.0, logits.abs().max().item())
-    return rounding * (CHOICES if dtype != torch.float32 and makes_choices(module) else 1.0)
+    rounding = (EIGHT_BITS if eight_bits else TOLERANCE.get(dtype, 3e-2)) * max(1.0, logits.abs().max().item())
+    return rounding * (CHOICES if (eight_bits or dtype != torch.float32) and makes_choices(module) else 1.0)
 
 
 def far_apart(module: nn.Module, mine: Tensor, plain: Tensor) -> bool:

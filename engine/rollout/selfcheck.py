@@ -21,11 +21,14 @@ from engine.rollout.sampling import Sampling
 
 @dataclass(frozen=True)
 class Checked:
-    """A prompt with what was said to it, greedily; its log-probabilities may be off by `tolerance` on average."""
+    """A prompt with what was said to it, greedily; its log-probabilities may be off by `tolerance` on average, by
+    `tolerance_8` from those of a forward with weights that were gathered in 8 bits.
+    """
 
     prompt: list[int]
     answer: Generation
     tolerance: float
+    tolerance_8: float
 
 
 def selfcheck(rollouts: Rollouts) -> list[Checked]:
@@ -40,18 +43,21 @@ def selfcheck(rollouts: Rollouts) -> list[Checked]:
         found = disagreement(logits.double(), answer.token_ids, answer.logprobs, tolerance)
         if found is not None:
             raise ValueError(_explain(rollouts, prompt, how, found))
-        checked.append(Checked(prompt, answer, tolerance))
+        checked.append(Checked(prompt, answer, tolerance, tolerance_of(rollouts.module, logits, eight_bits=True)))
     return checked
 
 
-def compare(checked: Sequence[Checked], logprobs: Sequence[Tensor], source: str) -> None:
-    """Hold checked answers against log-probabilities (n,) from `source`. Raises ValueError where they differ."""
+def compare(checked: Sequence[Checked], logprobs: Sequence[Tensor], source: str, *, eight_bits: bool = False) -> None:
+    """Hold checked answers against log-probabilities (n,) from `source`, of weights gathered in 8 bits if so. Raises
+    ValueError where they differ.
+    """
     for one, theirs in zip(checked, logprobs, strict=True):
         gap = (torch.tensor(one.answer.logprobs) - theirs.float().cpu()).abs()
-        if not bool((gap <= 2 * one.tolerance).all() and gap.mean() <= one.tolerance):
+        tolerance = one.tolerance_8 if eight_bits else one.tolerance
+        if not bool((gap <= 2 * tolerance).all() and gap.mean() <= tolerance):
             raise ValueError(
                 f"{source} gives the generator's tokens other log-probabilities: they differ by {gap.max():.2g}, "
-                f"rounding explains {one.tolerance:.2g}. Rollouts are off-policy. Likely cause: a layer that computes "
+                f"rounding explains {tolerance:.2g}. Rollouts are off-policy. Likely cause: a layer that computes "
                 "otherwise in training than in evaluation, or weights that the flip did not carry over"
             )
 

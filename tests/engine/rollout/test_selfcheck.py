@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from engine.compression import int8
 from engine.rollout import attention, selfcheck
 from engine.rollout.decoder import Rollouts
 from tests.engine.rollout.families import FAMILIES, build
@@ -87,3 +88,29 @@ def test_other_logprobs_are_refused() -> None:
     right[1] = right[1] - 0.1
     with pytest.raises(ValueError, match=r"the trainer gives.*differ by 0\.1"):
         selfcheck.compare(checked, right, "the trainer")
+
+
+@torch.no_grad()
+def test_a_trainer_with_weights_of_8_bits_is_not_refused_for_them() -> None:
+    model = build("llama")
+    checked = selfcheck.selfcheck(Rollouts(model, "cpu"))
+    rounded = copy.deepcopy(model)
+    for parameter in rounded.parameters():
+        numbers = parameter.data.view(-1)
+        row = torch.empty(int8.row_bytes(len(numbers)), dtype=torch.uint8)
+        int8.encode(numbers, row)
+        int8.decode(row, numbers)
+    said = [logprobs_of(rounded, one) for one in checked]
+    with pytest.raises(ValueError, match="the trainer gives"):
+        selfcheck.compare(checked, said, "the trainer")
+    selfcheck.compare(checked, said, "the trainer", eight_bits=True)
+    said[1] = said[1] - 2
+    with pytest.raises(ValueError, match=r"the trainer gives.*rounding explains 0\.\d"):
+        selfcheck.compare(checked, said, "the trainer", eight_bits=True)
+
+
+def logprobs_of(model: nn.Module, one: selfcheck.Checked) -> torch.Tensor:
+    """(n,): a checked answer's log-probabilities by a model's plain forward."""
+    ids = torch.tensor([one.prompt + one.answer.token_ids])
+    before = model(input_ids=ids).logits[0, len(one.prompt) - 1 : -1].log_softmax(-1)
+    return before.gather(-1, ids[0, len(one.prompt) :, None])[:, 0]
