@@ -42,6 +42,11 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
             f"rollout.min_new_tokens={config.rollout.min_new_tokens} exceeds "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}: lower it"
         )
+    if config.rollout.stream and config.rollout.tensor_parallel > 1:
+        yield (
+            f"rollout.stream=true needs rollout.tensor_parallel=1, not {config.rollout.tensor_parallel}: ranks whose "
+            "blocks come one at a time do not generate together"
+        )
     span = config.profile.steps
     if span is not None and (len(span) != 2 or span[0] > span[1]):
         yield f"profile.steps={span}: write the first and the last step to record, as in profile.steps=[5,8]"

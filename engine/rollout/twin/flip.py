@@ -113,6 +113,8 @@ class Flip:
 
     def _make(self) -> tuple[Twin, Rollouts]:
         device, ranks = dist.world().device, self.tensor_parallel
+        if ranks > 1 and self.stream:  # the thread that gathers and the forward would call collectives in no order
+            raise ValueError("blocks that are streamed can't be split over ranks: stream=False, or tensor_parallel=1")
         twin = Twin(
             self._blueprint, self._source, self._dtype, device, tensor_parallel=ranks, plan=self._plan,
             stream=self.stream,
