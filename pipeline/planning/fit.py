@@ -140,7 +140,8 @@ def workload(
     # A tensor group, or a pipeline, sees the same data, and shards each part by itself; a sequence group does not.
     ranks //= settings.tensor_parallel * settings.pipeline_parallel
     shares, sequence = ranks // settings.sequence_parallel, settings.sequence_parallel
-    layout = EngineChoice(settings, OptimizerConfig(lr=section.lr)).layout()
+    # the stage's own number of steps, for schedules that ask: it changes no byte
+    layout = EngineChoice(settings, OptimizerConfig(lr=section.lr, total_steps=section.steps or 1)).layout()
     engine: EngineConfig = layout["config"]
     optimizer: OptimizerConfig = layout["optimizer"]
     length = section.max_length

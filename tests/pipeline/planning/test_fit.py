@@ -1,5 +1,7 @@
 """A stage's memory beforehand: fits, is tight, or is refused with a setting that does fit."""
 
+from typing import Any
+
 import pytest
 import yaml
 from transformers import OPTConfig
@@ -102,6 +104,16 @@ def test_a_step_of_a_pipeline_is_cut_until_each_piece_has_a_micro_batch() -> Non
     assert _each(1024, 2048, 100, 2) == 1024
     assert _each(1024, 2048, 100, 4) == 512
     assert _each(1024, 2048, 700, 4) == 700  # one sequence is not cut
+
+
+def test_a_deepspeed_schedule_that_asks_for_the_steps_is_told_them() -> None:
+    file: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    asks = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
+    with_one, without = (
+        plan(tiny_config(engine={"deepspeed": file | more}), "sft", policy=source(), ranks=1).demand
+        for more in ({"scheduler": asks}, {})
+    )
+    assert with_one == without
 
 
 def test_on_a_cpu_host_memory_is_the_device() -> None:
