@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import ROLE_ENGINES, DataConfig, ModelConfig, RunConfig
+from pipeline.data.files import find
 
 WATCHING = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_examples", "ratio_tolerance"}
 WATCHING |= {"keep_answers", "keep_tokens"}
 WATCHING |= {"reference"}  # what it is needed for is told by kl_coef
 DECIDING = {"eval_every", "eval_examples"}  # of these, what chooses the model under export=best
 HOW = {"micro_batch_tokens", "reward_threads"}
+HOW_ROLLOUTS = {"batch_size", "cache_bytes", "tensor_parallel", "stream", "keep", "park_optimizer", "selfcheck_every"}
 ENGINE_KEYS = ("dtype", "compress", "states", "loss_scale_power", "loss_scale_window")
 DEEPSPEED_KEYS = ("optimizer", "scheduler", "gradient_clipping", "fp16", "bf16", "bfloat16", "communication_data_type")
 
@@ -88,7 +90,7 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
         section["reward_function"] = _absolute(config.ppo.reward_function)
         if config.ppo.export == "best":
             chosen["evaluation"] = {"prompts": config.evaluation.prompts}
-        chosen["rollout"] = {key: value for key, value in whole["rollout"].items() if key != "batch_size"}
+        chosen["rollout"] = {key: value for key, value in whole["rollout"].items() if key not in HOW_ROLLOUTS}
     return flat(chosen)
 
 
@@ -163,5 +165,5 @@ def data_content(data: DataConfig, cache: HashCache) -> str:
     paths = [data.path] if data.path is not None else []
     if data.path is None:
         paths = [path for one in data.sources for path in (one.path, one.eval_path) if path is not None]
-    contents = {path: cache.tree(Path(path)) for path in paths if Path(path).exists()}
+    contents = {path: cache.tree(found) for path in paths if (found := find(path)) is not None}
     return digest({"source": source, "contents": sorted(contents.values())})

@@ -19,6 +19,7 @@ from pipeline.config.stages import POLICIES
 from pipeline.errors import UserError
 from pipeline.files import write_whole
 from pipeline.fingerprint import (
+    HOW_ROLLOUTS,
     HashCache,
     data_content,
     data_source,
@@ -226,13 +227,14 @@ def _as_made(folder: Path, run_dir: Path, cache: HashCache) -> str:
 
 
 def _as_known_now(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """What was consumed, with the keys that came into being since at their defaults, which change no result: a finished
-    stage stays finished when the program is brought up to date.
+    """What was consumed, with the keys that came into being since at their defaults, which change no result, and
+    without those that count no more: a finished stage stays finished when the program is brought up to date.
     """
     usual = flat(defaults(RunConfig))
     since = {key: usual[key] for key in new["settings"] if key in usual and key not in old["settings"]}
-    settings = {**old["settings"], **since}
-    return {**old, "settings": settings, "config": digest(settings)} if since else old
+    gone = {f"rollout.{key}" for key in HOW_ROLLOUTS} & old["settings"].keys()
+    settings = {key: value for key, value in {**old["settings"], **since}.items() if key not in gone}
+    return {**old, "settings": settings, "config": digest(settings)} if since or gone else old
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> str:

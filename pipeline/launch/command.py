@@ -216,7 +216,11 @@ def _unjudged(config: RunConfig, stage_dir: Path) -> str:
 
 
 def _how(folder: RunFolder) -> str:
-    return " (continues: an unfinished run of the same configuration; name= starts another)" if folder.continues else ""
+    told = {
+        "unfinished": "continues: an unfinished run of the same configuration; ",
+        "finished": "finished before, and left as it is; ",
+    }
+    return f" ({told[folder.found]}name= starts another)" if folder.found else ""
 
 
 def _run_stage(

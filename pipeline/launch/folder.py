@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
@@ -23,8 +23,8 @@ class RunFolder:
 
     path: Path
     lock: IO[str]
-    continues: bool = False
-    """True where an unfinished run of the same command was found."""
+    found: Literal["", "unfinished", "finished"] = ""
+    """How far the earlier run of the same command is that this folder has, where one was looked for and found."""
     made: bool = False
     """True where this command made the folder."""
 
@@ -41,8 +41,9 @@ class RunFolder:
 def open_folder(config: RunConfig, stages: list[str], label: str = "") -> RunFolder:
     """Find or make the run folder and lock it. `label` tells the runs of one multirun apart.
 
-    run_dir= and name= say which. Without them the newest unfinished run of the same configuration goes on, and
-    where there is none a new run is made. Raises UserError where another process is at work in the folder.
+    run_dir= and name= say which. Without them the newest unfinished run of the same configuration goes on; where there
+    is none, a run of a multirun that is finished stays so, and else a new run is made. Raises UserError where another
+    process is at work in the folder.
     """
     suffix = re.sub(r"[^\w.=,+-]+", "-", label)
     if config.run_dir is not None or config.name is not None:
@@ -50,20 +51,26 @@ def open_folder(config: RunConfig, stages: list[str], label: str = "") -> RunFol
         path = path.with_name(f"{path.name}-{suffix}") if suffix else path
         made = _made(path)
         return RunFolder(path, _lock(path), made=made)
-    return _unfinished(config, stages) or _new(config, suffix)
+    return _earlier(config, stages, suffix) or _new(config, suffix)
 
 
-def _unfinished(config: RunConfig, stages: list[str]) -> RunFolder | None:
-    files = sorted(RUNS.glob("*/manifest.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    for file in files:
+def _earlier(config: RunConfig, stages: list[str], suffix: str) -> RunFolder | None:
+    """The newest unfinished run of the same configuration, or the newest finished one of the same multirun."""
+    unfinished, finished = list[Path](), list[Path]()
+    for file in sorted(RUNS.glob("*/manifest.json"), key=lambda file: file.stat().st_mtime, reverse=True):
         try:
             manifest = Manifest.read(file.parent)
         except UserError:
             continue
-        if manifest.asked != request(config, stages) or all(manifest.finished(stage) for stage in stages):
+        if manifest.asked != request(config, stages):
             continue
+        if not all(manifest.finished(stage) for stage in stages):
+            unfinished.append(file.parent)
+        elif suffix and f"-{suffix}-" in file.parent.name:
+            finished.append(file.parent)
+    for folder in (*unfinished, *finished):
         try:
-            return RunFolder(file.parent, _lock(file.parent), continues=True)
+            return RunFolder(folder, _lock(folder), "finished" if folder in finished else "unfinished")
         except UserError:
             continue  # that run is being worked on: this is another one
     return None

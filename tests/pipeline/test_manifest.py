@@ -81,13 +81,14 @@ def test_a_finished_stage_is_skipped(train):
 
 
 def test_a_newer_program_leaves_finished_stages_finished(train):
-    """Which has keys that the older one did not have."""
+    """Which has keys that the older one did not have, and knows of some that they change no result."""
     train("name=x", "sft.lr=2e-5")
     file = Path("runs/x/manifest.json")
     content = json.loads(file.read_text())
     for stage, key in (("sft", "sft.warmup"), ("reward", "reward.centering"), ("ppo", "ppo.kl_in")):
         consumed = content["stages"][stage]["consumed"]
         del consumed["settings"][key]
+        consumed["settings"]["rollout.keep"] = False
         consumed["config"] = "of another program"
     file.write_text(json.dumps(content))
     _, said = train("name=x", "sft.lr=2e-5")
@@ -280,6 +281,22 @@ def test_every_run_of_a_multirun_has_its_folder(train):
     assert comparing_words(swept) == end
 
 
+def test_a_multirun_without_a_name_leaves_what_is_finished(train):
+    train("-m", "seed=1,2", "stage=sft")
+    first, second = sorted(Path("runs").iterdir())
+    shutil.rmtree(second)
+    shutil.rmtree(first / "sft" / "model")  # as a run that was stopped has none
+    (first / "sft" / "checkpoints" / "step-1").mkdir(parents=True)
+    status, said = train("-m", "seed=1,2,3", "stage=sft")
+    assert status == 0 and f"run folder: {first} (continues: an unfinished run" in said
+    assert [run.name.split("-")[2] for run in sorted(Path("runs").iterdir())] == ["seed=1", "seed=2", "seed=3"]
+    status, said = train("-m", "seed=1,2,3", "stage=sft")
+    assert said.count("(finished before, and left as it is; name= starts another)") == said.count("skipped") == 3
+    assert len(list(Path("runs").iterdir())) == 3
+    train("seed=1", "stage=sft")  # a command of its own begins a run of its own
+    assert len(list(Path("runs").iterdir())) == 4
+
+
 def test_a_failed_run_of_a_multirun_does_not_stop_the_others(train):
     status, said = train("-m", "seed=1,2", "stage=sft", stage="user")
     assert status == 2
@@ -347,7 +364,8 @@ def test_only_what_matters_is_a_setting():
     def settings(*more: str) -> dict:
         return stage_settings(validate(compose([*BASE, *more])), "ppo")
 
-    how = ("ranks=2", "engine.zero_stage=3", "rollout.batch_size=8", "ppo.actor_engine.offload_optimizer=cpu")
+    how = ("ranks=2", "engine.zero_stage=3", "rollout.batch_size=8", "rollout.keep=false", "rollout.cache_bytes=9")
+    how += ("ppo.actor_engine.offload_optimizer=cpu",)
     watching = ("ppo.save_every=3", "tracking.project=x", "name=y", "sft.lr=1")
     plain = settings()
     assert settings(*how, *watching) == plain
