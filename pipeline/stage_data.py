@@ -53,6 +53,10 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
                 "data.stage_shares sets the shares, `stages` of a source which stages it serves",
                 flush=True,
             )
+    if dist.world().leads and not made_here(config.data, stage):
+        again = len(records.train) - len(set(records.train))
+        if again:
+            print(f"{stage}: {again} of {len(records.train)} rows repeat another, and count as often", flush=True)
     return records
 
 

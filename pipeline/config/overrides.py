@@ -95,7 +95,7 @@ def _stem(location: str) -> str:
         places = re.findall(r"\b(?:path|hub|builtin):\s*['\"]?([^,}\]'\"]+)", location)
         return "+".join(dict.fromkeys(_stem(place.strip()) for place in places[:3])) or "own"
     last = os.path.basename(location.strip("'\"").rstrip("/"))
-    name = re.sub(r"\.(jsonl?|parquet|csv|tsv)(\.gz)?$", "", last)
+    name = re.sub(r"\.(jsonl?|parquet|arrow|csv|tsv)(\.(gz|zst|bz2|xz))?$", "", last)
     return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "own"
 
 

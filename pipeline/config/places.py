@@ -1,10 +1,12 @@
 """What a configuration asks of where it runs: ranks that its batches divide over, files and folders that are there."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.config.messages import indivisible
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import DataConfig, RunConfig
 from pipeline.config.stages import POLICIES, STAGES, wanted_stages
+from pipeline.data.files import find, missing
 from pipeline.errors import UserError
 from pipeline.own_function import JUDGE, load_function
 
@@ -49,13 +51,23 @@ def check_paths(config: RunConfig) -> None:
             model_folder(model.path, f"{key}.path")
         if model.chat_template is not None and not Path(model.chat_template).is_file():
             raise UserError(f"{key}.chat_template={model.chat_template}: there is no such file")
-    location = config.data.path
-    if location is not None and not Path(location).exists():
-        raise UserError(f"data.path={location}: there is no such file or folder (looked from {Path.cwd()})")
+    for key, location in _data_places(config.data):
+        if find(location) is None:
+            raise UserError(missing(location, key))
     if config.ppo.reward_function is not None and "ppo" in wanted_stages(config):
         load_function(config.ppo.reward_function)
     if config.evaluation.judge is not None and {"sft", *POLICIES} & set(wanted_stages(config)):
         load_function(config.evaluation.judge, key=JUDGE)
+
+
+def _data_places(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """What has to be there of the data, by key; a source with a hub set may do without its path."""
+    if data.path is not None:
+        yield "data.path", data.path
+        return
+    for number, source in enumerate(data.sources):
+        places = {"path": source.path if source.hub is None else None, "eval_path": source.eval_path}
+        yield from ((f"data.sources.{number}.{key}", place) for key, place in places.items() if place is not None)
 
 
 def model_folder(location: str, key: str) -> Path:

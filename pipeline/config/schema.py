@@ -68,7 +68,7 @@ class ModelConfig(Section):
 
 
 class SourceConfig(Section):
-    path: FilePath | None = Field(None, description="local file or folder: jsonl, json, parquet, csv")
+    path: FilePath | None = Field(None, description="local file or folder: jsonl, json, csv, tsv (also compressed), parquet, arrow")
     eval_path: FilePath | None = Field(None, description="local file or folder held out; otherwise a share of `path` is")
     hub: str | None = Field(None, description="data set id on the hub")
     subset: str | None = Field(None, description="configuration name of the hub set")

@@ -1,16 +1,19 @@
-"""Local data files become tables of rows: jsonl, json, csv, tsv (each also gzipped) and parquet.
+"""Local data files become tables of rows: jsonl, json, csv, tsv (each also compressed), parquet and arrow.
 
 A folder is read file by file, in the order of names. Files of a folder whose name starts with test, eval,
-valid, dev or heldout are the folder's held-out part (hub sets are stored that way); others are training data.
-Hidden ones, and those in which hub sets describe themselves, are no data.
+valid, dev or heldout, and those in a folder of such a name (`datasets` saves sets that way), are the folder's held-out
+part; others are training data. Hidden ones, and those in which sets describe themselves, are no data.
 """
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import re
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,13 @@ from typing import Any
 from pipeline.data.records import Row
 from pipeline.errors import UserError
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+PACKED = (".gz", ".zst", ".bz2", ".xz")
 SEPARATORS = (",", ";", "\t")
 CHECKOUT = Path(__file__).resolve().parents[2]
 _ABOUT_THE_SET = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _HELD_OUT_NAME = re.compile(r"(test|eval|valid|dev|held[-_ ]?out)", re.IGNORECASE)
+_HELD_OUT_FOLDER = re.compile(r"(test|eval|evaluation|valid|validation|dev|held[-_ ]?out)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -51,15 +56,28 @@ def data_files(path: str, key: str) -> tuple[list[Path], list[Path]]:
     """(training files, held-out files) of a file or folder; `key` names the setting in messages."""
     found = find(path)
     if found is None:
-        raise UserError(f"{key}={path}: there is no such file or folder (looked in {Path.cwd()} and {CHECKOUT}).")
+        raise UserError(missing(path, key))
     if found.is_file():
         return [found], []
     files = sorted(file for file in found.rglob("*") if _suffix(file) in SUFFIXES and _is_data(file, found))
     if not files:
         raise UserError(f"{key}={path}: the folder holds no {', '.join(SUFFIXES)} file. Give a file or another folder.")
-    held_out = [file for file in files if _HELD_OUT_NAME.match(file.name)]
+    held_out = [file for file in files if _is_held_out(file.relative_to(found))]
     train = [file for file in files if file not in held_out]
     return (train, held_out) if train else (held_out, [])
+
+
+def missing(path: str, key: str) -> str:
+    """What to say of a path that is not there; `key` names the setting."""
+    told = f"{key}={path}: there is no such file or folder (looked in {Path.cwd()} and {CHECKOUT})."
+    if "://" in path:
+        return f"{told} Addresses are not read: download the file, and give its path."
+    if re.search(r"[*?,]", path):
+        some = '"data.sources=[{path: A}, {path: B}]"'
+        return f"{told} Of a folder all data files are read, so give that; several files are written {some}."
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and _suffix(Path(path)) not in SUFFIXES:
+        return f'{told} A set of the hub is written "data.sources=[{{hub: {path}}}]".'
+    return told
 
 
 def read_table(path: Path) -> Table:
@@ -67,38 +85,65 @@ def read_table(path: Path) -> Table:
     suffix = _suffix(path)
     if suffix not in SUFFIXES:
         raise UserError(f"{path}: can't tell the format from the name; data files end with {', '.join(SUFFIXES)}.")
-    if suffix == ".parquet":
-        return _parquet(path)
+    if suffix in (".parquet", ".arrow"):
+        return _columnar(path, suffix)
     reader = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv}[suffix]
     return reader(path, _text(path))
 
 
 def table_of(name: str, rows: Sequence[Row], numbers: Sequence[int] | None = None, unit: str = "row") -> Table:
-    """A table whose columns are those that occur in any of its rows."""
+    """A table whose columns are those that have a value, other than null, in any of its rows."""
     if not rows:
         raise UserError(f"{name}: the file is empty; it needs one example a row.")
-    columns = frozenset(column for row in rows for column in row)
+    columns = frozenset(column for row in rows for column, value in row.items() if value is not None)
     return Table(name, rows, columns, numbers if numbers is not None else range(1, len(rows) + 1), unit)
 
 
 def _is_data(file: Path, folder: Path) -> bool:
     """Whether a file of a folder has rows, by its name: download tools leave hidden folders of their own."""
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return file.is_file() and not hidden and file.name not in _ABOUT_THE_SET
+    left_over = file.suffix == ".arrow" and file.name.startswith("cache-")  # of what `datasets` computed
+    return file.is_file() and not hidden and not left_over and file.name not in _ABOUT_THE_SET
+
+
+def _is_held_out(file: Path) -> bool:
+    """Whether a file of a folder, by its path in there, is held out."""
+    return bool(_HELD_OUT_NAME.match(file.name)) or any(map(_HELD_OUT_FOLDER.fullmatch, file.parts[:-1]))
 
 
 def _suffix(path: Path) -> str:
-    name = path.name.lower().removesuffix(".gz")
-    return Path(name).suffix
+    packed = path.suffix.lower() in PACKED
+    return Path(path.stem if packed else path.name).suffix.lower()
+
+
+def _unpacked(raw: bytes) -> bytes:
+    """What a file holds, by its first bytes and not by its name, which may be wrong."""
+    for begins, unpack in _UNPACK.items():
+        if raw.startswith(begins):
+            return unpack(raw)
+    return raw
+
+
+def _unpack_zstd(raw: bytes) -> bytes:
+    import pyarrow
+
+    return bytes(pyarrow.CompressedInputStream(pyarrow.BufferReader(raw), "zstd").read())
+
+
+_UNPACK: dict[bytes, Callable[[bytes], bytes]] = {
+    b"\x1f\x8b": gzip.decompress,
+    b"\x28\xb5\x2f\xfd": _unpack_zstd,
+    b"BZh": bz2.decompress,
+    b"\xfd7zXZ\x00": lzma.decompress,
+}
 
 
 def _text(path: Path) -> str:
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.name.lower().endswith(".gz") else path.read_bytes()
-        return raw.decode("utf-8-sig")
+        return _unpacked(path.read_bytes()).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text at byte {error.start}; save the file as UTF-8.") from error
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, ValueError, NotImplementedError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"{path}: can't be read: {error}") from error
 
 
@@ -177,12 +222,16 @@ def _csv(path: Path, text: str) -> Table:
     return table_of(str(path), rows, numbers, unit="line")
 
 
-def _parquet(path: Path) -> Table:
+def _columnar(path: Path, suffix: str) -> Table:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
+        if suffix == ".parquet":
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        else:
+            with pyarrow.memory_map(str(path)) as file:
+                rows = pyarrow.ipc.open_stream(file).read_all().to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: can't be read as parquet: {error}") from error
+        raise UserError(f"{path}: can't be read as {suffix[1:]}: {error}") from error
     return table_of(str(path), rows)

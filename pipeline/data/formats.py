@@ -99,8 +99,23 @@ def _refusal(table: Table, stage: str, skipped: Counter[str], first: dict[str, s
     reasons = ", ".join(f"{count} x {reason} (first: {first[reason]})" for reason, count in skipped.most_common())
     return (
         f"{table.name}: {sum(skipped.values())} of {len(table.rows)} rows can't be used for {stage}: {reasons}. "
-        f"At most {limit:.0%} may be skipped: mend the file, or raise data.bad_row_limit."
+        f"At most {limit:.0%} may be skipped: {_forms_apart(table)}mend the file, or raise data.bad_row_limit."
     )
+
+
+def _forms_apart(table: Table) -> str:
+    """What to do where rows of several forms stand in one table."""
+    forms = Counter(_form_of(row) for row in table.rows)
+    del forms[None]
+    return f"give {' and '.join(form for form in forms if form)} a file each, " if len(forms) > 1 else ""
+
+
+def _form_of(row: Row) -> Form | None:
+    """The form that a row by itself has, if it has one."""
+    try:
+        return detect([column for column, value in row.items() if value is not None])
+    except UserError:
+        return None
 
 
 def _for_stage(record: Record, stage: str) -> Record:
@@ -160,6 +175,9 @@ def _messages_row(row: Row, source: str) -> Record:
 
 
 def _preference_row(row: Row, source: str) -> Record:
+    for side in ("chosen", "rejected"):
+        if row.get(side) is None:
+            raise BadRow(f"no {side}")
     prompt, chosen, rejected = _sides(row)
     if chosen == rejected:
         raise BadRow("chosen equals rejected")

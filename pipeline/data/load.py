@@ -133,15 +133,19 @@ class _Loading:
                 f"{len(held_out)} were held out and the rest was shared between the stages: give more data, another "
                 "data.eval_fraction, or other data.stage_shares."
             )
-        return mine, list(dict.fromkeys(held_out)) if self.stage == "ppo" else held_out
+        return mine, self._once(held_out, "repeats another held-out prompt") if self.stage == "ppo" else held_out
 
     def _parse(self, each: _Configured, table: Table) -> list[Record]:
         parsed = to_records(table, self.stage, each.source.name, self.data.bad_row_limit, rows=self.rows)
         self.skipped.update(parsed.skipped)
         if self.kind == "reward" or detect(table.columns) != "preferences":
             return parsed.records
-        unique = list(dict.fromkeys(parsed.records))  # pairs often share their prompt, and their chosen answer
-        self._count("repeats another row", len(parsed.records) - len(unique))
+        return self._once(parsed.records, "repeats another row")  # pairs often share their prompt, and chosen answer
+
+    def _once(self, records: list[Record], told: str) -> list[Record]:
+        """Each of the records once; how many were left out is counted under what is `told` of them."""
+        unique = list(dict.fromkeys(records))
+        self._count(told, len(records) - len(unique))
         return unique
 
     def _shares(self, each: _Configured, table: Table) -> dict[str, float] | None:

@@ -101,7 +101,9 @@ def answer_of(value: Any) -> tuple[Message, ...]:
         value = [value]
     if value is None or isinstance(value, str):
         return (Message("assistant", text_of(value, "answer")),)
-    messages = [_message(item) for item in value] if isinstance(value, Sequence) else []
+    if not isinstance(value, Sequence):
+        raise BadRow("an answer that is neither a text nor a list of messages")
+    messages = [_message(item) for item in value]
     if not messages or messages[-1].role != "assistant":
         raise BadRow("answer does not end with the assistant's turn")
     return tuple(messages)

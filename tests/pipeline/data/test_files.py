@@ -1,10 +1,13 @@
 """Files of every kind give the same rows; broken ones are refused with the place and what to do."""
 
+import bz2
 import csv
 import gzip
 import json
+import lzma
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -38,11 +41,16 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
             csv.writer(file, delimiter=separator).writerows([["prompt", "completion"], *(row.values() for row in ROWS)])
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "f.parquet")
     (tmp_path / "g.jsonl.gz").write_bytes(gzip.compress(lines(ROWS).encode()))
+    (tmp_path / "j.jsonl.zst").write_bytes(pyarrow.compress(lines(ROWS).encode(), codec="zstd", asbytes=True))
+    (tmp_path / "k.jsonl").write_bytes(bz2.compress(lines(ROWS).encode()))  # the content tells
+    (tmp_path / "l.json.xz").write_bytes(lzma.compress(lines(ROWS).encode()))
+    write(tmp_path / "m.jsonl.gz", "\ufeff" + lines([{**row, "chosen": None} for row in ROWS]).replace("\n", "\r\n"))
     files, held_out = data_files(str(tmp_path), "data.path")
-    assert [file.name[0] for file in files] == list("abcdefghi") and not held_out
+    assert [file.name[0] for file in files] == list("abcdefghijklm") and not held_out
     for file in files:
         table = read_table(file)
-        assert list(table.rows) == ROWS, file.name
+        nulls = {"chosen": None} if file.name.startswith("m") else {}
+        assert list(table.rows) == [{**row, **nulls} for row in ROWS], file.name
         assert table.columns == {"prompt", "completion"}
 
 
@@ -68,6 +76,7 @@ def test_rows_know_their_line(tmp_path: Path) -> None:
         ("a.json", '{"prompt": {"0": "a", "1": "b"}, "completion": {"0": "c", "1": "d"}}', "holds columns, not rows"),
         ("a.json", '{"prompt": ["a", "b"], "completion": ["c", "d"]}', "holds columns, not rows"),
         ("a.parquet", "not parquet", "can't be read as parquet"),
+        ("a.arrow", "not arrow", "can't be read as arrow"),
         ("a.txt", "hello", "can't tell the format"),
     ],
 )
@@ -96,6 +105,36 @@ def test_a_folder_has_training_and_held_out_files(tmp_path: Path) -> None:
     train, held_out = data_files(str(tmp_path), "data.path")
     assert [file.name for file in train] == ["latest.jsonl", "train-0.jsonl", "train-1.jsonl"]
     assert [file.name for file in held_out] == ["validation.jsonl", "test.jsonl"]
+
+
+def test_a_set_that_was_saved_by_datasets(tmp_path: Path) -> None:
+    parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path)
+    (tmp_path / "train" / "cache-1.arrow").touch()
+    (train,), (held_out,) = data_files(str(tmp_path), "data.path")
+    assert (list(read_table(train).rows), list(read_table(held_out).rows)) == (ROWS, ROWS[:1])
+
+
+def test_a_broken_archive_is_refused(tmp_path: Path) -> None:
+    whole = gzip.compress(lines(ROWS).encode())
+    for broken in (whole[:-12], whole[:20] + b"\xff\xff\xff" + whole[23:]):
+        (tmp_path / "a.jsonl.gz").write_bytes(broken)
+        with pytest.raises(UserError, match=r"a\.jsonl\.gz: can't be read"):
+            read_table(tmp_path / "a.jsonl.gz")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("part-*.jsonl", "Of a folder all data files are read"),
+        ("a.jsonl,b.jsonl", r'written "data.sources=\[\{path: A\}'),
+        ("https://example.com/a.jsonl", "download the file"),
+        ("owner/a-set", r'written "data.sources=\[\{hub: owner/a-set\}\]"'),
+    ],
+)
+def test_what_is_no_path_is_told_how_it_is_written(path: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        data_files(path, "data.path")
 
 
 def test_a_missing_path_names_its_key(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.files import table_of
+from pipeline.data.files import Table, table_of
 from pipeline.data.formats import detect, to_records
 from pipeline.data.records import Conversation, Message, Preference, Prompt
 from pipeline.data.turns import BadRow, messages_of, turns_of
@@ -136,12 +136,13 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
         ({"prompt": "a", "completion": "  "}, "empty answer"),
         ({"prompt": "a", "completion": None}, "no answer"),
         ({"prompt": "", "completion": "b"}, "empty prompt"),
-        ({"prompt": "a", "completion": True}, "answer does not end"),
+        ({"prompt": "a", "completion": True}, "neither a text nor a list of messages"),
         ({"prompt": "a", "completion": float("nan")}, "no answer"),
         ({"conversations": [USER, GOOD], "chosen": GOOD, "rejected": BAD}, "prompt does not end with a user's turn"),
         ({"prompt": "a", "chosen": "g ", "rejected": "g"}, "chosen equals rejected"),
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "empty answer"),
-        ({"prompt": "a", "rejected": "b", "chosen": None}, "no answer"),
+        ({"prompt": "a", "rejected": "b", "chosen": None}, "no chosen"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "no rejected"),
         ({"chosen": "g", "rejected": "b"}, "without Human: and Assistant: turns"),
         ({"chosen": "Human: a\n\nAssistant: g", "rejected": "Human: x\n\nAssistant: b"}, "different prompts"),
         ({"chosen": "Human: a\n\nAssistant:", "rejected": "Human: a\n\nAssistant: b"}, "empty answer"),
@@ -158,7 +159,7 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
 )
 def test_bad_rows_are_counted_by_reason(row: dict[str, Any], reason: str) -> None:
     stage = "reward" if "chosen" in row else "sft"
-    parsed = to_records(table_of("t", [row]), stage, "s", bad_row_limit=1.0)
+    parsed = to_records(Table("t", [row], frozenset(row), [1]), stage, "s", bad_row_limit=1.0)
     assert not parsed.records
     (found,) = parsed.skipped
     assert reason in found
@@ -171,6 +172,14 @@ def test_too_many_bad_rows_are_refused_with_counts_and_places() -> None:
     said = r"t: 6 of 100 rows.*4 x chosen equals rejected \(first: row 95\), 2 x empty answer \(first: row 99\)"
     with pytest.raises(UserError, match=said + r".*5%.*data\.bad_row_limit"):
         to_records(table_of("t", rows), "reward", "s", bad_row_limit=0.05)
+    mixed = [good, {"prompt": "a", "completion": "b", "chosen": None}]
+    with pytest.raises(UserError, match=r"1 x no chosen .*give preferences and completions a file each, mend"):
+        to_records(table_of("t", mixed), "reward", "s", bad_row_limit=0.05)
+
+
+def test_columns_of_nulls_are_none() -> None:
+    row = {"prompt": "a", "completion": "b", "chosen": None, "rejected": None, "messages": None}
+    assert len(to_records(table_of("t", [row]), "sft", "s", bad_row_limit=0.0).records) == 1
 
 
 def test_neighbours_of_one_role_are_joined() -> None:
