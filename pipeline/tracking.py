@@ -185,7 +185,8 @@ class Progress:
             self._move_bar(step)
         elif step >= self._steps or self._clock() - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = self._clock()
-            line = f"{self._stage} {step}/{self._steps}  {self._figures()}{self._left(step)}"
+            done = f"{step}/{self._steps}" if step else "before its first step"
+            line = f"{self._stage} {done}  {self._figures()}{self._left(step)}"
             print(line, file=self._stream, flush=True)
 
     def finish(self) -> None:

@@ -210,7 +210,7 @@ def run(config: RunConfig, folder: Path) -> None:
         if done == 0:
             start = evaluated(stage, 0, lambda: examiner.examine(ppo.models))
             write_table(examiner.prompts, {"sft": start}, folder)
-            stage.log(0, {"lr": 0.0, **start.figures})
+            stage.log(0, start.figures)
             stage.save(0)  # SFT's own model is the best so far
         stage.rehearse(lambda: ppo.rehearse(stage.budget))  # when the generator has its memory
         for step in stage.steps_left():

@@ -106,6 +106,10 @@ def test_lines_come_first_now_and_then_and_last():
     assert "grad_norm" not in lines[0]
 
 
+def test_what_was_measured_before_the_first_step_is_said_to_be():
+    assert lines_of([(0, {"loss": 1.0})], [0.0]) == ["sft before its first step  loss 1"]
+
+
 def test_evaluation_figures_stay_in_sight():
     lines = lines_of([(1, {"loss": 2.0, "eval_loss": 3.0}), (2, {"loss": 1.0})], [0.0, 9.0])
     assert lines[-1].startswith("sft 2/100  loss 1  eval_loss 3")
