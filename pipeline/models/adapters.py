@@ -26,6 +26,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes a float as well
         lora_dropout=lora.dropout,
         target_modules=_targets(model, lora.targets),
+        fan_in_fan_out=any(type(module) is Conv1D for module in model.modules()),  # else peft says so of each
     )
     model.requires_grad_(False)
     names = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})

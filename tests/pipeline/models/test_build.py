@@ -213,6 +213,7 @@ def lora(**keys: object) -> LoraConfig:
     return LoraConfig(rank=2, alpha=4.0, **keys)  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("error:fan_in_fan_out")
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
 def test_adapters_begin_as_nothing_and_are_all_that_learns(family: str, tmp_path: Path) -> None:
     model = language_model(config_of(family))
