@@ -19,7 +19,7 @@ from pipeline.errors import UserError
 CONF = Path(__file__).resolve().parents[2] / "conf"
 PATH_KEYS = {"path", "eval_path", "hub", "name", "run_dir", "actor", "reward_path", "tokenizer", "chat_template",
              "reward_function", "judge"}  # fmt: skip
-PLAIN_VALUE = re.compile(r"[\w./\-+:@%]*")
+PLAIN_VALUE = re.compile(r"[\w./\-+:@%]*", re.ASCII)
 
 
 def groups() -> dict[str, list[str]]:

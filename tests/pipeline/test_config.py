@@ -264,6 +264,11 @@ def test_minibatches_are_cut_from_all_answers_of_a_rollout():
     assert "ppo.batch_size=6 does not divide" in refusal("ppo.batch_size=6", "ppo.samples=3", "ppo.minibatches=4")
 
 
+def test_paths_and_names_in_other_letters_are_read():
+    config = config_of("data.path=/home/jörg/é ö.jsonl", "name=ü")
+    assert (config.data.path, config.name) == ("/home/jörg/é ö.jsonl", "ü")
+
+
 def test_ranks_that_generate_together_do_not_stream_blocks():
     line = refusal("rollout.stream=true", "rollout.tensor_parallel=2")
     assert line.startswith("rollout.stream=true needs rollout.tensor_parallel=1, not 2")
