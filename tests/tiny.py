@@ -34,7 +34,7 @@ def tiny_config(**sections: dict[str, Any]) -> RunConfig:
         "tracking": {"kind": "none"},
         "sft": {"steps": 8, "batch_size": 16, "max_length": 160, "lr": 2e-3, "save_every": 2, "dropout": 0.0},
         "reward": {"steps": 8, "batch_size": 8, "max_length": 160, "lr": 1e-3, "save_every": 3},
-        "dpo": {"steps": 6, "batch_size": 8, "max_length": 160, "lr": 1e-3, "save_every": 2},
+        "dpo": {"steps": 8, "batch_size": 8, "max_length": 160, "lr": 1e-3, "save_every": 2},
         "ppo": {"steps": 6, "batch_size": 8, "lr": 1e-4, "critic_lr": 1e-3, "update_epochs": 2, "save_every": 2},
         "rollout": {"max_new_tokens": 12, "max_prompt_tokens": 128},
         "evaluation": {"prompts": 8},
