@@ -5,7 +5,7 @@ from engine.config import EngineConfig, OptimizerConfig
 from engine.engine import Engine, Update
 from engine.entry import initialize
 from engine.parallel.head import token_logprobs
-from engine.rollout.decoder import Generation, Rollouts
+from engine.rollout.rollouts import Generation, Rollouts
 from engine.rollout.sampling import Sampling
 
 __all__ = [

@@ -32,7 +32,7 @@ from engine.loading import copy_local
 from engine.merging import whole_parameters
 from engine.offload import OffloadedOptimizer, full_precision
 from engine.parallel import dist, dtensors, pipeline, traffic, zero
-from engine.rollout.decoder import Rollouts
+from engine.rollout.rollouts import Rollouts
 from engine.rollout.twin.assembled import Assembled
 from engine.rollout.twin.flip import Flip
 

@@ -8,7 +8,7 @@ same input (a block's queries, keys and values) may be laid out as one, which is
 
 oneDNN's packs are copies, and made again when the weight may have changed. In bf16 its product is PyTorch's own, bit
 for bit, for up to 32 rows; with more, as of prompts, sums are rounded in another order. Ours needs no copy, but of a
-weight that lies the other way round (GPT-2's). On GPUs weights are read where they lie (`neighbours.py`).
+weight that lies the other way round (GPT-2's). On GPUs weights are read where they lie (`side_by_side.py`).
 
 Left out: matrices of experts, which are not linear layers; quantised weights.
 """
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.kernels.host import linear
-from engine.rollout.neighbours import WhereTheyLie, in_order
+from engine.rollout.side_by_side import WhereTheyLie, in_order
 
 # The number of rows that oneDNN's packs are laid out for. In bf16 the layout for one row is the faster one with more
 # rows, too: a step of OPT-125M with 16 rows took 27.1 ms, and 34.5 ms in the layout for 16.

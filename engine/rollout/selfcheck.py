@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.parallel import zero
 from engine.rollout.agreement import NEW_TOKENS, RELATIVE, disagreement, fixed_prompts, plain_logits, tolerance_of
-from engine.rollout.decoder import Generation, Rollouts
+from engine.rollout.rollouts import Generation, Rollouts
 from engine.rollout.sampling import Sampling
 
 

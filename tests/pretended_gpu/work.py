@@ -22,8 +22,8 @@ from engine.loading import copy_local
 from engine.rollout import attention
 from engine.rollout.cache.groups import Chunk
 from engine.rollout.cache.slots import SlotCache, Step
-from engine.rollout.decoder import Rollouts
 from engine.rollout.on_device import graphs
+from engine.rollout.rollouts import Rollouts
 from tests.engine.rollout.families import build
 from tests.engine.rollout.on_device.test_graphs import asks_in_a_capture
 from tests.engine.test_on_gpu import OPTIMIZER, Policy, batches, loss

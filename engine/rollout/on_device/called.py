@@ -1,7 +1,7 @@
 """Continuous batching on GPUs where nothing is captured: a generator that is streamed, or split over ranks.
 
 There a forward reads all parameters, or waits for other ranks. So it carries prompts and single tokens together, as on
-CPUs (`decoding.py`), and the host learns of every token at once. Keys and values lie as static steps have them
+CPUs (`host_decoding.py`), and the host learns of every token at once. Keys and values lie as static steps have them
 (`caches.py`): a prompt once, for all its samples.
 """
 
@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from engine.rollout.attention import Unserved, slot_attention
 from engine.rollout.cache.groups import Chunk
 from engine.rollout.cache.slots import Step
-from engine.rollout.decoding import Decoding
+from engine.rollout.host_decoding import Decoding
 from engine.rollout.on_device.attention import Queries, static_attention
 from engine.rollout.on_device.caches import WORTH_JOINING, Caches
 from engine.rollout.on_device.sharing import SharingScheduler, firsts_of

@@ -12,9 +12,9 @@ from torch import nn
 
 from engine.parallel import dist
 from engine.rollout.balance import shares
-from engine.rollout.continuous import free_bytes
-from engine.rollout.decoder import Rollouts
+from engine.rollout.rollouts import Rollouts
 from engine.rollout.selfcheck import Checked, selfcheck
+from engine.rollout.slot_decoder import free_bytes
 from engine.rollout.twin.hybrid import Twin
 from engine.rollout.twin.parking import parked
 from engine.rollout.twin.pooling import alone, pool_of

@@ -200,7 +200,7 @@ class Twin:
 def _neighbours(names: Iterable[str]) -> list[str]:
     """In the order in which they lie: what a block's layers have under one name (their weights, their biases) together.
 
-    So that layers which read the same input can be one product (`engine/rollout/neighbours.py`).
+    So that layers which read the same input can be one product (`engine/rollout/side_by_side.py`).
     """
     blocks: dict[str, dict[str, list[str]]] = {}
     for name in names:

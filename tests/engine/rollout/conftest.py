@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine.rollout import continuous
+from engine.rollout import slot_decoder
 
 
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots serve a model whose tokens change each other, as no model's do: its recording is what is tested."""
-    monkeypatch.setattr(continuous, "far_apart", lambda *_: False)
+    monkeypatch.setattr(slot_decoder, "far_apart", lambda *_: False)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine.rollout import batches, padded
-from engine.rollout.batches import run_batches
-from engine.rollout.padded import PaddedDecoding
+from engine.rollout.batches import batch_decoding, padded
+from engine.rollout.batches.batch_decoding import run_batches
+from engine.rollout.batches.padded import PaddedDecoding
 from engine.rollout.sampling import Ending, Sampling
 from tests.engine.rollout.families import ENDS, build, greedy_by_definition, ragged_prompts
 
@@ -50,7 +50,7 @@ def test_finished_rows_leave_the_batch(llama: nn.Module, monkeypatch: pytest.Mon
         return forward(self, token_ids, *rest)
 
     monkeypatch.setattr(PaddedDecoding, "_forward", watched)
-    monkeypatch.setattr(batches, "COMPACT_BELOW", 0.99)
+    monkeypatch.setattr(batch_decoding, "COMPACT_BELOW", 0.99)
     answers = answers_of(llama, prompts, STREAMS[1:])
     assert answers == plain
     live = [sum(len(answer) > step for answer in answers) for step in range(1, 12)]

@@ -9,7 +9,7 @@ from torch import nn
 
 from engine.compression import int8
 from engine.rollout import attention, selfcheck
-from engine.rollout.decoder import Rollouts
+from engine.rollout.rollouts import Rollouts
 from tests.engine.rollout.families import FAMILIES, build
 
 DTYPES = (torch.float32, torch.bfloat16)

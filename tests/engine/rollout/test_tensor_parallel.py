@@ -9,7 +9,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig, Sampling
-from engine.rollout.decoder import Rollouts
+from engine.rollout.rollouts import Rollouts
 from engine.rollout.twin.cuts import Cut
 from tests.engine.rollout.families import build
 from tests.engine.rollout.twin.test_hybrid import CPU, PROMPTS, merged_by_peft

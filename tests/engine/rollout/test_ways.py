@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.rollout import decoder
-from engine.rollout.alike import OwnCacheDecoding
-from engine.rollout.batches import _batches
-from engine.rollout.decoder import Rollouts
+from engine.rollout import rollouts
+from engine.rollout.batches.batch_decoding import _batches
+from engine.rollout.batches.same_length import OwnCacheDecoding
+from engine.rollout.rollouts import Rollouts
 from engine.rollout.sampling import Sampling
 from tests.engine.rollout.families import ENDS, POSITIONS, VOCABULARY, build, greedy_by_definition, ragged_prompts
 
@@ -66,7 +66,7 @@ def model_of(family: str, **changes: Any) -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def untold(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(decoder, "_told", set())
+    monkeypatch.setattr("engine.rollout.rollouts._told", set())
     yield
 
 
@@ -75,7 +75,7 @@ def test_the_fastest_way_that_is_the_model(family: str, caplog: pytest.LogCaptur
     model = model_of(family)
     rollouts = Rollouts(model, "cpu")
     assert rollouts.way == WAYS[family][0]
-    told = [record.getMessage() for record in caplog.records if record.name == "engine.rollout.decoder"]
+    told = [record.getMessage() for record in caplog.records if record.name == "engine.rollout.rollouts"]
     assert len(told) == (rollouts.way != "slots") and all("slowly" in message for message in told)
     for sampling in (GREEDY, Sampling(9, temperature=0.8, seed=3)):
         answers = rollouts.generate(PROMPTS, sampling, STREAMS, batch_size=3)
@@ -166,12 +166,12 @@ def test_what_looks_at_other_tokens_is_refused() -> None:
 
 
 def test_slots_that_say_something_else_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = decoder.SlotDecoder.forward
+    right = rollouts.SlotDecoder.forward
 
-    def off(self: decoder.SlotDecoder, *rest: Any) -> Tensor:
+    def off(self: rollouts.SlotDecoder, *rest: Any) -> Tensor:
         return right(self, *rest).roll(1, -1)
 
-    monkeypatch.setattr(decoder.SlotDecoder, "forward", off)
+    monkeypatch.setattr(rollouts.SlotDecoder, "forward", off)
     assert Rollouts(build("llama"), "cpu").fallback == "it says something else when it attends over the slot cache"
 
 

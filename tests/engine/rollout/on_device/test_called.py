@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.rollout import continuous
+from engine.rollout import slot_decoder
 from engine.rollout.cache import slots as slot_cache
-from engine.rollout.decoder import Rollouts
 from engine.rollout.on_device import called
 from engine.rollout.on_device.called import Mixed
+from engine.rollout.rollouts import Rollouts
 from engine.rollout.sampling import Sampling
 from tests.engine.rollout.families import ENDS, build, ragged_prompts
 
@@ -28,7 +28,7 @@ def text(token_ids: list[int]) -> str:
 @pytest.mark.parametrize(("longest", "chunk"), [(14, 9), (140, 60)])
 def test_samples_share_their_prompt(family: str, longest: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks beside sequences that decode, with fewer slots than samples: a prompt runs once and is cached once."""
-    monkeypatch.setitem(continuous.PREFILL_TOKENS, "cpu", chunk)
+    monkeypatch.setitem(slot_decoder.PREFILL_TOKENS, "cpu", chunk)
     monkeypatch.setattr(slot_cache, "QUERIES", 5)
     model = build(family, max_position_embeddings=160)
     plain, ours = Rollouts(model, "cpu"), Rollouts(model, "cpu")

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from engine.kernels.host.library import library
-from engine.rollout.decoder import Rollouts
 from engine.rollout.on_device.forwards import Forwards
 from engine.rollout.recorded import making
 from engine.rollout.recorded.graph import VIEWS
 from engine.rollout.recorded.recording import Recording
+from engine.rollout.rollouts import Rollouts
 from engine.rollout.sampling import Sampling
 from tests.engine.rollout.families import Asks, build, ragged_prompts
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from engine.kernels.gpu import compiler
-from engine.rollout.decoder import Generation, Rollouts
 from engine.rollout.on_device import graphs
 from engine.rollout.on_device.forwards import Forwards
+from engine.rollout.rollouts import Generation, Rollouts
 from engine.rollout.sampling import Sampling
 from engine.rollout.selfcheck import selfcheck
 from engine.rollout.twin.hybrid import Twin

@@ -8,10 +8,10 @@ import torch
 
 from engine.kernels.decode_rows import CACHED, ENDED, LIMIT, NOTHING, PROMPT, STREAM
 from engine.kernels.decode_rows import DRAWN as COUNT
-from engine.rollout import continuous
+from engine.rollout import slot_decoder
 from engine.rollout.buckets import bucket
-from engine.rollout.decoder import Rollouts
 from engine.rollout.on_device import rounds
+from engine.rollout.rollouts import Rollouts
 from engine.rollout.sampling import Sampling, under_seed, uniforms
 from tests.engine.rollout.families import ENDS, build, ragged_prompts
 
@@ -45,7 +45,7 @@ def same(model: Any, ours: Rollouts, sampling: Sampling, slots: int = 3, **rest:
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "mistral", "gemma2", "gemma3_text", "mixtral"])
 def test_says_what_the_slot_decoder_says(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(continuous.PREFILL_TOKENS, "cpu", 9)  # prompts in chunks, beside sequences that decode
+    monkeypatch.setitem(slot_decoder.PREFILL_TOKENS, "cpu", 9)  # prompts in chunks, beside sequences that decode
     model = build(family)
     same(model, on_device(model), DRAWN)
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from engine.kernels.host import library
 from engine.rollout import packed
-from engine.rollout.continuous import SlotDecoder
 from engine.rollout.recorded import lowering, making, steps
 from engine.rollout.recorded.fusions import gates, norms, rotary
 from engine.rollout.recorded.program import Program
 from engine.rollout.recorded.recording import Recorder, Recording
 from engine.rollout.sampling import Sampling
+from engine.rollout.slot_decoder import SlotDecoder
 from tests.engine.rollout.families import build, ragged_prompts
 
 needs_compiler = pytest.mark.skipif(library.library("norms") is None, reason="no C compiler, or switched off")

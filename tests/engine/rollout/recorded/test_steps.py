@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.rollout import packed
-from engine.rollout.continuous import SlotDecoder
 from engine.rollout.sampling import Sampling
+from engine.rollout.slot_decoder import SlotDecoder
 from tests.engine.rollout.families import Asks, build, ragged_prompts
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 14)

@@ -13,8 +13,8 @@ from engine import Engine, EngineConfig, OptimizerConfig
 from engine.parallel import dist, dtensors, zero
 from engine.precision import policy
 from engine.rollout import packed
-from engine.rollout.decoder import Rollouts
 from engine.rollout.packed import available
+from engine.rollout.rollouts import Rollouts
 from engine.rollout.sampling import Sampling
 from engine.rollout.twin import gather, hybrid, pooling
 from engine.rollout.twin.hybrid import Twin

@@ -10,7 +10,7 @@ from torch import nn
 
 from engine.parallel import dtensors, zero
 from engine.precision import policy
-from engine.rollout.decoder import Rollouts
+from engine.rollout.rollouts import Rollouts
 from engine.rollout.sampling import Sampling
 from engine.rollout.twin.hybrid import Twin
 from tests.engine.rollout.families import build, ragged_prompts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.rollout.attention import Unserved
-from engine.rollout.batches import BatchDecoding
+from engine.rollout.batches.batch_decoding import BatchDecoding
 
 CACHES = ("past_key_values", "cache_params", "state")  # what families call what they keep between tokens
 

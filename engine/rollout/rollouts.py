@@ -1,7 +1,7 @@
 """The rollout engine: answers from a causal language model.
 
-Models that let their attention be reached by name decode by slots (`continuous.py`): no padding, a place that falls
-free is taken at once. Others decode in batches (`batches.py`), which is said once: padded, or of prompts of one length
+Models that let their attention be reached by name decode by slots (`slot_decoder.py`): no padding, a place that falls
+free is taken at once. Others decode in batches (`batches/`), which is said once: padded, or of prompts of one length
 with the model's own cache, or without one. The first way that gives the model's own numbers is taken. Either way an
 answer depends on its prompt, the sampling settings and its stream only: not on the order of the prompts, the batch size
 or the world size.
@@ -27,14 +27,14 @@ from engine.rollout.agreement import (
     plain_logits,
     tolerance_of,
 )
-from engine.rollout.alike import OwnCacheDecoding, WholeDecoding
 from engine.rollout.attention import Unserved
-from engine.rollout.batches import BatchDecoding, run_batches
-from engine.rollout.continuous import SlotDecoder
-from engine.rollout.decoding import Drawn
-from engine.rollout.padded import PaddedDecoding
+from engine.rollout.batches.batch_decoding import BatchDecoding, run_batches
+from engine.rollout.batches.padded import PaddedDecoding
+from engine.rollout.batches.same_length import OwnCacheDecoding, WholeDecoding
+from engine.rollout.host_decoding import Drawn
 from engine.rollout.sampling import Ending, Sampling
 from engine.rollout.served import positions_of, turns_at
+from engine.rollout.slot_decoder import SlotDecoder
 
 log = logging.getLogger(__name__)
 WAYS = (PaddedDecoding, OwnCacheDecoding, WholeDecoding)  # of decoding in batches, the fastest first
@@ -183,7 +183,7 @@ class Rollouts:
 
     @property
     def way(self) -> str:
-        """How this model decodes: "slots", or "padded", "own cache" or "whole" (`batches.py`)."""
+        """How this model decodes: "slots", or "padded", "own cache" or "whole" (`batches/`)."""
         return "slots" if self._decoder() is not None else self._batch_way().name
 
     def _run(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.rollout.attention import Unserved
-from engine.rollout.batches import PREFILL_TOKENS, BatchDecoding
+from engine.rollout.batches.batch_decoding import PREFILL_TOKENS, BatchDecoding
 from engine.rollout.cache import kv_cache
 from engine.rollout.cache.kv_cache import BufferedCache
 

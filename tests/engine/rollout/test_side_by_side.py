@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.rollout.neighbours import WhereTheyLie, in_order, lay_out, side_by_side
+from engine.rollout.side_by_side import WhereTheyLie, in_order, lay_out, side_by_side
 from engine.rollout.twin.hybrid import Twin
 from tests.engine.rollout.families import build
 

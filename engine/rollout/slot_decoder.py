@@ -23,7 +23,7 @@ from engine.rollout.attention import Unserved, routed
 from engine.rollout.cache.grouping import BY_TORCH, IN_C, Grouping, Joining
 from engine.rollout.cache.groups import Chunk, Group
 from engine.rollout.cache.slots import SlotCache, Step
-from engine.rollout.decoding import Drawn, SlotDecoding
+from engine.rollout.host_decoding import Drawn, SlotDecoding
 from engine.rollout.on_device import called
 from engine.rollout.on_device.caches import ROUND_CAPACITY, Caches, Demand
 from engine.rollout.on_device.called import CalledDecoding, Mixed

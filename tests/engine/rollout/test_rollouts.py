@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.kernels.host import linear
-from engine.rollout import continuous
-from engine.rollout.decoder import Generation, Rollouts
+from engine.rollout import slot_decoder
+from engine.rollout.rollouts import Generation, Rollouts
 from engine.rollout.sampling import Sampling
 from tests.engine.rollout.families import (
     ENDS,
@@ -82,7 +82,7 @@ def test_nor_does_it_in_16_bit(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     sampling, streams = Sampling(8, end_ids=ENDS[:2], seed=9, top_p=0.95), list(range(len(prompts)))
     whole = [a.token_ids for a in rollouts.generate(prompts, sampling, streams)]
     for slots, chunk in ((1, 1024), (2, 1024), (3, 1024), (5, 13), (10, 64)):
-        monkeypatch.setitem(continuous.PREFILL_TOKENS, "cpu", chunk)
+        monkeypatch.setitem(slot_decoder.PREFILL_TOKENS, "cpu", chunk)
         again = rollouts.generate(prompts, sampling, streams, batch_size=slots)
         assert [a.token_ids for a in again] == whole
     for share in (slice(0, None, 3), slice(1, None, 3), slice(2, None, 3)):  # as three ranks would
@@ -120,9 +120,9 @@ def test_streaming_gives_the_tokens_of_generate(llama: nn.Module) -> None:
 
 def test_a_stream_decodes_no_further_than_it_is_read(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    forward = continuous.SlotDecoder.forward
+    forward = slot_decoder.SlotDecoder.forward
     monkeypatch.setattr(
-        continuous.SlotDecoder, "forward", lambda *step, **named: calls.append(1) or forward(*step, **named)
+        slot_decoder.SlotDecoder, "forward", lambda *step, **named: calls.append(1) or forward(*step, **named)
     )
     rollouts = Rollouts(llama, "cpu")
     assert rollouts.fallback is None
@@ -148,7 +148,7 @@ def test_an_interrupted_rollout_leaves_the_generator_as_it_was(
     """Wherever it comes: in a forward over prompts, before a step and behind one."""
     rollouts, sampling = Rollouts(llama, "cpu"), Sampling(9, end_ids=ENDS, seed=4)
     expected = [a.token_ids for a in rollouts.generate(PROMPTS, sampling, STREAMS, 3)]
-    forward, calls = continuous.SlotDecoder.forward, itertools.count()
+    forward, calls = slot_decoder.SlotDecoder.forward, itertools.count()
 
     def interrupted(*step: Any) -> torch.Tensor:
         now = next(calls)
@@ -166,7 +166,7 @@ def test_an_interrupted_rollout_leaves_the_generator_as_it_was(
         calls = itertools.count()
         hook = None if before or behind else llama.model.layers[1].mlp.register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-            patch.setattr(continuous.SlotDecoder, "forward", interrupted)
+            patch.setattr(slot_decoder.SlotDecoder, "forward", interrupted)
             rollouts.generate(PROMPTS, sampling, STREAMS, 3)
         if hook is not None:
             hook.remove()

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from engine.rollout import attention, continuous, decoder, packed
+from engine.rollout import attention, packed, slot_decoder
 from engine.rollout.cache import slots as slot_cache
 from engine.rollout.cache.grouping import BY_TORCH, IN_C, Grouping, Joining, cut_into_groups
 from engine.rollout.cache.groups import Chunk, Family, Group
 from engine.rollout.cache.slots import Step
-from engine.rollout.decoder import Generation, Rollouts
 from engine.rollout.on_device import rounds
+from engine.rollout.rollouts import Generation, Rollouts
 from engine.rollout.sampling import Ending, Sampling, uniforms
 from engine.rollout.scheduler import Answering, Scheduler
 from tests.engine.rollout.families import ENDS, VOCABULARY, attends_by, build, greedy_by_definition, ragged_prompts
@@ -35,13 +35,13 @@ def llama() -> nn.Module:
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     """The steps that run."""
     steps: list[Step] = []
-    forward = continuous.SlotDecoder.forward
+    forward = slot_decoder.SlotDecoder.forward
 
-    def keep(self: continuous.SlotDecoder, ids: Sequence[int], step: Step, columns: Sequence[int]) -> torch.Tensor:
+    def keep(self: slot_decoder.SlotDecoder, ids: Sequence[int], step: Step, columns: Sequence[int]) -> torch.Tensor:
         steps.append(step)
         return forward(self, ids, step, columns)
 
-    monkeypatch.setattr(continuous.SlotDecoder, "forward", keep)
+    monkeypatch.setattr(slot_decoder.SlotDecoder, "forward", keep)
     return steps
 
 
@@ -60,7 +60,7 @@ def test_few_slots_and_chunked_prompts_say_the_same(
 ) -> None:
     """Refilled slots hold other sequences' keys behind their own; chunks see what is cached, within the window."""
     attends_by(kernels, monkeypatch)
-    monkeypatch.setitem(continuous.PREFILL_TOKENS, "cpu", chunk)
+    monkeypatch.setitem(slot_decoder.PREFILL_TOKENS, "cpu", chunk)
     monkeypatch.setattr(slot_cache, "QUERIES", 3)
     model = build(family)
     by_definition(model, PROMPTS, Rollouts(model, "cpu").generate(PROMPTS, GREEDY, STREAMS, batch_size=slots))
@@ -275,7 +275,7 @@ def test_long_chunks_take_small_masks(window: int | None, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_long_prompt_holds_nobody_up(llama: nn.Module, on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the second prompt runs in ten chunks, who answers the first draws a token beside each."""
-    monkeypatch.setitem(continuous.PREFILL_TOKENS, "cpu", 5)
+    monkeypatch.setitem(slot_decoder.PREFILL_TOKENS, "cpu", 5)
     monkeypatch.setattr(rounds, "WINDOW", 1)
     rollouts = Rollouts(llama, "cpu")
     assert rollouts.fallback is None and rollouts._slots is not None
@@ -339,7 +339,7 @@ def test_what_the_slots_cannot_do_falls_back_and_says_so(
         return right(module, *states, **(rest | changes))
 
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, changed)
-    monkeypatch.setattr(decoder, "_told", set())
+    monkeypatch.setattr("engine.rollout.rollouts._told", set())
     for _ in range(2):
         rollouts = Rollouts(model, "cpu")
         assert rollouts.fallback is not None and reason in rollouts.fallback
