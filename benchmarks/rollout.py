@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.measure import in_turn, median, spread
 from benchmarks.record import Result
-from engine.rollout.continuous import SlotDecoder
 from engine.rollout.sampling import Sampling
+from engine.rollout.slot_decoder import SlotDecoder
 
 ELSEWHERE = {
     "zero3": "benchmarks.rollout_flip", "flip": "benchmarks.rollout_flip", "release": "benchmarks.rollout_flip",

@@ -27,7 +27,7 @@ from benchmarks.record import Result
 from benchmarks.rollout import OPT_125M, Lengths, Work, work
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.parallel import dist, dtensors
-from engine.rollout.decoder import Rollouts
+from engine.rollout.rollouts import Rollouts
 from engine.rollout.sampling import Sampling
 
 RANKS = 2

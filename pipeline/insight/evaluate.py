@@ -18,7 +18,7 @@ from pipeline.files import write_whole
 
 if TYPE_CHECKING:
     from engine import Sampling
-    from engine.rollout.decoder import Rollouts
+    from engine.rollout.rollouts import Rollouts
     from pipeline.data.tokenizer import ChatTokenizer
 
 GOLD_SOURCE = "demo"
