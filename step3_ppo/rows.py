@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -33,7 +34,7 @@ class Rows:
 
 
 def rows(
-    prompts: list[list[int]], responses: list[list[int]], places: list[int], pad_id: int, *, packing: bool = False
+    prompts: list[list[int]], responses: list[list[int]], places: Sequence[int], pad_id: int, *, packing: bool = False
 ) -> Rows:
     """Put sequences side by side, in a row each or all in one. No sequences give one padding token, so that a rank
     without work can take part.
@@ -50,7 +51,7 @@ def rows(
     spans = [torch.arange(end + 1 - count, end + 1) for end, count in zip(ends, counts, strict=False)]
     scored = torch.cat(spans) if spans else torch.empty(0, dtype=torch.long)
     ids, scored, last = (uploaded(tensor, dist.world().device) for tensor in (ids, scored, torch.tensor(ends)))
-    return Rows(places, ids, scored, last, counts, documents)
+    return Rows(list(places), ids, scored, last, counts, documents)
 
 
 def my_rows(
@@ -63,10 +64,7 @@ def my_rows(
     packing: bool = False,
 ) -> list[Portion[Rows]]:
     """This rank's micro-batches of some sequences; every rank gets equally many."""
-
-    def lay_out(chosen: Sequence[int]) -> Rows:
-        return rows(prompts, responses, list(chosen), pad_id, packing=packing)
-
+    lay_out = partial(rows, prompts, responses, pad_id=pad_id, packing=packing)
     world = dist.world()
     lengths = [len(prompts[i]) + len(responses[i]) for i in places]
     planned = plan(lengths, ranks=world.data_size, budget=budget, packing=packing)[world.data_rank]
@@ -81,10 +79,7 @@ def longest_rows(
     """
     responses = [[pad_id] * answer] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))[:most]
-
-    def lay_out(chosen: Sequence[int]) -> Rows:
-        return rows(prompts, responses, list(chosen), pad_id, packing=packing)
-
+    lay_out = partial(rows, prompts, responses, pad_id=pad_id, packing=packing)
     lengths = [len(prompts[place]) + answer for place in order]
     return largest(order, lengths, budget, lay_out, packing=packing)
 

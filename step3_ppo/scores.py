@@ -37,6 +37,7 @@ def model_scores(reward: Engine, batches: Sequence[Portion[Rows]], mean: float) 
     """Scores of all sequences less `mean`, on every rank."""
 
     def centred(module: nn.Module, batch: Rows) -> list[tuple[int, Tensor]]:
-        return list(zip(batch.places, (end_scores(module, batch) - mean).unbind(), strict=False))
+        scores = (end_scores(module, batch) - mean).unbind()
+        return list(zip(batch.places, scores, strict=True)) if batch.places else []
 
     return in_order({place: score.item() for place, score in chain.from_iterable(reward.score(batches, centred))})
