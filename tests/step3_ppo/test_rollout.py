@@ -156,10 +156,19 @@ def one_step(folder: Path, zero_stage: int, packing: bool = False) -> dict[str, 
     return {"drawn": drawn, "rollout": rollout, "updates": updates, "seen": seen, "final": final}
 
 
+def on_two_ranks(folder: Path) -> dict[str, Any]:
+    """The step without padding; and a rollout whose trainer gathers weights in 8 bits, as the generator does not."""
+    found = one_step(folder, 3, True)
+    models = models_in(folder, zero_stage=2, compress="gather8")
+    generate(models, rollout_of(PROMPTS, RESPONSES).prompts, SAMPLING, first_stream=40, batch_size=4)
+    return found | {"checked in 8 bits": len(models.actor.flip.checked)}
+
+
 def test_two_ranks_without_padding_make_the_step_that_one_makes_with_it(tmp_path: Path) -> None:
     saved_models(tmp_path)
     alone = one_step(tmp_path, 0)
-    first, second = run_ranks(one_step, 2, tmp_path, 3, True)
+    first, second = run_ranks(on_two_ranks, 2, tmp_path)
+    assert first["checked in 8 bits"] and second["checked in 8 bits"], "held to what 8 bits explain"
     for step in range(2):  # equally many micro-batches, every sequence on one rank
         assert len(first["seen"][step]) == len(second["seen"][step])
         theirs = [place for result in (first, second) for batch in result["seen"][step] for place in batch]

@@ -107,10 +107,13 @@ def frozen(dtype: str = "fp32", zero_stage: int = 0) -> EngineChoice:
     return EngineChoice(EngineSettings(dtype=dtype, zero_stage=zero_stage))  # type: ignore[arg-type]
 
 
-def trained(dtype: str = "fp32", zero_stage: int = 0, lr: float = 1e-3, **rest: Any) -> EngineChoice:
+def trained(
+    dtype: str = "fp32", zero_stage: int = 0, lr: float = 1e-3, compress: str = "none", **rest: Any
+) -> EngineChoice:
     """An engine that learns."""
     optimizer = OptimizerConfig(lr=lr, total_steps=10, schedule="constant", max_grad_norm=0.0)
-    return EngineChoice(EngineSettings(dtype=dtype, zero_stage=zero_stage), optimizer, **rest)  # type: ignore[arg-type]
+    settings = EngineSettings(dtype=dtype, zero_stage=zero_stage, compress=compress)  # type: ignore[arg-type]
+    return EngineChoice(settings, optimizer, **rest)
 
 
 def ids_of(rows: int, length: int, seed: int = 1) -> Tensor:
