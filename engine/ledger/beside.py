@@ -1,6 +1,6 @@
 """What an engine holds beside its module's parameters and gradients: optimizer, twin, cache, host buffers, files."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from engine.average import Average
 from engine.ledger.saved import storage
 from engine.parallel import dtensors, zero
+
+if TYPE_CHECKING:
+    from engine.rollout.twin.flip import Flip
 
 
 def optimizer_bytes(optimizer: Any) -> dict[str, int]:
@@ -22,19 +25,11 @@ def optimizer_bytes(optimizer: Any) -> dict[str, int]:
     return {"optimizer": _size(states, set())}
 
 
-def generator_bytes(flip: Any, module: nn.Module) -> dict[str, int]:
+def generator_bytes(flip: "Flip", module: nn.Module) -> dict[str, int]:
     """The twin's own copies of weights, those that are packed, and the key-value cache, of a flip that was entered."""
-    twin, rollouts = getattr(flip, "_twin", None), getattr(flip, "_rollouts", None)
+    weights, cache, packs = flip.held()
     live = {storage(dtensors.local(tensor)) for tensor in zero.sharded(module)}
-    own = [p.detach() for p in twin.module.parameters() if not p.is_meta] if twin else []
-    streamed = twin.stream.memory if twin and twin.stream else []
-    slots = getattr(rollouts, "_slots", None)
-    layers = [layer for cache in (slots.caches if slots else ()) for layer in cache.layers.values()]
-    return {
-        "twin": _size([*own, *streamed], live),
-        "packs": slots.packs.bytes if slots else 0,
-        "cache": _size([tensor for layer in layers for tensor in (layer.keys, layer.values)], set()),
-    }
+    return {"twin": _size(weights, live), "packs": packs, "cache": _size(cache, set())}
 
 
 def average_bytes(average: Average) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.healing.failure import attempt, is_out_of_memory
 from engine.parallel import dist
@@ -160,6 +160,13 @@ class Rollouts:
         """Free the cache and all that was derived from the weights; the next call takes them again."""
         if self._slots is not None:
             self._slots.release()
+
+    def held(self) -> tuple[list[Tensor], int]:
+        """Keys and values of the slot cache; bytes of packed weights."""
+        if self._slots is None:
+            return [], 0
+        layers = [layer for cache in self._slots.caches for layer in cache.layers.values()]
+        return [tensor for layer in layers for tensor in (layer.keys, layer.values)], self._slots.packs.bytes
 
     @contextmanager
     def through_modules(self) -> Iterator[None]:

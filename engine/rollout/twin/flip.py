@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.parallel import dist
 from engine.rollout.balance import shares
@@ -92,6 +92,12 @@ class Flip:
             self._rollouts.release()
         if self._twin is not None:
             self._twin.release()
+
+    def held(self) -> tuple[list[Tensor], list[Tensor], int]:
+        """The twin's weights, live ones that it shares among them; keys and values of the cache; bytes of packs."""
+        weights = [] if self._twin is None else self._twin.held()
+        cache, packs = ([], 0) if self._rollouts is None else self._rollouts.held()
+        return weights, cache, packs
 
     def _finish(self) -> None:
         if self._twin is not None and self._twin.stream is not None:

@@ -117,6 +117,11 @@ class Twin:
         self._buffers = None
         self._seen.clear()
 
+    def held(self) -> list[Tensor]:
+        """The parameters that are here now, live ones that it shares among them, and what blocks pass through."""
+        here = [parameter.detach() for parameter in self.module.parameters() if not parameter.is_meta]
+        return [*here, *(self.stream.memory if self.stream is not None else [])]
+
     def _piece(self, name: str, origin: Origin, target: Tensor | None = None) -> Piece:
         """What to gather; without a target, one that has the right shape but no memory."""
         if target is None:
