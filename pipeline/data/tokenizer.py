@@ -113,6 +113,11 @@ class ChatTokenizer:
     def save(self, folder: str | Path) -> None:
         """Writes the tokenizer and its chat template in Hugging Face format."""
         self.hf.save_pretrained(str(folder))
+        if self.hf.unk_token is None:  # left out, it is whatever a family's class adds (Qwen 2), an id more
+            file = Path(folder) / "tokenizer_config.json"
+            settings = json.loads(file.read_text(encoding="utf-8"))
+            text = json.dumps(settings | {"unk_token": None}, indent=2, ensure_ascii=False, sort_keys=True)
+            file.write_text(text + "\n", encoding="utf-8")
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) of what decides about ids: vocabulary, added tokens, chat template, ids of a probe text."""

@@ -172,6 +172,8 @@ def test_saved_tokenizers_load_the_same(trained: ChatTokenizer, tmp_path: Path) 
         assert again.fingerprint() == each.fingerprint()
         assert again.encode_conversations([messages])[0] == each.encode_conversations([messages])[0]
         assert (again.end_ids, again.pad_id, again.vocab_size) == (each.end_ids, each.pad_id, each.vocab_size)
+    (tmp_path / "0" / "config.json").write_text('{"model_type": "qwen2"}')  # a family with a class of its own
+    assert load_tokenizer(str(tmp_path / "0")).fingerprint() == every_kind(trained)[0].fingerprint()
 
 
 def test_a_chat_template_file_replaces_the_tokenizers_own(trained: ChatTokenizer, tmp_path: Path) -> None:
