@@ -18,7 +18,7 @@ from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokeniz
 from pipeline.errors import UserError
 from pipeline.insight.evaluate import answer_prompts
 from pipeline.models.build import check_scores
-from pipeline.models.source import ModelSource, download, model_folder, resolve
+from pipeline.models.source import ModelSource, check_kind, download, model_folder, resolve
 
 UNITS = {
     "sft": ("step", "conversations"),
@@ -130,6 +130,18 @@ def stage_source(config: RunConfig, folder: Path) -> ModelSource:
     return resolve(config.model, config.seed, folder=folder)
 
 
+def policy_to_tune(config: RunConfig, folder: Path) -> tuple[ModelSource, ChatTokenizer]:
+    """The language model that DPO or PPO starts from, of a stage's folder or a model folder, and its tokenizer.
+
+    Raises UserError where the folder has a model of another kind, or too few embedding rows.
+    """
+    source = stage_source(config, folder)
+    check_kind(source, wanted="ForCausalLM")
+    tokenizer = load_tokenizer(str(model_folder(folder)), chat_template=None)
+    check_vocabulary(source, tokenizer)
+    return source, tokenizer
+
+
 def check_vocabulary(source: ModelSource, tokenizer: ChatTokenizer) -> None:
     """Refuse a model whose embedding has no row for some of the tokenizer's ids."""
     rows = source.config.get_text_config().vocab_size
@@ -184,15 +196,6 @@ def require_context(config: RunConfig, stage: str, source: ModelSource) -> None:
     mistakes = [advice for needed, advice in (wants[name] for name in coming) if needed > has]
     if mistakes:
         raise UserError(f"{source.name} has {has} positions for a sequence, too few for " + "; for ".join(mistakes))
-
-
-def require_held_out(section: StageSection, stage: str, held_out: Sequence[object]) -> None:
-    """Refuse to choose the best model by nothing."""
-    if section.export == "best" and not held_out:
-        raise UserError(
-            f"{stage}.export=best has nothing to judge by: no examples are held out (data.eval_fraction, or eval_path "
-            f"of a source); {stage}.export=last does without"
-        )
 
 
 def require_scorer(config: RunConfig, source: ModelSource) -> None:

@@ -1,18 +1,31 @@
 """What the stages read of the data: records, ids and held-out prompts, made by the first rank for all."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar, cast
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar, cast
 
 from engine.parallel import dist
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import RunConfig, StageSection
 from pipeline.config.stages import POLICIES, wanted_stages
 from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, load_stage, made_here
-from pipeline.data.records import Prompt
+from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 from pipeline.imports import kept_for_good
+from pipeline.stage import UNITS
 
 Made = TypeVar("Made")
+Encoded = TypeVar("Encoded", bound=Sequence[object])
+
+
+@dataclass(frozen=True)
+class Examples(Generic[Encoded]):
+    """Token ids of what a stage trains on and of what is held out; how many records were left out or cut, by reason."""
+
+    train: Encoded
+    held_out: Encoded
+    skipped: dict[str, int]
 
 
 def by_first_rank(make: Callable[[], Made]) -> Made:
@@ -60,6 +73,41 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
     return records
 
 
+def examples(
+    stage: str,
+    section: StageSection,
+    records: StageRecords,
+    encode: Callable[..., tuple[Encoded, Mapping[str, int]]],
+) -> Examples[Encoded]:
+    """A stage's records as `encode(records, name=what they are called)` makes ids of them. Says what was cut.
+
+    Raises UserError where nothing is left to train on, or where the best model is to be chosen by nothing.
+    """
+    train, notes = by_first_rank(partial(encode, records.train))
+    say_cut(stage, notes, len(records.train), f"{stage}.max_length")
+    few = records.held_out[: section.eval_examples]
+    held_out, _ = by_first_rank(partial(encode, few, name=f"held-out {UNITS[stage][1]}"))
+    if section.export == "best" and not held_out:
+        raise UserError(
+            f"{stage}.export=best has nothing to judge by: no examples are held out (data.eval_fraction, or eval_path "
+            f"of a source); {stage}.export=last does without"
+        )
+    return Examples(train, held_out, {**records.skipped, **notes})
+
+
+def say_undecided(stage: str, pairs: Sequence[Preference]) -> None:
+    """Say of how many pairs the data's own scores don't agree that the chosen answer is the better one."""
+    scored = {pair.source for pair in pairs if pair.margin}
+    ties = sum(not pair.margin for pair in pairs if pair.source in scored)
+    turned = sum(pair.margin < 0 for pair in pairs)
+    if dist.world().leads and (ties or turned):
+        print(
+            f"{stage}: by the data's scores, of {len(pairs)} pairs {ties} are ties and {turned} have the better answer "
+            "as rejected; all are trained on as they are labelled",
+            flush=True,
+        )
+
+
 def check_data_to_come(config: RunConfig, stage: str) -> list[Prompt] | None:
     """The run's first stage refuses what a later one would, rather than after a day. Returns what was found to be held
     out for PPO, on the first rank; None elsewhere, and where it was not read.
@@ -104,9 +152,10 @@ def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Seque
     chosen = [prompt for prompt, _ in zip(fitting, range(config.evaluation.prompts), strict=False)]
     if not chosen:
         told = f"none of the {len(held_out)} held-out prompts fits within rollout.max_prompt_tokens={limit}"
-        for policy in set(POLICIES) & set(wanted_stages(config)):
+        judged = [stage.upper() for stage in wanted_stages(config) if stage in POLICIES]
+        if judged:
             raise UserError(
-                f"{told}, so that nothing would tell what {policy.upper()} does: raise it, or hold out others "
+                f"{told}, so that nothing would tell what {judged[0]} does: raise it, or hold out others "
                 "(data.eval_fraction, eval_path of a source)"
             )
         print(f"{told}: none is answered", flush=True)

@@ -25,13 +25,12 @@ from pipeline.stage import (
     optimizer_config,
     prepare_generation,
     require_context,
-    require_held_out,
     require_scorer,
     run_tokenizer,
     say_steps,
     stage_steps,
 )
-from pipeline.stage_data import by_first_rank, check_data_to_come, evaluation_prompts, say_cut, stage_records
+from pipeline.stage_data import check_data_to_come, evaluation_prompts, examples, stage_records
 from pipeline.tracking import open_watchers
 from step1_sft.batches import largest_batch, micro_batches
 from step1_sft.evaluate import answer, held_out_loss
@@ -50,14 +49,10 @@ def run(config: RunConfig, folder: Path) -> None:
     require_context(config, "sft", source)
     require_scorer(config, source)
     encode = partial(encode_conversations, tokenizer, max_length=section.max_length, loss_on=section.loss_on)
-    train, notes = by_first_rank(partial(encode, records.train))
-    say_cut("sft", notes, len(records.train), "sft.max_length")
-    few = records.held_out[: section.eval_examples]
-    held_out, _ = by_first_rank(partial(encode, few, name="held-out conversations"))
-    require_held_out(section, "sft", held_out)
+    data = examples("sft", section, records, encode)
+    train, held_out = data.train, data.held_out
     prompts, judge = evaluation_prompts(config, tokenizer, to_come), load_judge(config)
-    skipped = {**records.skipped, **notes}
-    del records, few, to_come  # texts, of which nothing is needed any more
+    del records, to_come  # texts, of which nothing is needed any more
     steps = stage_steps(section, len(train))
     say_steps("sft", section, steps, len(train))
     arrange(config)
@@ -101,7 +96,7 @@ def run(config: RunConfig, folder: Path) -> None:
             export_policy(engine, source, tokenizer, folder / "model")
         with stage.clock.phase("evaluate"):
             gold = answer("sft", config, engine, tokenizer, prompts, folder, judge)
-        stage.finish({"gold_score": gold, "skipped": skipped, "packing": packing})
+        stage.finish({"gold_score": gold, "skipped": data.skipped, "packing": packing})
 
 
 def _packing(engine: Engine, wanted: bool, max_length: int) -> bool:

@@ -1,5 +1,6 @@
 """Log-probabilities of all answers: the reference's, once, and the policy's to held-out pairs."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from step2_dpo.batches import AnswerBatch, Pairs, answer_logprobs
 from step2_dpo.objective import preference_loss
 
 KEPT = "reference.safetensors"
-AT_A_TIME = 2048  # pairs that are planned together
+AT_A_TIME = 512  # pairs that the reference reads between two looks at the clock
+SECONDS_A_LINE = 10.0
+SECONDS_A_FILE = 60.0
 
 
 def pair_logprobs(
@@ -26,17 +29,15 @@ def pair_logprobs(
 ) -> Tensor:
     """(N, 2) fp32 of chosen and rejected answers, on the host of every rank, the work spread over ranks."""
     pairs, found = Pairs(items, torch.zeros(len(items), 2)), torch.zeros(len(items), 2)
-    for start in range(0, len(items), AT_A_TIME):
-        places = range(start, min(start + AT_A_TIME, len(items)))
-        batches, held = pairs.micro_batches(places, budget=budget, packing=packing, pad_id=pad_id)
-        mine = {
-            places[place]: values
-            for where, rows in zip(held, engine.score(batches, _of_pairs), strict=True)
-            for place, values in zip(where, rows, strict=True)
-        }
-        for part in dist.gather_objects({place: values.tolist() for place, values in mine.items()}):
-            for place, values in part.items():
-                found[place] = torch.tensor(values)
+    batches, held = pairs.micro_batches(range(len(items)), budget=budget, packing=packing, pad_id=pad_id)
+    mine = {
+        place: values.tolist()
+        for where, rows in zip(held, engine.score(batches, _of_pairs), strict=True)
+        for place, values in zip(where, rows, strict=True)
+    }
+    for part in dist.gather_objects(mine):
+        for place, values in part.items():
+            found[place] = torch.tensor(values)
     return found
 
 
@@ -50,19 +51,33 @@ def with_reference(
 ) -> dict[str, Pairs]:
     """Sets of pairs, by name, with what the reference gives them: as kept in `folder`, else by `read`, and kept there.
 
-    The reference is the model that training starts from: to be called before that has changed. Every rank calls.
+    The reference is the model that training starts from: to be called before that has changed. Every rank calls. Who is
+    stopped while it reads goes on where it was last kept.
     """
     kept = by_first_rank(lambda: _kept(folder / KEPT))
-    found = {name: kept[name] for name, items in sets.items() if name in kept and len(kept[name]) == len(items)}
-    unread = {name: items for name, items in sets.items() if name not in found}
-    if dist.world().leads and unread:
-        count = sum(len(items) for items in unread.values())
+    tables = {name: kept.get(name, torch.empty(0, 2)) for name in sets}
+    for name, items in sets.items():
+        if len(tables[name]) != len(items):
+            tables[name] = torch.full((len(items), 2), torch.nan)  # not read yet
+    starts = [(name, start) for name, items in sets.items() for start in range(0, len(items), AT_A_TIME)]
+    parts = [(name, slice(start, start + AT_A_TIME)) for name, start in starts]
+    unread = [(name, part) for name, part in parts if tables[name][part].isnan().any()]
+    leads, count = dist.world().leads, sum(len(tables[name][part]) for name, part in unread)
+    if leads and unread:
         print(f"dpo: the reference, the model as it starts, reads {count} pairs", flush=True)
-    missing = {name: read(items) for name, items in unread.items()}
-    if dist.world().leads and missing:
-        with explained_disk(folder):
-            write_whole(folder / KEPT, save(found | missing))
-    return {name: Pairs(items, (found | missing)[name]) for name, items in sets.items()}
+    said = saved = time.monotonic()
+    done = 0
+    for name, part in unread:
+        tables[name][part] = read(sets[name][part])
+        done += len(tables[name][part])
+        if leads and time.monotonic() - said >= SECONDS_A_LINE:
+            said = time.monotonic()
+            print(f"dpo: {done} of {count} pairs are read", flush=True)
+        if leads and (done == count or time.monotonic() - saved >= SECONDS_A_FILE):
+            saved = time.monotonic()
+            with explained_disk(folder):
+                write_whole(folder / KEPT, save(tables))
+    return {name: Pairs(items, tables[name]) for name, items in sets.items()}
 
 
 def _kept(file: Path) -> dict[str, Tensor]:

@@ -10,14 +10,13 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import PairItem, encode_preferences
 from pipeline.data.records import Prompt
-from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
+from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.held_out import EVALUATION_SEED, HeldOut, compared, write_table
 from pipeline.judging import judged, load_judge
 from pipeline.manifest import stage_inputs
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
-from pipeline.models.source import ModelSource, check_kind, model_folder
 from pipeline.own_function import OwnFunction
 from pipeline.planning.choose import announce
 from pipeline.run import StageRun
@@ -25,15 +24,14 @@ from pipeline.stage import (
     answers_of,
     arrange,
     optimizer_config,
+    policy_to_tune,
     prepare_generation,
     require_context,
-    require_held_out,
     sampling,
     say_steps,
-    stage_source,
     stage_steps,
 )
-from pipeline.stage_data import by_first_rank, evaluation_prompts, say_cut, stage_records
+from pipeline.stage_data import evaluation_prompts, examples, say_undecided, stage_records
 from pipeline.tracking import open_watchers
 from step2_dpo.evaluate import held_out_figures, pair_logprobs, with_reference
 from step2_dpo.objective import loss_of
@@ -42,18 +40,17 @@ from step2_dpo.objective import loss_of
 def run(config: RunConfig, folder: Path) -> None:
     """Train, evaluate, export. `folder` is RUN/dpo."""
     section = config.dpo
-    source, tokenizer = starting_point(config, folder.parent)
+    start = stage_inputs(config, folder.parent, "dpo")["actor"]
+    assert start is not None
+    source, tokenizer = policy_to_tune(config, start)
     require_context(config, "dpo", source)
     records = stage_records(config, "dpo")
+    say_undecided("dpo", records.train)
     encode = partial(encode_preferences, tokenizer, max_length=section.max_length, stage="dpo")
-    encoded, notes = by_first_rank(partial(encode, records.train))
-    say_cut("dpo", notes, len(records.train), "dpo.max_length")
-    few = records.held_out[: section.eval_examples]
-    held_out, _ = by_first_rank(partial(encode, few, name="held-out pairs"))
-    require_held_out(section, "dpo", held_out)
+    data = examples("dpo", section, records, encode)
+    encoded, held_out = data.train, data.held_out
     prompts, judge = evaluation_prompts(config, tokenizer), load_judge(config)
-    skipped = {**records.skipped, **notes}
-    del records, few  # texts, of which nothing is needed any more
+    del records  # texts, of which nothing is needed any more
     steps = stage_steps(section, len(encoded))
     say_steps("dpo", section, steps, len(encoded))
     drawn = [batch_indices(len(encoded), section.batch_size, config.seed, step) for step in range(steps)]
@@ -109,22 +106,13 @@ def run(config: RunConfig, folder: Path) -> None:
         by_model = {name: result.figures for name, result in results.items()}
         ranked["eval_pairs"] = len(held_out)
         gold = by_model["dpo"].get("gold_score")
-        stage.finish({**ranked, "gold_score": gold, "held_out": by_model, "skipped": skipped, "packing": packing})
+        stage.finish({**ranked, "gold_score": gold, "held_out": by_model, "skipped": data.skipped, "packing": packing})
 
 
 def only(pairs: Sequence[PairItem], drawn: Sequence[Sequence[int]]) -> tuple[list[PairItem], dict[int, int]]:
     """The pairs that a step draws, and where each of them is now: the reference need not read others."""
     chosen = sorted({index for indices in drawn for index in indices})
     return [pairs[index] for index in chosen], {index: place for place, index in enumerate(chosen)}
-
-
-def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatTokenizer]:
-    """The model that DPO starts from, which is its reference as well, and its tokenizer."""
-    folder = stage_inputs(config, run_dir, "dpo")["actor"]
-    assert folder is not None
-    source = stage_source(config, folder)
-    check_kind(source, wanted="ForCausalLM")
-    return source, load_tokenizer(str(model_folder(folder)), chat_template=None)
 
 
 class Examiner:

@@ -1,7 +1,6 @@
 """Stage 2: what is loaded, the loop, what is left behind."""
 
 import statistics
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.engine import LossFn
-from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import PairBatch, batch_indices
 from pipeline.data.encode import encode_preferences
-from pipeline.data.records import Preference
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 from pipeline.manifest import stage_inputs
@@ -31,13 +28,12 @@ from pipeline.stage import (
     check_vocabulary,
     optimizer_config,
     require_context,
-    require_held_out,
     run_tokenizer,
     say_steps,
     stage_source,
     stage_steps,
 )
-from pipeline.stage_data import by_first_rank, check_data_to_come, say_cut, stage_records
+from pipeline.stage_data import check_data_to_come, examples, say_undecided, stage_records
 from pipeline.tracking import open_watchers
 from step2_reward.batches import largest_batch, micro_batches
 from step2_reward.evaluate import Scored, accuracies, score_pairs
@@ -55,15 +51,11 @@ def run(config: RunConfig, folder: Path) -> None:
     require_context(config, "reward", source)
     records = stage_records(config, "reward")
     check_data_to_come(config, "reward")
-    say_undecided(records.train)
+    say_undecided("reward", records.train)
     encode = partial(encode_preferences, tokenizer, max_length=section.max_length)
-    train, notes = by_first_rank(partial(encode, records.train))
-    say_cut("reward", notes, len(records.train), "reward.max_length")
-    few = records.held_out[: section.eval_examples]
-    held_out, _ = by_first_rank(partial(encode, few, name="held-out pairs"))
-    require_held_out(section, "reward", held_out)
-    skipped = {**records.skipped, **notes}
-    del records, few  # texts, of which nothing is needed any more
+    data = examples("reward", section, records, encode)
+    train, held_out = data.train, data.held_out
+    del records  # texts, of which nothing is needed any more
     steps = stage_steps(section, len(train))
     say_steps("reward", section, steps, len(train))
     arrange(config)
@@ -113,20 +105,7 @@ def run(config: RunConfig, folder: Path) -> None:
             level = reference_level(score_pairs(engine, train[:REFERENCE_ANSWERS], **cut))
         with stage.clock.phase("export"):
             export_scorer(engine, source, tokenizer, folder / "model", extra=level)
-        stage.finish({**shares, **level, "skipped": skipped})
-
-
-def say_undecided(pairs: Sequence[Preference]) -> None:
-    """Say of how many pairs the data's own scores don't agree that the chosen answer is the better one."""
-    scored = {pair.source for pair in pairs if pair.margin}
-    ties = sum(not pair.margin for pair in pairs if pair.source in scored)
-    turned = sum(pair.margin < 0 for pair in pairs)
-    if dist.world().leads and (ties or turned):
-        print(
-            f"reward: by the data's scores, of {len(pairs)} pairs {ties} are ties and {turned} have the better answer "
-            "as rejected; all are trained on as they are labelled",
-            flush=True,
-        )
+        stage.finish({**shares, **level, "skipped": data.skipped})
 
 
 def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatTokenizer]:

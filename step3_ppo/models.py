@@ -18,7 +18,7 @@ from pipeline.models.checks import adopt, verify
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, model_folder, resolve
 from pipeline.own_function import OwnFunction, load_function
-from pipeline.stage import optimizer_config, stage_source
+from pipeline.stage import optimizer_config, policy_to_tune, stage_source
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,7 @@ def find(config: RunConfig, run_dir: Path) -> Sources:
     folders = stage_inputs(config, run_dir, "ppo")
     actor_folder, reward_folder = folders["actor"], folders.get("reward")
     assert actor_folder is not None
-    actor = stage_source(config, actor_folder)
-    check_kind(actor, wanted="ForCausalLM")
-    tokenizer = load_tokenizer(str(model_folder(actor_folder)), chat_template=None)
+    actor, tokenizer = policy_to_tune(config, actor_folder)
     if reward_folder is None:
         critic = stage_source(config, actor_folder)  # one of its own: building a scorer changes its configuration
         return Sources(actor, critic, None, tokenizer)

@@ -16,6 +16,7 @@ from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
 from pipeline.stage import require_context, require_scorer, say_steps
 from pipeline.stage_data import say_cut
+from tests.pipeline.models.tiny import config_of, language_model
 from tests.ranks import run_ranks
 from tests.tiny import tiny_config
 
@@ -180,3 +181,11 @@ def test_the_first_rank_reads_and_encodes_for_all(tmp_path: Path) -> None:
     assert (first.pop("read"), second.pop("read")) == (["sft", "ppo", "ppo"], [])
     assert first.pop("records") == len(first["items"]) > 5 and second.pop("records") == 0
     assert first == second and first["notes"]["cut to max_length"] > 0 and first["skipped"]["empty answer"] == 1
+
+
+def test_a_policy_whose_tokenizer_has_more_ids_than_it_has_rows_is_refused(tmp_path: Path) -> None:
+    """DPO and PPO start from any folder; an id without a row would end the stage in the middle, or read another's."""
+    language_model(config_of("llama")).save_pretrained(tmp_path)
+    train_tokenizer([f"Question {n}? Answer {n}." for n in range(300)], 400).hf.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"the tokenizer has \d+ ids, model .* only \d+ embedding rows; give"):
+        stage.policy_to_tune(tiny_config(), tmp_path)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipeline.config.schema import DpoSection, LoraConfig
 from pipeline.data.encode import PairItem
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
+from step2_dpo import evaluate
 from step2_dpo.batches import Pairs, lay_out
 from step2_dpo.evaluate import held_out_figures, pair_logprobs, with_reference
 from step2_dpo.objective import loss_of
@@ -175,3 +177,27 @@ def test_the_reference_is_kept_and_is_the_model_under_adapters(folder: Path, tmp
     (tmp_path / "reference.safetensors").write_bytes(b"cut off")
     assert with_reference(tmp_path, {"held_out": items[:1]}, read)["held_out"].reference.shape == (1, 2)
     assert asked == [5, 2, 1, 1]
+
+
+def test_a_reference_that_was_half_read_goes_on_where_it_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped in the third of three parts: the two before it are not read again, and nothing else differs."""
+    items, numbers = pairs(), torch.arange(10.0).view(5, 2)
+    asked: list[int] = []
+
+    def read(some: Sequence[PairItem], until: int = 99) -> Tensor:
+        asked.append(len(some))
+        if len(asked) > until:
+            raise KeyboardInterrupt
+        first = items.index(some[0])
+        return numbers[first : first + len(some)]
+
+    for name, value in {"AT_A_TIME": 2, "SECONDS_A_LINE": 0.0, "SECONDS_A_FILE": 0.0}.items():
+        monkeypatch.setattr(evaluate, name, value)
+    with pytest.raises(KeyboardInterrupt):
+        with_reference(tmp_path, {"train": items}, partial(read, until=2))
+    assert "reads 5 pairs" in (said := capsys.readouterr().out) and "4 of 5 pairs are read" in said
+    known = with_reference(tmp_path, {"train": items}, read)
+    assert asked == [2, 2, 1, 1] and known["train"].reference.tolist() == numbers.tolist()
+    assert "reads 1 pairs" in capsys.readouterr().out
