@@ -20,9 +20,10 @@ def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig 
     Parameters are fp32 masters where they are trained and not offloaded (nor asked for in bf16), else in compute
     precision. Meta parameters get memory and no values. Raises ValueError for a layout that can't be.
     """
-    trains, elsewhere, apart = optimizer is not None, offloads(config, optimizer), _apart(config, optimizer)
-    if config.offload_parameters == "nvme" and trains and not elsewhere:
-        raise ValueError("offload_parameters=nvme needs offload_optimizer=cpu or nvme for what is trained")
+    if optimizer is not None:
+        require_together(config, optimizer)
+    trains, elsewhere = optimizer is not None, offloads(config, optimizer)
+    apart = optimizer is not None and optim.averages_itself(optimizer)
     if not trains or elsewhere or config.states == "bf16":
         _cast_parameters(module, precision.TORCH_DTYPE[config.dtype])
     else:
@@ -62,6 +63,17 @@ def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig 
     return None
 
 
+def require_together(config: EngineConfig, optimizer: OptimizerConfig) -> None:
+    """Raises ValueError for a layout that can't train, or not with this optimizer."""
+    if config.offload_parameters == "nvme" and config.offload_optimizer == "none":
+        raise ValueError("offload_parameters=nvme needs offload_optimizer=cpu or nvme for what is trained")
+    if config.states == "bf16" and optimizer.name.lower() != "adamw":
+        raise ValueError(f"states=bf16 is for adamw; {optimizer.name} needs states=fp32")
+    split = config.tensor_parallel * config.pipeline_parallel > 1
+    if optim.averages_itself(optimizer) and (config.zero_stage or config.offload_optimizer != "none" or split):
+        raise ValueError(f"{optimizer.name} wants whole parameters: zero_stage=0, no offload, no split model")
+
+
 def offloads(config: EngineConfig, optimizer: OptimizerConfig | None) -> bool:
     """Whether the optimizer has a tier of its own; else masters and moments are where the shards are."""
     return optimizer is not None and config.offload_optimizer != "none"
@@ -74,15 +86,6 @@ def rests(config: EngineConfig, optimizer: OptimizerConfig | None) -> dict[str, 
     place = "host" if config.offload_parameters == "cpu" else "nvme"
     with_shards = ("parameters",) if offloads(config, optimizer) else ("parameters", "optimizer", "gradients")
     return dict.fromkeys(with_shards, place)
-
-
-def _apart(config: EngineConfig, optimizer: OptimizerConfig | None) -> bool:
-    """Whether gradients stay with their rank, for an optimizer that averages by itself."""
-    if optimizer is None or not optim.averages_itself(optimizer):
-        return False
-    if config.zero_stage or offloads(config, optimizer) or config.tensor_parallel * config.pipeline_parallel > 1:
-        raise ValueError(f"{optimizer.name} wants whole parameters: zero_stage=0, no offload, no split model")
-    return True
 
 
 def _split(module: nn.Module, config: EngineConfig) -> None:

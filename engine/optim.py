@@ -56,9 +56,7 @@ def build(
     option that does not exist or can't work on shards.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
-    if states == "bf16":
-        if config.name.lower() != "adamw":
-            raise ValueError(f"states=bf16 is for adamw; {config.name} needs states=fp32")
+    if states == "bf16":  # which is AdamW's (layout.require_together)
         config = replace(config, name=BFloat16AdamW.__name__)
     optimizer = over(parts(trainable, config), config)
     if type(optimizer) in ADAMS.values():

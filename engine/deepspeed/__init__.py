@@ -1,5 +1,5 @@
 """DeepSpeed configurations, read as they are (docs/deepspeed.md)."""
 
-from engine.deepspeed.read import Choices, checked, notes, read
+from engine.deepspeed.read import Choices, checked, fields_over, notes, read
 
-__all__ = ["Choices", "checked", "notes", "read"]
+__all__ = ["Choices", "checked", "fields_over", "notes", "read"]

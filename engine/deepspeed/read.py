@@ -38,17 +38,18 @@ def read(
     *,
     ranks: int | None = 1,
     optimizer: OptimizerConfig | None = None,
-    base: EngineConfig | None = None,
+    base: EngineConfig | Mapping[str, Any] | None = None,
 ) -> Choices:
     """Check a configuration and translate it. Raises ValueError with what to write instead.
 
     `optimizer` and `base` are the caller's own settings for what the file leaves open; without `base` DeepSpeed's
-    defaults hold (stage 0, fp32). `ranks=None` leaves the batch sizes alone, where nobody knows the ranks yet.
+    defaults hold (stage 0, fp32). Fields that may only with the file's make an `EngineConfig` are given by name.
+    `ranks=None` leaves the batch sizes alone, where nobody knows the ranks yet.
     """
     raw = dict(config) if isinstance(config, Mapping) else open_file(config)
+    base = EngineConfig(dtype="fp32") if base is None else base
+    engine = EngineConfig(**fields_over(raw, vars(base) if isinstance(base, EngineConfig) else base))
     said = Said(raw)
-    said.check()
-    engine = _engine(said, base or EngineConfig(dtype="fp32"))
     micro, accumulation, whole = _batch_triple(said, ranks) if ranks is not None else (None, None, None)
     if accumulation is not None:
         engine = replace(engine, gradient_accumulation=accumulation)
@@ -97,25 +98,31 @@ def _batch_triple(said: Said, ranks: int) -> tuple[int | None, int | None, int |
     return micro, steps, whole
 
 
-def _engine(said: Said, base: EngineConfig) -> EngineConfig:
-    """The layout and precision, over the caller's own."""
+def fields_over(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an `EngineConfig` as a file has them, over the caller's own; whether they go together is not asked.
+
+    Raises ValueError for a file that can't be by itself.
+    """
+    said = Said(config)
+    said.check()
+    base = vars(EngineConfig()) | dict(own)
     stage = said.get("zero_optimization.stage")
-    stage = base.zero_stage if stage is None else int(stage)
-    reduce = {None: base.reduce_dtype, "fp32": "fp32", "bf16": "bf16", "bfp16": "bf16", "fp16": "fp16"}
+    stage = base["zero_stage"] if stage is None else int(stage)
+    reduce = {None: base["reduce_dtype"], "fp32": "fp32", "bf16": "bf16", "bfp16": "bf16", "fp16": "fp16"}
     shard = said.get("zero_optimization.mics_shard_size")
     recompute = said.get("activation_checkpointing.partition_activations")
     recompute = bool(recompute) or said.get("activation_checkpointing.number_checkpoints") is not None
-    return replace(
-        base,
-        zero_stage=stage,
-        dtype=_dtype(said, base.dtype),
+    return {
+        **base,
+        "zero_stage": stage,
+        "dtype": _dtype(said, base["dtype"]),
         **_offload(said, stage, base),
-        activation_checkpointing=recompute or base.activation_checkpointing,
-        loss_scale=_loss_scale(said, stage, base.loss_scale),
-        reduce_dtype=reduce[said.get("communication_data_type")],
-        shard_ranks=base.shard_ranks if shard is None or shard < 1 else int(shard),
-        compress=_compress(said, base.compress),
-    )
+        "activation_checkpointing": recompute or base["activation_checkpointing"],
+        "loss_scale": _loss_scale(said, stage, base["loss_scale"]),
+        "reduce_dtype": reduce[said.get("communication_data_type")],
+        "shard_ranks": base["shard_ranks"] if shard is None or shard < 1 else int(shard),
+        "compress": _compress(said, base["compress"]),
+    }
 
 
 def _compress(said: Said, own: Compress) -> Compress:
@@ -138,7 +145,7 @@ def _dtype(said: Said, own: Precision) -> Precision:
     return "fp32" if fp16 is False and bf16 is False else own
 
 
-def _offload(said: Said, stage: int, base: EngineConfig) -> dict[str, Any]:
+def _offload(said: Said, stage: int, base: Mapping[str, Any]) -> dict[str, Any]:
     """The engine's offload keys that the file speaks of."""
     section = "zero_optimization"
     optimizer, shards = (said.get(f"{section}.offload_{part}.device") for part in ("optimizer", "param"))
@@ -151,11 +158,11 @@ def _offload(said: Said, stage: int, base: EngineConfig) -> dict[str, Any]:
         raise ValueError(f"{section}: offload_optimizer.nvme_path and offload_param.nvme_path differ; name one folder")
     ratio, sub_group = said.get(f"{section}.offload_optimizer.ratio"), said.get(f"{section}.sub_group_size")
     return {
-        "offload_optimizer": optimizer or base.offload_optimizer,
-        "offload_parameters": shards or base.offload_parameters,
-        "offload_ratio": base.offload_ratio if ratio is None else float(ratio),
-        "nvme_path": next(iter(paths), base.nvme_path),
-        "sub_group_size": base.sub_group_size if sub_group is None else int(sub_group),
+        "offload_optimizer": optimizer or base["offload_optimizer"],
+        "offload_parameters": shards or base["offload_parameters"],
+        "offload_ratio": base["offload_ratio"] if ratio is None else float(ratio),
+        "nvme_path": next(iter(paths), base["nvme_path"]),
+        "sub_group_size": base["sub_group_size"] if sub_group is None else int(sub_group),
     }
 
 

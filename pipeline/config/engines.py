@@ -1,6 +1,6 @@
 """The engine's keys: those of each of PPO's models, and what of them does not go together."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,44 @@ def engine_settings(engine: EngineSettings, own: Mapping[str, Any]) -> EngineSet
     return EngineSettings.model_validate({**engine.model_dump(), **own})
 
 
+def copies(config: RunConfig) -> Iterator[tuple[str, int]]:
+    """By key how many ranks are to share a copy of a model, where one is shared."""
+    own = {f"ppo.{name}": getattr(config.ppo, name) for name in ROLE_ENGINES if "ppo" in wanted_stages(config)}
+    for key, changed in {"engine": {}, **own}.items():
+        settings = engine_settings(config.engine, changed)
+        stage, ranks = settings.zero_stage, settings.shard_ranks
+        if settings.deepspeed is not None:
+            from engine.deepspeed import fields_over
+
+            said = fields_over(settings.deepspeed, engine_fields(settings))
+            stage, ranks = said["zero_stage"], said["shard_ranks"]
+        if ranks is not None and (stage > 0 or settings.auto):
+            yield key, ranks
+
+
+def engine_fields(settings: EngineSettings) -> dict[str, Any]:
+    """The keys as fields of an `engine.EngineConfig`, beside a DeepSpeed file; dtype as it is written, auto too."""
+    from engine.config import LossScale  # here: it brings torch along
+
+    alike = settings.model_dump(exclude={"auto", "deepspeed", "loss_scale_power", "loss_scale_window"})
+    scale = LossScale(initial_power=settings.loss_scale_power, window=settings.loss_scale_window)
+    return {**alike, "loss_scale": scale}
+
+
 def engine_mistakes(config: RunConfig) -> Iterable[str]:
     """A line for each thing that the engine's keys ask for and can't have."""
     for name in ROLE_ENGINES:
+        own = getattr(config.ppo, name)
         try:
-            merged = engine_settings(config.engine, getattr(config.ppo, name))
+            merged = engine_settings(config.engine, own)
         except ValidationError as problem:
             for line in messages(problem, EngineSettings):
                 yield f"ppo.{name}.{line}"
         else:
-            if getattr(config.ppo, name):
+            if own:
                 yield from _offload_mistakes(f"ppo.{name}", merged, trains=name in TRAINED)
                 yield from _number_mistakes(f"ppo.{name}", merged)
+                yield from _deepspeed_mistakes(f"ppo.{name}", merged, own, trains=name in TRAINED)
         if "tensor_parallel" in getattr(config.ppo, name):
             yield f"ppo.{name}.tensor_parallel: the models of PPO are split alike; set engine.tensor_parallel"
         if "sequence_parallel" in getattr(config.ppo, name):
@@ -38,7 +64,7 @@ def engine_mistakes(config: RunConfig) -> Iterable[str]:
             yield f"ppo.{name}.pipeline_parallel: PPO has no pipelines; leave it out"
     yield from _offload_mistakes("engine", config.engine, trains=True)
     yield from _number_mistakes("engine", config.engine)
-    yield from _deepspeed_mistakes(config.engine)
+    yield from _deepspeed_mistakes("engine", config.engine, _changed(config.engine), trains=True)
     if config.engine.pipeline_parallel > 1:
         yield from _pipeline_mistakes(config)
     if config.engine.sequence_parallel > 1:
@@ -98,21 +124,35 @@ def _sequence_mistakes(config: RunConfig) -> Iterable[str]:
         yield f"{shared} shares out packed rows: sft.packing=true"
 
 
-def _deepspeed_mistakes(settings: EngineSettings) -> Iterable[str]:
-    """A file and our keys that say two different things."""
+def _changed(settings: EngineSettings) -> list[str]:
+    """The keys that are not as they are by default."""
+    return [name for name, field in EngineSettings.model_fields.items() if getattr(settings, name) != field.default]
+
+
+def _deepspeed_mistakes(
+    key: str, settings: EngineSettings, given: Collection[str], *, trains: bool
+) -> Iterable[str]:
+    """A file and the `given` ones of our own keys that say two different things, or make no engine together."""
     if settings.deepspeed is None:
         return
-    from engine import EngineConfig
-    from engine.deepspeed import read
+    from engine import OptimizerConfig
+    from engine.deepspeed import fields_over, read
+    from engine.layout import require_together
 
-    keys = ("zero_stage", "dtype", "offload_optimizer", "offload_parameters", "nvme_path")
-    own: dict[str, Any] = {key: getattr(settings, key) for key in keys}
-    said = {key: value for key, value in own.items() if value != EngineSettings.model_fields[key].default}
-    file = {key: value for key, value in settings.deepspeed.items() if key not in ("optimizer", "scheduler")}
-    theirs = read(file, ranks=None, base=EngineConfig(**said)).engine
-    for key, value in said.items():
-        if getattr(theirs, key) != value:
+    file = f"{key if 'deepspeed' in given else 'engine'}.deepspeed"
+    own = engine_fields(settings) | {"dtype": "fp32" if settings.dtype == "auto" else settings.dtype}
+    theirs = fields_over(settings.deepspeed, own)
+    names = ("zero_stage", "dtype", "offload_optimizer", "offload_parameters", "nvme_path")
+    if other := [name for name in names if name in given and theirs[name] != own[name]]:
+        for name in other:
             yield (
-                f"engine.{key}={value}, but engine.deepspeed says {getattr(theirs, key)}: leave engine.{key} out, "
+                f"{key}.{name}={own[name]}, but {file} says {theirs[name]}: leave {key}.{name} out, "
                 'or change the file ("auto" leaves it to engine.*)'
             )
+        return
+    try:
+        made = read(settings.deepspeed, ranks=None, optimizer=OptimizerConfig(lr=1e-5, total_steps=1), base=own)
+        if trains and made.optimizer is not None:
+            require_together(made.engine, made.optimizer)
+    except ValueError as problem:
+        yield f"{file if key == 'engine' else f'{key} with {file}'}: {problem}"

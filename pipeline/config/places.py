@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipeline.config.engines import copies
 from pipeline.config.messages import indivisible
 from pipeline.config.schema import DataConfig, RunConfig
-from pipeline.config.stages import POLICIES, STAGES, wanted_stages
+from pipeline.config.stages import ANSWERING, POLICIES, STAGES, wanted_stages
 from pipeline.data.files import find, missing
 from pipeline.errors import UserError
 from pipeline.own_function import JUDGE, load_function
@@ -22,12 +23,13 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
         if ranks % size:
             raise UserError(f"engine.{key}={size} does not divide the {ranks} ranks")
         group, shares = (kind, shares // size) if size > 1 else (group, shares)
-    pieces, sequence, copies = (
-        config.engine.pipeline_parallel, config.engine.sequence_parallel, config.engine.shard_ranks,
-    )  # fmt: skip
-    if copies is not None and config.engine.zero_stage > 0 and shares * sequence % copies:
-        over = f"{shares} {group}" if sequence == 1 else f"{ranks} ranks"
-        raise UserError(f"engine.shard_ranks={copies} does not divide the {over}")
+    if ranks % config.rollout.tensor_parallel and set(ANSWERING) & set(wanted_stages(config)):
+        raise UserError(f"rollout.tensor_parallel={config.rollout.tensor_parallel} does not divide the {ranks} ranks")
+    pieces, sequence = config.engine.pipeline_parallel, config.engine.sequence_parallel
+    for key, together in copies(config):
+        if shares * sequence % together:
+            over = f"{shares} {group}" if sequence == 1 else f"{ranks} ranks"
+            raise UserError(f"{key}.shard_ranks={together} does not divide the {over}")
     for stage in wanted_stages(config) if pieces == 1 else ("sft",):
         size = getattr(config, stage).batch_size
         parts = shares * (config.ppo.minibatches if stage == "ppo" else 1)
@@ -56,7 +58,7 @@ def check_paths(config: RunConfig) -> None:
             raise UserError(missing(location, key))
     if config.ppo.reward_function is not None and "ppo" in wanted_stages(config):
         load_function(config.ppo.reward_function)
-    if config.evaluation.judge is not None and {"sft", *POLICIES} & set(wanted_stages(config)):
+    if config.evaluation.judge is not None and set(ANSWERING) & set(wanted_stages(config)):
         load_function(config.evaluation.judge, key=JUDGE)
 
 

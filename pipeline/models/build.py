@@ -14,9 +14,9 @@ from transformers import (
 )
 
 from engine import Engine, EngineConfig, OptimizerConfig, precision
-from engine.config import LossScale
 from engine.parallel import dist
 from engine.parallel.sequence import check_heads
+from pipeline.config.engines import engine_fields
 from pipeline.config.schema import EngineSettings, LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.adapters import add_adapters
@@ -47,13 +47,13 @@ class EngineChoice:
         """
         file = self.settings.deepspeed
         if file is None:
-            return {"config": self.engine_config(source), "optimizer": self.optimizer}
+            return {"config": EngineConfig(**self._fields(source)), "optimizer": self.optimizer}
         from engine.deepspeed import read
 
         if self.optimizer is None:
             file = {key: value for key, value in file.items() if key not in ("optimizer", "scheduler")}
         try:
-            found = read(file, ranks=dist.world().data_size, optimizer=self.optimizer, base=self.engine_config(source))
+            found = read(file, ranks=dist.world().data_size, optimizer=self.optimizer, base=self._fields(source))
         except ValueError as error:
             raise UserError(f"engine.deepspeed: {error}") from None
         return {
@@ -63,29 +63,11 @@ class EngineChoice:
             "betas": found.betas,
         }
 
-    def engine_config(self, source: ModelSource | None = None) -> EngineConfig:
-        """What the keys of `engine` say."""
-        settings = self.settings
-        return EngineConfig(
-            zero_stage=settings.zero_stage,
-            dtype=precision.natural() if settings.dtype == "auto" else settings.dtype,
-            offload_optimizer=settings.offload_optimizer,
-            offload_parameters=settings.offload_parameters,
-            offload_ratio=settings.offload_ratio,
-            nvme_path=settings.nvme_path,
-            sub_group_size=settings.sub_group_size,
-            activation_checkpointing=settings.activation_checkpointing,
-            compile_blocks=settings.compile_blocks,
-            shard_ranks=settings.shard_ranks,
-            compress=settings.compress,
-            states=settings.states,
-            tensor_parallel=settings.tensor_parallel,
-            sequence_parallel=settings.sequence_parallel,
-            pipeline_parallel=settings.pipeline_parallel,
-            pipeline_schedule=settings.pipeline_schedule,
-            tensor_plan=source.tensor_plan if source is not None else None,
-            loss_scale=LossScale(initial_power=settings.loss_scale_power, window=settings.loss_scale_window),
-        )
+    def _fields(self, source: ModelSource | None) -> dict[str, Any]:
+        """What the keys of `engine` say, as fields of an `EngineConfig`."""
+        dtype = precision.natural() if self.settings.dtype == "auto" else self.settings.dtype
+        plan = source.tensor_plan if source is not None else None
+        return engine_fields(self.settings) | {"dtype": dtype, "tensor_plan": plan}
 
 
 def build_policy(source: ModelSource, choice: EngineChoice, *, generates: bool = False) -> Engine:

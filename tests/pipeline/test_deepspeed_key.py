@@ -47,7 +47,49 @@ def test_mistakes_are_refused_before_any_work(tmp_path: Path) -> None:
         validate(raw({"zero_optimization": {"stage": 7}}))
     with pytest.raises(UserError, match=r"engine.zero_stage=3, but engine.deepspeed says 2: leave"):
         validate(raw(FILE, zero_stage=3))
+    with pytest.raises(UserError, match=r"engine.zero_stage=3, but engine.deepspeed says 2: leave"):
+        validate(raw(FILE, zero_stage=3, offload_optimizer="nvme", offload_parameters="nvme"))
+    with pytest.raises(UserError, match=r"ppo.critic_engine.zero_stage=0, but engine.deepspeed says 2: leave ppo"):
+        validate(raw(FILE) | {"ppo": {"critic_engine": {"zero_stage": 0}}})
     assert validate(raw({"zero_optimization": {"stage": "auto"}}, zero_stage=3)).engine.zero_stage == 3
+
+
+ONE_BIT = {"optimizer": {"type": "OneBitAdam"}}
+
+
+@pytest.mark.parametrize(
+    ("file", "engine", "message"),
+    [
+        (ONE_BIT, {"compress": "both"}, "engine.deepspeed: compress=both needs zero_stage=1, 2 or 3; at stage 0 the"),
+        (ONE_BIT, {"zero_stage": 2}, "engine.deepspeed: onebitadam wants whole parameters: zero_stage=0"),
+        (ONE_BIT, {"tensor_parallel": 2}, "engine.deepspeed: onebitadam wants whole parameters: zero_stage=0"),
+        (FILE, {"states": "bf16", "dtype": "bf16"}, "engine.deepspeed: states=bf16 is for adamw; lion needs states="),
+        (FILE | {"optimizer": {"type": "AdamW"}}, {"states": "bf16"}, "engine.deepspeed: states=bf16 needs dtype=bf16"),
+    ],
+)
+def test_an_engine_that_only_file_and_keys_together_make_impossible(
+    file: dict[str, Any], engine: dict[str, Any], message: str
+) -> None:
+    """Refused at the edge, of a model of PPO's own too; a reference trains nothing."""
+    with pytest.raises(UserError, match=message):
+        validate(raw(file, **engine))
+    own = {**engine, "deepspeed": file}
+    if "tensor_parallel" not in engine:
+        with pytest.raises(UserError, match=r"ppo.critic_engine with ppo.critic_" + message):
+            validate(raw(None) | {"ppo": {"critic_engine": own}})
+    if "compress" not in engine and "states" not in engine:
+        validate(raw(None, **engine) | {"ppo": {"reference_engine": {"deepspeed": file}}})
+
+
+def test_keys_that_only_the_file_makes_possible() -> None:
+    """Which has the stage or the precision that they need."""
+    for file, engine in (
+        ({"zero_optimization": {"stage": 2}}, {"compress": "both", "dtype": "fp32"}),
+        ({"bf16": {"enabled": True}}, {"states": "bf16"}),
+    ):
+        settings = validate(raw(file, **engine)).engine
+        made = EngineChoice(settings, OptimizerConfig(lr=1e-5)).layout()["config"]
+        assert (made.compress, made.states) == (settings.compress, settings.states)
 
 
 def test_the_file_lies_over_the_stages_optimizer() -> None:
