@@ -7,6 +7,7 @@ Step numbers count finished steps, from 1. `seconds` and `tokens` count from the
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -30,6 +31,7 @@ from pipeline.stopping import Stopped, put_off
 from pipeline.tracking import Watcher
 
 METRICS = "metrics.jsonl"
+NORMS = ("grad_norm", "critic_grad_norm")  # which a skipped step has none of: skipped_steps counts it
 SECONDS_BETWEEN_SAVES = 15 * 60.0  # at most, where save_every leaves it to us: a job with a time limit has to get on
 
 
@@ -147,7 +149,7 @@ class StageRun:
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Write one step's figures. The caller passes the same on every rank; rank 0 writes."""
         line: dict[str, float] = {"step": step, "seconds": round(self.seconds, 3), "tokens": self.clock.tokens}
-        line.update(figures)
+        line.update({name: value for name, value in figures.items() if name not in NORMS or math.isfinite(value)})
         self.last.update(line)
         if not dist.world().leads:
             return
@@ -265,6 +267,9 @@ class StageRun:
         """Write summary.json: final and best figures, peak memory by rank, seconds by phase, tokens a second."""
         memory = dist.gather_objects(peak_memory())
         if dist.world().leads:
+            for engine in self._engines.values():
+                if engine.step_count and engine.scaler.skipped == engine.step_count:
+                    print(f"warning: {self.folder.name}: {_unlearned(engine)}", file=sys.stderr, flush=True)
             summary = {
                 "stage": self.folder.name,
                 "steps": self.steps,
@@ -285,6 +290,18 @@ class StageRun:
             with explained_disk(self.folder):
                 write_json(self.folder / "summary.json", summary)
         dist.barrier()
+
+
+def _unlearned(engine: Engine) -> str:
+    """What is said of a model none of whose steps was taken."""
+    said = f"all {engine.step_count} steps were skipped, no gradient was finite: the model is as it was"
+    if not engine.scaler.moves:
+        return said
+    return (
+        f"{said}. More steps bring fp16's loss scale down further than {engine.scaler.scale:g}; "
+        "engine.loss_scale_power= (in a DeepSpeed file fp16.initial_scale_power) begins lower, engine.dtype=bf16 needs "
+        "none"
+    )
 
 
 def _profile_of(folder: Path, section: ProfileSection | None) -> Profile | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.checkpoint.storage import Writer
+from engine.config import LossScale
 from engine.parallel import dist, stop_request
 from pipeline import stopping
 from pipeline.config.schema import SftSection
@@ -39,6 +40,10 @@ def stage_of(folder: Path, steps: int = 6, seed: int = 1, **keys: Any) -> tuple[
 
 def squared(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
     return module(x).square().sum(), {}
+
+
+def zero_to_a_power(module: nn.Module, power: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
+    return (module(torch.ones(1, 3)) * 0.0).abs().pow(power).sum(), {}
 
 
 def work(stage: StageRun, engine: Engine, first: int, last: int) -> None:
@@ -332,6 +337,28 @@ def test_summary(tmp_path: Path) -> None:
     assert found["final"]["loss"] == 0.25 and found["best"] == {"eval_loss": 0.5}
     assert found["tokens_per_second"] == pytest.approx(100 / stage.clock.seconds["train"], rel=0.01)
     assert found["peak_memory_by_rank"][0]["host_bytes"] > 10**7
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_steps_whose_gradient_is_not_finite_have_no_norm_and_are_told_where_there_are_no_others(
+    dtype: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = EngineConfig(dtype=dtype, loss_scale=LossScale(initial_power=4, hysteresis=1))
+    for good, told in ((0, 1), (1, 0)):
+        engine = Engine(nn.Linear(3, 2), config, optimizer=OptimizerConfig(lr=0.1))
+        (tmp_path / str(good)).mkdir()
+        stage = StageRun(tmp_path / str(good), SftSection(), 2 + good, {"net": engine})
+        for step in range(1, 3 + good):
+            power = 1.0 if step == 3 else 0.5  # the root of 0 has no finite slope
+            update = engine.update([torch.full((1, 1), power)], zero_to_a_power, 1)
+            stage.log(step, {"loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr})
+        stage.finish({})
+        found = [line.get("grad_norm", "none") for line in lines(tmp_path / str(good))]
+        assert found == ["none", "none", 0.0][: 2 + good]
+        said = capsys.readouterr().err
+        assert said.count(f"{good}: all 2 steps were skipped, no gradient was finite: the model is as it was") == told
+        told *= dtype == "fp16"
+        assert said.count("bring fp16's loss scale down further than 4; engine.loss_scale_power=") == told
 
 
 def test_json_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
