@@ -9,7 +9,7 @@ It leaves keys and values alone: the schema judges those (`check.py`).
 import difflib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -19,6 +19,8 @@ from pipeline.errors import UserError
 CONF = Path(__file__).resolve().parents[2] / "conf"
 PATH_KEYS = {"path", "eval_path", "hub", "name", "run_dir", "actor", "reward_path", "tokenizer", "chat_template",
              "reward_function", "judge"}  # fmt: skip
+WHOLE = {"architecture", "tensor_plan"}
+"""Mappings that a person who writes one means as a whole: Hydra would mix it with the option's."""
 PLAIN_VALUE = re.compile(r"[\w./\-+:@%]*", re.ASCII)
 
 
@@ -48,7 +50,15 @@ def rewrite(tokens: Sequence[str]) -> list[str]:
     """
     options = groups()
     given = {split(token)[1] for token in tokens}
-    return [_rewrite_token(token, options) for token in tokens] + _implied(tokens, given)
+    rewritten = [new for token in tokens for new in (*_emptied(token), _rewrite_token(token, options))]
+    return rewritten + _implied(tokens, given)
+
+
+def _emptied(token: str) -> Iterator[str]:
+    """What takes away the option's mapping, where the token brings another."""
+    prefix, key, value = split(token)
+    if prefix != "~" and key.rsplit(".", 1)[-1] in WHOLE and (value or "").startswith("{"):
+        yield f"++{key}=null"
 
 
 def _rewrite_token(token: str, options: dict[str, list[str]]) -> str:

@@ -78,6 +78,18 @@ def test_path_with_an_option_keeps_the_option():
     assert config.model.architecture is not None
 
 
+def test_an_architecture_that_is_written_out_is_the_whole_one():
+    """Not mixed with the default model's; one field of it is still changed by itself."""
+    own = ("model.architecture={model_type: opt, num_hidden_layers: 1}", "model.architecture.hidden_size=8")
+    config = config_of("model=tiny", *own)
+    assert config.model.architecture == {"model_type": "opt", "num_hidden_layers": 1, "hidden_size": 8}
+    assert (config.model.weights, config.model.tokenizer) == ("random", "train")
+    config = config_of("reward_model=gpt2", "+reward_model.architecture={model_type: opt}")
+    assert config.reward_model is not None and config.reward_model.architecture == {"model_type": "opt"}
+    message = refusal("model=gpt2", "model.architecture={n_layer: 1}")
+    assert message.endswith("model.architecture.KEY=VALUE changes one field of an option's")
+
+
 def test_the_recipe_fits_model_and_data(tmp_path, monkeypatch):
     """Told by the learning rate of a made conf/: each recipe sets its own."""
     conf = tmp_path / "conf"
@@ -345,6 +357,12 @@ def test_ranks_must_divide_batches():
     with pytest.raises(UserError, match=r"sft.batch_size=64 does not divide over 3 sequence groups"):
         check_ranks(config_of("stage=sft", "engine.sequence_parallel=2"), 6)
     check_ranks(config_of("engine=zero3", "engine.shard_ranks=4"), 8)
+    with pytest.raises(UserError, match=r"^rollout.tensor_parallel=3 does not divide the 8 ranks"):
+        check_ranks(config_of("rollout.tensor_parallel=3"), 8)
+    with pytest.raises(UserError, match=r"ppo.critic_engine.shard_ranks=3 does not divide the 8 ranks"):
+        check_ranks(config_of("engine.shard_ranks=3", "ppo.critic_engine={zero_stage: 3}"), 8)
+    with pytest.raises(UserError, match=r"engine.shard_ranks=3 does not divide the 8 ranks"):
+        check_ranks(config_of("engine.deepspeed={zero_optimization: {stage: 3, mics_shard_size: 3}}"), 8)
     with pytest.raises(UserError, match=r"engine.shard_ranks=3 does not divide the 8 ranks"):
         check_ranks(config_of("engine=zero3", "engine.shard_ranks=3"), 8)
     with pytest.raises(UserError, match=r"sft.batch_size=64 does not divide over 3 ranks: sft.batch_size=63 or 66"):
