@@ -10,7 +10,7 @@ import torch
 from engine import Engine, OptimizerConfig, Sampling
 from engine.parallel import dist
 from pipeline.config.schema import RolloutSection, RunConfig, StageSection
-from pipeline.config.stages import STAGES, wanted_stages
+from pipeline.config.stages import ANSWERING, STAGES, wanted_stages
 from pipeline.data.formats import Record
 from pipeline.data.load import load_stage
 from pipeline.data.records import Preference, Prompt
@@ -20,12 +20,6 @@ from pipeline.insight.evaluate import answer_prompts
 from pipeline.models.build import check_scores
 from pipeline.models.source import ModelSource, check_kind, download, model_folder, resolve
 
-UNITS = {
-    "sft": ("step", "conversations"),
-    "reward": ("step", "pairs"),
-    "dpo": ("step", "pairs"),
-    "ppo": ("rollout", "prompts"),
-}
 FEW_STEPS = 20  # below which a stage has hardly begun to learn
 
 
@@ -177,25 +171,24 @@ def require_context(config: RunConfig, stage: str, source: ModelSource) -> None:
     has = context_length(source)
     if has is None:
         return
-    sft, reward, dpo, rollout = config.sft.max_length, config.reward.max_length, config.dpo.max_length, config.rollout
-    prompt, answer = rollout.max_prompt_tokens, rollout.max_new_tokens
-    wants = {
-        "sft": (sft, f"sft.max_length={sft}: set it to {has} or less"),
-        "reward": (reward, f"reward.max_length={reward}: set it to {has} or less"),
-        "dpo": (dpo, f"dpo.max_length={dpo}: set it to {has} or less"),
-        "ppo": (
-            prompt + answer,
-            f"rollout.max_prompt_tokens={prompt} and rollout.max_new_tokens={answer}: {has} or less together",
-        ),
-    }
     stages = wanted_stages(config)
     coming = stages[stages.index(stage) :] if stage in stages else [stage]
-    if stage in ("sft", "dpo"):  # whose models answer held-out prompts; the reward model may be another one
+    if stage in ANSWERING:  # held-out prompts, as PPO's rollouts are; the reward model may be another one
         others = () if config.reward_model is None else ("reward",)
         coming = [name for name in dict.fromkeys((*coming, "ppo")) if name not in others]
-    mistakes = [advice for needed, advice in (wants[name] for name in coming) if needed > has]
+    mistakes = [mistake for name in coming if (mistake := _too_long(config, name, has)) is not None]
     if mistakes:
         raise UserError(f"{source.name} has {has} positions for a sequence, too few for " + "; for ".join(mistakes))
+
+
+def _too_long(config: RunConfig, stage: str, has: int) -> str | None:
+    """What to do about a stage's lengths where they are more than `has`."""
+    if stage == "ppo":  # whose sequences are drawn, not read
+        prompt, answer = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
+        advice = f"rollout.max_prompt_tokens={prompt} and rollout.max_new_tokens={answer}: {has} or less together"
+        return advice if prompt + answer > has else None
+    length = getattr(config, stage).max_length
+    return f"{stage}.max_length={length}: set it to {has} or less" if length > has else None
 
 
 def require_scorer(config: RunConfig, source: ModelSource) -> None:
@@ -233,7 +226,7 @@ def say_steps(stage: str, section: StageSection, steps: int, examples: int) -> N
     """Say how much a stage will train on, and where that is next to nothing."""
     if not dist.world().leads:
         return
-    word, what = UNITS[stage]
+    word, what = STAGES[stage].step, STAGES[stage].examples
     several = f"{steps} {word}{'s' if steps > 1 else ''}"
     each, passes = section.batch_size, steps * section.batch_size / examples
     print(f"{stage}: {several} of {each} {what}, {passes:.2g} passes over {examples}", flush=True)

@@ -7,13 +7,12 @@ from typing import Generic, TypeVar, cast
 
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig, StageSection
-from pipeline.config.stages import POLICIES, wanted_stages
+from pipeline.config.stages import POLICIES, STAGES, wanted_stages
 from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, load_stage, made_here
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 from pipeline.imports import kept_for_good
-from pipeline.stage import UNITS
 
 Made = TypeVar("Made")
 Encoded = TypeVar("Encoded", bound=Sequence[object])
@@ -86,7 +85,7 @@ def examples(
     train, notes = by_first_rank(partial(encode, records.train))
     say_cut(stage, notes, len(records.train), f"{stage}.max_length")
     few = records.held_out[: section.eval_examples]
-    held_out, _ = by_first_rank(partial(encode, few, name=f"held-out {UNITS[stage][1]}"))
+    held_out, _ = by_first_rank(partial(encode, few, name=f"held-out {STAGES[stage].examples}"))
     if section.export == "best" and not held_out:
         raise UserError(
             f"{stage}.export=best has nothing to judge by: no examples are held out (data.eval_fraction, or eval_path "

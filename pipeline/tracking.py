@@ -17,13 +17,8 @@ from typing import Any, Protocol, TextIO
 from urllib.parse import urlsplit
 
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import STAGES
 
-SHOWN = {
-    "sft": ("loss", "eval_loss", "lr"),
-    "reward": ("loss", "accuracy", "margin", "eval_accuracy", "lr"),
-    "dpo": ("loss", "accuracy", "margin", "eval_loss", "eval_accuracy", "lr"),
-    "ppo": ("score", "kl", "response_length", "eval_score", "gold_score", "lr"),
-}
 SECONDS_BETWEEN_LINES = 5.0
 ONLINE_PATIENCE = 30.0
 
@@ -178,7 +173,7 @@ class Progress:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show one step's figures. Evaluation figures stay until the next evaluation."""
-        self._known.update({name: metrics[name] for name in SHOWN[self._stage] if name in metrics})
+        self._known.update({name: metrics[name] for name in STAGES[self._stage].progress if name in metrics})
         if self._first_step is None:
             self._first_step, self._began = step, self._clock()
         if self._stream.isatty():

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from pipeline.config.stages import STAGES
 from pipeline.launch.worker import read_config
 from tests.pretended_gpu import building
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, STAGES, finish, lay_out, metrics, tiny_config
+from tests.tiny import ROOT, finish, lay_out, metrics, tiny_config
 
 WITHOUT = building.lacking()
 pytestmark = pytest.mark.skipif(WITHOUT is not None, reason=str(WITHOUT))
@@ -41,8 +42,8 @@ CURVES = {
 
 
 def run_on_cpu(folder: str) -> None:
-    for stage, package in STAGES.items():
-        import_module(f"{package}.train").run(read_config(Path(folder) / stage), Path(folder) / stage)
+    for name, stage in STAGES.items():
+        import_module(f"{stage.package}.train").run(read_config(Path(folder) / name), Path(folder) / name)
 
 
 @pytest.fixture(scope="module")

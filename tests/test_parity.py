@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from engine.parallel import dist
+from pipeline.config.stages import STAGES
 from pipeline.launch.worker import read_config
 from tests.ranks import run_ranks
-from tests.tiny import STAGES, lay_out, metrics, tiny_config
+from tests.tiny import lay_out, metrics, tiny_config
 
 CURVES = {
     "sft": ("loss", "grad_norm", "eval_loss"),
@@ -40,8 +41,8 @@ def run_stages(parent: str, layouts: list[dict[str, Any]]) -> None:
         if dist.world().leads:
             lay_out(run_dir, config)
         dist.barrier()
-        for stage, package in STAGES.items():
-            import_module(f"{package}.train").run(read_config(run_dir / stage), run_dir / stage)
+        for name, stage in STAGES.items():
+            import_module(f"{stage.package}.train").run(read_config(run_dir / name), run_dir / name)
 
 
 def test_ranks_and_layouts_do_not_change_the_curves(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from tests.tiny import STAGES, finish, lay_out, metrics, start_worker, tiny_config
+from pipeline.config.stages import STAGES
+from tests.tiny import finish, lay_out, metrics, start_worker, tiny_config
 
 FROM_SFT = ["tokenizer", "sft"]
 BEFORE = {"sft": ["tokenizer"], "reward": FROM_SFT, "dpo": FROM_SFT, "ppo": [*FROM_SFT, "reward"]}

@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import STAGES
 
 ROOT = Path(__file__).parents[1]
-STAGES = {"sft": "step1_sft", "reward": "step2_reward", "dpo": "step2_dpo", "ppo": "step3_ppo"}
 ARCHITECTURE = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -59,7 +59,7 @@ def lay_out(run_dir: Path, config: RunConfig, **of_stages: RunConfig) -> None:
 def start_worker(run_dir: Path, stage: str, **environment: str) -> subprocess.Popen[str]:
     """One rank of a stage as a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", STAGES[stage], "--worker", str(run_dir)],
+        [sys.executable, "-m", STAGES[stage].package, "--worker", str(run_dir)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,

@@ -47,7 +47,7 @@ def find_each(path: Path, names: str) -> list[ChatModel]:
         elif Path(name).expanduser().is_dir():
             chosen.append(find(Path(name)))
         else:
-            raise UserError(f"--compare {name}: neither a stage that answers (sft, dpo, ppo) nor a folder")
+            raise UserError(f"--compare {name}: neither a stage that answers ({', '.join(ANSWERING)}) nor a folder")
     if not chosen:
         raise UserError("--compare needs names: sft,ppo, or folders")
     return chosen

@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline.config.engines import copies
 from pipeline.config.messages import indivisible
 from pipeline.config.schema import DataConfig, RunConfig
-from pipeline.config.stages import ANSWERING, POLICIES, STAGES, wanted_stages
+from pipeline.config.stages import ANSWERING, STAGES, wanted_stages
 from pipeline.data.files import find, missing
 from pipeline.errors import UserError
 from pipeline.own_function import JUDGE, load_function
@@ -80,7 +80,7 @@ def model_folder(location: str, key: str) -> Path:
             return place
     if not folder.is_dir():
         raise UserError(f"{key}={location}: there is no such folder (looked from {Path.cwd()})")
-    likely = {"actor": ("sft", *POLICIES), "reward": ("reward",)}.get(key, reversed(STAGES))
+    likely = {"actor": ANSWERING, "reward": ("reward",)}.get(key, reversed(STAGES))
     stages = [stage for stage in likely if (folder / stage / "model" / "config.json").is_file()]
     if stages:
         raise UserError(f"{key}={location} is a run folder; name one of its stages: {key}={folder / stages[0]}")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from pipeline.config.stages import STAGES
 from pipeline.data.files import Table
 from pipeline.data.records import Conversation, Message, Preference, Prompt, Row
 from pipeline.data.turns import BadRow, answer_of, messages_of, question_of, text_of, turns_of
@@ -120,10 +121,11 @@ def _form_of(row: Row) -> Form | None:
 
 def _for_stage(record: Record, stage: str) -> Record:
     """The record as the stage needs it; the form is known to serve the stage."""
-    if stage in ("reward", "dpo"):
+    reads = STAGES[stage].reads
+    if reads == "reward":
         assert isinstance(record, Preference)
         return record
-    if stage == "sft":
+    if reads == "sft":
         if isinstance(record, Preference):
             return Conversation((*record.prompt, Message("assistant", record.chosen)), record.source)
         if isinstance(record, Prompt):

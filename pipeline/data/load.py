@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config.stages import STAGES
 from pipeline.data.files import Table
 from pipeline.data.formats import FORMS_TEXT, SERVES, Record, detect, to_records
 from pipeline.data.sources import Source, configured_sources, open_source
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEPT_FOR_OTHERS = "kept for other stages"  # why a row of a shared source is not trained on
-
-_PAIRS = "prompt + chosen + rejected"
-_NEEDS = {"sft": "answers to imitate", "reward": _PAIRS, "dpo": _PAIRS, "ppo": "prompts"}
-_SERVED_AS = {"dpo": "reward"}  # DPO reads what a reward model would
-_SHARES = {"dpo": ("reward", "ppo")}  # and of shared prompts those of both stages that it takes the place of
 
 
 @dataclass(frozen=True)
@@ -74,19 +70,14 @@ def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False)
 
 def made_here(data: "DataConfig", stage: str) -> bool:
     """Whether zerochat makes what a stage trains on itself, or some of it, so that there is something."""
-    return any(source.builtin for source in configured_sources(data) if _served_as(stage) in source.stages)
-
-
-def _served_as(stage: str) -> str:
-    """The stage whose data a stage reads."""
-    return _SERVED_AS.get(stage, stage)
+    return any(source.builtin for source in configured_sources(data) if STAGES[stage].reads in source.stages)
 
 
 class _Loading:
     """The work of `load_stage`; gathers counts on the way."""
 
     def __init__(self, data: "DataConfig", stage: str, rows: bool) -> None:
-        self.data, self.stage, self.kind, self.rows = data, stage, _served_as(stage), rows
+        self.data, self.stage, self.kind, self.rows = data, stage, STAGES[stage].reads, rows
         self.skipped: Counter[str] = Counter()
         self.sources = _open(data)
         self.aside = _held_out_prompts(self.sources, data)
@@ -154,17 +145,18 @@ class _Loading:
         if each.source.dedicated or stages == [self.kind]:
             return None
         shares = {str(name): share for name, share in self.data.stage_shares.items() if name in stages}
-        if sum(shares.get(name, 0.0) for name in self._own()) <= 0:
-            advice = f"give {' or '.join(self._own())} a share."
+        if sum(shares.get(name, 0.0) for name in self._own) <= 0:
+            advice = f"give {' or '.join(self._own)} a share."
             raise UserError(f"data.stage_shares gives {self.stage} nothing of {each.source.name}: {advice}")
         return shares
 
     def _is_mine(self, shares: dict[str, float] | None, prompt: bytes) -> bool:
-        return shares is None or stage_of(prompt, shares) in self._own()
+        return shares is None or stage_of(prompt, shares) in self._own
 
+    @property
     def _own(self) -> tuple[str, ...]:
         """The names in data.stage_shares whose prompts are this stage's."""
-        return _SHARES.get(self.stage, (self.stage,))
+        return STAGES[self.stage].shares
 
     def _without(
         self, parts: list[tuple[_Configured, list[Record]]], held_out: list[Record]
@@ -233,7 +225,7 @@ def _no_data(data: "DataConfig", stage: str, unfit: Sequence[Table]) -> str:
         for table in unfit
     ]
     return (
-        f"Stage {stage} needs {_NEEDS[stage]}, and data={data.name} has none: "
+        f"Stage {stage} needs {STAGES[stage].needs}, and data={data.name} has none: "
         f"{'; '.join(found) or 'no source lists the stage'}. Give data.path=FILE or another data=NAME, or run another "
         f"stage. Understood are: {FORMS_TEXT}."
     )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.config.stages import STAGES
 from pipeline.insight.canvas import Series
 from pipeline.insight.charts import Bar, bar_chart
 from pipeline.insight.curves import line_chart
@@ -10,7 +11,6 @@ from pipeline.insight.page import Markup, element, grid, section, table
 from pipeline.insight.readings import MANIFEST, RunReading, StageReading, finite, is_number, mapping
 from pipeline.insight.scales import format_bytes, format_number, format_seconds
 
-STAGE_TITLES = {"sft": "SFT", "reward": "Reward", "dpo": "DPO", "ppo": "PPO"}
 DEVICE, HOST = "device_bytes", "host_bytes"
 MOST_RANKS = 16
 PPO_PHASES = (
@@ -52,7 +52,7 @@ def foreseen(run: RunReading) -> Markup | None:
             each = took.get(phase, 0.0) / steps if steps > 0 else 0.0
             if seconds > 0 and each > 0:
                 shown = (format_seconds(seconds), format_seconds(each), f"{seconds / each:.2g} x")
-                rows.append((STAGE_TITLES[stage.name], phase, *shown))
+                rows.append((STAGES[stage.name].title, phase, *shown))
     if not rows:
         return None
     lead = (
@@ -70,7 +70,7 @@ def foreseen(run: RunReading) -> Markup | None:
 def _speed_row(stage: StageReading) -> tuple[str, ...]:
     seconds = stage.number("seconds")
     return (
-        STAGE_TITLES[stage.name],
+        STAGES[stage.name].title,
         _number(stage, "steps"),
         "" if seconds is None else format_seconds(seconds),
         _number(stage, "tokens"),
@@ -94,7 +94,7 @@ def _phase_chart(stage: StageReading) -> Markup | None:
         Bar(name.replace("_", " "), seconds, f"{format_seconds(seconds)}, {seconds / total:.0%}")
         for name, seconds in sorted(phases.items(), key=lambda item: -item[1])
     ]
-    return bar_chart(f"{STAGE_TITLES[stage.name]}: where the time goes", rows)
+    return bar_chart(f"{STAGES[stage.name].title}: where the time goes", rows)
 
 
 def memory_section(run: RunReading) -> Markup | None:
@@ -105,7 +105,7 @@ def memory_section(run: RunReading) -> Markup | None:
         if len(entries) > MOST_RANKS:
             entries = [max(entries, key=_size)]
         rows += [
-            (STAGE_TITLES[stage.name], str(entry.get("rank", "")), _bytes(entry, DEVICE), _bytes(entry, HOST))
+            (STAGES[stage.name].title, str(entry.get("rank", "")), _bytes(entry, DEVICE), _bytes(entry, HOST))
             for entry in entries
         ]
     if not rows:
@@ -128,7 +128,7 @@ def ledger(run: RunReading) -> Markup | None:
             for owner in dict.fromkeys([*before, *after]):
                 cells = (_bytes_or_blank(before.get(owner)), _bytes_or_blank(after.get(owner)))
                 if any(cells):
-                    rows.append((STAGE_TITLES[stage.name], phase, owner, *cells))
+                    rows.append((STAGES[stage.name].title, phase, owner, *cells))
     if not rows:
         return None
     lead = (
@@ -148,7 +148,7 @@ def healed(run: RunReading) -> Markup | None:
         times, tokens = found.get("times"), found.get("micro_batch_tokens")
         if is_number(times) and times > 0 and is_number(tokens):
             lines.append(
-                f"{STAGE_TITLES[stage.name]} ran out of memory {times:.0f} times and went on with micro-batches of at "
+                f"{STAGES[stage.name].title} ran out of memory {times:.0f} times and went on with micro-batches of at "
                 f"most {tokens:,.0f} tokens; its updates are the same."
             )
     return element("p", " ".join(lines)) if lines else None

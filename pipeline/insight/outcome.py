@@ -12,7 +12,7 @@ from pipeline.insight.gaming import gaming, rank_correlation
 from pipeline.insight.page import Child, Markup, element, grid, section, table
 from pipeline.insight.readings import RunReading
 from pipeline.insight.scales import MINUS, format_signed
-from pipeline.insight.verdict import LABELS, MODELS, Change, Measure, change, judge, standings
+from pipeline.insight.verdict import LABELS, Change, Measure, change, judge, standings
 
 LONGEST_TEXT = 4000
 DEFAULT_ROWS = 16
@@ -149,8 +149,8 @@ def _answer_card(sample: Sample) -> Markup:
         element("p", element("span", turn.role, class_="role"), element("span", _cut(turn.content), dir="auto"))
         for turn in sample.prompt
     ]
-    order = [model for model in MODELS if model in sample.answers]
-    order += [model for model in sample.answers if model not in MODELS]
+    order = [model for model in LABELS if model in sample.answers]
+    order += [model for model in sample.answers if model not in LABELS]
     answers = [_answer(sample, model) for model in order]
     return element(
         "article", element("div", turns, class_="prompt"), element("div", answers, class_="answers"), class_="card"
@@ -158,7 +158,7 @@ def _answer_card(sample: Sample) -> Markup:
 
 
 def _answer(sample: Sample, model: str) -> Markup:
-    tone = model if model in MODELS else "plain"
+    tone = model if model in LABELS else "plain"
     figures: list[Child] = []
     if model in sample.gold:
         gold = sample.gold[model]

@@ -63,21 +63,21 @@ def _parts(run: RunReading) -> Mapping[str, Markup | None]:
         "answers": outcome.answers_section(run),
         "sft": stage_section(
             run.stage("sft"), "Stage 1: supervised fine-tuning", "Trained to imitate the answers of the data.",
-            SFT_PLOTS, "step",
+            SFT_PLOTS,
         ),
         "reward": stage_section(
             reward, "Stage 2: reward model", f"Trained to score the preferred answer of a pair higher.{unused}",
-            REWARD_PLOTS, "step", accuracy_chart(reward),
+            REWARD_PLOTS, accuracy_chart(reward),
         ),
         "dpo": stage_section(
             run.stage("dpo"), "Stage 2: direct preference optimisation",
             "Trained to prefer the chosen answer of a pair to the rejected one by more than SFT's model does.",
-            DPO_PLOTS, "step",
+            DPO_PLOTS,
         ),
         "ppo": stage_section(
             run.stage("ppo"), "Stage 3: PPO",
             "Thin lines are single rollouts, thick ones a centred mean; dots are evaluations on held-out prompts.",
-            PPO_PLOTS, "rollout",
+            PPO_PLOTS,
         ),
         "speed": costs.speed_section(run),
         "memory": costs.memory_section(run),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.config.stages import STAGES
 from pipeline.insight.canvas import Point, Series
 from pipeline.insight.charts import Bar, bar_chart
 from pipeline.insight.curves import line_chart
@@ -190,12 +191,12 @@ PPO_PLOTS = (
 )
 
 
-def plots(stage: StageReading, wanted: Sequence[Plot], x_name: str) -> list[Markup]:
+def plots(stage: StageReading, wanted: Sequence[Plot]) -> list[Markup]:
     """The charts of `wanted` that `stage` has figures for."""
-    return [chart for plot in wanted if (chart := _plot(stage, plot, x_name))]
+    return [chart for plot in wanted if (chart := _plot(stage, plot))]
 
 
-def _plot(stage: StageReading, plot: Plot, x_name: str) -> Markup | None:
+def _plot(stage: StageReading, plot: Plot) -> Markup | None:
     series = [
         Series(curve.label, _points(stage, curve), curve.tone, curve.sparse, curve.exact) for curve in plot.curves
     ]
@@ -204,7 +205,7 @@ def _plot(stage: StageReading, plot: Plot, x_name: str) -> Markup | None:
     return line_chart(
         plot.title,
         [one for one in series if one.points],
-        x_name=x_name,
+        x_name=STAGES[stage.name].step,
         note=plot.note,
         bounds=plot.bounds,
         reference=plot.reference,
@@ -216,7 +217,7 @@ def _points(stage: StageReading, curve: Curve) -> list[Point]:
 
 
 def stage_section(
-    stage: StageReading, title: str, lead: str, wanted: Sequence[Plot], x_name: str, *more: Markup | None
+    stage: StageReading, title: str, lead: str, wanted: Sequence[Plot], *more: Markup | None
 ) -> Markup | None:
     """A stage's part of the page; None for a stage that has not started."""
     if not stage.started:
@@ -230,7 +231,7 @@ def stage_section(
     if exported is not None and exported != steps:
         notes.append(f"The model is that of step {exported:.0f}, the best of the evaluations.")
     text = " ".join([lead, *notes])
-    return section(stage.name, title, text, grid([*plots(stage, wanted, x_name), *(chart for chart in more if chart)]))
+    return section(stage.name, title, text, grid([*plots(stage, wanted), *(chart for chart in more if chart)]))
 
 
 def accuracy_chart(reward: StageReading) -> Markup | None:

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.config.stages import POLICIES
+from pipeline.config.stages import ANSWERING, STAGES
 from pipeline.insight.charts import Interval
 from pipeline.insight.evaluate import Sample, bootstrap_mean, paired_difference
 from pipeline.insight.readings import RunReading, StageReading, read_run
 from pipeline.insight.scales import format_number, format_signed
 
-MODELS = ("base", "sft", *POLICIES)
-LABELS = {"base": "Base", "sft": "SFT", "dpo": "DPO", "ppo": "PPO"}
+LABELS = {"base": "Base"} | {stage: STAGES[stage].title for stage in ANSWERING}
+"""What the models are called that answer held-out prompts, in the order in which they are shown."""
 Measure = Literal["gold", "scores", "function"]
 Outcome = Literal["good", "bad", "open"]
 
@@ -75,7 +75,7 @@ class Verdict:
 def standings(samples: Sequence[Sample], measure: Measure) -> list[Interval]:
     """Each model's mean over the prompts that it has a value for, with its bootstrap interval."""
     rows = []
-    for model in MODELS:
+    for model in LABELS:
         values = [value for sample in samples if (value := _values(sample, measure).get(model)) is not None]
         if values:
             rows.append(Interval(LABELS[model], *bootstrap_mean(values), tone=model))

@@ -6,20 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.stages import STAGES
 from pipeline.fingerprint import flat
 from pipeline.manifest import Manifest
-
-FIGURES = {
-    "sft": ("eval_loss", "gold_score"),
-    "reward": ("eval_accuracy",),
-    "dpo": ("eval_loss", "eval_accuracy", "gold_score", "drift"),
-    "ppo": ("eval_score", "eval_function_score", "gold_score", "kl", "response_length"),
-}
 
 
 def closing_words(run_dir: Path, verdict: str | None = None) -> str:
     """A line for each finished stage with its figures, the verdict, where the model is and how to talk to it."""
-    found = {stage: figures for stage in FIGURES if (figures := stage_figures(run_dir, stage)) is not None}
+    found = {stage: figures for stage in STAGES if (figures := stage_figures(run_dir, stage)) is not None}
     lines = [f"{stage:<7} {figures}".rstrip() for stage, figures in found.items()]
     newest = next((stage for stage in Manifest.read(run_dir).answering() if stage in found), "reward")
     if verdict is not None:
@@ -49,7 +43,7 @@ def stage_figures(run_dir: Path, stage: str) -> str | None:
     summary = read_summary(run_dir / stage)
     if summary is None:
         return None
-    values = ((name, figure(summary, name)) for name in FIGURES[stage])
+    values = ((name, figure(summary, name)) for name in STAGES[stage].closing)
     return "  ".join(f"{name} {value:.4g}" for name, value in values if value is not None)
 
 

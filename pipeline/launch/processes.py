@@ -21,12 +21,12 @@ from types import FrameType
 from typing import Any
 
 from pipeline import stopping
+from pipeline.config.stages import STAGES
 from pipeline.launch.failure import ATTEMPT, CRASHED, FAILURE_PIPE, INTERRUPTED, LAUNCHER, STOPPED, USER_ERROR
 from pipeline.launch.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = {"sft": "step1_sft", "reward": "step2_reward", "dpo": "step2_dpo", "ppo": "step3_ppo"}
-MODULES["plan"] = "pipeline.planning"
+MODULES = {name: stage.package for name, stage in STAGES.items()} | {"plan": "pipeline.planning"}
 LOSSES = {
     "now": "at once, a step that was under way is lost",
     "late": "no step ended in time, the one under way is lost",

@@ -13,9 +13,9 @@ from importlib import import_module
 from pathlib import Path
 
 from engine.parallel import dist
+from pipeline.config.stages import STAGES
 from pipeline.launch.worker import read_config
 from pipeline.run import StageRun
-from tests.tiny import STAGES
 
 
 class Watched(StageRun):
@@ -32,7 +32,7 @@ class Watched(StageRun):
 def main(run_dir: Path, stages: list[str]) -> None:
     dist.start("stages")
     for stage in stages:
-        module = import_module(f"{STAGES[stage]}.train")
+        module = import_module(f"{STAGES[stage].package}.train")
         module.StageRun = Watched  # type: ignore[attr-defined]
         module.run(read_config(run_dir / stage), run_dir / stage)
         found = cuda.faults()
