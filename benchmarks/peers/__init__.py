@@ -1,4 +1,4 @@
-"""SFT, reward model and PPO beside the peers: the same data, shape and precision, in processes of their own.
+"""SFT, reward model, DPO and PPO beside the peers: the same data, shape and precision, in processes of their own.
 
 A case is a module of this folder with a function `run(rounds) -> list[Result]`. The sides of a case run in turn; each
 is a process of its own, and a peer's runs in an environment of its own (environments.py).
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from benchmarks.record import Result
 
-CASES = ("sft", "reward", "ppo", "ppo_zero3", "logprob_memory", "ratio")
+CASES = ("sft", "reward", "dpo", "ppo", "ppo_zero3", "logprob_memory", "ratio")
 
 
 def run(cases: Sequence[str], rounds: int) -> list[Result]:

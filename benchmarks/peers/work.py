@@ -37,11 +37,16 @@ def conversations(count: int) -> list[list[int]]:
     return sequences(tails(count, shortest=SHORTEST, longest=LONGEST, median=130.0, seed=1), seed=2)
 
 
-def pairs(count: int) -> list[tuple[list[int], list[int]]]:
-    """For the reward model: a prompt with two answers, 20 to 512 tokens a side."""
+def preferences(count: int) -> list[tuple[list[int], list[int], list[int]]]:
+    """For DPO: a prompt and two answers to it, 20 to 512 tokens with either."""
     parts = [tails(count, shortest=10, longest=256, median=65.0, seed=seed) for seed in (3, 4, 5)]
     prompts, chosen, rejected = (sequences(lengths, seed=6 + place) for place, lengths in enumerate(parts))
-    return [(p + c, p + r) for p, c, r in zip(prompts, chosen, rejected, strict=True)]
+    return list(zip(prompts, chosen, rejected, strict=True))
+
+
+def pairs(count: int) -> list[tuple[list[int], list[int]]]:
+    """For the reward model: the two sides of the preferences, each with its prompt."""
+    return [(prompt + chosen, prompt + rejected) for prompt, chosen, rejected in preferences(count)]
 
 
 def prompts(count: int, length: int) -> list[list[int]]:

@@ -4,11 +4,15 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.measure import BenchFailed
 from benchmarks.peers import CASES, environments, work
 from benchmarks.peers.children import measure
+from benchmarks.peers.dpo import require_same
 from benchmarks.peers.ratio import spread
+from benchmarks.peers.weights import fill
 
 
 def test_work_is_the_same_each_time_and_within_its_bounds() -> None:
@@ -54,6 +58,36 @@ def test_an_environment_is_known_by_its_packages(tmp_path: Path, monkeypatch: py
 
 def test_a_spread_of_ratios_is_theirs_and_not_their_logarithms() -> None:
     assert spread([math.log(1.5), math.log(0.5)]) == pytest.approx(0.5)
+
+
+def test_dpo_is_compared_only_where_both_sides_come_to_the_same() -> None:
+    """Log-probabilities of all steps and losses, the first one's tightly: there the policy is the reference."""
+    steps = [[0.693147, -1237.0255, -546.6372], [0.695906, -529.5052, -839.5346]]
+
+    def differs(step: int, figure: int, by: float) -> list[list[float]]:
+        changed = [list(row) for row in steps]
+        changed[step][figure] += by
+        return changed
+
+    require_same(steps, differs(0, 1, 0.01), "fp32")
+    require_same(steps, differs(1, 0, 0.005), "bf16")
+    for step, figure, by, precision in [
+        (0, 0, 0.001, "bf16"), (1, 0, 0.005, "fp32"), (0, 1, 0.05, "fp32"), (1, 2, 1.0, "bf16"),
+        (1, 1, math.nan, "bf16"),
+    ]:  # fmt: skip
+        with pytest.raises(BenchFailed, match=f"step {step + 1} in {precision}"):
+            require_same(steps, differs(step, figure, by), precision)
+    with pytest.raises(ValueError, match="shorter"):
+        require_same(steps, steps[:1], "fp32")
+
+
+def test_weights_are_those_of_the_name_and_not_of_the_order() -> None:
+    wide, narrow = nn.Linear(3, 5), nn.LayerNorm(4)
+    first, other = nn.ModuleDict({"a": wide, "b": narrow}), nn.ModuleDict({"b": nn.LayerNorm(4), "a": nn.Linear(3, 5)})
+    for model in (first, other):
+        fill(model)
+    assert torch.equal(first["a"].weight, other["a"].weight) and 0.005 < first["a"].weight.std() < 0.04
+    assert narrow.weight.tolist() == [1.0] * 4
 
 
 def test_every_case_has_a_module() -> None:
