@@ -13,7 +13,8 @@ from benchmarks.peers.children import Figures, measure
 from benchmarks.peers.environments import TRL, environment
 from benchmarks.record import Result
 
-PAIRS, STEPS, WARMUP = 8, 2, 1
+PAIRS, STEPS, WARMUP = 8, 1, 1
+PRECISIONS = ("bf16", "fp32")
 FIGURES = ("loss", "chosen log-probability", "rejected log-probability")
 LOG_PROBABILITIES = {"fp32": 1e-5, "bf16": 5e-4}  # relative
 LOSSES = {"fp32": 1e-4, "bf16": 2e-2}  # after the first step; a lead is the small difference of large sums
@@ -23,7 +24,7 @@ def run(rounds: int) -> list[Result]:
     """Pairs a second. Raises BenchFailed where the sides do not do the same work."""
     trl = environment("trl", TRL)
     results = []
-    for precision in ("bf16", "fp32"):
+    for precision in PRECISIONS:
         told = work.base(
             precision,
             preferences=work.preferences(PAIRS * (STEPS + WARMUP)),
