@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine import Engine, Sampling
 from engine.parallel import dist
 from pipeline.data.records import Prompt
-from pipeline.insight.evaluate import Sample, read_samples, write_samples
-from pipeline.insight.readings import SAMPLES
+from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.samples import SAMPLES, Sample, read_samples, write_samples
 
 EVALUATION_SEED = 20011
 
@@ -29,6 +30,24 @@ class HeldOut:
         """Their means."""
         given = {"eval_score": self.scores, "eval_function_score": self.function, "gold_score": self.gold}
         return {name: statistics.fmean(values) for name, values in given.items() if values is not None}
+
+
+def answers_of(
+    engine: Engine, tokenizer: ChatTokenizer, prompts: Sequence[Prompt], how: Sampling, *, keep: bool
+) -> list[str]:
+    """Answers to prompts, all on every rank, the work spread over ranks. The noise belongs to the prompt's place, so
+    that every model that answers meets the same.
+
+    `keep` holds the generator's weights and cache for the next time.
+    """
+    asked = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
+    with engine.generating(keep=keep) as rollouts:
+        places = engine.flip.share_of([len(ids) for ids in asked], how.max_new_tokens / 2)
+        to_answer = [asked[place] for place in places]
+        mine = rollouts.generate(to_answer, how, places, text=tokenizer.decode) if places else []
+    texts = [(place, tokenizer.decode(answer.token_ids)) for place, answer in zip(places, mine, strict=True)]
+    found = {place: text for part in dist.gather_objects(texts) for place, text in part}
+    return [found[i] for i in range(len(prompts))]
 
 
 def compared(

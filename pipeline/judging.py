@@ -10,9 +10,9 @@ from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.records import Prompt, Row
 from pipeline.errors import SharedError, UserError
-from pipeline.insight.evaluate import gold_scores
 from pipeline.own_function import JUDGE, OwnFunction, load_function
 
+GOLD_SOURCE = "demo"  # whose prompts the gold scorer can read
 Call = tuple[str, Row]
 """What a person's function is called with: an answer's text, and the row of the data that its prompt comes from."""
 
@@ -33,6 +33,15 @@ def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: OwnFunction
     asked = zip(prompts, answers, strict=True)
     calls = [(answer, prompt.row) for prompt, answer in asked if prompt.row is not None]
     return function_scores(judge, calls) if calls and len(calls) == len(prompts) else None
+
+
+def gold_scores(prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float] | None:
+    """The gold scorer's, in [0, 1], of each answer; None unless all prompts are the demo's."""
+    if not prompts or any(prompt.source != GOLD_SOURCE for prompt in prompts):
+        return None
+    from pipeline.data.gold import gold_score
+
+    return [gold_score(prompt.messages, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def function_scores(function: OwnFunction, calls: Sequence[Call]) -> list[float]:

@@ -1,4 +1,4 @@
-"""What every stage does at its edge: plain values for the engine, the stage's inputs, answers to held-out prompts."""
+"""What every stage does at its edge: plain values for the engine, and the stage's inputs."""
 
 import math
 import sys
@@ -13,10 +13,9 @@ from pipeline.config.schema import RolloutSection, RunConfig, StageSection
 from pipeline.config.stages import ANSWERING, STAGES, wanted_stages
 from pipeline.data.formats import Record
 from pipeline.data.load import load_stage
-from pipeline.data.records import Preference, Prompt
+from pipeline.data.records import Preference
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
 from pipeline.errors import UserError
-from pipeline.insight.evaluate import answer_prompts
 from pipeline.models.build import check_scores
 from pipeline.models.source import ModelSource, check_kind, download, model_folder, resolve
 
@@ -205,21 +204,6 @@ def prepare_generation(engine: Engine, rollout: RolloutSection) -> None:
     """Tell an engine how it will generate, before it does so for the first time."""
     engine.flip.tensor_parallel, engine.flip.stream = rollout.tensor_parallel, rollout.stream
     engine.flip.selfcheck_every, engine.flip.cache_bytes = rollout.selfcheck_every, rollout.cache_bytes
-
-
-def answers_of(
-    engine: Engine, tokenizer: ChatTokenizer, prompts: list[Prompt], how: Sampling, *, keep: bool
-) -> list[str]:
-    """Answers to prompts, all on every rank, the work spread over ranks. The noise belongs to the prompt's place.
-
-    `keep` holds the generator's weights and cache for the next time.
-    """
-    lengths = [len(tokenizer.encode_prompt(prompt.messages)) for prompt in prompts]
-    with engine.generating(keep=keep) as rollouts:
-        places = engine.flip.share_of(lengths, how.max_new_tokens / 2)
-        mine = answer_prompts(rollouts, tokenizer, [prompts[place] for place in places], how, streams=places)
-    found = {place: text for part in dist.gather_objects(list(zip(places, mine, strict=True))) for place, text in part}
-    return [found[i] for i in range(len(prompts))]
 
 
 def say_steps(stage: str, section: StageSection, steps: int, examples: int) -> None:

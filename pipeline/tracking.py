@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
+from pipeline.samples import SAMPLES
 
 SECONDS_BETWEEN_LINES = 5.0
 ONLINE_PATIENCE = 30.0
@@ -232,7 +233,7 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
     ended = False
     try:
         yield [tracker, progress]
-        columns, rows = sample_table(folder / "samples.jsonl")
+        columns, rows = sample_table(folder / SAMPLES)
         if rows:
             tracker.table("samples", columns, rows)
         ended = True

@@ -12,11 +12,11 @@ from pipeline.data.batch import TokenBatch
 from pipeline.data.encode import TokenItem
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.held_out import EVALUATION_SEED
-from pipeline.insight.evaluate import Sample, read_samples, write_samples
+from pipeline.held_out import EVALUATION_SEED, answers_of
 from pipeline.judging import judged
 from pipeline.own_function import OwnFunction
-from pipeline.stage import answers_of, sampling
+from pipeline.samples import SAMPLES, Sample, read_samples, write_samples
+from pipeline.stage import sampling
 from step1_sft.batches import micro_batches
 
 
@@ -43,15 +43,15 @@ def answer(
 ) -> float | None:
     """Answer the held-out prompts and add the answers to samples.jsonl under `name`. Returns the mean gold score."""
     how = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
-    answers = answers_of(engine, tokenizer, list(prompts), how, keep=False)  # all of the training lies in between
+    answers = answers_of(engine, tokenizer, prompts, how, keep=False)  # all of the training lies in between
     gold = judged(prompts, answers, judge)
     if dist.world().leads:
-        known = {sample.prompt: sample for sample in read_samples(folder / "samples.jsonl")}
+        known = {sample.prompt: sample for sample in read_samples(folder / SAMPLES)}
         rows = []
         for index, prompt in enumerate(prompts):
             before = known.get(prompt.messages, Sample(prompt.messages, {}))
             golds = before.gold if gold is None else {**before.gold, name: gold[index]}
             rows.append(Sample(prompt.messages, {**before.answers, name: answers[index]}, gold=golds))
-        write_samples(folder / "samples.jsonl", rows)
+        write_samples(folder / SAMPLES, rows)
     dist.barrier()
     return None if not gold else sum(gold) / len(gold)

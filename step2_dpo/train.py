@@ -11,7 +11,7 @@ from pipeline.data.batch import batch_indices
 from pipeline.data.encode import PairItem, encode_preferences
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.held_out import EVALUATION_SEED, HeldOut, compared, write_table
+from pipeline.held_out import EVALUATION_SEED, HeldOut, answers_of, compared, write_table
 from pipeline.judging import judged, load_judge
 from pipeline.manifest import stage_inputs
 from pipeline.models.build import EngineChoice, build_policy
@@ -21,7 +21,6 @@ from pipeline.own_function import OwnFunction
 from pipeline.planning.choose import announce
 from pipeline.run import StageRun
 from pipeline.stage import (
-    answers_of,
     arrange,
     optimizer_config,
     policy_to_tune,
@@ -126,7 +125,7 @@ class Examiner:
         prompts: Sequence[Prompt],
         judged_by: OwnFunction | None,
     ) -> None:
-        self._engine, self._tokenizer, self._prompts = engine, tokenizer, list(prompts)
+        self._engine, self._tokenizer, self._prompts = engine, tokenizer, prompts
         self._sampling = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
         self._judged_by = judged_by
 

@@ -7,12 +7,12 @@ from pipeline.config.stages import POLICIES
 from pipeline.insight.canvas import Series
 from pipeline.insight.charts import interval_chart, meter, path_chart, scatter_chart
 from pipeline.insight.curves import line_chart
-from pipeline.insight.evaluate import Sample
 from pipeline.insight.gaming import gaming, rank_correlation
 from pipeline.insight.page import Child, Markup, element, grid, section, table
 from pipeline.insight.readings import RunReading
 from pipeline.insight.scales import MINUS, format_signed
 from pipeline.insight.verdict import LABELS, Change, Measure, change, judge, standings
+from pipeline.samples import Sample
 
 LONGEST_TEXT = 4000
 DEFAULT_ROWS = 16

@@ -11,10 +11,10 @@ import yaml
 
 from pipeline.config.stages import METHODS, POLICIES, STAGES
 from pipeline.insight.canvas import Point
-from pipeline.insight.evaluate import Sample, read_samples
+from pipeline.samples import SAMPLES, Sample, read_samples
 
-METRICS, SUMMARY, SAMPLES, CONFIG, MANIFEST, PLAN = (
-    "metrics.jsonl", "summary.json", "samples.jsonl", "config.yaml", "manifest.json", "plan.json",
+METRICS, SUMMARY, CONFIG, MANIFEST, PLAN = (
+    "metrics.jsonl", "summary.json", "config.yaml", "manifest.json", "plan.json",
 )  # fmt: skip
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.config.stages import ANSWERING, STAGES
+from pipeline.insight.bootstrap import bootstrap_mean, paired_difference
 from pipeline.insight.charts import Interval
-from pipeline.insight.evaluate import Sample, bootstrap_mean, paired_difference
 from pipeline.insight.readings import RunReading, StageReading, read_run
 from pipeline.insight.scales import format_number, format_signed
+from pipeline.samples import Sample
 
 LABELS = {"base": "Base"} | {stage: STAGES[stage].title for stage in ANSWERING}
 """What the models are called that answer held-out prompts, in the order in which they are shown."""

@@ -14,12 +14,12 @@ from pipeline.data.records import Message, Prompt
 from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.held_out import HeldOut, earlier_answers, write_table
-from pipeline.insight.evaluate import Sample, read_samples, write_samples
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.export import export_policy, export_scorer
 from pipeline.models.modules import Policy
 from pipeline.models.source import resolve
 from pipeline.run import StageRun
+from pipeline.samples import Sample, read_samples, write_samples
 from step3_ppo.evaluate import Examiner
 from step3_ppo.figures import rollout_figures
 from step3_ppo.models import build, find

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from pipeline.data.records import Message
-from pipeline.insight.evaluate import Sample
 from pipeline.insight.gaming import gaming, rank_correlation
 from pipeline.insight.readings import RunReading, StageReading, read_run
 from pipeline.insight.report import render_report
 from pipeline.insight.verdict import change, conclusion, judge, standings
 from pipeline.launch.closing import closing_words
+from pipeline.samples import Sample
 from tests.pipeline.insight.made_runs import write_demo_run, write_stage
 
 PROMPT = (Message("user", "hi"),)
