@@ -17,20 +17,16 @@ from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
 from pipeline.planning.choose import announce
 from pipeline.run import StageRun
-from pipeline.stage import (
+from pipeline.stage import arrange, optimizer_config, prepare_generation, say_steps, stage_steps
+from pipeline.stage_data import check_data_to_come, evaluation_prompts, examples, stage_records
+from pipeline.stage_models import (
     adopt_special_ids,
-    arrange,
     base_source,
     check_vocabulary,
-    optimizer_config,
-    prepare_generation,
     require_context,
     require_scorer,
     run_tokenizer,
-    say_steps,
-    stage_steps,
 )
-from pipeline.stage_data import check_data_to_come, evaluation_prompts, examples, stage_records
 from pipeline.tracking import open_watchers
 from step1_sft.batches import largest_batch, micro_batches
 from step1_sft.evaluate import answer, held_out_loss

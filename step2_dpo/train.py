@@ -20,17 +20,9 @@ from pipeline.models.export import export_policy
 from pipeline.own_function import OwnFunction
 from pipeline.planning.choose import announce
 from pipeline.run import StageRun
-from pipeline.stage import (
-    arrange,
-    optimizer_config,
-    policy_to_tune,
-    prepare_generation,
-    require_context,
-    sampling,
-    say_steps,
-    stage_steps,
-)
+from pipeline.stage import arrange, optimizer_config, prepare_generation, sampling, say_steps, stage_steps
 from pipeline.stage_data import evaluation_prompts, examples, say_undecided, stage_records
+from pipeline.stage_models import policy_to_tune, require_context
 from pipeline.tracking import open_watchers
 from step2_dpo.evaluate import held_out_figures, pair_logprobs, with_reference
 from step2_dpo.objective import loss_of

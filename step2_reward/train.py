@@ -21,19 +21,16 @@ from pipeline.models.export import export_scorer
 from pipeline.models.source import ModelSource, resolve
 from pipeline.planning.choose import announce
 from pipeline.run import StageRun
-from pipeline.stage import (
+from pipeline.stage import arrange, optimizer_config, say_steps, stage_steps
+from pipeline.stage_data import check_data_to_come, examples, say_undecided, stage_records
+from pipeline.stage_models import (
     adopt_special_ids,
-    arrange,
     base_source,
     check_vocabulary,
-    optimizer_config,
     require_context,
     run_tokenizer,
-    say_steps,
     stage_source,
-    stage_steps,
 )
-from pipeline.stage_data import check_data_to_come, examples, say_undecided, stage_records
 from pipeline.tracking import open_watchers
 from step2_reward.batches import largest_batch, micro_batches
 from step2_reward.evaluate import Scored, accuracies, score_pairs

@@ -18,7 +18,8 @@ from pipeline.models.checks import adopt, verify
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, model_folder, resolve
 from pipeline.own_function import OwnFunction, load_function
-from pipeline.stage import optimizer_config, policy_to_tune, stage_source
+from pipeline.stage import optimizer_config
+from pipeline.stage_models import policy_to_tune, stage_source
 
 
 @dataclass(frozen=True)
