@@ -10,7 +10,7 @@ from pipeline.insight.curves import line_chart
 from pipeline.insight.gaming import gaming, rank_correlation
 from pipeline.insight.page import Child, Markup, element, grid, section, table
 from pipeline.insight.readings import RunReading
-from pipeline.insight.scales import MINUS, format_signed
+from pipeline.insight.scales import MINUS, format_interval, format_signed
 from pipeline.insight.verdict import LABELS, Change, Measure, change, judge, standings
 from pipeline.samples import Sample
 
@@ -82,7 +82,7 @@ def changes_section(run: RunReading) -> Markup | None:
 def _change_cells(found: Change, measure: Measure) -> tuple[Child, ...]:
     # A higher reward score is no success in itself, so only gold is coloured.
     outcome = found.outcome if measure == "gold" else "open"
-    interval = "one prompt only" if found.prompts < 2 else f"{format_signed(found.low)} to {format_signed(found.high)}"
+    interval = "one prompt only" if found.prompts < 2 else format_interval(found.low, found.high)
     mean = element("strong", format_signed(found.mean), class_=f"outcome-{outcome}")
     return mean, interval, found.better, found.same, found.worse
 

@@ -48,6 +48,16 @@ def format_signed(value: float, decimals: int = 2) -> str:
     return f"{MINUS if value < 0 else '+'}{shown}"
 
 
+def format_interval(low: float, high: float) -> str:
+    """The 95% interval of a difference; with more decimals where two would not show on which side of zero it lies."""
+    nearest = min(abs(low), abs(high))
+    decimals = 2
+    if low * high > 0:
+        while decimals < 6 and float(f"{nearest:.{decimals}f}") == 0:
+            decimals += 1
+    return f"{format_signed(low, decimals)} to {format_signed(high, decimals)}"
+
+
 def format_seconds(seconds: float) -> str:
     """A duration in the two units that matter."""
     if seconds < 60:

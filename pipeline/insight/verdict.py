@@ -15,7 +15,7 @@ from pipeline.config.stages import ANSWERING, STAGES
 from pipeline.insight.bootstrap import bootstrap_mean, paired_difference
 from pipeline.insight.charts import Interval
 from pipeline.insight.readings import RunReading, StageReading, read_run
-from pipeline.insight.scales import format_number, format_signed
+from pipeline.insight.scales import format_interval, format_number, format_signed
 from pipeline.samples import Sample
 
 LABELS = {"base": "Base"} | {stage: STAGES[stage].title for stage in ANSWERING}
@@ -235,4 +235,4 @@ def _stage_label(stage: StageReading) -> str:
 def _interval(one: Change) -> str:
     if math.isnan(one.low):
         return format_signed(one.mean)
-    return f"{format_signed(one.mean)}, 95% interval {format_signed(one.low)} to {format_signed(one.high)}"
+    return f"{format_signed(one.mean)}, 95% interval {format_interval(one.low, one.high)}"

@@ -5,6 +5,7 @@ import pytest
 from pipeline.insight.scales import (
     axis,
     format_bytes,
+    format_interval,
     format_number,
     format_seconds,
     format_signed,
@@ -27,6 +28,14 @@ def test_format_number(value: float, text: str) -> None:
 
 def test_format_signed_shows_no_sign_for_what_rounds_to_zero() -> None:
     assert [format_signed(value) for value in (0.314, -0.314, -0.001)] == ["+0.31", "\u22120.31", "0.00"]
+
+
+def test_an_interval_shows_on_which_side_of_zero_it_lies() -> None:
+    cases = ((-0.06, -0.0012), (0.0004, 0.2), (-0.06, 0.0012), (0.0, 0.0), (-0.3, -0.1))
+    assert [format_interval(*case) for case in cases] == [
+        "\u22120.060 to \u22120.001", "+0.0004 to +0.2000", "\u22120.06 to 0.00", "0.00 to 0.00",
+        "\u22120.30 to \u22120.10",
+    ]  # fmt: skip
 
 
 def test_durations_and_sizes() -> None:
