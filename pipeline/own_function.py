@@ -77,7 +77,8 @@ class OwnFunction:
         shown = ", ".join(f"{name}: {_cut(repr(value))}" for name, value in row.items())
         return (
             f"{self.key}={self.where} {what} for the answer {_cut(repr(answer))} to the row "
-            f"{{{_cut(shown, LONGEST_ROW)}}}. It has to return a {WANTED[self.key]} for any text, an empty one too"
+            f"{{{_cut(shown, LONGEST_ROW)}}}. It has to return a {WANTED[self.key]} for any text, an empty one too. "
+            "The same command goes on when that is mended; what was saved is kept"
         )
 
 

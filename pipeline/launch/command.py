@@ -289,14 +289,16 @@ def _kept(end: StageEnd, stage_dir: Path) -> str:
         return ""
     if stage_dir.name == "plan":  # whose folder goes with it
         return " (debug=true shows the traceback)" if end.traceback else ""
+    saved = any((stage_dir / "checkpoints").glob("step-*[0-9]"))  # others are half written, or damaged
+    goes_on = f"the same command {'goes on from the newest checkpoint' if saved else 'begins the stage again'}"
     if not end.traceback:
-        return "; the same command goes on from the newest checkpoint"
+        return f"; {goes_on}"
     file = stage_dir / "error.txt"
     try:
         file.write_text(end.traceback, encoding="utf-8")
     except OSError:
         return f"\n{end.traceback}"
-    return f" ({file} has the traceback; the same command goes on from the newest checkpoint)"
+    return f" ({file} has the traceback; {goes_on})"
 
 
 def _follow(ranks: Ranks, control: Control) -> int:

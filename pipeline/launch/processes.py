@@ -243,7 +243,10 @@ def _judge(workers: list[_Worker], signals: _Signals) -> StageEnd:
 
 def _signal_name(number: int) -> str:
     name = signal.Signals(number).name
-    hints = {"SIGKILL": " (out of memory, if nobody killed it)", "SIGSEGV": " (a crash in a library)"}
+    hints = {
+        "SIGKILL": " (out of memory, if nobody killed it: stage=plan says what fits)",
+        "SIGSEGV": " (a crash in a library)",
+    }
     return name + hints.get(name, "")
 
 

@@ -241,9 +241,11 @@ def require_fit(found: Plan, *, refuse: bool) -> list[str]:
     """Lines to print at the start of a stage. Raises UserError where it can't fit and `refuse` is set."""
     if found.fits:
         return [found.line]
-    what = f"no setting of this engine makes it fit: {beyond_settings(found.task.stage)}"
+    what = f"No setting of the engine makes it fit; what may: {beyond_settings(found.task.stage)}"
     if found.advice is not None:
-        what = found.advice.words(found.task.stage, found.task.work)
-    if refuse and found.demand.peak > found.room.device:
-        raise UserError(f"{found.line}: it does not fit. What would: {what}")
-    return [found.line, f"memory: that is tight. What would fit: {what}"]
+        what = f"What would fit: {found.advice.words(found.task.stage, found.task.work)}"
+    if found.demand.peak <= found.room.device:
+        return [found.line, f"memory: that is tight. {what}"]
+    if refuse:
+        raise UserError(f"{found.line}: it does not fit. {what}")
+    return [found.line, f"memory: that is more than there is. {what}"]

@@ -96,6 +96,9 @@ def test_a_killed_rank_is_named(fake, monkeypatch):
 
 def test_a_crash_says_how_to_go_on(tmp_path):
     killed = StageEnd(1, "rank 0 was killed")
+    (tmp_path / "checkpoints" / "step-3.tmp").mkdir(parents=True)
+    assert _kept(killed, tmp_path) == "; the same command begins the stage again"
+    (tmp_path / "checkpoints" / "step-2").mkdir()
     assert _kept(killed, tmp_path) == "; the same command goes on from the newest checkpoint"
     assert "error.txt has the traceback; the same command" in _kept(StageEnd(1, "a bug", "Traceback ..."), tmp_path)
     assert _kept(StageEnd(2, "a mistake"), tmp_path) == ""

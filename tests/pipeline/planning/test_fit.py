@@ -49,7 +49,7 @@ def test_what_does_not_fit_is_refused_with_what_does(stage: str) -> None:
     whole = plan(config, stage, policy=source(), ranks=4, room=room(80 * GIB)).demand.peak
     tight = plan(config, stage, policy=source(), ranks=4, room=room(round(whole * 0.8)))
     assert tight.advice is not None
-    with pytest.raises(UserError, match=r"does not fit. What would: .*micro_batch_tokens|engine\."):
+    with pytest.raises(UserError, match=r"does not fit. What would fit: .*micro_batch_tokens|engine\."):
         require_fit(tight, refuse=True)
     assert len(require_fit(tight, refuse=False)) == 2
     # Taking the advice makes it fit.
@@ -63,6 +63,7 @@ def test_what_does_not_fit_is_refused_with_what_does(stage: str) -> None:
 def test_what_can_not_fit_says_so() -> None:
     found = plan(tiny_config(), "ppo", policy=source(), ranks=1, room=room(GIB // 100))
     assert not found.fits and found.advice is None
+    assert "that is more than there is. No setting of the engine" in require_fit(found, refuse=False)[1]
     with pytest.raises(UserError, match=r"more ranks \(ranks=N\), adapters \(ppo\.lora\.rank=16\) or a smaller"):
         require_fit(found, refuse=True)
 
