@@ -8,7 +8,7 @@ from typing import Generic, TypeVar, cast
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig, StageSection
 from pipeline.config.stages import POLICIES, STAGES, wanted_stages
-from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, load_stage, made_here
+from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, load_held_out, load_stage, made_here
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
@@ -137,15 +137,9 @@ def evaluation_prompts(
 
 
 def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt] | None) -> list[Prompt]:
-    judge = config.evaluation.judge
-    rows = judge is not None or _wants_rows(config)
+    rows = config.evaluation.judge is not None or _wants_rows(config)
     if held_out is None or rows != _wants_rows(config):  # or those that were read lack the rows
-        try:
-            held_out = load_stage(config.data, "ppo", config.seed, rows=rows).held_out
-        except UserError:
-            held_out = [c.prompt() for c in load_stage(config.data, "sft", config.seed).held_out]
-            if judge is not None:
-                print("evaluation.judge is not asked: no source has prompts for ppo, whose rows it reads", flush=True)
+        held_out = load_held_out(config.data, rows=rows)
     limit = config.rollout.max_prompt_tokens
     fitting = (p for p in held_out if len(tokenizer.encode_prompt(p.messages)) <= limit)
     chosen = [prompt for prompt, _ in zip(fitting, range(config.evaluation.prompts), strict=False)]

@@ -60,7 +60,8 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
         yield from _ppo_mistakes(config)
     if "dpo" in stages and config.dpo.loss == "ipo" and config.dpo.label_smoothing:
         yield (
-            f"dpo.label_smoothing={config.dpo.label_smoothing:g} is for dpo.loss=sigmoid: leave it out, or another loss"
+            f"dpo.label_smoothing={config.dpo.label_smoothing:g} is for dpo.loss=sigmoid, not ipo: leave "
+            "one of the two out"
         )
     if "reward" in stages and config.reward.init == "sft" and config.reward_model is not None:
         yield "reward.init=sft starts from the SFT model, reward_model= from another one: leave one of them out"
@@ -106,6 +107,9 @@ def _data_mistakes(data: DataConfig) -> Iterable[str]:
         kinds = [name for name in ("path", "hub", "builtin") if getattr(source, name)]
         if not kinds:
             yield f"data.sources.{number} has nothing to read: give it a path, a hub id or builtin: demo"
+        if source.eval_path and not source.path:
+            held = "eval_split=NAME, of a hub set" if source.hub else "path=FILE"
+            yield f"data.sources.{number}.eval_path={source.eval_path} goes with a path: give {held}, or leave it out"
     shares = data.stage_shares
     if not shares or min(shares.values()) < 0 or sum(shares.values()) <= 0:
         yield f"data.stage_shares={shares}: shares must be 0 or more, and one of them more than 0"

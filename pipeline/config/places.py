@@ -1,6 +1,6 @@
 """What a configuration asks of where it runs: ranks that its batches divide over, files and folders that are there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 from pipeline.config.engines import copies
@@ -8,6 +8,7 @@ from pipeline.config.messages import indivisible
 from pipeline.config.schema import DataConfig, RunConfig
 from pipeline.config.stages import ANSWERING, STAGES, wanted_stages
 from pipeline.data.files import find, missing
+from pipeline.data.sources import is_absent, is_remote
 from pipeline.errors import UserError
 from pipeline.own_function import JUDGE, load_function
 
@@ -53,7 +54,7 @@ def check_paths(config: RunConfig) -> None:
             model_folder(model.path, f"{key}.path")
         if model.chat_template is not None and not Path(model.chat_template).is_file():
             raise UserError(f"{key}.chat_template={model.chat_template}: there is no such file")
-    for key, location in _data_places(config.data):
+    for key, location in _data_places(config.data, {STAGES[stage].reads for stage in wanted_stages(config)}):
         if find(location) is None:
             raise UserError(missing(location, key))
     if config.ppo.reward_function is not None and "ppo" in wanted_stages(config):
@@ -62,13 +63,17 @@ def check_paths(config: RunConfig) -> None:
         load_function(config.evaluation.judge, key=JUDGE)
 
 
-def _data_places(data: DataConfig) -> Iterator[tuple[str, str]]:
-    """What has to be there of the data, by key; a source with a hub set may do without its path."""
+def _data_places(data: DataConfig, kinds: Set[str]) -> Iterator[tuple[str, str]]:
+    """What has to be there of the data, by key, for stages that read `kinds`: a source with a hub set may do without
+    its path, and one that none of them reads without its files.
+    """
     if data.path is not None:
         yield "data.path", data.path
         return
     for number, source in enumerate(data.sources):
-        places = {"path": source.path if source.hub is None else None, "eval_path": source.eval_path}
+        if is_remote(source) or (is_absent(source) and not kinds & set(source.stages)):
+            continue
+        places = {"path": source.path, "eval_path": source.eval_path}
         yield from ((f"data.sources.{number}.{key}", place) for key, place in places.items() if place is not None)
 
 

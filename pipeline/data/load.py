@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.stages import STAGES
 from pipeline.data.files import Table
 from pipeline.data.formats import FORMS_TEXT, SERVES, Record, detect, to_records
-from pipeline.data.sources import Source, configured_sources, open_source
+from pipeline.data.records import Prompt
+from pipeline.data.sources import Source, configured_sources, is_absent, open_source
 from pipeline.data.splits import digest, held_out_point, mixed_sizes, stage_of
 from pipeline.errors import UserError
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEPT_FOR_OTHERS = "kept for other stages"  # why a row of a shared source is not trained on
+
+_Row = tuple[Record, bytes, Table]  # with the digest of its prompt, and where it stands
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,16 @@ def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False)
     `rows` prompts keep the rows that they were read from.
     Raises UserError for data that is missing, broken or of no use to the stage.
     """
-    return _Loading(data, stage, rows).records(seed)
+    return _Loading(data, stage, rows, STAGES[stage].reads).records(seed)
+
+
+def load_held_out(data: "DataConfig", *, rows: bool = False) -> list[Prompt]:
+    """The prompts that policies answer while they are not trained: those that PPO's sources hold out, whatever share of
+    the others PPO has; where no source lists ppo those of SFT's, or else of the pairs'. With `rows` they keep the rows
+    that they were read from. Raises UserError for data that is missing or broken.
+    """
+    found = (_Loading(data, "ppo", rows, kind).held_out() for kind in ("ppo", "sft", "reward"))
+    return next((prompts for prompts in found if prompts), [])
 
 
 def made_here(data: "DataConfig", stage: str) -> bool:
@@ -74,36 +86,46 @@ def made_here(data: "DataConfig", stage: str) -> bool:
 
 
 class _Loading:
-    """The work of `load_stage`; gathers counts on the way."""
+    """The work of `load_stage`, and of `load_held_out`: records for `stage` of the sources that list `kind`. Gathers
+    counts on the way.
+    """
 
-    def __init__(self, data: "DataConfig", stage: str, rows: bool) -> None:
-        self.data, self.stage, self.kind, self.rows = data, stage, STAGES[stage].reads, rows
+    def __init__(self, data: "DataConfig", stage: str, rows: bool, kind: str) -> None:
+        self.data, self.stage, self.kind, self.rows = data, stage, kind, rows
         self.skipped: Counter[str] = Counter()
-        self.sources = _open(data)
+        self.unfit: list[Table] = []
+        self.sources = _open(data, self.kind)
         self.aside = _held_out_prompts(self.sources, data)
 
     def records(self, seed: int) -> StageRecords:
         parts: list[tuple[_Configured, list[Record]]] = []
         held_out: list[Record] = []
-        unfit: list[Table] = []
+        for each, rows, rest in self._apart():
+            parts.append((each, self._share(each, rows, len(rest))))
+            held_out += rest
+        if not parts:
+            raise UserError(_no_data(self.data, self.stage, self.unfit))
+        held_out = sorted(held_out, key=digest)
+        train = self._mixed(self._without(parts, held_out), seed)
+        return StageRecords(train, held_out, dict(self.skipped))
+
+    def held_out(self) -> list[Prompt]:
+        prompts = (record for *_, rest in self._apart() for record in rest if isinstance(record, Prompt))
+        return sorted(prompts, key=digest)
+
+    def _apart(self) -> Iterator[tuple[_Configured, list[_Row], list[Record]]]:
+        """Each source that has rows for the stage, with those to train on, of all stages, and the held-out records."""
         for each in self.sources:
             if self.kind not in each.config.stages:
                 continue
             tables = each.source.train(self.kind)
             fit = [table for table in tables if self.kind in each.form_stages(table)]
-            unfit += [table for table in tables if table not in fit]
+            self.unfit += [table for table in tables if table not in fit]
             if fit:
-                train, rest = self._split(each, fit)
-                parts.append((each, train))
-                held_out += rest
-        if not parts:
-            raise UserError(_no_data(self.data, self.stage, unfit))
-        held_out = sorted(held_out, key=digest)
-        train = self._mixed(self._without(parts, held_out), seed)
-        return StageRecords(train, held_out, dict(self.skipped))
+                yield each, *self._split(each, fit)
 
-    def _split(self, each: _Configured, tables: list[Table]) -> tuple[list[Record], list[Record]]:
-        """(this stage's share of the training records, held-out records) of one source."""
+    def _split(self, each: _Configured, tables: list[Table]) -> tuple[list[_Row], list[Record]]:
+        """(rows to train on, held-out records) of one source."""
         rows = [(record, digest(record), table) for table in tables for record in self._parse(each, table)]
         aside = self.aside
         if each.source.has_held_out:
@@ -115,16 +137,20 @@ class _Loading:
         train = [row for row in rows if row[1] not in aside]
         if each.source.has_held_out:
             self._count("prompt is held out", len(rows) - len(train))
+        return train, self._once(held_out, "repeats another held-out prompt") if self.stage == "ppo" else held_out
+
+    def _share(self, each: _Configured, train: list[_Row], held_out: int) -> list[Record]:
+        """This stage's share of a source's records, of which so many are held out."""
         shares = {name: self._shares(each, table) for name, table in {t.name: t for _, _, t in train}.items()}
         mine = [record for record, prompt, table in train if self._is_mine(shares[table.name], prompt)]
         self._count(KEPT_FOR_OTHERS, len(train) - len(mine))
         if not mine:
             raise UserError(
-                f"{each.source.name}: of {len(rows)} usable rows none is left for stage {self.stage} after "
-                f"{len(held_out)} were held out and the rest was shared between the stages: give more data, another "
-                "data.eval_fraction, or other data.stage_shares."
+                f"{each.source.name}: none of its usable rows is left for stage {self.stage}: {held_out} are held out, "
+                f"and {len(train)} were shared between the stages. Give more data, another data.eval_fraction, or "
+                "other data.stage_shares."
             )
-        return mine, self._once(held_out, "repeats another held-out prompt") if self.stage == "ppo" else held_out
+        return mine
 
     def _parse(self, each: _Configured, table: Table) -> list[Record]:
         parsed = to_records(table, self.stage, each.source.name, self.data.bad_row_limit, rows=self.rows)
@@ -184,13 +210,17 @@ class _Loading:
             self.skipped[reason] += rows
 
 
-def _open(data: "DataConfig") -> list[_Configured]:
+def _open(data: "DataConfig", kind: str) -> list[_Configured]:
+    """The sources. One whose file is not there is left out where this stage would read nothing of it."""
     configs = configured_sources(data)
-    keys = ["data.path" if data.path is not None else f"data.sources[{i}].path" for i in range(len(configs))]
-    return [
-        _Configured(open_source(config, demo_examples=data.demo_examples, key=key), config)
-        for config, key in zip(configs, keys, strict=True)
-    ]
+    keys = ["data.path" if data.path is not None else f"data.sources.{i}.path" for i in range(len(configs))]
+    opened = []
+    for config, key in zip(configs, keys, strict=True):
+        if kind not in config.stages and is_absent(config):
+            log.info("%s=%s is not there: left out, it serves %s alone", key, config.path, ", ".join(config.stages))
+        else:
+            opened.append(_Configured(open_source(config, demo_examples=data.demo_examples, key=key), config))
+    return opened
 
 
 def _held_out_prompts(sources: Sequence[_Configured], data: "DataConfig") -> _HeldOut:
@@ -219,13 +249,14 @@ def _at_least_one(aside: _HeldOut, prompts: Set[bytes], name: str) -> _HeldOut:
 
 
 def _no_data(data: "DataConfig", stage: str, unfit: Sequence[Table]) -> str:
+    forms = [detect(table.columns) for table in unfit]
     found = [
-        f"{table.name} (columns {', '.join(sorted(table.columns))}) holds {(form := detect(table.columns))}, "
-        f"which serve {', '.join(SERVES[form])}"
-        for table in unfit
+        f"{table.name} (columns {', '.join(sorted(table.columns))}) holds {form}, which serve {', '.join(SERVES[form])}"
+        for table, form in zip(unfit, forms, strict=True)
     ]
+    alone = f"a stage that these serve (stage={SERVES[forms[0]][0]})" if forms else "another stage"
     return (
         f"Stage {stage} needs {STAGES[stage].needs}, and data={data.name} has none: "
-        f"{'; '.join(found) or 'no source lists the stage'}. Give data.path=FILE or another data=NAME, or run another "
-        f"stage. Understood are: {FORMS_TEXT}."
+        f"{'; '.join(found) or 'no source lists the stage'}. Give data.path=FILE or another data=NAME, or run "
+        f"{alone}. Understood are: {FORMS_TEXT}."
     )

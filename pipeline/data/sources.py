@@ -50,11 +50,21 @@ def open_source(config: "SourceConfig", *, demo_examples: int, key: str = "data.
     """
     if config.builtin is not None:
         return DemoSource(demo_examples)
-    if config.path is not None and (config.hub is None or find(config.path) is not None):
-        return LocalSource(config, key)
-    if config.hub is not None:
+    if is_remote(config):
         return HubSource(config)
+    if config.path is not None:
+        return LocalSource(config, key)
     raise UserError(f"{key.removesuffix('.path')}: a source needs one of path, hub and builtin.")
+
+
+def is_remote(config: "SourceConfig") -> bool:
+    """Whether a source is read from the hub, where it has no path or that does not exist."""
+    return config.hub is not None and (config.path is None or find(config.path) is None)
+
+
+def is_absent(config: "SourceConfig") -> bool:
+    """Whether a source is nothing but a local path, and that does not exist."""
+    return config.path is not None and config.hub is None and find(config.path) is None
 
 
 class DemoSource:

@@ -213,6 +213,7 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         (["method=dpo", "stage=reward"], "method=dpo has the stages sft and dpo, but stage=reward"),
         (["method=dpo", "reward=x/reward"], "reward=x/reward is where PPO starts, but method=dpo: leave it out"),
         (["method=dpo", "dpo.loss=ipo", "dpo.label_smoothing=0.1"], "dpo.label_smoothing=0.1 is for dpo.loss=sigmoid"),
+        ("data.sources=[{hub: a/b, eval_path: x}]", "data.sources.0.eval_path=x goes with a path: give eval_split="),
         ("hydra/launcher=joblib", "its own settings have no effect: leave it out"),
     ],
 )  # fmt: skip
@@ -414,6 +415,24 @@ def test_paths_are_looked_at_before_any_work(tmp_path):
     check_paths(config_of(f"model.path={tmp_path}/sft"))
     with pytest.raises(UserError, match=r"^actor=none"):
         check_paths(config_of("stage=ppo", "actor=none", "reward=none"))
+
+
+def test_a_source_is_looked_at_where_it_is_read(tmp_path):
+    """The hub stands in for files that are not there, held-out ones too; what no stage of the command reads may be
+    missing.
+    """
+    chats = f"{{path: {tmp_path}/a.jsonl, eval_path: {tmp_path}/b.jsonl, hub: x/y, stages: [sft, ppo]}}"
+    pairs = f"{{path: {tmp_path}/c.jsonl, stages: [reward]}}"
+    sources = f"data.sources=[{chats}, {pairs}]"
+    check_paths(config_of(sources, "stage=sft"))
+    function = "ppo.reward_function=examples/rewards/gsm8k.py:exact_match"
+    check_paths(config_of(sources, "ppo=grpo", "ppo.reward_model=false", function))
+    for asked in ("stage=all", "stage=reward", "method=dpo"):
+        with pytest.raises(UserError, match=r"data\.sources\.1\.path=.*no such file"):
+            check_paths(config_of(sources, asked))
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"data\.sources\.0\.eval_path=.*no such file"):
+        check_paths(config_of(sources, "stage=sft"))
 
 
 @pytest.mark.parametrize("option", groups()["model"])

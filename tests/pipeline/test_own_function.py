@@ -1,5 +1,6 @@
 """A reward function is found, checked and called; what is wrong with it is said in one message, early if it can be."""
 
+import json
 import math
 from dataclasses import replace
 from fractions import Fraction
@@ -169,7 +170,7 @@ def test_of_calls_that_fail_in_threads_the_first_is_told_and_no_more_are_begun(t
     """The second fails while the first waits."""
     written(tmp_path, WAITING)
     function = load_function(f"{tmp_path}/mine.py:failing", 2)
-    with pytest.raises(UserError, match="raised OSError: 0 "):
+    with pytest.raises(UserError, match=r"raised OSError: 0 .*same command goes on.*what was saved is kept"):
         function.scores([(str(n), ROW) for n in range(500)])
     assert len(function.call.__globals__["made"]) < 500
 
@@ -208,14 +209,25 @@ def test_a_judge_gets_the_rows_of_held_out_prompts_and_comes_before_the_gold_sco
     assert all(prompt.row is None for prompt in stage_records(config, "ppo").train)
 
 
-def test_conversations_alone_have_no_rows_for_a_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = "".join(f'{{"prompt": "q{n}?", "completion": "a{n}"}}\n' for n in range(40))
-    (tmp_path / "a.jsonl").write_text(rows)
-    sources = [{"path": f"{tmp_path}/a.jsonl", "stages": ["sft"]}]
-    config = tiny_config(data={"sources": sources}, evaluation={"judge": "mine.py:score"})
-    prompts = evaluation_prompts(config.model_copy(update={"stage": "sft"}), train_tokenizer(["some words"] * 9, 300))
-    assert prompts and judged(prompts, ["a"] * len(prompts), giving(1, key=JUDGE)) is None
-    assert "evaluation.judge is not asked: no source has prompts for ppo" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("answers", "data"),
+    [
+        ({"completion": "a"}, {"stages": ["sft"]}),
+        ({"chosen": "a", "rejected": "b"}, {"stages": ["reward"]}),
+        ({"chosen": "a", "rejected": "b"}, {"stage_shares": {"reward": 1.0}}),  # PPO trains on nothing of it
+    ],
+)
+def test_held_out_prompts_are_judged_whatever_stage_their_rows_serve(
+    answers: dict[str, str], data: dict[str, Any], tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"q{n}?", **answers} for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    listed = {key: data.pop(key) for key in ("stages",) if key in data}
+    sources = {"sources": [{"path": f"{tmp_path}/a.jsonl", **listed}], **data}
+    config = tiny_config(data=sources, evaluation={"judge": "mine.py:score"}).model_copy(update={"stage": "sft"})
+    prompts = evaluation_prompts(config, train_tokenizer(["some words"] * 9, 300))
+    assert prompts and all(prompt.row in rows for prompt in prompts)
+    assert judged(prompts, ["a"] * len(prompts), giving(1, key=JUDGE)) == [1.0] * len(prompts)
 
 
 def config_of(*words: str) -> Any:

@@ -7,7 +7,8 @@ import pytest
 from pipeline import stage_data
 from pipeline.config.schema import DataConfig, RolloutSection
 from pipeline.data.encode import encode_conversations
-from pipeline.data.load import StageRecords, load_stage
+from pipeline.data.load import StageRecords, load_held_out, load_stage
+from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.stage_data import say_cut
@@ -70,7 +71,11 @@ def on_every_rank(file: str) -> dict[str, Any]:
         read.append(which)
         return load_stage(data, which, seed, **keys)
 
-    stage_data.load_stage = counted
+    def counted_held_out(data: DataConfig, **keys: Any) -> list[Prompt]:
+        read.append("held out")
+        return load_held_out(data, **keys)
+
+    stage_data.load_stage, stage_data.load_held_out = counted, counted_held_out
     config = tiny_config().model_copy(update={"data": DataConfig(name="a", path=file)})
     tokenizer = train_tokenizer(["Question 1?"], 300)
     records = stage_data.stage_records(config, "sft")
@@ -94,6 +99,6 @@ def test_the_first_rank_reads_and_encodes_for_all(tmp_path: Path) -> None:
     rows = [*ROWS, {"prompt": "Question?", "completion": ""}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, second = run_ranks(on_every_rank, 2, str(file))
-    assert (first.pop("read"), second.pop("read")) == (["sft", "ppo", "ppo"], [])
+    assert (first.pop("read"), second.pop("read")) == (["sft", "held out", "held out"], [])
     assert first.pop("records") == len(first["items"]) > 5 and second.pop("records") == 0
     assert first == second and first["notes"]["cut to max_length"] > 0 and first["skipped"]["empty answer"] == 1

@@ -163,7 +163,7 @@ def test_a_folder_of_several_forms_gives_each_stage_what_it_can_use(tmp_path: Pa
 
 def test_data_without_what_the_stage_needs_is_refused(tmp_path: Path) -> None:
     data = DataConfig(name="x", path=write(tmp_path / "chats.jsonl", chats(range(100))))
-    said = r"Stage reward needs prompt \+ chosen.*chats\.jsonl \(columns answer, question\) holds completions"
+    said = r"reward needs prompt \+ chosen.*chats\.jsonl \(columns answer, question\) holds completions.*stage=sft"
     with pytest.raises(UserError, match=said):
         load_stage(data, "reward", seed=1)
     with pytest.raises(UserError, match="no source lists the stage"):
@@ -172,6 +172,14 @@ def test_data_without_what_the_stage_needs_is_refused(tmp_path: Path) -> None:
         load_stage(DataConfig(name="x", path=data.path, stage_shares={"sft": 1}), "ppo", seed=1)
     with pytest.raises(UserError, match="has no source"):
         load_stage(DataConfig(name="x"), "sft", seed=1)
+
+
+def test_a_source_that_is_not_there_is_left_out_of_the_stages_that_do_not_read_it(tmp_path: Path) -> None:
+    told = {"path": write(tmp_path / "a.jsonl", chats(range(50))), "stages": ["sft"]}
+    data = of(told, {"path": str(tmp_path / "absent.jsonl"), "stages": ["reward"]})
+    assert load_stage(data, "sft", seed=1) == load_stage(of(told), "sft", seed=1)
+    with pytest.raises(UserError, match=r"data\.sources\.1\.path=.*no such file"):
+        load_stage(data, "dpo", seed=1)
 
 
 def test_renamed_columns(tmp_path: Path) -> None:
