@@ -26,7 +26,7 @@ USAGE = (
     "  keys, with their defaults: " + ", ".join(f"{key}={said}" for key, said in DEFAULTS.items() if said is not None)
     + "\n  critic=NAME is the reward model's base and the critic's; reward_model=false has none, reference=false "
     "(ppo.kl_coef=0) no reference; gpus are those of one node; lora_rank=8 trains adapters beside all linear layers "
-    "of sft's model and the actor; nvme_path=FOLDER is on the disk of the nvme tiers"
+    "of the models that answer; nvme_path=FOLDER is on the disk of the nvme tiers"
 )  # fmt: skip
 
 
@@ -128,18 +128,18 @@ def tables(actor: Shape, critic: Shape | None, keys: dict[str, Any], machine: Ma
     if pieces > 1:
         yield from _piece_rows(actor, work, machine)
         return
-    stages: tuple[str, ...] = ("sft", "reward", "ppo") if keys["reward_model"] else ("sft", "ppo")
+    stages: tuple[str, ...] = ("sft", "reward", "dpo", "ppo") if keys["reward_model"] else ("sft", "dpo", "ppo")
     if critic is None:
         yield f"  transformers has no reward model and no critic of {actor.name}'s family: critic=NAME is another one"
-        stages = ("sft",)
+        stages = ("sft", "dpo")
     heads = "".join(f"{head:>9}" for head in ("states", *stages, "host", "files"))
     yield f"  {'':26}{heads}   highest phase of {stages[-1]}"
     for name, choice in _choices(work):
-        demands = {"sft": sft_demand(actor, choice)}
+        pairs = replace(choice, sides=2, copies=True)
+        demands = {"sft": sft_demand(actor, choice), "dpo": sft_demand(actor, pairs)}
         if critic is not None:
             own_reference = keys["reference"] and not choice.adapters  # under adapters it is the actor
-            whole = replace(choice, adapters=0, adapted=0)
-            demands["reward"] = reward_demand(critic, whole)
+            demands["reward"] = reward_demand(critic, replace(pairs, adapters=0, adapted=0))
             demands["ppo"] = ppo_demand(
                 actor, critic, choice, own_reference=own_reference, has_reward=keys["reward_model"]
             )
@@ -179,7 +179,7 @@ def _choices(work: Workload) -> Iterator[tuple[str, Workload]]:
 
 
 def _row(name: str, demands: Sequence[Demand], machine: Machine, gpus: int) -> str:
-    """`demands` of the stages; fine-tuning is the first, PPO the last."""
+    """`demands` of the stages; fine-tuning is the first, and the last is told by owner."""
     held = ("parameters", "optimizer", "gathered", "ahead", "gradients", "reducing")
     states = sum(demands[0].phases["train"][owner] for owner in held) - demands[0].overlaps["train"]
     cells = "".join(_cell(demand, machine) for demand in demands)

@@ -40,16 +40,21 @@ class Activations:
         return self.outside + self.blocks * self.block
 
 
-def activations(shape: Shape, *, tokens: int, length: int, dtype: Precision, joins: bool = False) -> Activations:
+def activations(
+    shape: Shape, *, tokens: int, length: int, dtype: Precision, joins: bool = False, copied: int = 0
+) -> Activations:
     """Activations of `tokens` tokens in sequences of `length` in a forward with gradients.
 
     Whether each has a row of its own or they all lie in one, attention goes no further than a sequence. `joins` says
-    that what it puts out is joined to one row, or sent to where its tokens are, and so is there twice.
+    that what it puts out is joined to one row, or sent to where its tokens are, and so is there twice. Of `copied`
+    tokens, beside the others, keys and values alone are kept.
     """
     one, two = (tokens * _saved(shape, count, length, dtype) // length for count in (1, 2))
     return Activations(
         outside=max(0, one - (two - one)),
-        block=two - one + joins * tokens * shape.queries * SIZE[dtype],
+        block=two - one
+        + joins * tokens * shape.queries * SIZE[dtype]
+        + copied * shape.cache_per_token // shape.blocks * SIZE[dtype],
         block_input=tokens * shape.width * SIZE[dtype],
         blocks=shape.blocks,
     )

@@ -219,7 +219,10 @@ def _frozen(shape: Shape, work: Workload) -> ModelStates:
 
 def _training(shape: Shape, work: Workload, states: ModelStates, *, logits: bool = True) -> dict[str, int]:
     """What a micro-batch brings."""
-    kept = activations(shape, tokens=work.row_tokens, length=work.max_length, dtype=work.dtype, joins=work.joins)
+    kept = activations(
+        shape, tokens=work.row_tokens, length=work.max_length, dtype=work.dtype, joins=work.joins,
+        copied=work.copied_tokens,
+    )  # fmt: skip
     again = kept.block if work.checkpointing else 0
     return {
         "gathered": states.gathered - states.ahead,

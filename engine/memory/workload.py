@@ -21,7 +21,9 @@ class Workload:
     `on_cpu` says that the device is the host: what rests there is at hand for generating, and linear layers are laid
     out for it; with `in_place` those in bf16 are read where they lie, which needs a copy of the turned ones alone. A
     pipeline deals a model out in `pieces`, which `ranks` does not count; `step_tokens` are a rank's of a step (0:
-    many). `joins` is that of engine/memory/activations.py.
+    many). `joins` is that of engine/memory/activations.py. `sides` sequences stay in one micro-batch, however small it
+    is: the two of a pair, which share a prompt; with `copies` attention lays out that one's keys and values once more
+    for each of them.
 
     What PPO generates with is held while it trains where it `keeps` that; with `streams` blocks come one at a time, and
     with `parks` the optimizer's moments are on the host meanwhile. The cache takes `cache_bytes` at most, or half of
@@ -53,6 +55,8 @@ class Workload:
     on_cpu: bool = False
     in_place: bool = False
     joins: bool = False
+    sides: int = 1
+    copies: bool = False
     pieces: int = 1
     schedule: PipelineSchedule = "1f1b"
     step_tokens: int = 0
@@ -66,9 +70,22 @@ class Workload:
     least: int = 8
 
     @property
+    def least_tokens(self) -> int:
+        """Of a micro-batch of the longest sequences: it is not cut below that."""
+        return self.sides * self.max_length
+
+    @property
     def row_tokens(self) -> int:
         """Of a micro-batch, at most, on one rank."""
-        return math.ceil(max(self.micro_batch_tokens, self.max_length) / self.sequence)
+        return math.ceil(max(self.micro_batch_tokens, self.least_tokens) / self.sequence)
+
+    @property
+    def copied_tokens(self) -> int:
+        """How many a micro-batch's prompts have in such copies, where answers fill up `max_length`."""
+        if not self.copies:
+            return 0
+        prompt = min(self.prompt, self.max_length - 1)
+        return self.row_tokens * self.sides * prompt // (self.least_tokens - (self.sides - 1) * prompt)
 
     @property
     def micro_batches(self) -> int:

@@ -147,12 +147,15 @@ def workload(
     length = section.max_length
     if stage == "ppo":
         length = min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
-    rows = {"sft": 1, "reward": 2, "dpo": 2, "ppo": config.ppo.samples}[stage] * section.batch_size
+    sides = 2 if stage in ("reward", "dpo") else 1
+    rows = (config.ppo.samples if stage == "ppo" else sides) * section.batch_size
     answers = math.ceil((rows if stage == "ppo" else config.evaluation.prompts) / shares)
     if stage == "ppo":
         rows = math.ceil(rows / config.ppo.minibatches)
     whole = math.ceil(rows / shares) * length  # a rank's share of a step may be less than a budget
     rollout = config.rollout
+    on_cpu, packing = dist.world().device.type == "cpu", getattr(section, "packing", True)
+    joined = packing and joins(architecture, engine.dtype, sequence=sequence)
     adapters, adapted = adapters_of(shape, section.lora) if section.lora.rank else (0, 0)
     return Workload(
         ranks=ranks,
@@ -177,12 +180,14 @@ def workload(
         averages=stage == "ppo" and config.ppo.ema is not None,
         states=engine.states,
         errors=averages_itself(optimizer),
-        on_cpu=dist.world().device.type == "cpu",
+        on_cpu=on_cpu,
         in_place=not copies(torch.bfloat16),
-        joins=getattr(section, "packing", True) and joins(architecture, engine.dtype, sequence=sequence),
+        joins=joined,
         pieces=settings.pipeline_parallel,
         schedule=settings.pipeline_schedule,
         step_tokens=whole,
+        sides=sides,
+        copies=sides > 1 and packing and (joined or not on_cpu),  # the CPUs' kernel reads a prompt where it lies
         mixes=stage == "ppo" and config.ppo.ptx_coef > 0,
         sequence=sequence,
         keeps=rollout.keep,

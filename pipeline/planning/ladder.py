@@ -61,14 +61,14 @@ class Setting:
 
 
 def ladder(work: Workload, room: Room) -> Iterator[Setting]:
-    """Every setting, each with the micro-batch as configured and halved down to one sequence."""
+    """Every setting, each with the micro-batch as configured and halved down to one sequence, or one pair."""
     for engine in _layouts(work.ranks, on_gpu=room.on_gpu, whole=work.pieces > 1):
         if work.states == "bf16" and engine["offload_optimizer"] != "none":
             continue  # these can't be offloaded
         tokens = work.micro_batch_tokens
         yield Setting(engine, tokens)
-        while tokens > work.max_length:
-            tokens = max(work.max_length, tokens // 2)
+        while tokens > work.least_tokens:
+            tokens = max(work.least_tokens, tokens // 2)
             yield Setting(engine, tokens)
 
 

@@ -121,6 +121,9 @@ def test_demands_move_as_they_should() -> None:
     assert half == pytest.approx(peaks[2]["activations"] / 2, rel=0.01)
     shared = sft_demand(shape, Workload(ranks=8, stage=2, sequence=4)).phases["train"]
     assert shared["activations"] == pytest.approx(peaks[2]["activations"] / 4, rel=0.01)
+    pairs = [replace(base, micro_batch_tokens=tokens, sides=2) for tokens in (1024, 2048, 4096)]  # of 2 x 1,024
+    kept = [sft_demand(shape, work).phases["train"]["activations"] for work in pairs]
+    assert kept[0] == kept[1] == pytest.approx(kept[2] / 2, rel=0.01), "a pair is not cut"
     gpu, cpu = 12 * BLOCK_ELEMENTS["cuda"], 12 * BLOCK_ELEMENTS["cpu"]  # a block of logits three times
     hidden = [owners["logits"] - gpu for owners in (shared, peaks[2])]  # gradients of hidden states
     assert hidden == [4 * 8192 // 4 * 768, 4 * 8192 * 768]
@@ -160,12 +163,15 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["model=opt-125m", f"reward_model={word}"]) == 0
         tables.append(capsys.readouterr().out.partition("This engine")[2].splitlines())
     both, by_function = ([row.split() for row in table[1:3]] for table in tables)
-    assert both[0][:4] == ["states", "sft", "reward", "ppo"] and by_function[0][:3] == ["states", "sft", "ppo"]
-    ppo = float(both[1][4])  # zero0 states sft (reward) ppo
-    assert ppo - float(by_function[1][3]) == pytest.approx(2 * 125.2e6 / 2**30, abs=0.02)
+    assert both[0][:5] == ["states", "sft", "reward", "dpo", "ppo"]
+    assert by_function[0][:4] == ["states", "sft", "dpo", "ppo"]
+    sft, _, dpo, ppo = map(float, both[1][2:6])  # behind zero0 and states
+    assert ppo - float(by_function[1][4]) == pytest.approx(2 * 125.2e6 / 2**30, abs=0.02)
+    # A prompt of 512 tokens has keys and values twice more beside the 1,536 that two sides of 1,024 are in a row.
+    assert dpo - sft == pytest.approx(8192 * 1024 / 1536 * 12 * 2 * 768 * 2 / 2**30, abs=0.01)
     assert main(["model=opt-125m", "reference=false"]) == 0
     row = capsys.readouterr().out.partition("This engine")[2].splitlines()[2].split()
-    assert ppo - float(row[4]) == pytest.approx(2 * 125.2e6 / 2**30, abs=0.02)
+    assert ppo - float(row[5]) == pytest.approx(2 * 125.2e6 / 2**30, abs=0.02)
     pieces = ["model=opt-125m", "gpus=4", "pipeline_parallel=2", "max_length=128", "micro_batch_tokens=512"]
     assert main(pieces) == 0
     told = capsys.readouterr().out

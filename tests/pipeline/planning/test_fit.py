@@ -9,8 +9,8 @@ from transformers import OPTConfig
 from pipeline.config.schema import LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
-from pipeline.planning.fit import _each, adapters_of, plan, require_fit
-from pipeline.planning.ladder import Room
+from pipeline.planning.fit import _each, adapters_of, plan, require_fit, task
+from pipeline.planning.ladder import Room, ladder
 from tests.tiny import tiny_config
 
 GIB = 2**30
@@ -58,6 +58,13 @@ def test_what_does_not_fit_is_refused_with_what_does(stage: str) -> None:
     tokens = words.get(f"{stage}.micro_batch_tokens", 8192)
     taken = tiny_config(**{"engine": engine, stage: {"micro_batch_tokens": tokens}})
     assert plan(taken, stage, policy=source(), ranks=4, room=room(round(whole * 0.8))).fits
+
+
+def test_pairs_are_not_cut() -> None:
+    for stage, sides in {"sft": 1, "reward": 2, "dpo": 2}.items():
+        work = task(tiny_config(), stage, policy=source(), ranks=1).work
+        least = min(setting.tokens for setting in ladder(work, room(GIB)))
+        assert least == sides * work.max_length < work.micro_batch_tokens
 
 
 def test_what_can_not_fit_says_so() -> None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from engine.kernels.host import ragged_attention
 from engine.kernels.host.library import library
+from engine.memory import Workload
 from engine.memory.activations import activations
 from engine.memory.shapes import measured
 from engine.parallel import dist
@@ -60,6 +61,20 @@ def shared(kernel: bool) -> tuple[int, int]:
         half = MANY * LENGTH // 2
         found = activations(measured("llama", CONFIG), tokens=half, length=LENGTH, dtype="fp32", joins=joins)
         return found.total(checkpointing=False), saved()
+
+
+def test_prompts_that_answers_share_are_copied_as_often_as_predicted() -> None:
+    """Keys that a variable-length kernel is given, of pairs whose sides have their full length."""
+    length, prompt, pairs = 32, 12, 3
+    row = Documents((prompt, length - prompt, length - prompt) * pairs, (None, 0, 0, None, 3, 3, None, 6, 6))
+    keys, tokens = row.ragged(torch.device("cpu")).keys, sum(row.lengths)
+    work = Workload(micro_batch_tokens=tokens, max_length=length, prompt=prompt, sides=2, copies=True)
+    assert keys is not None and work.copied_tokens == len(keys) - tokens
+    one, none = (
+        activations(measured("llama", CONFIG), tokens=tokens, length=length, dtype="bf16", copied=copied)
+        for copied in (work.copied_tokens, 0)
+    )
+    assert one.block - none.block == work.copied_tokens * 2 * 64 * 2  # keys and values of 64 bf16 numbers
 
 
 def switch_off(monkeypatch: pytest.MonkeyPatch) -> None:
