@@ -6,6 +6,7 @@ Each backward is the transpose of its forward, so the gradient of a whole tensor
 In compiled blocks the collectives are operators (operators.py).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,68 +16,44 @@ from torch.distributed import ProcessGroup
 
 from engine.parallel import dist
 
-
-class _Copied(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _sum(gradient, ctx.group), None
+Map = Callable[[Tensor, ProcessGroup], Tensor]
 
 
-class _Summed(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return _sum(x, group)
+class _Crossing(Function):
+    """A linear map `there` of a tensor, whose gradient goes `back` by the transpose of it."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient, None
-
-
-class _Gathered(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _join(x, group)
+    def forward(ctx: Any, x: Tensor, there: Map, back: Map, group: ProcessGroup) -> Tensor:
+        ctx.back, ctx.group = back, group
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _own_columns(gradient, ctx.group), None
-
-
-class _Split(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own_columns(x, group).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _join(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.back(gradient, ctx.group), None, None, None
 
 
 def copied(x: Tensor, group: ProcessGroup) -> Tensor:
     """A whole tensor that each rank goes on to use differently: its gradients are summed over ranks."""
-    return _Copied.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _Crossing.apply(x, _same, _sum, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def summed(x: Tensor, group: ProcessGroup) -> Tensor:
     """The whole of which each rank has a summand."""
-    return _Summed.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _Crossing.apply(x, _sum, _same, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gathered(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The whole of which each rank has some of the last dimension, in rank order."""
-    return _Gathered.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    """(..., K) -> (..., K x ranks): the whole of which each rank has some of the last dimension, in rank order."""
+    return _Crossing.apply(x, _join, _own_columns, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def split(x: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's share of the last dimension of a whole tensor."""
-    return _Split.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    """(..., K) -> (..., K / ranks): this rank's share of the last dimension of a whole tensor."""
+    return _Crossing.apply(x, _own_columns, _join, group).contiguous()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _same(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.view_as(x)
 
 
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -91,6 +68,10 @@ def _join(x: Tensor, group: ProcessGroup) -> Tensor:
     return join_now(x, group)
 
 
+def _own_columns(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.chunk(group.size(), dim=-1)[group.rank()]
+
+
 def sum_now(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over ranks."""
     return dist.all_reduce_sum(x.clone(), group)  # a copy: autograd may hold the same tensor elsewhere
@@ -99,7 +80,3 @@ def sum_now(x: Tensor, group: ProcessGroup) -> Tensor:
 def join_now(x: Tensor, group: ProcessGroup) -> Tensor:
     """Every rank's last dimension, one after another."""
     return torch.cat(dist.gather_tensors(x, group), dim=-1)
-
-
-def _own_columns(x: Tensor, group: ProcessGroup) -> Tensor:
-    return x.chunk(group.size(), dim=-1)[group.rank()]
