@@ -9,6 +9,7 @@ from engine import Engine, Sampling
 from engine.parallel import dist
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.over_ranks import in_order
 from pipeline.samples import SAMPLES, Sample, read_samples, write_samples
 
 EVALUATION_SEED = 20011
@@ -45,9 +46,7 @@ def answers_of(
         places = engine.flip.share_of([len(ids) for ids in asked], how.max_new_tokens / 2)
         to_answer = [asked[place] for place in places]
         mine = rollouts.generate(to_answer, how, places, text=tokenizer.decode) if places else []
-    texts = [(place, tokenizer.decode(answer.token_ids)) for place, answer in zip(places, mine, strict=True)]
-    found = {place: text for part in dist.gather_objects(texts) for place, text in part}
-    return [found[i] for i in range(len(prompts))]
+    return in_order({place: tokenizer.decode(made.token_ids) for place, made in zip(places, mine, strict=True)})
 
 
 def compared(

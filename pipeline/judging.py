@@ -4,12 +4,13 @@ A judge gives the gold score, in [0, 1], and trains nothing: a function of one's
 demo's prompts the gold scorer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.records import Prompt, Row
 from pipeline.errors import SharedError, UserError
+from pipeline.over_ranks import in_order
 from pipeline.own_function import JUDGE, OwnFunction, load_function
 
 GOLD_SOURCE = "demo"  # whose prompts the gold scorer can read
@@ -61,9 +62,3 @@ def function_scores(function: OwnFunction, calls: Sequence[Call]) -> list[float]
     if said:
         raise SharedError(said[0]) from failure
     return in_order(mine)
-
-
-def in_order(mine: Mapping[int, float]) -> list[float]:
-    """Every rank's scores by place -> all of them, on every rank."""
-    found = {place: score for part in dist.gather_objects(mine) for place, score in part.items()}
-    return [found[place] for place in range(len(found))]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig, StageSection
@@ -13,8 +13,8 @@ from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 from pipeline.imports import kept_for_good
+from pipeline.over_ranks import by_first_rank
 
-Made = TypeVar("Made")
 Encoded = TypeVar("Encoded", bound=Sequence[object])
 
 
@@ -25,23 +25,6 @@ class Examples(Generic[Encoded]):
     train: Encoded
     held_out: Encoded
     skipped: dict[str, int]
-
-
-def by_first_rank(make: Callable[[], Made]) -> Made:
-    """What the first rank makes, on every rank; so data is read, checked and tokenized once. A UserError of the first
-    rank is raised on every rank.
-    """
-
-    def tried() -> tuple[Made | None, str | None]:
-        try:
-            return make(), None
-        except UserError as problem:
-            return None, str(problem)
-
-    made, problem = dist.from_first(tried)
-    if problem is not None:
-        raise UserError(problem)
-    return cast(Made, made)
 
 
 def stage_records(config: RunConfig, stage: str) -> StageRecords:

@@ -14,7 +14,7 @@ from engine.parallel import dist
 from pipeline.config.schema import DpoSection
 from pipeline.data.encode import PairItem
 from pipeline.files import explained_disk, write_whole
-from pipeline.stage_data import by_first_rank
+from pipeline.over_ranks import by_first_rank, in_order
 from step2_dpo.batches import AnswerBatch, Pairs, answer_logprobs
 from step2_dpo.objective import preference_loss
 
@@ -28,17 +28,14 @@ def pair_logprobs(
     engine: Engine, items: Sequence[PairItem], *, budget: int, packing: bool, pad_id: int
 ) -> Tensor:
     """(N, 2) fp32 of chosen and rejected answers, on the host of every rank, the work spread over ranks."""
-    pairs, found = Pairs(items, torch.zeros(len(items), 2)), torch.zeros(len(items), 2)
+    pairs = Pairs(items, torch.zeros(len(items), 2))
     batches, held = pairs.micro_batches(range(len(items)), budget=budget, packing=packing, pad_id=pad_id)
     mine = {
         place: values.tolist()
         for where, rows in zip(held, engine.score(batches, _of_pairs), strict=True)
         for place, values in zip(where, rows, strict=True)
     }
-    for part in dist.gather_objects(mine):
-        for place, values in part.items():
-            found[place] = torch.tensor(values)
-    return found
+    return torch.tensor(in_order(mine)).view(len(items), 2)
 
 
 def _of_pairs(module: nn.Module, batch: AnswerBatch) -> Sequence[Tensor]:

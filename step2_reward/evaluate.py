@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from engine import Engine
-from engine.parallel import dist
 from pipeline.data.batch import PairBatch
 from pipeline.data.encode import PairItem
+from pipeline.over_ranks import in_order
 from step2_reward.batches import micro_batches
 from step2_reward.loss import last_scores
 
@@ -34,8 +34,7 @@ def score_pairs(engine: Engine, pairs: Sequence[PairItem], *, budget: int, packi
     mine: dict[int, tuple[float, float]] = {}
     for where, scores in zip(places, engine.score(batches, both_scores), strict=True):
         mine |= {place: (pair[0].item(), pair[1].item()) for place, pair in zip(where, scores, strict=True)}
-    found = {place: scores for part in dist.gather_objects(mine) for place, scores in part.items()}
-    return [Scored(pair, *found[index]) for index, pair in enumerate(pairs)]
+    return [Scored(pair, *scores) for pair, scores in zip(pairs, in_order(mine), strict=True)]
 
 
 def both_scores(module: nn.Module, batch: PairBatch) -> Sequence[Tensor]:

@@ -11,7 +11,8 @@ from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_
 from pipeline.data.encode import TokenItem, encode_conversations
 from pipeline.data.portions import portion
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.stage_data import by_first_rank, stage_records
+from pipeline.over_ranks import by_first_rank
+from pipeline.stage_data import stage_records
 
 
 @dataclass(frozen=True)

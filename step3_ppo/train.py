@@ -16,10 +16,11 @@ from pipeline.data.records import Prompt, Row
 from pipeline.held_out import EVALUATION_SEED, HeldOut, compared, write_table
 from pipeline.judging import Call, load_judge
 from pipeline.models.export import export_policy
+from pipeline.over_ranks import by_first_rank
 from pipeline.planning.choose import announce
 from pipeline.run import StageRun, metrics
 from pipeline.stage import arrange, prepare_generation, sampling, say_steps, stage_steps
-from pipeline.stage_data import by_first_rank, evaluation_prompts, say_cut, stage_records
+from pipeline.stage_data import evaluation_prompts, say_cut, stage_records
 from pipeline.stage_models import require_context
 from pipeline.tracking import open_watchers
 from step3_ppo.advantages import KlController

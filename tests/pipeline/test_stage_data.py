@@ -11,6 +11,7 @@ from pipeline.data.load import StageRecords, load_held_out, load_stage
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
+from pipeline.over_ranks import by_first_rank
 from pipeline.stage_data import say_cut
 from tests.ranks import run_ranks
 from tests.tiny import tiny_config
@@ -79,7 +80,7 @@ def on_every_rank(file: str) -> dict[str, Any]:
     config = tiny_config().model_copy(update={"data": DataConfig(name="a", path=file)})
     tokenizer = train_tokenizer(["Question 1?"], 300)
     records = stage_data.stage_records(config, "sft")
-    items, notes = stage_data.by_first_rank(lambda: encode_conversations(tokenizer, records.train, max_length=17))
+    items, notes = by_first_rank(lambda: encode_conversations(tokenizer, records.train, max_length=17))
     short = config.model_copy(update={"rollout": RolloutSection(max_prompt_tokens=3)})
     with pytest.raises(UserError, match="held-out prompts fits") as refused:
         stage_data.evaluation_prompts(short, tokenizer)
