@@ -14,6 +14,7 @@ from engine.optim import Gradients
 from engine.parallel import dist, pipeline
 from engine.pipelined import Pipelined
 from engine.precision import TORCH_DTYPE, LossScaler
+from engine.shared_forward import SharedForward
 
 Learned = tuple[Tensor, dict[str, float | Tensor]]  # a micro-batch's loss and metrics, both sums
 LossFn = Callable[[nn.Module, Any], Learned]
@@ -38,6 +39,14 @@ class Course(Protocol):
 
     def score(self, micro_batches: Sequence[Any], work: Work) -> list[list[Any]]:
         """`work` on each micro-batch: what it was cut into, and the rows of each."""
+        ...
+
+    def score_to_learn(self, micro_batches: Sequence[Any], work: Work) -> list[Any] | None:
+        """The rows of each micro-batch, by forwards that `learn` goes on from; None where that can't be."""
+        ...
+
+    def forget(self) -> None:
+        """Let go of forwards that wait to be learned from."""
         ...
 
     def gradients(self) -> Gradients:
@@ -68,15 +77,29 @@ class InTurn:
     ) -> None:
         self.module, self._ledger, self._begin, self._backward = module, ledger, begin, backward
         self.healer = Healer(module, discard)
+        self.shared = SharedForward(module, ledger, self.healer, discard, begin, backward)
 
     def learn(self, micro_batches: Sequence[Any], loss_fn: LossFn, count: float) -> list[Learned]:
+        if self.shared.waits:
+            learned = self.shared.learn(micro_batches, loss_fn, count)
+            if learned is not None:
+                return learned
+        else:
+            self._ledger.begin()
         return _flat(self.healer.run("train", micro_batches, partial(self._one, loss_fn, count)))
 
     def rehearse(self, micro_batch: Any, loss_fn: LossFn) -> None:
+        self.shared.forget()
         self.healer.rehearse([micro_batch], partial(self._one, loss_fn, 1.0))
 
     def score(self, micro_batches: Sequence[Any], work: Work) -> list[list[Any]]:
         return on_host(self.healer.run("score", micro_batches, lambda batch, _: work(self.module, batch)))
+
+    def score_to_learn(self, micro_batches: Sequence[Any], work: Work) -> list[Any] | None:
+        return on_host(self.shared.score(micro_batches, work))
+
+    def forget(self) -> None:
+        self.shared.forget()
 
     def gradients(self) -> Gradients:
         return Gradients(self.module)
@@ -115,6 +138,7 @@ class ThroughPipeline:
         self.healer = Healer(module, discard, self._passes)
 
     def learn(self, micro_batches: Sequence[Any], loss_fn: LossFn, count: float) -> list[Learned]:
+        self._ledger.begin()
         work = self._passes.learning(loss_fn, self._scaler.scale * dist.world().data_size / count)
         learned = _flat(self.healer.run("train", self._passes.enough(micro_batches), work))
         self._pipeline.add_up()
@@ -128,6 +152,12 @@ class ThroughPipeline:
     def score(self, micro_batches: Sequence[Any], work: Work) -> list[list[Any]]:
         scored: list[list[Any]] = self.healer.run("score", micro_batches, self._passes.scoring(work))
         return self._pipeline.from_last(on_host(scored))
+
+    def score_to_learn(self, micro_batches: Sequence[Any], work: Work) -> list[Any] | None:
+        return None  # a pipeline's forwards and backwards take turns
+
+    def forget(self) -> None:
+        pass
 
     def gradients(self) -> Gradients:
         return Gradients(self._pipeline.module, self._pipeline.squared_norm)

@@ -280,7 +280,6 @@ class Engine:
         and the passes of this step done again. The host waits for its device once, for all figures together.
         """
         self._check_arrangement()
-        self.ledger.begin()
         before = traffic.sent()
         figures: dict[str, float | Tensor] = {}
         total: float | Tensor = 0.0
@@ -325,6 +324,19 @@ class Engine:
             found = self._course.score(micro_batches, work)
         return [[row for piece in pieces for row in piece] for pieces in found]
 
+    def score_to_learn(
+        self, micro_batches: Sequence[Portion[Batch]], work: Callable[[nn.Module, Batch], Sequence[Score]]
+    ) -> list[Sequence[Score]] | None:
+        """As `score`, by the forwards that the coming `update` over the very same micro-batches learns from.
+
+        `work` calls the module once, and so does the update's `loss_fn`, which is given what came of that. Until then
+        the graphs of all micro-batches are held; whatever else is done with the engine lets go of them, and the update
+        makes its forwards itself. None, on every rank, where that can't be: in a pipeline, where a micro-batch is to be
+        halved, and since memory ran out in it. Dropout is as it is in training.
+        """
+        self._check_arrangement()
+        return self._course.score_to_learn(micro_batches, work)
+
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write parameters, optimizer and counters into a folder, sharded; returns when it is whole on disk.
 
@@ -340,12 +352,18 @@ class Engine:
         Before anything changes it raises `engine.checkpoint.Damaged`, an OSError, where a file is not as it was
         written, and ValueError where it is a checkpoint of another model or another kind of optimizer.
         """
-        zero.release(self.module)
+        self._rest()
         return Checkpointer({"engine": self}).load(Path(folder))[0]
+
+    def _rest(self) -> None:
+        """No parameters gathered, no forward that waits for its loss."""
+        self._course.forget()
+        zero.release(self.module)
 
     @contextmanager
     def scoring(self) -> Iterator[nn.Module]:
         """No gradients, dropout off; gathered parameters are released at the end."""
+        self._course.forget()
         training = self.module.training
         self.module.eval()
         try:
@@ -362,7 +380,7 @@ class Engine:
 
         `keep` holds its buffers for next time. `park_optimizer` moves optimizer states to the host meanwhile.
         """
-        zero.release(self.module)
+        self._rest()
         park = self.optimizer if park_optimizer and isinstance(self.optimizer, torch.optim.Optimizer) else None
         with self._whole(), self.flip.entered(keep=keep, park=park) as rollouts:
             self._let_go()
@@ -409,7 +427,7 @@ class Engine:
 
     def _show(self, *, average: bool) -> None:
         self.about_to_change()
-        zero.release(self.module)
+        self._rest()
         self.average.swap(shown=average)
         self._shards_changed()
 

@@ -19,7 +19,7 @@ WATCHING = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_e
 WATCHING |= {"keep_answers", "keep_tokens"}
 WATCHING |= {"reference"}  # what it is needed for is told by kl_coef
 DECIDING = {"eval_every", "eval_examples"}  # of these, what chooses the model under export=best
-HOW = {"micro_batch_tokens", "reward_threads"}
+HOW = {"micro_batch_tokens", "reward_threads", "shared_forward"}
 HOW_ROLLOUTS = {"batch_size", "cache_bytes", "tensor_parallel", "stream", "keep", "park_optimizer", "selfcheck_every"}
 ENGINE_KEYS = ("dtype", "compress", "states", "loss_scale_power", "loss_scale_window")
 DEEPSPEED_KEYS = ("optimizer", "scheduler", "gradient_clipping", "fp16", "bf16", "bfloat16", "communication_data_type")

@@ -5,20 +5,23 @@ MB), so that any rank can train on any row and whitening needs no collective; ge
 ranks.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from engine import Generation, Sampling
+from engine import Engine, Generation, Sampling
+from engine.healing import Portion
 from engine.parallel import dist
 from engine.rollout.selfcheck import compare
 from engine.uploads import uploaded
 from step3_ppo.models import Models
 from step3_ppo.rows import Rows, critic_values, my_rows, policy_logprobs, rows
 from step3_ppo.scores import Call, score_answers
+
+Said = dict[int, Tensor]  # what a model says of each of a rank's sequences, (R,) fp32
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,9 @@ class Rollout:
     generator (B, R) fp32, zero outside response_mask (B, R): log-probabilities under the policy that drew them (by the
     trainer's own forward), under the reference (None without one), the critic's values before each token (None without
     a critic), and the generator's own log-probabilities.
+
+    batches: this rank's micro-batches, as the models took them; the first update goes on from forwards that were kept.
+    apart (B, R): logprobs by a forward of its own, where both were asked for.
     """
 
     prompts: list[list[int]]
@@ -42,6 +48,8 @@ class Rollout:
     values: Tensor | None
     generator: Tensor
     function: Tensor | None = None
+    batches: list[Portion[Rows]] = field(default_factory=list)
+    apart: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -114,10 +122,14 @@ def collect(
     pad_id: int,
     budget: int,
     calls: Sequence[Call] = (),
+    to_learn: Collection[str] = (),
+    compares: bool = False,
 ) -> Rollout:
     """Score answers, one a prompt, with all models, by the trainer's own forward, with dropout off.
 
-    `calls` are what a reward function is called with, one an answer.
+    `calls` are what a reward function is called with, one an answer. The models that `to_learn` names ("actor",
+    "critic") are scored by the forwards that their update over `Rollout.batches` learns from, where their engines can
+    (`Engine.score_to_learn`); `compares` has the actor score apart as well.
     """
     responses = [g.token_ids for g in generations]
     batches = my_rows(prompts, responses, range(len(prompts)), pad_id, budget, packing=models.pack)
@@ -128,16 +140,24 @@ def collect(
     def values(module: nn.Module, batch: Rows) -> list[tuple[int, Tensor]]:
         return _by_place(batch, critic_values(module, batch))
 
-    mine = {"logprobs": dict(chain.from_iterable(models.actor.score(batches, logprobs)))}
+    def said(engine: Engine, role: str, work: Callable[[nn.Module, Rows], list[tuple[int, Tensor]]]) -> Said:
+        kept = engine.score_to_learn(batches, work) if role in to_learn else None
+        return dict(chain.from_iterable(engine.score(batches, work) if kept is None else kept))
+
+    # What is kept is kept for as short as can be; the reference may be the actor without its adapters.
+    scores, mine = score_answers(models, batches, calls), dict[str, Said]()
     with models.referring() as reference:
         if reference is not None:
-            mine["reference"] = dict(chain.from_iterable(reference.score(batches, logprobs)))
+            mine["reference"] = said(reference, "reference", logprobs)
+    if compares:
+        mine["apart"] = said(models.actor, "apart", logprobs)
     if models.critic is not None:
-        mine["values"] = dict(chain.from_iterable(models.critic.score(batches, values)))
-    scores = score_answers(models, batches, calls)
+        mine["values"] = said(models.critic, "critic", values)
+    mine["logprobs"] = said(models.actor, "actor", logprobs)
     everyone = dist.gather_objects(mine)
     parts = {name: {i: t for part in everyone for i, t in part[name].items()} for name in mine}
     device, size = dist.world().device, len(prompts)
+    tables = {name: uploaded(_table(found, size), device) for name, found in parts.items()}
     generator = {i: torch.tensor(g.logprobs) for i, g in enumerate(generations)}
     lengths = torch.tensor([len(r) for r in responses])
     return Rollout(
@@ -146,11 +166,13 @@ def collect(
         finished=uploaded(torch.tensor([g.finished for g in generations]), device),
         response_mask=uploaded(torch.arange(int(lengths.max()))[None] < lengths[:, None], device),
         scores=uploaded(torch.tensor(scores.total), device),
-        logprobs=uploaded(_table(parts["logprobs"], size), device),
-        reference=uploaded(_table(parts["reference"], size), device) if "reference" in parts else None,
-        values=uploaded(_table(parts["values"], size), device) if "values" in parts else None,
+        logprobs=tables["logprobs"],
+        reference=tables.get("reference"),
+        values=tables.get("values"),
         generator=uploaded(_table(generator, size), device),
         function=None if scores.function is None else uploaded(torch.tensor(scores.function), device),
+        batches=batches,
+        apart=tables.get("apart"),
     )
 
 

@@ -33,7 +33,7 @@ from step3_ppo.ptx import ptx_mix
 from step3_ppo.rollout import Rollout, collect, generate
 from step3_ppo.rows import longest_rows
 from step3_ppo.targets import Targets, targets_of
-from step3_ppo.update import Minibatch, minibatches, rehearse, update_critic, update_policy
+from step3_ppo.update import Minibatch, minibatches, rehearse, undivided, update_critic, update_policy
 
 GENERATOR_GAP = 0.01  # mean difference of probabilities above which generator and trainer are not the same model
 
@@ -56,6 +56,7 @@ class Ppo:
             self.models.actor.start_averaging(self.section.ema)
         self.ptx = ptx_mix(config, self.tokenizer)
         self.kl = KlController(self.section.kl_coef, self.section.kl_target, self.section.kl_horizon)
+        self._compared = False
 
     def rehearse(self, budget: int) -> None:
         """Train on the longest answers that there can be, and forget it: what fits now fits later."""
@@ -90,8 +91,11 @@ class Ppo:
                 text=self.tokenizer.decode,
             )
         stage.clock.move("generate", "flip", self.models.actor.flip.seconds)
+        to_learn = self._to_learn(step)
+        compares = "actor" in to_learn and not self._compared
+        self._compared = self._compared or compares
         with stage.clock.phase("score"):
-            return collect(
+            rollout = collect(
                 self.models,
                 [self.prompts[i] for i in asked],
                 generations,
@@ -99,7 +103,20 @@ class Ppo:
                 pad_id=self.tokenizer.pad_id,
                 budget=stage.budget,
                 calls=self._calls(asked, generations),
+                to_learn=to_learn,
+                compares=compares,
             )
+            if rollout.apart is not None:
+                off = (rollout.logprobs - rollout.apart).exp() - 1.0
+                self._check_ratio(rollout, off[rollout.response_mask].abs().mean().item())
+        return rollout
+
+    def _to_learn(self, step: int) -> list[str]:
+        """The models whose scoring forward the first update of a rollout learns from."""
+        if not self.section.shared_forward:
+            return []
+        learns = self.ptx is None and step > self.section.critic_warmup  # other text would be beside the answers
+        return ["actor"] * learns + ["critic"] * (self.models.critic is not None)
 
     def _calls(self, asked: Sequence[int], generations: Sequence[Generation]) -> list[Call]:
         """What a reward function is called with; rows are there for it alone."""
@@ -120,15 +137,7 @@ class Ppo:
         """Several passes over the rollout; the first minibatch's ratio must be 1."""
         ppo, learned = self.section, Learned()
         for epoch in range(ppo.update_epochs):
-            shuffle = (self.config.seed * 1_000_003 + step) * 1_009 + epoch
-            for minibatch in minibatches(
-                rollout,
-                parts=ppo.minibatches,
-                seed=shuffle,
-                pad_id=self.tokenizer.pad_id,
-                budget=budget,
-                packing=self.models.pack,
-            ):
+            for minibatch in self._minibatches(rollout, step, epoch, budget):
                 policy = None
                 if step > ppo.critic_warmup:
                     policy = self._update_policy(minibatch, rollout, targets, first=not learned.steps)
@@ -136,6 +145,13 @@ class Ppo:
                 values = None if critic is None else update_critic(critic, minibatch, rollout, targets, ppo)
                 learned.add(minibatch.tokens, policy, values)
         return learned.figures()
+
+    def _minibatches(self, rollout: Rollout, step: int, epoch: int, budget: int) -> list[Minibatch]:
+        if self.section.minibatches == 1:
+            return [undivided(rollout)]
+        shuffle = (self.config.seed * 1_000_003 + step) * 1_009 + epoch
+        parts, pad_id = self.section.minibatches, self.tokenizer.pad_id
+        return minibatches(rollout, parts=parts, seed=shuffle, pad_id=pad_id, budget=budget, packing=self.models.pack)
 
     def _update_policy(
         self, minibatch: Minibatch, rollout: Rollout, targets: Targets, *, first: bool

@@ -44,6 +44,11 @@ def minibatches(
     ]
 
 
+def undivided(rollout: Rollout) -> Minibatch:
+    """All of the rollout in one optimizer step, in the micro-batches that were scored."""
+    return Minibatch(rollout.batches, rollout.tokens())
+
+
 def update_policy(
     actor: Engine,
     minibatch: Minibatch,

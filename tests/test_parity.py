@@ -3,6 +3,8 @@ same curves in each stage.
 """
 
 import json
+import shutil
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,22 @@ def run_stages(parent: str, layouts: list[dict[str, Any]]) -> None:
             import_module(f"{stage.package}.train").run(read_config(run_dir / name), run_dir / name)
 
 
+def run_ppo(parent: str, layout: int, names: dict[str, bool]) -> None:
+    """PPO alone on a layout's models, all of a rollout in one step; a run each that shares its forwards, or doesn't."""
+    whole = Path(parent) / f"ranks-{dist.world().size}-layout-{layout}"
+    for name, shared in names.items():
+        run_dir = Path(parent) / name
+        made = read_config(whole / "ppo")
+        own = {"steps": 3, "ptx_coef": 0.0, "minibatches": 1, "shared_forward": shared, "micro_batch_tokens": 256}
+        made = made.model_copy(update={"ppo": made.ppo.model_copy(update=own)})
+        if dist.world().leads:
+            lay_out(run_dir, made)
+            for stage in ("sft", "reward"):
+                shutil.copytree(whole / stage, run_dir / stage, dirs_exist_ok=True)
+        dist.barrier()
+        import_module("step3_ppo.train").run(read_config(run_dir / "ppo"), run_dir / "ppo")
+
+
 def test_ranks_and_layouts_do_not_change_the_curves(tmp_path: Path) -> None:
     run_ranks(run_stages, 1, str(tmp_path), LAYOUTS[:1])
     run_ranks(run_stages, 2, str(tmp_path), LAYOUTS)
@@ -58,11 +76,17 @@ def test_ranks_and_layouts_do_not_change_the_curves(tmp_path: Path) -> None:
             for ours, theirs in zip(together, alone, strict=True):
                 for name in set(names) & set(theirs):
                     assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-4), (stage, layout, name)
+    run_ranks(run_ppo, 1, str(tmp_path), 0, {"apart": False})
+    run_ranks(run_ppo, 2, str(tmp_path), 3, {"shared": True})
+    check_memory(tmp_path / "shared", "forwards from scoring to learning", ("ppo",))
+    for one, other in zip(metrics(tmp_path / "apart", "ppo"), metrics(tmp_path / "shared", "ppo"), strict=True):
+        for name in set(CURVES["ppo"]) & set(one):
+            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-4), name
 
 
-def check_memory(run_dir: Path, layout: str) -> None:
+def check_memory(run_dir: Path, layout: str, stages: Iterable[str] = tuple(STAGES)) -> None:
     """States, and weights to generate with, took what was predicted; nothing that depends on the data took more."""
-    for stage in STAGES:
+    for stage in stages:
         memory = json.loads((run_dir / stage / "summary.json").read_text())["memory"]
         assert memory["measured"].keys() == memory["predicted"].keys()
         for phase, measured in memory["measured"].items():

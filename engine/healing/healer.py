@@ -51,7 +51,7 @@ class Healer:
         pieces: Pieces = [[batch] for batch in batches]
         if self.limit is not None:
             pieces = _within(pieces, self.limit)
-        before = _State(self.module)
+        before = State(self.module)
         healed = False
         while True:
             flat = [piece for group in pieces for piece in group]
@@ -69,12 +69,12 @@ class Healer:
 
     def rehearse(self, batches: Sequence[Any], work: Callable[[Any, Pass], T]) -> None:
         """Run training passes and throw away what comes of them: what fits now fits later, and `limit` is found."""
-        before = _State(self.module)
+        before = State(self.module)
         self.run("train", batches, work)
         self._discard()
         before.restore()
 
-    def _learn(self, name: str, flat: Sequence[Portion[Any]], work: Callable[[Any, Pass], T], before: "_State") -> None:
+    def _learn(self, name: str, flat: Sequence[Portion[Any]], work: Callable[[Any, Pass], T], before: "State") -> None:
         """Find out by passes over nothing which collectives the passes to come have, where that is not known yet."""
         if self._passes.knows(name, len(flat)):
             return
@@ -111,7 +111,7 @@ class Healer:
             )
 
 
-class _State:
+class State:
     """What a pass changes beside gradients: the random generators, and buffers that training writes."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -25,7 +25,8 @@ class Ledger:
     """Counts an engine's bytes by owner.
 
     `heights` has the most that each owner had in each phase; `rest` counts what the module doesn't hold. `elsewhere`
-    says of owners that are not on the device for which other owner they count: "host" or "nvme".
+    says of owners that are not on the device for which other owner they count: "host" or "nvme". `waiting` has what was
+    there while forwards waited to be learned from (engine/shared_forward.py).
     """
 
     module: nn.Module
@@ -33,6 +34,7 @@ class Ledger:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     watches: bool = True  # what forwards keep: off where blocks are compiled, which would be compiled again for it
     heights: dict[str, dict[str, int]] = field(default_factory=dict)
+    waiting: dict[str, int] = field(default_factory=dict)
     _updates: int = 0
     _scored: int = 0
     _due: bool = False
@@ -53,14 +55,23 @@ class Ledger:
             yield
             return
         saved = Saved()
-        with saved.watching(), self._gathering("train"):
+        with saved.watching(), self.gathering(first=first):
             yield
         self.kept(saved)
+
+    def gathering(self, *, first: bool) -> AbstractContextManager[None]:
+        """A forward that trains runs within the block, the first of its step or not."""
+        return self._gathering("train") if first and self._due and self.watches else nullcontext()
 
     def kept(self, saved: Saved) -> None:
         """Count, with what forwards have kept until now."""
         saved.settle([*zero.gathered(self.module), *_shards(self.module)])
         self.sample("train", {"activations": saved.bytes})
+
+    def waits(self, activations: int) -> None:
+        """Forwards wait that keep so much."""
+        for owner, count in {"gathered": size(self._copies(self._own())), "activations": activations}.items():
+            self.waiting[owner] = max(count, self.waiting.get(owner, 0))
 
     def after_backward(self) -> None:
         """A micro-batch's gradients are there."""
@@ -126,7 +137,7 @@ class Ledger:
 
 
 class UnderWay:
-    """The forwards of a pipeline's step up to the first backward: then most of them are kept."""
+    """Forwards of a step up to the first backward, of which several are kept: most of them then."""
 
     def __init__(self, ledger: Ledger, saved: Saved | None) -> None:
         self._ledger, self._saved = ledger, saved
@@ -135,11 +146,13 @@ class UnderWay:
         """Around each forward."""
         return nullcontext() if self._saved is None else self._saved.watching()
 
-    def height(self) -> None:
-        """The first backward is about to begin, or is past."""
+    def height(self, *, waits: bool = False) -> None:
+        """The first backward is about to begin, or is past; with `waits` something else is done before it."""
         saved, self._saved = self._saved, None
         if saved is not None:
             self._ledger.kept(saved)
+            if waits:
+                self._ledger.waits(saved.bytes)
 
     def forget(self) -> None:
         """The step is thrown away."""

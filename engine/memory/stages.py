@@ -20,12 +20,14 @@ from engine.memory.workload import Workload
 class Demand:
     """Bytes of a rank by owner, the most in each phase: on its device, and `elsewhere`, as "host" and "nvme".
 
-    What of a phase's owners is not there at the same time is in `overlaps`.
+    What of a phase's owners is not there at the same time is in `overlaps`. `shared` says that PPO's forwards are kept
+    from scoring to the first update (engine/shared_forward.py).
     """
 
     phases: dict[str, dict[str, int]]
     elsewhere: dict[str, dict[str, int]] = field(default_factory=dict)
     overlaps: dict[str, int] = field(default_factory=dict)
+    shared: bool = False
 
     def height(self, phase: str) -> int:
         """Bytes on the device at the height of a phase."""
@@ -134,12 +136,14 @@ def ppo_demand(
     has_reward: bool = True,
     roles: Mapping[str, Workload] | None = None,
     generates: Shape | None = None,
+    shared: bool = False,
 ) -> Demand:
     """PPO: actor and critic rest with their optimizers, reference and reward model in compute precision.
 
     `own_reference` is False where the reference is the actor under its adapters, or not asked. `critic` is the shape of
     critic and reward model; there may be no critic, and no reward model. `roles` (actor, critic, reference, reward) are
-    laid out otherwise than `work` says; `generates` as in `sft_demand`.
+    laid out otherwise than `work` says; `generates` as in `sft_demand`. `shared` keeps the forwards of all of a step's
+    micro-batches, the critic's while the actor learns.
     """
     own = {role: (roles or {}).get(role, work) for role in ("actor", "critic", "reference", "reward")}
     learns = replace(own["critic"], adapters=0, averages=False, mixes=False)  # those are the actor's
@@ -161,16 +165,20 @@ def ppo_demand(
     phases = {
         "generate": answering | made,
         "score": kept | _scoring([*models.values()]) | {"logits": _scored_logits(actor, work)},
-        "train actor": kept | _training(actor, own["actor"], actors),
+        "train actor": kept | _training(actor, own["actor"], actors, held=shared and not work.mixes),
     }
     training = {"train actor": actors}
     if critics is not None:
-        phases["train critic"] = kept | _training(critic, learns, critics, logits=False)
+        phases["train critic"] = kept | _training(critic, learns, critics, logits=False, held=shared)
         training["train critic"] = critics
+        if shared:  # between forward and backward blocks are not gathered at stage 3
+            waits = SIZE[learns.dtype] * critic.root if learns.stage == 3 else critics.gathered
+            phases["train actor"]["gathered"] += min(waits, critics.gathered)
+            phases["train actor"]["activations"] += phases["train critic"]["activations"]
     away = {phase: _away([*models.values()], trains=training.get(phase)) for phase in phases}
     if own["actor"].parks and actors.moments:
         away["generate"]["host"] = away["generate"].get("host", 0) + actors.moments
-    return Demand(phases, away, {phase: states.overlap for phase, states in training.items()})
+    return Demand(phases, away, {phase: states.overlap for phase, states in training.items()}, shared)
 
 
 def _away(models: Sequence[ModelStates], *, trains: ModelStates | None) -> dict[str, int]:
@@ -217,8 +225,11 @@ def _frozen(shape: Shape, work: Workload) -> ModelStates:
     )  # fmt: skip
 
 
-def _training(shape: Shape, work: Workload, states: ModelStates, *, logits: bool = True) -> dict[str, int]:
-    """What a micro-batch brings."""
+def _training(
+    shape: Shape, work: Workload, states: ModelStates, *, logits: bool = True, held: bool = False
+) -> dict[str, int]:
+    """What a micro-batch brings; `held` are the forwards of all of a step's."""
+    many = work.micro_batches if held else 1
     kept = activations(
         shape, tokens=work.row_tokens, length=work.max_length, dtype=work.dtype, joins=work.joins,
         copied=work.copied_tokens,
@@ -229,7 +240,7 @@ def _training(shape: Shape, work: Workload, states: ModelStates, *, logits: bool
         "ahead": states.ahead,
         "gradients": states.gradients,
         "reducing": states.passing,
-        "activations": kept.total(checkpointing=work.checkpointing) - again,
+        "activations": many * (kept.total(checkpointing=work.checkpointing) - again),
         "recomputed": again,
         "logits": _logits(shape, work) if logits else 0,
     }

@@ -132,6 +132,11 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
         )
     if ppo.export == "best" and ppo.ema is not None:
         yield f"ppo.export=best and ppo.ema={ppo.ema:g} both say which actor is exported: leave one of them out"
+    if ppo.shared_forward and ppo.minibatches > 1:
+        yield (
+            f"ppo.shared_forward=true learns from the forwards that scored a rollout, which are of all of it, and "
+            f"ppo.minibatches={ppo.minibatches} cuts it: ppo.minibatches=1, or leave ppo.shared_forward out"
+        )
     if ppo.advantage != "gae":
         if ppo.samples < 2 and ppo.advantage != "reinforce":
             yield (

@@ -186,6 +186,7 @@ class PpoSection(StageSection):
     kl_horizon: int = Field(10000, ge=1, description="sequences over which kl_coef adapts")
     update_epochs: int = Field(4, ge=1, description="passes over each rollout")
     minibatches: int = Field(1, ge=1, description="optimizer steps a pass over a rollout")
+    shared_forward: bool | None = Field(None, description="with one minibatch, actor and critic learn first from the forwards that scored the rollout, whose graphs are kept until then; null is where the plan has the memory")
     reward_model: bool = Field(True, description="answers are scored by a reward model; false leaves that to reward_function, and no reward stage runs")
     reward_function: FilePath | None = Field(None, description="FILE.py:NAME, a function (answer, row) -> number that scores answers; with a reward model the two are added")
     reward_threads: int = Field(1, ge=1, description="calls of reward_function at a time on a rank, for one that waits (for a service, a sandbox); more than 1 come from threads")

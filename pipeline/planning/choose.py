@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,9 @@ def announce(
         _say([f"memory: not predicted for {policy.name} ({type(problem).__name__}: {reason})"])
         return config, {}
     _say(require_fit(found, refuse=world.device.type == "cuda"))
+    if stage == "ppo":
+        section = config.ppo.model_copy(update={"shared_forward": found.demand.shared})
+        config = config.model_copy(update={"ppo": section})
     return config, found.demand.everywhere
 
 
@@ -64,8 +67,11 @@ def candidates(task: Task, room: Room, pace: Pace, measured: Probe) -> list[Cand
     found = []
     for setting in ladder(task.work, room):
         demand = task.demand(room, setting)
+        asked = pace
+        if demand.shared:  # what is scored by the forwards of training
+            asked = replace(pace, policies=pace.policies - 1, scorers=pace.scorers - int(task.has_critic))
         seconds = step_seconds(
-            task.policy, setting.of(task.work), pace, measured, on_gpu=room.on_gpu, critic=task.critic
+            task.policy, setting.of(task.work), asked, measured, on_gpu=room.on_gpu, critic=task.critic
         )
         found.append(Candidate(setting, demand, seconds, room.holds(demand)))
     return found

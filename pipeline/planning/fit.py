@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from transformers import PretrainedConfig
@@ -36,7 +37,7 @@ class Task:
     """A stage as the planner sees it: what is run, on which models, by how many ranks.
 
     `roles` are PPO's models that have an engine of their own, and what they run; there may be no critic, no reference
-    and no reward model.
+    and no reward model. `shared` says whether PPO keeps its forwards from scoring to learning; None: where that fits.
     """
 
     stage: str
@@ -48,6 +49,7 @@ class Task:
     has_reference: bool = True
     has_reward: bool = True
     generates: Shape | None = None  # the policy, split as it generates
+    shared: bool | None = False
 
     def demand(self, room: Room, setting: Setting | None = None) -> Demand:
         """Bytes in some room as configured, or under another setting of what all models share."""
@@ -55,10 +57,12 @@ class Task:
         if self.stage == "ppo":
             own_reference = self.has_reference and not work.adapters  # under adapters it is the actor
             roles = {role: replace(own, room=room.device) for role, own in self.roles.items()}
-            return ppo_demand(
-                self.policy, self.critic, work, own_reference=own_reference, has_critic=self.has_critic,
+            told = partial(
+                ppo_demand, self.policy, self.critic, work, own_reference=own_reference, has_critic=self.has_critic,
                 has_reward=self.has_reward, roles=roles, generates=self.generates,
             )  # fmt: skip
+            demand = told(shared=self.shared is not False)
+            return demand if self.shared is not None or room.holds(demand) else told(shared=False)
         if self.stage in ("sft", "dpo"):  # DPO's reference is the policy before it learns, no model beside it
             return sft_demand(self.policy, work, generates=self.generates)
         return reward_demand(self.policy, work)
@@ -125,7 +129,13 @@ def task(
     return Task(
         stage, work, shape, critic, roles, has_critic=has_critic, has_reference=config.ppo.asks_reference,
         has_reward=has_reward, generates=generates,
+        shared=config.ppo.shared_forward if stage == "ppo" and may_share(config) else False,
     )  # fmt: skip
+
+
+def may_share(config: RunConfig) -> bool:
+    """Whether PPO's first update sees the sequences, in the micro-batches, that were scored before."""
+    return config.ppo.minibatches == 1 and config.engine.pipeline_parallel == 1
 
 
 def _shape(source: ModelSource, parts: int, *, scores: bool = False) -> Shape:

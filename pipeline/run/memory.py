@@ -19,12 +19,13 @@ def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
     """This rank's bytes by owner at the height of each phase; beside a working engine the others rest.
 
     With one engine phases and owners are those of the prediction; with several a phase is "train actor", and what an
-    engine keeps between steps has its name.
+    engine keeps between steps has its name. While one trains, forwards of those that train after it may wait.
     """
     found: dict[str, dict[str, int]] = {}
     now = {name: engine.ledger.holdings() for name, engine in engines.items()}
     resting = {name: sum(owners.get(o, 0) for o in RESTING) for name, owners in now.items()}
-    for name, engine in engines.items():
+    for place, (name, engine) in enumerate(engines.items()):
+        waiting = [other.ledger.waiting for other in [*engines.values()][place + 1 :]]
         for phase, owners in engine.ledger.heights.items():
             if len(engines) == 1:
                 found[phase] = dict(owners)
@@ -34,6 +35,8 @@ def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
                 others = sum(owners.get(owner, 0) for other, owners in now.items() if other != name)
                 if others:
                     working[owner] = working.get(owner, 0) + others
+            for owner, count in (each for held in waiting for each in held.items()) if phase == "train" else ():
+                working[owner] = working.get(owner, 0) + count
             label = phase if phase in ALONE else f"{phase} {name}"
             before = found.setdefault(label, dict(resting))
             found[label] = before | {owner: max(count, before.get(owner, 0)) for owner, count in working.items()}

@@ -275,6 +275,8 @@ def test_a_critic_that_is_not_there_can_not_warm_up():
 def test_minibatches_are_cut_from_all_answers_of_a_rollout():
     assert config_of("ppo.batch_size=6", "ppo.samples=2", "ppo.minibatches=4").ppo.minibatches == 4
     assert "ppo.batch_size=6 does not divide" in refusal("ppo.batch_size=6", "ppo.samples=3", "ppo.minibatches=4")
+    line = refusal("ppo.shared_forward=true", "ppo.batch_size=6", "ppo.minibatches=2")
+    assert line.startswith("ppo.shared_forward=true learns from the forwards that scored a rollout")
 
 
 def test_paths_and_names_in_other_letters_are_read():

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engine import Sampling
 from engine.parallel import dist, dtensors
 from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, PpoSection, RolloutSection, RunConfig
+from pipeline.data.encode import TokenItem
 from pipeline.data.records import Message, Prompt
 from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
 from pipeline.errors import UserError
@@ -23,6 +25,7 @@ from pipeline.samples import Sample, read_samples, write_samples
 from step3_ppo.evaluate import Examiner
 from step3_ppo.figures import rollout_figures
 from step3_ppo.models import build, find
+from step3_ppo.ptx import PtxMix
 from step3_ppo.targets import targets_of
 from step3_ppo.train import Ppo
 from tests.pipeline.models.tiny import classifier, config_of, frozen, language_model, source_in
@@ -128,6 +131,55 @@ def test_the_loop_begins_on_policy_and_moves_both_models(tmp_path: Path) -> None
         assert learned["critic_lr"] == 0.01
     assert ppo.models.actor.step_count == 4 and ppo.models.critic.step_count == 8
     assert stage.clock.seconds["generate"] > 0 and stage.clock.seconds["score"] > 0
+
+
+def forwards(engine: Any) -> list[bool]:
+    """Of each forward to come, whether it is made for a gradient."""
+    seen: list[bool] = []
+    engine.module.register_forward_pre_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    return seen
+
+
+@pytest.mark.parametrize(("budget", "ptx_coef"), [(1000, 0.0), (40, 0.0), (1000, 0.1)])
+def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef: float, tmp_path: Path) -> None:
+    """The same figures and weights; scoring has no forwards of its own but for the first rollout's comparison."""
+    run_folder(tmp_path)
+    found = []
+    for shared in (False, True):
+        ppo, stage = ppo_of(
+            tmp_path, update_epochs=2, critic_warmup=1, micro_batch_tokens=budget, shared_forward=shared, epochs=2.0
+        )
+        ppo.models.actor.flip.selfcheck_every = 0  # it scores, too
+        if ptx_coef:
+            text = TokenItem(np.arange(5, 12), np.ones(7, dtype=bool))
+            ppo.ptx = PtxMix([text], ptx_coef, size=1, budget=budget, pad_id=0, seed=1)
+        actor, critic, figures = forwards(ppo.models.actor), forwards(ppo.models.critic), []
+        for step in (1, 2, 3):
+            actor.clear(), critic.clear()
+            rollout = ppo.rollout(step, stage)
+            figures.append(ppo.learn(step, rollout, targets_of(rollout, ppo.section, kl_coef=0.05), stage.budget))
+            many = len(rollout.batches)
+            assert many == 1 if budget == 1000 else many > 2
+            mine = shared and step > 1 and not ptx_coef  # the actor's own
+            trains = 2 * (many + bool(ptx_coef)) if step > 1 else 0
+            assert actor.count(False) == (0 if mine and step > 2 else many) and actor.count(True) == trains
+            assert critic.count(False) == (0 if shared else many) and critic.count(True) == 2 * many
+        found.append((figures, weights(ppo.models.actor), weights(ppo.models.critic)))
+    (apart, *before), (together, *after) = found
+    for one, other in zip(apart, together, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+    for wanted, got in zip(before, after, strict=True):
+        assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(wanted, got, strict=True))
+
+
+def test_dropout_that_is_left_on_is_found_where_forwards_are_shared(tmp_path: Path) -> None:
+    """Then old and new probabilities are equal whatever was drawn: the start holds them against a forward without."""
+    run_folder(tmp_path)
+    ppo, stage = ppo_of(tmp_path, shared_forward=True)
+    hidden = ppo.models.actor.module.get_submodule("lm.model.embed_tokens")
+    hidden.register_forward_hook(lambda module, _, out: torch.dropout(out, 0.3, module.training))
+    with pytest.raises(UserError, match="Likely cause: dropout"):
+        ppo.rollout(1, stage)
 
 
 @pytest.mark.parametrize("budget", [1000, 80])

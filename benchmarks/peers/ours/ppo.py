@@ -15,7 +15,7 @@ from pipeline.models.checks import adopt, verify
 from step3_ppo.models import Models
 from step3_ppo.rollout import collect, generate
 from step3_ppo.targets import targets_of
-from step3_ppo.update import minibatches, update_critic, update_policy
+from step3_ppo.update import undivided, update_critic, update_policy
 
 
 def main() -> None:
@@ -53,13 +53,13 @@ def _iteration(models: Models, work: dict[str, Any], number: int) -> dict[str, f
     times = [time.perf_counter()]
     drawn = generate(models, prompts, how, first_stream=number * len(prompts), batch_size=len(prompts))
     times.append(time.perf_counter())
-    rollout = collect(models, prompts, drawn, temperature=1.0, pad_id=1, budget=budget)
+    shared = ("actor", "critic")
+    rollout = collect(models, prompts, drawn, temperature=1.0, pad_id=1, budget=budget, to_learn=shared)
     times.append(time.perf_counter())
     targets = targets_of(rollout, section, kl_coef=section.kl_coef)
-    for minibatch in minibatches(rollout, parts=1, seed=number, pad_id=1, budget=budget, packing=models.pack):
-        update_policy(models.actor, minibatch, rollout, targets, section, temperature=1.0)
-        assert models.critic is not None
-        update_critic(models.critic, minibatch, rollout, targets, section)
+    update_policy(models.actor, undivided(rollout), rollout, targets, section, temperature=1.0)
+    assert models.critic is not None
+    update_critic(models.critic, undivided(rollout), rollout, targets, section)
     times.append(time.perf_counter())
     assert rollout.tokens() == len(prompts) * work["new_tokens"]
     phases = zip(("generate", "score", "train"), pairwise(times), strict=True)

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from transformers import OPTConfig
 
+from engine.memory import Demand
 from pipeline.config.schema import LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
@@ -73,6 +74,29 @@ def test_what_can_not_fit_says_so() -> None:
     assert "that is more than there is. No setting of the engine" in require_fit(found, refuse=False)[1]
     with pytest.raises(UserError, match=r"more ranks \(ranks=N\), adapters \(ppo\.lora\.rank=16\) or a smaller"):
         require_fit(found, refuse=True)
+
+
+def test_forwards_are_kept_where_there_is_room_for_all_of_a_step() -> None:
+    """From scoring to the first update: the actor's of two micro-batches, and the critic's while the actor learns."""
+
+    def told(room_bytes: int = 80 * GIB, **keys: Any) -> Demand:
+        pipeline = keys.pop("pipeline_parallel", 1)
+        config = tiny_config(
+            engine={"pipeline_parallel": pipeline, "dtype": "fp32"},
+            ppo={"minibatches": 1, "micro_batch_tokens": 256, "max_length": 128, **keys},
+        )
+        return plan(config, "ppo", policy=source(), ranks=2, room=room(room_bytes)).demand
+
+    apart, kept = told(shared_forward=False), told(shared_forward=True)
+    assert told() == kept != apart and kept.shared and not apart.shared
+    one, other = (apart.phases[phase]["activations"] for phase in ("train actor", "train critic"))
+    assert kept.phases["train critic"]["activations"] == 2 * other  # four sequences of 128 tokens, a rank
+    assert kept.phases["train actor"]["activations"] == 2 * (one + other)
+    tight = round((apart.peak + kept.peak) / 2 / 0.9)
+    assert apart.peak < 0.9 * tight < kept.peak and told(tight) == apart and told(tight, shared_forward=True) == kept
+    assert not told(minibatches=2).shared and not told(pipeline_parallel=2).shared
+    mixed = told(ptx_coef=0.1)
+    assert mixed.phases["train actor"]["activations"] == one + 2 * other
 
 
 def test_measured_room_and_adapters() -> None:
