@@ -125,7 +125,7 @@ def test_a_model_that_does_not_write_is_refused(run: Path, tmp_path: Path) -> No
     )
     for kind, told in (
         (BertModel, "are in no file"),
-        (BertForMaskedLM, "ending in ForCausalLM is needed"),
+        (BertForMaskedLM, "BertForMaskedLM, no language model"),
         (BertLMHeadModel, "can't generate: its logits change with the tokens that follow"),
     ):
         folder = tmp_path / kind.__name__

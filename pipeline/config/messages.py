@@ -127,3 +127,10 @@ def indivisible(key: str, size: int, parts: int, over: str) -> str:
     lower, upper = size // parts * parts, (size // parts + 1) * parts
     choices = f"{key}={lower} or {upper}" if lower else f"{key}={upper}"
     return f"{key}={size} does not divide over {over}: {choices}"
+
+
+def no_divisor(key: str, size: int, count: int, over: str) -> str:
+    """A size that has to divide a count, which `over` names with its unit, and those that do."""
+    *smaller, largest = (n for n in range(1, count + 1) if count % n == 0)
+    choices = f"{', '.join(map(str, smaller))} or {largest}" if smaller else f"{largest}"
+    return f"{key}={size} does not divide the {over}: {key}={choices}"

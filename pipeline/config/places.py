@@ -4,7 +4,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 
 from pipeline.config.engines import copies
-from pipeline.config.messages import indivisible
+from pipeline.config.messages import indivisible, no_divisor
 from pipeline.config.schema import DataConfig, RunConfig
 from pipeline.config.stages import ANSWERING, STAGES, wanted_stages
 from pipeline.data.files import find, missing
@@ -22,15 +22,15 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
     for key, kind in kinds.items():
         size = getattr(config.engine, key)
         if ranks % size:
-            raise UserError(f"engine.{key}={size} does not divide the {ranks} ranks")
+            raise UserError(no_divisor(f"engine.{key}", size, ranks, f"{ranks} ranks"))
         group, shares = (kind, shares // size) if size > 1 else (group, shares)
     if ranks % config.rollout.tensor_parallel and set(ANSWERING) & set(wanted_stages(config)):
-        raise UserError(f"rollout.tensor_parallel={config.rollout.tensor_parallel} does not divide the {ranks} ranks")
+        raise UserError(no_divisor("rollout.tensor_parallel", config.rollout.tensor_parallel, ranks, f"{ranks} ranks"))
     pieces, sequence = config.engine.pipeline_parallel, config.engine.sequence_parallel
     for key, together in copies(config):
         if shares * sequence % together:
             over = f"{shares} {group}" if sequence == 1 else f"{ranks} ranks"
-            raise UserError(f"{key}.shard_ranks={together} does not divide the {over}")
+            raise UserError(no_divisor(f"{key}.shard_ranks", together, shares * sequence, over))
     for stage in wanted_stages(config) if pieces == 1 else ("sft",):
         size = getattr(config, stage).batch_size
         parts = shares * (config.ppo.minibatches if stage == "ppo" else 1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.stages import STAGES
 from pipeline.data.files import Table
-from pipeline.data.formats import FORMS_TEXT, SERVES, Record, detect, to_records
+from pipeline.data.formats import FORMS_TEXT, RENAME, SERVES, Record, detect, to_records
 from pipeline.data.records import Prompt
 from pipeline.data.sources import Source, configured_sources, is_absent, open_source
 from pipeline.data.splits import digest, held_out_point, mixed_sizes, stage_of
@@ -258,5 +258,5 @@ def _no_data(data: "DataConfig", stage: str, unfit: Sequence[Table]) -> str:
     return (
         f"Stage {stage} needs {STAGES[stage].needs}, and data={data.name} has none: "
         f"{'; '.join(found) or 'no source lists the stage'}. Give data.path=FILE or another data=NAME, or run "
-        f"{alone}. Understood are: {FORMS_TEXT}."
+        f"{alone}. Understood are: {FORMS_TEXT}. {RENAME}."
     )

@@ -155,7 +155,7 @@ def _download(hub: str, subset: str | None, split: str) -> Any:
     except Exception as error:  # the hub's client raises dozens of types: no network, no such set, no access, full disk
         first_line = next(iter(str(error).strip().splitlines()), "")
         raise UserError(
-            f"Can't get {hub} (split {split}) from the hub: {type(error).__name__}: {first_line} "
+            f"Can't get {hub} (split {split}) from the hub: {type(error).__name__}: {first_line.rstrip('.')}. "
             "Where this machine can't reach the hub, download the set elsewhere, copy its folder here, and give "
             "data.path=FOLDER (or name it in data.sources)."
         ) from error

@@ -160,4 +160,8 @@ def check_kind(source: ModelSource, *, wanted: str) -> None:
     if wanted == "ForCausalLM":
         endings = (wanted, "Model", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(source.config.model_type, wanted))
     if source.folder is not None and architectures and not any(name.endswith(endings) for name in architectures):
-        raise UserError(f"{source.folder} holds a {architectures[0]}; a model ending in {wanted} is needed here")
+        kind, stage = ("language", "sft") if wanted == "ForCausalLM" else ("reward", "reward")
+        raise UserError(
+            f"{source.folder} holds a {architectures[0]}, no {kind} model (...{wanted}): give the folder of one, as "
+            f"RUN/{stage}"
+        )

@@ -349,7 +349,7 @@ def test_pipelines_are_planned_and_chosen_for():
 def test_ranks_must_divide_batches():
     check_ranks(config_of(), 4)
     check_ranks(config_of("stage=sft", "engine.pipeline_parallel=3"), 12)  # 4 pipelines
-    with pytest.raises(UserError, match=r"engine.pipeline_parallel=3 does not divide the 4 ranks"):
+    with pytest.raises(UserError, match=r"=3 does not divide the 4 ranks: engine.pipeline_parallel=1, 2 or 4$"):
         check_ranks(config_of("stage=sft", "engine.pipeline_parallel=3"), 4)
     check_ranks(config_of("engine.tensor_parallel=3"), 12)  # 4 groups
     with pytest.raises(UserError, match=r"engine.tensor_parallel=3 does not divide the 4 ranks"):
@@ -362,7 +362,7 @@ def test_ranks_must_divide_batches():
     check_ranks(config_of("engine=zero3", "engine.shard_ranks=4"), 8)
     with pytest.raises(UserError, match=r"^rollout.tensor_parallel=3 does not divide the 8 ranks"):
         check_ranks(config_of("rollout.tensor_parallel=3"), 8)
-    with pytest.raises(UserError, match=r"ppo.critic_engine.shard_ranks=3 does not divide the 8 ranks"):
+    with pytest.raises(UserError, match=r"=3 does not divide the 8 ranks: ppo.critic_engine.shard_ranks=1, 2, 4 or 8$"):
         check_ranks(config_of("engine.shard_ranks=3", "ppo.critic_engine={zero_stage: 3}"), 8)
     with pytest.raises(UserError, match=r"engine.shard_ranks=3 does not divide the 8 ranks"):
         check_ranks(config_of("engine.deepspeed={zero_optimization: {stage: 3, mics_shard_size: 3}}"), 8)

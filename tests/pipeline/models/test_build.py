@@ -165,7 +165,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
 
 def test_a_reward_model_is_no_actor(tmp_path: Path) -> None:
     classifier(config_of("llama")).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="LlamaForSequenceClassification; a model ending in ForCausalLM"):
+    with pytest.raises(UserError, match="LlamaForSequenceClassification, no language model"):
         build_policy(source_in(tmp_path), frozen())
 
 

@@ -234,7 +234,7 @@ def test_a_family_that_names_its_language_model_otherwise_is_one(tmp_path: Path)
         assert rollouts.way == "slots"
     classifier = AutoModelForSequenceClassification.from_config(config)
     classifier.save_pretrained(tmp_path / "reward")
-    with pytest.raises(UserError, match="a model ending in ForCausalLM"):
+    with pytest.raises(UserError, match=r"ForSequenceClassification, no language model .*as RUN/sft"):
         check_kind(source_in(tmp_path / "reward"), wanted="ForCausalLM")
 
 

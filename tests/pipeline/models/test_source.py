@@ -85,8 +85,8 @@ def test_kinds(tmp_path: Path) -> None:
     classifier(config_of("gpt2")).save_pretrained(tmp_path / "rm")
     check_kind(source_in(tmp_path / "lm"), wanted="ForCausalLM")
     check_kind(source_in(tmp_path / "rm"), wanted="ForSequenceClassification")
-    for folder, wanted in (("rm", "ForCausalLM"), ("lm", "ForSequenceClassification")):
-        with pytest.raises(UserError, match=wanted):
+    for folder, wanted, stage in (("rm", "ForCausalLM", "sft"), ("lm", "ForSequenceClassification", "reward")):
+        with pytest.raises(UserError, match=rf"no \w+ model \(\.\.\.{wanted}\).*RUN/{stage}$"):
             check_kind(source_in(tmp_path / folder), wanted=wanted)
 
 
