@@ -26,9 +26,9 @@ zerochat: from a base language model to a chat model, by SFT, a reward model and
 
   python train.py                                  a tiny chat model, all three stages, in minutes on a CPU
   python train.py model=opt-1.3b stage=all         the real thing
-  python train.py model=opt-1.3b data=gsm8k stage=reward reward.lr=1e-5
+  python train.py model=opt-1.3b data=hh-rlhf stage=reward reward.lr=1e-5
   python train.py model=opt-1.3b method=dpo        preferences without a reward model
-  python train.py data.path=chats.jsonl model.path=FOLDER
+  python train.py data.path=mine.jsonl model.path=FOLDER
   python train.py model=opt-1.3b reward_model=opt-350m engine=zero3
   python -m step3_ppo actor=runs/x/sft reward=runs/x/reward ppo.kl_coef=0.1
   torchrun --nnodes 4 --nproc-per-node 8 ... train.py model=llama-3.1-8b engine=zero3
