@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,6 +16,7 @@ from pipeline.config.schema import DpoSection
 from pipeline.data.encode import PairItem
 from pipeline.files import explained_disk, write_whole
 from pipeline.over_ranks import by_first_rank, in_order
+from pipeline.ranking import Scored, accuracies
 from step2_dpo.batches import AnswerBatch, Pairs, answer_logprobs
 from step2_dpo.objective import preference_loss
 
@@ -86,11 +88,20 @@ def _kept(file: Path) -> dict[str, Tensor]:
 
 
 def held_out_figures(pairs: Pairs, logprobs: Tensor, dpo: DpoSection) -> dict[str, float]:
-    """Loss, and how many held-out pairs are ranked right, by what margin; `logprobs` (N, 2) are the policy's."""
+    """Loss, how many held-out pairs are ranked right, by what margin, rewards; `logprobs` (N, 2) are the policy's."""
     moved = logprobs - pairs.reference
     leads = moved[:, 0] - moved[:, 1]
+    chosen, rejected = (dpo.beta * moved.mean(0)).tolist()
     return {
         "eval_loss": preference_loss(dpo)(leads).item() / len(pairs),
         "eval_accuracy": (leads > 0).double().mean().item(),
         "eval_margin": dpo.beta * leads.mean().item(),
+        "eval_chosen_reward": chosen,
+        "eval_rejected_reward": rejected,
     }
+
+
+def held_out_shares(pairs: Pairs, logprobs: Tensor) -> dict[str, Any]:
+    """How many held-out pairs are ranked right: of all, of each source, and where either answer is the longer one."""
+    moved = (logprobs - pairs.reference).tolist()
+    return accuracies([Scored(item, *each) for item, each in zip(pairs.items, moved, strict=True)])

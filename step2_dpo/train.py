@@ -24,7 +24,7 @@ from pipeline.stage import arrange, optimizer_config, prepare_generation, sampli
 from pipeline.stage_data import evaluation_prompts, examples, say_undecided, stage_records
 from pipeline.stage_models import policy_to_tune, require_context
 from pipeline.tracking import open_watchers
-from step2_dpo.evaluate import held_out_figures, pair_logprobs, with_reference
+from step2_dpo.evaluate import held_out_figures, held_out_shares, pair_logprobs, with_reference
 from step2_dpo.objective import loss_of
 
 
@@ -93,9 +93,11 @@ def run(config: RunConfig, folder: Path) -> None:
             export_policy(engine, source, tokenizer, folder / "model")
         with stage.clock.phase("evaluate"):
             results = compared(prompts, folder, examiner.examine(), examiner.judge)
-            ranked = held_out_figures(unseen, pair_logprobs(engine, held_out, **cut), section) if held_out else {}
+            ranked: dict[str, Any] = {"eval_pairs": 0}
+            if held_out:
+                logprobs = pair_logprobs(engine, held_out, **cut)
+                ranked = {**held_out_figures(unseen, logprobs, section), **held_out_shares(unseen, logprobs)}
         by_model = {name: result.figures for name, result in results.items()}
-        ranked["eval_pairs"] = len(held_out)
         gold = by_model["dpo"].get("gold_score")
         stage.finish({**ranked, "gold_score": gold, "held_out": by_model, "skipped": data.skipped, "packing": packing})
 

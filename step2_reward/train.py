@@ -20,6 +20,7 @@ from pipeline.models.checks import verify
 from pipeline.models.export import export_scorer
 from pipeline.models.source import ModelSource, resolve
 from pipeline.planning.choose import announce
+from pipeline.ranking import Scored, accuracies
 from pipeline.run import StageRun
 from pipeline.stage import arrange, optimizer_config, say_steps, stage_steps
 from pipeline.stage_data import check_data_to_come, examples, say_undecided, stage_records
@@ -33,7 +34,7 @@ from pipeline.stage_models import (
 )
 from pipeline.tracking import open_watchers
 from step2_reward.batches import largest_batch, micro_batches
-from step2_reward.evaluate import Scored, accuracies, score_pairs
+from step2_reward.evaluate import score_pairs
 from step2_reward.loss import bradley_terry_loss, last_scores
 
 REFERENCE_ANSWERS = 512

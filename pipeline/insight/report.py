@@ -55,7 +55,7 @@ def render_report(run: RunReading) -> Markup:
 
 
 def _parts(run: RunReading) -> Mapping[str, Markup | None]:
-    reward = run.stage("reward")
+    reward, dpo = run.stage("reward"), run.stage("dpo")
     unused = " PPO did without it." if run.rewarder == "reward function" else ""
     return {
         "changes": outcome.changes_section(run),
@@ -70,9 +70,9 @@ def _parts(run: RunReading) -> Mapping[str, Markup | None]:
             REWARD_PLOTS, accuracy_chart(reward),
         ),
         "dpo": stage_section(
-            run.stage("dpo"), "Stage 2: direct preference optimisation",
+            dpo, "Stage 2: direct preference optimisation",
             "Trained to prefer the chosen answer of a pair to the rejected one by more than SFT's model does.",
-            DPO_PLOTS,
+            DPO_PLOTS, accuracy_chart(dpo),
         ),
         "ppo": stage_section(
             run.stage("ppo"), "Stage 3: PPO",

@@ -87,7 +87,8 @@ DPO_PLOTS = (
     ),
     Plot(
         "Accuracy",
-        "Share of pairs whose chosen answer has become likelier by more than the rejected one; 0.5 is a coin toss.",
+        "Share of pairs whose chosen answer has become likelier by more than the rejected one; 0.5 is a coin toss. In "
+        "the first step nothing has been learned yet, and rounding decides.",
         _pair("accuracy", "eval_accuracy"),
         (None, 1),
         0.5,
@@ -102,7 +103,12 @@ DPO_PLOTS = (
     Plot(
         "Rewards",
         "beta times the log-ratio to the reference. Where both fall, good answers become unlikely, too: dpo.sft_coef.",
-        (Curve("chosen_reward", "chosen", "strong"), Curve("rejected_reward", "rejected")),
+        (
+            Curve("chosen_reward", "chosen", "strong"),
+            Curve("rejected_reward", "rejected"),
+            Curve("eval_chosen_reward", "held-out", "strong", sparse=True),
+            Curve("eval_rejected_reward", "held-out", sparse=True),
+        ),
         (None, None),
         0.0,
     ),
@@ -234,15 +240,15 @@ def stage_section(
     return section(stage.name, title, text, grid([*plots(stage, wanted), *(chart for chart in more if chart)]))
 
 
-def accuracy_chart(reward: StageReading) -> Markup | None:
-    """Held-out accuracy: overall, by source, and by which answer is the longer one."""
+def accuracy_chart(stage: StageReading) -> Markup | None:
+    """Held-out accuracy of a stage over pairs: overall, by source, and by which answer is the longer one."""
     named = [
-        ("All pairs", reward.number("eval_accuracy")),
-        ("Chosen answer is longer", reward.number("eval_accuracy_chosen_longer")),
-        ("Rejected answer is longer", reward.number("eval_accuracy_rejected_longer")),
+        ("All pairs", stage.number("eval_accuracy")),
+        ("Chosen answer is longer", stage.number("eval_accuracy_chosen_longer")),
+        ("Rejected answer is longer", stage.number("eval_accuracy_rejected_longer")),
     ]
     tones = {"All pairs": "strong"}
-    by_source = [(f"Source: {name}", value) for name, value in reward.numbers("eval_accuracy_by_source").items()]
+    by_source = [(f"Source: {name}", value) for name, value in stage.numbers("eval_accuracy_by_source").items()]
     rows = [
         Bar(label, value, f"{value:.1%}", tones.get(label, "plain"))
         for label, value in named[:1] + by_source + named[1:]
@@ -252,6 +258,6 @@ def accuracy_chart(reward: StageReading) -> Markup | None:
         "The mark is a coin toss. Much lower where the rejected answer is longer: the model has learned to like length."
         " Answers of equal length are in neither."
     )
-    if pairs := reward.number("eval_pairs"):
+    if pairs := stage.number("eval_pairs"):
         note = f"{pairs:.0f} pairs. {note}"
     return bar_chart("Held-out accuracy", rows, note=note, full=1.0, reference=0.5)

@@ -22,7 +22,7 @@ from pipeline.models.checks import verify
 from pipeline.planning.fit import joins
 from step2_dpo import evaluate
 from step2_dpo.batches import Pairs, lay_out
-from step2_dpo.evaluate import held_out_figures, pair_logprobs, with_reference
+from step2_dpo.evaluate import held_out_figures, held_out_shares, pair_logprobs, with_reference
 from step2_dpo.objective import loss_of
 from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
 
@@ -130,7 +130,19 @@ def test_steps_are_those_of_plain_pytorch(folder: Path, keys: dict[str, Any], pa
     lead = after[:, 0] - after[:, 1]
     assert last["eval_accuracy"] == (lead > 0).double().mean().item()
     assert last["eval_margin"] == pytest.approx(dpo.beta * lead.mean().item(), rel=1e-3)
+    rewards = [last["eval_chosen_reward"], last["eval_rejected_reward"]]
+    assert rewards == pytest.approx((dpo.beta * after.mean(0)).tolist(), rel=1e-3, abs=1e-4)
     assert dpo.sft_coef or last["eval_loss"] < wanted[0]["loss"]
+
+
+def test_held_out_shares_are_by_what_was_gained_on_the_reference() -> None:
+    """The second pair, the only one whose chosen answer is the longer, and the last lose, however likely they are."""
+    before = torch.tensor([[-9.0, -5.0], [-2.0, -7.0], [-4.0, -4.0], [-1.0, -1.0], [0.0, 0.0]])
+    after = torch.tensor([[-8.0, -5.0], [-2.0, -6.0], [-3.0, -4.0], [-1.0, -3.0], [-2.0, -1.0]])
+    shares = held_out_shares(Pairs(pairs(), before), after)
+    assert (shares["eval_accuracy"], shares["eval_pairs"]) == (3 / 5, 5)
+    assert shares["eval_accuracy_chosen_longer"] == 0.0 and shares["eval_accuracy_rejected_longer"] == 3 / 4
+    assert shares["eval_accuracy_by_source"] == {"made": 3 / 5}
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -15,9 +15,10 @@ from pipeline.data.encode import PairItem
 from pipeline.data.records import Message, Preference
 from pipeline.models.build import build_scorer
 from pipeline.models.checks import verify
+from pipeline.ranking import Scored, accuracies
 from pipeline.stage_data import say_undecided
 from step2_reward.batches import micro_batches
-from step2_reward.evaluate import Scored, accuracies, score_pairs
+from step2_reward.evaluate import score_pairs
 from step2_reward.train import loss_of, reference_level
 from tests.pipeline.models.tiny import classifier, config_of, frozen, source_in, trained
 

@@ -174,6 +174,18 @@ def test_long_answers_are_cut_and_many_ranks_summed_up(tmp_path: Path) -> None:
     assert "62.00 GiB" not in found.text
 
 
+def test_dpo_shows_rewards_of_held_out_pairs_and_which_it_ranks(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "chosen_reward": -step, "rejected_reward": -2 * step, "eval_chosen_reward": -3.25 * step}
+        for step in (1, 2)
+    ]
+    shares = {"eval_accuracy": 0.71, "eval_accuracy_chosen_longer": 0.9, "eval_accuracy_rejected_longer": 0.4321}
+    write_stage(tmp_path / "dpo", rows, {**shares, "eval_pairs": 64, "eval_accuracy_by_source": {"mine": 0.71}})
+    found = check(render_report(read_run(tmp_path)))
+    for words in ("held-out", "−6.50", "64 pairs.", "Source: mine", "71.0%", "43.2%"):
+        assert words in found.text, words
+
+
 def test_a_folder_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run folder"):
         write_report(tmp_path / "nothing")
