@@ -48,7 +48,7 @@ BATCH = _rows(
     "honoured", "",
     ("train_batch_size", None, "int", "checked: micro-batch x accumulation x ranks. Stages have <stage>.batch_size"),
     ("train_micro_batch_size_per_gpu", None, "int",
-     "told back as micro_batch_size, for the loop's loader. Stages have <stage>.micro_batch_tokens"),
+     "for a loop's loader engine.deepspeed.read tells it (micro_batch_size). Stages have <stage>.micro_batch_tokens"),
     ("gradient_accumulation_steps", None, "int",
      "step() acts on every n-th call. Stages split a batch by tokens and need no number"),
     ("gradient_clipping", 1.0, "number", "global L2 norm; 0 does not clip"),

@@ -21,7 +21,8 @@ class Choices:
     """What a file comes to.
 
     `optimizer` is None where neither file nor caller has one, `scheduler` and `betas` where the file has none. The
-    batch sizes are None where the file leaves them open. `notes` has one line for each key that does nothing here.
+    batch sizes, in rows, are for the caller's loader: the engine needs none. They are None where the file leaves them
+    open. `notes` has one line for each key that does nothing here.
     """
 
     engine: EngineConfig
