@@ -11,7 +11,7 @@ from pipeline.data.load import load_stage
 from pipeline.data.records import Preference
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
 from pipeline.errors import UserError
-from pipeline.models.build import check_scores
+from pipeline.models.build import check_adapters, check_scores
 from pipeline.models.source import ModelSource, check_kind, download, model_folder, resolve
 
 
@@ -139,3 +139,19 @@ def require_scorer(config: RunConfig, source: ModelSource) -> None:
             check_scores(resolve(config.reward_model, config.seed))
     elif "reward" in stages or ("ppo" in stages and not config.ppo.reward_model and config.ppo.advantage == "gae"):
         check_scores(source)
+
+
+def require_adapters(config: RunConfig, source: ModelSource) -> None:
+    """Refuse targets of the stages to come that match nothing in their models, before SFT rather than after it."""
+    for stage in wanted_stages(config):
+        lora = getattr(config, stage).lora
+        if stage == "sft" or not lora.rank or lora.targets == "all-linear":
+            continue
+        other = config.reward_model if stage == "reward" else None
+        if other is not None and other.hub is not None:  # which would have to be fetched first
+            continue
+        try:
+            adapted = source if other is None else resolve(other, config.seed)
+            check_adapters(adapted, lora, scores=stage == "reward")
+        except UserError as problem:
+            raise UserError(f"{stage}.{problem}") from problem

@@ -23,6 +23,7 @@ from pipeline.stage_models import (
     adopt_special_ids,
     base_source,
     check_vocabulary,
+    require_adapters,
     require_context,
     require_scorer,
     run_tokenizer,
@@ -44,6 +45,7 @@ def run(config: RunConfig, folder: Path) -> None:
     adopt_special_ids(source, tokenizer)
     require_context(config, "sft", source)
     require_scorer(config, source)
+    require_adapters(config, source)
     encode = partial(encode_conversations, tokenizer, max_length=section.max_length, loss_on=section.loss_on)
     data = examples("sft", section, records, encode)
     train, held_out = data.train, data.held_out

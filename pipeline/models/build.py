@@ -109,6 +109,12 @@ def check_scores(source: ModelSource) -> None:
     _check_head(_empty(source, config, AutoModelForSequenceClassification))
 
 
+def check_adapters(source: ModelSource, lora: LoraConfig, *, scores: bool) -> None:
+    """Raises UserError where a policy of this model's family (or what `scores`) has no module for these adapters."""
+    auto = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    add_adapters(_empty(source, without_dropout(source.config, 0.0), auto), lora)
+
+
 def _check_head(model: PreTrainedModel) -> None:
     if not isinstance(getattr(model, "score", None), nn.Linear) or model.base_model is model:
         raise UserError(f"{type(model).__name__} has no linear head named score. {NO_SCORER}")

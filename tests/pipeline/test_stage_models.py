@@ -4,11 +4,12 @@ import pytest
 from transformers import CohereConfig, LlamaConfig
 
 from pipeline import stage_models
+from pipeline.config.schema import DpoSection, LoraConfig, PpoSection, RewardSection
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
 from pipeline.stage_data import stage_records
-from pipeline.stage_models import policy_to_tune, require_context, require_scorer, run_tokenizer
+from pipeline.stage_models import policy_to_tune, require_adapters, require_context, require_scorer, run_tokenizer
 from tests.pipeline.models.tiny import config_of, language_model
 from tests.tiny import tiny_config
 
@@ -84,3 +85,21 @@ def test_a_policy_whose_tokenizer_has_more_ids_than_it_has_rows_is_refused(tmp_p
     train_tokenizer([f"Question {n}? Answer {n}." for n in range(300)], 400).hf.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"the tokenizer has \d+ ids, model .* only \d+ embedding rows; give"):
         policy_to_tune(tiny_config(), tmp_path)
+
+
+def test_targets_of_a_later_stage_are_looked_for_before_sft() -> None:
+    source, other = (ModelSource("b", config_of(family), None, 1, "sdpa", False) for family in ("gpt2", "llama"))
+    lora = LoraConfig(rank=2, targets=["q_proj"])
+    config = tiny_config()
+    for changes in (
+        {"method": "dpo", "dpo": DpoSection(lora=lora)},
+        {"reward": RewardSection(lora=lora)},
+        {"ppo": PpoSection(lora=lora)},
+    ):
+        adapted = config.model_copy(update=changes)
+        with pytest.raises(UserError, match=r"^(dpo|reward|ppo)\.lora\.targets=\['q_proj'\] matches no .*c_attn"):
+            require_adapters(adapted, source)
+        require_adapters(adapted, other)
+        require_adapters(adapted.model_copy(update={"stage": "sft"}), source)
+    rewarding = config.model_copy(update={"reward": RewardSection(lora=lora), "reward_model": config.model})  # a Llama
+    require_adapters(rewarding, source)
