@@ -93,7 +93,7 @@ def _model_mistakes(key: str, model: ModelConfig) -> Iterable[str]:
     if model.weights == "random" and not model.architecture:
         shape = f"{key}.architecture={{model_type: ..., ...}}"
         yield f"{key}.weights=random has nothing to build: {shape}, or an option of conf/model"
-    if model.architecture is not None and "model_type" not in model.architecture:
+    if model.architecture and "model_type" not in model.architecture:
         yield (
             f"{key}.architecture.model_type is missing: the family in transformers' words (opt, llama, qwen3, ...); "
             f"{key}.architecture.KEY=VALUE changes one field of an option's"

@@ -121,7 +121,8 @@ def _check_option(group: str, value: str, options: list[str]) -> None:
     if value in options:
         return
     if value.startswith("[") or value in ("null", "none", ""):
-        raise UserError(f"{group}={value} names no option; choose one of {', '.join(options)}")
+        without = "" if group in ("model", "reward_model", "data") else f", or none by ~{group}"
+        raise UserError(f"{group}={value} names no option; choose one of {', '.join(options)}{without}")
     close = closest(value, options)
     advice = f" Did you mean {group}={close}?" if close else ""
     own = ""
