@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch import _dynamo as dynamo
 from torch.utils.checkpoint import checkpoint
 
 from engine import optim, precision
@@ -12,6 +13,11 @@ from engine.kernels.wide_linear import widen_linears
 from engine.large_pages import prepare_large_pages
 from engine.offload import MappedShards, together
 from engine.parallel import dist, dtensors, head, operators, pipeline, tensor, zero
+
+WAYS = 64
+"""How often a block is compiled, at most. All of a model's share their code, and each way to call one is another: with
+gradients and without, with dropout, rows of a size, packed or padded. PyTorch's own limit of 8 is soon reached.
+"""
 
 
 def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | None) -> MappedShards | None:
@@ -36,6 +42,7 @@ def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig 
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
     if config.compile_blocks:
         operators.define()
+        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, WAYS)
         for block in zero.blocks(module):
             block.compile()
     on_host = config.offload_parameters != "none"

@@ -122,16 +122,19 @@ def _within(documents: Documents, query: Tensor, key: Tensor, value: Tensor, how
     kernel = varlen_kernel() if query.is_cuda and how.fits_kernel(query, value) else None
     if kernel is not None:
         return _by_kernel(kernel, query[0], key[0], value[0], documents.ragged(query.device), how)[None]
+    return _by_lengths(query, key, value, documents, how)
+
+
+@torch.compiler.disable
+def _by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How) -> Tensor:
+    """Through loops over documents, which compiled blocks leave alone: they would be compiled anew for each row."""
     on_host = _on_host(query[0], key[0], value[0], documents, how)
     return _one_by_one(query, key, value, documents, how) if on_host is None else on_host[None]
 
 
 def _on_host(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How) -> Tensor | None:
-    """(heads, N, size) queries -> (N, heads, size) by the kernel for CPUs; None where it can't.
-
-    A compiler of blocks can't look into it, and does well with operators.
-    """
-    if query.device.type != "cpu" or how.softcap is not None or how.dropout or torch.compiler.is_compiling():
+    """(heads, N, size) queries -> (N, heads, size) by the kernel for CPUs; None where it can't."""
+    if query.device.type != "cpu" or how.softcap is not None or how.dropout:
         return None
     if (families := documents.families) is None:
         return None

@@ -104,6 +104,13 @@ def test_gradients_are_the_plain_paths(folder: Path, key: str, monkeypatch: pyte
         kept["loss"] = torch.tensor(engine.update(batches, loss_of, count, before_step=keep).loss)
         found.append(kept)
     assert bool(called) == (key == "compile_blocks")
+    if called:  # rows of other lengths, and of more documents and fewer, are compiled once more and never again
+        graphs = []
+        for some in (items()[:2], items()[1:], [*items(), *items()[:1]]):
+            batches, count = micro_batches(some, budget=1000, packing=True, pad_id=0)
+            engine.update(batches, loss_of, count)
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert graphs[0] > 0 and len(set(graphs[1:])) == 1, graphs
     for name, wanted in found[0].items():
         torch.testing.assert_close(found[1][name], wanted, atol=1e-5, rtol=1e-4, msg=name)
 
