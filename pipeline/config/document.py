@@ -55,6 +55,8 @@ Short forms:
 - `reward_model=opt-350m` chooses an option of `conf/model` for the reward model and the critic.
 - `model.path=FOLDER`, `model.hub=ID` or `data.path=FILE` without an option leave the default option out.
 - `actor=RUN/sft` takes model, data and settings of that run, and the command line changes them.
+- `model.architecture={model_type: llama, ...}` is the whole architecture; `model.architecture.hidden_size=64` changes
+  one field of the option's.
 - `recipe=NAME` chooses a recipe by hand.
 - `~sft.lr` forgets what options and recipe say of a key: its default below holds. `~recipe` leaves the recipe out.
 """
