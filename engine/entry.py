@@ -27,8 +27,8 @@ def initialize(
     frozen engine that only computes. `scheduler` maps the optimizer step (from 0) to its learning rate.
 
     `fill(module)` gives values to a module built on the meta device, after it was sharded. `rollout_path` names the
-    submodule that generates text. Joins the process group that the environment names (torchrun), else runs alone.
-    Raises ValueError, saying what to do, for what can't be.
+    submodule that generates text, for `generating` ("" is the model itself). Joins the process group that the
+    environment names (torchrun), else runs alone. Raises ValueError, saying what to do, for what can't be.
     """
     if config is None or isinstance(config, EngineConfig):
         return Engine(
