@@ -81,8 +81,8 @@ class SharedForward:
         if not made:
             return None
         if [id(batch) for batch, _ in made] != [id(batch) for batch in micro_batches]:
-            del made
-            self._discard()
+            self._made = made
+            self.forget()
             return None
         outputs = [output for _, output in made]
         del made
@@ -95,10 +95,11 @@ class SharedForward:
         return bool(self._made)
 
     def forget(self) -> None:
-        """Let go of what waits."""
+        """Let go of what waits, as if it had not been."""
         if self._made:
             self._made = []
             self._discard()
+            self._before.restore()
 
     def _through(
         self, name: str, micro_batches: Sequence[Any], work: Callable[[Any, Pass], Any], before: State

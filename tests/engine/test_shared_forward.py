@@ -36,7 +36,7 @@ def trained(stage: int, sizes: list[int], *, shares: bool, **others: Any) -> dic
     return {
         "weights": weights, "losses": [u.loss for u in updates], "norms": [u.grad_norm for u in updates],
         "rows": [u.sums["rows"] for u in updates], "left": len(left), "scores": scores, "apart": apart,
-        "seen": engine.module.seen.item(), "random": torch.rand(1).item(),
+        "seen": engine.module.seen.item(), "random": torch.rand(1).item(), "reduced": updates[-1].sent.reduce,
     }  # fmt: skip
 
 
@@ -89,7 +89,9 @@ def on_two_ranks() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     for stage in range(4):
         for sizes in ([8], [3, 3, 1, 1]):
             wanted = trained(stage, sizes, shares=False)
-            found.append((f"stage {stage} {sizes}", trained(stage, sizes, shares=True), wanted))
+            shared = trained(stage, sizes, shares=True)
+            assert shared["reduced"] == wanted["reduced"] > 0  # once a step, or once a micro-batch
+            found.append((f"stage {stage} {sizes}", shared, wanted))
             where, call = WAYS[(stage + len(sizes)) % len(WAYS)]
             with Failing(where, 2, call=call, ranks=(stage % 2,)):
                 healed = trained(stage, sizes, shares=True)
@@ -108,15 +110,15 @@ def test_two_ranks() -> None:
 def test_what_else_is_done_lets_go_of_forwards() -> None:
     """Scoring in between, other micro-batches: the update makes its own forwards, of the parameters as they are."""
     wanted, engine = trained(0, [16], shares=False, dtype="bf16"), engine_of(0, dtype="bf16")
-    losses = []
+    losses, forwards = [], list[bool]()
+    engine.module.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     for step in range(STEPS):
         share = batches(step, [16])
-        assert engine.score_to_learn(share, rows_of) is not None
+        assert engine.score_to_learn(batches(9, [16]) if step == 1 else share, rows_of) is not None
         if step == 0:
             engine.score(share, rows_of)
-        elif step == 1:
-            share = batches(step, [16])
-        else:
+        elif step == 2:
             assert engine.score_to_learn(share, rows_of) is not None
         losses.append(engine.update(share, loss, 16.0).loss)
-    assert losses == wanted["losses"]
+    assert losses == wanted["losses"] and engine.module.seen.item() == wanted["seen"]
+    assert forwards == [True, False, True, True, True, True, True]  # of the third step two that were kept, none else
