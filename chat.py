@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.debug:
             raise
         print(f"chat.py: {mistake}", file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output left

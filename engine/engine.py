@@ -408,8 +408,15 @@ class Engine:
 
     @property
     def flip(self) -> Flip:
-        """The generation side: how long the last flip took, what its self-check said."""
-        assert self._flip is not None, "give rollout_path= to generate"
+        """The generation side: how long the last flip took, what its self-check said.
+
+        Raises ValueError where the engine was made without `rollout_path`.
+        """
+        if self._flip is None:
+            raise ValueError(
+                "this engine was not told what generates: initialize(..., rollout_path=NAME) with the name of the "
+                'language model inside of the module, "" where it is the module itself'
+            )
         return self._flip
 
     def start_averaging(self, decay: float) -> None:

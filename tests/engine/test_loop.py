@@ -253,3 +253,9 @@ def test_running_statistics_and_unused_parameters_are_kept(tmp_path: Path) -> No
     for (name, ours), (_, theirs) in zip(other.module.named_buffers(), engine.module.named_buffers(), strict=True):
         assert torch.equal(ours, theirs), name
     assert float(dict(other.module.named_buffers())["norm.running_mean"].sum()) > 1.0
+
+
+def test_who_did_not_say_what_generates_is_told_how() -> None:
+    engine = initialize(nn.Linear(2, 2), EngineConfig())
+    with pytest.raises(ValueError, match=r'rollout_path=NAME.* "" where it is the module itself'), engine.generating():
+        pass
