@@ -23,6 +23,7 @@ HOW = {"micro_batch_tokens", "reward_threads", "shared_forward"}
 HOW_ROLLOUTS = {"batch_size", "cache_bytes", "tensor_parallel", "stream", "keep", "park_optimizer", "selfcheck_every"}
 ENGINE_KEYS = ("dtype", "compress", "states", "loss_scale_power", "loss_scale_window")
 DEEPSPEED_KEYS = ("optimizer", "scheduler", "gradient_clipping", "fp16", "bf16", "bfloat16", "communication_data_type")
+ZERO_KEYS = ("zero_quantized_weights", "zero_quantized_gradients")  # as engine.compress
 
 
 class HashCache:
@@ -95,9 +96,14 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
 
 
 def _deepspeed_settings(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """What a DeepSpeed configuration changes of a result; its ZeRO and batch keys don't."""
+    """What a DeepSpeed configuration changes of a result; its batch keys, and most of ZeRO's, don't."""
     file = engine.get("deepspeed")
-    said = {key: value for key, value in file.items() if key in DEEPSPEED_KEYS} if isinstance(file, Mapping) else {}
+    if not isinstance(file, Mapping):
+        return {}
+    said = {key: value for key, value in file.items() if key in DEEPSPEED_KEYS}
+    zero = file.get("zero_optimization")
+    sent = {key: zero[key] for key in ZERO_KEYS if zero.get(key)} if isinstance(zero, Mapping) else {}
+    said |= {"zero_optimization": sent} if sent else {}
     return {"deepspeed": said} if said else {}
 
 

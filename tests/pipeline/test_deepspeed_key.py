@@ -33,6 +33,11 @@ def test_a_file_is_kept_by_content_and_says_what_does_nothing(tmp_path: Path) ->
     assert any("reduce_bucket_size has nothing to do here" in line for line in warnings(config))
     assert stage_settings(config, "sft")["engine.deepspeed.optimizer.type"] == "Lion"
     assert not any("deepspeed" in key for key in stage_settings(tiny_config(), "sft"))
+    eight_bits = {"zero_optimization": {"stage": 2, "zero_quantized_weights": True, "zero_quantized_gradients": False}}
+    said = stage_settings(validate(raw(FILE | eight_bits)), "sft")
+    assert [key for key in said if "zero_optimization" in key] == [
+        "engine.deepspeed.zero_optimization.zero_quantized_weights"
+    ]
 
 
 def test_a_batch_that_is_not_the_stages_own_is_told() -> None:

@@ -97,7 +97,7 @@ def held(stage: int, dtype: str, special: str) -> dict[str, int]:
         Block.heights = None
         engine.backward(loss, last=last)
         del loss
-    found["backward"] = living() - before
+    found["backward"] = settled() - before
     engine.step()
     found["resting"] = settled() - before
     del engine
