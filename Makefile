@@ -16,6 +16,7 @@ test: setup
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
+	@$(PY) -m ruff format --check --quiet .
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy
 

@@ -46,9 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE", help="the cases to run; all of them by default")
     parser.add_argument("--rounds", type=int, default=3, help="times each case is run, in turn (default 3)")
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu",
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
         help="cuda: rollouts on a GPU, as python -m benchmarks.gpu ceilings decode profile",
-    )  # fmt: skip
+    )
     parser.add_argument("--no-record", action="store_true", help=f"don't add the figures to {RESULTS.name}")
     arguments = parser.parse_args(argv)
     if arguments.name is None:

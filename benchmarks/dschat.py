@@ -36,16 +36,26 @@ from step3_ppo.loss import policy_loss, value_loss
 
 CASES = ("opt-1.3b",)
 OPT_350M = OPT_1_3B | {
-    "hidden_size": 1024, "num_attention_heads": 16, "ffn_dim": 4096, "word_embed_proj_dim": 512,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "ffn_dim": 4096,
+    "word_embed_proj_dim": 512,
     "do_layer_norm_before": False,
-}  # fmt: skip
+}
 OPT_125M = OPT_1_3B | {
-    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072, "word_embed_proj_dim": 768,
-}  # fmt: skip
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "ffn_dim": 3072,
+    "word_embed_proj_dim": 768,
+}
 SMALL_CRITIC = OPT_125M | {
-    "hidden_size": 384, "num_attention_heads": 6, "ffn_dim": 1536, "word_embed_proj_dim": 192,
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "ffn_dim": 1536,
+    "word_embed_proj_dim": 192,
     "do_layer_norm_before": False,
-}  # fmt: skip
+}
 PUBLISHED_TOKENS = 135.3e6
 PUBLISHED_HOURS = {"one_a100_80g": 11.7, "eight_a100_80g": 1.4}  # DeepSpeed-Chat's README, table 1
 OPTIMIZER = OptimizerConfig(lr=1e-6, schedule="constant")

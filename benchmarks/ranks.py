@@ -27,9 +27,12 @@ def run_ranks(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {
-        "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
         "DS_ACCELERATOR": "cpu",  # for DeepSpeed's side
-    }  # fmt: skip
+    }
     workers = [
         subprocess.Popen(
             [str(python), "-m", module, *arguments],

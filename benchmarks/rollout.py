@@ -23,21 +23,37 @@ from engine.rollout.sampling import Sampling
 from engine.rollout.slot_decoder import SlotDecoder
 
 ELSEWHERE = {
-    "zero3": "benchmarks.rollout_flip", "flip": "benchmarks.rollout_flip", "release": "benchmarks.rollout_flip",
+    "zero3": "benchmarks.rollout_flip",
+    "flip": "benchmarks.rollout_flip",
+    "release": "benchmarks.rollout_flip",
     "ppo": "benchmarks.rollout_ppo",
-}  # fmt: skip
+}
 CASES = ("equal", "ragged", "single", "tiny", "samples", *ELSEWHERE)
 CACHES = ("dynamic", "static")
 DTYPE = torch.bfloat16
 OPT_125M: dict[str, Any] = {
-    "model_type": "opt", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072,
-    "word_embed_proj_dim": 768, "vocab_size": 50272, "max_position_embeddings": 2048,
-}  # fmt: skip
+    "model_type": "opt",
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "ffn_dim": 3072,
+    "word_embed_proj_dim": 768,
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+}
 TINY: dict[str, Any] = {
-    "model_type": "qwen3", "hidden_size": 384, "num_hidden_layers": 2, "num_attention_heads": 12,
-    "num_key_value_heads": 12, "head_dim": 32, "intermediate_size": 1024, "vocab_size": 800,
-    "max_position_embeddings": 512, "tie_word_embeddings": True, "initializer_range": 0.05,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "hidden_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 32,
+    "intermediate_size": 1024,
+    "vocab_size": 800,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.05,
+}
 
 
 @dataclass(frozen=True)

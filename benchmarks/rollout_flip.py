@@ -66,10 +66,14 @@ def zero3(rounds: int) -> dict[str, Any]:
         "unit": "useful tokens/s",
         "lower_is_better": False,
         "detail": {
-            "ranks": RANKS, "threads": 1, "dtype": "bfloat16", "spread": spread(rates), "peer_cache": "dynamic",
+            "ranks": RANKS,
+            "threads": 1,
+            "dtype": "bfloat16",
+            "spread": spread(rates),
+            "peer_cache": "dynamic",
             "ours_16_a_rank": wide,
         },
-    }  # fmt: skip
+    }
 
 
 def flip(rounds: int) -> dict[str, Any]:
@@ -88,10 +92,15 @@ def flip(rounds: int) -> dict[str, Any]:
         "unit": "% of the rollout",
         "lower_is_better": True,
         "detail": {
-            "ranks": RANKS, "threads": 1, "dtype": "bfloat16", "flip_seconds": seconds, "rollout_seconds": whole,
-            "bytes": engine.flip.bytes, "spread": spread([figure[0] for figure in figures]),
+            "ranks": RANKS,
+            "threads": 1,
+            "dtype": "bfloat16",
+            "flip_seconds": seconds,
+            "rollout_seconds": whole,
+            "bytes": engine.flip.bytes,
+            "spread": spread([figure[0] for figure in figures]),
         },
-    }  # fmt: skip
+    }
 
 
 def release(rounds: int) -> dict[str, Any]:

@@ -30,14 +30,33 @@ LIMIT_SECONDS = 1800.0
 TRAIN = (sys.executable, "train.py")
 
 SETTINGS = (
-    "model=opt-125m", "model.weights=random", "data=demo", "tracking=none", f"ranks={RANKS}", f"engine.dtype={DTYPE}",
-    "sft.batch_size=64", "sft.max_length=512", "sft.packing=true", "sft.micro_batch_tokens=2048",
-    "reward.batch_size=32", "reward.max_length=512", "reward.micro_batch_tokens=2048",
-    "ppo.batch_size=8", "ppo.update_epochs=1", "ppo.minibatches=1", "ppo.micro_batch_tokens=2048",
-    "rollout.batch_size=8", "rollout.max_prompt_tokens=128",
-    "evaluation.prompts=2", "sft.eval_examples=8", "reward.eval_examples=8", "ppo.eval_examples=2",
-    "sft.save_every=1000", "reward.save_every=1000", "ppo.save_every=1000",
-)  # fmt: skip
+    "model=opt-125m",
+    "model.weights=random",
+    "data=demo",
+    "tracking=none",
+    f"ranks={RANKS}",
+    f"engine.dtype={DTYPE}",
+    "sft.batch_size=64",
+    "sft.max_length=512",
+    "sft.packing=true",
+    "sft.micro_batch_tokens=2048",
+    "reward.batch_size=32",
+    "reward.max_length=512",
+    "reward.micro_batch_tokens=2048",
+    "ppo.batch_size=8",
+    "ppo.update_epochs=1",
+    "ppo.minibatches=1",
+    "ppo.micro_batch_tokens=2048",
+    "rollout.batch_size=8",
+    "rollout.max_prompt_tokens=128",
+    "evaluation.prompts=2",
+    "sft.eval_examples=8",
+    "reward.eval_examples=8",
+    "ppo.eval_examples=2",
+    "sft.save_every=1000",
+    "reward.save_every=1000",
+    "ppo.save_every=1000",
+)
 
 
 @dataclass(frozen=True)

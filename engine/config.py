@@ -161,8 +161,13 @@ class EngineConfig:
     def _beside_pipeline(self) -> list[str]:
         """What has to be set to which value for the pieces of a pipeline."""
         wanted: dict[str, object] = {
-            "offload_optimizer": "none", "offload_parameters": "none", "compile_blocks": False, "compress": "none",
-            "states": "fp32", "tensor_parallel": 1, "gradient_accumulation": 1,
-        }  # fmt: skip
+            "offload_optimizer": "none",
+            "offload_parameters": "none",
+            "compile_blocks": False,
+            "compress": "none",
+            "states": "fp32",
+            "tensor_parallel": 1,
+            "gradient_accumulation": 1,
+        }
         changed = [f"{key}={value}" for key, value in wanted.items() if getattr(self, key) != value]
         return (["zero_stage=0, 1 or 2"] if self.zero_stage == 3 else []) + changed

@@ -32,9 +32,13 @@ def initialize(
     """
     if config is None or isinstance(config, EngineConfig):
         return Engine(
-            model, config or EngineConfig(), optimizer=optimizer, scheduler=scheduler, fill=fill,
+            model,
+            config or EngineConfig(),
+            optimizer=optimizer,
+            scheduler=scheduler,
+            fill=fill,
             rollout_path=rollout_path,
-        )  # fmt: skip
+        )
     from engine.deepspeed import read
 
     choices = read(config, ranks=dist.world().size, optimizer=optimizer)

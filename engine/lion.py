@@ -1,6 +1,6 @@
 """Lion: the sign of an interpolated momentum (Chen et al., 2023, arXiv:2302.06675, program 1).
 
-    u = sign(b1 m + (1 - b1) g)      p <- p - lr (u + decay p)      m <- b2 m + (1 - b2) g
+u = sign(b1 m + (1 - b1) g)      p <- p - lr (u + decay p)      m <- b2 m + (1 - b2) g
 """
 
 from collections.abc import Callable, Iterable

@@ -145,9 +145,7 @@ def copy_local(parameter: Tensor, whole: Tensor) -> None:
 
 
 @torch.no_grad()
-def read_parameters(
-    parameters: Mapping[str, Tensor], folder: TensorFolder, source_name: Mapping[str, str]
-) -> None:
+def read_parameters(parameters: Mapping[str, Tensor], folder: TensorFolder, source_name: Mapping[str, str]) -> None:
     """Fill parameters from a folder; `source_name` maps a parameter's name to the file's. Shapes must agree."""
     for name, parameter in parameters.items():
         there = source_name[name]

@@ -82,9 +82,15 @@ class Pipelined:
         return results, report(parts, batches)
 
     def _pass(
-        self, name: str, batches: Sequence[Any], rows: Sequence[int], work: Callable[[Any, Pass], Any], guard: Guard, *,
+        self,
+        name: str,
+        batches: Sequence[Any],
+        rows: Sequence[int],
+        work: Callable[[Any, Pass], Any],
+        guard: Guard,
+        *,
         in_turn: bool = False,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         results: list[Any] = [None] * len(batches)
         trains = torch.is_grad_enabled()
         under_way = self._ledger.under_way(trains=trains)

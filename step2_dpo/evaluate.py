@@ -26,9 +26,7 @@ SECONDS_A_LINE = 10.0
 SECONDS_A_FILE = 60.0
 
 
-def pair_logprobs(
-    engine: Engine, items: Sequence[PairItem], *, budget: int, packing: bool, pad_id: int
-) -> Tensor:
+def pair_logprobs(engine: Engine, items: Sequence[PairItem], *, budget: int, packing: bool, pad_id: int) -> Tensor:
     """(N, 2) fp32 of chosen and rejected answers, on the host of every rank, the work spread over ranks."""
     pairs = Pairs(items, torch.zeros(len(items), 2))
     batches, held = pairs.micro_batches(range(len(items)), budget=budget, packing=packing, pad_id=pad_id)

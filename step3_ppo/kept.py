@@ -50,8 +50,11 @@ def told(
     count = min(answers, len(rollout))
     names = {"logprobs": rollout.logprobs, "generator": rollout.generator, "reference": rollout.reference}
     names |= {"values": rollout.values, "rewards": targets.rewards, "returns": targets.returns}
-    tables = {name: table[:count].float() for name, table in (names | {"advantages": targets.advantages}).items()
-              if table is not None}  # fmt: skip
+    tables = {
+        name: table[:count].float()
+        for name, table in (names | {"advantages": targets.advantages}).items()
+        if table is not None
+    }
     each = {"score": rollout.scores, "finished": rollout.finished, "mask": rollout.response_mask}
     if rollout.function is not None:
         each["function_score"] = rollout.function

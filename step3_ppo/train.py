@@ -129,9 +129,14 @@ class Ppo:
         """Write some of the answers down, with what they earned."""
         ppo = self.section
         keep_answers(
-            self.folder, step, rollout, targets, lambda ids: str(self.tokenizer.hf.decode(ids)),
-            answers=ppo.keep_answers, tokens=ppo.keep_tokens,
-        )  # fmt: skip
+            self.folder,
+            step,
+            rollout,
+            targets,
+            lambda ids: str(self.tokenizer.hf.decode(ids)),
+            answers=ppo.keep_answers,
+            tokens=ppo.keep_tokens,
+        )
 
     def learn(self, step: int, rollout: Rollout, targets: Targets, budget: int) -> dict[str, float]:
         """Several passes over the rollout; the first minibatch's ratio must be 1."""
@@ -153,9 +158,7 @@ class Ppo:
         parts, pad_id = self.section.minibatches, self.tokenizer.pad_id
         return minibatches(rollout, parts=parts, seed=shuffle, pad_id=pad_id, budget=budget, packing=self.models.pack)
 
-    def _update_policy(
-        self, minibatch: Minibatch, rollout: Rollout, targets: Targets, *, first: bool
-    ) -> Update:
+    def _update_policy(self, minibatch: Minibatch, rollout: Rollout, targets: Targets, *, first: bool) -> Update:
         actor = self.models.actor
         return update_policy(
             actor,
@@ -207,18 +210,21 @@ def run(config: RunConfig, folder: Path) -> None:
     def take(extra: dict[str, float]) -> None:
         ppo.kl = dataclasses.replace(ppo.kl, coef=extra["kl_coef"])
 
-    with open_watchers(config, "ppo", folder, ppo.steps) as watchers, StageRun(
-        folder,
-        ppo.section,
-        ppo.steps,
-        ppo.models.learning,
-        frozen={name: engine for name, engine in ppo.models.engines.items() if name in ("reference", "reward")},
-        watchers=watchers,
-        profile=config.profile,
-        decides="eval_score",
-        extra=lambda: {"kl_coef": ppo.kl.coef},
-        take=take,
-    ) as stage:
+    with (
+        open_watchers(config, "ppo", folder, ppo.steps) as watchers,
+        StageRun(
+            folder,
+            ppo.section,
+            ppo.steps,
+            ppo.models.learning,
+            frozen={name: engine for name, engine in ppo.models.engines.items() if name in ("reference", "reward")},
+            watchers=watchers,
+            profile=config.profile,
+            decides="eval_score",
+            extra=lambda: {"kl_coef": ppo.kl.coef},
+            take=take,
+        ) as stage,
+    ):
         stage.predicted = predicted
         done = stage.restore()
         if dist.world().leads:

@@ -108,9 +108,7 @@ def update_policy(
     return actor.update(batches, loss, minibatch.tokens, maxima=("largest",), before_step=look)
 
 
-def update_critic(
-    critic: Engine, minibatch: Minibatch, rollout: Rollout, targets: Targets, ppo: PpoSection
-) -> Update:
+def update_critic(critic: Engine, minibatch: Minibatch, rollout: Rollout, targets: Targets, ppo: PpoSection) -> Update:
     """One step of the critic."""
     before, returns = rollout.values, targets.returns
     assert before is not None and returns is not None, "a rollout without a critic"

@@ -353,9 +353,7 @@ def test_lines_from_a_pipe_are_turns(
         (["{run}", "--prompt", "good morning " * 400], "too long"),
     ],
 )
-def test_mistakes_are_one_line(
-    run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
-) -> None:
+def test_mistakes_are_one_line(run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
     assert chat.main([part.replace("{run}", str(run)) for part in arguments]) == 2
     shown = capsys.readouterr()
     assert told in shown.err and shown.err.count("\n") == 1 and not shown.out

@@ -44,9 +44,15 @@ def run(setting: Setting) -> Iterator[dict[str, Any]]:
             for name, generate in engines.items():
                 if setting.quick and (new > 128 or name not in ("ours", "generate")):
                     continue
-                yield {"case": name, "batch": batch, "prompt": prompt, "new": new, "floor_ms": floor,
-                       **_published(batch, new),
-                       **_measured(setting, partial(generate, module), batch, prompt, new, floor)}  # fmt: skip
+                yield {
+                    "case": name,
+                    "batch": batch,
+                    "prompt": prompt,
+                    "new": new,
+                    "floor_ms": floor,
+                    **_published(batch, new),
+                    **_measured(setting, partial(generate, module), batch, prompt, new, floor),
+                }
 
 
 def _published(batch: int, new: int) -> dict[str, Any]:
@@ -74,8 +80,13 @@ def _measured(
     except Exception as problem:
         return failure(problem)
     step = 1e3 * (whole - first) / (new - 1)
-    return {"step_ms": step, "over_floor": step / floor, "total_ms": 1e3 * whole, "prompt_ms": 1e3 * first,
-            "tokens_per_second": batch * new / whole}  # fmt: skip
+    return {
+        "step_ms": step,
+        "over_floor": step / floor,
+        "total_ms": 1e3 * whole,
+        "prompt_ms": 1e3 * first,
+        "tokens_per_second": batch * new / whole,
+    }
 
 
 def _ours(setting: Setting, rollouts: Rollouts, module: nn.Module, prompts: list[list[int]], new: int) -> None:
@@ -87,9 +98,15 @@ def _ours(setting: Setting, rollouts: Rollouts, module: nn.Module, prompts: list
 def _generate(module: nn.Module, prompts: list[list[int]], new: int, cache: str | None = None) -> None:
     ids = torch.tensor(prompts, device=next(module.parameters()).device)
     said: Tensor = module.generate(  # type: ignore[operator, assignment]
-        ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=new, min_new_tokens=new,
-        pad_token_id=0, cache_implementation=cache,
-    )  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        pad_token_id=0,
+        cache_implementation=cache,
+    )
     assert said.shape[1] == ids.shape[1] + new
 
 

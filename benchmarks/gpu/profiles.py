@@ -44,8 +44,9 @@ def _by_kernel(setting: Setting, work: Callable[[], object]) -> dict[str, Any]:
     with profile(activities=kinds) as profiler:
         work()
         setting.wait()
-    times = {e.key: (e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count)
-             for e in profiler.key_averages()}  # fmt: skip
+    times = {
+        e.key: (e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count) for e in profiler.key_averages()
+    }
     total = sum(time for time, _ in times.values())
     ranked = sorted(times.items(), key=lambda item: -item[1][0])[:MOST_KERNELS]
     kernels = [{"name": name[:80], "ms": time / 1e3, "calls": count} for name, (time, count) in ranked]

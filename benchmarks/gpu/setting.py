@@ -12,13 +12,23 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 OPT_1_3B: dict[str, Any] = {
-    "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "ffn_dim": 8192,
-    "word_embed_proj_dim": 2048, "vocab_size": 50272, "max_position_embeddings": 2048, "dropout": 0.0,
-}  # fmt: skip
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "ffn_dim": 8192,
+    "word_embed_proj_dim": 2048,
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+    "dropout": 0.0,
+}
 TINY: dict[str, Any] = OPT_1_3B | {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_dim": 64,
+    "word_embed_proj_dim": 32,
     "vocab_size": 512,
-}  # fmt: skip
+}
 
 
 def failure(problem: Exception) -> dict[str, str]:

@@ -25,13 +25,15 @@ TIERS: dict[str, dict[str, Any]] = {
     "zero2": {"zero_stage": 2},
     "zero3": {"zero_stage": 3},
     "zero2 + cpu optimizer": {"zero_stage": 2, "offload_optimizer": "cpu"},
-    "zero3 + cpu optimizer and parameters": {
-        "zero_stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
-}  # fmt: skip
+    "zero3 + cpu optimizer and parameters": {"zero_stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+}
 SIZES: dict[str, tuple[int, int, int]] = {  # hidden size, layers, heads (Zhang et al., 2022, arXiv:2205.01068, table 1)
-    "opt-1.3b": (2048, 24, 32), "opt-2.7b": (2560, 32, 32), "opt-6.7b": (4096, 32, 32), "opt-13b": (5120, 40, 40),
+    "opt-1.3b": (2048, 24, 32),
+    "opt-2.7b": (2560, 32, 32),
+    "opt-6.7b": (4096, 32, 32),
+    "opt-13b": (5120, 40, 40),
     "opt-30b": (7168, 48, 56),
-}  # fmt: skip
+}
 OPTIMIZER = OptimizerConfig(lr=1e-5)
 
 
@@ -92,8 +94,13 @@ def _shape(setting: Setting, size: str) -> dict[str, Any]:
     if setting.tiny:
         return setting.shape
     hidden, layers, heads = SIZES[size]
-    return OPT_1_3B | {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
-                       "ffn_dim": 4 * hidden, "word_embed_proj_dim": hidden}  # fmt: skip
+    return OPT_1_3B | {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "ffn_dim": 4 * hidden,
+        "word_embed_proj_dim": hidden,
+    }
 
 
 def _predicted(setting: Setting, size: str, tier: dict[str, Any]) -> ModelStates:

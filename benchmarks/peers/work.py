@@ -9,10 +9,19 @@ from typing import Any
 import numpy as np
 
 OPT_125M: Mapping[str, Any] = {
-    "model_type": "opt", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072,
-    "word_embed_proj_dim": 768, "vocab_size": 50272, "max_position_embeddings": 2048, "dropout": 0.0,
-    "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2,
-}  # fmt: skip
+    "model_type": "opt",
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "ffn_dim": 3072,
+    "word_embed_proj_dim": 768,
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+    "dropout": 0.0,
+    "pad_token_id": 1,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+}
 FIRST_TOKEN = 10  # those below are special
 SHORTEST, LONGEST = 20, 512
 THREADS = 2

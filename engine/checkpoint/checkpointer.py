@@ -71,9 +71,13 @@ class Checkpointer:
             self._watch(snapshot)
         begun = threading.Event()
         work = partial(
-            dcp.save, tensors, storage_writer=Writer(staging, snapshot, begun), planner=offloaded.SavePlanner(filed),
-            process_group=dist.background_group(), no_dist=dist.world().size == 1,
-        )  # fmt: skip
+            dcp.save,
+            tensors,
+            storage_writer=Writer(staging, snapshot, begun),
+            planner=offloaded.SavePlanner(filed),
+            process_group=dist.background_group(),
+            no_dist=dist.world().size == 1,
+        )
         named = partial(_name, staging, folder, then) if dist.world().leads else lambda: None
         self._pending = Future()
         with uncollected():

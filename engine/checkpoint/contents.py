@@ -77,8 +77,11 @@ def scalars(engine: Trained) -> dict[str, Any]:
         moments = [name for name, tensor in found.items() if tensor.ndim]
         numbers = {name: tensor.item() for name, tensor in found.items() if not tensor.ndim}
     return {
-        "step_count": engine.step_count, "scaler": engine.scaler.state(), "moments": moments, "numbers": numbers,
-    }  # fmt: skip
+        "step_count": engine.step_count,
+        "scaler": engine.scaler.state(),
+        "moments": moments,
+        "numbers": numbers,
+    }
 
 
 def all_scalars(engine: Trained) -> dict[str, Any]:

@@ -29,8 +29,13 @@ An existing file is taken as it is: `engine.deepspeed=ds_config.json` on the com
 Defaults are those of DeepSpeed's code. Where its manual differs the code counts: clipping is on (1.0) even when unset.
 """
 
-SECTIONS = (("Batch and gradients", BATCH), ("Precision", PRECISION), ("ZeRO and offload", ZERO),
-            ("Checkpointing and the hybrid engine", OTHERS), ("The rest", TRAINING))  # fmt: skip
+SECTIONS = (
+    ("Batch and gradients", BATCH),
+    ("Precision", PRECISION),
+    ("ZeRO and offload", ZERO),
+    ("Checkpointing and the hybrid engine", OTHERS),
+    ("The rest", TRAINING),
+)
 
 
 def page() -> str:

@@ -30,9 +30,7 @@ class Key:
 
 def _rows(verdict: Verdict, prefix: str, *rows: tuple[Any, ...]) -> list[Key]:
     """Keys of one verdict below one prefix: (name, default, takes, note[, only])."""
-    return [
-        Key(f"{prefix}{name}", default, verdict, note, takes, *rest) for name, default, takes, note, *rest in rows
-    ]
+    return [Key(f"{prefix}{name}", default, verdict, note, takes, *rest) for name, default, takes, note, *rest in rows]
 
 
 _BUCKETS = "FSDP2 gathers and reduces one block of layers at a time"

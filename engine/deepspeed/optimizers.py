@@ -22,19 +22,38 @@ class Known:
 
 
 _ADAM = {
-    "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True,
-    "torch_adam": False, "fused": True, "amsgrad": False, "set_grad_none": True, "fp32_optimizer_states": True,
-}  # fmt: skip
+    "lr": 1e-3,
+    "betas": [0.9, 0.999],
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "bias_correction": True,
+    "adam_w_mode": True,
+    "torch_adam": False,
+    "fused": True,
+    "amsgrad": False,
+    "set_grad_none": True,
+    "fp32_optimizer_states": True,
+}
 OPTIMIZERS = {
     "Adam": Known("adamw", _ADAM),
     "AdamW": Known("adamw", _ADAM),
     "Lion": Known("lion", {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0}),
     "Adagrad": Known("adagrad", {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
-    "OneBitAdam": Known("onebitadam", {
-        "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "freeze_step": 100_000,
-        "bias_correction": True, "eps_inside_sqrt": False, "amsgrad": False, "cuda_aware": False,
-        "comm_backend_name": "nccl",
-    }),
+    "OneBitAdam": Known(
+        "onebitadam",
+        {
+            "lr": 1e-3,
+            "betas": [0.9, 0.999],
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "freeze_step": 100_000,
+            "bias_correction": True,
+            "eps_inside_sqrt": False,
+            "amsgrad": False,
+            "cuda_aware": False,
+            "comm_backend_name": "nccl",
+        },
+    ),
     "SGD": Known("sgd", {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}),
 }
 _ONE_BIT = "of the compressed optimizers there is OneBitAdam"
@@ -46,11 +65,17 @@ REFUSED_OPTIMIZERS = {
     "MuAdam": "widths are not scaled (package mup): AdamW with the rate you found",
     "MuAdamW": "widths are not scaled (package mup): AdamW with the rate you found",
     "MuSGD": "widths are not scaled (package mup): SGD with the rate you found",
-    **{name: f"{why}: AdamW or Lion" for name, why in (
-        ("Muon", optim.UNFIT["muon"]), ("LBFGS", optim.UNFIT["lbfgs"]), ("Adafactor", optim.UNFIT["adafactor"]),
-        ("SparseAdam", optim.UNFIT["sparseadam"]), ("Rprop", optim.UNFIT["rprop"]),
-    )},
-}  # fmt: skip
+    **{
+        name: f"{why}: AdamW or Lion"
+        for name, why in (
+            ("Muon", optim.UNFIT["muon"]),
+            ("LBFGS", optim.UNFIT["lbfgs"]),
+            ("Adafactor", optim.UNFIT["adafactor"]),
+            ("SparseAdam", optim.UNFIT["sparseadam"]),
+            ("Rprop", optim.UNFIT["rprop"]),
+        )
+    },
+}
 
 
 CLASSES = {  # which people take for types

@@ -21,12 +21,18 @@ class Known:
 
 _WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"}
 _WARMUP_NAMES = {
-    "warmup_min_lr": "minimum", "warmup_max_lr": "maximum", "warmup_num_steps": "warmup_steps", "warmup_type": "kind",
-}  # fmt: skip
+    "warmup_min_lr": "minimum",
+    "warmup_max_lr": "maximum",
+    "warmup_num_steps": "warmup_steps",
+    "warmup_type": "kind",
+}
 _CYCLE_NAMES = {
-    "cycle_first_step_size": "first", "cycle_second_step_size": "second", "cycle_first_stair_count": "first_stairs",
-    "cycle_second_stair_count": "second_stairs", "decay_step_size": "decay_step_size",
-}  # fmt: skip
+    "cycle_first_step_size": "first",
+    "cycle_second_step_size": "second",
+    "cycle_first_stair_count": "first_stairs",
+    "cycle_second_stair_count": "second_stairs",
+    "decay_step_size": "decay_step_size",
+}
 SCHEDULERS = {
     "WarmupLR": Known(schedules.warmup_lr, _WARMUP, _WARMUP_NAMES),
     "WarmupDecayLR": Known(
@@ -36,30 +42,61 @@ SCHEDULERS = {
     ),
     "WarmupCosineLR": Known(
         schedules.warmup_cosine_lr,
-        {"total_num_steps": None, "warmup_min_ratio": 0.0, "warmup_num_steps": 1000, "cos_min_ratio": 1e-4,
-         "warmup_type": "log"},
-        {"total_num_steps": "total_steps", "warmup_min_ratio": "minimum_ratio", "warmup_num_steps": "warmup_steps",
-         "cos_min_ratio": "final_ratio", "warmup_type": "kind"},
+        {
+            "total_num_steps": None,
+            "warmup_min_ratio": 0.0,
+            "warmup_num_steps": 1000,
+            "cos_min_ratio": 1e-4,
+            "warmup_type": "log",
+        },
+        {
+            "total_num_steps": "total_steps",
+            "warmup_min_ratio": "minimum_ratio",
+            "warmup_num_steps": "warmup_steps",
+            "cos_min_ratio": "final_ratio",
+            "warmup_type": "kind",
+        },
     ),
     "OneCycle": Known(
         schedules.one_cycle_lr,
-        {"cycle_min_lr": None, "cycle_max_lr": None, "decay_lr_rate": 0.0, "cycle_first_step_size": 2000,
-         "cycle_second_step_size": None, "cycle_first_stair_count": 0, "cycle_second_stair_count": None,
-         "decay_step_size": 0, "cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9,
-         "decay_mom_rate": 0.0},
+        {
+            "cycle_min_lr": None,
+            "cycle_max_lr": None,
+            "decay_lr_rate": 0.0,
+            "cycle_first_step_size": 2000,
+            "cycle_second_step_size": None,
+            "cycle_first_stair_count": 0,
+            "cycle_second_stair_count": None,
+            "decay_step_size": 0,
+            "cycle_momentum": True,
+            "cycle_min_mom": 0.8,
+            "cycle_max_mom": 0.9,
+            "decay_mom_rate": 0.0,
+        },
         {"cycle_min_lr": "minimum", "cycle_max_lr": "maximum", "decay_lr_rate": "decay_rate", **_CYCLE_NAMES},
     ),
     "LRRangeTest": Known(
         schedules.range_test_lr,
-        {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000, "lr_range_test_step_rate": 1.0,
-         "lr_range_test_staircase": False},
-        {"lr_range_test_min_lr": "minimum", "lr_range_test_step_size": "step_size", "lr_range_test_step_rate": "rate",
-         "lr_range_test_staircase": "staircase"},
+        {
+            "lr_range_test_min_lr": 1e-3,
+            "lr_range_test_step_size": 2000,
+            "lr_range_test_step_rate": 1.0,
+            "lr_range_test_staircase": False,
+        },
+        {
+            "lr_range_test_min_lr": "minimum",
+            "lr_range_test_step_size": "step_size",
+            "lr_range_test_step_rate": "rate",
+            "lr_range_test_staircase": "staircase",
+        },
     ),
-}  # fmt: skip
+}
 _MOMENTUM_NAMES = {
-    "cycle_min_mom": "minimum", "cycle_max_mom": "maximum", "decay_mom_rate": "decay_rate", **_CYCLE_NAMES,
-}  # fmt: skip
+    "cycle_min_mom": "minimum",
+    "cycle_max_mom": "maximum",
+    "decay_mom_rate": "decay_rate",
+    **_CYCLE_NAMES,
+}
 NO_NUMBERS = ("warmup_type", "cycle_momentum", "lr_range_test_staircase")
 DIVISORS = ("total_num_steps", "cycle_first_step_size", "cycle_second_step_size", "lr_range_test_step_size")
 NEEDED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")

@@ -85,9 +85,15 @@ def _one_behind_the_other(of_prompts: Tensor, own: Tensor, slots: Tensor, prompt
 
 
 def check(
-    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, window: int | None,
-    alibi: Tensor | None, prompts: Prompts | None = None,
-) -> None:  # fmt: skip
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    window: int | None,
+    alibi: Tensor | None,
+    prompts: Prompts | None = None,
+) -> None:
     """Raise ValueError where the shapes don't fit."""
     batch, heads, width = query.shape
     if keys.shape[:3] != values.shape[:3] or keys.shape[3] != width or heads % keys.shape[1]:

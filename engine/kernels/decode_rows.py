@@ -49,9 +49,11 @@ def take_rows(rows: Tensor, slots: Tensor, place: Tensor) -> Told:
     told = rows.index_select(0, slots).t()
     lengths = (told[CACHED] + 1) * (1 - told[ENDED])
     places = told[CACHED] - told[SHARED]
-    return Told(*torch.stack([
-        told[TOKEN], told[CACHED], lengths, places, told[PROMPT], told[SHARED], told[STREAM], told[DRAWN]
-    ]))  # fmt: skip
+    return Told(
+        *torch.stack(
+            [told[TOKEN], told[CACHED], lengths, places, told[PROMPT], told[SHARED], told[STREAM], told[DRAWN]]
+        )
+    )
 
 
 def note_rows(

@@ -56,18 +56,22 @@ def split_token_logprobs(
     Raises ValueError where the shapes don't fit or the temperature is not positive.
     """
     check(hidden, rows, targets, temperature)
-    logprobs, entropy = _Split.apply(
-        hidden, rows, targets - first, bias, reduce, pieces, Head(temperature, softcap)
-    )  # fmt: skip
+    logprobs, entropy = _Split.apply(hidden, rows, targets - first, bias, reduce, pieces, Head(temperature, softcap))
     return logprobs, entropy
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, rows: Tensor, targets: Tensor, bias: Tensor | None, reduce: Reduce, pieces: Pieces,
+        ctx: Any,
+        hidden: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        reduce: Reduce,
+        pieces: Pieces,
         head: Head,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.reduce, ctx.pieces, ctx.head = reduce, pieces, head
         logprobs, entropies, lses = pieces.statistics(head, hidden, rows, targets, bias)

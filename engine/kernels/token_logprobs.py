@@ -154,10 +154,19 @@ def _sums(z: Tensor, room: "_Buffer") -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradients(
-    head: Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, lse: Tensor, entropy: Tensor,
-    of_logprob: Tensor | None, of_entropy: Tensor | None, saved: Tensor | None = None,
-    *, wants: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    head: Head,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor,
+    of_logprob: Tensor | None,
+    of_entropy: Tensor | None,
+    saved: Tensor | None = None,
+    *,
+    wants: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Those of hidden (fp32), weight and bias, where wanted, from those of log-probabilities and entropies.
 
     `lse` and `entropy` may be those of more rows of the head than `weight` has; a target outside pulls at no row.

@@ -40,9 +40,16 @@ def fits(query: Tensor, value: Tensor) -> bool:
 
 
 def within_sequences(
-    kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, starts: tuple[Tensor, Tensor],
-    longest: tuple[int, int], *, scale: float | None, window: int | None,
-) -> Tensor:  # fmt: skip
+    kernel: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
     """query (N, heads, size), key and value (K, key heads, size) -> (N, heads, size), causal from each last token back.
 
     `starts`: where queries and keys of each sequence begin, and an end, (sequences + 1,) int32; `longest`: of either.

@@ -15,19 +15,35 @@ from engine.memory.workload import Workload
 
 GIB = 2**30
 KEYS: dict[str, Any] = {
-    "model": "opt-1.3b", "critic": None, "reference": True, "reward_model": True, "gpus": 1, "nodes": 1,
-    "dtype": "bf16", "checkpointing": False, "tensor_parallel": 1, "pipeline_parallel": 1, "sequence_parallel": 1,
-    "states": "fp32", "micro_batch_tokens": 8192, "max_length": 1024, "prompt": 512, "answer": 256,
-    "rollout_batch": 64, "lora_rank": 0, "nvme_path": None,
-}  # fmt: skip
+    "model": "opt-1.3b",
+    "critic": None,
+    "reference": True,
+    "reward_model": True,
+    "gpus": 1,
+    "nodes": 1,
+    "dtype": "bf16",
+    "checkpointing": False,
+    "tensor_parallel": 1,
+    "pipeline_parallel": 1,
+    "sequence_parallel": 1,
+    "states": "fp32",
+    "micro_batch_tokens": 8192,
+    "max_length": 1024,
+    "prompt": 512,
+    "answer": 256,
+    "rollout_batch": 64,
+    "lora_rank": 0,
+    "nvme_path": None,
+}
 DEFAULTS = {key: str(value).lower() if isinstance(value, bool) else value for key, value in KEYS.items()}
 USAGE = (
     "python -m engine.memory model=NAME|FOLDER|JSON gpus=8\n"
-    "  keys, with their defaults: " + ", ".join(f"{key}={said}" for key, said in DEFAULTS.items() if said is not None)
+    "  keys, with their defaults: "
+    + ", ".join(f"{key}={said}" for key, said in DEFAULTS.items() if said is not None)
     + "\n  critic=NAME is the reward model's base and the critic's; reward_model=false has none, reference=false "
     "(ppo.kl_coef=0) no reference; gpus are those of one node; lora_rank=8 trains adapters beside all linear layers "
     "of the models that answer; nvme_path=FOLDER is on the disk of the nvme tiers"
-)  # fmt: skip
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -116,13 +132,16 @@ def tables(actor: Shape, critic: Shape | None, keys: dict[str, Any], machine: Ma
     yield f"\nThis engine, bytes a device at the height of each stage, {counted}, {keys['dtype']} (GiB)"
     linears = [layer for layer in actor.linears if not layer.is_head]
     work = Workload(
-        ranks=ranks // (actor.tensor * pieces), dtype=keys["dtype"], pieces=pieces,
-        sequence=keys["sequence_parallel"], joins=keys["sequence_parallel"] > 1,
+        ranks=ranks // (actor.tensor * pieces),
+        dtype=keys["dtype"],
+        pieces=pieces,
+        sequence=keys["sequence_parallel"],
+        joins=keys["sequence_parallel"] > 1,
         step_tokens=4 * pieces * keys["micro_batch_tokens"],
         adapters=keys["lora_rank"] * sum(layer.ins + layer.outs for layer in linears),
         adapted=sum(layer.numbers for layer in linears) if keys["lora_rank"] else 0,
         **{key: keys[key] for key in _SHARED},
-    )  # fmt: skip
+    )
     if work.sequence > 1:
         yield f"  every {work.sequence} ranks share out the tokens of a micro-batch"
     if pieces > 1:

@@ -52,7 +52,8 @@ def activations(
     one, two = (tokens * _saved(shape, count, length, dtype) // length for count in (1, 2))
     return Activations(
         outside=max(0, one - (two - one)),
-        block=two - one
+        block=two
+        - one
         + joins * tokens * shape.queries * SIZE[dtype]
         + copied * shape.cache_per_token // shape.blocks * SIZE[dtype],
         block_input=tokens * shape.width * SIZE[dtype],

@@ -58,9 +58,12 @@ def _static_tokens(work: Workload, beside: int, number: int) -> int:
     """On a GPU prompts have slots of their own, which their samples share, and answers have one to spare."""
     total = work.answers or work.rollout_batch
     asked = Slots(
-        work.prompt, work.answer, prompts=math.ceil(total / work.samples), sequences=total,
+        work.prompt,
+        work.answer,
+        prompts=math.ceil(total / work.samples),
+        sequences=total,
         slots=min(work.rollout_batch, total),
-    )  # fmt: skip
+    )
     few = min(work.least, asked.slots)
     least = (few + 1) * _rounded(work.answer + 1) + few * _rounded(work.prompt)
     most = _most(work, beside, number * least)

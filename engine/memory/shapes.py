@@ -114,14 +114,19 @@ def build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def measured(
-    name: str, config: PretrainedConfig, attention: str | None = "sdpa", tensor: int = 1,
-    plan: Mapping[str, str] | None = None, *, scores: bool = False,
+    name: str,
+    config: PretrainedConfig,
+    attention: str | None = "sdpa",
+    tensor: int = 1,
+    plan: Mapping[str, str] | None = None,
+    *,
+    scores: bool = False,
 ) -> Shape:
     """Build it on the meta device and count; with `scores` the model that has one output in the place of its head.
     Without `attention` it has what its family can do.
 
     Raises ValueError where there is no such model, and no plan for tensor groups.
-    """  # fmt: skip
+    """
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     if scores:
         config = copy.deepcopy(config)

@@ -196,20 +196,37 @@ def _resting(states: ModelStates) -> dict[str, int]:
 
 def _trained(shape: Shape, work: Workload) -> ModelStates:
     states = model_states(
-        shape.parameters + work.adapters, root=shape.root, block=shape.block, stage=work.stage, ranks=work.ranks,
-        shards=work.shards, alone=_alone(shape, work), dtype=work.dtype, trained=work.trained(shape.parameters),
+        shape.parameters + work.adapters,
+        root=shape.root,
+        block=shape.block,
+        stage=work.stage,
+        ranks=work.ranks,
+        shards=work.shards,
+        alone=_alone(shape, work),
+        dtype=work.dtype,
+        trained=work.trained(shape.parameters),
         accumulates=work.accumulates,
-        moments=work.moments, averages=work.averages, offload_optimizer=work.offload_optimizer,
-        offload_parameters=work.offload_parameters, ratio=work.offload_ratio, sub_group=work.sub_group,
-        lean=work.states == "bf16", errors=work.errors,
-    )  # fmt: skip
+        moments=work.moments,
+        averages=work.averages,
+        offload_optimizer=work.offload_optimizer,
+        offload_parameters=work.offload_parameters,
+        ratio=work.offload_ratio,
+        sub_group=work.sub_group,
+        lean=work.states == "bf16",
+        errors=work.errors,
+    )
     if not work.on_cpu or work.offload_optimizer == "none":
         return states
     # The share of an offloaded optimizer that stays with the device is on the host all the same.
     reduced = 0 if work.accumulates and work.stage < 2 else states.gradients
     here = states.masters + states.moments + states.average + reduced
     return replace(
-        states, masters=0, moments=0, average=0, gradients=states.gradients - reduced, host=states.host + here,
+        states,
+        masters=0,
+        moments=0,
+        average=0,
+        gradients=states.gradients - reduced,
+        host=states.host + here,
         host_gradients=states.host_gradients + reduced,
     )
 
@@ -220,9 +237,16 @@ def _alone(shape: Shape, work: Workload) -> bool:
 
 def _frozen(shape: Shape, work: Workload) -> ModelStates:
     return frozen_states(
-        shape.parameters, root=shape.root, block=shape.block, stage=work.stage, ranks=work.ranks, shards=work.shards,
-        alone=_alone(shape, work), dtype=work.dtype, offload_parameters=work.offload_parameters,
-    )  # fmt: skip
+        shape.parameters,
+        root=shape.root,
+        block=shape.block,
+        stage=work.stage,
+        ranks=work.ranks,
+        shards=work.shards,
+        alone=_alone(shape, work),
+        dtype=work.dtype,
+        offload_parameters=work.offload_parameters,
+    )
 
 
 def _training(
@@ -231,9 +255,13 @@ def _training(
     """What a micro-batch brings; `held` are the forwards of all of a step's."""
     many = work.micro_batches if held else 1
     kept = activations(
-        shape, tokens=work.row_tokens, length=work.max_length, dtype=work.dtype, joins=work.joins,
+        shape,
+        tokens=work.row_tokens,
+        length=work.max_length,
+        dtype=work.dtype,
+        joins=work.joins,
         copied=work.copied_tokens,
-    )  # fmt: skip
+    )
     again = kept.block if work.checkpointing else 0
     return {
         "gathered": states.gathered - states.ahead,

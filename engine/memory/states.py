@@ -113,9 +113,16 @@ def model_states(
             )
         reduced = 4 * learning // shards
         return ModelStates(
-            0, 0, gathered, gradients if stage == 1 else 0, passing, sum(held) + mean + reduced,
-            host_gradients=reduced, scoring=scoring, ahead=ahead,
-        )  # fmt: skip
+            0,
+            0,
+            gathered,
+            gradients if stage == 1 else 0,
+            passing,
+            sum(held) + mean + reduced,
+            host_gradients=reduced,
+            scoring=scoring,
+            ahead=ahead,
+        )
     away = ratio * learning / shards
     states = 4 * (1 + moments + averages)
     reduced = 4 if accumulates and stage >= 2 else size
@@ -165,13 +172,17 @@ def frozen_states(
     if (ranks == 1 if alone is None else alone) and offload_parameters == "none":
         gathered = ahead = 0
     return ModelStates(
-        0, 0, gathered, 0, 0,
+        0,
+        0,
+        gathered,
+        0,
+        0,
         scoring=gathered,
         ahead=ahead,
         parameters=held if offload_parameters == "none" else 0,
         host=held if offload_parameters == "cpu" else 0,
         nvme=held if offload_parameters == "nvme" else 0,
-    )  # fmt: skip
+    )
 
 
 def _gathered(parameters: int, root: int, block: int, stage: int, size: int) -> tuple[int, int]:

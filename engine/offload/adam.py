@@ -51,19 +51,36 @@ class HostAdam:
         if compiled.serves(gradient, target):
             mean, square = (states[kind] for kind in MOMENTS)
             compiled.adam(
-                states["parameter"], mean, square, gradient, step=int(states["step"]), group=group,
-                decoupled=bool(decoupled), factor=factor, target=target,
-            )  # fmt: skip
+                states["parameter"],
+                mean,
+                square,
+                gradient,
+                step=int(states["step"]),
+                group=group,
+                decoupled=bool(decoupled),
+                factor=factor,
+                target=target,
+            )
             return
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
         size = CHUNK * torch.get_num_threads()
         flat = [states["parameter"], *(states[kind] for kind in MOMENTS), gradient, target]
         for master, mean, square, grad, place in zip(*(tensor.split(size) for tensor in flat), strict=True):
             fused(
-                [master], [self._scaled(grad, factor, size)], [mean], [square], [], [states["step"]],
-                lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
-                eps=group["eps"], amsgrad=False, maximize=False,
-            )  # fmt: skip
+                [master],
+                [self._scaled(grad, factor, size)],
+                [mean],
+                [square],
+                [],
+                [states["step"]],
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
             place.copy_(master)
 
     def _scaled(self, gradient: Tensor, factor: float, size: int) -> Tensor:

@@ -154,9 +154,13 @@ def laid_out_like(parameter: Tensor, part: Tensor) -> Tensor:
     if part.device.type != mesh.device_type:
         mesh = _host_mesh(mesh)
     return DTensor.from_local(
-        part.view(local(parameter).shape), mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+        part.view(local(parameter).shape),
+        mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 @cache

@@ -52,9 +52,11 @@ class Mailbox:
                 boxes[self._rank, rank, : end - start] = parts[rank, start:end]
             self._meet(group)
             own = parts[self._rank, start:end]
-            yield start, end, [
-                own if rank == self._rank else boxes[rank, self._rank, : end - start] for rank in range(self._ranks)
-            ]
+            yield (
+                start,
+                end,
+                [own if rank == self._rank else boxes[rank, self._rank, : end - start] for rank in range(self._ranks)],
+            )
         self._meet(group)
 
     def _meet(self, group: ProcessGroup) -> None:

@@ -22,9 +22,15 @@ from engine.parallel.meeting import Meeting
 
 # FSDP2 looks these up in `torch.distributed` at each call; the second name of a pair is that of torch before 2.13.
 NOTED = (
-    "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
-    "all_reduce", "all_to_all_single", "broadcast", "all_gather",
-)  # fmt: skip
+    "all_gather_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "broadcast",
+    "all_gather",
+)
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,15 @@ class Probe:
 
 
 def probe(
-    shape: Shape, *, dtype: Precision, length: int, rows: int, folder: str | None = None,
-    generates: Shape | None = None, sequence: int = 1,
-) -> Probe:  # fmt: skip
+    shape: Shape,
+    *,
+    dtype: Precision,
+    length: int,
+    rows: int,
+    folder: str | None = None,
+    generates: Shape | None = None,
+    sequence: int = 1,
+) -> Probe:
     """Measure; every rank calls. `length` tokens a sequence, `rows` sequences decoded together, files in `folder`.
 
     Every `sequence` ranks share out tokens. `generates` is the shape that decodes, where that is split otherwise than

@@ -83,9 +83,20 @@ def _in_one_call(slots: Step, layer: SlotLayer, asked: Asked) -> Tensor:
         begun = ragged_attention(query[0], key[0], value[0], slots.beginnings, scale=scale, window=window)
     out = query.new_empty(1, tokens, heads, value.shape[-1]) if begun is None else begun[None]
     host.write_and_attend(
-        query, key, value, layer.keys, layer.values, slots.slots, slots.lengths, slots.singles, out, scale, window,
-        softcap, slots.families(window),
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        layer.keys,
+        layer.values,
+        slots.slots,
+        slots.lengths,
+        slots.singles,
+        out,
+        scale,
+        window,
+        softcap,
+        slots.families(window),
+    )
     further = slots.continuations(key.shape[1])
     if further is not None and softcap is None:
         went_on = ragged_attention(query[0], *layer.in_a_row, further, scale=scale, window=window)

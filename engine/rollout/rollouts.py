@@ -64,9 +64,15 @@ class Rollouts:
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device | str, cache_bytes: int | None = None, *, slots: bool = True,
-        replay: bool = True, ranks: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module,
+        device: torch.device | str,
+        cache_bytes: int | None = None,
+        *,
+        slots: bool = True,
+        replay: bool = True,
+        ranks: int = 1,
+    ) -> None:
         self.module, self.device, self.cache_bytes, self.ranks = module, torch.device(device), cache_bytes, ranks
         _check_device(self.device)
         self._slots: SlotDecoder | None = None

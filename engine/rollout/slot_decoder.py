@@ -210,8 +210,9 @@ class SlotDecoder:
             log.warning(
                 "the key-value cache may take %d bytes, and one sequence takes %d: one runs at a time, in those; "
                 "rollout.cache_bytes bounds it",
-                self._bound(), tokens * self.token_bytes,
-            )  # fmt: skip
+                self._bound(),
+                tokens * self.token_bytes,
+            )
 
     def _bound(self) -> int:
         """Bytes that keys and values may take."""

@@ -1,6 +1,6 @@
 """A reward for grade-school math (data=gsm8k): the number after #### has to be that of the worked solution.
 
-    python train.py data=gsm8k ppo=grpo ppo.reward_model=false ppo.reward_function=examples/rewards/gsm8k.py:exact_match
+python train.py data=gsm8k ppo=grpo ppo.reward_model=false ppo.reward_function=examples/rewards/gsm8k.py:exact_match
 """
 
 import re

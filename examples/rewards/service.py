@@ -44,12 +44,14 @@ def score(answer: str, row: dict[str, Any]) -> float:
 def grade(answer: str, row: dict[str, Any]) -> float:
     """The mark that a chat model gives, from 0 to 1."""
     conversation = f"{_as_text(row)}\n\n<answer>\n{answer}\n</answer>"
-    reply = _post({
-        "model": os.environ.get("ZEROCHAT_SERVICE_MODEL", "default"),
-        "messages": [{"role": "system", "content": TASK}, {"role": "user", "content": conversation}],
-        "temperature": 0,
-        "max_tokens": 16,
-    })  # fmt: skip
+    reply = _post(
+        {
+            "model": os.environ.get("ZEROCHAT_SERVICE_MODEL", "default"),
+            "messages": [{"role": "system", "content": TASK}, {"role": "user", "content": conversation}],
+            "temperature": 0,
+            "max_tokens": 16,
+        }
+    )
     said = reply["choices"][0]["message"]["content"]
     mark = re.search(r"\b(10|\d)\b", said)
     if mark is None:

@@ -200,8 +200,11 @@ PLAIN_SAMPLING = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "
 def warnings(config: RunConfig) -> list[str]:
     """What is allowed and probably not meant."""
     found = []
-    changed = [f"rollout.{key}={getattr(config.rollout, key):g}" for key, plain in PLAIN_SAMPLING.items()
-               if getattr(config.rollout, key) != plain]  # fmt: skip
+    changed = [
+        f"rollout.{key}={getattr(config.rollout, key):g}"
+        for key, plain in PLAIN_SAMPLING.items()
+        if getattr(config.rollout, key) != plain
+    ]
     if "ppo" in wanted_stages(config) and changed:
         found.append(
             f"{' '.join(changed)}: PPO samples from a cut distribution and trains the whole one; "

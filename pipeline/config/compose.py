@@ -134,8 +134,11 @@ def defaults(section: type[BaseModel]) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    both = {key: _merged(base[key], over[key]) for key in base.keys() & over.keys() if isinstance(over[key], dict)
-            and isinstance(base[key], dict)}  # fmt: skip
+    both = {
+        key: _merged(base[key], over[key])
+        for key in base.keys() & over.keys()
+        if isinstance(over[key], dict) and isinstance(base[key], dict)
+    }
     return {**base, **over, **both}
 
 

@@ -15,11 +15,37 @@ from pipeline.config.schema import RunConfig, inner_section
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
 MAIN_KEYS = (
-    "name", "run_dir", "stage", "method", "seed", "ranks", "actor", "reward_path", "model.path", "model.hub",
-    "model.weights", "data.path", "engine.dtype", "sft.lr", "sft.steps", "sft.epochs", "sft.batch_size",
-    "sft.max_length", "sft.micro_batch_tokens", "reward.lr", "reward.steps", "dpo.lr", "dpo.beta", "ppo.lr",
-    "ppo.steps", "ppo.kl_coef", "ppo.batch_size", "rollout.temperature", "rollout.max_new_tokens", "debug",
-)  # fmt: skip
+    "name",
+    "run_dir",
+    "stage",
+    "method",
+    "seed",
+    "ranks",
+    "actor",
+    "reward_path",
+    "model.path",
+    "model.hub",
+    "model.weights",
+    "data.path",
+    "engine.dtype",
+    "sft.lr",
+    "sft.steps",
+    "sft.epochs",
+    "sft.batch_size",
+    "sft.max_length",
+    "sft.micro_batch_tokens",
+    "reward.lr",
+    "reward.steps",
+    "dpo.lr",
+    "dpo.beta",
+    "ppo.lr",
+    "ppo.steps",
+    "ppo.kl_coef",
+    "ppo.batch_size",
+    "rollout.temperature",
+    "rollout.max_new_tokens",
+    "debug",
+)
 
 USAGE = """\
 zerochat: from a base language model to a chat model, by SFT, a reward model and PPO, or by SFT and DPO.

@@ -101,9 +101,14 @@ def _pipeline_mistakes(config: RunConfig) -> Iterable[str]:
     if settings.zero_stage == 3:
         yield f"{pieces} has parameters whole in each piece: engine=zero0, zero1 or zero2"
     needed: dict[str, Any] = {
-        "deepspeed": None, "offload_optimizer": "none", "offload_parameters": "none",
-        "compile_blocks": False, "compress": "none", "states": "fp32", "tensor_parallel": 1,
-    }  # fmt: skip
+        "deepspeed": None,
+        "offload_optimizer": "none",
+        "offload_parameters": "none",
+        "compile_blocks": False,
+        "compress": "none",
+        "states": "fp32",
+        "tensor_parallel": 1,
+    }
     for key, value in needed.items():
         if getattr(settings, key) != value:
             yield f"{pieces} needs engine.{key}={as_written(value)}"
@@ -129,9 +134,7 @@ def _changed(settings: EngineSettings) -> list[str]:
     return [name for name, field in EngineSettings.model_fields.items() if getattr(settings, name) != field.default]
 
 
-def _deepspeed_mistakes(
-    key: str, settings: EngineSettings, given: Collection[str], *, trains: bool
-) -> Iterable[str]:
+def _deepspeed_mistakes(key: str, settings: EngineSettings, given: Collection[str], *, trains: bool) -> Iterable[str]:
     """A file and the `given` ones of our own keys that say two different things, or make no engine together."""
     if settings.deepspeed is None:
         return

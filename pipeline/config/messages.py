@@ -21,9 +21,13 @@ ELSEWHERE = {
 }
 """What people write who come from another tool, and what it is here."""
 LIKEWISE = {
-    "learning_rate": "lr", "num_train_epochs": "epochs", "max_steps": "steps", "loss_type": "loss",
-    "rpo_alpha": "sft_coef", "nll_loss_coef": "sft_coef",
-}  # fmt: skip
+    "learning_rate": "lr",
+    "num_train_epochs": "epochs",
+    "max_steps": "steps",
+    "loss_type": "loss",
+    "rpo_alpha": "sft_coef",
+    "nll_loss_coef": "sft_coef",
+}
 """Last parts of keys in other tools' words, and in ours."""
 
 

@@ -17,8 +17,19 @@ import yaml
 from pipeline.errors import UserError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-PATH_KEYS = {"path", "eval_path", "hub", "name", "run_dir", "actor", "reward_path", "tokenizer", "chat_template",
-             "reward_function", "judge"}  # fmt: skip
+PATH_KEYS = {
+    "path",
+    "eval_path",
+    "hub",
+    "name",
+    "run_dir",
+    "actor",
+    "reward_path",
+    "tokenizer",
+    "chat_template",
+    "reward_function",
+    "judge",
+}
 WHOLE = {"architecture", "tensor_plan"}
 """Mappings that a person who writes one means as a whole: Hydra would mix it with the option's."""
 PLAIN_VALUE = re.compile(r"[\w./\-+:@%]*", re.ASCII)
@@ -135,7 +146,7 @@ def _not_a_pair(token: str, options: dict[str, list[str]]) -> str:
     if token.startswith("-"):
         return f"{token} is no flag: options are written KEY=VALUE, without dashes (python train.py --help lists them)"
     homes = [f"{group}={token}" for group, names in options.items() if token in names]
-    meant = f"did you mean {' or '.join(homes)}?" if homes else "a value with a space in it needs quotes, \"KEY=VALUE\""
+    meant = f"did you mean {' or '.join(homes)}?" if homes else 'a value with a space in it needs quotes, "KEY=VALUE"'
     return f"'{token}' is not KEY=VALUE: {meant}"
 
 

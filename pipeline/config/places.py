@@ -16,8 +16,10 @@ from pipeline.own_function import JUDGE, load_function
 def check_ranks(config: RunConfig, ranks: int) -> None:
     """Batches must divide over the ranks (groups, pipelines). Raises UserError with the sizes that do."""
     kinds = {
-        "tensor_parallel": "tensor groups", "pipeline_parallel": "pipelines", "sequence_parallel": "sequence groups",
-    }  # fmt: skip
+        "tensor_parallel": "tensor groups",
+        "pipeline_parallel": "pipelines",
+        "sequence_parallel": "sequence groups",
+    }
     group, shares, mistakes = "ranks", ranks, []
     for key, kind in kinds.items():
         size = getattr(config.engine, key)

@@ -63,8 +63,14 @@ def path_chart(
     parts: list[Child] = [scaffold(across, up, right, x_name, y_name), polyline(places, "curve tone-ppo faint")]
     for at, ((step, x, y), (left, top)) in enumerate(zip(path, places, strict=True)):
         share = at / (len(path) - 1)
-        dot = element("circle", cx=left, cy=top, r=4 if at in (0, len(path) - 1) else 3, class_="dot tone-ppo",
-                      fill_opacity=round(0.25 + 0.75 * share, 2))  # fmt: skip
+        dot = element(
+            "circle",
+            cx=left,
+            cy=top,
+            r=4 if at in (0, len(path) - 1) else 3,
+            class_="dot tone-ppo",
+            fill_opacity=round(0.25 + 0.75 * share, 2),
+        )
         hint = f"rollout {step:g}: {x_name} {format_number(x)}, {y_name} {format_number(y)}"
         parts.append(element("g", element("title", hint), dot))
     for at, beside, word in ((0, 1, "start"), (-1, -2, "end")):
@@ -115,9 +121,13 @@ def scatter_chart(
 
 
 def interval_chart(
-    title: str, rows: Sequence[Interval], *, x_name: str, note: Child = "",
+    title: str,
+    rows: Sequence[Interval],
+    *,
+    x_name: str,
+    note: Child = "",
     bounds: tuple[float | None, float | None] = (None, None),
-) -> Markup | None:  # fmt: skip
+) -> Markup | None:
     """Means as dots on one scale, each with its interval as a bar; None without rows."""
     if not rows:
         return None

@@ -102,13 +102,30 @@ def gaming_section(run: RunReading) -> Markup | None:
     helped = paired is not None and paired.outcome == "good"
     found = gaming(path, _noise(run), run.rewarder, helped=helped)
     figures = (
-        path_chart("Gold against reward over PPO", path, x_name="reward score", y_name="gold score",
-                   note="Up and to the right is honest progress; right and down is gaming.", y_bounds=(0, 1)),
-        line_chart("Gold score", [Series("gold", gold, "gold", sparse=True)], x_name="rollout",
-                   note="Mean over held-out prompts.", bounds=(0, 1)),
-        scatter_chart("Answer by answer", judged, x_name="reward score", y_name="gold score",
-                      note=_correlation_note(judged), y_bounds=(0, 1)),
-    )  # fmt: skip
+        path_chart(
+            "Gold against reward over PPO",
+            path,
+            x_name="reward score",
+            y_name="gold score",
+            note="Up and to the right is honest progress; right and down is gaming.",
+            y_bounds=(0, 1),
+        ),
+        line_chart(
+            "Gold score",
+            [Series("gold", gold, "gold", sparse=True)],
+            x_name="rollout",
+            note="Mean over held-out prompts.",
+            bounds=(0, 1),
+        ),
+        scatter_chart(
+            "Answer by answer",
+            judged,
+            x_name="reward score",
+            y_name="gold score",
+            note=_correlation_note(judged),
+            y_bounds=(0, 1),
+        ),
+    )
     lead = [element("strong", found.answer, class_=f"outcome-{found.outcome}"), " ", found.reason]
     return section("gaming", f"Is the {run.rewarder} being gamed?", lead, grid(chart for chart in figures if chart))
 

@@ -14,8 +14,12 @@ from pipeline.insight.canvas import Point
 from pipeline.samples import SAMPLES, Sample, read_samples
 
 METRICS, SUMMARY, CONFIG, MANIFEST, PLAN = (
-    "metrics.jsonl", "summary.json", "config.yaml", "manifest.json", "plan.json",
-)  # fmt: skip
+    "metrics.jsonl",
+    "summary.json",
+    "config.yaml",
+    "manifest.json",
+    "plan.json",
+)
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,7 @@ class RunReading:
         whose = next((name for name in order if self.stage(name).samples), None)
         if whose is None:
             return ()
-        beside = {
-            sample.prompt: sample for name in POLICIES if name != whose for sample in self.stage(name).samples
-        }
+        beside = {sample.prompt: sample for name in POLICIES if name != whose for sample in self.stage(name).samples}
         return [sample.beside(beside.get(sample.prompt)) for sample in self.stage(whose).samples]
 
 

@@ -62,27 +62,35 @@ def _parts(run: RunReading) -> Mapping[str, Markup | None]:
         "gaming": outcome.gaming_section(run),
         "answers": outcome.answers_section(run),
         "sft": stage_section(
-            run.stage("sft"), "Stage 1: supervised fine-tuning", "Trained to imitate the answers of the data.",
+            run.stage("sft"),
+            "Stage 1: supervised fine-tuning",
+            "Trained to imitate the answers of the data.",
             SFT_PLOTS,
         ),
         "reward": stage_section(
-            reward, "Stage 2: reward model", f"Trained to score the preferred answer of a pair higher.{unused}",
-            REWARD_PLOTS, accuracy_chart(reward),
+            reward,
+            "Stage 2: reward model",
+            f"Trained to score the preferred answer of a pair higher.{unused}",
+            REWARD_PLOTS,
+            accuracy_chart(reward),
         ),
         "dpo": stage_section(
-            dpo, "Stage 2: direct preference optimisation",
+            dpo,
+            "Stage 2: direct preference optimisation",
             "Trained to prefer the chosen answer of a pair to the rejected one by more than SFT's model does.",
-            DPO_PLOTS, accuracy_chart(dpo),
+            DPO_PLOTS,
+            accuracy_chart(dpo),
         ),
         "ppo": stage_section(
-            run.stage("ppo"), "Stage 3: PPO",
+            run.stage("ppo"),
+            "Stage 3: PPO",
             "Thin lines are single rollouts, thick ones a centred mean; dots are evaluations on held-out prompts.",
             PPO_PLOTS,
         ),
         "speed": costs.speed_section(run),
         "memory": costs.memory_section(run),
         "configuration": costs.configuration_section(run),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -223,9 +223,7 @@ def _how(folder: RunFolder) -> str:
     return f" ({told[folder.found]}name= starts another)" if folder.found else ""
 
 
-def _run_stage(
-    config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, control: Control, cache: HashCache
-) -> bool:
+def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, control: Control, cache: HashCache) -> bool:
     """Bring one stage to its end; False where it was there already."""
     manifest = Manifest.read(run_dir)
     consumed = stage_consumes(config, run_dir, stage, cache)

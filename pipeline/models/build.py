@@ -82,9 +82,7 @@ def build_policy(source: ModelSource, choice: EngineChoice, *, generates: bool =
     )
 
 
-def build_scorer(
-    source: ModelSource, choice: EngineChoice, *, pad_id: int | None, zero_head: bool = False
-) -> Engine:
+def build_scorer(source: ModelSource, choice: EngineChoice, *, pad_id: int | None, zero_head: bool = False) -> Engine:
     """An engine around a `Scorer`. From a language model's weights the head is drawn anew, N(0, 1/sqrt(D + 1)), or is
     zero.
 

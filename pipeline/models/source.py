@@ -99,9 +99,7 @@ def _from_folder(model: "ModelConfig", seed: int, folder: Path) -> ModelSource:
         reason = str(error).partition("\n")[0]  # advice on installing transformers follows
         raise UserError(f"{folder}/config.json is not one that transformers knows: {reason}") from error
     _check_weights(folder)
-    return ModelSource(
-        model.name, config, folder, seed, model.attention, model.trust_remote_code, model.tensor_plan
-    )
+    return ModelSource(model.name, config, folder, seed, model.attention, model.trust_remote_code, model.tensor_plan)
 
 
 def _check_weights(folder: Path) -> None:

@@ -94,24 +94,32 @@ def pace_of(config: RunConfig, stage: str, task: Task) -> Pace:
         return Pace(section.batch_size * sides, task.work.max_length)
     ppo, rollout = config.ppo, config.rollout
     return Pace(
-        ppo.batch_size * ppo.samples, task.work.max_length, passes=ppo.update_epochs, updates=ppo.minibatches,
-        critic=task.has_critic, policies=1 + int(task.has_reference),
-        scorers=int(task.has_critic) + int(task.has_reward), answer=rollout.max_new_tokens, together=rollout.batch_size,
-    )  # fmt: skip
+        ppo.batch_size * ppo.samples,
+        task.work.max_length,
+        passes=ppo.update_epochs,
+        updates=ppo.minibatches,
+        critic=task.has_critic,
+        policies=1 + int(task.has_reference),
+        scorers=int(task.has_critic) + int(task.has_reward),
+        answer=rollout.max_new_tokens,
+        together=rollout.batch_size,
+    )
 
 
 def measure(config: RunConfig, task: Task) -> Probe:
     """The probe for a stage's model; every rank calls."""
     return probe(
-        task.policy, dtype=task.work.dtype, length=task.work.max_length,
-        rows=min(task.work.rollout_batch, 32), folder=config.engine.nvme_path,
-        generates=task.generates, sequence=task.work.sequence,
-    )  # fmt: skip
+        task.policy,
+        dtype=task.work.dtype,
+        length=task.work.max_length,
+        rows=min(task.work.rollout_batch, 32),
+        folder=config.engine.nvme_path,
+        generates=task.generates,
+        sequence=task.work.sequence,
+    )
 
 
-def _settled(
-    config: RunConfig, stage: str, folder: Path, policy: ModelSource, reward: ModelSource | None
-) -> RunConfig:
+def _settled(config: RunConfig, stage: str, folder: Path, policy: ModelSource, reward: ModelSource | None) -> RunConfig:
     """The configuration with the setting that is kept in the folder, or chosen and kept there."""
     ranks = dist.world().size
     kept: dict[str, Any] | None = dist.broadcast_object(_read(folder / PLAN))
@@ -124,16 +132,19 @@ def _settled(
     possible = candidates(found, room, pace_of(config, stage, found), measured)
     best: Candidate | None = dist.broadcast_object(fastest(possible))
     if best is None:
-        raise UserError(
-            f"engine=auto: no setting fits {room.device / GIB:.1f} GiB a device; {beyond_settings(stage)}"
-        )
+        raise UserError(f"engine=auto: no setting fits {room.device / GIB:.1f} GiB a device; {beyond_settings(stage)}")
     words = best.setting.words(stage, found.work)
     _say([f"engine=auto: {words} ({best.demand.peak / GIB:.1f} GiB, about {best.total:.1f} s a step at full length)"])
     if dist.world().leads:
         record = {
-            "ranks": ranks, "words": words, "engine": best.setting.engine, "micro_batch_tokens": best.setting.tokens,
-            "seconds": best.seconds, "bytes": best.demand.phases, "probe": asdict(measured),
-        }  # fmt: skip
+            "ranks": ranks,
+            "words": words,
+            "engine": best.setting.engine,
+            "micro_batch_tokens": best.setting.tokens,
+            "seconds": best.seconds,
+            "bytes": best.demand.phases,
+            "probe": asdict(measured),
+        }
         write_whole(folder / PLAN, json.dumps(record, indent=1) + "\n")
     dist.barrier()
     return _with(config, stage, best.setting.engine, best.setting.tokens)
@@ -157,4 +168,3 @@ def _say(lines: Sequence[str]) -> None:
     if dist.world().leads:
         for line in lines:
             print(line, flush=True)
-

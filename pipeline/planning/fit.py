@@ -58,9 +58,16 @@ class Task:
             own_reference = self.has_reference and not work.adapters  # under adapters it is the actor
             roles = {role: replace(own, room=room.device) for role, own in self.roles.items()}
             told = partial(
-                ppo_demand, self.policy, self.critic, work, own_reference=own_reference, has_critic=self.has_critic,
-                has_reward=self.has_reward, roles=roles, generates=self.generates,
-            )  # fmt: skip
+                ppo_demand,
+                self.policy,
+                self.critic,
+                work,
+                own_reference=own_reference,
+                has_critic=self.has_critic,
+                has_reward=self.has_reward,
+                roles=roles,
+                generates=self.generates,
+            )
             demand = told(shared=self.shared is not False)
             return demand if self.shared is not None or room.holds(demand) else told(shared=False)
         if self.stage in ("sft", "dpo"):  # DPO's reference is the policy before it learns, no model beside it
@@ -91,9 +98,14 @@ class Plan:
 
 
 def plan(
-    config: RunConfig, stage: str, *, policy: ModelSource, reward: ModelSource | None = None, ranks: int,
+    config: RunConfig,
+    stage: str,
+    *,
+    policy: ModelSource,
+    reward: ModelSource | None = None,
+    ranks: int,
     room: Room | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Predict a stage ("sft", "reward", "dpo" or "ppo") on `ranks` ranks.
 
     `policy` is the model that is trained (the reward stage: that one), `reward` the base of reward model and critic
@@ -108,9 +120,7 @@ def plan(
     return Plan(found, demand, there, fits, advice)
 
 
-def task(
-    config: RunConfig, stage: str, *, policy: ModelSource, reward: ModelSource | None = None, ranks: int
-) -> Task:
+def task(config: RunConfig, stage: str, *, policy: ModelSource, reward: ModelSource | None = None, ranks: int) -> Task:
     """The stage's settings and models in the engine's words."""
     parts = config.engine.tensor_parallel
     shape, together = _shape(policy, parts, scores=stage == "reward"), config.rollout.tensor_parallel
@@ -127,10 +137,17 @@ def task(
             )
     work = workload(config, stage, ranks, config.engine, policy.config, shape)
     return Task(
-        stage, work, shape, critic, roles, has_critic=has_critic, has_reference=config.ppo.asks_reference,
-        has_reward=has_reward, generates=generates,
+        stage,
+        work,
+        shape,
+        critic,
+        roles,
+        has_critic=has_critic,
+        has_reference=config.ppo.asks_reference,
+        has_reward=has_reward,
+        generates=generates,
         shared=config.ppo.shared_forward if stage == "ppo" and may_share(config) else False,
-    )  # fmt: skip
+    )
 
 
 def may_share(config: RunConfig) -> bool:

@@ -33,9 +33,7 @@ def run(config: RunConfig, folder: Path) -> None:
                 print(f"\n{stage}: no plan: {problem}", flush=True)
 
 
-def describe(
-    config: RunConfig, stage: str, *, policy: ModelSource, reward: ModelSource | None = None
-) -> Iterator[str]:
+def describe(config: RunConfig, stage: str, *, policy: ModelSource, reward: ModelSource | None = None) -> Iterator[str]:
     """The lines of one stage; every rank calls."""
     ranks = dist.world().size
     found = plan(config, stage, policy=policy, reward=reward if stage == "ppo" else None, ranks=ranks)

@@ -307,9 +307,7 @@ def _attention(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return plain(query, key, value, attn_mask, dropout_p, is_causal, **how)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
-        made = _aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, None, **how
-        )
+        made = _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, None, **how)
         return made[0]
 
     return attention
@@ -354,8 +352,14 @@ def _free(device: Any = None) -> tuple[int, int]:
 
 
 def _install() -> None:
-    about = SimpleNamespace(name="pretended", multi_processor_count=PROCESSORS, total_memory=MEMORY, major=9, minor=0,
-                            shared_memory_per_block_optin=227 * 1024)
+    about = SimpleNamespace(
+        name="pretended",
+        multi_processor_count=PROCESSORS,
+        total_memory=MEMORY,
+        major=9,
+        minor=0,
+        shared_memory_per_block_optin=227 * 1024,
+    )
     limit()
     flash.register()
     idle = ("_lazy_init", "init", "empty_cache", "set_rng_state", "manual_seed", "manual_seed_all")

@@ -134,9 +134,7 @@ def test_nothing_to_average_is_zero_and_equal_values_whiten_to_zero() -> None:
     assert whiten(torch.full((2, 3), 4.0), torch.ones(2, 3, dtype=torch.bool)).abs().max().item() == 0
 
 
-@pytest.mark.parametrize(
-    ("kl", "error"), [(9.0, 0.2), (6.3, 0.05), (5.7, -0.05), (1.0, -0.2), (6.0, 0.0)], ids=str
-)
+@pytest.mark.parametrize(("kl", "error"), [(9.0, 0.2), (6.3, 0.05), (5.7, -0.05), (1.0, -0.2), (6.0, 0.0)], ids=str)
 def test_kl_controller_steers_by_the_clipped_error(kl: float, error: float) -> None:
     """Ziegler et al.: e = clip(KL / target - 1, -0.2, 0.2), coefficient *= 1 + e * n / horizon."""
     before = KlController(0.15, 6.0, 10000)

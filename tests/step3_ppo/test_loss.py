@@ -81,9 +81,7 @@ def test_at_the_old_policy_it_is_the_policy_gradient() -> None:
 def test_ratios_stay_finite() -> None:
     far = log_ratio(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]))
     assert far.tolist() == [20.0, -20.0]
-    loss, sums = policy_loss(
-        torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([-1.0]), clip=0.2, dual_clip=3.0
-    )
+    loss, sums = policy_loss(torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([-1.0]), clip=0.2, dual_clip=3.0)
     assert loss.item() == 3.0 and math.isfinite(float(sums["approx_kl"]))
 
 

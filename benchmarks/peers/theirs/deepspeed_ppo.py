@@ -60,9 +60,13 @@ def _iteration(models: Any, prompts: Tensor, new_tokens: int) -> dict[str, float
     times = [time.perf_counter()]
     with torch.no_grad():
         ids = policy.module.generate(
-            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new_tokens, do_sample=True, top_k=0,
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=new_tokens,
+            do_sample=True,
+            top_k=0,
             pad_token_id=1,
-        )  # fmt: skip
+        )
         times.append(time.perf_counter())
         old = _logprobs(policy, ids, shown)
         shaped = -plain.KL * (old - _logprobs(reference, ids, shown))

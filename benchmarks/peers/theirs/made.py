@@ -10,8 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 # Of a trainer of transformers': on the CPU, and nothing beside the steps.
 QUIET: dict[str, Any] = {
-    "use_cpu": True, "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
-}  # fmt: skip
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
 
 
 def model(shape: Mapping[str, Any], *, scores: bool = False) -> Any:

@@ -54,9 +54,13 @@ def _iteration(models: Any, optimizers: list[torch.optim.Optimizer], work: dict[
     times = [time.perf_counter()]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         ids = policy.generate(
-            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=work["new_tokens"], do_sample=True,
-            top_k=0, pad_token_id=1,
-        )  # fmt: skip
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=work["new_tokens"],
+            do_sample=True,
+            top_k=0,
+            pad_token_id=1,
+        )
         times.append(time.perf_counter())
         old = _logprobs(policy, ids, shown)
         shaped = -KL * (old - _logprobs(reference, ids, shown))

@@ -29,9 +29,15 @@ def main() -> None:
     seen = ids != PAD
     with torch.no_grad():
         drawn = model.generate(
-            ids, attention_mask=seen.long(), max_new_tokens=work["new_tokens"], do_sample=True, top_k=0,
-            pad_token_id=PAD, return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
+            ids,
+            attention_mask=seen.long(),
+            max_new_tokens=work["new_tokens"],
+            do_sample=True,
+            top_k=0,
+            pad_token_id=PAD,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
         ids = drawn.sequences
         generated = _chosen(torch.stack(drawn.logits, 1), ids[:, shown:])
         seen = torch.cat([seen, seen.new_ones(len(ids), work["new_tokens"])], 1)

@@ -22,17 +22,36 @@ STAGES = ("sft", "reward", "ppo")
 LIMIT_SECONDS = 600.0
 TINY = ("model=tiny", "sft.batch_size=16", "reward.batch_size=8", "ppo.batch_size=16", "rollout.max_new_tokens=64")
 OPT = (
-    "model=opt-125m", "model.weights=random", "model.tokenizer=train", "engine.dtype=bf16", "sft.batch_size=8",
-    "reward.batch_size=4", "ppo.batch_size=8", "rollout.max_new_tokens=32",
-)  # fmt: skip
+    "model=opt-125m",
+    "model.weights=random",
+    "model.tokenizer=train",
+    "engine.dtype=bf16",
+    "sft.batch_size=8",
+    "reward.batch_size=4",
+    "ppo.batch_size=8",
+    "rollout.max_new_tokens=32",
+)
 SHARED = (
-    "tracking=none", "evaluation.prompts=2",
-    *(f"{stage}.{key}" for stage in STAGES for key in (
-        "steps=4", "max_length=256", "micro_batch_tokens=1024", "save_every=1000", "eval_examples=4",
-    )),
-    "sft.log_every=1", "reward.log_every=1", "ppo.log_every=1", "ppo.eval_every=0", "ppo.update_epochs=1",
+    "tracking=none",
+    "evaluation.prompts=2",
+    *(
+        f"{stage}.{key}"
+        for stage in STAGES
+        for key in (
+            "steps=4",
+            "max_length=256",
+            "micro_batch_tokens=1024",
+            "save_every=1000",
+            "eval_examples=4",
+        )
+    ),
+    "sft.log_every=1",
+    "reward.log_every=1",
+    "ppo.log_every=1",
+    "ppo.eval_every=0",
+    "ppo.update_epochs=1",
     "rollout.max_prompt_tokens=192",
-)  # fmt: skip
+)
 SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tiny zero0 x1": (1, (*TINY, "engine=zero0")),
     "tiny zero1 x2": (2, (*TINY, "engine=zero1")),
@@ -51,9 +70,13 @@ def measure(rounds: int) -> Result:
             ratios[f"{name} {phase}"] = values
     near = [1 / 1.3 <= ratio <= 1.3 for ratio in ratios.values()]
     return Result(
-        bench="zero", case="plan", ours=100 * sum(near) / len(near), unit="% of phases within 30 %",
-        lower_is_better=False, detail={"predicted_by_measured": ratios},
-    )  # fmt: skip
+        bench="zero",
+        case="plan",
+        ours=100 * sum(near) / len(near),
+        unit="% of phases within 30 %",
+        lower_is_better=False,
+        detail={"predicted_by_measured": ratios},
+    )
 
 
 def compared(name: str) -> dict[str, float]:

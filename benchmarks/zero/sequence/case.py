@@ -12,8 +12,10 @@ from benchmarks.record import Result
 def measure(rounds: int) -> Result:
     """Seconds a step of the sequence group against data parallel ranks; bytes stand in the detail."""
     ranks = run_ranks("benchmarks.zero.sequence.steps", [str(rounds)], 2)
-    seconds = {name: [max(each) for each in zip(*(rank[name]["seconds"] for rank in ranks), strict=True)]
-               for name in ("shared", "apart")}  # fmt: skip
+    seconds = {
+        name: [max(each) for each in zip(*(rank[name]["seconds"] for rank in ranks), strict=True)]
+        for name in ("shared", "apart")
+    }
     held = {name: max(rank[name]["activations"] for rank in ranks) for name in ("shared", "apart")}
     sent = {name: max(rank[name]["sent"] for rank in ranks) for name in ("shared", "apart")}
     return Result(

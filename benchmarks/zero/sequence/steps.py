@@ -19,9 +19,15 @@ from step1_sft.train import loss_of
 
 TOKENS, ROWS, VOCABULARY = 4096, 2, 4096
 SHAPE = {
-    "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "intermediate_size": 688, "vocab_size": VOCABULARY, "max_position_embeddings": TOKENS,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 688,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": TOKENS,
+}
 WAYS = {"shared": 2, "apart": 1}
 
 

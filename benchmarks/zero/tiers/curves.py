@@ -19,9 +19,16 @@ from engine.parallel import dist
 
 STEPS, ROWS, LENGTH, MICRO_BATCHES = 10, 8, 24, 2
 CONFIG: dict[str, Any] = {
-    "vocab_size": 200, "hidden_size": 48, "word_embed_proj_dim": 48, "num_hidden_layers": 3, "ffn_dim": 96,
-    "num_attention_heads": 4, "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0,
-}  # fmt: skip
+    "vocab_size": 200,
+    "hidden_size": 48,
+    "word_embed_proj_dim": 48,
+    "num_hidden_layers": 3,
+    "ffn_dim": 96,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
 OPTIMIZER = OptimizerConfig(lr=1e-3, schedule="constant", weight_decay=0.1, max_grad_norm=1.0)
 
 
@@ -30,10 +37,16 @@ def layouts() -> Iterator[tuple[str, dict[str, Any]]]:
     for stage in range(4):
         for tier in ("none", "cpu", "nvme"):
             shards = tier if stage == 3 else "none"
-            yield f"zero{stage} {tier}", {
-                "zero_stage": stage, "offload_optimizer": tier, "offload_parameters": shards, "sub_group_size": 4096,
-                "nvme_path": folder(),
-            }  # fmt: skip
+            yield (
+                f"zero{stage} {tier}",
+                {
+                    "zero_stage": stage,
+                    "offload_optimizer": tier,
+                    "offload_parameters": shards,
+                    "sub_group_size": 4096,
+                    "nvme_path": folder(),
+                },
+            )
 
 
 def model() -> nn.Module:

@@ -84,10 +84,15 @@ def predicted(engine: Engine, layout: dict[str, Any]) -> dict[str, float]:
     total = sum(p.numel() for p in engine.module.parameters())
     block = sum(p.numel() for p in zero.units(engine.module)[0].parameters())
     states = model_states(
-        total, root=total - 8 * block, block=block, stage=layout["zero_stage"], ranks=dist.world().size,
-        offload_optimizer=layout["offload_optimizer"], offload_parameters=layout["offload_parameters"],
+        total,
+        root=total - 8 * block,
+        block=block,
+        stage=layout["zero_stage"],
+        ranks=dist.world().size,
+        offload_optimizer=layout["offload_optimizer"],
+        offload_parameters=layout["offload_parameters"],
         sub_group=SUB_GROUP,
-    )  # fmt: skip
+    )
     shards = 1 if layout["zero_stage"] == 0 else dist.world().size
     gradients = 4 * total // shards if layout["offload_optimizer"] == "none" else states.host_gradients
     resting = states.resting + states.host - states.host_gradients

@@ -19,6 +19,10 @@ def measure(rounds: int) -> Result:
                         off[f"{layout} x{ranks} {figure}"] = abs(bytes_of[figure] / wanted - 1)
     worst = max(off, key=lambda name: off[name])
     return Result(
-        bench="zero", case="bytes", ours=100 * off[worst], unit="% off at most", lower_is_better=True,
+        bench="zero",
+        case="bytes",
+        ours=100 * off[worst],
+        unit="% off at most",
+        lower_is_better=True,
         detail={"at_most": 5.0, "worst": worst, "figures": len(off)},
-    )  # fmt: skip
+    )

@@ -30,22 +30,34 @@ def measure(rounds: int) -> Result:
     dist.start("host", device="cpu")
     with _deepspeed() as peer:
         cases: dict[str, Callable[[], float]] = {
-            "ours": partial(_timed, _ours()), "torch": partial(_timed, _torch()), "deepspeed": peer,
-        }  # fmt: skip
+            "ours": partial(_timed, _ours()),
+            "torch": partial(_timed, _torch()),
+            "deepspeed": peer,
+        }
         in_turn(cases, 2)
         seconds = in_turn(cases, max(rounds, 9))
     ours, theirs = median(seconds["ours"]), median(seconds["torch"])
     return Result(
-        bench="zero", case="host_adamw", ours=1e3 * ours, peer=1e3 * theirs, unit="ms a step", lower_is_better=True,
+        bench="zero",
+        case="host_adamw",
+        ours=1e3 * ours,
+        peer=1e3 * theirs,
+        unit="ms a step",
+        lower_is_better=True,
         detail={
-            "parameters": sum(PARAMETERS), "threads": torch.get_num_threads(),
-            "peer": "torch.optim.AdamW(fused=True), then a cast", "at_most": 1.05,
-            "spread": spread(seconds["ours"]), "peer_spread": spread(seconds["torch"]),
-            "of_torch": ours / theirs, "deepspeed": 1e3 * median(seconds["deepspeed"]),
-            "of_deepspeed": ours / median(seconds["deepspeed"]), "best": {k: 1e3 * min(v) for k, v in seconds.items()},
+            "parameters": sum(PARAMETERS),
+            "threads": torch.get_num_threads(),
+            "peer": "torch.optim.AdamW(fused=True), then a cast",
+            "at_most": 1.05,
+            "spread": spread(seconds["ours"]),
+            "peer_spread": spread(seconds["torch"]),
+            "of_torch": ours / theirs,
+            "deepspeed": 1e3 * median(seconds["deepspeed"]),
+            "of_deepspeed": ours / median(seconds["deepspeed"]),
+            "best": {k: 1e3 * min(v) for k, v in seconds.items()},
             "gb_per_second": 30 * sum(PARAMETERS) / ours / 1e9,
         },
-    )  # fmt: skip
+    )
 
 
 @contextmanager
@@ -53,9 +65,13 @@ def _deepspeed() -> Iterator[Callable[[], float]]:
     """A function that makes DeepSpeed's process take a step, and says how long that took. Raises BenchFailed."""
     words = [str(environment("deepspeed", DEEPSPEED)), "-m", "benchmarks.zero.tiers.their_adam"]
     peer = subprocess.Popen(
-        [*words, *map(str, PARAMETERS)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [*words, *map(str, PARAMETERS)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(torch.get_num_threads())},
-    )  # fmt: skip
+    )
     assert peer.stdin is not None and peer.stdout is not None
     source, sink = peer.stdout, peer.stdin
     try:

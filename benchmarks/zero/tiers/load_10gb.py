@@ -24,8 +24,11 @@ def measure(rounds: int) -> Result:
     if any(there["sums"] != here["sums"] for there, here in zip(written, loaded, strict=True)):
         raise BenchFailed("other numbers came back than were written")
     return Result(
-        bench="zero", case="load_10gb", ours=max(each["peak_bytes"] for each in loaded) / 1e9,
-        unit="GB peak resident, the larger of two ranks", lower_is_better=True,
+        bench="zero",
+        case="load_10gb",
+        ours=max(each["peak_bytes"] for each in loaded) / 1e9,
+        unit="GB peak resident, the larger of two ranks",
+        lower_is_better=True,
         detail={
             "checkpoint_gb": size / 1e9,
             "shards_gb": loaded[0]["shard_bytes"] / 1e9,
@@ -33,4 +36,4 @@ def measure(rounds: int) -> Result:
             "write_peak_gb": max(each["peak_bytes"] for each in written) / 1e9,
             "write_seconds": written[0]["seconds"],
         },
-    )  # fmt: skip
+    )

@@ -35,13 +35,21 @@ def measure(rounds: int) -> Result:
         os.close(file)
     rate = {name: 2 * BYTES / median(times) / 1e9 for name, times in seconds.items()}
     return Result(
-        bench="zero", case="nvme_step", ours=rate["ours"], peer=rate["plain"], unit="GB/s", lower_is_better=False,
+        bench="zero",
+        case="nvme_step",
+        ours=rate["ours"],
+        peer=rate["plain"],
+        unit="GB/s",
+        lower_is_better=False,
         detail={
-            "parameters": sum(PARAMETERS), "gb_read_and_written": 2 * BYTES / 1e9, "at_least": 0.8,
+            "parameters": sum(PARAMETERS),
+            "gb_read_and_written": 2 * BYTES / 1e9,
+            "at_least": 0.8,
             "peer": f"one thread, O_DIRECT, {REQUEST >> 20} MiB requests: all read, then all written",
-            "spread": spread(seconds["ours"]), "peer_spread": spread(seconds["plain"]),
+            "spread": spread(seconds["ours"]),
+            "peer_spread": spread(seconds["plain"]),
         },
-    )  # fmt: skip
+    )
 
 
 def _timed(work: Callable[[], None]) -> float:

@@ -16,9 +16,13 @@ def measure(rounds: int) -> Result:
     }
     worst = max(gaps, key=lambda name: gaps[name])
     return Result(
-        bench="zero", case="parity", ours=gaps[worst], unit="largest relative gap of a loss", lower_is_better=True,
+        bench="zero",
+        case="parity",
+        ours=gaps[worst],
+        unit="largest relative gap of a loss",
+        lower_is_better=True,
         detail={"at_most": 1e-5, "worst": worst, "layouts": len(gaps), "steps": len(wanted), "losses": wanted},
-    )  # fmt: skip
+    )
 
 
 def furthest(curve: list[float], wanted: list[float]) -> float:

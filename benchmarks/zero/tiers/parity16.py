@@ -16,6 +16,10 @@ def measure(rounds: int) -> Result:
         detail[f"{dtype}_among_layouts"] = max(furthest(curve, first) for curve in found)
         detail[f"{dtype}_from_fp32"] = max(furthest(curve, fp32) for curve in found)
     return Result(
-        bench="zero", case="parity16", ours=max(detail["bf16_among_layouts"], detail["fp16_among_layouts"]),
-        unit="largest relative gap of a loss", lower_is_better=True, detail=detail,
-    )  # fmt: skip
+        bench="zero",
+        case="parity16",
+        ours=max(detail["bf16_among_layouts"], detail["fp16_among_layouts"]),
+        unit="largest relative gap of a loss",
+        lower_is_better=True,
+        detail=detail,
+    )

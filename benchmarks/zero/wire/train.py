@@ -23,14 +23,23 @@ from step1_sft.train import loss_of
 WORDS, SUCCESSORS, ROWS, LENGTH = 512, 8, 16, 128
 FREEZE_STEP = 60
 SHAPE = {
-    "model_type": "opt", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "ffn_dim": 1024,
-    "word_embed_proj_dim": 256, "vocab_size": WORDS, "max_position_embeddings": LENGTH,
-}  # fmt: skip
+    "model_type": "opt",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "ffn_dim": 1024,
+    "word_embed_proj_dim": 256,
+    "vocab_size": WORDS,
+    "max_position_embeddings": LENGTH,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "none": {"zero_stage": 2}, "gather8": {"zero_stage": 2, "compress": "gather8"},
-    "reduce8": {"zero_stage": 2, "compress": "reduce8"}, "both": {"zero_stage": 2, "compress": "both"},
-    "adam": {"zero_stage": 0}, "onebitadam": {"zero_stage": 0},
-}  # fmt: skip
+    "none": {"zero_stage": 2},
+    "gather8": {"zero_stage": 2, "compress": "gather8"},
+    "reduce8": {"zero_stage": 2, "compress": "reduce8"},
+    "both": {"zero_stage": 2, "compress": "both"},
+    "adam": {"zero_stage": 0},
+    "onebitadam": {"zero_stage": 0},
+}
 
 
 def main(variant: str, steps: int) -> None:

@@ -20,9 +20,7 @@ def has_triton() -> bool:
     """Tries one small kernel on the device in use. Where that fails PyTorch's operators serve, as the log says once."""
     reason = _what_is_lacking()
     if reason is not None:
-        log.warning(
-            "Triton's kernels are not used (%s): PyTorch's operators serve, with more time and memory", reason
-        )
+        log.warning("Triton's kernels are not used (%s): PyTorch's operators serve, with more time and memory", reason)
     return reason is None
 
 

@@ -66,19 +66,55 @@ def decode_attention(
         partial = query.new_empty(batch * heads, splits, of_values, dtype=torch.float32)
         highest, totals = query.new_empty(2, batch * heads, splits, dtype=torch.float32)
     share_kernel[(batch * key_heads, splits)](
-        query, keys, values, slots, lengths, *before, alibi, partial, highest, totals, batch, key_heads, heads, width,
-        of_values, query.stride(0), query.stride(1), *keys.stride()[:3], *values.stride()[:3],
-        *before.keys.stride()[:3], *before.values.stride()[:3], splits, of_prompts, scale, window or 0, softcap or 0.0,
-        GROUP=heads // key_heads, HAS_PROMPTS=prompts is not None, JOINED=joined, HAS_WINDOW=window is not None,
-        HAS_ALIBI=alibi is not None, HAS_SOFTCAP=softcap is not None, WHOLE=splits == 1,
-        PRECISION=dot_precision(keys.dtype), **options,
-    )  # fmt: skip
+        query,
+        keys,
+        values,
+        slots,
+        lengths,
+        *before,
+        alibi,
+        partial,
+        highest,
+        totals,
+        batch,
+        key_heads,
+        heads,
+        width,
+        of_values,
+        query.stride(0),
+        query.stride(1),
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        *before.keys.stride()[:3],
+        *before.values.stride()[:3],
+        splits,
+        of_prompts,
+        scale,
+        window or 0,
+        softcap or 0.0,
+        GROUP=heads // key_heads,
+        HAS_PROMPTS=prompts is not None,
+        JOINED=joined,
+        HAS_WINDOW=window is not None,
+        HAS_ALIBI=alibi is not None,
+        HAS_SOFTCAP=softcap is not None,
+        WHOLE=splits == 1,
+        PRECISION=dot_precision(keys.dtype),
+        **options,
+    )
     if splits == 1:
         return out
     join_kernel[(batch * heads,)](
-        partial, highest, totals, out, splits, of_values, SPLITS=triton.next_power_of_2(splits), BV=options["BV"],
+        partial,
+        highest,
+        totals,
+        out,
+        splits,
+        of_values,
+        SPLITS=triton.next_power_of_2(splits),
+        BV=options["BV"],
         num_warps=4,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -103,9 +139,14 @@ def launch_options(
     while needed() > on.shared and keys > 16:
         keys, stages = (keys, stages - 1) if stages > 2 else (keys // 2, stages)
     return {
-        "SEQUENCES": rows // group if joined else 1, "BG": rows, "BD": of_query, "BV": of_value, "BT": keys,
-        "num_warps": 4, "num_stages": stages,
-    }  # fmt: skip
+        "SEQUENCES": rows // group if joined else 1,
+        "BG": rows,
+        "BD": of_query,
+        "BV": of_value,
+        "BT": keys,
+        "num_warps": 4,
+        "num_stages": stages,
+    }
 
 
 def _before(prompts: Prompts | None, keys: Tensor, values: Tensor) -> Prompts:
@@ -123,14 +164,58 @@ def _splits(programs: int, capacity: int, keys_a_step: int, processors: int, mos
 
 @triton.jit(do_not_specialize=["batch"])
 def share_kernel(
-    query, keys, values, slots, lengths, prompt_keys, prompt_values, prompt_slots, prompt_lengths, firsts, alibi,
-    partial, highest, totals, batch, key_heads, heads, width, of_values, stride_qb, stride_qh, stride_ks, stride_kh,
-    stride_kt, stride_vs, stride_vh, stride_vt, stride_pks, stride_pkh, stride_pkt, stride_pvs, stride_pvh, stride_pvt,
-    splits, of_prompts, scale, window, softcap, GROUP: tl.constexpr, HAS_PROMPTS: tl.constexpr, JOINED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WHOLE: tl.constexpr,
-    PRECISION: tl.constexpr, SEQUENCES: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    query,
+    keys,
+    values,
+    slots,
+    lengths,
+    prompt_keys,
+    prompt_values,
+    prompt_slots,
+    prompt_lengths,
+    firsts,
+    alibi,
+    partial,
+    highest,
+    totals,
+    batch,
+    key_heads,
+    heads,
+    width,
+    of_values,
+    stride_qb,
+    stride_qh,
+    stride_ks,
+    stride_kh,
+    stride_kt,
+    stride_vs,
+    stride_vh,
+    stride_vt,
+    stride_pks,
+    stride_pkh,
+    stride_pkt,
+    stride_pvs,
+    stride_pvh,
+    stride_pvt,
+    splits,
+    of_prompts,
+    scale,
+    window,
+    softcap,
+    GROUP: tl.constexpr,
+    HAS_PROMPTS: tl.constexpr,
+    JOINED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    BG: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
     BT: tl.constexpr,
-):  # fmt: skip
+):
     """Unnormalised output (B H, splits, Dv), maximum and total weight (B H, splits) of one share of the keys; where one
     share is the WHOLE, its output.
 

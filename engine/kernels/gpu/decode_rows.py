@@ -30,9 +30,21 @@ def note_rows(
     """As `engine.kernels.decode_rows.note_rows`."""
     batch = len(slots)
     note_kernel[(triton.cdiv(batch, BLOCK),)](
-        rows, slots, tokens, logprobs, ends, *said, seen, batch, len(ends), said.tokens.shape[1],
-        0 if seen is None else seen.shape[1], HAS_SEEN=seen is not None, BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
+        rows,
+        slots,
+        tokens,
+        logprobs,
+        ends,
+        *said,
+        seen,
+        batch,
+        len(ends),
+        said.tokens.shape[1],
+        0 if seen is None else seen.shape[1],
+        HAS_SEEN=seen is not None,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -58,9 +70,22 @@ def take_kernel(rows, slots, place, told, batch, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch"])
 def note_kernel(
-    rows, slots, tokens, logprobs, ends, said, said_logprobs, place, seen, batch, count, slots_said, vocabulary,
-    HAS_SEEN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    rows,
+    slots,
+    tokens,
+    logprobs,
+    ends,
+    said,
+    said_logprobs,
+    place,
+    seen,
+    batch,
+    count,
+    slots_said,
+    vocabulary,
+    HAS_SEEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A row of the table each; columns that stay are not touched."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < batch

@@ -53,9 +53,7 @@ def _join(count, mean, squares, counts, means, deviations):
 
 
 @triton.jit
-def row_kernel(
-    rewards, values, mask, advantages, returns, moments, batch, length, gamma, decay, TILE: tl.constexpr
-):  # fmt: skip
+def row_kernel(rewards, values, mask, advantages, returns, moments, batch, length, gamma, decay, TILE: tl.constexpr):
     """Advantages and returns of one row, and its moments into (3, B)."""
     row = tl.program_id(0)
     base = row.to(tl.int64) * length

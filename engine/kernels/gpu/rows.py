@@ -72,9 +72,13 @@ def turn_heads(
 def turn_options(size: int, turned: int, kind: Kind | None) -> dict[str, Any]:
     """Constants of `turn_kernel`: a head's halves lie in tiles of their own, as one is the other's partner."""
     return {
-        "NORMED": kind is not None, "KIND": int(kind or 0), "REST": turned < size,
-        "HALF": triton.next_power_of_2(max(1, turned // 2)), "WHOLE": triton.next_power_of_2(size), "num_warps": 1,
-    }  # fmt: skip
+        "NORMED": kind is not None,
+        "KIND": int(kind or 0),
+        "REST": turned < size,
+        "HALF": triton.next_power_of_2(max(1, turned // 2)),
+        "WHOLE": triton.next_power_of_2(size),
+        "num_warps": 1,
+    }
 
 
 def gate_rows(
@@ -108,7 +112,7 @@ def gate_options(kind: Activation, *, gated: bool) -> dict[str, Any]:
 @triton.jit
 def norm_kernel(
     x, y, z, total, weight, bias, out, size, eps, PARTS: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+):
     """One row (size,): x, or x + y, or x + y + z, which is kept in `total`, and its norm."""
     i = tl.arange(0, TILE)
     inside = i < size
@@ -148,9 +152,24 @@ def _scaled(row, scale, weight, KIND: tl.constexpr, of: tl.constexpr):
 
 @triton.jit
 def turn_kernel(
-    x, cosines, sines, weight, out, heads, size, turned, offset, token_stride, head_stride, eps, NORMED: tl.constexpr,
-    KIND: tl.constexpr, REST: tl.constexpr, HALF: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    x,
+    cosines,
+    sines,
+    weight,
+    out,
+    heads,
+    size,
+    turned,
+    offset,
+    token_stride,
+    head_stride,
+    eps,
+    NORMED: tl.constexpr,
+    KIND: tl.constexpr,
+    REST: tl.constexpr,
+    HALF: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     """One head (size,) of a token: normed, its first numbers turned, number i with number i + turned / 2."""
     token = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
@@ -191,7 +210,7 @@ def turn_kernel(
 @triton.jit
 def gate_kernel(
     x, y, out, size, first, stride, second, other, KIND: tl.constexpr, GATED: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+):
     """A tile of one row: the activation of x, times y where that gates."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)

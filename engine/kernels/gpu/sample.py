@@ -95,9 +95,17 @@ def _mix(x: int) -> int:
 
 @triton.jit
 def tile_kernel(
-    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, groups, GROUPED: tl.constexpr,
+    logits,
+    highest,
+    totals,
+    vocabulary,
+    stride,
+    tiles,
+    inverse_temperature,
+    groups,
+    GROUPED: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Maximum and sum e^(z - maximum) of a tile of a row: (B, tiles) fp32 each. Maxima of its groups, where asked for:
     (B, tiles TILE / GROUP).
     """
@@ -116,9 +124,18 @@ def tile_kernel(
 
 @triton.jit
 def keep_kernel(
-    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, groups, min_p, TILE: tl.constexpr,
+    logits,
+    highest,
+    totals,
+    vocabulary,
+    stride,
+    tiles,
+    inverse_temperature,
+    groups,
+    min_p,
+    TILE: tl.constexpr,
     TILES: tl.constexpr,
-):  # fmt: skip
+):
     """The totals of tile_kernel without the tokens below `min_p` times the row's likeliest, unknown until then."""
     row = tl.program_id(0)
     here = row * tiles + tl.program_id(1)
@@ -136,9 +153,23 @@ def keep_kernel(
 
 @triton.jit(do_not_specialize=["state"])
 def draw_kernel(
-    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, streams, positions, tokens, logprobs,
-    state, min_p, GREEDY: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
+    logits,
+    highest,
+    totals,
+    vocabulary,
+    stride,
+    tiles,
+    inverse_temperature,
+    streams,
+    positions,
+    tokens,
+    logprobs,
+    state,
+    min_p,
+    GREEDY: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
     """The token whose share of the cumulative sum, in the order of the vocabulary, u falls in; or the likeliest."""
     row = tl.program_id(0)
     tile = tl.arange(0, TILES)

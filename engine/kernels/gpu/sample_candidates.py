@@ -16,10 +16,28 @@ def room_for(top_k: int) -> int:
 
 @triton.jit(do_not_specialize=["wanted"])
 def bound_kernel(
-    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, groups, bounds, whole_there, counts,
-    settled, wanted, top_p, floor, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr,
-    WIDTH: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
+    logits,
+    highest,
+    totals,
+    vocabulary,
+    stride,
+    tiles,
+    inverse_temperature,
+    groups,
+    bounds,
+    whole_there,
+    counts,
+    settled,
+    wanted,
+    top_p,
+    floor,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    HAS_MIN_P: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
     """A key, (B,) int32, that `wanted` groups reach, or a few more; lower ones than any token that can be kept don't
     come in. Whether it is the lowest that can be, so that nothing is missing above: (B,) int32.
     """
@@ -27,8 +45,11 @@ def bound_kernel(
     tile = tl.arange(0, TILES)
     stats = row * tiles + tile
     top = tl.max(tl.load(highest + stats, mask=tile < tiles, other=float("-inf")), 0)
-    whole = tl.sum(tl.load(totals + stats, mask=tile < tiles, other=0.0)
-                   * tl.exp(tl.load(highest + stats, mask=tile < tiles, other=float("-inf")) - top), 0)  # fmt: skip
+    whole = tl.sum(
+        tl.load(totals + stats, mask=tile < tiles, other=0.0)
+        * tl.exp(tl.load(highest + stats, mask=tile < tiles, other=float("-inf")) - top),
+        0,
+    )
     lowest = key_of(top - DEPTH)
     if not HAS_TOP_K:  # of the whole, which is known; a little room for rounding
         if HAS_TOP_P:  # all below weigh together what top-p leaves out
@@ -57,9 +78,22 @@ def bound_kernel(
 
 @triton.jit
 def gather_kernel(
-    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, groups, candidates, bounds, whole_there,
-    counts, settled, ROOM: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    logits,
+    highest,
+    totals,
+    vocabulary,
+    stride,
+    tiles,
+    inverse_temperature,
+    groups,
+    candidates,
+    bounds,
+    whole_there,
+    counts,
+    settled,
+    ROOM: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """The tokens at or above the bound, in any order: (B, ROOM) int64, whose order is that of likelihood, ties by
     index. More than there is room for are counted only.
     """
@@ -80,10 +114,32 @@ def gather_kernel(
 
 @triton.jit(do_not_specialize=["state", "top_k"])
 def sorted_kernel(
-    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, streams, positions, tokens, logprobs,
-    state, min_p, candidates, bounds, whole_there, counts, settled, top_k, top_p, HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, ROOM: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
+    logits,
+    highest,
+    totals,
+    vocabulary,
+    stride,
+    tiles,
+    inverse_temperature,
+    streams,
+    positions,
+    tokens,
+    logprobs,
+    state,
+    min_p,
+    candidates,
+    bounds,
+    whole_there,
+    counts,
+    settled,
+    top_k,
+    top_p,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    HAS_MIN_P: tl.constexpr,
+    ROOM: tl.constexpr,
+    TILES: tl.constexpr,
+):
     """The token, where the candidates are all that it can be: `settled` (B,) int32 says so."""
     row = tl.program_id(0)
     count = tl.load(counts + row)

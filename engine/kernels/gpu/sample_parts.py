@@ -37,8 +37,17 @@ def tile_of(logits, start, vocabulary, inverse_temperature, TILE: tl.constexpr):
 
 @triton.jit
 def groups_above(
-    logits, groups, row, tile, tiles, vocabulary, stride, inverse_temperature, bound, TILE: tl.constexpr,
-):  # fmt: skip
+    logits,
+    groups,
+    row,
+    tile,
+    tiles,
+    vocabulary,
+    stride,
+    inverse_temperature,
+    bound,
+    TILE: tl.constexpr,
+):
     """z (TILE / GROUP, GROUP) of a tile, -inf in groups that have none at or above `bound`, which are not read; and the
     places of these in the vocabulary.
     """

@@ -52,16 +52,29 @@ def _probe(logits, vocabulary, inverse_temperature, top, lo, a, b, c, hi, TILE: 
         least = tl.minimum(least, tl.where(key >= lo, key, hi - 1))
         largest = tl.maximum(largest, tl.where(key < hi, key, lo))
     return (
-        tl.sum(weight_a, 0), tl.sum(weight_b, 0), tl.sum(weight_c, 0),
-        tl.sum(count_a, 0), tl.sum(count_b, 0), tl.sum(count_c, 0), tl.min(least, 0), tl.max(largest, 0),
-    )  # fmt: skip
+        tl.sum(weight_a, 0),
+        tl.sum(weight_b, 0),
+        tl.sum(weight_c, 0),
+        tl.sum(count_a, 0),
+        tl.sum(count_b, 0),
+        tl.sum(count_c, 0),
+        tl.min(least, 0),
+        tl.max(largest, 0),
+    )
 
 
 @triton.jit
 def _search(
-    logits, vocabulary, inverse_temperature, top, low, target, BY_COUNT: tl.constexpr, STRICT: tl.constexpr,
+    logits,
+    vocabulary,
+    inverse_temperature,
+    top,
+    low,
+    target,
+    BY_COUNT: tl.constexpr,
+    STRICT: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """The largest key k in [low, key(top)] with amount(keys >= k) at least (strictly: above) the target; `low` serves.
 
     Returns k, and weight and number of the tokens with larger keys. The interval [lo, hi) that k lies in is cut into
@@ -76,9 +89,17 @@ def _search(
         a = lo + (b - lo) // 2
         c = b + (hi - b) // 2
         weight_a, weight_b, weight_c, count_a, count_b, count_c, least, largest = _probe(
-            logits, vocabulary, inverse_temperature, top, lo.to(tl.int32), a.to(tl.int32), b.to(tl.int32),
-            c.to(tl.int32), hi.to(tl.int32), TILE,
-        )  # fmt: skip
+            logits,
+            vocabulary,
+            inverse_temperature,
+            top,
+            lo.to(tl.int32),
+            a.to(tl.int32),
+            b.to(tl.int32),
+            c.to(tl.int32),
+            hi.to(tl.int32),
+            TILE,
+        )
         if BY_COUNT:
             in_a, in_b, in_c = count_a >= target, count_b >= target, count_c >= target
         elif STRICT:
@@ -98,10 +119,29 @@ def _search(
 
 @triton.jit(do_not_specialize=["state", "top_k"])
 def search_kernel(
-    logits, highest, totals, vocabulary, stride, tiles, inverse_temperature, streams, positions, tokens, logprobs,
-    state, min_p, settled, top_k, top_p, floor, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
-    HAS_MIN_P: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
+    logits,
+    highest,
+    totals,
+    vocabulary,
+    stride,
+    tiles,
+    inverse_temperature,
+    streams,
+    positions,
+    tokens,
+    logprobs,
+    state,
+    min_p,
+    settled,
+    top_k,
+    top_p,
+    floor,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    HAS_MIN_P: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
     """The token whose share of the cumulative sum of what the filters keep, in falling likelihood, u falls in.
 
     `low` is the smallest key kept and `ties` how many of its tokens are; `kept` is the weight of all that is kept.

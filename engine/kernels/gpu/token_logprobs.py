@@ -95,10 +95,26 @@ def _program(m_tiles, splits, GROUP: tl.constexpr):
 
 @triton.jit
 def _logits(
-    hidden, weight, bias, first_row, first_column, tokens, vocabulary, width, stride_h, stride_w, inverse_temperature,
-    softcap, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    weight,
+    bias,
+    first_row,
+    first_column,
+    tokens,
+    vocabulary,
+    width,
+    stride_h,
+    stride_w,
+    inverse_temperature,
+    softcap,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """z (BM, BN) fp32 of a tile; LOWEST beyond the vocabulary.
 
     Beyond the last token or column the last one is read again. Addresses are 64 bits for the tile and 32 within it.
@@ -130,11 +146,32 @@ def _logits(
 
 @triton.jit
 def forward_kernel(
-    hidden, weight, bias, targets, highest, totals, moments, target_logits, tokens, vocabulary, width, stride_h,
-    stride_w, inverse_temperature, softcap, splits, tiles_a_split, BM: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    hidden,
+    weight,
+    bias,
+    targets,
+    highest,
+    totals,
+    moments,
+    target_logits,
+    tokens,
+    vocabulary,
+    width,
+    stride_h,
+    stride_w,
+    inverse_temperature,
+    softcap,
+    splits,
+    tiles_a_split,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """m, s, t of one tile of tokens over one split, (splits, N) fp32 each, and the target's logit (N,) if there."""
     tile, split = _program(tl.cdiv(tokens, BM), splits, GROUP)
     places = tile * BM + tl.arange(0, BM)
@@ -149,9 +186,26 @@ def forward_kernel(
     for step in range(tl.cdiv(last - first, BN)):
         start = first + step * BN
         z = _logits(
-            hidden, weight, bias, tile * BM, start, tokens, vocabulary, width, stride_h, stride_w, inverse_temperature,
-            softcap, BM, BN, BD, EVEN, HAS_BIAS, HAS_SOFTCAP, PRECISION,
-        )  # fmt: skip
+            hidden,
+            weight,
+            bias,
+            tile * BM,
+            start,
+            tokens,
+            vocabulary,
+            width,
+            stride_h,
+            stride_w,
+            inverse_temperature,
+            softcap,
+            BM,
+            BN,
+            BD,
+            EVEN,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            PRECISION,
+        )
         chosen += tl.sum(tl.where(tl.arange(0, BN)[None, :] == (target - start)[:, None], z, 0.0), 1)
         above = tl.maximum(m, tl.max(z, 1))
         shrink = tl.exp(m - above)
@@ -169,9 +223,7 @@ def forward_kernel(
 
 
 @triton.jit
-def join_kernel(
-    highest, totals, moments, target_logits, logprobs, entropies, lses, tokens, splits, BM: tl.constexpr
-):  # fmt: skip
+def join_kernel(highest, totals, moments, target_logits, logprobs, entropies, lses, tokens, splits, BM: tl.constexpr):
     """(splits, N) m, s, t and (N,) target logits -> (N,) log-probabilities, entropies, log-sum-exps."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     exist = rows < tokens
@@ -197,20 +249,59 @@ def join_kernel(
 
 @triton.jit
 def backward_kernel(
-    hidden, weight, bias, targets, lses, entropies, of_logprob, of_entropy, d_logits, tokens, first, last, width,
-    stride_h, stride_w, inverse_temperature, softcap, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    weight,
+    bias,
+    targets,
+    lses,
+    entropies,
+    of_logprob,
+    of_entropy,
+    d_logits,
+    tokens,
+    first,
+    last,
+    width,
+    stride_h,
+    stride_w,
+    inverse_temperature,
+    softcap,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """The gradient of the logits [first, last) before temperature and soft cap, (N, last - first): a tile a program."""
     tile, column_tile = _program(tl.cdiv(tokens, BM), tl.cdiv(last - first, BN), GROUP)
     places = tile * BM + tl.arange(0, BM)
     rows = tl.minimum(places, tokens - 1)
     start = column_tile * BN  # of the columns from `first` on
     z = _logits(
-        hidden, weight, bias, tile * BM, first + start, tokens, last, width, stride_h, stride_w, inverse_temperature,
-        softcap, BM, BN, BD, EVEN, HAS_BIAS, HAS_SOFTCAP, PRECISION,
-    )  # fmt: skip
+        hidden,
+        weight,
+        bias,
+        tile * BM,
+        first + start,
+        tokens,
+        last,
+        width,
+        stride_h,
+        stride_w,
+        inverse_temperature,
+        softcap,
+        BM,
+        BN,
+        BD,
+        EVEN,
+        HAS_BIAS,
+        HAS_SOFTCAP,
+        PRECISION,
+    )
     logp = z - tl.load(lses + rows)[:, None]
     g = tl.load(of_logprob + rows)[:, None]
     pull = g
@@ -240,10 +331,17 @@ class _Head:
     def options(self, width: int, bias: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
         t = self.tiles
         return {
-            "BM": t.tokens, "BN": t.columns, "BD": t.width, "GROUP": GROUP, "EVEN": width % t.width == 0,
-            "HAS_BIAS": bias is not None, "HAS_SOFTCAP": self.softcap is not None, "PRECISION": dot_precision(dtype),
-            "num_warps": t.warps, "num_stages": t.stages,
-        }  # fmt: skip
+            "BM": t.tokens,
+            "BN": t.columns,
+            "BD": t.width,
+            "GROUP": GROUP,
+            "EVEN": width % t.width == 0,
+            "HAS_BIAS": bias is not None,
+            "HAS_SOFTCAP": self.softcap is not None,
+            "PRECISION": dot_precision(dtype),
+            "num_warps": t.warps,
+            "num_stages": t.stages,
+        }
 
 
 def _tiled(head: Head, hidden: Tensor) -> _Head:
@@ -274,10 +372,25 @@ def _forward(head: _Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias:
     partial = hidden.new_empty(3, splits, tokens, dtype=torch.float32)
     target_logits = hidden.new_full((tokens,), float("nan"), dtype=torch.float32)
     forward_kernel[(m_tiles * splits,)](
-        hidden, weight, bias, targets, partial[0], partial[1], partial[2], target_logits, tokens, vocabulary, width,
-        hidden.stride(0), weight.stride(0), head.inverse_temperature, head.softcap or 0.0, splits, tiles_a_split,
+        hidden,
+        weight,
+        bias,
+        targets,
+        partial[0],
+        partial[1],
+        partial[2],
+        target_logits,
+        tokens,
+        vocabulary,
+        width,
+        hidden.stride(0),
+        weight.stride(0),
+        head.inverse_temperature,
+        head.softcap or 0.0,
+        splits,
+        tiles_a_split,
         **head.options(width, bias, hidden.dtype),
-    )  # fmt: skip
+    )
     join_kernel[(triton.cdiv(tokens, 64),)](
         partial[0], partial[1], partial[2], target_logits, out[0], out[1], out[2], tokens, splits, BM=64, num_warps=2
     )
@@ -319,9 +432,18 @@ def statistics(
 
 
 def gradients(
-    head: Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, lse: Tensor, entropy: Tensor,
-    of_logprob: Tensor | None, of_entropy: Tensor | None, *, wants: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    head: Head,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor,
+    of_logprob: Tensor | None,
+    of_entropy: Tensor | None,
+    *,
+    wants: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """As `engine.kernels.token_logprobs.gradients`."""
     hidden, weight, targets, bias = _dense(hidden, weight, targets, bias)
     tiled = _tiled(head, hidden)
@@ -342,9 +464,18 @@ def gradients(
 
 
 def _logit_gradient(
-    head: _Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, lse: Tensor, entropy: Tensor,
-    of_logprob: Tensor, of_entropy: Tensor | None, first: int, last: int,
-) -> Tensor:  # fmt: skip
+    head: _Head,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor,
+    of_logprob: Tensor,
+    of_entropy: Tensor | None,
+    first: int,
+    last: int,
+) -> Tensor:
     """The gradient of the logits [first, last): (N, last - first) in the dtype of the products that follow."""
     tokens, width = hidden.shape
     dz = hidden.new_empty(tokens, last - first)
@@ -352,10 +483,26 @@ def _logit_gradient(
         return dz
     programs = triton.cdiv(tokens, head.tiles.tokens) * triton.cdiv(last - first, head.tiles.columns)
     backward_kernel[(programs,)](
-        hidden, weight, bias, targets, lse, entropy, of_logprob, of_entropy, dz, tokens, first, last, width,
-        hidden.stride(0), weight.stride(0), head.inverse_temperature, head.softcap or 0.0,
-        HAS_ENTROPY=of_entropy is not None, **head.options(width, bias, hidden.dtype),
-    )  # fmt: skip
+        hidden,
+        weight,
+        bias,
+        targets,
+        lse,
+        entropy,
+        of_logprob,
+        of_entropy,
+        dz,
+        tokens,
+        first,
+        last,
+        width,
+        hidden.stride(0),
+        weight.stride(0),
+        head.inverse_temperature,
+        head.softcap or 0.0,
+        HAS_ENTROPY=of_entropy is not None,
+        **head.options(width, bias, hidden.dtype),
+    )
     return dz
 
 

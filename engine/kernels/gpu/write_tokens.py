@@ -15,10 +15,23 @@ def write_tokens(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots
     if batch == 0:
         return
     write_kernel[(batch * heads,)](
-        key, value, keys, values, slots, positions, heads, width, of_values, *key.stride()[:2], *value.stride()[:2],
-        *keys.stride()[:3], *values.stride()[:3], slots.stride(0), positions.stride(0),
+        key,
+        value,
+        keys,
+        values,
+        slots,
+        positions,
+        heads,
+        width,
+        of_values,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        slots.stride(0),
+        positions.stride(0),
         **launch_options(width, of_values),
-    )  # fmt: skip
+    )
 
 
 def launch_options(width: int, of_values: int) -> dict[str, int]:
@@ -28,10 +41,30 @@ def launch_options(width: int, of_values: int) -> dict[str, int]:
 
 @triton.jit
 def write_kernel(
-    key, value, keys, values, slots, positions, heads, width, of_values, stride_kb, stride_kn, stride_vb, stride_vn,
-    stride_ks, stride_kh, stride_kt, stride_vs, stride_vh, stride_vt, of_slots, of_positions, BD: tl.constexpr,
+    key,
+    value,
+    keys,
+    values,
+    slots,
+    positions,
+    heads,
+    width,
+    of_values,
+    stride_kb,
+    stride_kn,
+    stride_vb,
+    stride_vn,
+    stride_ks,
+    stride_kh,
+    stride_kt,
+    stride_vs,
+    stride_vh,
+    stride_vt,
+    of_slots,
+    of_positions,
+    BD: tl.constexpr,
     BV: tl.constexpr,
-):  # fmt: skip
+):
     """One head of one sequence."""
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)  # a slot of a million tokens has more numbers than 2^31

@@ -27,11 +27,24 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("parameter", "mean", "square", "gradient", "target")),
         ("count", ctypes.c_int64),
-        *((name, ctypes.c_float) for name in (
-            "scale", "kept", "coupled", "mean_share", "mean_of_new", "square_kept", "square_share", "root", "eps",
-            "rate")),
-        ("half", ctypes.c_int32), ("threads", ctypes.c_int32),
-    )  # fmt: skip
+        *(
+            (name, ctypes.c_float)
+            for name in (
+                "scale",
+                "kept",
+                "coupled",
+                "mean_share",
+                "mean_of_new",
+                "square_kept",
+                "square_share",
+                "root",
+                "eps",
+                "rate",
+            )
+        ),
+        ("half", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
 
 
 @cache
@@ -72,11 +85,22 @@ def adam(
     share = 1.0 - first
     late = share >= 0.5  # as torch's lerp, which keeps the larger part exact
     call = _Call(
-        *(t.data_ptr() for t in tensors[:4]), None if target is None else target.data_ptr(), parameter.numel(),
-        factor, 1.0 - lr * decay if decoupled else 1.0, 0.0 if decoupled else decay, share - 1.0 if late else share,
-        late, second, 1.0 - second, math.sqrt(1.0 - second**step), group["eps"], -lr / (1.0 - first**step),
-        gradient.dtype == torch.bfloat16, team(parameter.numel()),
-    )  # fmt: skip
+        *(t.data_ptr() for t in tensors[:4]),
+        None if target is None else target.data_ptr(),
+        parameter.numel(),
+        factor,
+        1.0 - lr * decay if decoupled else 1.0,
+        0.0 if decoupled else decay,
+        share - 1.0 if late else share,
+        late,
+        second,
+        1.0 - second,
+        math.sqrt(1.0 - second**step),
+        group["eps"],
+        -lr / (1.0 - first**step),
+        gradient.dtype == torch.bfloat16,
+        team(parameter.numel()),
+    )
     found = library("adam", exact=True)
     assert found is not None
     found.adam(call)

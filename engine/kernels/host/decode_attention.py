@@ -21,13 +21,45 @@ class _Call(ctypes.Structure):
     """`struct call` of the C file."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "query", "new_keys", "new_values", "keys", "values", "out", "slots", "lengths", "families", "alibi")),
-        *((name, ctypes.c_int64) for name in (
-            "tokens", "rows", "heads", "key_heads", "capacity", "key_size", "value_size",
-            "query_row", "query_head", "key_row", "key_head", "value_row", "value_head", "window")),
-        ("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("half", ctypes.c_int32), ("threads", ctypes.c_int32),
-    )  # fmt: skip
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "query",
+                "new_keys",
+                "new_values",
+                "keys",
+                "values",
+                "out",
+                "slots",
+                "lengths",
+                "families",
+                "alibi",
+            )
+        ),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "tokens",
+                "rows",
+                "heads",
+                "key_heads",
+                "capacity",
+                "key_size",
+                "value_size",
+                "query_row",
+                "query_head",
+                "key_row",
+                "key_head",
+                "value_row",
+                "value_head",
+                "window",
+            )
+        ),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("half", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
 
 
 @cache
@@ -71,12 +103,37 @@ def decode_attention(
     alibi = None if alibi is None else alibi.float().contiguous()
     rows, heads = query.shape[:2]
     out = query.new_empty(rows, heads, values.shape[3])
-    _run(_Call(
-        query.data_ptr(), None, None, keys.data_ptr(), values.data_ptr(), out.data_ptr(), slots.data_ptr(),
-        lengths.data_ptr(), None, None if alibi is None else alibi.data_ptr(), rows, rows, heads, keys.shape[1],
-        keys.shape[2], keys.shape[3], values.shape[3], *query.stride()[:2], 0, 0, 0, 0, window or 0, scale,
-        softcap or 0, query.dtype == torch.bfloat16, torch.get_num_threads(),
-    ))  # fmt: skip
+    _run(
+        _Call(
+            query.data_ptr(),
+            None,
+            None,
+            keys.data_ptr(),
+            values.data_ptr(),
+            out.data_ptr(),
+            slots.data_ptr(),
+            lengths.data_ptr(),
+            None,
+            None if alibi is None else alibi.data_ptr(),
+            rows,
+            rows,
+            heads,
+            keys.shape[1],
+            keys.shape[2],
+            keys.shape[3],
+            values.shape[3],
+            *query.stride()[:2],
+            0,
+            0,
+            0,
+            0,
+            window or 0,
+            scale,
+            softcap or 0,
+            query.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+    )
     return out
 
 
@@ -113,13 +170,38 @@ def write_and_attend(
     _, key_head, key_row, _ = new_keys.stride()
     _, value_head, value_row, _ = new_values.stride()
     _, key_heads, capacity, of_values = values.shape
-    _run(_Call(
-        query.data_ptr(), new_keys.data_ptr(), new_values.data_ptr(), keys.data_ptr(), values.data_ptr(),
-        out.data_ptr(), slots.data_ptr(), lengths.data_ptr(), None if families is None else families.data_ptr(), None,
-        len(slots), rows, heads, key_heads, capacity, size, of_values, query_row, query_head, key_row, key_head,
-        value_row, value_head, window or 0, scale, softcap or 0, query.dtype == torch.bfloat16,
-        torch.get_num_threads(),
-    ))  # fmt: skip
+    _run(
+        _Call(
+            query.data_ptr(),
+            new_keys.data_ptr(),
+            new_values.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            out.data_ptr(),
+            slots.data_ptr(),
+            lengths.data_ptr(),
+            None if families is None else families.data_ptr(),
+            None,
+            len(slots),
+            rows,
+            heads,
+            key_heads,
+            capacity,
+            size,
+            of_values,
+            query_row,
+            query_head,
+            key_row,
+            key_head,
+            value_row,
+            value_head,
+            window or 0,
+            scale,
+            softcap or 0,
+            query.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+    )
 
 
 def _run(call: _Call) -> None:

@@ -14,7 +14,7 @@ from engine.kernels.ready import Ready
 
 _ARGUMENTS: list[Any] = (
     [ctypes.c_void_p, ctypes.c_long] * 2 + [ctypes.c_void_p] + [ctypes.c_long] * 2 + [ctypes.c_int] * 3
-)  # fmt: skip
+)
 
 
 class Kind(IntEnum):
@@ -53,8 +53,16 @@ def gate_rows(
 
     def run(x: Tensor, y: Tensor | None = None) -> None:
         function(
-            x.data_ptr() + first, stride, None if y is None else y.data_ptr() + second, other, out, rows, size, kind,
-            wide, team(4 * rows * size),
-        )  # fmt: skip
+            x.data_ptr() + first,
+            stride,
+            None if y is None else y.data_ptr() + second,
+            other,
+            out,
+            rows,
+            size,
+            kind,
+            wide,
+            team(4 * rows * size),
+        )
 
     return run, [written]

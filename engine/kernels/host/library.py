@@ -24,9 +24,17 @@ log = logging.getLogger(__name__)
 HERE = Path(__file__).parent
 # Sums may be reordered, which vectors need; infinities and NaN keep their meaning.
 FLAGS = (
-    "-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
-    "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math",
-)  # fmt: skip
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+    "-freciprocal-math",
+)
 # Sums are not: the same bits wherever a number lies in a vector.
 EXACT = ("-fno-associative-math", "-fno-reciprocal-math", "-fsigned-zeros", "-ffp-contract=off")
 SWITCH = "ZEROCHAT_HOST_KERNELS"  # 0 in the environment does without

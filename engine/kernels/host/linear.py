@@ -24,7 +24,7 @@ from engine.kernels.host.library import library
 FEWEST_OUTS = 16  # of a matrix, as in linear.c
 _ARGUMENTS: list[Any] = (
     [ctypes.c_void_p, ctypes.c_int] + [ctypes.c_void_p] * 2 + [ctypes.c_long] * 2 + [ctypes.c_int] * 2
-)  # fmt: skip
+)
 
 
 class Way(IntEnum):

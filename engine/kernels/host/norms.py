@@ -37,9 +37,7 @@ def normed(x: Tensor, weight: Tensor, bias: Tensor | None, *, kind: Kind, eps: f
     return weight * wide.to(x.dtype) if kind == Kind.RMS else (wide * (1.0 + weight.float())).to(x.dtype)
 
 
-def norm_rows(
-    shape: Sequence[int], dtype: torch.dtype, *, parts: int, kind: Kind, eps: float
-) -> Ready:
+def norm_rows(shape: Sequence[int], dtype: torch.dtype, *, parts: int, kind: Kind, eps: float) -> Ready:
     """A function of (weight (D,), bias (D,) or None, x, y, z) and what it writes, each of `shape` (..., D).
 
     With 2 or 3 `parts` it writes [x + y or x + y + z, rounded at each plus; its norm], with one [the norm of x].
@@ -55,9 +53,19 @@ def norm_rows(
 
     def run(weight: Tensor, bias: Tensor | None, x: Tensor, y: Tensor | None = None, z: Tensor | None = None) -> None:
         function(
-            x.data_ptr(), None if y is None else y.data_ptr(), None if z is None else z.data_ptr(), total,
-            weight.data_ptr(), None if bias is None else bias.data_ptr(), out, rows, size, eps, kind, wide,
+            x.data_ptr(),
+            None if y is None else y.data_ptr(),
+            None if z is None else z.data_ptr(),
+            total,
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out,
+            rows,
+            size,
+            eps,
+            kind,
+            wide,
             team(rows * size),
-        )  # fmt: skip
+        )
 
     return run, written

@@ -26,10 +26,14 @@ class _Call(ctypes.Structure):
     """`struct call` of the C file."""
 
     _fields_ = (
-        ("a", _Matrix), ("b", _Matrix), ("bias", ctypes.c_void_p), ("c", ctypes.c_void_p),
+        ("a", _Matrix),
+        ("b", _Matrix),
+        ("bias", ctypes.c_void_p),
+        ("c", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("c_row", "m", "n", "k")),
-        ("pairs", ctypes.c_int32), ("threads", ctypes.c_int32),
-    )  # fmt: skip
+        ("pairs", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
 
 
 @cache
@@ -56,10 +60,17 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None
     a, b = _laid_out(a, words), _laid_out(b.T, words).T
     bias = None if bias is None else bias.contiguous()
     call = _Call(
-        _Matrix(a.data_ptr(), *_steps(a, words)), _Matrix(b.data_ptr(), *reversed(_steps(b.T, words))),
-        None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), m, n, k // words, words > 1,
+        _Matrix(a.data_ptr(), *_steps(a, words)),
+        _Matrix(b.data_ptr(), *reversed(_steps(b.T, words))),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        m,
+        n,
+        k // words,
+        words > 1,
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     found: Any = library("products")
     if found.product(ctypes.byref(call)):
         raise MemoryError("a product of matrices got no memory: make micro_batch_tokens smaller")

@@ -53,9 +53,10 @@ class Families:
         others: keys and values begin at `start` of their row, queries at `queries` of theirs. Without gradients.
         """
         spans = [
-            span for start, past, length, queries in chunks
+            span
+            for start, past, length, queries in chunks
             for span in ((start, past, 0, -1), (start + past, length, past, queries))
-        ]  # fmt: skip
+        ]
         longest = max(past + length for _, past, length, _ in chunks)
         return cls(torch.tensor(spans), torch.arange(0, len(spans) + 1, 2), longest)
 
@@ -115,9 +116,22 @@ def _call(tensors: Sequence[Tensor], lses: Tensor, families: Families, scale: fl
     places = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     steps = (ctypes.c_int64 * (2 * len(tensors)))(*(step for tensor in tensors for step in tensor.stride()[:2]))
     failed = function(
-        places, steps, lses.data_ptr(), families.spans.data_ptr(), families.bounds.data_ptr(),
-        len(families.bounds) - 1, families.longest, query.shape[0], key.shape[0], query.shape[1], query.shape[2],
-        window or 0, scale, int(query.dtype == torch.float32), int(len(tensors) > 4), torch.get_num_threads(),
-    )  # fmt: skip
+        places,
+        steps,
+        lses.data_ptr(),
+        families.spans.data_ptr(),
+        families.bounds.data_ptr(),
+        len(families.bounds) - 1,
+        families.longest,
+        query.shape[0],
+        key.shape[0],
+        query.shape[1],
+        query.shape[2],
+        window or 0,
+        scale,
+        int(query.dtype == torch.float32),
+        int(len(tensors) > 4),
+        torch.get_num_threads(),
+    )
     if failed:
         raise MemoryError("attention over a row of sequences got no memory: make micro_batch_tokens smaller")

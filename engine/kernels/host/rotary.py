@@ -14,9 +14,13 @@ from engine.kernels.host.norms import MOST, Kind
 from engine.kernels.ready import Ready
 
 _ARGUMENTS: list[Any] = (
-    [ctypes.c_void_p] + [ctypes.c_long] * 2 + [ctypes.c_void_p, ctypes.c_float, ctypes.c_int]
-    + [ctypes.c_void_p] * 3 + [ctypes.c_long] * 4 + [ctypes.c_int] * 2
-)  # fmt: skip
+    [ctypes.c_void_p]
+    + [ctypes.c_long] * 2
+    + [ctypes.c_void_p, ctypes.c_float, ctypes.c_int]
+    + [ctypes.c_void_p] * 3
+    + [ctypes.c_long] * 4
+    + [ctypes.c_int] * 2
+)
 
 
 def turned_by_operators(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -54,8 +58,21 @@ def turn_heads(
 
     def run(x: Tensor, cosines: Tensor, sines: Tensor, weight: Tensor | None = None) -> None:
         function(
-            x.data_ptr() + offset, token_stride, head_stride, None if weight is None else weight.data_ptr(), eps, how,
-            cosines.data_ptr(), sines.data_ptr(), out, tokens, heads, size, turned, wide, team(tokens * heads * size),
-        )  # fmt: skip
+            x.data_ptr() + offset,
+            token_stride,
+            head_stride,
+            None if weight is None else weight.data_ptr(),
+            eps,
+            how,
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            out,
+            tokens,
+            heads,
+            size,
+            turned,
+            wide,
+            team(tokens * heads * size),
+        )
 
     return run, [written]

@@ -49,10 +49,22 @@ def draw(logits: Tensor, how: Sampling, numbers: Tensor) -> tuple[Tensor, Tensor
     filtered = how.temperature > 0 and (how.top_k > 0 or how.top_p < 1)
     candidates = torch.empty(3 * threads * (vocabulary + 1) if filtered else 0, dtype=torch.int32)
     function(
-        logits.data_ptr(), logits.dtype == torch.bfloat16, rows, vocabulary, logits.stride(0), numbers.data_ptr(),
-        how.temperature, how.top_k, how.top_p, how.min_p, tokens.data_ptr(), logprobs.data_ptr(), stats.data_ptr(),
-        candidates.data_ptr(), threads,
-    )  # fmt: skip
+        logits.data_ptr(),
+        logits.dtype == torch.bfloat16,
+        rows,
+        vocabulary,
+        logits.stride(0),
+        numbers.data_ptr(),
+        how.temperature,
+        how.top_k,
+        how.top_p,
+        how.min_p,
+        tokens.data_ptr(),
+        logprobs.data_ptr(),
+        stats.data_ptr(),
+        candidates.data_ptr(),
+        threads,
+    )
     return tokens, logprobs
 
 
@@ -63,8 +75,22 @@ def _function() -> Callable[..., None] | None:
         return None
     pointer, flag, size, number = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
     found.sample.argtypes = [
-        pointer, flag, size, size, size, pointer, number, size, number, number, pointer, pointer, pointer, pointer, flag
-    ]  # fmt: skip
+        pointer,
+        flag,
+        size,
+        size,
+        size,
+        pointer,
+        number,
+        size,
+        number,
+        number,
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+        flag,
+    ]
     found.sample.restype = None
     function: Callable[..., None] = found.sample
     return function

@@ -185,9 +185,7 @@ def _dealt(blocks: int, ranks: int) -> list[range]:
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _held(
-    module: nn.Module, listed: nn.ModuleList, shares: list[range], front: set[nn.Module], rank: int
-) -> set[int]:
+def _held(module: nn.Module, listed: nn.ModuleList, shares: list[range], front: set[nn.Module], rank: int) -> set[int]:
     """The parameters (their ids) of a rank."""
     own = {id(parameter) for place in shares[rank] for parameter in listed[place].parameters()}
     inside = {child for block in listed for child in block.modules()}

@@ -82,10 +82,14 @@ class Pipeline:
         messages, loss = self._stage.message(), torch.empty((), device="meta", requires_grad=True)
         number = torch.empty(1, dtype=torch.long, device="meta")
         one = PipelineStage(
-            passes, self.piece.rank, self.piece.size, dist.world().device, group=self._group,
+            passes,
+            self.piece.rank,
+            self.piece.size,
+            dist.world().device,
+            group=self._group,
             input_args=number if self.piece.is_first else messages,
             output_args=loss if self.piece.is_last else messages,
-        )  # fmt: skip
+        )
         in_turn = kind == "1f1b" and trains and many >= self.piece.size
         made = Schedule1F1B if in_turn else ScheduleGPipe
         return made(one, many, _own if trains else None, scale_grads=False)

@@ -136,9 +136,10 @@ class Step:
         """
         if window not in self._families:
             found = [
-                part for part in self.groups
+                part
+                for part in self.groups
                 if isinstance(part, Family) and (window is None or window >= max(part.lengths))
-            ]  # fmt: skip
+            ]
             table = torch.stack([torch.arange(self.singles), torch.zeros(self.singles, dtype=torch.long)], 1)
             for part in found:
                 table[part.begin : part.end] = torch.tensor([part.begin, part.prompt])

@@ -166,8 +166,13 @@ class DeviceDecoding:
             return False
         chunks = [chunk.moved(-offset) for chunk in chunks]
         token_ids = [t for c, m in zip(chunks, members, strict=True) for t in m.prompt[c.start : c.length]]
-        where = upload([[c.slot for c in chunks for _ in range(c.start, c.length)],
-                        [place for c in chunks for place in range(c.start, c.length)]], device)  # fmt: skip
+        where = upload(
+            [
+                [c.slot for c in chunks for _ in range(c.start, c.length)],
+                [place for c in chunks for place in range(c.start, c.length)],
+            ],
+            device,
+        )
         whole = [(c, m) for c, m in zip(chunks, members, strict=True) if c.length == len(m.prompt)]
         keep = [chunk.end - 1 for chunk, _ in whole]
         caches = self.rounds.caches
@@ -188,8 +193,9 @@ class DeviceDecoding:
             return
         step, device = self._replays().step, self.rounds.device
         limit = self.sampling.max_new_tokens
-        told = [[s.prompt[-1], len(s.prompt) - 1, self.streams[s.request], 0, limit, 0, s.home, s.shared]
-                for s in sequences]  # fmt: skip
+        told = [
+            [s.prompt[-1], len(s.prompt) - 1, self.streams[s.request], 0, limit, 0, s.home, s.shared] for s in sequences
+        ]
         slots, rows = upload([s.slot for s in sequences], device), upload(told, device)
         if step.seen is not None:
             step.seen.index_fill_(0, slots, False)

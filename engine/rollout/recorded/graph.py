@@ -13,9 +13,23 @@ from torch.nn import functional
 from engine.rollout.recorded.recording import Call, Form, Recording, Value
 
 VIEWS = {
-    "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "split", "chunk", "unbind", "flatten",
-    "unflatten", "narrow", "select", "expand", "contiguous", "__getitem__",
-}  # fmt: skip
+    "view",
+    "reshape",
+    "transpose",
+    "permute",
+    "unsqueeze",
+    "squeeze",
+    "split",
+    "chunk",
+    "unbind",
+    "flatten",
+    "unflatten",
+    "narrow",
+    "select",
+    "expand",
+    "contiguous",
+    "__getitem__",
+}
 
 
 @dataclass(frozen=True)

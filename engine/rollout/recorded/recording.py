@@ -24,14 +24,39 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # What says something of a tensor without looking at its numbers: a recording is for fixed shapes, so need not keep it.
 ABOUT = {
-    "__get__", "__hash__", "__len__", "__format__", "__repr__", "size", "dim", "ndimension", "numel", "nelement",
-    "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "get_device", "element_size",
-    "type", "is_inference", "is_same_size", "data_ptr",
-}  # fmt: skip
+    "__get__",
+    "__hash__",
+    "__len__",
+    "__format__",
+    "__repr__",
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "storage_offset",
+    "is_contiguous",
+    "is_floating_point",
+    "is_complex",
+    "get_device",
+    "element_size",
+    "type",
+    "is_inference",
+    "is_same_size",
+    "data_ptr",
+}
 SIZED_BY_NUMBERS = {
-    "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "histc", "repeat_interleave",
+    "nonzero",
+    "argwhere",
+    "masked_select",
+    "unique",
+    "unique_consecutive",
+    "bincount",
+    "histc",
+    "repeat_interleave",
     "tolist",
-}  # fmt: skip
+}
 
 
 class Unrecordable(Exception):

@@ -122,9 +122,14 @@ class Flip:
         if ranks > 1 and self.stream:  # the thread that gathers and the forward would call collectives in no order
             raise ValueError("blocks that are streamed can't be split over ranks: stream=False, or tensor_parallel=1")
         twin = Twin(
-            self._blueprint, self._source, self._dtype, device, tensor_parallel=ranks, plan=self._plan,
+            self._blueprint,
+            self._source,
+            self._dtype,
+            device,
+            tensor_parallel=ranks,
+            plan=self._plan,
             stream=self.stream,
-        )  # fmt: skip
+        )
         by_itself = not self.stream and ranks == 1
         if by_itself:
             self._pool = pool_of(twin.module)

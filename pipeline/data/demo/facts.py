@@ -1,9 +1,27 @@
 """Words, and what is true about them. The maker asks about them and the gold scorer knows them too."""
 
 NAMES = (
-    "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Ida", "Jack",
-    "Kate", "Leo", "Mary", "Nick", "Olga", "Paul", "Rosa", "Sam", "Tom", "Vera",
-)  # fmt: skip
+    "Anna",
+    "Ben",
+    "Clara",
+    "David",
+    "Emma",
+    "Felix",
+    "Grace",
+    "Hugo",
+    "Ida",
+    "Jack",
+    "Kate",
+    "Leo",
+    "Mary",
+    "Nick",
+    "Olga",
+    "Paul",
+    "Rosa",
+    "Sam",
+    "Tom",
+    "Vera",
+)
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "animals": ("cat", "dog", "horse", "cow", "mouse", "wolf", "goat", "lion"),
@@ -13,10 +31,23 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 PAIRS = (
-    ("hot", "cold"), ("big", "small"), ("old", "young"), ("fast", "slow"), ("hard", "soft"), ("wet", "dry"),
-    ("day", "night"), ("open", "closed"), ("happy", "sad"), ("rich", "poor"), ("high", "low"), ("long", "short"),
-    ("light", "dark"), ("full", "empty"), ("early", "late"), ("strong", "weak"),
-)  # fmt: skip
+    ("hot", "cold"),
+    ("big", "small"),
+    ("old", "young"),
+    ("fast", "slow"),
+    ("hard", "soft"),
+    ("wet", "dry"),
+    ("day", "night"),
+    ("open", "closed"),
+    ("happy", "sad"),
+    ("rich", "poor"),
+    ("high", "low"),
+    ("long", "short"),
+    ("light", "dark"),
+    ("full", "empty"),
+    ("early", "late"),
+    ("strong", "weak"),
+)
 OPPOSITES: dict[str, str] = {**dict(PAIRS), **{right: left for left, right in PAIRS}}
 
 # From the smallest to the largest, far enough apart that nobody argues.

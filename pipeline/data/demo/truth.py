@@ -13,9 +13,28 @@ from pipeline.data.demo.facts import BAD_MOODS, COUNTS, GOOD_MOODS, GROUPS, NAME
 Check = Callable[[str], bool]
 
 NUMBER_WORDS = (
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
-    "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
-)  # fmt: skip
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+    "twenty",
+)
 SINGULARS = tuple(group[:-1] for group in GROUPS)
 REPLIES = {
     "wellbeing": r"\b(i'm|i am|i feel)( very| doing| quite)? (fine|well|good|great|okay)\b",

@@ -132,9 +132,7 @@ def regression(config: OptimizerConfig, steps: int, keep: str | None) -> tuple[l
 
 def beside_adam(folder: str) -> list[tuple[list[float], torch.Tensor, Traffic]]:
     adam = OptimizerConfig(lr=3e-3, betas=BETAS, max_grad_norm=1.0)
-    one_bit = OptimizerConfig(
-        lr=3e-3, betas=BETAS, max_grad_norm=1.0, name="onebitadam", options={"freeze_step": 20}
-    )
+    one_bit = OptimizerConfig(lr=3e-3, betas=BETAS, max_grad_norm=1.0, name="onebitadam", options={"freeze_step": 20})
     return [regression(adam, 60, None), regression(one_bit, 60, None), regression(one_bit, 60, folder)]
 
 

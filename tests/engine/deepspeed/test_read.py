@@ -48,7 +48,11 @@ CHAT = {
 def test_a_chat_configuration_as_it_is() -> None:
     found = read(CHAT, ranks=4)
     assert found.engine == EngineConfig(
-        zero_stage=3, dtype="fp16", offload_optimizer="cpu", offload_parameters="cpu", gradient_accumulation=2,
+        zero_stage=3,
+        dtype="fp16",
+        offload_optimizer="cpu",
+        offload_parameters="cpu",
+        gradient_accumulation=2,
         loss_scale=LossScale(window=100),
     )
     assert (found.micro_batch_size, found.train_batch_size, found.optimizer) == (4, 32, None)

@@ -70,9 +70,7 @@ def batch(step: int) -> Tensor:
 
 def trained(family: str, *, lora: bool = False, steps: int = STEPS, **layout: Any) -> Engine:
     plan = OPT_PLAN if family == "opt" and layout.get("tensor_parallel", 1) > 1 else None
-    engine = initialize(
-        made(family, lora=lora), EngineConfig(dtype="fp32", tensor_plan=plan, **layout), optimizer=SGD
-    )
+    engine = initialize(made(family, lora=lora), EngineConfig(dtype="fp32", tensor_plan=plan, **layout), optimizer=SGD)
     engine.losses, engine.norms = [], []  # type: ignore[attr-defined]
     for step in range(steps):
         advance(engine, step)

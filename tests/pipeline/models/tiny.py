@@ -51,7 +51,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "mixtral": {**LLAMA_LIKE, **MIXTURE, "num_local_experts": 4},
     "glm4_moe": {
-        **LLAMA_LIKE, **MIXTURE, "head_dim": 8, "n_routed_experts": 16, "moe_intermediate_size": 24,
+        **LLAMA_LIKE,
+        **MIXTURE,
+        "head_dim": 8,
+        "n_routed_experts": 16,
+        "moe_intermediate_size": 24,
         "first_k_dense_replace": 1,
     },
     "qwen3_moe": {**LLAMA_LIKE, **MIXTURE, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 24},

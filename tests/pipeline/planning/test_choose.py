@@ -23,9 +23,7 @@ PROBE = Probe(
 
 def test_seconds_by_hand() -> None:
     shape = measured("small", source().config)
-    pace = Pace(
-        sequences=8, length=100, passes=2, critic=True, policies=2, scorers=2, answer=10, together=2
-    )
+    pace = Pace(sequences=8, length=100, passes=2, critic=True, policies=2, scorers=2, answer=10, together=2)
     work = Workload(ranks=2, stage=1, dtype="fp32", micro_batch_tokens=200, checkpointing=True)
     found = step_seconds(shape, work, pace, PROBE, on_gpu=False)
     ahead = 8 * 1e-5 * 400

@@ -112,10 +112,16 @@ def fuse_rotary(graph: Graph) -> None:
             continue
         dtype, norm = graph.forms[turn.result].dtype, turn.norm
         prepare = partial(
-            make, tokens, heads, turn.size, dtype, turned=turn.at.shape[-1],
+            make,
+            tokens,
+            heads,
+            turn.size,
+            dtype,
+            turned=turn.at.shape[-1],
             at=(turn.at.offset, token_stride, head_stride),
-            kind=None if norm is None else norm.kind, eps=0.0 if norm is None else norm.eps,
-        )  # fmt: skip
+            kind=None if norm is None else norm.kind,
+            eps=0.0 if norm is None else norm.eps,
+        )
         written = graph.new(Form((1, tokens, heads, turn.size), dtype))
         arguments = [turn.at.base, turn.cosines, turn.sines, *([norm.weight] if norm is not None else [])]
         seen = Call(Tensor.transpose, (written, 1, 2), {}, (turn.result,))
@@ -166,9 +172,16 @@ def _part(graph: Graph, turned: Value, place: Place) -> tuple[Call, int] | None:
         return None
     rest = graph.place(join.args[0][1])
     last = [*join.args[1:], *join.kwargs.values()] == [-1]
-    if rest is None or not last or (rest.base, rest.strides, rest.shape[:-1]) != (
-        place.base, place.strides, place.shape[:-1],
-    ):  # fmt: skip
+    if (
+        rest is None
+        or not last
+        or (rest.base, rest.strides, rest.shape[:-1])
+        != (
+            place.base,
+            place.strides,
+            place.shape[:-1],
+        )
+    ):
         return None
     return (join, place.shape[-1] + rest.shape[-1]) if rest.offset == place.offset + place.shape[-1] else None
 

@@ -11,8 +11,7 @@ from tests.engine.kernels.oracle import DEVICE
 from tests.engine.kernels.rows import DTYPES, check_gate, check_large_numbers, check_norm, check_turn
 
 NORM, TURN, GATE = (
-    partial(make, device=torch.device(DEVICE))
-    for make in (kernel.norm_rows, kernel.turn_heads, kernel.gate_rows)
+    partial(make, device=torch.device(DEVICE)) for make in (kernel.norm_rows, kernel.turn_heads, kernel.gate_rows)
 )
 
 

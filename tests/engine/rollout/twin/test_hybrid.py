@@ -30,9 +30,7 @@ def adapted(family: str, **changes: Any) -> nn.Module:
     """A model with adapters in it that say something (peft starts them at zero)."""
     model = build(family, **changes)
     conv = family == "gpt2"
-    inject_adapter_in_model(
-        LoraConfig(r=3, lora_alpha=5, target_modules=PARTS[family], fan_in_fan_out=conv), model
-    )
+    inject_adapter_in_model(LoraConfig(r=3, lora_alpha=5, target_modules=PARTS[family], fan_in_fan_out=conv), model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
