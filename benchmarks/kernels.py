@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.measure import in_turn, median, spread
 from benchmarks.record import Result
 from engine import kernels
-from engine.rollout.sampling import Sampling
+from engine.generation.sampling import Sampling
 
 CASES = ("logprobs", "logprobs_backward", "attention", "sample", "sample_filtered", "gae")
 

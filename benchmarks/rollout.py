@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.measure import in_turn, median, spread
 from benchmarks.record import Result
-from engine.rollout.sampling import Sampling
-from engine.rollout.slot_decoder import SlotDecoder
+from engine.generation.sampling import Sampling
+from engine.generation.slot_decoder import SlotDecoder
 
 ELSEWHERE = {
     "zero3": "benchmarks.rollout_flip",

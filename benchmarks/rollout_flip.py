@@ -26,9 +26,9 @@ from benchmarks.ranks import run_ranks
 from benchmarks.record import Result
 from benchmarks.rollout import OPT_125M, Lengths, Work, work
 from engine import Engine, EngineConfig, OptimizerConfig
+from engine.generation.rollouts import Rollouts
+from engine.generation.sampling import Sampling
 from engine.parallel import dist, dtensors
-from engine.rollout.rollouts import Rollouts
-from engine.rollout.sampling import Sampling
 
 RANKS = 2
 CASES = ("zero3", "flip", "release")

@@ -4,9 +4,9 @@ from engine.checkpoint import Checkpointer
 from engine.config import EngineConfig, OptimizerConfig
 from engine.engine import Engine, Update
 from engine.entry import initialize
+from engine.generation.rollouts import Generation, Rollouts
+from engine.generation.sampling import Sampling
 from engine.parallel.head import token_logprobs
-from engine.rollout.rollouts import Generation, Rollouts
-from engine.rollout.sampling import Sampling
 
 __all__ = [
     "Checkpointer",

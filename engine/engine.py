@@ -24,6 +24,9 @@ from engine.compression.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
 from engine.course import Course, InTurn, Learned, ThroughPipeline
 from engine.figures import numbers
+from engine.generation.rollouts import Rollouts
+from engine.generation.twin.assembled import Assembled
+from engine.generation.twin.flip import Flip
 from engine.healing import Healer, Portion
 from engine.large_pages import ask_for_large_pages
 from engine.ledger import Ledger
@@ -32,9 +35,6 @@ from engine.loading import copy_local
 from engine.merging import whole_parameters
 from engine.offload import OffloadedOptimizer, full_precision
 from engine.parallel import dist, dtensors, pipeline, traffic, zero
-from engine.rollout.rollouts import Rollouts
-from engine.rollout.twin.assembled import Assembled
-from engine.rollout.twin.flip import Flip
 
 Batch = TypeVar("Batch")
 Score = TypeVar("Score")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, Generation, Sampling
+from engine.generation.selfcheck import compare
 from engine.healing import Portion
 from engine.parallel import dist
-from engine.rollout.selfcheck import compare
 from engine.uploads import uploaded
 from step3_ppo.models import Models
 from step3_ppo.rows import Rows, critic_values, my_rows, policy_logprobs, rows

@@ -117,13 +117,13 @@ def test_a_step_waits_for_the_device_for_its_figures_only(tmp_path: Path) -> Non
     for stage in ("sft", "reward", "dpo"):
         assert waits(tmp_path, stage, step=2) == {"engine/figures.py:numbers": 1}, stage
     found = waits(tmp_path, "ppo", step=2)
-    rounds = found.pop("engine/rollout/on_device/rounds.py:draws")
+    rounds = found.pop("engine/generation/on_device/rounds.py:draws")
     assert rounds <= 2  # of 4 tokens
     updates = 2  # minibatches
     assert found == {
         "engine/figures.py:numbers": 2 * updates + 1,  # actor, critic; the rollout's figures
         "engine/figures.py:on_host": 5,  # actor, reference, critic, reward model; answers to keep
-        "engine/rollout/twin/hybrid.py:refresh": 1,
+        "engine/generation/twin/hybrid.py:refresh": 1,
         "pipeline/run/clock.py:phase": 3,
     }
 

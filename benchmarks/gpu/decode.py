@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.ceilings import copy_rate
 from benchmarks.gpu.setting import Setting, failure
 from engine import Rollouts, Sampling
-from engine.rollout.side_by_side import lay_out
+from engine.generation.side_by_side import lay_out
 
 PUBLISHED_STEP_MS, PUBLISHED_BATCHES = (5.0, 5.6), range(1, 33)
 PUBLISHED_TOTAL_MS = {(8, 128): 360.8}  # by batch and new tokens

@@ -11,7 +11,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.training import OPTIMIZER, TIERS, Policy, fill, negative_logprobs
 from engine import EngineConfig, Rollouts, Sampling
 from engine.engine import Engine
-from engine.rollout.side_by_side import lay_out
+from engine.generation.side_by_side import lay_out
 
 MOST_KERNELS = 15
 

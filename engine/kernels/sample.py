@@ -1,6 +1,6 @@
 """One token a row from logits, with its log-probability: temperature, top-k, top-p, min-p and the draw in one call.
 
-The random number is that of `uniforms` in engine/rollout/sampling.py, and tokens are drawn as its `sample` draws them:
+The random number is that of `uniforms` in generation/sampling.py, and tokens are drawn as its `sample` draws them:
 by inverting the cumulative distribution, in the order of the likelihood (ties by index) where top-k or top-p filter,
 else in the order of the vocabulary.
 
@@ -10,8 +10,8 @@ This is the torch implementation, for every device, and the reference for the fa
 import torch
 from torch import Tensor
 
-from engine.rollout import sampling
-from engine.rollout.sampling import Sampling
+from engine.generation import sampling
+from engine.generation.sampling import Sampling
 
 
 def sample(logits: Tensor, streams: Tensor, positions: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:

@@ -1,16 +1,16 @@
-"""What generating takes: the weights of the twin, packed layers, the key-value cache (engine/rollout)."""
+"""What generating takes: the weights of the twin, packed layers, the key-value cache (engine/generation)."""
 
 import math
 import sys
 from collections.abc import Mapping
 
+from engine.generation.on_device.caches import ROUND_CAPACITY
+from engine.generation.on_device.caches import Demand as Slots
+from engine.generation.packed import FEWEST_NUMBERS
 from engine.memory.shapes import Shape
 from engine.memory.states import SIZE
 from engine.memory.workload import Workload
 from engine.precision import TORCH_DTYPE
-from engine.rollout.on_device.caches import ROUND_CAPACITY
-from engine.rollout.on_device.caches import Demand as Slots
-from engine.rollout.packed import FEWEST_NUMBERS
 
 
 def generating(shape: Shape, work: Workload, trained: Shape, rest: Mapping[str, int]) -> dict[str, int]:
@@ -36,7 +36,7 @@ def _twin(shape: Shape, work: Workload, trained: Shape) -> int:
 
 
 def _packs(shape: Shape, work: Workload) -> int:
-    """Linear layers once more, as decoding reads them on CPUs (engine/rollout/packed.py)."""
+    """Linear layers once more, as decoding reads them on CPUs (engine/generation/packed.py)."""
     least = FEWEST_NUMBERS.get(TORCH_DTYPE[work.dtype])
     if not work.on_cpu or least is None:
         return 0

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from engine.config import Precision
+from engine.generation.packed import PackedLinears
 from engine.kernels import token_logprobs
 from engine.kernels.wide_linear import widen_linears
 from engine.memory.activations import cut
@@ -26,7 +27,6 @@ from engine.offload.blocks import aligned
 from engine.offload.files import PrivateFile, settle
 from engine.parallel import dist
 from engine.precision import TORCH_DTYPE
-from engine.rollout.packed import PackedLinears
 
 TOKENS = {"cpu": 1024, "cuda": 4096}  # of a probing micro-batch, at most
 SAMPLE = 2**23  # parameters that the optimizer is probed with: more than caches hold

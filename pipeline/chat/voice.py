@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine import Rollouts, Sampling
-from engine.rollout.served import positions_of
-from engine.rollout.side_by_side import lay_out
+from engine.generation.served import positions_of
+from engine.generation.side_by_side import lay_out
 from pipeline.chat.folder import ChatModel
 from pipeline.chat.screen import Detokenizer
 from pipeline.data.records import Message

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from engine.generation.attention import Unserved, attend, check_served
 from engine.kernels.host.ragged_attention import ragged_attention
 from engine.kernels.varlen import fits, varlen_kernel, within_sequences
 from engine.parallel.sequence import Share
-from engine.rollout.attention import Unserved, attend, check_served
 from pipeline.data.documents import Documents, Ragged
 
 NAME = "zerochat_documents"

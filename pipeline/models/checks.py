@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine import Engine
+from engine.generation.served import positions_of, turns_at
 from engine.healing.failure import is_out_of_memory
 from engine.parallel import dist, zero
-from engine.rollout.served import positions_of, turns_at
 from pipeline.data.batch import places_of
 from pipeline.data.documents import Documents
 from pipeline.errors import UserError

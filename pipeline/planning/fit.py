@@ -14,13 +14,13 @@ import torch
 from transformers import PretrainedConfig
 
 from engine.config import EngineConfig, OptimizerConfig, Precision
+from engine.generation.packed import copies
 from engine.kernels.host.library import library
 from engine.memory import Demand, Shape, Workload, ppo_demand, reward_demand, sft_demand
 from engine.memory.machine import this_machine
 from engine.memory.shapes import measured
 from engine.optim import averages_itself, kinds
 from engine.parallel import dist
-from engine.rollout.packed import copies
 from pipeline.config.engines import engine_settings
 from pipeline.config.schema import ROLE_ENGINES, EngineSettings, LoraConfig, RunConfig, StageSection
 from pipeline.errors import UserError

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from engine import EngineConfig, OptimizerConfig, Sampling, token_logprobs
 from engine.engine import Engine
-from tests.engine.rollout.families import VOCABULARY, build, ragged_prompts
+from tests.engine.generation.families import VOCABULARY, build, ragged_prompts
 from tests.gpu import DEVICE, lone_rank, needs_gpu  # noqa: F401  a fixture
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("lone_rank")]

@@ -17,15 +17,15 @@ from engine.checkpoint import checkpointer, device_copies
 from engine.checkpoint.device_copies import Landing, room_for
 from engine.checkpoint.snapshot import Snapshot
 from engine.engine import Engine
+from engine.generation import attention
+from engine.generation.cache.groups import Chunk
+from engine.generation.cache.slots import SlotCache, Step
+from engine.generation.on_device import graphs
+from engine.generation.rollouts import Rollouts
 from engine.healing import Portion
 from engine.loading import copy_local
-from engine.rollout import attention
-from engine.rollout.cache.groups import Chunk
-from engine.rollout.cache.slots import SlotCache, Step
-from engine.rollout.on_device import graphs
-from engine.rollout.rollouts import Rollouts
-from tests.engine.rollout.families import build
-from tests.engine.rollout.on_device.test_graphs import asks_in_a_capture
+from tests.engine.generation.families import build
+from tests.engine.generation.on_device.test_graphs import asks_in_a_capture
 from tests.engine.test_on_gpu import OPTIMIZER, Policy, batches, loss
 from tests.gpu import lone_rank, needs_gpu  # noqa: F401  a fixture
 from tests.pretended_gpu import cuda

@@ -24,11 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.generation.sampling import Sampling
 from engine.kernels.gpu.sample_candidates import bound_kernel, gather_kernel, room_for, sorted_kernel
 from engine.kernels.gpu.sample_parts import GROUP, NOWHERE, groups_above, tile_of, uniform
 from engine.kernels.gpu.sample_search import SCAN, search_kernel
 from engine.kernels.sample import check
-from engine.rollout.sampling import Sampling
 
 TILE = 4096
 SIZE = 2**64
@@ -86,7 +86,7 @@ def _state(seed: int) -> int:
 
 
 def _mix(x: int) -> int:
-    """splitmix64, as in engine.rollout.sampling: of a number in [0, 2^64)."""
+    """splitmix64, as in engine.generation.sampling: of a number in [0, 2^64)."""
     x = (x + 0x9E3779B97F4A7C15) % SIZE
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % SIZE
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % SIZE

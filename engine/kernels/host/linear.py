@@ -6,7 +6,7 @@ on how many rows run together. Each output is one thread's sum in fp32, in an or
 decides, and is rounded once, with its bias: a row's product is the same, bit for bit, whatever rows are computed with
 it and on however many threads.
 
-Processors with AMX are left to oneDNN's packed products (`engine/rollout/packed.py`), which were measured there; so
+Processors with AMX are left to oneDNN's packed products (`engine/generation/packed.py`), which were measured there; so
 are those that aren't x86, where nothing was. Left out: fp32, in which oneDNN's packed products read as fast.
 """
 

@@ -11,9 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from engine.generation.sampling import Sampling, uniforms
 from engine.kernels.host.library import library
 from engine.kernels.sample import check
-from engine.rollout.sampling import Sampling, uniforms
 
 DTYPES = (torch.bfloat16, torch.float32)
 BLOCK = 256  # of the C file

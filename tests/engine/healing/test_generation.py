@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine import Rollouts, Sampling
-from engine.rollout.cache.slots import SlotCache
+from engine.generation.cache.slots import SlotCache
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10], [11, 12]]
 HOW = Sampling(max_new_tokens=6, end_ids=(), pad_id=0, seed=3)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from engine import kernels
+from engine.generation.sampling import Sampling, uniforms
 from engine.kernels.decode_attention import Prompts
 from engine.kernels.decode_attention import decode_attention as plain_attention
 from engine.kernels.gae import gae as plain_gae
 from engine.kernels.token_logprobs import token_logprobs as plain_logprobs
-from engine.rollout.sampling import Sampling, uniforms
 from tests.gpu import DEVICE, ON_GPU, needs_gpu
 
 pytestmark = needs_gpu

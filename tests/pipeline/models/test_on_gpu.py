@@ -15,7 +15,7 @@ from pipeline.data.documents import Documents
 from pipeline.models import attention
 from pipeline.models.checks import verify
 from pipeline.models.modules import Policy, packed_inputs
-from tests.engine.rollout.families import VOCABULARY, build
+from tests.engine.generation.families import VOCABULARY, build
 from tests.gpu import DEVICE, ON_GPU, lone_rank, needs_gpu  # noqa: F401  a fixture
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("lone_rank")]

@@ -1,4 +1,4 @@
-"""The Triton source of sample draws the tokens of the torch path, whose own tests are in tests/engine/rollout."""
+"""The Triton source of sample draws the tokens of the torch path, whose own tests are in tests/engine/generation."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.generation.sampling import Sampling, uniforms
 from engine.kernels.gpu import sample as kernel
 from engine.kernels.sample import sample as plain
-from engine.rollout.sampling import Sampling, uniforms
 from tests.engine.kernels.oracle import DEVICE
 
 ROUNDING = 5e-6 if DEVICE == "cpu" else 2e-5  # a GPU's exponential is good to 2^-22

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from engine import kernels
+from engine.generation.sampling import Sampling
+from engine.generation.sampling import sample as plain
 from engine.kernels.host import sample as host
 from engine.kernels.sample import sample as plain_sample
-from engine.rollout.sampling import Sampling
-from engine.rollout.sampling import sample as plain
 
 pytestmark = pytest.mark.skipif(not host.available(), reason="no C compiler")
 TOP = 1 - 2**-24  # the largest number there is

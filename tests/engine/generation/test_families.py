@@ -1,0 +1,91 @@
+"""Every family from ZeRO-3 on two ranks: the generator says what the sharded module says, with and without LoRA."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.generation.agreement import LENGTHS
+from engine.generation.sampling import Sampling
+from engine.parallel import dtensors
+from tests.engine.generation.families import ENDS, FAMILIES, build, ragged_prompts
+from tests.ranks import run_ranks
+
+PROMPTS = ragged_prompts(3, 11, 7, 1, 14)
+GREEDY = Sampling(9, temperature=0, end_ids=ENDS, pad_id=ENDS[0])  # padding that is an end
+PADDED = {"gptj", "bloom", "falcon"}
+
+
+class Whole(nn.Module):
+    """A training module around a language model, as the policy is."""
+
+    def __init__(self, lm: nn.Module) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.lm(input_ids, use_cache=False).logits
+        return logits
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    config = LoraConfig(r=2, target_modules=sorted(layers - {"lm_head"}), init_lora_weights=False)
+    inject_adapter_in_model(config, model)
+    return model
+
+
+def flip(family: str, adapters: bool) -> dict[str, Any]:
+    """Generate from a sharded model, flip after flip with other weights, and score by its own forward."""
+    torch.set_num_threads(1)
+    model = with_adapters(build(family)) if adapters else build(family)
+    engine = Engine(Whole(model), EngineConfig(zero_stage=3, dtype="fp32"), rollout_path="lm")
+    found: dict[str, Any] = {"checked": []}
+    for _ in range(3):
+        with engine.generating() as rollouts:
+            answers = rollouts.generate(PROMPTS, GREEDY, [0] * 5, batch_size=2)
+            found["fallback"] = rollouts.fallback
+        found["checked"].append(len(engine.flip.checked))
+        if len(found["checked"]) < 3:
+            with torch.no_grad():
+                for parameter in engine.module.parameters():
+                    dtensors.local(parameter).mul_(1.05)
+    with engine.scoring() as module:
+        found["gaps"] = [
+            _gap(module(torch.tensor([prompt + answer.token_ids]))[0, len(prompt) - 1 : -1], answer)
+            for prompt, answer in zip(PROMPTS, answers, strict=True)
+        ]
+    return found
+
+
+def _gap(logits: Tensor, answer: Any) -> tuple[bool, float]:
+    """Whether the tokens are the likeliest, and how far the log-probabilities are off."""
+    likeliest = logits.argmax(-1).tolist() == answer.token_ids
+    logprobs = logits.double().log_softmax(-1)[range(len(answer.token_ids)), answer.token_ids]
+    return likeliest, (logprobs - torch.tensor(answer.logprobs)).abs().max().item()
+
+
+def flip_all() -> dict[tuple[str, bool], dict[str, Any]]:
+    return {(family, adapters): flip(family, adapters) for family in FAMILIES for adapters in (False, True)}
+
+
+@pytest.fixture(scope="module")
+def flips() -> list[dict[tuple[str, bool], dict[str, Any]]]:
+    return run_ranks(flip_all, 2)
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_generator_is_the_sharded_module(
+    flips: list[dict[tuple[str, bool], dict[str, Any]]], family: str, adapters: bool
+) -> None:
+    for rank in flips:
+        found = rank[family, adapters]
+        assert (found["fallback"] is not None) == (family in PADDED)
+        assert found["checked"] == [len(LENGTHS), len(LENGTHS), 0], "the first two flips only"
+        assert all(likeliest and gap < 2e-4 for likeliest, gap in found["gaps"])

@@ -1,0 +1,104 @@
+"""Two ranks that split the generator draw what one draws alone, and hold about half of its matrices each."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+from engine import Engine, EngineConfig, OptimizerConfig, Sampling
+from engine.generation.rollouts import Rollouts
+from engine.generation.twin.cuts import Cut
+from tests.engine.generation.families import build
+from tests.engine.generation.twin.test_hybrid import CPU, PROMPTS, merged_by_peft
+from tests.ranks import run_ranks
+
+OPT_PLAN = {
+    "decoder.layers.*.self_attn": "local_heads",
+    **{f"decoder.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+    "decoder.layers.*.self_attn.out_proj": "rowwise",
+    "decoder.layers.*.fc1": "colwise",
+    "decoder.layers.*.fc2": "rowwise",
+}
+CASES = [("llama", 3, None), ("qwen3", 0, None), ("opt", 2, OPT_PLAN), ("mixtral", 3, None)]
+WAYS = {"greedy": Sampling(8, temperature=0), "drawn": Sampling(8, temperature=0.7, seed=3)}
+
+
+def split(family: str, stage: int, plan: dict[str, str] | None) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    whole = build(family)
+    if family == "llama":
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False), whole)
+    config = EngineConfig(zero_stage=stage, dtype="fp32", tensor_plan=plan)
+    alone = Rollouts(merged_by_peft(whole), CPU)
+    engine = Engine(copy.deepcopy(whole), config, optimizer=OptimizerConfig(lr=1e-3), rollout_path="")
+    engine.flip.tensor_parallel = 2
+    found: dict[str, Any] = {"groups": (engine.flip.group, engine.flip.groups)}
+    with engine.generating() as rollouts:
+        for name, how in WAYS.items():
+            found[name] = [a.token_ids for a in rollouts.generate(PROMPTS, how, [4, 5, 6, 7], batch_size=3)]
+            found[f"{name} alone"] = [a.token_ids for a in alone.generate(PROMPTS, how, [4, 5, 6, 7])]
+        assert rollouts.fallback is None and rollouts._slots is not None
+        rollouts._slots.shares = True  # as on GPUs
+        asked: Any = (PROMPTS[:2], WAYS["drawn"], [*range(6)], 4, 3)
+        found["samples"], found["samples alone"] = (
+            [a.token_ids for a in each.generate(*asked)] for each in (rollouts, alone)
+        )
+        found["cached"] = rollouts._slots.caches[0].slots
+        found["share"] = numbers(rollouts.module) / numbers(alone.module)
+    return found
+
+
+def numbers(model: nn.Module) -> int:
+    """Of the matrices in blocks."""
+    return sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and p.ndim > 1)
+
+
+def split_all() -> list[dict[str, Any]]:
+    return [split(*case) for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[list[dict[str, Any]]]:
+    return run_ranks(split_all, 2)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[case[0] for case in CASES])
+def test_two_ranks_say_what_one_says(found: list[list[dict[str, Any]]], case: int) -> None:
+    for rank in found:
+        one = rank[case]
+        assert one["groups"] == (0, 1)
+        assert one["cached"] == 2, "a prompt once for all its samples"
+        for way in (*WAYS, "samples"):
+            assert one[way] == one[f"{way} alone"]
+        assert one["greedy"] != one["drawn"]
+        assert 0.5 <= one["share"] < 0.6
+
+
+def too_many_heads() -> str:
+    engine = Engine(
+        build("llama", num_attention_heads=3, num_key_value_heads=3, head_dim=8, hidden_size=24),
+        EngineConfig(dtype="fp32"), rollout_path="",
+    )  # fmt: skip
+    engine.flip.tensor_parallel = 2
+    with pytest.raises(ValueError, match="does not divide the number of attention heads") as refused:
+        engine.generating().__enter__()
+    return str(refused.value)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    assert all("choose a divisor" in message for message in run_ranks(too_many_heads, 2))
+
+
+@pytest.mark.parametrize(("dim", "pieces"), [(0, 1), (1, 1), (1, 2)])
+def test_rows_find_their_place(dim: int, pieces: int) -> None:
+    """However the rows of the whole come in, each part is what a cut of the whole is."""
+    whole = torch.arange(8 * 12 * 2).view(8, 12, 2)
+    for index in range(2):
+        cut = Cut(dim, 2, index, pieces)
+        part = torch.full_like(cut.of(whole), -1)
+        for first in (5, 0, 3):
+            cut.place(whole[first : {0: 3, 3: 5, 5: 8}[first]], first, part)
+        assert torch.equal(part, cut.of(whole))

@@ -1,0 +1,203 @@
+"""The twin says what the live module says: sharded or not, with and without adapters, in its compute precision."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from torch import nn
+
+from engine.generation.rollouts import Rollouts
+from engine.generation.sampling import Sampling
+from engine.generation.twin.hybrid import Twin
+from engine.parallel import dtensors, zero
+from engine.precision import policy
+from tests.engine.generation.families import build, ragged_prompts
+from tests.ranks import run_ranks
+
+PROMPTS = ragged_prompts(3, 9, 6, 2)
+CPU = torch.device("cpu")
+PARTS = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_fc"], "opt": ["k_proj", "fc1"], "qwen3": ["o_proj"]}
+
+
+def answers(module: nn.Module) -> list[list[int]]:
+    sampling = Sampling(10, temperature=0)
+    return [a.token_ids for a in Rollouts(module, CPU).generate(PROMPTS, sampling, [0] * len(PROMPTS))]
+
+
+def adapted(family: str, **changes: Any) -> nn.Module:
+    """A model with adapters in it that say something (peft starts them at zero)."""
+    model = build(family, **changes)
+    conv = family == "gpt2"
+    inject_adapter_in_model(LoraConfig(r=3, lora_alpha=5, target_modules=PARTS[family], fan_in_fan_out=conv), model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """What the model computes with: parameters cast, buffers (rotary frequencies) as they are."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def merged_by_peft(model: nn.Module) -> nn.Module:
+    """peft's own merge into a copy."""
+    model = copy.deepcopy(model)
+    for path, layer in [(p, m) for p, m in model.named_modules() if hasattr(m, "lora_A")]:
+        layer.merge()
+        owner, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, layer.base_layer)
+    return model
+
+
+CASES = [  # family, ZeRO stage, compute precision, adapters
+    ("llama", 3, "fp32", False),
+    ("llama", 3, "bf16", False),
+    ("llama", 3, "bf16", True),
+    ("llama", 0, "fp32", False),
+    ("llama", 0, "fp32", True),
+    ("opt", 2, "fp32", True),
+    ("gpt2", 3, "fp32", True),
+    ("gpt2", 0, "bf16", False),
+    ("qwen3", 1, "fp32", False),
+]
+
+
+def flip(family: str, stage: int, precision: str, adapters: bool) -> dict[str, Any]:
+    """Shard, flip, generate, change the live weights, flip again. Runs on every rank."""
+    torch.set_num_threads(1)
+    tied = family == "llama"
+    whole = adapted(family, tie_word_embeddings=tied) if adapters else build(family, tie_word_embeddings=tied)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    blueprint, live = copy.deepcopy(whole), copy.deepcopy(whole)
+    zero.shard(live, stage=stage, policy=policy(precision), offload=False)  # type: ignore[arg-type]
+    before = {name: dtensors.local(p).detach().clone() for name, p in live.named_parameters()}
+    twin = Twin(blueprint, live, dtype)
+    twin.refresh()
+    found: dict[str, Any] = {"answers": [answers(twin.module)], "bytes": twin.bytes}
+    found["expected"] = [answers(in_dtype(merged_by_peft(whole), dtype))]
+    found["untouched"] = all(torch.equal(before[name], dtensors.local(p)) for name, p in live.named_parameters())
+    addresses = {name: p.data_ptr() for name, p in twin.module.named_parameters()}
+    with torch.no_grad():
+        for model in (whole, live):
+            for name, parameter in model.named_parameters():
+                dtensors.local(parameter).mul_(0.7 if "lora" in name else 1.1)
+    twin.refresh()
+    found["answers"].append(answers(twin.module))
+    found["expected"].append(answers(in_dtype(merged_by_peft(whole), dtype)))
+    found["stable"] = addresses == {name: p.data_ptr() for name, p in twin.module.named_parameters()}
+    found["parameters"] = sum(p.numel() for p in twin.module.parameters())
+    found["seconds"] = twin.seconds
+    return found
+
+
+def flip_all(cases: list[tuple[str, int, str, bool]]) -> list[dict[str, Any]]:
+    return [flip(*case) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def flips() -> list[list[dict[str, Any]]]:
+    """One list a rank, one entry a case."""
+    return run_ranks(flip_all, 2, CASES)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
+def test_a_flip_on_two_ranks(flips: list[list[dict[str, Any]]], case: int) -> None:
+    _, stage, precision, adapters = CASES[case]
+    for rank in flips:
+        found = rank[case]
+        assert found["answers"] == found["expected"]
+        assert found["answers"][0] != found["answers"][1], "the second flip must see the new weights"
+        assert found["untouched"] and found["stable"] and found["seconds"] > 0
+        whole = found["parameters"] * (2 if precision == "bf16" else 4)
+        if stage == 0 and precision == "fp32":
+            assert 0 < found["bytes"] < whole if adapters else found["bytes"] == 0
+        else:
+            assert found["bytes"] == whole
+
+
+def test_a_plain_module_of_the_same_precision_is_shared() -> None:
+    live = build("llama", tie_word_embeddings=True)
+    twin = Twin(copy.deepcopy(live).to("meta"), live, torch.float32, CPU)
+    # a blueprint on meta has lost its buffers, which come from the live module
+    twin.refresh()
+    assert twin.bytes == 0
+    for name, parameter in twin.module.named_parameters(remove_duplicate=False):
+        assert parameter.data_ptr() == live.get_parameter(name).data_ptr() and not parameter.requires_grad
+    assert twin.module.lm_head.weight is twin.module.model.embed_tokens.weight
+    assert answers(twin.module) == answers(live)
+
+
+def test_only_adapted_weights_are_copied() -> None:
+    live = adapted("llama")
+    twin = Twin(copy.deepcopy(live), live, torch.float32, CPU)
+    twin.refresh()
+    copied = {
+        name for name, p in twin.module.named_parameters()
+        if p.data_ptr() not in {q.data_ptr() for q in live.parameters()}
+    }  # fmt: skip
+    assert copied == {n for n, _ in twin.module.named_parameters() if n.split(".")[-2] in PARTS["llama"]}
+    assert not any("lora" in name or "base_layer" in name for name, _ in twin.module.named_modules())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_merging_is_exact(family: str) -> None:
+    """W + alpha / r * B A in float64; GPT-2's maps are stored transposed."""
+    live = adapted(family)
+    before = copy.deepcopy(live.state_dict())
+    twin = Twin(copy.deepcopy(live), live, torch.float32, CPU)
+    twin.refresh()
+    assert all(torch.equal(before[name], tensor) for name, tensor in live.state_dict().items())
+    layers = {path: layer for path, layer in live.named_modules() if hasattr(layer, "lora_A")}
+    assert layers
+    for path, layer in layers.items():
+        update = layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+        exact = layer.base_layer.weight.double() + 5 / 3 * (update.T if family == "gpt2" else update)
+        torch.testing.assert_close(twin.module.get_parameter(f"{path}.weight").double(), exact, atol=1e-5, rtol=1e-6)
+
+
+def test_a_model_in_pefts_own_wrapper() -> None:
+    wrapped = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    expected = answers(merged_by_peft(wrapped.get_base_model()))
+    twin = Twin(copy.deepcopy(wrapped), wrapped, torch.float32, CPU)
+    twin.refresh()
+    assert answers(twin.module) == expected != answers(build("llama"))
+
+
+def test_release_frees_and_refresh_brings_back() -> None:
+    live = build("gpt2")
+    twin = Twin(copy.deepcopy(live), live, torch.bfloat16, CPU)
+    twin.refresh()
+    before = answers(twin.module)
+    twin.release()
+    assert all(p.is_meta for p in twin.module.parameters()) and twin._buffers is None
+    twin.refresh()
+    assert answers(twin.module) == before
+
+
+def test_the_twin_generates_however_the_live_module_trains() -> None:
+    live = build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5, use_cache=False)
+    live.train()
+    live.gradient_checkpointing_enable()
+    twin = Twin(copy.deepcopy(live), live, torch.float32, CPU)
+    twin.refresh()
+    assert answers(twin.module) == answers(build("gpt2")) and live.training
+
+
+def test_what_cannot_be_merged_is_refused() -> None:
+    for odd in ({"use_dora": True}, {"lora_bias": True, "target_modules": ["fc1"]}):
+        live = build("opt")
+        inject_adapter_in_model(LoraConfig(**({"r": 2, "target_modules": ["q_proj"]} | odd)), live)
+        with pytest.raises(ValueError, match="only plain LoRA"):
+            Twin(build("opt"), live, torch.float32, CPU)
+
+
+def test_another_architecture_is_refused() -> None:
+    with pytest.raises(ValueError, match="which the twin needs"):
+        Twin(build("llama"), build("opt"), torch.float32, CPU)

@@ -1,0 +1,82 @@
+"""Blocks that come one at a time say what the whole twin says, in the memory of two blocks."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Engine, EngineConfig, OptimizerConfig, Sampling
+from engine.parallel import dist
+from tests.engine.generation.families import build
+from tests.engine.generation.twin.test_hybrid import PROMPTS
+from tests.ranks import run_ranks
+
+LAYERS = 5
+
+
+def streamed(family: str, stage: int, offload: str) -> dict[str, Any]:
+    """Two flips each way with an update between; ranks have different numbers of prompts."""
+    torch.set_num_threads(1)
+    whole = build(family, num_hidden_layers=LAYERS)
+    tiers = {"offload_parameters": offload, "offload_optimizer": "nvme" if offload == "nvme" else "none"}
+    config = EngineConfig(zero_stage=stage, dtype="bf16", **tiers)  # type: ignore[arg-type]
+    how, world = Sampling(6, temperature=0.8), dist.world()
+    mine = PROMPTS[: 3 - 2 * world.rank]
+    found: dict[str, Any] = {"held": []}
+    for stream in (False, True):
+        engine = Engine(copy.deepcopy(whole), config, optimizer=OptimizerConfig(lr=0.02), rollout_path="")
+        engine.flip.stream = stream
+        found[stream] = []
+        for keep in (True, False):
+            with engine.generating(keep=keep) as rollouts:
+                twin = engine.flip._twin
+                assert twin is not None
+                if stream and keep:
+                    watch(twin, found["held"])
+                if stream and not keep:  # as on GPUs
+                    assert rollouts.fallback is None and rollouts._slots is not None
+                    rollouts._slots.shares = True
+                answers = rollouts.generate(mine, how, [*range(2 * len(mine))], batch_size=3, samples=2)
+                found[stream].append([a.token_ids for a in answers])
+            ids = torch.tensor([PROMPTS[1]])
+            engine.update([ids], lambda module, batch: (module(batch, labels=batch).loss, {}), 1)
+    blocks = [sum(p.numel() for p in block.parameters()) * 2 for block in whole.get_submodule("model.layers")]
+    found["whole"], found["block"] = sum(p.numel() for p in whole.parameters()) * 2, max(blocks)
+    assert twin.stream is not None
+    found["freed"] = not twin.stream.memory and all(p.is_meta for p in twin.module.parameters())
+    return found
+
+
+def watch(twin: Any, held: list[int]) -> None:
+    """Note the bytes that the twin takes whenever a block runs."""
+
+    def note(*_: Any) -> None:
+        tensors = [*twin.module.parameters(), *twin.stream.memory]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
+        held.append(sum(storages.values()))
+
+    for block in twin.stream.blocks:
+        block.register_forward_pre_hook(note)
+
+
+def check(found: dict[str, Any]) -> None:
+    assert found[True] == found[False] and found[True][0] != found[True][1]
+    rest = found["whole"] - LAYERS * found["block"]
+    assert 0 < max(found["held"]) <= rest + 2 * found["block"] + 8192 < found["whole"]  # alignment, a page in front
+    assert found["freed"]
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_one_rank(offload: str) -> None:
+    check(streamed("llama", 3, offload))
+
+
+def both() -> list[dict[str, Any]]:
+    return [streamed("llama", 3, "none"), streamed("qwen3", 2, "none"), streamed("llama", 3, "nvme")]
+
+
+def test_two_ranks_of_which_one_is_done_earlier() -> None:
+    for rank in run_ranks(both, 2):
+        for found in rank:
+            check(found)
