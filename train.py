@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.installed import require_packages
+from pipeline.installation import require_packages
 
 if __name__ == "__main__":
     require_packages()

@@ -29,6 +29,7 @@ from pipeline.fingerprint import (
     model_source,
     stage_settings,
 )
+from pipeline.installation import TRAIN
 from pipeline.own_function import function_file
 
 Action = Literal["skip", "resume", "run"]
@@ -192,7 +193,7 @@ def _earlier(manifest: Manifest, wanted_by: str, stage: str, key: str, given: st
     if not manifest.stages:
         raise UserError(
             f"{wanted_by} has no {key} model: a new run has no finished {stage} stage. Say which run has one (name=, "
-            f"run_dir=), give {key}=FOLDER, or begin with the other stages (train.py stage=all)"
+            f"run_dir=), give {key}=FOLDER, or begin with the other stages ({TRAIN} stage=all)"
         )
     raise UserError(
         f"{wanted_by} has no {key} model: {manifest.run_dir} has no finished {stage} stage. "

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import chat
 from engine import Sampling
+from pipeline.chat import command
 from pipeline.chat.folder import ChatModel, find, find_each
 from pipeline.chat.screen import Detokenizer, printable
 from pipeline.chat.session import Session, typed_lines
@@ -319,18 +319,18 @@ def test_ctrl_c_begins_a_new_line_and_ctrl_d_leaves(monkeypatch: pytest.MonkeyPa
 
 def test_one_answer_for_scripts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(run), "--prompt", "hello", "--max-new-tokens", "12", "--seed", "5"]
-    assert chat.main(arguments) == 0
+    assert command.main(arguments) == 0
     first = capsys.readouterr().out
-    assert chat.main(arguments) == 0
+    assert command.main(arguments) == 0
     assert capsys.readouterr().out == first and first.endswith("\n") and first.strip()
-    assert chat.main([*arguments, "--compare", "sft,ppo"]) == 0
+    assert command.main([*arguments, "--compare", "sft,ppo"]) == 0
     compared = capsys.readouterr().out
     assert compared.startswith("sft> ") and f"ppo> {first}" in compared
 
 
 def test_bytes_that_are_no_text_are_no_reason_to_stop(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What a shell gives for them, in the command line."""
-    assert chat.main([str(run), "--prompt", "hello \udcff", "--system", "\udcfe", "--max-new-tokens", "4"]) == 0
+    assert command.main([str(run), "--prompt", "hello \udcff", "--system", "\udcfe", "--max-new-tokens", "4"]) == 0
     assert capsys.readouterr().out.endswith("\n")
 
 
@@ -338,7 +338,7 @@ def test_lines_from_a_pipe_are_turns(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/set temperature 0\ngood morning\n"))
-    assert chat.main([str(run / "sft"), "--max-new-tokens", "6", "--seed", "1"]) == 0
+    assert command.main([str(run / "sft"), "--max-new-tokens", "6", "--seed", "1"]) == 0
     shown = capsys.readouterr()
     assert "you>" not in shown.out and shown.out.strip() and "temperature 0.0" in shown.err
 
@@ -354,6 +354,6 @@ def test_lines_from_a_pipe_are_turns(
     ],
 )
 def test_mistakes_are_one_line(run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
-    assert chat.main([part.replace("{run}", str(run)) for part in arguments]) == 2
+    assert command.main([part.replace("{run}", str(run)) for part in arguments]) == 2
     shown = capsys.readouterr()
     assert told in shown.err and shown.err.count("\n") == 1 and not shown.out

@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
-from pipeline.config.overrides import CONF, default_options, groups, quoted, rewrite, split
+from pipeline.config.overrides import default_options, groups, quoted, rewrite, split
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
+from pipeline.installation import CONF, TRAIN
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class Job:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (python train.py --help shows what can be written)")
+        raise UserError(f"{message} ({TRAIN} --help lists the flags)")
 
 
 def parse_command(argv: Sequence[str]) -> Command:
     """Split flags from overrides. Raises UserError for a flag that does not exist."""
-    parser = _Parser(add_help=False, allow_abbrev=False, prog="train.py")
+    parser = _Parser(add_help=False, allow_abbrev=False, prog=TRAIN)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-c", "--cfg", choices=["job"])
     parser.add_argument("-p", "--package")

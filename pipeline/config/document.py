@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from pipeline.config.overrides import default_options, groups
 from pipeline.config.schema import RunConfig, inner_section
+from pipeline.installation import CHAT, TRAIN
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
@@ -90,7 +91,7 @@ Short forms:
 
 def help_text() -> str:
     """What `--help` prints: commands, groups with their options, the main keys."""
-    lines = [USAGE, "", "Groups:"]
+    lines = [USAGE.replace("python train.py", TRAIN).replace("python chat.py", CHAT), "", "Groups:"]
     chosen = default_options()
     for group, options in groups().items():
         marked = [f"{option} (default)" if option == chosen.get(group) != "default" else option for option in options]

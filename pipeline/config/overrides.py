@@ -10,13 +10,12 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import yaml
 
 from pipeline.errors import UserError
+from pipeline.installation import CONF, TRAIN
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 PATH_KEYS = {
     "path",
     "eval_path",
@@ -144,7 +143,7 @@ def _check_option(group: str, value: str, options: list[str]) -> None:
 
 def _not_a_pair(token: str, options: dict[str, list[str]]) -> str:
     if token.startswith("-"):
-        return f"{token} is no flag: options are written KEY=VALUE, without dashes (python train.py --help lists them)"
+        return f"{token} is no flag: options are written KEY=VALUE, without dashes ({TRAIN} --help lists them)"
     homes = [f"{group}={token}" for group, names in options.items() if token in names]
     meant = f"did you mean {' or '.join(homes)}?" if homes else 'a value with a space in it needs quotes, "KEY=VALUE"'
     return f"'{token}' is not KEY=VALUE: {meant}"

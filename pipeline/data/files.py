@@ -20,11 +20,11 @@ from typing import Any
 
 from pipeline.data.records import Row
 from pipeline.errors import UserError
+from pipeline.installation import ROOT
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
 SEPARATORS = (",", ";", "\t")
-CHECKOUT = Path(__file__).resolve().parents[2]
 _ABOUT_THE_SET = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _HELD_OUT_NAME = re.compile(r"(test|eval|valid|dev|held[-_ ]?out)", re.IGNORECASE)
 _HELD_OUT_FOLDER = re.compile(r"(test|eval|evaluation|valid|validation|dev|held[-_ ]?out)", re.IGNORECASE)
@@ -46,7 +46,7 @@ class Table:
 
 def find(path: str) -> Path | None:
     """The existing file or folder meant by `path`: as it stands (from the current folder), or from the checkout."""
-    for candidate in (Path(path).expanduser(), CHECKOUT / path):
+    for candidate in (Path(path).expanduser(), ROOT / path):
         if candidate.exists():
             return candidate
     return None
@@ -69,7 +69,7 @@ def data_files(path: str, key: str) -> tuple[list[Path], list[Path]]:
 
 def missing(path: str, key: str) -> str:
     """What to say of a path that is not there; `key` names the setting."""
-    told = f"{key}={path}: there is no such file or folder (looked in {Path.cwd()} and {CHECKOUT})."
+    told = f"{key}={path}: there is no such file or folder (looked in {Path.cwd()} and {ROOT})."
     if "://" in path:
         return f"{told} Addresses are not read: download the file, and give its path."
     if re.search(r"[*?,]", path):

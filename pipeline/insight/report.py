@@ -4,8 +4,9 @@ It needs no script and no request, reads only what the folder has, and can be wr
 of a stage that has not run it says nothing, of one that is running what there is so far.
 """
 
+import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipeline.errors import UserError
@@ -93,10 +94,17 @@ def _parts(run: RunReading) -> Mapping[str, Markup | None]:
     }
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m pipeline.insight.report RUN_DIR")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the report of the run folder on the command line and return the exit status."""
+    parser = argparse.ArgumentParser(prog="zerochat report", description="Write RUN/report.html again.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the folder of a run")
     try:
-        print(write_report(Path(sys.argv[1])))
-    except UserError as error:
-        sys.exit(str(error))
+        print(write_report(parser.parse_args(arguments).run_dir))
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.config.stages import STAGES
 from pipeline.fingerprint import flat
+from pipeline.installation import CHAT
 from pipeline.manifest import Manifest
 
 
@@ -22,7 +23,7 @@ def closing_words(run_dir: Path, verdict: str | None = None) -> str:
     if (run_dir / "report.html").exists():
         lines.append(f"report  {run_dir / 'report.html'}")
     if newest != "reward":
-        lines.append(f"talk    python chat.py {shlex.quote(str(run_dir))}")
+        lines.append(f"talk    {CHAT} {shlex.quote(str(run_dir))}")
     return "\n".join(lines)
 
 

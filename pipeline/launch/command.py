@@ -23,6 +23,7 @@ from pipeline.config.stages import POLICIES, wanted_stages
 from pipeline.errors import UserError
 from pipeline.files import write_whole
 from pipeline.fingerprint import HashCache
+from pipeline.installation import TRAIN
 from pipeline.launch.closing import closing_words, comparing_words
 from pipeline.launch.control import Control, Lost
 from pipeline.launch.failure import CRASHED, ENDED_EARLY, INTERRUPTED, STOPPED, USER_ERROR, advise
@@ -118,7 +119,7 @@ def _run(arguments: list[str], stage: str | None) -> int:
 
 def _validated(job: Job, stage: str | None) -> RunConfig:
     if stage is not None and job.raw.get("stage", "all") not in ("all", stage):
-        raise UserError(f"stage={job.raw['stage']} here means python train.py stage={job.raw['stage']}")
+        raise UserError(f"stage={job.raw['stage']} belongs to another stage: use {TRAIN} stage={job.raw['stage']}")
     return validate({**job.raw, "stage": stage} if stage is not None else job.raw)
 
 

@@ -22,10 +22,10 @@ from typing import Any
 
 from pipeline import stopping
 from pipeline.config.stages import STAGES
+from pipeline.installation import ROOT
 from pipeline.launch.failure import ATTEMPT, CRASHED, FAILURE_PIPE, INTERRUPTED, LAUNCHER, STOPPED, USER_ERROR
 from pipeline.launch.ranks import Ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 MODULES = {name: stage.package for name, stage in STAGES.items()} | {"plan": "pipeline.planning"}
 LOSSES = {
     "now": "at once, a step that was under way is lost",

@@ -13,11 +13,12 @@ from pipeline.config.check import validate, warnings
 from pipeline.config.compose import compose, compose_jobs, parse_command
 from pipeline.config.document import MAIN_KEYS, PAGE, help_text, page
 from pipeline.config.engines import engine_settings
-from pipeline.config.overrides import CONF, groups
+from pipeline.config.overrides import groups
 from pipeline.config.places import check_paths, check_ranks
 from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.config.stages import wanted_stages
 from pipeline.errors import UserError
+from pipeline.installation import CONF
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -149,7 +149,7 @@ def test_paths_are_looked_up_from_the_current_folder_then_the_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pipeline.data.files.CHECKOUT", tmp_path / "checkout")
+    monkeypatch.setattr("pipeline.data.files.ROOT", tmp_path / "checkout")
     (tmp_path / "checkout").mkdir()
     write(tmp_path / "checkout" / "a.jsonl", lines(ROWS))
     assert data_files("a.jsonl", "data.path")[0] == [tmp_path / "checkout" / "a.jsonl"]

@@ -16,7 +16,7 @@ from pipeline.data.splits import digest, held_out_point
 from pipeline.errors import UserError
 
 STAGES = ("sft", "reward", "ppo")
-CONF = Path(files.CHECKOUT) / "conf" / "data"
+CONF = Path(files.ROOT) / "conf" / "data"
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -1,0 +1,104 @@
+"""The chat command: `python chat.py` in a checkout, `zerochat chat` where the package is installed."""
+
+import argparse
+import io
+import secrets
+import sys
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.imports import kept_for_good
+from pipeline.installation import CHAT, require_packages
+
+USAGE = """\
+Chat with a model in the terminal.
+
+{chat} runs/x                            the newest finished stage of a run
+{chat} runs/x --compare sft,ppo          two stages answer the same prompt
+{chat} path/to/model --temperature 0     any model folder in Hugging Face format
+{chat} runs/x --prompt "What is 2 + 3?"  one answer, for scripts
+{chat} runs/x < questions.txt            one turn per line
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the chat; the exit status."""
+    options = _parser().parse_args(arguments)
+    require_packages()
+    try:
+        return _chat(options)
+    except UserError as mistake:
+        if options.debug:
+            raise
+        print(f"error: {mistake}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output left
+        sys.stderr.close()
+        return 1
+
+
+def _chat(options: argparse.Namespace) -> int:
+    # The folder is looked at before torch is imported, so that a wrong one is told at once.
+    from pipeline.chat.folder import find, find_each
+
+    models = find_each(options.path, options.compare) if options.compare else [find(options.path)]
+    with kept_for_good():
+        from engine import Sampling
+        from pipeline.chat.session import OPTIONS, Session, typed_lines
+        from pipeline.chat.voice import load
+
+    try:
+        options.stop = tuple(options.stop)
+        sampling = Sampling(**{key.replace("-", "_"): getattr(options, key.replace("-", "_")) for key in OPTIONS})
+    except ValueError as problem:
+        raise UserError(str(problem)) from problem
+    voices = [load(model, trust_remote_code=options.trust_remote_code) for model in models]
+    interactive = options.prompt is None and sys.stdin.isatty()
+    session = Session(voices, sampling, options.system, labels=len(voices) > 1 or interactive)
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an odd byte or a narrow locale is no reason to stop
+    if options.prompt is not None:
+        return 0 if session.answer(options.prompt) else 130
+    if interactive:
+        folders = ", ".join(str(model.folder) for model in models)
+        print(f"{folders}: /help for commands, Ctrl-D leaves", file=sys.stderr)
+        session.run(typed_lines("you> "))
+    else:
+        session.run(sys.stdin)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=CHAT, description=USAGE.format(chat=CHAT), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", type=Path, help="a run, a stage of a run, or a model folder")
+    parser.add_argument("--prompt", metavar="TEXT", help="answer one prompt and exit")
+    parser.add_argument("--compare", metavar="A,B", help="answer with each of these stages (sft, dpo, ppo) or folders")
+    parser.add_argument("--system", metavar="TEXT", default="", help="system message")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 selects the likeliest token (default 0.7)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the smallest set of tokens with this probability (default 1)",
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest tokens (default 0: all)")
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="skip tokens below this share of the highest probability"
+    )
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: repeat less of the text so far")
+    parser.add_argument("--min-new-tokens", type=int, default=0, help="shortest answer in tokens (default 0)")
+    parser.add_argument(
+        "--stop", default=[], action="append", metavar="TEXT", help="end the answer at this text; repeatable"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer in tokens (default 256)")
+    parser.add_argument(
+        "--seed", type=int, default=secrets.randbits(31), help="the same seed gives the same answers (default: random)"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model's folder")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser

@@ -1,0 +1,28 @@
+"""How this copy of zerochat is installed: from a checkout, or as a package. Imports nothing but the standard library.
+
+A checkout has `train.py`, `chat.py` and `conf/` at its root. The wheel has the console script `zerochat` and carries
+`conf/` as `pipeline/conf/`.
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+NEEDED = ("torch", "transformers", "hydra", "pydantic", "yaml", "numpy")
+ROOT = Path(__file__).resolve().parents[1]  # the folder that Python imports the packages from
+IS_CHECKOUT = (ROOT / "conf" / "config.yaml").is_file()
+CONF = ROOT / "conf" if IS_CHECKOUT else ROOT / "pipeline" / "conf"
+TRAIN = "python train.py" if IS_CHECKOUT else "zerochat train"
+CHAT = "python chat.py" if IS_CHECKOUT else "zerochat chat"
+
+
+def require_packages() -> None:
+    """End the process with status 1 and one line if a package that zerochat needs cannot be imported."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        remedy = (
+            "run `make setup` once, then `. .venv/bin/activate`, or write .venv/bin/python for python"
+            if IS_CHECKOUT
+            else "install zerochat again with `pip install zerochat`"
+        )
+        sys.exit(f"error: {', '.join(missing)} can't be imported by {sys.executable}: {remedy}")

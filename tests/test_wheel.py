@@ -1,0 +1,63 @@
+"""The installed package: a wheel trains, chats and reports from an empty folder, without the checkout."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALLEST = [
+    "model=tiny", "data.demo_examples=300", "tracking=none", "seed=1",
+    "sft.steps=1", "reward.steps=1", "ppo.steps=1", "sft.batch_size=4", "reward.batch_size=4", "ppo.batch_size=4",
+    "ppo.minibatches=1", "evaluation.prompts=4", "rollout.max_new_tokens=8",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, "-w", str(folder), str(ROOT)], check=True)
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_carries_every_file_that_the_code_reads(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    rooms = ("engine/", "pipeline/", "step1_sft/", "step2_reward/", "step2_dpo/", "step3_ppo/")
+    expected = {name for name in listed if name.startswith(rooms)}
+    expected |= {f"pipeline/{name}" for name in listed if name.startswith("conf/")}
+    assert any(name.endswith(".c") for name in expected) and any(name.endswith(".css") for name in expected)
+    assert not expected - names
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "docs/"))]
+
+
+def test_an_installed_wheel_runs_every_stage_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    options = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", "--target", str(site)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True)
+    script = site / "bin" / "zerochat"
+
+    def zerochat(*arguments: str) -> str:
+        done = subprocess.run(
+            [str(script), *arguments],
+            cwd=empty,
+            env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    printed = zerochat("train", "run_dir=run", *SMALLEST)
+    assert "zerochat chat run" in printed
+    assert (empty / "run" / "ppo" / "model" / "model.safetensors").is_file()
+    assert zerochat("chat", "run", "--prompt", "What is 2 + 3?", "--temperature", "0", "--max-new-tokens", "4")
+    (empty / "run" / "report.html").unlink()
+    assert zerochat("report", "run").strip() == str(Path("run") / "report.html")
+    assert "<html" in (empty / "run" / "report.html").read_text()

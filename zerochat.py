@@ -1,0 +1,57 @@
+"""The `zerochat` console script: `zerochat train`, `zerochat chat` and `zerochat report`.
+
+Each command imports its own code when it runs, so that `zerochat` itself starts at once.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from pipeline.installation import require_packages
+
+USAGE = """\
+usage: zerochat COMMAND ...
+
+  train KEY=VALUE ...   train a chat model (zerochat train --help lists the keys)
+  chat RUN              chat with the result (zerochat chat --help)
+  report RUN            write RUN/report.html again from the files of the run
+
+zerochat trains a chat model from a base language model: SFT, a reward model and PPO, or SFT and DPO.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; 2 for an unknown command."""
+    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        print(f"error: {name} is not a command of zerochat; use {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    require_packages()
+    return command(rest)
+
+
+def _train(arguments: list[str]) -> int:
+    from pipeline.launch.command import main as train
+
+    return train(arguments)
+
+
+def _chat(arguments: list[str]) -> int:
+    from pipeline.chat.command import main as chat
+
+    return chat(arguments)
+
+
+def _report(arguments: list[str]) -> int:
+    from pipeline.insight.report import main as report
+
+    return report(arguments)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "chat": _chat, "report": _report}
+
+if __name__ == "__main__":
+    sys.exit(main())
