@@ -18,7 +18,6 @@ from transformers import AttentionInterface
 from engine.generation.cache.groups import Chunk, Family
 from engine.generation.cache.shared_prompt import joined_attention
 from engine.generation.cache.slots import SeenRows, SlotLayer, Step
-from engine.generation.recorded.recording import recorded_whole
 from engine.kernels.host import decode_attention as host
 from engine.kernels.host.ragged_attention import ragged_attention
 from engine.kernels.varlen import fits, varlen_kernel, within_sequences
@@ -42,7 +41,6 @@ class Asked(NamedTuple):
     softcap: float | None
 
 
-@recorded_whole
 def slot_attention(
     module: nn.Module,
     query: Tensor,

@@ -58,7 +58,7 @@ class Rollouts:
 
     `cache_bytes` bounds the key-value cache (by default half of the memory that is free); fewer sequences than asked
     for run at a time where it is short. `slots` False decodes in batches; `replay` False runs every step through
-    the modules, whose hooks and collectives a recording would miss. `ranks` are those whose answers are generated here
+    the modules, whose hooks and collectives a CUDA graph would miss. `ranks` are those whose answers are generated here
     together (`pooling.py`). After the weights were changed, call `refresh`. Raises ValueError for a GPU that is not the
     current one.
     """
@@ -176,17 +176,16 @@ class Rollouts:
 
     @contextmanager
     def through_modules(self) -> Iterator[None]:
-        """Within the block every step runs the module's own code, hooks included; recordings and graphs wait."""
+        """Within the block every step runs the module's own code, hooks included; CUDA graphs are not replayed."""
         decoder = self._decoder()
         if decoder is None:
             yield
             return
-        recorded, on_device = decoder.recorded, decoder.on_device
-        decoder.recorded, decoder.on_device = None, False
+        on_device, decoder.on_device = decoder.on_device, False
         try:
             yield
         finally:
-            decoder.recorded, decoder.on_device = recorded, on_device
+            decoder.on_device = on_device
 
     @property
     def fallback(self) -> str | None:

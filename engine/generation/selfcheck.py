@@ -74,7 +74,7 @@ def _explain(rollouts: Rollouts, prompt: list[int], how: Sampling, found: str) -
     if rollouts.fallback is None:
         with rollouts.through_modules():
             if _agrees(rollouts, prompt, how):
-                return f"the generator is not the model {name}: {found}. Its recorded steps do not what its modules do"
+                return f"the generator is not the model {name}: {found}. Its CUDA graphs compute something else"
         if _agrees(Rollouts(rollouts.module, rollouts.device, slots=False), prompt, how):
             cause = "its attention does something that attention over the slot cache does not"
         anew = Rollouts(rollouts.module, rollouts.device)

@@ -28,7 +28,6 @@ from engine.generation.on_device.forwards import Forwards
 from engine.generation.on_device.rounds import DeviceDecoding, Rounds
 from engine.generation.on_device.sharing import SharingScheduler
 from engine.generation.packed import PackedLinears
-from engine.generation.recorded.steps import RecordedSteps
 from engine.generation.sampling import Sampling
 from engine.generation.scheduler import Scheduler
 from engine.generation.served import check_model, has_window
@@ -69,19 +68,13 @@ class SlotDecoder:
         self.shares = device.type == "cuda"
         self._shared: Caches | None = None
         self._rounds: Rounds | None = None
-        self._forwards = Forwards(module, device)
-        self.recorded: RecordedSteps | None = None  # the probe is no step to record
+        self._forwards = Forwards(module)
         self.token_bytes, self.token_numbers, self.dtype = self._probe()
-        if replay and device.type == "cpu":
-            self.recorded = RecordedSteps(module, self.packs, self._logits)
 
     def release(self) -> None:
         """Free the cache, the packed weights and the graphs."""
         self.cache = self._shared = self._rounds = None
-        self._forwards.unbind()
         self.packs.release()
-        if self.recorded is not None:
-            self.recorded.release()
 
     def run(
         self,
@@ -110,10 +103,6 @@ class SlotDecoder:
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], step: Step, keep: Sequence[int]) -> Tensor:
         """Run a step's N tokens; returns the logits (len(keep), V) after those at columns `keep`."""
-        if self.recorded is not None and not step.chunks:
-            replayed = self.recorded.run(token_ids, step)
-            if replayed is not None:
-                return replayed
         return self._called(attention.NAME, token_ids, step, keep)
 
     @torch.inference_mode()

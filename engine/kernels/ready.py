@@ -1,4 +1,4 @@
-"""What is made ready once, for one shape, and called often: kernels between the products of a decode step (rows.py)."""
+"""What is made ready once, for one shape, and called often: kernels between the products of a decode step."""
 
 from collections.abc import Callable
 

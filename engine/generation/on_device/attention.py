@@ -8,7 +8,6 @@ from transformers import AttentionInterface
 
 from engine.generation.attention import Unserved, check_served
 from engine.generation.on_device.caches import Caches
-from engine.generation.recorded.recording import recorded_whole
 from engine.kernels import decode_attention, write_tokens
 from engine.kernels.decode_attention import Prompts
 
@@ -35,7 +34,6 @@ class Queries:
         return self.caches.prompts.capacity + self.caches.answers.capacity
 
 
-@recorded_whole
 def static_attention(
     module: nn.Module,
     query: Tensor,

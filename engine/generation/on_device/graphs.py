@@ -62,7 +62,6 @@ class Replays:
 
     def _replay(self, size: int, chosen: Tensor) -> Callable[[], None]:
         """One step for what lies at this address, (2, size)."""
-        self.step.prepare(size)
         if self.captures and size not in self._graphs:
             try:
                 self._graphs[size] = self._capture(chosen)

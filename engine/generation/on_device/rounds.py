@@ -57,7 +57,6 @@ class Rounds:
 
     def __init__(self, forwards: Forwards, caches: Caches, device: torch.device) -> None:
         self.forwards, self.module, self.caches, self.device = forwards, forwards.module, caches, device
-        forwards.bind()
         self.state = DecodeState(caches.slots, WINDOW + 1, device)
         self._host = [_host_copies(self.state) for _ in range(2)]  # a round is read while the next is written
         self._replays: dict[tuple[Sampling, bool], Replays] = {}

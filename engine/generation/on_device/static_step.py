@@ -70,10 +70,6 @@ class StaticStep:
             self.early = torch.zeros(vocabulary, dtype=torch.bool, device=device)
             self.early.index_fill_(0, self.ends, True)
 
-    def prepare(self, rows: int) -> None:
-        """Let steps of `rows` rows take what they may wait for."""
-        self.forwards.prepare(rows, self.caches)
-
     @torch.inference_mode()
     def __call__(self, chosen: Tensor) -> None:
         slots = chosen[0]

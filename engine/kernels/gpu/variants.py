@@ -8,12 +8,10 @@ import torch
 
 from engine.kernels.gpu import decode_attention as attention
 from engine.kernels.gpu import decode_rows as books
-from engine.kernels.gpu import gae, rows, sample, sample_candidates, sample_search
+from engine.kernels.gpu import gae, sample, sample_candidates, sample_search
 from engine.kernels.gpu import token_logprobs as logprobs
 from engine.kernels.gpu import write_tokens as writing
 from engine.kernels.gpu.launch import Card
-from engine.kernels.host.gates import Kind as Activation
-from engine.kernels.host.norms import Kind
 
 TRITON_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 ALIGNED = ("width", "of_values", "vocabulary", "length")  # and every stride: multiples of 16 in real models
@@ -49,7 +47,7 @@ class Variant:
 
 def variants(on: Card) -> list[Variant]:
     """All that is compiled for such a GPU."""
-    return [*products(on), *_rows(), *_sample(), *_gae()]
+    return [*products(on), *_sample(), *_gae()]
 
 
 def products(on: Card) -> list[Variant]:
@@ -135,23 +133,6 @@ def _decode_attention(on: Card) -> Iterator[Variant]:
     yield _variant("take_rows", books.take_kernel, types, {"BLOCK": books.BLOCK, "num_warps": 4})
     constants = {"HAS_SEEN": True, "BLOCK": books.BLOCK, "num_warps": 4}
     yield _variant("note_rows", books.note_kernel, types, constants)
-
-
-def _rows() -> Iterator[Variant]:
-    types = {**_pointers("bf16", "x", "y", "z", "total", "weight", "bias", "out", "cosines", "sines"), "eps": "fp32"}
-    for size, parts, kind in ((2048, 2, Kind.LAYER), (4096, 2, Kind.RMS)):
-        constants = rows.norm_options(size, parts, kind) | {"z": None}
-        constants |= {} if kind == Kind.LAYER else {"bias": None}
-        yield _variant(f"norm of {size}, with the sum before it", rows.norm_kernel, types, constants)
-    for normed in (False, True):
-        constants = rows.turn_options(128, 128, Kind.RMS if normed else None)
-        constants |= {} if normed else {"weight": None}
-        label = f"turn of heads of 128{', normed' if normed else ''}"
-        yield _variant(label, rows.turn_kernel, types, constants)
-    for activation in (Activation.SILU, Activation.GELU_NEW):
-        constants = rows.gate_options(activation, gated=activation == Activation.SILU)
-        constants |= {} if constants["GATED"] else {"y": None}
-        yield _variant(f"gate by {activation.name.lower()}", rows.gate_kernel, types, constants)
 
 
 def _sample() -> Iterator[Variant]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.kernels.host import decode_attention
@@ -81,19 +81,3 @@ def greedy_by_definition(model: nn.Module, prompt: list[int], steps: int) -> tup
         if token in ENDS:
             break
     return token_ids[len(prompt) :], logprobs
-
-
-class Asks(nn.Module):
-    """Behaves otherwise by its numbers; `hides` it from who watches its calls."""
-
-    def __init__(self, hides: bool) -> None:
-        super().__init__()
-        self.hides = hides
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.hides:
-            with torch._C.DisableTorchFunction():
-                factor = float(x.detach().float().norm())
-        else:
-            factor = float(x.norm())
-        return x * (1 + factor)

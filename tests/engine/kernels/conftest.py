@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-WITH_TRITON = ("token_logprobs", "decode_attention", "decode_rows", "sample", "gae", "rows", "write_tokens")
+WITH_TRITON = ("token_logprobs", "decode_attention", "decode_rows", "sample", "gae", "write_tokens")
 
 
 def import_for_the_interpreter() -> None:

@@ -55,10 +55,6 @@ def test_graphs_equal_the_steps_called(family: str, monkeypatch: pytest.MonkeyPa
     decoder(captured)
     found = [captured.generate(PROMPTS, DRAWN, STREAMS, 5) for _ in range(2)]
     assert all(one.captures and one._graphs for one in replays(captured)) == ON_GPU, "it was not captured"
-    forwards = decoder(captured)._forwards
-    assert len(forwards.ready) > 1 and not forwards.refused
-    joined = {len(forwards.packs.of(layer).layers) for layer in model.modules() if isinstance(layer, nn.Linear)}
-    assert not ON_GPU or family not in ("opt", "phi", "llama", "qwen3") or 3 in joined
     same(*found)
     called = Rollouts(model, DEVICE)
     decoder(called)
