@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, made from benchmarks/results.jsonl: `python -m benchmarks.page`."""
+"""docs/engineering/benchmarks.md, made from benchmarks/results.jsonl: `python -m benchmarks.page`."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.record import ROOT, Record, read
 
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "engineering" / "benchmarks.md"
 INTRODUCTION = """# Benchmarks
 
 Made from `benchmarks/results.jsonl` by `python -m benchmarks.page`; don't edit this page.

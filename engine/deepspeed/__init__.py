@@ -1,4 +1,4 @@
-"""DeepSpeed configurations, read as they are (docs/deepspeed.md)."""
+"""DeepSpeed configurations, read as they are (docs/reference/deepspeed.md)."""
 
 from engine.deepspeed.read import Choices, checked, fields_over, notes, read
 

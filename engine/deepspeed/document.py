@@ -1,4 +1,4 @@
-"""docs/deepspeed.md, from the tables: `python -m engine.deepspeed.document` writes it; a test keeps it current."""
+"""docs/reference/deepspeed.md, from the tables: made by `make docs`."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from engine.deepspeed.keys import BATCH, OTHERS, PRECISION, TRAINING, ZERO, Key
 from engine.deepspeed.optimizers import OPTIMIZERS, REFUSED_OPTIMIZERS
 from engine.deepspeed.schedulers import SCHEDULERS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "deepspeed.md"
 
 INTRODUCTION = """\
 # DeepSpeed configurations

@@ -138,5 +138,5 @@ def _unknown(name: str) -> str:
     if near is not None:
         return f"{name}: DeepSpeed has no such key; did you mean {f'{parent}.' if parent else ''}{near}?"
     same = next((key for key in known if key.rpartition(".")[2] == leaf), None) or closest(name, known)
-    meant = f"; did you mean {same}?" if same else " (docs/deepspeed.md lists all)"
+    meant = f"; did you mean {same}?" if same else " (docs/reference/deepspeed.md lists all)"
     return f"{name}: DeepSpeed has no such key{meant}"

@@ -1,4 +1,4 @@
-"""The words about the configuration, all from the schema: `--help`, and docs/configuration.md.
+"""The words about the configuration, all from the schema: `--help`, and docs/reference/configuration.md.
 
 `python -m pipeline.config.document` writes the page; a test keeps it current.
 """
@@ -13,7 +13,7 @@ from pipeline.config.overrides import default_options, groups
 from pipeline.config.schema import RunConfig, inner_section
 from pipeline.installation import CHAT, TRAIN
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "configuration.md"
 
 MAIN_KEYS = (
     "name",
@@ -96,7 +96,7 @@ def help_text() -> str:
     for group, options in groups().items():
         marked = [f"{option} (default)" if option == chosen.get(group) != "default" else option for option in options]
         lines += _wrapped(f"  {group:<9}", ", ".join(marked))
-    lines += ["", "Keys (docs/configuration.md has them all):"]
+    lines += ["", "Keys (docs/reference/configuration.md has them all):"]
     for key in MAIN_KEYS:
         field = _field(key)
         lines += _wrapped(f"  {key:<24}", f"{field.description} [{_default(field)}]")
@@ -118,7 +118,7 @@ def _field(key: str) -> FieldInfo:
 
 
 def page() -> str:
-    """docs/configuration.md as text."""
+    """docs/reference/configuration.md as text."""
     parts = [INTRODUCTION, "## Groups\n"]
     chosen = default_options()
     for group, options in groups().items():

@@ -100,7 +100,9 @@ def _instead(key: str, root: type[BaseModel]) -> str:
     anywhere = closest(key, [name for name in known if closest(leaf, [name.rpartition(".")[2]])])
     if anywhere:
         return f"; did you mean {anywhere}?"
-    return f"; {parent} has {', '.join(beside)}" if beside and parent else " (docs/configuration.md lists all)"
+    return (
+        f"; {parent} has {', '.join(beside)}" if beside and parent else " (docs/reference/configuration.md lists all)"
+    )
 
 
 def _parent(key: str) -> str:

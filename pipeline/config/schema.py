@@ -177,7 +177,7 @@ class EngineSettings(Section):
     loss_scale_power: int = Field(16, ge=0, le=32, description="fp16: initial loss scale is 2**this")
     loss_scale_window: int = Field(1000, ge=1, description="fp16: good steps before the scale doubles")
     deepspeed: DeepSpeedFile = Field(
-        None, description="DeepSpeed configuration (JSON file): what it says counts, see docs/deepspeed.md"
+        None, description="DeepSpeed configuration (JSON file): what it says counts, see docs/reference/deepspeed.md"
     )
 
 

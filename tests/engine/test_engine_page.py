@@ -1,4 +1,4 @@
-"""docs/engine.md says what works: its code runs, block after block, and both loops come to the same."""
+"""docs/reference/engine.md says what works: its code runs, block after block, and both loops come to the same."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 from engine.parallel import dtensors
 
-PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "engine.md"
 
 
 def test_the_pages_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

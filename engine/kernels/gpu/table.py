@@ -1,6 +1,6 @@
 """Compile every kernel to machine code for several generations of GPUs, without a GPU, and tabulate what each takes.
 
-    python -m engine.kernels.gpu.table            writes the table into docs/kernels.md
+    python -m engine.kernels.gpu.table            writes the table into docs/engineering/kernels.md
     python -m engine.kernels.gpu.table --check    fails where a kernel does not compile, or takes other than the page
                                                   says (unless that tells of another Triton)
 
@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from engine.kernels.gpu.launch import H200, Card
 from engine.kernels.gpu.variants import Variant, products, variants
 
-PAGE = Path(__file__).parents[3] / "docs" / "kernels.md"
+PAGE = Path(__file__).parents[3] / "docs" / "engineering" / "kernels.md"
 BEGIN, END = "<!-- compiled kernels: written by engine.kernels.gpu.table -->", "<!-- end of compiled kernels -->"
 # Shared memory a program may have, bytes: CUDA C++ programming guide, compute capabilities.
 TABULATED = [Card(80, 163 * 1024), Card(90, 227 * 1024), Card(100, 227 * 1024)]

@@ -18,7 +18,7 @@ logits in fp32 instead of recomputing them by our kernel would move 10 bytes a l
 
 Tiles: 128 x 256 x 64 with 8 warps on Hopper and Blackwell. A 128 x 128 tile asks the L2 cache for a byte every 64
 operations, 15 TB/s at peak, twice what it has; 128 x 256 asks for a third less. Chosen by this arithmetic, and by
-spills and shared memory of the compiled kernels (docs/kernels.md), not yet measured on a GPU.
+spills and shared memory of the compiled kernels (docs/engineering/kernels.md), not yet measured on a GPU.
 
 Left out: tensor-memory-accelerator loads.
 """

@@ -1,4 +1,4 @@
-"""Models that slots don't serve decode in the fastest way that gives their numbers; docs/rollouts.md says which."""
+"""Models that the slot cache cannot serve decode in another way; docs/reference/generation.md lists them."""
 
 import re
 from collections.abc import Iterator
@@ -184,7 +184,7 @@ def test_batches_by_hand() -> None:
 
 def test_the_table_of_families_is_true() -> None:
     """What is built here and in the other tests of families stands in the row of its way."""
-    page = (Path(__file__).parents[3] / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "generation.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(slots|padded|own cache|whole)`[^|]*\| ([^|]*) \|$", page, re.MULTILINE))
     families = {way: set(re.findall(r"[\w-]+", row)) for way, row in rows.items()}
     for family, (way, _) in WAYS.items():

@@ -24,7 +24,7 @@ def test_kernels_compile_and_the_page_says_what_they_take() -> None:
 def test_the_page_tells_of_the_triton_that_is_installed_here() -> None:
     """With that one `--check` compares every figure; with another it can't."""
     (pinned,) = re.findall(r"^triton==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert f"Triton {pinned};" in (ROOT / "docs" / "kernels.md").read_text()
+    assert f"Triton {pinned};" in (ROOT / "docs" / "engineering" / "kernels.md").read_text()
 
 
 def test_names_lead_to_functions_in_triton() -> None:
