@@ -37,7 +37,7 @@ def heights(stage: int, dtype: str) -> dict[str, int]:
     x = torch.randn(ROWS, WIDTH)
     for _ in range(2):
         engine.update([x, x], loss, 2.0 * ROWS * dist.world().size)
-    return engine.ledger.heights["train"]
+    return engine.memory_tracker.peaks["train"]
 
 
 def on_two_ranks() -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ def test_what_is_on_the_host_and_in_files_is_counted_there(places: dict[str, Any
     x = torch.randn(2, wide)
     engine.update([x, x], loss, 4.0)
     engine.update([x, x], loss, 4.0)
-    found = engine.ledger.heights["train"]
+    found = engine.memory_tracker.peaks["train"]
     states = model_states(total, root=total, block=block, ranks=1, dtype="bf16", sub_group=sub_group, **_named(places))
     assert found.get("parameters", 0) == pytest.approx(states.parameters, rel=0.05)
     assert found.get("optimizer", 0) == states.moments
