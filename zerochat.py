@@ -46,7 +46,7 @@ def _chat(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    from pipeline.insight.report import main as report
+    from pipeline.report.report import main as report
 
     return report(arguments)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from engine.config import EngineConfig
 from engine.figures import detached, on_host
 from engine.healing import Healer, Pass
-from engine.memory.tracker import MemoryTracker
+from engine.ledger import Ledger
 from engine.optim import Gradients
 from engine.parallel import dist, pipeline
 from engine.pipelined import Pipelined
@@ -70,14 +70,14 @@ class InTurn:
     def __init__(
         self,
         module: nn.Module,
-        tracker: MemoryTracker,
+        ledger: Ledger,
         discard: Callable[[], None],
         begin: Callable[..., None],
         backward: Callable[..., None],
     ) -> None:
-        self.module, self._tracker, self._begin, self._backward = module, tracker, begin, backward
+        self.module, self._ledger, self._begin, self._backward = module, ledger, begin, backward
         self.healer = Healer(module, discard)
-        self.shared = SharedForward(module, tracker, self.healer, discard, begin, backward)
+        self.shared = SharedForward(module, ledger, self.healer, discard, begin, backward)
 
     def learn(self, micro_batches: Sequence[Any], loss_fn: LossFn, count: float) -> list[Learned]:
         if self.shared.waits:
@@ -85,7 +85,7 @@ class InTurn:
             if learned is not None:
                 return learned
         else:
-            self._tracker.start_update()
+            self._ledger.begin()
         return _flat(self.healer.run("train", micro_batches, partial(self._one, loss_fn, count)))
 
     def rehearse(self, micro_batch: Any, loss_fn: LossFn) -> None:
@@ -112,10 +112,10 @@ class InTurn:
 
     def _one(self, loss_fn: LossFn, count: float, micro_batch: Any, which: Pass) -> Learned:
         self._begin(last=which.last)
-        with self._tracker.training():
+        with self._ledger.forward(first=which.first):
             loss_sum, metrics = loss_fn(self.module, micro_batch)
         self._backward(loss_sum, count=count, last=which.last)
-        self._tracker.after_backward()
+        self._ledger.after_backward()
         return loss_sum.detach(), detached(metrics)
 
 
@@ -127,22 +127,22 @@ class ThroughPipeline:
         module: nn.Module,
         piece: pipeline.Piece,
         config: EngineConfig,
-        tracker: MemoryTracker,
+        ledger: Ledger,
         discard: Callable[[], None],
         scaler: LossScaler,
     ) -> None:
         kind, dtype = config.pipeline_schedule, TORCH_DTYPE[config.dtype]
         self._pipeline = pipeline.Pipeline(module, piece, kind=kind, zero_stage=config.zero_stage, dtype=dtype)
-        self._tracker, self._scaler = tracker, scaler
-        self._passes = Pipelined(self._pipeline, tracker)
+        self._ledger, self._scaler = ledger, scaler
+        self._passes = Pipelined(self._pipeline, ledger)
         self.healer = Healer(module, discard, self._passes)
 
     def learn(self, micro_batches: Sequence[Any], loss_fn: LossFn, count: float) -> list[Learned]:
-        self._tracker.start_update()
+        self._ledger.begin()
         work = self._passes.learning(loss_fn, self._scaler.scale * dist.world().data_size / count)
         learned = _flat(self.healer.run("train", self._passes.enough(micro_batches), work))
         self._pipeline.add_up()
-        self._tracker.after_backward()
+        self._ledger.after_backward()
         return [done for done in learned if done is not None]
 
     def rehearse(self, micro_batch: Any, loss_fn: LossFn) -> None:

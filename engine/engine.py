@@ -29,8 +29,9 @@ from engine.generation.twin.assembled import Assembled
 from engine.generation.twin.flip import Flip
 from engine.healing import Healer, Portion
 from engine.large_pages import ask_for_large_pages
+from engine.ledger import Ledger
+from engine.ledger.beside import average_bytes, generator_bytes, optimizer_bytes
 from engine.loading import copy_local
-from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
 from engine.merging import whole_parameters
 from engine.offload import OffloadedOptimizer, full_precision
 from engine.parallel import dist, dtensors, pipeline, traffic, zero
@@ -100,10 +101,8 @@ class Engine:
                 self._assembled = Assembled(blueprint, rollout_path, dtype)
                 source = self._assembled.module
             self._flip = Flip(blueprint, source, dtype, config.tensor_plan)
-        offloaded = layout.rests(config, optimizer)
-        self.memory_tracker = MemoryTracker(
-            self.module, self._other_owners, offloaded=offloaded, hooks=not config.compile_blocks
-        )
+        elsewhere = layout.rests(config, optimizer)
+        self.ledger = Ledger(self.module, self._beside, elsewhere, watches=not config.compile_blocks)
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
         self._course = self._course_of()
         self.optimizer = self._build(optimizer) if optimizer is not None else None
@@ -115,8 +114,8 @@ class Engine:
     def _course_of(self) -> Course:
         piece = pipeline.piece_of(self.module)
         if piece is None:
-            return InTurn(self.module, self.memory_tracker, self._discard, self.begin, self.backward)
-        return ThroughPipeline(self.module, piece, self.config, self.memory_tracker, self._discard, self.scaler)
+            return InTurn(self.module, self.ledger, self._discard, self.begin, self.backward)
+        return ThroughPipeline(self.module, piece, self.config, self.ledger, self._discard, self.scaler)
 
     def _build(self, config: OptimizerConfig) -> torch.optim.Optimizer | OffloadedOptimizer:
         if layout.offloads(self.config, config):
@@ -321,7 +320,7 @@ class Engine:
         Tensors in results may be left on the device: they come to the host together, at the end. What is given as a
         `Portion` is halved where memory runs out.
         """
-        with self.scoring(), self.memory_tracker.scoring():
+        with self.scoring(), self.ledger.scoring():
             found = self._course.score(micro_batches, work)
         return [[row for piece in pieces for row in piece] for pieces in found]
 
@@ -386,7 +385,7 @@ class Engine:
         with self._whole(), self.flip.entered(keep=keep, park=park) as rollouts:
             self._let_go()
             yield rollouts
-            self.memory_tracker.sample("generate")
+            self.ledger.sample("generate")
 
     def _whole(self) -> AbstractContextManager[None]:
         """Within the block what the flip reads is there, where ranks hold pieces of it."""
@@ -402,8 +401,8 @@ class Engine:
         """
         return self._course.everywhere(mine)
 
-    def _other_owners(self) -> dict[str, int]:
-        """Return the bytes of each owner other than parameters and gradients."""
+    def _beside(self) -> dict[str, int]:
+        """Bytes of what is neither parameters nor gradients, by owner."""
         generator = generator_bytes(self._flip, self.module) if self._flip is not None else {}
         return optimizer_bytes(self.optimizer) | generator | {"average": average_bytes(self.average)}
 

@@ -7,7 +7,6 @@ comes to its end on every rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from engine.figures import detached
 from engine.healing import Parts, Pass, Portion, Report, report
 from engine.healing.parts import Notes
-from engine.memory.tracker import MemoryTracker
+from engine.ledger import Ledger
 from engine.parallel import dist
 from engine.parallel.pipeline import Guard, Pipeline
 
@@ -30,8 +29,8 @@ class Pipelined:
 
     advice = "Shorter sequences (max_length), activation_checkpointing or more ranks in the pipeline need less"
 
-    def __init__(self, pipeline: Pipeline, tracker: MemoryTracker) -> None:
-        self.pipeline, self._tracker = pipeline, tracker
+    def __init__(self, pipeline: Pipeline, ledger: Ledger) -> None:
+        self.pipeline, self._ledger = pipeline, ledger
         # Inside of a pass only ranks that hold the same piece wait for each other.
         self._notes: Notes | None = {} if dist.world().data_size > 1 else None
 
@@ -94,13 +93,22 @@ class Pipelined:
     ) -> list[Any]:
         results: list[Any] = [None] * len(batches)
         trains = torch.is_grad_enabled()
+        under_way = self._ledger.under_way(trains=trains)
 
         def one(place: int) -> Tensor:
-            with self._tracker.training() if trains else nullcontext():
+            with under_way.forward():
                 loss, results[place] = work(batches[place], Pass(name, place == 0, place == len(batches) - 1))
             return loss
 
-        self.pipeline.run(one, rows, guard, trains=trains, kind="1f1b" if in_turn else self.pipeline.kind)
+        def guarded(forward: bool, place: int, part: Callable[[], Any]) -> Any:
+            if not forward:
+                under_way.height()
+            found = guard(forward, place, part)
+            if found is None:
+                under_way.forget()
+            return found
+
+        self.pipeline.run(one, rows, guarded, trains=trains, kind="1f1b" if in_turn else self.pipeline.kind)
         return results
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from engine.figures import detached
 from engine.healing import Healer, OneByOne, Pass, Portion, State
-from engine.memory.tracker import MemoryTracker
+from engine.ledger import Ledger
 from engine.parallel import dist, zero
 
 Learned = tuple[Tensor, dict[str, float | Tensor]]
@@ -31,18 +31,19 @@ class SharedForward:
     def __init__(
         self,
         module: nn.Module,
-        tracker: MemoryTracker,
+        ledger: Ledger,
         healer: Healer,
         discard: Callable[[], None],
         begin: Callable[..., None],
         backward: Callable[..., None],
     ) -> None:
         self.fits = True
-        self._module, self._tracker, self._healer, self._discard = module, tracker, healer, discard
+        self._module, self._ledger, self._healer, self._discard = module, ledger, healer, discard
         self._begin, self._backward = begin, backward
         self._passes = OneByOne()
         self._made: list[tuple[Portion[Any], Any]] = []  # micro-batches, and what the module's forward gave
         self._before = State(module)  # what it was given in
+        self._under_way = ledger.under_way(trains=False)
 
     def score(
         self, micro_batches: Sequence[Any], work: Callable[[nn.Module, Any], Sequence[Any]]
@@ -60,11 +61,12 @@ class SharedForward:
         before, forward = State(self._module), partial(self._forward, work)
         if not self._knows(micro_batches[0].nothing(), len(micro_batches), forward, before):
             return None
-        self._tracker.start_update()
+        self._ledger.begin()
+        self._under_way = self._ledger.under_way(trains=True)
         found = self._through("forward", micro_batches, forward, before)
         if found is None:
             return None
-        self._tracker.sample_waiting()
+        self._under_way.height(waits=True)
         self._made = [(batch, output) for batch, (output, _) in zip(micro_batches, found, strict=True)]
         self._before = before
         return [rows for _, rows in found]
@@ -108,6 +110,7 @@ class SharedForward:
             return results
         del results
         self.fits = False
+        self._under_way.forget()
         self._discard()
         before.restore()
         if dist.world().leads:
@@ -124,7 +127,7 @@ class SharedForward:
         """What the module gave, and the rows that `work` made of it."""
         self._begin(last=which.last)
         once = _Once(self._module)
-        with self._tracker.training():
+        with self._ledger.gathering(first=which.first), self._under_way.forward():
             rows = work(cast("nn.Module", once), batch)
         assert once.output is not None, "a forward that is kept is a call of the module, with nothing in it too"
         return once.output, tree_map_only(Tensor, Tensor.detach, rows)
@@ -136,7 +139,7 @@ class SharedForward:
         self._begin(last=which.last)
         loss_sum, metrics = loss_fn(cast("nn.Module", _Given(outputs.pop(0))), batch)
         self._backward(loss_sum, count=count, last=which.last)
-        self._tracker.after_backward()
+        self._ledger.after_backward()
         return loss_sum.detach(), detached(metrics)
 
     def _knows(self, nothing: Portion[Any], count: int, forward: Callable[[Any, Pass], Any], before: State) -> bool:

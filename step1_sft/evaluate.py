@@ -12,11 +12,11 @@ from pipeline.data.batch import TokenBatch
 from pipeline.data.encode import TokenItem
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.held_out import EVALUATION_SEED, answers_of
-from pipeline.judging import judged
-from pipeline.own_function import OwnFunction
-from pipeline.samples import SAMPLES, Sample, read_samples, write_samples
-from pipeline.stage import sampling
+from pipeline.evaluation.evaluator import EVALUATION_SEED, answers_of
+from pipeline.evaluation.judge import judged
+from pipeline.evaluation.samples import SAMPLES, Sample, read_samples, write_samples
+from pipeline.evaluation.user_function import OwnFunction
+from pipeline.stages.settings import sampling
 from step1_sft.batches import micro_batches
 
 

@@ -11,15 +11,13 @@ from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import TokenBatch, batch_indices
 from pipeline.data.encode import encode_conversations
-from pipeline.judging import load_judge
+from pipeline.evaluation.judge import load_judge
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
 from pipeline.planning.choose import announce
-from pipeline.run import StageRun
-from pipeline.stage import arrange, optimizer_config, prepare_generation, say_steps, stage_steps
-from pipeline.stage_data import check_data_to_come, evaluation_prompts, examples, stage_records
-from pipeline.stage_models import (
+from pipeline.stages.data import check_data_to_come, evaluation_prompts, examples, stage_records
+from pipeline.stages.models import (
     adopt_special_ids,
     base_source,
     check_vocabulary,
@@ -28,7 +26,9 @@ from pipeline.stage_models import (
     require_scorer,
     run_tokenizer,
 )
-from pipeline.tracking import open_watchers
+from pipeline.stages.settings import arrange, optimizer_config, prepare_generation, say_steps, stage_steps
+from pipeline.stages.stage_run import StageRun
+from pipeline.tracking.watchers import open_watchers
 from step1_sft.batches import largest_batch, micro_batches
 from step1_sft.evaluate import answer, held_out_loss
 from step1_sft.loss import sft_loss

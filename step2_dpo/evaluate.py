@@ -14,9 +14,9 @@ from engine import Engine
 from engine.parallel import dist
 from pipeline.config.schema import DpoSection
 from pipeline.data.encode import PairItem
+from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.files import explained_disk, write_whole
-from pipeline.over_ranks import by_first_rank, in_order
-from pipeline.ranking import Scored, accuracies
+from pipeline.stages.distributed import by_first_rank, in_order
 from step2_dpo.batches import AnswerBatch, Pairs, answer_logprobs
 from step2_dpo.objective import preference_loss
 

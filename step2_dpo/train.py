@@ -11,19 +11,19 @@ from pipeline.data.batch import batch_indices
 from pipeline.data.encode import PairItem, encode_preferences
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.held_out import EVALUATION_SEED, HeldOut, answers_of, compared, write_table
-from pipeline.judging import judged, load_judge
-from pipeline.manifest import stage_inputs
+from pipeline.evaluation.evaluator import EVALUATION_SEED, HeldOut, answers_of, compared, write_table
+from pipeline.evaluation.judge import judged, load_judge
+from pipeline.evaluation.user_function import OwnFunction
+from pipeline.launch.manifest import stage_inputs
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
-from pipeline.own_function import OwnFunction
 from pipeline.planning.choose import announce
-from pipeline.run import StageRun
-from pipeline.stage import arrange, optimizer_config, prepare_generation, sampling, say_steps, stage_steps
-from pipeline.stage_data import evaluation_prompts, examples, say_undecided, stage_records
-from pipeline.stage_models import policy_to_tune, require_context
-from pipeline.tracking import open_watchers
+from pipeline.stages.data import evaluation_prompts, examples, say_undecided, stage_records
+from pipeline.stages.models import policy_to_tune, require_context
+from pipeline.stages.settings import arrange, optimizer_config, prepare_generation, sampling, say_steps, stage_steps
+from pipeline.stages.stage_run import StageRun
+from pipeline.tracking.watchers import open_watchers
 from step2_dpo.evaluate import held_out_figures, held_out_shares, pair_logprobs, with_reference
 from step2_dpo.objective import loss_of
 

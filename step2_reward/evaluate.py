@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from engine import Engine
 from pipeline.data.batch import PairBatch
 from pipeline.data.encode import PairItem
-from pipeline.over_ranks import in_order
-from pipeline.ranking import Scored
+from pipeline.evaluation.pair_accuracy import Scored
+from pipeline.stages.distributed import in_order
 from step2_reward.batches import micro_batches
 from step2_reward.loss import last_scores
 

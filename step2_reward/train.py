@@ -14,17 +14,15 @@ from pipeline.data.batch import PairBatch, batch_indices
 from pipeline.data.encode import encode_preferences
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
-from pipeline.manifest import stage_inputs
+from pipeline.evaluation.pair_accuracy import Scored, accuracies
+from pipeline.launch.manifest import stage_inputs
 from pipeline.models.build import EngineChoice, build_scorer
 from pipeline.models.checks import verify
 from pipeline.models.export import export_scorer
 from pipeline.models.source import ModelSource, resolve
 from pipeline.planning.choose import announce
-from pipeline.ranking import Scored, accuracies
-from pipeline.run import StageRun
-from pipeline.stage import arrange, optimizer_config, say_steps, stage_steps
-from pipeline.stage_data import check_data_to_come, examples, say_undecided, stage_records
-from pipeline.stage_models import (
+from pipeline.stages.data import check_data_to_come, examples, say_undecided, stage_records
+from pipeline.stages.models import (
     adopt_special_ids,
     base_source,
     check_vocabulary,
@@ -32,7 +30,9 @@ from pipeline.stage_models import (
     run_tokenizer,
     stage_source,
 )
-from pipeline.tracking import open_watchers
+from pipeline.stages.settings import arrange, optimizer_config, say_steps, stage_steps
+from pipeline.stages.stage_run import StageRun
+from pipeline.tracking.watchers import open_watchers
 from step2_reward.batches import largest_batch, micro_batches
 from step2_reward.evaluate import score_pairs
 from step2_reward.loss import bradley_terry_loss, last_scores

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from engine import Sampling
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.held_out import HeldOut, answers_of
-from pipeline.judging import Call, judged
-from pipeline.own_function import OwnFunction
+from pipeline.evaluation.evaluator import HeldOut, answers_of
+from pipeline.evaluation.judge import Call, judged
+from pipeline.evaluation.user_function import OwnFunction
 from step3_ppo.models import Models
 from step3_ppo.rows import my_rows
 from step3_ppo.scores import score_answers

@@ -11,15 +11,15 @@ from pipeline.config.engines import engine_settings
 from pipeline.config.schema import RunConfig
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
-from pipeline.manifest import stage_inputs
+from pipeline.evaluation.user_function import OwnFunction, load_function
+from pipeline.launch.manifest import stage_inputs
 from pipeline.models.adapters import adapters_off
 from pipeline.models.build import EngineChoice, build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, model_folder, resolve
-from pipeline.own_function import OwnFunction, load_function
-from pipeline.stage import optimizer_config
-from pipeline.stage_models import policy_to_tune, stage_source
+from pipeline.stages.models import policy_to_tune, stage_source
+from pipeline.stages.settings import optimizer_config
 
 
 @dataclass(frozen=True)

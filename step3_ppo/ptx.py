@@ -11,8 +11,8 @@ from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_
 from pipeline.data.encode import TokenItem, encode_conversations
 from pipeline.data.portions import portion
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.over_ranks import by_first_rank
-from pipeline.stage_data import stage_records
+from pipeline.stages.data import stage_records
+from pipeline.stages.distributed import by_first_rank
 
 
 @dataclass(frozen=True)

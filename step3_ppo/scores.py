@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from engine import Engine
 from engine.healing import Portion
-from pipeline.judging import Call, function_scores
-from pipeline.over_ranks import in_order
+from pipeline.evaluation.judge import Call, function_scores
+from pipeline.stages.distributed import in_order
 from step3_ppo.models import Models
 from step3_ppo.rows import Rows, end_scores
 

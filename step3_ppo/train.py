@@ -13,16 +13,17 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import PromptItems, encode_prompts
 from pipeline.data.records import Prompt, Row
-from pipeline.held_out import EVALUATION_SEED, HeldOut, compared, write_table
-from pipeline.judging import Call, load_judge
+from pipeline.evaluation.evaluator import EVALUATION_SEED, HeldOut, compared, write_table
+from pipeline.evaluation.judge import Call, load_judge
 from pipeline.models.export import export_policy
-from pipeline.over_ranks import by_first_rank
 from pipeline.planning.choose import announce
-from pipeline.run import StageRun, metrics
-from pipeline.stage import arrange, prepare_generation, sampling, say_steps, stage_steps
-from pipeline.stage_data import evaluation_prompts, say_cut, stage_records
-from pipeline.stage_models import require_context
-from pipeline.tracking import open_watchers
+from pipeline.stages.data import evaluation_prompts, say_cut, stage_records
+from pipeline.stages.distributed import by_first_rank
+from pipeline.stages.models import require_context
+from pipeline.stages.settings import arrange, prepare_generation, sampling, say_steps, stage_steps
+from pipeline.stages.stage_run import StageRun
+from pipeline.tracking import metrics
+from pipeline.tracking.watchers import open_watchers
 from step3_ppo.advantages import KlController
 from step3_ppo.diagnose import check_first_ratio
 from step3_ppo.evaluate import Examiner

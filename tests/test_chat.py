@@ -13,9 +13,9 @@ import torch
 from engine import Sampling
 from pipeline.chat import command
 from pipeline.chat.folder import ChatModel, find, find_each
+from pipeline.chat.participant import Voice, fit, load
 from pipeline.chat.screen import Detokenizer, printable
 from pipeline.chat.session import Session, typed_lines
-from pipeline.chat.voice import Voice, fit, load
 from pipeline.data.records import Message
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError

@@ -124,7 +124,7 @@ def test_a_step_waits_for_the_device_for_its_figures_only(tmp_path: Path) -> Non
         "engine/figures.py:numbers": 2 * updates + 1,  # actor, critic; the rollout's figures
         "engine/figures.py:on_host": 5,  # actor, reference, critic, reward model; answers to keep
         "engine/generation/twin/hybrid.py:refresh": 1,
-        "pipeline/run/clock.py:phase": 3,
+        "pipeline/tracking/clock.py:phase": 3,
     }
 
 

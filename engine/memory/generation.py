@@ -16,8 +16,8 @@ from engine.precision import TORCH_DTYPE
 def generating(shape: Shape, work: Workload, trained: Shape, rest: Mapping[str, int]) -> dict[str, int]:
     """The flip's gathered weights, and the cache of the sequences that are decoded together, beside what rests."""
     found = {
-        "inference_model": _twin(shape, work, trained),
-        "prepacked_linears": _packs(shape, work),
+        "twin": _twin(shape, work, trained),
+        "packs": _packs(shape, work),
         "logits": 4 * 2 * work.rollout_batch * shape.vocabulary,
     }
     return found | {"cache": _cache(shape, work, sum(rest.values()) + sum(found.values()))}

@@ -87,7 +87,7 @@ def _pipeline_demand(shape: Shape, work: Workload) -> Demand:
         phases[name] = _resting(states) | _piece_training(piece, work, states, rank)
         overlaps[name] = states.overlap
         most = max(most, _resting(states), key=lambda owners: sum(owners.values()))
-    whole = {"inference_model": SIZE[work.dtype] * shape.parameters}
+    whole = {"twin": SIZE[work.dtype] * shape.parameters}
     phases["generate"] = most | generating(shape, work, shape, most | whole) | whole
     return Demand(phases, overlaps=overlaps)
 
@@ -161,9 +161,7 @@ def ppo_demand(
     if own["actor"].parks:
         answering = rest | {"actor": actors.resting - actors.moments}
     made = generating(generates or actor, own["actor"], actor, answering)
-    kept = rest | {
-        owner: made[owner] for owner in ("inference_model", "prepacked_linears", "cache") if own["actor"].keeps
-    }
+    kept = rest | {owner: made[owner] for owner in ("twin", "packs", "cache") if own["actor"].keeps}
     phases = {
         "generate": answering | made,
         "score": kept | _scoring([*models.values()]) | {"logits": _scored_logits(actor, work)},

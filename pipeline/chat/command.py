@@ -46,8 +46,8 @@ def _chat(options: argparse.Namespace) -> int:
     models = find_each(options.path, options.compare) if options.compare else [find(options.path)]
     with kept_for_good():
         from engine import Sampling
+        from pipeline.chat.participant import load
         from pipeline.chat.session import OPTIONS, Session, typed_lines
-        from pipeline.chat.voice import load
 
     try:
         options.stop = tuple(options.stop)

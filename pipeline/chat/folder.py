@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipeline.config.stages import ANSWERING, STAGES
 from pipeline.errors import UserError
-from pipeline.manifest import Manifest
+from pipeline.launch.manifest import Manifest
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
 from engine import Sampling
+from pipeline.chat.participant import Voice
 from pipeline.chat.screen import printable
-from pipeline.chat.voice import Voice
 from pipeline.errors import UserError
 
 HELP = """\

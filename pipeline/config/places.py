@@ -10,7 +10,7 @@ from pipeline.config.stages import ANSWERING, STAGES, wanted_stages
 from pipeline.data.files import find, missing
 from pipeline.data.sources import is_absent, is_remote
 from pipeline.errors import UserError
-from pipeline.own_function import JUDGE, load_function
+from pipeline.evaluation.user_function import JUDGE, load_function
 
 
 def check_ranks(config: RunConfig, ranks: int) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.stages import STAGES
-from pipeline.fingerprint import flat
 from pipeline.installation import CHAT
-from pipeline.manifest import Manifest
+from pipeline.launch.fingerprint import flat
+from pipeline.launch.manifest import Manifest
 
 
 def closing_words(run_dir: Path, verdict: str | None = None) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import yaml
 
-from pipeline import stopping
 from pipeline.config.check import validate, warnings
 from pipeline.config.compose import Job, compose_jobs, parse_command
 from pipeline.config.document import help_text
@@ -22,15 +21,16 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import POLICIES, wanted_stages
 from pipeline.errors import UserError
 from pipeline.files import write_whole
-from pipeline.fingerprint import HashCache
 from pipeline.installation import TRAIN
 from pipeline.launch.closing import closing_words, comparing_words
 from pipeline.launch.control import Control, Lost
 from pipeline.launch.failure import CRASHED, ENDED_EARLY, INTERRUPTED, STOPPED, USER_ERROR, advise
+from pipeline.launch.fingerprint import HashCache
 from pipeline.launch.folder import RunFolder, open_folder
+from pipeline.launch.manifest import Manifest, move_aside, stage_consumes
 from pipeline.launch.processes import StageEnd, launch_stage
 from pipeline.launch.ranks import Ranks, check_given, count_gpus, given_ranks, own_ranks
-from pipeline.manifest import Manifest, move_aside, stage_consumes
+from pipeline.stages import stop_signals
 
 
 class StageFailed(Exception):
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with stopping.handled(stopping.stop):
+        with stop_signals.handled(stop_signals.stop):
             status = _run(arguments, stage)
         sys.stdout.flush()
         return status
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
 
 
 def _stop_status(problem: KeyboardInterrupt) -> int:
-    return STOPPED if isinstance(problem, stopping.Stopped) else INTERRUPTED
+    return STOPPED if isinstance(problem, stop_signals.Stopped) else INTERRUPTED
 
 
 def _run(arguments: list[str], stage: str | None) -> int:
@@ -206,7 +206,7 @@ def _unjudged(config: RunConfig, stage_dir: Path) -> str:
     judge = config.evaluation.judge
     if stage_dir.name not in POLICIES or judge is None:
         return ""
-    from pipeline.insight.readings import read_run  # here: it brings numpy along
+    from pipeline.report.data import read_run  # here: it brings numpy along
 
     if read_run(stage_dir.parent).setting("evaluation", "judge") == judge:
         return ""
@@ -320,8 +320,8 @@ def _follow(ranks: Ranks, control: Control) -> int:
 def _report(run_dir: Path, *, anew: bool) -> str | None:
     """Write report.html where it is to be `anew`, and return the verdict. A report that fails is said, no more."""
     try:
-        from pipeline.insight.report import write_report
-        from pipeline.insight.verdict import conclusion
+        from pipeline.report.report import write_report
+        from pipeline.report.verdict import conclusion
 
         if anew:
             write_report(run_dir)

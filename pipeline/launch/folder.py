@@ -12,7 +12,7 @@ from typing import IO, Literal
 
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
-from pipeline.manifest import Manifest, request
+from pipeline.launch.manifest import Manifest, request
 
 RUNS = Path("runs")
 

@@ -20,18 +20,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pipeline import stopping
 from pipeline.config.stages import STAGES
 from pipeline.installation import ROOT
 from pipeline.launch.failure import ATTEMPT, CRASHED, FAILURE_PIPE, INTERRUPTED, LAUNCHER, STOPPED, USER_ERROR
 from pipeline.launch.ranks import Ranks
+from pipeline.stages import stop_signals
 
 MODULES = {name: stage.package for name, stage in STAGES.items()} | {"plan": "pipeline.planning"}
 LOSSES = {
     "now": "at once, a step that was under way is lost",
     "late": "no step ended in time, the one under way is lost",
 }
-OF_A_STOP = (INTERRUPTED, *(-number for number in stopping.SIGNALS))  # a rank's status; the signal came too early
+OF_A_STOP = (INTERRUPTED, *(-number for number in stop_signals.SIGNALS))  # a rank's status; the signal came too early
 PATIENCE = 600.0
 """Seconds for a step to end and to be saved, before ranks are taken for stuck. Who sends SIGTERM has a limit too."""
 GRACE_AFTER_STOP = 30.0  # for the first rank, which has wandb to close, when another has ended as it was asked to
@@ -102,7 +102,7 @@ def launch_stage(
     launchers fare: "failed" ends the ranks here, "stopped" asks them to stop.
     """
     signals = _Signals()
-    with stopping.handled(signals.note, (signal.SIGINT, *stopping.SIGNALS)):
+    with stop_signals.handled(signals.note, (signal.SIGINT, *stop_signals.SIGNALS)):
         workers = [_start(stage, run_dir, ranks, number, shared_store) for number in range(ranks.local)]
         try:
             how = _watch(workers, signals, others)

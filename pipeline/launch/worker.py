@@ -18,7 +18,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from pipeline import stopping
 from pipeline.config.schema import RunConfig
 from pipeline.imports import kept_for_good
 from pipeline.launch.failure import (
@@ -31,6 +30,7 @@ from pipeline.launch.failure import (
     USER_ERROR,
     advise,
 )
+from pipeline.stages import stop_signals
 
 
 def stage_main(stage: str, module: str) -> None:
@@ -52,7 +52,7 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
     _end_with_launcher()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the launcher's own, also where the shell ignores Ctrl-C
     try:
-        with stopping.handled(stopping.stop):
+        with stop_signals.handled(stop_signals.stop):
             config = read_config(run_dir / stage)
             if not config.debug:  # libraries talking to programmers
                 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
@@ -82,7 +82,7 @@ def read_config(stage_dir: Path) -> RunConfig:
 
 def _report(problem: BaseException) -> int:
     """Tell the launcher what happened; returns the exit status."""
-    for number in (signal.SIGINT, *stopping.SIGNALS):
+    for number in (signal.SIGINT, *stop_signals.SIGNALS):
         signal.signal(number, signal.SIG_IGN)
     if isinstance(problem, KeyboardInterrupt):
         return INTERRUPTED

@@ -12,10 +12,10 @@ from engine.planning import Pace, Probe, probe, step_seconds
 from pipeline.config.schema import EngineSettings, RunConfig, StageSection
 from pipeline.errors import UserError
 from pipeline.files import write_whole
-from pipeline.insight.readings import PLAN
 from pipeline.models.source import ModelSource
 from pipeline.planning.fit import GIB, Task, beyond_settings, plan, require_fit, task, this_room
 from pipeline.planning.ladder import Room, Setting, ladder
+from pipeline.report.data import PLAN
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from engine.parallel import dist
 from pipeline.config.engines import engine_settings
 from pipeline.config.schema import ROLE_ENGINES, EngineSettings, LoraConfig, RunConfig, StageSection
 from pipeline.errors import UserError
-from pipeline.insight.scales import format_bytes
 from pipeline.models.build import EngineChoice
 from pipeline.models.source import ModelSource
 from pipeline.planning.ladder import Room, Setting, ladder
+from pipeline.report.axes import format_bytes
 
 GIB = 2**30
 

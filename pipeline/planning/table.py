@@ -12,7 +12,7 @@ from pipeline.errors import UserError
 from pipeline.models.source import ModelSource, resolve
 from pipeline.planning.choose import Candidate, candidates, fastest, measure, pace_of
 from pipeline.planning.fit import GIB, Plan, beyond_settings, plan
-from pipeline.stage_models import base_source
+from pipeline.stages.models import base_source
 
 
 def run(config: RunConfig, folder: Path) -> None:

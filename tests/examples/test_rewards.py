@@ -13,7 +13,7 @@ import pytest
 from pipeline.data.demo import demo_rows
 from pipeline.data.files import find, read_table
 from pipeline.errors import UserError
-from pipeline.own_function import JUDGE, load_function
+from pipeline.evaluation.user_function import JUDGE, load_function
 
 REWARDS = Path(__file__).resolve().parents[2] / "examples" / "rewards"
 

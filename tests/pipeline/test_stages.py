@@ -7,7 +7,7 @@ from typing import get_args
 
 from pipeline.config.schema import DataConfig, RunConfig, SourceConfig, StageSection
 from pipeline.config.stages import ANSWERING, METHODS, STAGES
-from pipeline.insight.report import write_report
+from pipeline.report.report import write_report
 
 
 def test_each_stage_has_a_package_and_a_section() -> None:

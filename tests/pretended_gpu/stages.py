@@ -15,7 +15,7 @@ from pathlib import Path
 from engine.parallel import dist
 from pipeline.config.stages import STAGES
 from pipeline.launch.worker import read_config
-from pipeline.run import StageRun
+from pipeline.stages.stage_run import StageRun
 
 
 class Watched(StageRun):

@@ -18,12 +18,12 @@ from engine.parallel import dtensors
 from pipeline.config.schema import RolloutSection
 from pipeline.data.encode import TokenItem
 from pipeline.data.records import Message, Prompt
-from pipeline.held_out import answers_of
+from pipeline.evaluation.evaluator import answers_of
+from pipeline.evaluation.samples import read_samples
+from pipeline.evaluation.user_function import JUDGE, OwnFunction
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
-from pipeline.own_function import JUDGE, OwnFunction
-from pipeline.samples import read_samples
-from pipeline.stage import prepare_generation, sampling
+from pipeline.stages.settings import prepare_generation, sampling
 from step1_sft import train
 from step1_sft.batches import micro_batches
 from step1_sft.evaluate import answer, held_out_loss

@@ -172,7 +172,7 @@ def test_pairs_take_the_memory_that_is_predicted(folder: Path, prompt: int, budg
     tokens = (2 * length - prompt + 1) * (1 if budget == 1 else many)
     work = Workload(dtype="fp32", sides=2, on_cpu=True, max_length=length, micro_batch_tokens=min(budget, tokens))
     wanted = sft_demand(measured("llama", config), work).phases["train"]
-    found = engine.memory_tracker.peaks["train"]
+    found = engine.ledger.heights["train"]
     assert found["activations"] == pytest.approx(wanted["activations"], rel=0.06)
     assert found["parameters"] == wanted["parameters"] and found["gradients"] == wanted["gradients"]
     assert found["optimizer"] == pytest.approx(wanted["optimizer"], rel=0.01)

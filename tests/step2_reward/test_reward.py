@@ -13,10 +13,10 @@ from transformers import AutoModelForSequenceClassification
 from engine import Engine
 from pipeline.data.encode import PairItem
 from pipeline.data.records import Message, Preference
+from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.models.build import build_scorer
 from pipeline.models.checks import verify
-from pipeline.ranking import Scored, accuracies
-from pipeline.stage_data import say_undecided
+from pipeline.stages.data import say_undecided
 from step2_reward.batches import micro_batches
 from step2_reward.evaluate import score_pairs
 from step2_reward.train import loss_of, reference_level

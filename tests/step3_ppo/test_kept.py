@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.config.schema import PpoSection
-from pipeline.run import metrics
+from pipeline.tracking import metrics
 from step3_ppo.kept import ROLLOUTS, keep_answers
 from step3_ppo.targets import targets_of
 from tests.step3_ppo.made import rollout_of

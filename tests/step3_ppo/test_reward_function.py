@@ -12,8 +12,8 @@ from engine.parallel import dtensors
 from pipeline.config.schema import RunConfig
 from pipeline.data.records import Message
 from pipeline.errors import SharedError, UserError
-from pipeline.own_function import JUDGE, OwnFunction
-from pipeline.run import StageRun
+from pipeline.evaluation.user_function import JUDGE, OwnFunction
+from pipeline.stages.stage_run import StageRun
 from step3_ppo.evaluate import Examiner
 from step3_ppo.figures import rollout_figures
 from step3_ppo.models import build, find

@@ -15,13 +15,13 @@ from pipeline.data.encode import TokenItem
 from pipeline.data.records import Message, Prompt
 from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
 from pipeline.errors import UserError
-from pipeline.held_out import HeldOut, earlier_answers, write_table
+from pipeline.evaluation.evaluator import HeldOut, earlier_answers, write_table
+from pipeline.evaluation.samples import Sample, read_samples, write_samples
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.export import export_policy, export_scorer
 from pipeline.models.modules import Policy
 from pipeline.models.source import resolve
-from pipeline.run import StageRun
-from pipeline.samples import Sample, read_samples, write_samples
+from pipeline.stages.stage_run import StageRun
 from step3_ppo.evaluate import Examiner
 from step3_ppo.figures import rollout_figures
 from step3_ppo.models import build, find

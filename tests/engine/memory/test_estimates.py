@@ -134,8 +134,8 @@ def test_demands_move_as_they_should() -> None:
     assert part.elsewhere["train"]["host"] == pytest.approx(whole.elsewhere["train"]["host"], rel=1e-6)
     four = ppo_demand(shape, shape, base)
     assert four.phases["generate"]["cache"] == (65 * 320 + 64 * 512) * 2 * 12 * 768 * 2
-    assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "inference_model"}
-    held = four.phases["generate"]["inference_model"] + four.phases["generate"]["cache"]
+    assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "twin"}
+    held = four.phases["generate"]["twin"] + four.phases["generate"]["cache"]
     freed = ppo_demand(shape, shape, replace(base, keeps=False))
     assert freed.phases["generate"] == four.phases["generate"]
     for phase in ("score", "train actor", "train critic"):
@@ -215,9 +215,9 @@ def test_a_tensor_groups_ranks_hold_their_parts() -> None:
     with pytest.raises(ValueError, match="without a tensor-parallel plan"):
         measured("opt", CONFIGS["opt"], tensor=2)
     work = Workload(dtype="fp32")
-    twins = [sft_demand(part, work, generates=each).phases["generate"]["inference_model"] for each in (whole, part)]
+    twins = [sft_demand(part, work, generates=each).phases["generate"]["twin"] for each in (whole, part)]
     assert twins == [4 * whole.parameters, 4 * part.parameters], "a rank's part is no model to generate with"
-    assert sft_demand(whole, work).phases["generate"]["inference_model"] == 0
+    assert sft_demand(whole, work).phases["generate"]["twin"] == 0
     by_plan, alone = shape_of("opt-125m", 2), shape_of("opt-125m")  # conf/model has one for OPT
     assert by_plan.block == pytest.approx(alone.block / 2, rel=0.01)
     kept, wanted = (sft_demand(each, Workload()).phases["train"]["activations"] for each in (by_plan, alone))
@@ -232,14 +232,14 @@ def test_bf16_states_errors_and_packs() -> None:
     assert one_bit["optimizer"] == (8 + 4 + 1) * shape.parameters
     packed = sft_demand(shape, Workload(on_cpu=True)).phases["generate"]
     # 12 blocks of 4 D x D and 2 D x 4D, and the head.
-    assert packed["prepacked_linears"] == 2 * (12 * 12 * 768 * 768 + 50272 * 768)
-    assert sft_demand(shape, Workload()).phases["generate"]["prepacked_linears"] == 0
-    assert sft_demand(shape, Workload(on_cpu=True, in_place=True)).phases["generate"]["prepacked_linears"] == 0
+    assert packed["packs"] == 2 * (12 * 12 * 768 * 768 + 50272 * 768)
+    assert sft_demand(shape, Workload()).phases["generate"]["packs"] == 0
+    assert sft_demand(shape, Workload(on_cpu=True, in_place=True)).phases["generate"]["packs"] == 0
     wide = sft_demand(shape, Workload(on_cpu=True, in_place=True, dtype="fp32")).phases["generate"]
-    assert wide["prepacked_linears"] == 2 * packed["prepacked_linears"]
+    assert wide["packs"] == 2 * packed["packs"]
     turned = sft_demand(measured("gpt2", CONFIGS["gpt2"]), Workload(on_cpu=True, in_place=True)).phases["generate"]
     width, blocks = CONFIGS["gpt2"].n_embd, CONFIGS["gpt2"].n_layer
-    assert turned["prepacked_linears"] == 2 * blocks * 8 * width * width  # not the head, and attention's are too small
+    assert turned["packs"] == 2 * blocks * 8 * width * width  # not the head, and attention's are too small
 
 
 def test_what_a_layout_shares_out_and_keeps_beside() -> None:
@@ -270,14 +270,10 @@ def test_what_is_generated_with() -> None:
         return sft_demand(shape, Workload(**keys)).phases["generate"]
 
     in_files: dict[str, Any] = {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}
-    assert generate(**in_files)["inference_model"] == 2 * shape.parameters
-    assert generate(**in_files, on_cpu=True)["inference_model"] == 0, (
-        "what is in files is mapped into the host's memory"
-    )
-    assert generate(dtype="fp32", adapters=100, adapted=4000)["inference_model"] == 4 * 4000, (
-        "merged weights are copies"
-    )
-    assert generate(streams=True)["inference_model"] == 2 * (shape.root + 2 * shape.block)
+    assert generate(**in_files)["twin"] == 2 * shape.parameters
+    assert generate(**in_files, on_cpu=True)["twin"] == 0, "what is in files is mapped into the host's memory"
+    assert generate(dtype="fp32", adapters=100, adapted=4000)["twin"] == 4 * 4000, "merged weights are copies"
+    assert generate(streams=True)["twin"] == 2 * (shape.root + 2 * shape.block)
     assert generate(on_cpu=True)["cache"] == 64 * each
     assert generate(on_cpu=True, room=0)["cache"] == 8 * each
     assert generate(on_cpu=True, room=0, rollout_batch=4)["cache"] == 4 * each

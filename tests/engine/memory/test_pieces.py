@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds: counted before, and by the tracker while it trains."""
+"""What a rank of a pipeline holds: counted before, and by the ledger while it trains."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def heights() -> list[dict[str, int]]:
         for step in range(2):
             ids = torch.randint(0, 96, (MANY, ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
             engine.update(list(ids), loss_of, MANY * ROWS * (LENGTH - 1))
-        found.append(engine.memory_tracker.peaks["train"])
+        found.append(engine.ledger.heights["train"])
     return found
 
 
@@ -84,7 +84,7 @@ def test_first_ranks_keep_more_micro_batches() -> None:
     # A gradient comes back for each of four micro-batches, and two outputs wait; the last rank only receives.
     message = ROWS * LENGTH * 64 * 4
     assert in_turn["train"]["messages"] == 6 * message and in_turn["train, piece 2"]["messages"] == 4 * message
-    assert in_turn["generate"]["inference_model"] == 4 * shape("llama").parameters
+    assert in_turn["generate"]["twin"] == 4 * shape("llama").parameters
 
 
 def test_two_ranks_hold_what_is_predicted() -> None:

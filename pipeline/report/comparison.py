@@ -1,0 +1,196 @@
+"""The parts of the report that compare the models: verdict, gold against reward, and the answers themselves."""
+
+import statistics
+from collections.abc import Sequence
+
+from pipeline.config.stages import POLICIES
+from pipeline.evaluation.samples import Sample
+from pipeline.report.axes import MINUS, format_interval, format_signed
+from pipeline.report.charts import interval_chart, meter, path_chart, scatter_chart
+from pipeline.report.curves import line_chart
+from pipeline.report.data import RunReading
+from pipeline.report.gaming import gaming, rank_correlation
+from pipeline.report.html import Child, Markup, element, grid, section, table
+from pipeline.report.svg import Series
+from pipeline.report.verdict import LABELS, Change, Measure, change, judge, standings
+
+LONGEST_TEXT = 4000
+DEFAULT_ROWS = 16
+DEFAULT_NOISE = 0.03
+SCORED = {
+    "reward model": "By the reward model that PPO was trained on. No fixed scale.",
+    "reward function": "By the reward function that PPO was trained on.",
+    "reward": "By reward model and reward function together, which PPO was trained on. No fixed scale.",
+}
+
+
+def measures(run: RunReading) -> tuple[tuple[Measure, str, str], ...]:
+    """What answers are measured by: the figure, its title, what it is."""
+    judge = run.judge or "the program that checks answers"
+    return (
+        ("gold", "Gold score", f"By {judge}; it trained nothing. 0 to 1."),
+        ("scores", "Reward score", SCORED[run.rewarder]),
+        ("function", "Reward function's part", "What the function gave of the reward score."),
+    )
+
+
+def verdict_header(run: RunReading, facts: Markup) -> Markup:
+    """The top of the page: what came out, how sure that is, and the models' scores beside it."""
+    verdict = judge(run)
+    told = element(
+        "div",
+        element("p", "zerochat run report", class_="kicker"),
+        element("h1", verdict.headline, class_=f"outcome-{verdict.outcome}"),
+        element("p", verdict.evidence, class_="evidence"),
+        element("p", verdict.caveat, class_="caveat") if verdict.caveat else None,
+        facts,
+    )
+    charts = [
+        interval_chart(
+            title,
+            standings(run.samples(), measure),
+            x_name="mean and 95% interval",
+            note=note,
+            bounds=(0, 1) if measure == "gold" else (None, None),
+        )
+        for measure, title, note in measures(run)
+    ]
+    shown = [chart for chart in charts if chart]
+    return element("header", told, element("div", shown, class_="scores") if shown else None)
+
+
+def changes_section(run: RunReading) -> Markup | None:
+    """The paired changes from model to model; None without scores."""
+    samples = run.samples()
+    rows = [
+        (f"{LABELS[before]} to {LABELS[after]}", title, *_change_cells(found, measure))
+        for measure, title, _ in measures(run)
+        for before, after in (("base", "sft"), *(("sft", policy) for policy in POLICIES))
+        if (found := change(samples, measure, before, after))
+    ]
+    if not rows:
+        return None
+    head = ("Change", "Measure", "Mean difference", "95% interval", "Prompts better", "same", "worse")
+    lead = (
+        f"The same {len(samples)} held-out prompts, answered by each model with the same sampling noise. "
+        "Differences are paired, prompt by prompt, which is why they can be clear where the intervals overlap."
+    )
+    changes = table(head, rows, numbers=range(2, 7))
+    return section("changes", "What each stage changed", lead, changes)
+
+
+def _change_cells(found: Change, measure: Measure) -> tuple[Child, ...]:
+    # A higher reward score is no success in itself, so only gold is coloured.
+    outcome = found.outcome if measure == "gold" else "open"
+    interval = "one prompt only" if found.prompts < 2 else format_interval(found.low, found.high)
+    mean = element("strong", format_signed(found.mean), class_=f"outcome-{outcome}")
+    return mean, interval, found.better, found.same, found.worse
+
+
+def gaming_section(run: RunReading) -> Markup | None:
+    """Gold score against reward score over PPO; None without both."""
+    ppo = run.stage("ppo")
+    reward, gold = dict(ppo.series("eval_score")), ppo.series("gold_score")
+    path = [(step, reward[step], value) for step, value in gold if step in reward]
+    judged = [
+        Series(LABELS[model], [(sample.scores[model], sample.gold[model]) for sample in _scored(run, model)], model)
+        for model in ("sft", "ppo")
+    ]
+    if not path and not any(group.points for group in judged):
+        return None
+    paired = change(run.samples(), "gold", "sft", "ppo")
+    helped = paired is not None and paired.outcome == "good"
+    found = gaming(path, _noise(run), run.rewarder, helped=helped)
+    figures = (
+        path_chart(
+            "Gold against reward over PPO",
+            path,
+            x_name="reward score",
+            y_name="gold score",
+            note="Up and to the right is honest progress; right and down is gaming.",
+            y_bounds=(0, 1),
+        ),
+        line_chart(
+            "Gold score",
+            [Series("gold", gold, "gold", sparse=True)],
+            x_name="rollout",
+            note="Mean over held-out prompts.",
+            bounds=(0, 1),
+        ),
+        scatter_chart(
+            "Answer by answer",
+            judged,
+            x_name="reward score",
+            y_name="gold score",
+            note=_correlation_note(judged),
+            y_bounds=(0, 1),
+        ),
+    )
+    lead = [element("strong", found.answer, class_=f"outcome-{found.outcome}"), " ", found.reason]
+    return section("gaming", f"Is the {run.rewarder} being gamed?", lead, grid(chart for chart in figures if chart))
+
+
+def _scored(run: RunReading, model: str) -> list[Sample]:
+    return [sample for sample in run.samples() if model in sample.scores and model in sample.gold]
+
+
+def _noise(run: RunReading) -> float:
+    """Two standard errors of the mean gold score over the held-out prompts."""
+    values = [sample.gold[model] for sample in run.samples() for model in ("ppo",) if model in sample.gold]
+    return 2 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else DEFAULT_NOISE
+
+
+def _correlation_note(groups: Sequence[Series]) -> str:
+    told = [
+        f"{group.label} {correlation:.2f}".replace("-", MINUS)
+        for group in groups
+        if (correlation := rank_correlation([x for x, _ in group.points], [y for _, y in group.points])) is not None
+    ]
+    return f"Rank correlation of reward and gold: {', '.join(told)}." if told else "One dot an answer."
+
+
+def answers_section(run: RunReading) -> Markup | None:
+    """The same held-out prompts answered by each model, as they stand in the file: nothing is picked."""
+    samples = run.samples()
+    if not samples:
+        return None
+    wanted = run.setting("evaluation", "table_rows")
+    count = wanted if isinstance(wanted, int) and wanted > 0 else DEFAULT_ROWS
+    shown = samples[:count]
+    lead = f"The first {len(shown)} of {len(samples)} held-out prompts, in their order: not picked."
+    return section("answers", "What the models answer", lead, [_answer_card(sample) for sample in shown])
+
+
+def _answer_card(sample: Sample) -> Markup:
+    turns = [
+        element("p", element("span", turn.role, class_="role"), element("span", _cut(turn.content), dir="auto"))
+        for turn in sample.prompt
+    ]
+    order = [model for model in LABELS if model in sample.answers]
+    order += [model for model in sample.answers if model not in LABELS]
+    answers = [_answer(sample, model) for model in order]
+    return element(
+        "article", element("div", turns, class_="prompt"), element("div", answers, class_="answers"), class_="card"
+    )
+
+
+def _answer(sample: Sample, model: str) -> Markup:
+    tone = model if model in LABELS else "plain"
+    figures: list[Child] = []
+    if model in sample.gold:
+        gold = sample.gold[model]
+        figures += [element("span", f"gold {gold:.2f}", class_="score"), meter(gold, tone)]
+    if model in sample.scores:
+        figures.append(element("span", f"reward {format_signed(sample.scores[model])}", class_="score"))
+    answer = sample.answers[model]
+    if model in sample.function:
+        figures.append(element("span", f"function {format_signed(sample.function[model])}", class_="score"))
+    text = element("p", _cut(answer), dir="auto", class_="text") if answer else element("p", "(empty)", class_="empty")
+    head = element("h3", LABELS.get(model, model), class_=f"tone-{tone}")
+    return element("div", element("div", head, figures, class_="who"), text, class_="answer")
+
+
+def _cut(text: str) -> str:
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[:LONGEST_TEXT]} … ({len(text) - LONGEST_TEXT} more characters)"

@@ -1,0 +1,206 @@
+"""The parts of the report about what the run took: time, speed, memory, and the configuration that it ran with."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.config.stages import STAGES
+from pipeline.report.axes import format_bytes, format_number, format_seconds
+from pipeline.report.charts import Bar, bar_chart
+from pipeline.report.curves import line_chart
+from pipeline.report.data import MANIFEST, RunReading, StageReading, finite, is_number, mapping
+from pipeline.report.html import Markup, element, grid, section, table
+from pipeline.report.svg import Series
+
+DEVICE, HOST = "device_bytes", "host_bytes"
+MOST_RANKS = 16
+PPO_PHASES = (
+    ("generate_seconds", "generate", "ppo"),
+    ("score_seconds", "score", "second"),
+    ("train_seconds", "train", "strong"),
+    ("flip_seconds", "flip", "plain"),
+)
+
+
+def speed_section(run: RunReading) -> Markup | None:
+    """Time and tokens of each stage, and where the seconds went."""
+    rows = [_speed_row(stage) for stage in run.stages.values() if stage.finished]
+    ppo = run.stage("ppo")
+    phases = [Series(label, ppo.series(key), tone) for key, label, tone in PPO_PHASES if ppo.series(key)]
+    rate = ppo.series("tokens_per_second")
+    figures = [_phase_chart(stage) for stage in run.stages.values()]
+    figures.append(line_chart("PPO: seconds a rollout", phases, x_name="rollout", bounds=(0, None)))
+    figures.append(
+        line_chart("PPO: tokens per second", [Series("", rate, "plain")], x_name="rollout", bounds=(0, None))
+    )
+    found = [chart for chart in figures if chart]
+    if not rows and not found:
+        return None
+    head = ("Stage", "Steps", "Time", "Tokens", "Tokens per second")
+    lead = "Wall time, over all ranks together. Tokens per second leave evaluation, saving and export out."
+    stages = table(head, rows, numbers=range(1, 5)) if rows else None
+    return section("speed", "Speed", lead, stages, grid(found), foreseen(run))
+
+
+def foreseen(run: RunReading) -> Markup | None:
+    """Seconds of a step by phase that engine=auto foresaw, beside what a step took on average."""
+    rows = []
+    for stage in run.stages.values():
+        steps, took = stage.number("steps") or 0.0, stage.numbers("seconds_by_phase")
+        planned = finite(stage.planned.get("seconds"))
+        planned["train"] = planned.get("train", 0.0) + planned.pop("step", 0.0)
+        for phase, seconds in planned.items():
+            each = took.get(phase, 0.0) / steps if steps > 0 else 0.0
+            if seconds > 0 and each > 0:
+                shown = (format_seconds(seconds), format_seconds(each), f"{seconds / each:.2g} x")
+                rows.append((STAGES[stage.name].title, phase, *shown))
+    if not rows:
+        return None
+    lead = (
+        "Seconds of a step, as foreseen when the settings were chosen (engine=auto) and as they came out on average. "
+        "Foreseen are steps of full length: every conversation as long as is allowed, every answer drawn to its last "
+        "token. Shorter data takes less in proportion, so above 1 x is usual. Below 1 x something slowed the run down "
+        "that the short measurement beforehand did not see: other work on the machine, first steps that compile and "
+        "warm up (they weigh much in a short run), or memory that ran out and halved micro-batches."
+    )
+    head = ("Stage", "Phase", "Foreseen", "Took", "Foreseen / took")
+    numbers = table(head, rows, numbers=(2, 3, 4))
+    return element("div", element("h3", "Foreseen and taken"), element("p", lead), numbers)
+
+
+def _speed_row(stage: StageReading) -> tuple[str, ...]:
+    seconds = stage.number("seconds")
+    return (
+        STAGES[stage.name].title,
+        _number(stage, "steps"),
+        "" if seconds is None else format_seconds(seconds),
+        _number(stage, "tokens"),
+        _number(stage, "tokens_per_second"),
+    )
+
+
+def _number(stage: StageReading, key: str) -> str:
+    value = stage.number(key)
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) < 1e4 else format_number(value)
+
+
+def _phase_chart(stage: StageReading) -> Markup | None:
+    phases = stage.numbers("seconds_by_phase")
+    total = sum(phases.values())
+    if total <= 0:
+        return None
+    rows = [
+        Bar(name.replace("_", " "), seconds, f"{format_seconds(seconds)}, {seconds / total:.0%}")
+        for name, seconds in sorted(phases.items(), key=lambda item: -item[1])
+    ]
+    return bar_chart(f"{STAGES[stage.name].title}: where the time goes", rows)
+
+
+def memory_section(run: RunReading) -> Markup | None:
+    """Peak memory of each rank in each stage; of many ranks, the one that needed most."""
+    rows = []
+    for stage in run.stages.values():
+        entries = [mapping(entry) for entry in _entries(stage)]
+        if len(entries) > MOST_RANKS:
+            entries = [max(entries, key=_size)]
+        rows += [
+            (STAGES[stage.name].title, str(entry.get("rank", "")), _bytes(entry, DEVICE), _bytes(entry, HOST))
+            for entry in entries
+        ]
+    if not rows:
+        return None
+    lead = "Peak by rank: what the device's allocator held, and what the process held of the host's memory."
+    if any(len(_entries(stage)) > MOST_RANKS for stage in run.stages.values()):
+        lead += " Of many ranks the one with the highest peak is shown; summary.json has them all."
+    peaks = table(("Stage", "Rank", "Device", "Host"), rows, numbers=(1, 2, 3))
+    return section("memory", "Memory", lead, peaks, ledger(run), healed(run))
+
+
+def ledger(run: RunReading) -> Markup | None:
+    """Bytes by owner at the height of each phase: what was predicted, and what the first rank measured."""
+    rows = []
+    for stage in run.stages.values():
+        kept = mapping(stage.summary.get("memory"))
+        predicted, measured = mapping(kept.get("predicted")), mapping(kept.get("measured"))
+        for phase in dict.fromkeys([*predicted, *measured]):
+            before, after = mapping(predicted.get(phase)), mapping(measured.get(phase))
+            for owner in dict.fromkeys([*before, *after]):
+                cells = (_bytes_or_blank(before.get(owner)), _bytes_or_blank(after.get(owner)))
+                if any(cells):
+                    rows.append((STAGES[stage.name].title, phase, owner, *cells))
+    if not rows:
+        return None
+    lead = (
+        "By owner at the height of each phase, a rank. Measured from the tensors that lived at a few points of sampled "
+        "steps; what kernels take for a moment has no measurement."
+    )
+    head = ("Stage", "Phase", "Owner", "Predicted", "Measured")
+    numbers = table(head, rows, numbers=(3, 4))
+    return element("details", element("summary", "Bytes by owner"), element("p", lead), numbers)
+
+
+def healed(run: RunReading) -> Markup | None:
+    """A line for each stage that ran out of memory and went on with smaller micro-batches."""
+    lines = []
+    for stage in run.stages.values():
+        found = mapping(stage.summary.get("healing"))
+        times, tokens = found.get("times"), found.get("micro_batch_tokens")
+        if is_number(times) and times > 0 and is_number(tokens):
+            lines.append(
+                f"{STAGES[stage.name].title} ran out of memory {times:.0f} times and went on with micro-batches of at "
+                f"most {tokens:,.0f} tokens; its updates are the same."
+            )
+    return element("p", " ".join(lines)) if lines else None
+
+
+def _bytes_or_blank(value: Any) -> str:
+    return format_bytes(value) if is_number(value) and value > 0 else ""
+
+
+def _size(entry: Mapping[str, Any]) -> tuple[float, float]:
+    device, host = entry.get(DEVICE), entry.get(HOST)
+    return device if is_number(device) else 0.0, host if is_number(host) else 0.0
+
+
+def _entries(stage: StageReading) -> list[Any]:
+    entries = stage.summary.get("peak_memory_by_rank")
+    return entries if isinstance(entries, list) else []
+
+
+def _bytes(entry: Mapping[str, Any], key: str) -> str:
+    value = entry.get(key)
+    return format_bytes(value) if is_number(value) and value > 0 else "none"
+
+
+def configuration_section(run: RunReading) -> Markup | None:
+    """The resolved configuration of each stage, and the manifest."""
+    texts = [(f"{name}/config.yaml", stage.config) for name, stage in run.stages.items() if stage.config]
+    if run.manifest:
+        texts.append((MANIFEST, run.manifest))
+    if not texts:
+        return None
+    folded = [element("details", element("summary", title), element("pre", text)) for title, text in texts]
+    lead = "The resolved configuration of each stage. The manifest names what went in and came out by content hash."
+    return section("configuration", "Configuration", lead, folded)
+
+
+def facts(run: RunReading) -> Markup:
+    """The line under the headline: what was run."""
+    total = sum(stage.number("seconds") or 0.0 for stage in run.stages.values())
+    ranks = next((len(_entries(stage)) for stage in run.stages.values() if _entries(stage)), None)
+    values = {
+        "Run": run.name,
+        "Model": run.setting("model", "name"),
+        "Data": run.setting("data", "name"),
+        "Seed": run.setting("seed"),
+        "Ranks": ranks,
+        "ZeRO stage": run.setting("engine", "zero_stage"),
+        "Time": format_seconds(total) if total else None,
+    }
+    pairs = [
+        element("div", element("dt", name), element("dd", str(value)))
+        for name, value in values.items()
+        if value is not None
+    ]
+    return element("dl", pairs, class_="facts")

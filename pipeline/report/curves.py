@@ -1,0 +1,170 @@
+"""Curves over steps: thin for the steps themselves, thick for their running mean, labelled at their ends.
+
+Pointing at a curve shows the values there; that needs the style sheet only.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipeline.report.axes import Axis, axis, format_number, running_mean, step_axis
+from pipeline.report.html import Child, Markup, element
+from pipeline.report.svg import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    TOP,
+    WIDTH,
+    Point,
+    Series,
+    figure,
+    polyline,
+    scaffold,
+    x_place,
+    y_place,
+)
+
+MOST_POINTS = 400
+FEWEST_SMOOTHED = 40
+HOVER_COLUMNS = 40
+LINE_HEIGHT = 13
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    x_name: str,
+    note: Child = "",
+    bounds: tuple[float | None, float | None] = (None, None),
+    reference: float | None = None,
+) -> Markup | None:
+    """Curves over steps, labelled at their ends; None when no series has a finite value."""
+    shown = [one for one in series if any(math.isfinite(y) for _, y in one.points)]
+    if not shown:
+        return None
+    shown = [replace(one, points=_thinned(one.points)) for one in shown]
+    marks = [] if reference is None else [reference]
+    across = step_axis(x for one in shown for x, _ in one.points)
+    up = axis([y for one in shown for _, y in one.points] + marks, bounds=bounds)
+    beside = max(44.0, *(12 + 6.6 * len(format_number(_last(one))) for one in shown))
+    if len(shown) > 1:
+        beside = max(beside, 26 + 6.2 * max(len(one.label) for one in shown))
+    right = WIDTH - beside
+    parts: list[Child] = [scaffold(across, up, right, x_name)]
+    if reference is not None:
+        y = y_place(up, reference)
+        parts.append(element("line", x1=LEFT, x2=right, y1=y, y2=y, class_="reference"))
+    parts += [_curve(one, across, up, right) for one in shown]
+    parts.append(_end_labels(shown, up, right))
+    parts.append(_hover(shown, across, right, x_name))
+    return figure(title, note, _description(title, shown, x_name), parts)
+
+
+def _curve(one: Series, across: Axis, up: Axis, right: float) -> list[Markup]:
+    places = [(x_place(across, x, right), y_place(up, y) if math.isfinite(y) else math.nan) for x, y in one.points]
+    tone = f"tone-{one.tone}"
+    if one.sparse or len(places) < 2:
+        kept = [place for place in places if math.isfinite(place[1])]
+        dots = [element("circle", cx=x, cy=y, r=3, class_=f"dot {tone}") for x, y in kept]
+        return [polyline(kept, f"curve thin {tone}"), *dots]
+    if one.exact or len(places) < FEWEST_SMOOTHED:
+        return _pieces(places, f"curve {tone}")
+    window = max(3, len(places) // 20) | 1
+    smooth = running_mean([y for _, y in places], window)
+    means = [(x, mean) for (x, _), mean in zip(places, smooth, strict=True)]
+    return _pieces(places, f"curve faint {tone}") + _pieces(means, f"curve {tone}")
+
+
+def _pieces(places: Sequence[Point], class_: str) -> list[Markup]:
+    """Lines through `places`, broken where a value is not finite."""
+    pieces: list[list[Point]] = [[]]
+    for place in places:
+        if math.isfinite(place[1]):
+            pieces[-1].append(place)
+        elif pieces[-1]:
+            pieces.append([])
+    return [polyline(piece, class_) for piece in pieces if piece]
+
+
+def _end_labels(shown: Sequence[Series], up: Axis, right: float) -> list[Markup]:
+    """The last value of each curve at its end, with its name where there are several; moved apart where they touch."""
+    wanted = []
+    for one in shown:
+        y = _last(one)
+        wanted.append((y_place(up, y), one, y))
+    wanted.sort(key=lambda item: item[0])
+    block = LINE_HEIGHT * (1 if len(shown) == 1 else 2)
+    room = HEIGHT - BOTTOM - block * len(wanted)
+    tops: list[float] = []
+    for at, (place, _, _) in enumerate(wanted):
+        earliest = tops[-1] + block if tops else 0.0
+        tops.append(round(max(min(place - block / 2, room + block * at), earliest), 1))
+    texts = []
+    for top, (_, one, value) in zip(tops, wanted, strict=True):
+        tone = f"label tone-{one.tone}"
+        if len(shown) > 1:
+            texts.append(element("text", one.label, x=right + 7, y=top + 10, class_=tone))
+        line = top + 10 + (LINE_HEIGHT if len(shown) > 1 else 0)
+        texts.append(element("text", format_number(value), x=right + 7, y=line, class_=f"{tone} strong"))
+    return texts
+
+
+def _last(one: Series) -> float:
+    """The last value there is."""
+    return next(y for _, y in reversed(one.points) if math.isfinite(y))
+
+
+def _hover(shown: Sequence[Series], across: Axis, right: float, x_name: str) -> list[Markup]:
+    """Invisible columns that show the values there while pointed at."""
+    steps = sorted({x for one in shown for x, _ in one.points})
+    kept = _evenly(steps, HOVER_COLUMNS)
+    places = [x_place(across, step, right) for step in kept]
+    columns = []
+    for at, (step, x) in enumerate(zip(kept, places, strict=True)):
+        start = LEFT if at == 0 else (places[at - 1] + x) / 2
+        end = right if at == len(kept) - 1 else (x + places[at + 1]) / 2
+        values = [(one, dict(one.points).get(step, math.nan)) for one in shown]
+        texts = [
+            f"{one.label + ' ' if len(shown) > 1 else ''}{format_number(value, 4)}"
+            for one, value in values
+            if math.isfinite(value)
+        ]
+        tip = f"{x_name} {format_number(step, 4)}: {', '.join(texts) or 'no value'}"
+        anchor = "start" if x < LEFT + (right - LEFT) / 2 else "end"
+        columns.append(
+            element(
+                "g",
+                element("rect", x=round(start, 1), y=0, width=round(max(end - start, 1), 1), height=HEIGHT - BOTTOM),
+                element("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM),
+                element("text", tip, x=LEFT if anchor == "start" else WIDTH, y=9, text_anchor=anchor),
+                class_="hover",
+            )
+        )
+    return columns
+
+
+def _evenly(values: Sequence[float], count: int) -> list[float]:
+    if len(values) <= count:
+        return list(values)
+    return [values[round(at * (len(values) - 1) / (count - 1))] for at in range(count)]
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    """At most `MOST_POINTS` points: means of equal runs of steps, each at its last step."""
+    if len(points) <= MOST_POINTS:
+        return list(points)
+    size = math.ceil(len(points) / MOST_POINTS)
+    thin = []
+    for start in range(0, len(points), size):
+        run = points[start : start + size]
+        finite = [y for _, y in run if math.isfinite(y)]
+        thin.append((run[-1][0], sum(finite) / len(finite) if finite else math.nan))
+    return thin
+
+
+def _description(title: str, shown: Sequence[Series], x_name: str) -> str:
+    told = [
+        f"{one.label} from {format_number(one.points[0][1])} to {format_number(one.points[-1][1])}" for one in shown
+    ]
+    return f"{title} over {x_name}s: {'; '.join(told)}"

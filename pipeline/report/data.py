@@ -1,0 +1,205 @@
+"""A run folder as the report reads it: any stage may be missing, unfinished or cut off in the middle of a line."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import yaml
+
+from pipeline.config.stages import METHODS, POLICIES, STAGES
+from pipeline.evaluation.samples import SAMPLES, Sample, read_samples
+from pipeline.report.svg import Point
+
+METRICS, SUMMARY, CONFIG, MANIFEST, PLAN = (
+    "metrics.jsonl",
+    "summary.json",
+    "config.yaml",
+    "manifest.json",
+    "plan.json",
+)
+
+
+@dataclass(frozen=True)
+class StageReading:
+    """What one stage has written so far. `rows` are its metrics by step, numbers only; `planned` is what engine=auto
+    chose, with what it foresaw.
+    """
+
+    name: str
+    rows: Sequence[Mapping[str, float]] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    samples: Sequence[Sample] = ()
+    config: str = ""
+    bad_lines: int = 0
+    planned: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def started(self) -> bool:
+        return bool(self.rows or self.summary)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.summary)
+
+    @property
+    def last_step(self) -> int:
+        return int(self.rows[-1]["step"]) if self.rows else int(self.number("steps") or 0)
+
+    def series(self, key: str) -> list[Point]:
+        """(step, value) wherever `key` was logged; values may be nan or infinite."""
+        return [(row["step"], row[key]) for row in self.rows if key in row]
+
+    def number(self, key: str) -> float | None:
+        """A finite figure of the summary, at its top or under `final`."""
+        for place in (self.summary, mapping(self.summary.get("final"))):
+            value = place.get(key)
+            if is_number(value) and math.isfinite(value):
+                return float(value)
+        return None
+
+    def numbers(self, key: str) -> dict[str, float]:
+        """A table of finite figures in the summary."""
+        return finite(self.summary.get(key))
+
+
+@dataclass(frozen=True)
+class RunReading:
+    """A run folder: its name, its stages, the settings they share and the manifest as text."""
+
+    name: str
+    stages: Mapping[str, StageReading]
+    settings: Mapping[str, Any]
+    manifest: str = ""
+
+    def stage(self, name: str) -> StageReading:
+        return self.stages.get(name) or StageReading(name)
+
+    def setting(self, *path: str) -> Any:
+        """One value of the newest stage's configuration, None where there is none."""
+        value: Any = self.settings
+        for key in path:
+            value = mapping(value).get(key)
+        return value
+
+    @property
+    def rewarder(self) -> str:
+        """What PPO's answers are scored by: "reward model", "reward function", or "reward" for the two together."""
+        if not self.setting("ppo", "reward_function"):
+            return "reward model"
+        return "reward function" if self.setting("ppo", "reward_model") is False else "reward"
+
+    @property
+    def judge(self) -> str:
+        """The function that gives the gold score, FILE.py:NAME without folders; empty where it is zerochat's own."""
+        return str(self.setting("evaluation", "judge") or "").rpartition("/")[2]
+
+    @property
+    def policy(self) -> str:
+        """The stage whose model is held against SFT's: "ppo" or "dpo", of both the one that finished last."""
+        order = [name for name in POLICIES if name in self.stages]
+        records = mapping(_parse_object(self.manifest).get("stages"))
+        ends = {name: str(mapping(records.get(name)).get("finished", "")) for name in order}
+        if order:
+            return max(order, key=lambda name: (self.stage(name).finished, ends[name], self.stage(name).started))
+        method = self.setting("method")
+        return METHODS[method][-1] if method in METHODS else "ppo"
+
+    def samples(self) -> Sequence[Sample]:
+        """Answers to held-out prompts of the stage that is judged, or the furthest that has some; beside them what
+        another policy answered to the same.
+        """
+        order = [self.policy, *reversed(STAGES)]
+        whose = next((name for name in order if self.stage(name).samples), None)
+        if whose is None:
+            return ()
+        beside = {sample.prompt: sample for name in POLICIES if name != whose for sample in self.stage(name).samples}
+        return [sample.beside(beside.get(sample.prompt)) for sample in self.stage(whose).samples]
+
+
+def read_run(run_dir: Path) -> RunReading:
+    """Read what `run_dir` has. Nothing in it is trusted to be there, whole or of the expected form."""
+    stages = {name: _read_stage(run_dir / name, name) for name in STAGES if (run_dir / name).is_dir()}
+    newest = next((stages[name].config for name in reversed(STAGES) if name in stages and stages[name].config), "")
+    return RunReading(
+        name=run_dir.resolve().name,
+        stages=stages,
+        settings=_parse_yaml(newest),
+        manifest=_read_text(run_dir / MANIFEST),
+    )
+
+
+def _read_stage(folder: Path, name: str) -> StageReading:
+    rows, bad_lines = _read_metrics(folder / METRICS)
+    return StageReading(
+        name=name,
+        rows=rows,
+        summary=_read_object(folder / SUMMARY),
+        samples=read_samples(folder / SAMPLES),
+        config=_read_text(folder / CONFIG),
+        bad_lines=bad_lines,
+        planned=_read_object(folder / PLAN),
+    )
+
+
+def _read_metrics(path: Path) -> tuple[list[dict[str, float]], int]:
+    """The numbers of each step in order, lines of one step merged, and how many lines were no metrics."""
+    steps: dict[float, dict[str, float]] = {}
+    bad_lines = 0
+    for line in _read_text(path).splitlines():
+        row = _parse_object(line)
+        if not is_number(row.get("step")):
+            bad_lines += 1
+            continue
+        # JSON has no nan, so a figure that was not finite is null.
+        numbers = {
+            key: math.nan if value is None else float(value)
+            for key, value in row.items()
+            if value is None or is_number(value)
+        }
+        steps.setdefault(numbers["step"], {}).update(numbers)
+    return [steps[step] for step in sorted(steps)], bad_lines
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    return _parse_object(_read_text(path))
+
+
+def _parse_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _parse_yaml(text: str) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """`value` where it is a mapping, an empty one otherwise."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def finite(value: Any) -> dict[str, float]:
+    """The finite figures of a table."""
+    return {str(name): float(n) for name, n in mapping(value).items() if is_number(n) and math.isfinite(n)}
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """A JSON number: bool is an int in Python, but no figure."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,92 @@
+"""Is the reward being gamed? Gold score against reward score over PPO.
+
+The sign of it is known (Gao, Schulman & Hilton, 2022, arXiv:2210.10760): the reward score goes on
+rising while the gold score turns and falls.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.report.axes import MINUS
+from pipeline.report.verdict import Outcome
+
+
+@dataclass(frozen=True)
+class Gaming:
+    """Whether PPO raised the reward score at the expense of what it stands for."""
+
+    outcome: Outcome
+    answer: str
+    reason: str
+
+
+def gaming(
+    path: Sequence[tuple[float, float, float]], noise: float, rewarder: str = "reward model", *, helped: bool = False
+) -> Gaming:
+    """Read the path (rollout, reward score, gold score) of held-out evaluations.
+
+    `noise` is how far a gold mean may move by chance; a fall below the best by less is not called one. `rewarder` is
+    what gives the reward score. `helped`: gold rose from SFT to PPO prompt by prompt, which is told more finely than
+    by two means.
+    """
+    path = [point for point in path if all(math.isfinite(value) for value in point)]
+    if len(path) < 3:
+        reason = "Fewer than three evaluations have both scores; a lower ppo.eval_every makes more."
+        return Gaming("open", "Can't be told.", reason)
+    (_, first_reward, first_gold), (last, last_reward, last_gold) = path[0], path[-1]
+    best, reward_then, best_gold = max(path, key=lambda point: point[2])
+    rewards = f"{_plain(reward_then)} to {_plain(last_reward)}"
+    if best_gold - last_gold > noise and last_reward > reward_then:
+        return Gaming(
+            "bad",
+            "Yes.",
+            f"Gold was best at rollout {best:g} ({best_gold:.2f}) and fell to {last_gold:.2f} by rollout {last:g}, "
+            f"while the reward score went on from {rewards}: the policy learned to please the {rewarder} instead. An "
+            "earlier stop or a larger ppo.kl_coef would have served better.",
+        )
+    if last_reward <= first_reward:
+        return Gaming("open", "No.", "The held-out reward score did not rise, so nothing can have been gamed.")
+    if helped or last_gold - first_gold > noise:
+        return Gaming(
+            "good",
+            "No sign of it.",
+            f"Reward and gold rose together, gold from {first_gold:.2f} to {last_gold:.2f}, and gold ended "
+            "within noise of its best.",
+        )
+    return Gaming(
+        "open",
+        "Possibly.",
+        f"The reward score rose from {_plain(first_reward)} to {_plain(last_reward)}, gold stayed near "
+        f"{last_gold:.2f}: the {rewarder} pays for something that the gold scorer does not see.",
+    )
+
+
+def _plain(value: float) -> str:
+    return f"{value:.2f}".replace("-", MINUS)
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Spearman's rank correlation, ties sharing their mean rank; None for fewer than three pairs or a constant."""
+    if len(x) < 3 or len(set(x)) < 2 or len(set(y)) < 2:
+        return None
+    ranks_x, ranks_y = _ranks(x), _ranks(y)
+    middle = (len(x) + 1) / 2
+    covariance = sum((a - middle) * (b - middle) for a, b in zip(ranks_x, ranks_y, strict=True))
+    spread_x = sum((a - middle) ** 2 for a in ranks_x)
+    spread_y = sum((b - middle) ** 2 for b in ranks_y)
+    return covariance / math.sqrt(spread_x * spread_y)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end < len(order) and values[order[end]] == values[order[start]]:
+            end += 1
+        for at in order[start:end]:
+            ranks[at] = (start + 1 + end) / 2
+        start = end
+    return ranks

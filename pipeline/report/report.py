@@ -1,0 +1,106 @@
+"""report.html: one self-contained page about a run folder.
+
+It needs no script and no request, reads only what the folder has, and can be written at any time:
+of a stage that has not run it says nothing, of one that is running what there is so far.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.files import write_whole
+from pipeline.report import comparison, costs
+from pipeline.report.data import RunReading, read_run
+from pipeline.report.html import Markup, document, element
+from pipeline.report.stage_curves import DPO_PLOTS, PPO_PLOTS, REWARD_PLOTS, SFT_PLOTS, accuracy_chart, stage_section
+
+REPORT = "report.html"
+NAMES = {
+    "changes": "Changes",
+    "gaming": "Gaming",
+    "answers": "Answers",
+    "ppo": "PPO",
+    "dpo": "DPO",
+    "reward": "Reward model",
+    "sft": "SFT",
+    "speed": "Speed",
+    "memory": "Memory",
+    "configuration": "Configuration",
+}
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `run_dir/report.html` from what the folder has, whole or not at all, and return its path.
+
+    Raises UserError where there is no such folder.
+    """
+    if not run_dir.is_dir():
+        raise UserError(f"there is no run folder {run_dir}; give the folder that holds sft/, reward/, dpo/ or ppo/")
+    path = run_dir / REPORT
+    write_whole(path, render_report(read_run(run_dir)))
+    return path
+
+
+def render_report(run: RunReading) -> Markup:
+    """The page of `run`."""
+    parts = {name: part for name, part in _parts(run).items() if part}
+    links = [element("a", NAMES[name], href=f"#{name}") for name in parts]
+    contents = element("nav", links, aria_label="Contents") if links else None
+    return document(
+        f"{run.name} - zerochat report",
+        element("main", comparison.verdict_header(run, costs.facts(run)), contents, parts.values()),
+        element("footer", "Written by zerochat. Everything on this page stands in the run folder as JSON and YAML."),
+    )
+
+
+def _parts(run: RunReading) -> Mapping[str, Markup | None]:
+    reward, dpo = run.stage("reward"), run.stage("dpo")
+    unused = " PPO did without it." if run.rewarder == "reward function" else ""
+    return {
+        "changes": comparison.changes_section(run),
+        "gaming": comparison.gaming_section(run),
+        "answers": comparison.answers_section(run),
+        "sft": stage_section(
+            run.stage("sft"),
+            "Stage 1: supervised fine-tuning",
+            "Trained to imitate the answers of the data.",
+            SFT_PLOTS,
+        ),
+        "reward": stage_section(
+            reward,
+            "Stage 2: reward model",
+            f"Trained to score the preferred answer of a pair higher.{unused}",
+            REWARD_PLOTS,
+            accuracy_chart(reward),
+        ),
+        "dpo": stage_section(
+            dpo,
+            "Stage 2: direct preference optimisation",
+            "Trained to prefer the chosen answer of a pair to the rejected one by more than SFT's model does.",
+            DPO_PLOTS,
+            accuracy_chart(dpo),
+        ),
+        "ppo": stage_section(
+            run.stage("ppo"),
+            "Stage 3: PPO",
+            "Thin lines are single rollouts, thick ones a centred mean; dots are evaluations on held-out prompts.",
+            PPO_PLOTS,
+        ),
+        "speed": costs.speed_section(run),
+        "memory": costs.memory_section(run),
+        "configuration": costs.configuration_section(run),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the report of the run folder on the command line and return the exit status."""
+    parser = argparse.ArgumentParser(prog="zerochat report", description="Write RUN/report.html again.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the folder of a run")
+    try:
+        print(write_report(parser.parse_args(arguments).run_dir))
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,263 @@
+"""The curves of the stages: which figures are shown, under which name, and how to read them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.config.stages import STAGES
+from pipeline.report.charts import Bar, bar_chart
+from pipeline.report.curves import line_chart
+from pipeline.report.data import StageReading
+from pipeline.report.html import Markup, grid, section
+from pipeline.report.svg import Point, Series
+
+Bounds = tuple[float | None, float | None]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a chart: the key in metrics.jsonl, and how it is drawn (see `Series`)."""
+
+    key: str
+    label: str = ""
+    tone: str = "plain"
+    sparse: bool = False
+    exact: bool = False
+    minus: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One chart: its curves, the unit in the title, and the sentence that says what is good."""
+
+    title: str
+    note: str
+    curves: Sequence[Curve]
+    bounds: Bounds = (None, None)
+    reference: float | None = None
+    only_if_moving: bool = False
+
+
+def _pair(train: str, held_out: str, tone: str = "plain") -> tuple[Curve, Curve]:
+    return Curve(train, "training", tone), Curve(held_out, "held-out", "strong", sparse=True)
+
+
+def _critic(key: str) -> Curve:
+    return Curve(key, "critic", "second")
+
+
+GRADIENT = Plot("Gradient norm", "Before clipping.", [Curve("grad_norm")], (0, None))
+RATE = Plot("Learning rate", "As scheduled.", [Curve("lr", exact=True)], (0, None))
+
+SFT_PLOTS = (
+    Plot(
+        "Loss, nats a token",
+        "Lower is better; held-out far above training means overfitting.",
+        _pair("loss", "eval_loss"),
+    ),
+    GRADIENT,
+    RATE,
+)
+
+REWARD_PLOTS = (
+    Plot(
+        "Loss, nats a pair",
+        "0.69 is a coin toss.",
+        _pair("loss", "eval_loss"),
+        (0, None),
+        0.6931,
+    ),
+    Plot(
+        "Accuracy",
+        "Share of pairs in which the chosen answer scores higher; 0.5 is a coin toss.",
+        _pair("accuracy", "eval_accuracy"),
+        (None, 1),
+        0.5,
+    ),
+    Plot("Margin", "Mean score of the chosen answers above the rejected ones.", [Curve("margin")], (None, None), 0.0),
+    GRADIENT,
+    RATE,
+)
+
+DPO_PLOTS = (
+    Plot(
+        "Loss a pair",
+        "Of the sigmoid loss 0.69 is where it begins; held-out rising while training falls means overfitting.",
+        _pair("loss", "eval_loss"),
+        (0, None),
+    ),
+    Plot(
+        "Accuracy",
+        "Share of pairs whose chosen answer has become likelier by more than the rejected one; 0.5 is a coin toss. In "
+        "the first step nothing has been learned yet, and rounding decides.",
+        _pair("accuracy", "eval_accuracy"),
+        (None, 1),
+        0.5,
+    ),
+    Plot(
+        "Margin",
+        "Mean reward of the chosen answers above the rejected ones.",
+        _pair("margin", "eval_margin"),
+        (None, None),
+        0.0,
+    ),
+    Plot(
+        "Rewards",
+        "beta times the log-ratio to the reference. Where both fall, good answers become unlikely, too: dpo.sft_coef.",
+        (
+            Curve("chosen_reward", "chosen", "strong"),
+            Curve("rejected_reward", "rejected"),
+            Curve("eval_chosen_reward", "held-out", "strong", sparse=True),
+            Curve("eval_rejected_reward", "held-out", sparse=True),
+        ),
+        (None, None),
+        0.0,
+    ),
+    Plot(
+        "Log-probability, nats an answer",
+        "Of the data's answers.",
+        (Curve("chosen_logprob", "chosen", "strong"), Curve("rejected_logprob", "rejected")),
+    ),
+    Plot(
+        "Drift, nats an answer",
+        "How far the log-probabilities of the data's answers have moved from the reference's, either way.",
+        [Curve("drift")],
+        (0, None),
+    ),
+    GRADIENT,
+    RATE,
+)
+
+PPO_PLOTS = (
+    Plot(
+        "Reward score",
+        "Mean over the answers of a rollout, and over held-out prompts.",
+        (Curve("score", "rollouts"), Curve("eval_score", "held-out", "strong", sparse=True)),
+    ),
+    Plot(
+        "Reward function's part of the score",
+        "Mean over the answers of a rollout, and over held-out prompts.",
+        (Curve("function_score", "rollouts"), Curve("eval_function_score", "held-out", "strong", sparse=True)),
+    ),
+    Plot(
+        "Reward in all",
+        "Mean of what answers earned: the score, its penalties, and the KL where that counts in the reward.",
+        [Curve("reward")],
+    ),
+    Plot("Spread of the score", "Standard deviation within a rollout.", [Curve("score_std")], (0, None)),
+    Plot("KL to the reference, nats a sequence", "How far the policy has moved from SFT.", [Curve("kl")]),
+    Plot(
+        "Prompts without a signal",
+        "Share of prompts whose answers all scored the same: nothing is learned from them.",
+        [Curve("alike_prompts")],
+        (0, 1),
+    ),
+    Plot("Entropy, nats a token", "A fall to zero means one answer only.", [Curve("entropy")], (0, None)),
+    Plot("Answer length, tokens", "The end token included.", [Curve("response_length")], (0, None)),
+    Plot("Finished answers", "Share that ends with an end token.", [Curve("eos_rate")], (0, 1)),
+    Plot(
+        "First ratio, distance from 1",
+        "On the first minibatch of a rollout nothing has been learned yet, so this has to be rounding error.",
+        (
+            Curve("first_ratio", "mean", minus=1.0),
+            Curve("first_ratio_max_deviation", "largest", "strong"),
+        ),
+        (None, None),
+        0.0,
+    ),
+    Plot(
+        "Clipped tokens",
+        "Share whose gradient the clipping stops. Policy above about 0.3: steps are too large.",
+        (Curve("clip_fraction", "policy"), _critic("value_clip_fraction")),
+        (0, None),
+    ),
+    Plot("KL of an update, nats a token", "Between the policy before and after.", [Curve("approx_kl")]),
+    Plot("Policy loss", "Clipped surrogate; its level means little.", [Curve("policy_loss")]),
+    Plot("Value loss", "Half the squared error of the critic, clipped.", [Curve("value_loss")], (0, None)),
+    Plot(
+        "Explained variance",
+        "Share of the returns' variance the critic foresees; 0 is as good as their mean.",
+        [Curve("explained_variance")],
+        (None, 1),
+        0.0,
+    ),
+    Plot("KL coefficient", "Weight of the penalty, adapted.", [Curve("kl_coef")], (0, None), only_if_moving=True),
+    Plot(
+        "Gap between generator and trainer",
+        "Mean difference of a token's probability; above 0.01 something is broken.",
+        [Curve("generator_gap")],
+        (0, None),
+    ),
+    Plot("Gradient norm", "Before clipping.", (Curve("grad_norm", "policy"), _critic("critic_grad_norm")), (0, None)),
+    Plot(
+        "Learning rate",
+        "As scheduled.",
+        (Curve("lr", "policy", exact=True), Curve("critic_lr", "critic", "second", exact=True)),
+        (0, None),
+    ),
+)
+
+
+def plots(stage: StageReading, wanted: Sequence[Plot]) -> list[Markup]:
+    """The charts of `wanted` that `stage` has figures for."""
+    return [chart for plot in wanted if (chart := _plot(stage, plot))]
+
+
+def _plot(stage: StageReading, plot: Plot) -> Markup | None:
+    series = [
+        Series(curve.label, _points(stage, curve), curve.tone, curve.sparse, curve.exact) for curve in plot.curves
+    ]
+    if plot.only_if_moving and len({value for one in series for _, value in one.points}) < 2:
+        return None
+    return line_chart(
+        plot.title,
+        [one for one in series if one.points],
+        x_name=STAGES[stage.name].step,
+        note=plot.note,
+        bounds=plot.bounds,
+        reference=plot.reference,
+    )
+
+
+def _points(stage: StageReading, curve: Curve) -> list[Point]:
+    return [(step, value - curve.minus) for step, value in stage.series(curve.key)]
+
+
+def stage_section(
+    stage: StageReading, title: str, lead: str, wanted: Sequence[Plot], *more: Markup | None
+) -> Markup | None:
+    """A stage's part of the page; None for a stage that has not started."""
+    if not stage.started:
+        return None
+    notes = []
+    if not stage.finished:
+        notes.append(f"Unfinished: the last logged step is {stage.last_step}.")
+    if stage.bad_lines:
+        notes.append(f"{stage.bad_lines} unreadable line(s) of metrics.jsonl left out.")
+    exported, steps = stage.number("exported_step"), stage.number("steps")
+    if exported is not None and exported != steps:
+        notes.append(f"The model is that of step {exported:.0f}, the best of the evaluations.")
+    text = " ".join([lead, *notes])
+    return section(stage.name, title, text, grid([*plots(stage, wanted), *(chart for chart in more if chart)]))
+
+
+def accuracy_chart(stage: StageReading) -> Markup | None:
+    """Held-out accuracy of a stage over pairs: overall, by source, and by which answer is the longer one."""
+    named = [
+        ("All pairs", stage.number("eval_accuracy")),
+        ("Chosen answer is longer", stage.number("eval_accuracy_chosen_longer")),
+        ("Rejected answer is longer", stage.number("eval_accuracy_rejected_longer")),
+    ]
+    tones = {"All pairs": "strong"}
+    by_source = [(f"Source: {name}", value) for name, value in stage.numbers("eval_accuracy_by_source").items()]
+    rows = [
+        Bar(label, value, f"{value:.1%}", tones.get(label, "plain"))
+        for label, value in named[:1] + by_source + named[1:]
+        if value is not None
+    ]
+    note = (
+        "The mark is a coin toss. Much lower where the rejected answer is longer: the model has learned to like length."
+        " Answers of equal length are in neither."
+    )
+    if pairs := stage.number("eval_pairs"):
+        note = f"{pairs:.0f} pairs. {note}"
+    return bar_chart("Held-out accuracy", rows, note=note, full=1.0, reference=0.5)

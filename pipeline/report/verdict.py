@@ -1,0 +1,266 @@
+"""Did RLHF help? The judgement that heads the report, with what it rests on and how sure it is.
+
+The gold score decides where there is one: it never trained anything. A reward model's score alone decides nothing,
+since PPO was trained on it; a reward function's says whether answers are better by what it checks. Intervals are over
+held-out prompts within one run; what another seed would give they don't say, and the text says so.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from pipeline.config.stages import ANSWERING, STAGES
+from pipeline.evaluation.samples import Sample
+from pipeline.report.axes import format_interval, format_number, format_signed
+from pipeline.report.charts import Interval
+from pipeline.report.data import RunReading, StageReading, read_run
+
+LABELS = {"base": "Base"} | {stage: STAGES[stage].title for stage in ANSWERING}
+"""What the models are called that answer held-out prompts, in the order in which they are shown."""
+Measure = Literal["gold", "scores", "function"]
+Outcome = Literal["good", "bad", "open"]
+
+ONE_RUN = (
+    "The interval is a paired bootstrap over prompts of this one run. Another training seed would move the figures "
+    "too: compare several runs before relying on a small difference."
+)
+FEWEST_PROMPTS = 8
+RESAMPLES = 4_000
+SCORE = {
+    "reward model": "The reward score",
+    "reward function": "The reward function's score",
+    "reward": "The score of reward model and reward function together",
+}
+MOVED: dict[Outcome, str] = {"good": "rose", "bad": "fell", "open": "did not clearly change"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What moved between two models on the same prompts, `low` to `high` its 95% interval."""
+
+    before: str
+    after: str
+    old_mean: float
+    new_mean: float
+    mean: float
+    low: float
+    high: float
+    better: int
+    same: int
+    worse: int
+
+    @property
+    def prompts(self) -> int:
+        return self.better + self.same + self.worse
+
+    @property
+    def outcome(self) -> Outcome:
+        """Good or bad where the interval lies on one side of zero and rests on enough prompts."""
+        if self.prompts < FEWEST_PROMPTS or not (self.low > 0 or self.high < 0):
+            return "open"
+        return "good" if self.low > 0 else "bad"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The headline, its outcome, the evidence for it, and what the evidence does not show."""
+
+    outcome: Outcome
+    headline: str
+    evidence: str
+    caveat: str = ""
+
+
+def standings(samples: Sequence[Sample], measure: Measure) -> list[Interval]:
+    """Each model's mean over the prompts that it has a value for, with its bootstrap interval."""
+    rows = []
+    for model in LABELS:
+        values = [value for sample in samples if (value := _values(sample, measure).get(model)) is not None]
+        if values:
+            rows.append(Interval(LABELS[model], *bootstrap_mean(values), tone=model))
+    return rows
+
+
+def change(samples: Sequence[Sample], measure: Measure, before: str, after: str) -> Change | None:
+    """The paired difference between two models; None where no prompt has a value for both."""
+    pairs = [
+        (values[before], values[after])
+        for sample in samples
+        if before in (values := _values(sample, measure)) and after in values
+    ]
+    if not pairs:
+        return None
+    old, new = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    mean, low, high = paired_difference(old, new)
+    better = sum(b > a for a, b in pairs)
+    worse = sum(b < a for a, b in pairs)
+    means = sum(old) / len(old), sum(new) / len(new)
+    return Change(before, after, *means, mean, low, high, better, len(pairs) - better - worse, worse)
+
+
+def _values(sample: Sample, measure: Measure) -> Mapping[str, float]:
+    return {"gold": sample.gold, "scores": sample.scores, "function": sample.function}[measure]
+
+
+def judge(run: RunReading) -> Verdict:
+    """The verdict on `run` as far as it has come."""
+    policy = run.stage(run.policy)
+    if not policy.finished:
+        return _unfinished(run)
+    verdict, step = _judge_finished(run), policy.number("exported_step")
+    if policy.name == "dpo" or run.setting("ppo", "export") != "best" or step is None:  # DPO's is chosen by pairs
+        return verdict
+    chosen = f"The model is that of rollout {step:.0f}, the best by its score on these same prompts, which favours it."
+    return replace(verdict, evidence=f"{verdict.evidence} {chosen}")
+
+
+def _judge_finished(run: RunReading) -> Verdict:
+    policy, samples = run.stage(run.policy), run.samples()
+    reward = change(samples, "scores", "sft", policy.name)
+    gold = change(samples, "gold", "sft", policy.name)
+    if gold is not None:
+        return _by_gold(gold, reward, run.rewarder)
+    sft_gold, policy_gold = run.stage("sft").number("gold_score"), policy.number("gold_score")
+    if sft_gold is not None and policy_gold is not None:
+        return _by_summary(sft_gold, policy_gold, LABELS[policy.name])
+    if policy.name == "dpo":
+        return _by_nobody(policy)
+    if reward is None:
+        return Verdict("open", "PPO has finished.", "No scored held-out answers are in this folder.")
+    if run.rewarder == "reward function":
+        return _by_function(reward)
+    return _by_reward(reward, change(samples, "function", "sft", "ppo"), run.rewarder)
+
+
+def conclusion(run_dir: Path) -> str | None:
+    """The verdict on a run folder in a sentence or two; None before PPO or DPO has finished."""
+    run = read_run(run_dir)
+    if not run.stage(run.policy).finished:
+        return None
+    verdict = judge(run)
+    return f"{verdict.headline} {verdict.evidence}"
+
+
+def _by_gold(gold: Change, reward: Change | None, rewarder: str) -> Verdict:
+    label = LABELS[gold.after]
+    method = "RLHF" if gold.after == "ppo" else label
+    evidence = (
+        f"On the same {gold.prompts} held-out prompts the mean gold score went from {gold.old_mean:.2f} after SFT to "
+        f"{gold.new_mean:.2f} after {label}: {_interval(gold)}."
+    )
+    if reward:
+        evidence += f" {SCORE[rewarder]}, which PPO was trained on, changed by {_interval(reward)}."
+    if gold.outcome == "good":
+        return Verdict("good", f"{method} helped.", evidence, ONE_RUN)
+    if gold.outcome == "bad":
+        gamed = reward is not None and reward.outcome == "good"
+        headline = f"{method} hurt: the {rewarder} was gamed." if gamed else f"{method} hurt."
+        return Verdict("bad", headline, evidence, ONE_RUN)
+    few = gold.prompts < FEWEST_PROMPTS
+    reason = "These are too few prompts to tell." if few else "The interval of gold contains zero."
+    return Verdict("open", f"No clear difference between SFT and {label}.", f"{evidence} {reason}", ONE_RUN)
+
+
+def _by_summary(sft: float, policy: float, label: str) -> Verdict:
+    rose = "rose" if policy > sft else "fell" if policy < sft else "stayed"
+    evidence = (
+        f"From {sft:.2f} after SFT to {policy:.2f} after {label}, by the stages' summaries. The answers themselves are "
+        "not in this folder, so how sure the difference is can't be told."
+    )
+    return Verdict("open", f"The gold score {rose} with {label}, without an interval.", evidence)
+
+
+def _by_function(reward: Change) -> Verdict:
+    """The function is what was asked for: held-out answers are better by it, or not."""
+    means = f"{format_number(reward.old_mean)} after SFT to {format_number(reward.new_mean)} after PPO"
+    still = "" if reward.better or reward.worse else " No answer's score changed."
+    evidence = (
+        f"On the same {reward.prompts} held-out prompts the mean went from {means}: {_interval(reward)}."
+        f"{still}{_few(reward)} "
+        "PPO was trained on this function, with other prompts; what it does not check, only the answers show."
+    )
+    headline = f"{SCORE['reward function']} {MOVED[reward.outcome]} with PPO."
+    return Verdict(reward.outcome, headline, evidence, ONE_RUN)
+
+
+def _by_reward(reward: Change, function: Change | None, rewarder: str) -> Verdict:
+    part = f" The reward function's part of it changed by {_interval(function)}." if function else ""
+    evidence = (
+        f"From SFT to PPO it changed by {_interval(reward)} on the same {reward.prompts} held-out "
+        f"prompts.{part}{_few(reward)} PPO was trained on this score, and this data has no gold score to judge by: "
+        "read the answers to see whether they are better, or let a function judge them (evaluation.judge)."
+    )
+    outcome: Outcome = "bad" if reward.outcome == "bad" else "open"
+    return Verdict(outcome, f"{SCORE[rewarder]} {MOVED[reward.outcome]} with PPO.", evidence, ONE_RUN)
+
+
+def _by_nobody(dpo: StageReading) -> Verdict:
+    """Preferences alone don't say whether answers are better."""
+    accuracy, pairs = dpo.number("eval_accuracy"), dpo.number("eval_pairs")
+    ranked = "" if accuracy is None else f"It ranks {accuracy:.0%} of {pairs:.0f} held-out pairs as they are labelled. "
+    evidence = (
+        f"{ranked}This data has no gold score to judge by: read the answers to see whether they are better, or let a "
+        "function judge them (evaluation.judge)."
+    )
+    return Verdict("open", "DPO has finished.", evidence)
+
+
+def _few(one: Change) -> str:
+    return " These are too few prompts to tell." if one.prompts < FEWEST_PROMPTS else ""
+
+
+def _unfinished(run: RunReading) -> Verdict:
+    finished = [LABELS.get(name, name.capitalize()) for name, stage in run.stages.items() if stage.finished]
+    running = [stage for stage in run.stages.values() if stage.started and not stage.finished]
+    parts = []
+    if finished:
+        parts.append(f"Finished: {', '.join(finished)}.")
+    parts += [f"{_stage_label(stage)} is unfinished, at step {stage.last_step}." for stage in running]
+    if not parts:
+        parts.append("No stage of this run has logged a step yet.")
+    if running or not finished:
+        parts.append("The same command continues it, and writes this page again.")
+    else:
+        parts.append("The same command with stage=all runs the others, and writes this page again.")
+    word = "finished" if run.stage(run.policy).started else "run"
+    return Verdict("open", f"Too early to say: {LABELS[run.policy]} has not {word}.", " ".join(parts))
+
+
+def _stage_label(stage: StageReading) -> str:
+    return LABELS.get(stage.name, stage.name.capitalize())
+
+
+def _interval(one: Change) -> str:
+    if math.isnan(one.low):
+        return format_signed(one.mean)
+    return f"{format_signed(one.mean)}, 95% interval {format_interval(one.low, one.high)}"
+
+
+def paired_difference(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of `after - before` over prompts, and its 95% interval.
+
+    The percentile bootstrap over prompts (Efron & Tibshirani, 1993, chapter 13) with a fixed seed: it says how far
+    the mean would move with other held-out prompts, not with another training seed. One prompt gives no interval (nan).
+    Raises ValueError without values, or where they are not equally many.
+    """
+    if len(before) != len(after):
+        raise ValueError(f"a paired difference needs equally many values, not {len(before)} and {len(after)}")
+    return bootstrap_mean(np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64))
+
+
+def bootstrap_mean(values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
+    """Mean of `values` (N,) and its 95% percentile bootstrap interval. Raises ValueError without values."""
+    sample = np.asarray(values, dtype=np.float64)
+    if sample.size == 0:
+        raise ValueError("the mean of no values is undefined")
+    mean = float(sample.mean())
+    if sample.size == 1:
+        return mean, math.nan, math.nan
+    # Drawing how often each value is taken, instead of which, keeps this at (RESAMPLES, N) small integers.
+    counts = np.random.default_rng(0).multinomial(sample.size, np.full(sample.size, 1 / sample.size), RESAMPLES)
+    low, high = np.percentile(counts @ sample / sample.size, [2.5, 97.5])
+    return mean, float(low), float(high)

@@ -1,0 +1,100 @@
+"""Bytes by owner of a small engine, against sums worked out by hand and the prediction."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine import EngineConfig, OptimizerConfig, initialize
+from engine.memory import model_states
+from engine.parallel import dist
+from tests.ranks import run_ranks
+
+WIDTH, ROWS, BLOCKS = 32, 16, 3
+TOTAL = (BLOCKS + 1) * (WIDTH * WIDTH + WIDTH)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def loss(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
+    return module(x).float().sum(), {}
+
+
+def heights(stage: int, dtype: str) -> dict[str, int]:
+    engine = initialize(Net(), EngineConfig(zero_stage=stage, dtype=dtype), optimizer=OptimizerConfig(lr=1e-3))  # type: ignore[arg-type]
+    x = torch.randn(ROWS, WIDTH)
+    for _ in range(2):
+        engine.update([x, x], loss, 2.0 * ROWS * dist.world().size)
+    return engine.ledger.heights["train"]
+
+
+def on_two_ranks() -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    return [heights(stage, dtype) for stage in (0, 2, 3) for dtype in ("fp32", "bf16")]
+
+
+def check(found: dict[str, int], stage: int, dtype: str, ranks: int) -> None:
+    block = WIDTH * WIDTH + WIDTH
+    states = model_states(TOTAL, root=block, block=block, stage=stage, ranks=ranks, dtype=dtype)  # type: ignore[arg-type]
+    assert found["parameters"] == pytest.approx(states.masters, rel=0.05)
+    assert found["optimizer"] == pytest.approx(states.moments, rel=0.05)
+    size = 4 if dtype == "fp32" else 2
+    # The stem's and each block's linear map keep their input, each tanh its output, which is the next one's input.
+    wanted = ROWS * WIDTH * (2 + 2 * BLOCKS - BLOCKS) * size
+    assert found["activations"] == pytest.approx(wanted, rel=0.3), (stage, dtype, ranks)
+
+
+def test_one_rank() -> None:
+    for dtype in ("fp32", "bf16"):
+        check(heights(0, dtype), 0, dtype, 1)
+
+
+def test_two_ranks() -> None:
+    for rank in run_ranks(on_two_ranks, 2):
+        cases = [(stage, dtype) for stage in (0, 2, 3) for dtype in ("fp32", "bf16")]
+        for (stage, dtype), found in zip(cases, rank, strict=True):
+            check(found, stage, dtype, 2)
+
+
+PLACES: list[dict[str, Any]] = [
+    {"zero_stage": 2, "offload_optimizer": "cpu"},
+    {"zero_stage": 2, "offload_optimizer": "nvme"},
+    {"zero_stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    {"zero_stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"},
+    {"zero_stage": 3, "offload_parameters": "cpu"},
+]
+
+
+@pytest.mark.parametrize("places", PLACES, ids=lambda places: " ".join(map(str, places.values())))
+def test_what_is_on_the_host_and_in_files_is_counted_there(places: dict[str, Any]) -> None:
+    """Shards, masters and moments, gradients that wait for the step, buffers of sub-groups: as predicted."""
+    wide, sub_group = 192, 2**14  # a matrix is no whole number of blocks of a file, but of many
+    nets = nn.ModuleList(nn.Linear(wide, wide, bias=False) for _ in range(6))
+    total, block = 6 * wide * wide, wide * wide
+    config = EngineConfig(dtype="bf16", sub_group_size=sub_group, **places)
+    engine = initialize(nn.Sequential(*nets), config, optimizer=OptimizerConfig(lr=1e-3))
+    x = torch.randn(2, wide)
+    engine.update([x, x], loss, 4.0)
+    engine.update([x, x], loss, 4.0)
+    found = engine.ledger.heights["train"]
+    states = model_states(total, root=total, block=block, ranks=1, dtype="bf16", sub_group=sub_group, **_named(places))
+    assert found.get("parameters", 0) == pytest.approx(states.parameters, rel=0.05)
+    assert found.get("optimizer", 0) == states.moments
+    assert found.get("host", 0) == pytest.approx(states.host, rel=0.05)
+    assert found.get("nvme", 0) == pytest.approx(states.nvme, rel=0.05)
+
+
+def _named(places: dict[str, Any]) -> dict[str, Any]:
+    return {"stage" if key == "zero_stage" else key: value for key, value in places.items()}

@@ -1,0 +1,522 @@
+"""Command lines become configurations, and mistakes become one line that says what to write."""
+
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.config.check import validate, warnings
+from pipeline.config.compose import compose, compose_jobs, parse_command
+from pipeline.config.document import MAIN_KEYS, PAGE, help_text, page
+from pipeline.config.engines import engine_settings
+from pipeline.config.overrides import groups
+from pipeline.config.places import check_paths, check_ranks
+from pipeline.config.schema import EngineSettings, RunConfig
+from pipeline.config.stages import wanted_stages
+from pipeline.errors import UserError
+from pipeline.installation import CONF
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def config_of(*overrides: str) -> RunConfig:
+    return validate(compose(["model=opt-1.3b", *overrides]))
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        config_of(*overrides)
+    return str(caught.value)
+
+
+def test_groups_and_keys_reach_the_configuration():
+    config = config_of("data=gsm8k", "stage=reward", "reward.lr=3e-5", "engine=zero3", "engine.dtype=bf16")
+    assert (config.model.hub, config.data.name, config.stage) == ("facebook/opt-1.3b", "gsm8k", "reward")
+    assert (config.reward.lr, config.engine.zero_stage, config.engine.dtype) == (3e-5, 3, "bf16")
+    assert config_of("tracking=none").tracking.kind == "none"
+
+
+def test_defaults_come_from_the_schema():
+    assert config_of().ppo == RunConfig.model_fields["ppo"].get_default()
+
+
+def test_reward_model_of_another_size():
+    config = config_of("reward_model=opt-350m", "reward_model.weights=random")
+    assert config.reward_model is not None
+    assert (config.reward_model.name, config.reward_model.weights) == ("opt-350m", "random")
+    assert config.model.weights == "pretrained"
+
+
+def test_reward_is_a_group_or_a_path():
+    assert config_of("reward=lora").reward.lora.rank == 16
+    config = config_of("stage=ppo", "reward=runs/x/reward", "ppo.kl_coef=0.1")
+    assert (config.reward_path, config.ppo.kl_coef) == ("runs/x/reward", 0.1)
+
+
+@pytest.mark.parametrize("path", ["/a/my chats (1).jsonl", "/a/it's=b,c.jsonl", "/a/x.json", "/a/back\\slash'.csv"])
+def test_paths_need_no_quotes(path):
+    config = config_of(f"data.path={path}")
+    assert config.data.path == path
+    assert config.data.sources == []
+
+
+def test_own_model_and_data_leave_the_default_options_out(tmp_path):
+    config = validate(compose([f"model.path={tmp_path}/My Model", "data.path=~/chats.v2.jsonl"]))
+    assert (config.model.name, config.model.weights, config.model.architecture) == ("My-Model", "pretrained", None)
+    assert config.data.name == "chats.v2"
+    sources = "[{path: /a/b.jsonl.gz, columns: {x: prompt}}, {hub: me/set}, {path: /c/b.csv}]"
+    assert validate(compose([f"data.sources={sources}"])).data.name == "b+set"
+    assert config.data.path == str(Path.home() / "chats.v2.jsonl")
+
+
+def test_path_with_an_option_keeps_the_option():
+    config = config_of("model.path=/models/x")
+    assert (config.model.name, config.model.path) == ("opt-1.3b", "/models/x")
+    assert config.model.architecture is not None
+
+
+def test_an_architecture_that_is_written_out_is_the_whole_one():
+    """Not mixed with the default model's; one field of it is still changed by itself."""
+    own = ("model.architecture={model_type: opt, num_hidden_layers: 1}", "model.architecture.hidden_size=8")
+    config = config_of("model=tiny", *own)
+    assert config.model.architecture == {"model_type": "opt", "num_hidden_layers": 1, "hidden_size": 8}
+    assert (config.model.weights, config.model.tokenizer) == ("random", "train")
+    config = config_of("reward_model=gpt2", "+reward_model.architecture={model_type: opt}")
+    assert config.reward_model is not None and config.reward_model.architecture == {"model_type": "opt"}
+    message = refusal("model=gpt2", "model.architecture={n_layer: 1}")
+    assert message.endswith("model.architecture.KEY=VALUE changes one field of an option's")
+
+
+def test_the_recipe_fits_model_and_data(tmp_path, monkeypatch):
+    """Told by the learning rate of a made conf/: each recipe sets its own."""
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    shutil.rmtree(conf / "recipe")
+    (conf / "recipe").mkdir()
+    for number, name in enumerate(["demo", "tiny", "gpt2-gsm8k"], start=1):
+        text = f"# @package _global_\nsft: {{lr: {number}, epochs: {number}}}\n"
+        (conf / "recipe" / f"{name}.yaml").write_text(text)
+    (conf / "model" / "tiny.yaml").write_text("name: tiny\nhub: a/b\n")
+    monkeypatch.setattr("pipeline.config.overrides.CONF", conf)
+    monkeypatch.setattr("pipeline.config.compose.CONF", conf)
+
+    def lr(*overrides: str) -> float:
+        return compose(overrides)["sft"]["lr"]
+
+    assert lr() == 1
+    assert lr("data=gsm8k") == lr("data.path=/a/b.jsonl") == 2
+    assert lr("model=gpt2", "data=gsm8k") == 3
+    assert lr("model=gpt2") == lr("model.path=/a/b") == 1e-5
+    assert lr("sft.lr=7") == 7
+    assert lr("sft=lora") == 1e-4
+    assert lr("model=gpt2", "recipe=demo") == 1
+
+
+def test_a_key_that_is_taken_out_has_its_default():
+    usual = RunConfig.model_fields["sft"].get_default()
+    assert validate(compose([])).sft.lr != usual.lr == validate(compose(["~sft.lr"])).sft.lr
+    assert validate(compose(["~recipe"])).sft == usual
+
+
+def test_numbers_are_names_too():
+    assert config_of("name=2026").name == "2026"
+
+
+def test_multirun_composes_every_combination():
+    jobs = compose_jobs(parse_command(["-m", "model=gpt2,opt-125m", "seed=1,2", "sft.lr=1e-4"]))
+    assert [job.label for job in jobs] == [
+        "model=gpt2,seed=1", "model=gpt2,seed=2", "model=opt-125m,seed=1", "model=opt-125m,seed=2",
+    ]  # fmt: skip
+    third = jobs[2].raw
+    assert (third["model"]["name"], third["seed"], third["sft"]["lr"]) == ("opt-125m", 1, 1e-4)
+
+
+def test_the_actors_run_brings_its_settings(tmp_path):
+    stage = tmp_path / "x" / "sft"
+    stage.mkdir(parents=True)
+    own = ("name=x", "tracking=none", "profile.steps=[1,2]")  # of that run alone
+    earlier = config_of("data=gsm8k", "seed=7", "engine=zero2", "rollout.max_new_tokens=99", *own)
+    (stage / "config.yaml").write_text(yaml.safe_dump(earlier.model_dump(mode="json")))
+    config = validate(compose([f"actor={stage}", "stage=ppo", "ppo.kl_coef=0.2"]))
+    assert (config.model.name, config.data.name, config.rollout.max_new_tokens) == ("opt-1.3b", "gsm8k", 99)
+    assert (config.engine.zero_stage, config.seed, config.ppo.kl_coef) == (2, 7, 0.2)
+    assert (config.name, config.stage, config.tracking.kind, config.profile.steps) == (None, "ppo", "wandb", None)
+    other = validate(compose([f"actor={stage}", "stage=ppo", "data.path=/a/b.jsonl", "engine=zero1"]))
+    assert (other.data.path, other.data.sources, other.engine.zero_stage) == ("/a/b.jsonl", [], 1)
+
+
+def test_an_actor_from_elsewhere_is_the_model(tmp_path):
+    config = validate(compose([f"actor={tmp_path}", "stage=ppo", "data=gsm8k"]))
+    assert config.model.path == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("reward.lrr=1", "reward.lrr: there is no such key; did you mean reward.lr?"),
+        ("lr=1", "did you mean sft.lr, reward.lr, dpo.lr or ppo.lr?"),
+        ("steps=5", "did you mean sft.steps, reward.steps, dpo.steps, ppo.steps or profile.steps?"),
+        ("sft.learning_rate=1", "sft.learning_rate: there is no such key; did you mean sft.lr?"),
+        ("resume=true", "resume: there is no such key: the same command again continues"),
+        ("enginee=zero3", "enginee: there is no such key; did you mean engine?"),
+        ("sft.batch_size=0", "sft.batch_size=0: must be >= 1"),
+        ("sft.lr=fast", "sft.lr=fast: write a number"),
+        ("ppo.steps=1.5", "ppo.steps=1.5: write a whole number"),
+        ("engine.dtype=fp8", "engine.dtype=fp8: write auto, bf16, fp16 or fp32"),
+        ("model=opt-1.3", "did you mean model=opt-1.3b?"),
+        ("model=/models/mine", "your own is model.path="),
+        ("sft=fast", "sft=fast is no option of sft. Options: default, lora"),
+        ("opt-1.3b", "'opt-1.3b' is not KEY=VALUE: did you mean model=opt-1.3b?"),
+        ("sft.lr", "'sft.lr' is not KEY=VALUE: a value with a space in it needs quotes"),
+        ("data.path=", "data.path is empty: write a text, or leave it out (one local file or folder"),
+        ("--stage", "options are written KEY=VALUE, without dashes"),
+        ("seed=1,2", "add -m to run every value"),
+        ("name=a/b", "name=a/b: a run name has"),
+        ("ppo.lora.dropout=0.1", "ppo.lora.dropout=0"),
+        ("ppo.advantage=rloo", "ppo.samples=1: ppo.samples=4, or ppo.advantage=gae"),
+        ("ppo.divide_by_std=false", "ppo.divide_by_std=false is for ppo.advantage=grpo, not gae: leave it out"),
+        ("profile.steps=[5]", "profile.steps=[5]: write the first and the last step to record"),
+        ("profile.steps=[8,5]", "profile.steps=[8, 5]: write the first and the last step to record"),
+        ("profile.steps=5", "profile.steps=5: write [a, b, ...] (first and last step"),
+        ("profile.steps=[0,5]", "profile.steps.0=0: must be >= 1"),
+        ("sft.export=best", "sft.export=best has one evaluation to choose from: sft.eval_every=N"),
+        (["ppo.length_penalty=0.1", "ppo.length_free=256"], "leaves ppo.length_penalty nothing to count: below"),
+        ("ppo.length_free=20", "ppo.length_free=20 is free of ppo.length_penalty, which is 0"),
+        (["ppo=grpo", "ppo.kl_estimator=k1"], "has a gradient that is 0 on average: ppo.kl_estimator=k2 or k3"),
+        ("ppo.kl_in=both", "ppo.kl_in=both: write reward or loss"),
+        ("ppo.minibatches=3", "ppo.batch_size=64 does not divide over ppo.minibatches=3: ppo.batch_size=63 or 66"),
+        ("ppo.actor_engine.zero_stag=3", "ppo.actor_engine.zero_stag: there is no such key; did you mean"),
+        ("ppo.critic_engine.offload_optimizer=disk", "offload_optimizer=disk: write none, cpu or nvme"),
+        ("ppo.critic_engine={zero_stage: 3, offload_parameters: nvme}", "critic_engine.offload_optimizer=nvme or cpu"),
+        ("ppo.reward_engine.offload_parameters=nvme", "needs ppo.reward_engine.zero_stage=3, not 0"),
+        ("ppo.actor_engine.states=bf16", "ppo.actor_engine.states=bf16 needs ppo.actor_engine.dtype=bf16"),
+        ("engine.offload_parameters=nvme", "engine.offload_parameters=nvme needs engine.zero_stage=3, not 0"),
+        ("engine.offload_parameters=nvme", "engine.offload_parameters=nvme needs engine.offload_optimizer=nvme or cpu"),
+        ("engine.nvme_path=/nowhere", "engine.nvme_path=/nowhere: there is no such folder"),
+        ("rollout.max_new_tokens=4096", "ppo.max_length=4608, or shorter ones"),
+        ("model.hub=null", "model has no weights to load"),
+        ("data.stage_shares.sftt=1", "data.stage_shares.sftt"),
+        ("data.sources.0.stagess=[sft]", "there is no such key; did you mean data.sources.0.stages?"),
+        ("data.sources=[{path: a}, {path: b, x: 1}]", "data.sources.1.x: there is no such key; data.sources.1 has"),
+        ("sft.rank=8", "sft.rank: there is no such key; did you mean sft.lora.rank?"),
+        ("data.x=1", "data.x: there is no such key; data has name, path, sources"),
+        ("data.sources.0.weight=0", "data.sources.0.weight=0: must be > 0 (share of this source in the mix"),
+        ("hydra.run.dir=/tmp/x", "hydra.run.dir=/tmp/x: Hydra only reads conf/ here"),
+        ("+hydra.sweep.dir=x", "leave it out; run_dir=FOLDER, or name=, says where a run is"),
+        ("beta=0.2", "beta: there is no such key; did you mean dpo.beta?"),
+        ("dpo.loss_type=ipo", "dpo.loss_type: there is no such key; did you mean dpo.loss?"),
+        ("dpo.rpo_alpha=1", "dpo.rpo_alpha: there is no such key; did you mean dpo.sft_coef?"),
+        ("method=grpo", "method=grpo: write ppo or dpo"),
+        (["method=dpo", "stage=reward"], "method=dpo has the stages sft and dpo, but stage=reward"),
+        (["method=dpo", "reward=x/reward"], "reward=x/reward is where PPO starts, but method=dpo: leave it out"),
+        (["method=dpo", "dpo.loss=ipo", "dpo.label_smoothing=0.1"], "dpo.label_smoothing=0.1 is for dpo.loss=sigmoid"),
+        ("data.sources=[{hub: a/b, eval_path: x}]", "data.sources.0.eval_path=x goes with a path: give eval_split="),
+        ("hydra/launcher=joblib", "its own settings have no effect: leave it out"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_answered_with_what_to_write(override, expected):
+    words = [override] if isinstance(override, str) else override
+    assert expected in refusal(*words).replace("Did", "did")
+
+
+def test_every_mistake_is_named_at_once():
+    lines = refusal("sft.lrr=1", "ppo.clip=-1", "engine.zero_stage=4").splitlines()
+    assert [line.split(":")[0] for line in sorted(lines)] == ["engine.zero_stage=4", "ppo.clip=-1", "sft.lrr"]
+
+
+def test_the_best_model_is_one_of_several_and_no_average():
+    assert config_of("stage=sft", "reward.export=best").reward.export == "best"  # of a stage that does not run
+    assert config_of("ppo.export=best", "ppo.eval_every=5").ppo.export == "best"
+    line = refusal("ppo.export=best", "ppo.eval_every=5", "ppo.ema=0.9")
+    assert line == "ppo.export=best and ppo.ema=0.9 both say which actor is exported: leave one of them out"
+
+
+def test_a_coefficient_of_zero_can_not_adapt():
+    assert refusal("ppo=adaptive-kl", "ppo.kl_coef=0").startswith("ppo.kl_target=6 adapts ppo.kl_coef")
+
+
+def test_a_reference_is_asked_where_the_kl_counts_or_is_watched():
+    said = [config_of(*words).ppo.asks_reference for words in ([], ["ppo.kl_coef=0"], ["ppo=grpo"])]
+    assert said == [True, False, True] and config_of("ppo.kl_coef=0", "ppo.reference=true").ppo.asks_reference
+    line = refusal("ppo.reference=false")
+    assert line == "ppo.reference=false, but ppo.kl_coef=0.05 weighs the KL to it: ppo.kl_coef=0, or leave it out"
+
+
+def test_engine_keys_of_a_model_that_is_not_there_are_named():
+    own = [f"ppo.{role}_engine={{zero_stage: 1}}" for role in ("actor", "critic", "reference", "reward")]
+    assert warnings(config_of(*own)) == []
+    gone = ("ppo=grpo", "ppo.kl_coef=0", "ppo.reward_model=false", "ppo.reward_function=mine.py:score")
+    said = [line.partition(" is not used: ")[0] for line in warnings(config_of(*own, *gone))]
+    assert said == ["ppo.critic_engine", "ppo.reference_engine", "ppo.reward_engine"]
+    assert warnings(config_of("stage=sft", *own, *gone)) == []
+    assert [line.partition(": ")[0] for line in warnings(config_of("ppo.reward_threads=4"))] == [
+        "ppo.reward_threads=4 is not used"
+    ]
+    assert warnings(config_of("ppo=lora", *own)) == [
+        "ppo.reference_engine is not used: the actor without its adapters is the reference"
+    ]
+
+
+def test_where_the_kl_counts_goes_with_the_advantages_unless_it_is_said():
+    said = {way: config_of(f"ppo={way}").ppo.kl_counts_in for way in ("default", "rloo", "grpo")}
+    assert said == {"default": "reward", "rloo": "reward", "grpo": "loss"}
+    assert config_of("ppo=grpo", "ppo.kl_in=reward").ppo.kl_counts_in == "reward"
+    assert config_of("ppo.kl_in=loss", "ppo.kl_target=6").ppo.kl_counts_in == "loss"
+
+
+def test_a_critic_that_is_not_there_can_not_warm_up():
+    line = refusal("ppo.advantage=grpo", "ppo.samples=4", "ppo.critic_warmup=2")
+    assert line.startswith("ppo.critic_warmup=2, but ppo.advantage=grpo has no critic: leave it out")
+
+
+def test_minibatches_are_cut_from_all_answers_of_a_rollout():
+    assert config_of("ppo.batch_size=6", "ppo.samples=2", "ppo.minibatches=4").ppo.minibatches == 4
+    assert "ppo.batch_size=6 does not divide" in refusal("ppo.batch_size=6", "ppo.samples=3", "ppo.minibatches=4")
+    line = refusal("ppo.shared_forward=true", "ppo.batch_size=6", "ppo.minibatches=2")
+    assert line.startswith("ppo.shared_forward=true learns from the forwards that scored a rollout")
+
+
+def test_paths_and_names_in_other_letters_are_read():
+    config = config_of("data.path=/home/jörg/é ö.jsonl", "name=ü")
+    assert (config.data.path, config.name) == ("/home/jörg/é ö.jsonl", "ü")
+
+
+def test_ranks_that_generate_together_do_not_stream_blocks():
+    line = refusal("rollout.stream=true", "rollout.tensor_parallel=2")
+    assert line.startswith("rollout.stream=true needs rollout.tensor_parallel=1, not 2")
+
+
+def test_actor_belongs_to_ppo_and_dpo():
+    line = refusal("stage=sft", "actor=runs/x/sft")
+    assert line.startswith("actor=runs/x/sft is where PPO or DPO starts, but stage=sft: ")
+    assert "model.path=FOLDER" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["engine.compress=both"], "engine.compress=both needs shards: engine=zero1"),
+        (["engine.states=bf16"], "engine.states=bf16 needs engine.dtype=bf16, not auto"),
+        (["engine.states=bf16", "engine.dtype=bf16", "engine.tensor_parallel=2"], "engine.tensor_parallel=1"),
+    ],
+)
+def test_numbers_must_go_with_the_layout(words: list[str], message: str):
+    with pytest.raises(UserError, match=message):
+        config_of(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["stage=all"], "engine.pipeline_parallel=2 is for supervised fine-tuning: stage=sft"),
+        (["engine=zero3"], "engine=zero0, zero1 or zero2"),
+        (["engine=zero2-offload"], "needs engine.offload_optimizer=none"),
+        (["engine.tensor_parallel=2"], "needs engine.tensor_parallel=1"),
+        (["rollout.tensor_parallel=2"], "needs rollout.tensor_parallel=1"),
+        (["stage=ppo", "ppo.actor_engine={pipeline_parallel: 2}"], "ppo.actor_engine.pipeline_parallel"),
+    ],
+)
+def test_what_does_not_go_with_a_pipeline_is_refused(words: list[str], message: str):
+    assert message in refusal("stage=sft", "engine.pipeline_parallel=2", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["engine.tensor_parallel=2"], "engine.sequence_parallel=2 needs engine.tensor_parallel=1"),
+        (["engine.pipeline_parallel=2", "stage=sft"], "engine.sequence_parallel=2 needs engine.pipeline_parallel=1"),
+        (["engine.compile_blocks=true"], "engine.sequence_parallel=2 needs engine.compile_blocks=false"),
+        (["ppo.actor_engine={compile_blocks: true}"], "needs ppo.actor_engine.compile_blocks=false"),
+        (["ppo.critic_engine={sequence_parallel: 2}"], "ppo.critic_engine.sequence_parallel: the models of PPO"),
+        (["sft.packing=false"], "engine.sequence_parallel=2 shares out packed rows: sft.packing=true"),
+    ],
+)
+def test_what_does_not_go_with_rows_that_are_shared_out_is_refused(words: list[str], message: str):
+    assert message in refusal("engine.sequence_parallel=2", *words)
+    config_of("engine.sequence_parallel=2", "sft.packing=false", "stage=reward")  # whose rows are always packed
+
+
+def test_pipelines_are_planned_and_chosen_for():
+    assert config_of("stage=plan", "engine.pipeline_parallel=2").engine.pipeline_parallel == 2
+    assert config_of("stage=sft", "engine.pipeline_parallel=2", "engine=auto").engine.auto
+    planned = config_of("stage=plan", "engine.pipeline_parallel=2", "sft.batch_size=64", "ppo.batch_size=36")
+    check_ranks(planned, 32)  # PPO is not planned
+
+
+def test_ranks_must_divide_batches():
+    check_ranks(config_of(), 4)
+    check_ranks(config_of("stage=sft", "engine.pipeline_parallel=3"), 12)  # 4 pipelines
+    with pytest.raises(UserError, match=r"=3 does not divide the 4 ranks: engine.pipeline_parallel=1, 2 or 4$"):
+        check_ranks(config_of("stage=sft", "engine.pipeline_parallel=3"), 4)
+    check_ranks(config_of("engine.tensor_parallel=3"), 12)  # 4 groups
+    with pytest.raises(UserError, match=r"engine.tensor_parallel=3 does not divide the 4 ranks"):
+        check_ranks(config_of("engine.tensor_parallel=3"), 4)
+    check_ranks(config_of("engine=zero3", "engine.sequence_parallel=3", "engine.shard_ranks=6"), 12)  # 4 groups
+    with pytest.raises(UserError, match=r"engine.sequence_parallel=3 does not divide the 4 ranks"):
+        check_ranks(config_of("engine.sequence_parallel=3"), 4)
+    with pytest.raises(UserError, match=r"sft.batch_size=64 does not divide over 3 sequence groups"):
+        check_ranks(config_of("stage=sft", "engine.sequence_parallel=2"), 6)
+    check_ranks(config_of("engine=zero3", "engine.shard_ranks=4"), 8)
+    with pytest.raises(UserError, match=r"^rollout.tensor_parallel=3 does not divide the 8 ranks"):
+        check_ranks(config_of("rollout.tensor_parallel=3"), 8)
+    with pytest.raises(UserError, match=r"=3 does not divide the 8 ranks: ppo.critic_engine.shard_ranks=1, 2, 4 or 8$"):
+        check_ranks(config_of("engine.shard_ranks=3", "ppo.critic_engine={zero_stage: 3}"), 8)
+    with pytest.raises(UserError, match=r"engine.shard_ranks=3 does not divide the 8 ranks"):
+        check_ranks(config_of("engine.deepspeed={zero_optimization: {stage: 3, mics_shard_size: 3}}"), 8)
+    with pytest.raises(UserError, match=r"engine.shard_ranks=3 does not divide the 8 ranks"):
+        check_ranks(config_of("engine=zero3", "engine.shard_ranks=3"), 8)
+    with pytest.raises(UserError, match=r"sft.batch_size=64 does not divide over 3 ranks: sft.batch_size=63 or 66"):
+        check_ranks(config_of("stage=sft"), 3)
+    with pytest.raises(UserError, match=r"2 ranks x ppo.minibatches=64: ppo.batch_size=128"):
+        check_ranks(config_of("stage=ppo", "ppo.minibatches=64"), 2)
+
+
+def test_given_models_stand_in_for_stages():
+    assert wanted_stages(config_of()) == ["sft", "reward", "ppo"]
+    assert wanted_stages(config_of("model=gpt2", "reward=x/y")) == ["sft", "ppo"]
+    assert wanted_stages(config_of("method=dpo")) == ["sft", "dpo"]
+    assert wanted_stages(config_of("method=dpo", "actor=x/y")) == wanted_stages(config_of("stage=dpo")) == ["dpo"]
+
+
+def test_cut_sampling_is_warned_about():
+    assert warnings(config_of()) == []
+    for setting in ("rollout.top_p=0.9", "rollout.min_p=0.1", "rollout.repetition_penalty=1.2"):
+        assert warnings(config_of(setting))[0].startswith(f"{setting}: ")
+    message = refusal("rollout.min_new_tokens=9", "rollout.max_new_tokens=8")
+    assert message.startswith("rollout.min_new_tokens=9 exceeds")
+
+
+def test_stop_strings_and_the_caches_bound():
+    config = config_of("rollout.stop=['Human:', ' a b']", "rollout.cache_bytes=2e9")
+    assert config.rollout.stop == ["Human:", " a b"] and config.rollout.cache_bytes == 2_000_000_000
+    assert config_of().rollout.stop == [] and config_of().rollout.cache_bytes is None
+    assert warnings(config) == []
+    assert "[a, b, ...]" in refusal("rollout.stop=Human:")
+    assert refusal("rollout.stop=['']").startswith("rollout.stop")
+    for bad in ("0", "-5", "many", "1.5"):
+        assert refusal(f"rollout.cache_bytes={bad}").startswith(f"rollout.cache_bytes={bad}: ")
+
+
+def test_role_engines_change_the_run_engine():
+    settings = engine_settings(EngineSettings(zero_stage=2, dtype="bf16"), {"zero_stage": 3})
+    assert (settings.zero_stage, settings.dtype) == (3, "bf16")
+
+
+def test_paths_are_looked_at_before_any_work(tmp_path):
+    with pytest.raises(UserError, match=r"data.path=.*no such file"):
+        check_paths(config_of(f"data.path={tmp_path}/none.jsonl"))
+    with pytest.raises(UserError, match=r"model.path=.*no config.json"):
+        check_paths(config_of(f"model.path={tmp_path}"))
+    (tmp_path / "sft" / "model").mkdir(parents=True)
+    (tmp_path / "sft" / "model" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"model.path={tmp_path}/sft"):
+        check_paths(config_of(f"model.path={tmp_path}"))
+    check_paths(config_of(f"model.path={tmp_path}/sft"))
+    with pytest.raises(UserError, match=r"^actor=none"):
+        check_paths(config_of("stage=ppo", "actor=none", "reward=none"))
+
+
+def test_a_source_is_looked_at_where_it_is_read(tmp_path):
+    """The hub stands in for files that are not there, held-out ones too; what no stage of the command reads may be
+    missing.
+    """
+    chats = f"{{path: {tmp_path}/a.jsonl, eval_path: {tmp_path}/b.jsonl, hub: x/y, stages: [sft, ppo]}}"
+    pairs = f"{{path: {tmp_path}/c.jsonl, stages: [reward]}}"
+    sources = f"data.sources=[{chats}, {pairs}]"
+    check_paths(config_of(sources, "stage=sft"))
+    function = "ppo.reward_function=examples/rewards/gsm8k.py:exact_match"
+    check_paths(config_of(sources, "ppo=grpo", "ppo.reward_model=false", function))
+    for asked in ("stage=all", "stage=reward", "method=dpo"):
+        with pytest.raises(UserError, match=r"data\.sources\.1\.path=.*no such file"):
+            check_paths(config_of(sources, asked))
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"data\.sources\.0\.eval_path=.*no such file"):
+        check_paths(config_of(sources, "stage=sft"))
+
+
+@pytest.mark.parametrize("option", groups()["model"])
+def test_every_model_option_is_whole(option):
+    config = validate(compose([f"model={option}", "model.weights=random"]))
+    assert config.model.name == option
+    assert config.model.architecture is not None
+
+
+@pytest.mark.parametrize(
+    ("option", "millions"),
+    [("opt-125m", 125.2), ("opt-350m", 331.2), ("opt-66b", 65719.7), ("gpt2", 124.4), ("pythia-160m", 162.3),
+     ("llama-3.1-8b", 8030.3), ("qwen3-0.6b", 596.0), ("mistral-7b", 7248.0), ("gemma-2-2b", 2614.3)],
+)  # fmt: skip
+def test_architectures_have_the_published_sizes(option, millions):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(yaml.safe_load((CONF / "model" / f"{option}.yaml").read_text())["architecture"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
+
+
+def test_every_option_of_every_group_composes():
+    for group, options in {group: some for group, some in groups().items() if group != "model"}.items():
+        for option in options:
+            validate(compose(["model=gpt2", f"{group}={option}"]))
+
+
+def test_the_page_of_keys_is_current():
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m pipeline.config.document"
+
+
+def test_help_names_every_main_key():
+    text = help_text()
+    assert all(key in text for key in MAIN_KEYS)
+
+
+def test_help_is_quick_and_light():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code = "import sys, train; from pipeline.launch.command import main; main(['--help']); print(*sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0  # seconds of a core
+    loaded = set(shown.splitlines()[-1].split())
+    assert not loaded & {"torch", "transformers", "wandb", "hydra", "datasets"}
+
+
+def test_cfg_job_shows_and_runs_nothing(tmp_path, capsys, monkeypatch):
+    from pipeline.launch.command import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["model=gpt2", "--cfg", "job", "ppo.lr=2e-6"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert RunConfig.model_validate(shown).ppo.lr == 2e-6
+    assert main(["model=gpt2", "--cfg", "job", "--package", "ppo.lora"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["rank"] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_is_said_by_the_first_rank_alone(capsys, monkeypatch):
+    from pipeline.launch.command import main
+
+    for rank, said in (("0", "error: sft.lrr: there is no such key; did you mean sft.lr?\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["model=gpt2", "sft.lrr=1"]) == 2
+        assert capsys.readouterr().err == said
+
+
+def test_debug_shows_the_traceback():
+    from pipeline.launch.command import main
+
+    with pytest.raises(UserError):
+        main(["model=gpt2", "sft.lrr=1", "debug=true"])
+
+
+def test_a_stages_module_is_train_with_that_stage(capsys):
+    from pipeline.launch.command import main
+
+    assert main(["model=gpt2", "--cfg", "job", "--package", "stage"], stage="reward") == 0
+    assert capsys.readouterr().out == "reward\n"
+    assert main(["model=gpt2", "stage=ppo"], stage="sft") == 2
+    assert "train.py stage=ppo" in capsys.readouterr().err

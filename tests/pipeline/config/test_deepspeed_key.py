@@ -1,0 +1,107 @@
+"""`engine.deepspeed=FILE` on the command line: read once, kept in the configuration, laid over our own keys."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import OptimizerConfig
+from pipeline.config.check import validate, warnings
+from pipeline.config.schema import EngineSettings
+from pipeline.errors import UserError
+from pipeline.launch.fingerprint import stage_settings
+from pipeline.models.build import EngineChoice
+from tests.tiny import tiny_config
+
+FILE = {
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 1e6},
+    "optimizer": {"type": "Lion", "params": {"lr": 5e-4}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+}
+
+
+def raw(file: Any, **engine: Any) -> dict[str, Any]:
+    return {**tiny_config().model_dump(mode="json", exclude={"engine"}), "engine": {"deepspeed": file, **engine}}
+
+
+def test_a_file_is_kept_by_content_and_says_what_does_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "ds.json"
+    place.write_text(json.dumps(FILE))
+    config = validate(raw(str(place)))
+    assert config.engine.deepspeed == FILE
+    assert any("reduce_bucket_size has nothing to do here" in line for line in warnings(config))
+    assert stage_settings(config, "sft")["engine.deepspeed.optimizer.type"] == "Lion"
+    assert not any("deepspeed" in key for key in stage_settings(tiny_config(), "sft"))
+    eight_bits = {"zero_optimization": {"stage": 2, "zero_quantized_weights": True, "zero_quantized_gradients": False}}
+    said = stage_settings(validate(raw(FILE | eight_bits)), "sft")
+    assert [key for key in said if "zero_optimization" in key] == [
+        "engine.deepspeed.zero_optimization.zero_quantized_weights"
+    ]
+
+
+def test_a_batch_that_is_not_the_stages_own_is_told() -> None:
+    told = [line for line in warnings(validate(raw({"train_batch_size": 16}))) if "train_batch_size=16" in line]
+    assert len(told) == 2 and "is not what reward takes a step, 8; reward.batch_size=16" in told[0]  # sft takes 16
+
+
+def test_mistakes_are_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"engine.deepspeed=\S*: /\S*nothing.json: there is no such file"):
+        validate(raw(str(tmp_path / "nothing.json")))
+    with pytest.raises(UserError, match=r"engine.deepspeed=.*zero_optimization.stage=7"):
+        validate(raw({"zero_optimization": {"stage": 7}}))
+    with pytest.raises(UserError, match=r"engine.zero_stage=3, but engine.deepspeed says 2: leave"):
+        validate(raw(FILE, zero_stage=3))
+    with pytest.raises(UserError, match=r"engine.zero_stage=3, but engine.deepspeed says 2: leave"):
+        validate(raw(FILE, zero_stage=3, offload_optimizer="nvme", offload_parameters="nvme"))
+    with pytest.raises(UserError, match=r"ppo.critic_engine.zero_stage=0, but engine.deepspeed says 2: leave ppo"):
+        validate(raw(FILE) | {"ppo": {"critic_engine": {"zero_stage": 0}}})
+    assert validate(raw({"zero_optimization": {"stage": "auto"}}, zero_stage=3)).engine.zero_stage == 3
+
+
+ONE_BIT = {"optimizer": {"type": "OneBitAdam"}}
+
+
+@pytest.mark.parametrize(
+    ("file", "engine", "message"),
+    [
+        (ONE_BIT, {"compress": "both"}, "engine.deepspeed: compress=both needs zero_stage=1, 2 or 3; at stage 0 the"),
+        (ONE_BIT, {"zero_stage": 2}, "engine.deepspeed: onebitadam wants whole parameters: zero_stage=0"),
+        (ONE_BIT, {"tensor_parallel": 2}, "engine.deepspeed: onebitadam wants whole parameters: zero_stage=0"),
+        (FILE, {"states": "bf16", "dtype": "bf16"}, "engine.deepspeed: states=bf16 is for adamw; lion needs states="),
+        (FILE | {"optimizer": {"type": "AdamW"}}, {"states": "bf16"}, "engine.deepspeed: states=bf16 needs dtype=bf16"),
+    ],
+)
+def test_an_engine_that_only_file_and_keys_together_make_impossible(
+    file: dict[str, Any], engine: dict[str, Any], message: str
+) -> None:
+    """Refused at the edge, of a model of PPO's own too; a reference trains nothing."""
+    with pytest.raises(UserError, match=message):
+        validate(raw(file, **engine))
+    own = {**engine, "deepspeed": file}
+    if "tensor_parallel" not in engine:
+        with pytest.raises(UserError, match=r"ppo.critic_engine with ppo.critic_" + message):
+            validate(raw(None) | {"ppo": {"critic_engine": own}})
+    if "compress" not in engine and "states" not in engine:
+        validate(raw(None, **engine) | {"ppo": {"reference_engine": {"deepspeed": file}}})
+
+
+def test_keys_that_only_the_file_makes_possible() -> None:
+    """Which has the stage or the precision that they need."""
+    for file, engine in (
+        ({"zero_optimization": {"stage": 2}}, {"compress": "both", "dtype": "fp32"}),
+        ({"bf16": {"enabled": True}}, {"states": "bf16"}),
+    ):
+        settings = validate(raw(file, **engine)).engine
+        made = EngineChoice(settings, OptimizerConfig(lr=1e-5)).layout()["config"]
+        assert (made.compress, made.states) == (settings.compress, settings.states)
+
+
+def test_the_file_lies_over_the_stages_optimizer() -> None:
+    settings = EngineSettings(deepspeed=FILE, dtype="fp32", activation_checkpointing=True)
+    own = OptimizerConfig(lr=1e-5, total_steps=9, weight_decay=0.1, max_grad_norm=0.3)
+    layout = EngineChoice(settings, own).layout()
+    assert layout["config"].zero_stage == 2 and layout["config"].activation_checkpointing
+    assert (layout["optimizer"].name, layout["optimizer"].lr, layout["optimizer"].max_grad_norm) == ("lion", 5e-4, 0.3)
+    assert layout["scheduler"](9) == 5e-4
+    assert EngineChoice(settings).layout()["optimizer"] is None

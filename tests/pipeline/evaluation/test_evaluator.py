@@ -1,0 +1,57 @@
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from engine import Sampling
+from pipeline.data.records import Message, Prompt
+from pipeline.evaluation.evaluator import answers_of
+
+PROMPTS = [Prompt((Message("user", f"What is {n} + 1?"),), "demo") for n in range(3)]
+SAMPLING = Sampling(max_new_tokens=4)
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: list[int]
+
+
+class EchoEngine:
+    """Answers with the prompt's last id and the stream that it was given, the longest prompt first."""
+
+    def __init__(self) -> None:
+        self.flip = self
+        self.kept: list[bool] = []
+
+    @contextmanager
+    def generating(self, *, keep: bool) -> Iterator["EchoEngine"]:
+        self.kept.append(keep)
+        yield self
+
+    def share_of(self, lengths: Sequence[int], expected: float) -> list[int]:
+        assert expected == SAMPLING.max_new_tokens / 2
+        return sorted(range(len(lengths)), key=lambda place: -lengths[place])
+
+    def generate(self, prompts: list[list[int]], _: Sampling, streams: list[int], text: Any) -> list[Answer]:
+        assert text([1, 2]) == "1 2"  # what stop strings are looked for in
+        return [Answer([ids[-1], stream]) for ids, stream in zip(prompts, streams, strict=True)]
+
+
+class NumberTokenizer:
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+        number = int(messages[-1].content.split()[2])
+        return [number] * (number + 1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_answers_come_in_the_prompts_order_with_their_place_as_stream(keep: bool) -> None:
+    engine: Any = EchoEngine()
+    tokenizer: Any = NumberTokenizer()
+    assert answers_of(engine, tokenizer, PROMPTS, SAMPLING, keep=keep) == ["0 0", "1 1", "2 2"]
+    assert answers_of(engine, tokenizer, [], SAMPLING, keep=keep) == []
+    assert engine.kept == [keep] * 2

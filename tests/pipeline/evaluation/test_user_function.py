@@ -1,0 +1,278 @@
+"""A reward function is found, checked and called; what is wrong with it is said in one message, early if it can be."""
+
+import json
+import math
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.config.check import validate, warnings
+from pipeline.config.compose import compose
+from pipeline.config.places import check_paths
+from pipeline.config.stages import wanted_stages
+from pipeline.data.load import load_stage
+from pipeline.data.tokenizer import train_tokenizer
+from pipeline.errors import UserError
+from pipeline.evaluation.judge import judged, load_judge
+from pipeline.evaluation.user_function import JUDGE, OwnFunction, load_function
+from pipeline.launch.command import main
+from pipeline.stages.data import evaluation_prompts, stage_records
+from tests.tiny import tiny_config
+
+ROW = {"prompt": "p" * 500, "answer": "#### 7"}
+
+
+def written(folder: Path, text: str) -> str:
+    (folder / "mine.py").write_text(text)
+    return f"{folder}/mine.py:score"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def other(answer, row): return 1\nfrom math import sqrt", "no function score in .*; it has other$"),
+        ("score = 3", "no function score in .*; it has no function$"),
+        ("def score(answer): return 1", r"write def score\(answer: str, row: dict\) -> float"),
+        ("def score(answer, row, more): return 1", "can't be called with an answer and a row"),
+        ("async def score(answer, row): return 1", "can't be called with an answer and a row"),
+        ("x = 1\ndef score(answer, row) return 1", "can't be run: SyntaxError in line 2"),
+        ("x = 1\nimport no_such_module", r"can't be run: ModuleNotFoundError: .*no_such_module.* \(line 2\)"),
+        ("raise SystemExit", "can't be run: SystemExit"),
+    ],
+)
+def test_what_can_not_serve_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        load_function(written(tmp_path, text))
+
+
+@pytest.mark.parametrize("where", ["mine.py", "mine.txt:score", "mine:score", "mine.py:", "mine.py:a b"])
+def test_how_it_is_written(where: str) -> None:
+    with pytest.raises(UserError, match=r"write FILE\.py:NAME"):
+        load_function(where)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no file .*none\.py"):
+        load_function(f"{tmp_path}/none.py:score")
+
+
+def test_the_file_is_run_as_it_stands(tmp_path: Path) -> None:
+    """Changed within a second, to another text of the same length; and nothing is left beside it."""
+    for digit in "123":
+        assert load_function(written(tmp_path, f"def score(answer, row): return {digit}")).score("", {}) == int(digit)
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.py"]
+
+
+def test_classes_and_partial_functions_serve(tmp_path: Path) -> None:
+    text = (
+        "from dataclasses import dataclass\nfrom functools import partial\n@dataclass\nclass Scale:\n    by: float\n"
+        "    def __call__(self, answer, row): return self.by * len(answer)\nscore = Scale(2.0)\n"
+        "def plain(answer, row, by): return by\nfixed = partial(plain, by=3)\n"
+    )
+    assert load_function(written(tmp_path, text)).score("abc", {}) == 6.0
+    assert load_function(f"{tmp_path}/mine.py:fixed").score("abc", {}) == 3.0
+
+
+def giving(value: Any, **rest: Any) -> OwnFunction:
+    return OwnFunction("mine.py:score", Path("mine.py"), lambda answer, row: value, **rest)
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), torch.tensor(1.0), Fraction(1)])
+def test_numbers_of_all_kinds_are_taken(value: Any) -> None:
+    found = giving(value).score("a", ROW)
+    assert found == 1.0 and type(found) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "returned NoneType, no number"),
+        ("1", "returned str, no number"),
+        ([1.0], "returned list, no number"),
+        (torch.ones(2), r"returned tensor\(\[1., 1.\]\), no number"),
+        (math.nan, "returned nan, no finite number"),
+        (-math.inf, "returned -inf, no finite number"),
+        (1e39, r"returned 1e\+39, no finite number"),  # of fp32
+        pytest.param(10**400, r"returned 10+\.\.\., no number", id="huge"),
+    ],
+)
+def test_what_is_no_finite_number_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"^ppo.reward_function=mine.py:score {message}"):
+        giving(value).score("a", ROW)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.01, math.nan])
+def test_a_judge_gives_0_to_1(value: float) -> None:
+    assert [giving(number, key=JUDGE).score("a", ROW) for number in (0, 0.5, True)] == [0.0, 0.5, 1.0]
+    with pytest.raises(UserError, match=f"^evaluation.judge=mine.py:score returned {value}, no number from 0 to 1 for"):
+        giving(value, key=JUDGE).score("a", ROW)
+
+
+def test_an_error_names_line_answer_and_row_shortened(tmp_path: Path) -> None:
+    function = load_function(written(tmp_path, "def score(answer, row):\n    return float(answer.split()[900])\n"))
+    with pytest.raises(UserError) as caught:
+        function.score("word " * 200, ROW)
+    said = str(caught.value)
+    assert "mine.py:score raised IndexError: list index out of range (line 2) for the answer 'word word" in said
+    assert "answer: '#### 7'" in said and "prompt: 'ppp" in said and len(said) < 700
+    with pytest.raises(UserError, match=r"raised OSError: no answer from the judge \(line 2\)"):  # in one line
+        failing = "def score(answer, row):\n    raise OSError('no answer\\n from the judge')"
+        load_function(written(tmp_path, failing)).score("a", ROW)
+    with pytest.raises(UserError, match="raised SystemExit"):
+        load_function(written(tmp_path, "import sys\ndef score(answer, row): sys.exit(0)")).score("a", ROW)
+
+
+def test_what_a_call_does_to_its_row_stays_there(tmp_path: Path) -> None:
+    text = "def score(answer, row):\n    row['list'].append(1)\n    return len(row['list']) + len(row.pop('prompt'))\n"
+    function, row = load_function(written(tmp_path, text)), {"prompt": "p", "list": []}
+    assert [function.score("a", row) for _ in range(3)] == [2.0, 2.0, 2.0]
+    assert row == {"prompt": "p", "list": []}
+
+
+WAITING = """
+import threading, time
+
+both, late = threading.Barrier(2), threading.Event()
+made = []
+
+def together(answer, row):
+    made.append(answer)
+    both.wait(20)  # for another call
+    return float(answer)
+
+def failing(answer, row):
+    made.append(answer)
+    if answer == "0":
+        late.wait(60)
+    if answer not in "01":
+        time.sleep(0.01)
+    late.set()
+    raise OSError(answer)
+
+def here(answer, row):
+    return threading.current_thread() is threading.main_thread()
+"""
+
+
+def test_threads_call_at_once_and_keep_the_order(tmp_path: Path) -> None:
+    written(tmp_path, WAITING)
+    calls = [(str(n), ROW) for n in range(8)]
+    assert load_function(f"{tmp_path}/mine.py:together", 2).scores(calls) == [float(n) for n in range(8)]
+    assert load_function(f"{tmp_path}/mine.py:here").scores(calls) == [1.0] * 8  # one thread is no other one
+
+
+def test_of_calls_that_fail_in_threads_the_first_is_told_and_no_more_are_begun(tmp_path: Path) -> None:
+    """The second fails while the first waits."""
+    written(tmp_path, WAITING)
+    function = load_function(f"{tmp_path}/mine.py:failing", 2)
+    with pytest.raises(UserError, match=r"raised OSError: 0 .*same command goes on.*what was saved is kept"):
+        function.scores([(str(n), ROW) for n in range(500)])
+    assert len(function.call.__globals__["made"]) < 500
+
+
+def test_only_a_function_brings_rows_along() -> None:
+    with_rows = tiny_config(ppo={"reward_function": "mine.py:score"})
+    for config, kept in ((tiny_config(), False), (with_rows, True)):
+        records = stage_records(config, "ppo")
+        for prompt in (*records.train[:5], *records.held_out[:5]):
+            assert (prompt.row is not None) == kept
+            assert not kept or prompt.row["prompt"][-1]["content"] == prompt.messages[-1].content
+        assert not kept or records.train == stage_records(tiny_config(), "ppo").train
+
+
+def test_a_row_has_every_column_as_it_was_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        "".join(f'{{"question": "q{n}?", "answer": "#### {n}", "level": [{n}, null]}}\n' for n in range(30))
+    )
+    data = tiny_config(data={"sources": [], "path": f"{tmp_path}/a.jsonl"}).data
+    records = load_stage(data, "ppo", 1, rows=True)
+    for prompt in (*records.train, *records.held_out):
+        n = int(prompt.messages[0].content[1:-1])
+        assert prompt.row == {"question": f"q{n}?", "answer": f"#### {n}", "level": [n, None]}
+
+
+def test_a_judge_gets_the_rows_of_held_out_prompts_and_comes_before_the_gold_scorer(tmp_path: Path) -> None:
+    """Training prompts leave their rows behind: nobody scores them by a function."""
+    where = written(tmp_path, "def score(answer, row): return len(answer) / len(row['prompt'][-1]['content'])")
+    config = tiny_config(evaluation={"prompts": 8, "judge": where, "judge_threads": 2})
+    tokenizer = train_tokenizer(["some words"] * 9, 300)
+    prompts, judge = evaluation_prompts(config, tokenizer), load_judge(config)
+    assert judge is not None and judge.threads == 2 and len(prompts) == 8
+    assert judged(prompts, ["abc"] * 8, judge) == [3 / len(prompt.messages[-1].content) for prompt in prompts]
+    assert judged(prompts, ["abc"] * 8, None) == [0.0] * 8  # the demo's own
+    assert judged([*prompts[:7], replace(prompts[7], row=None)], ["abc"] * 8, judge) is None
+    assert all(prompt.row is None for prompt in stage_records(config, "ppo").train)
+
+
+@pytest.mark.parametrize(
+    ("answers", "data"),
+    [
+        ({"completion": "a"}, {"stages": ["sft"]}),
+        ({"chosen": "a", "rejected": "b"}, {"stages": ["reward"]}),
+        ({"chosen": "a", "rejected": "b"}, {"stage_shares": {"reward": 1.0}}),  # PPO trains on nothing of it
+    ],
+)
+def test_held_out_prompts_are_judged_whatever_stage_their_rows_serve(
+    answers: dict[str, str], data: dict[str, Any], tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"q{n}?", **answers} for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    listed = {key: data.pop(key) for key in ("stages",) if key in data}
+    sources = {"sources": [{"path": f"{tmp_path}/a.jsonl", **listed}], **data}
+    config = tiny_config(data=sources, evaluation={"judge": "mine.py:score"}).model_copy(update={"stage": "sft"})
+    prompts = evaluation_prompts(config, train_tokenizer(["some words"] * 9, 300))
+    assert prompts and all(prompt.row in rows for prompt in prompts)
+    assert judged(prompts, ["a"] * len(prompts), giving(1, key=JUDGE)) == [1.0] * len(prompts)
+
+
+def config_of(*words: str) -> Any:
+    return validate(compose(["model=gpt2", *words]))
+
+
+ALONE = ("ppo.reward_model=false", "ppo.reward_function=mine.py:score")
+
+
+def test_a_function_alone_needs_no_reward_stage() -> None:
+    assert wanted_stages(config_of(*ALONE)) == ["sft", "ppo"]
+    assert wanted_stages(config_of(ALONE[1])) == ["sft", "reward", "ppo"]
+    assert wanted_stages(config_of("stage=reward", "ppo.reward_model=false")) == ["reward"]
+    assert config_of("ppo.reward_function=a folder/mine, too.py:f").ppo.reward_function == "a folder/mine, too.py:f"
+    assert warnings(config_of("evaluation.judge_threads=8")) == [
+        "evaluation.judge_threads=8 is not used: there is no judge"
+    ]
+    assert warnings(config_of(*ALONE, "reward_model=gpt2")) == [
+        "reward_model=gpt2 is not used: ppo.reward_model=false has none"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("ppo.reward_model=false",), "leaves nothing that scores answers: give ppo.reward_function=FILE.py:NAME"),
+        ((*ALONE, "evaluation.judge=./mine.py:score"), "evaluation.judge=./mine.py:score is what PPO is trained on"),
+        ((*ALONE, "reward=x/y"), "reward=x/y is a reward model, and ppo.reward_model=false wants none"),
+    ],
+)
+def test_what_contradicts_is_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        config_of(*words)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_it_is_looked_at_before_the_first_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = written(tmp_path, "def score(answer): return 1")
+    assert main(["model=gpt2", "tracking=none", f"ppo.reward_function={where}"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: ppo.reward_function={where}: score can't be called")
+    assert not Path("runs").exists()
+    check_paths(config_of("stage=sft", f"ppo.reward_function={where}"))  # which this command does not come to
+    with pytest.raises(UserError, match=f"^evaluation.judge={where}: score can't be called"):
+        check_paths(config_of("stage=sft", f"evaluation.judge={where}"))
+    check_paths(config_of("stage=reward", f"evaluation.judge={where}"))

@@ -1,0 +1,313 @@
+"""Ranks are started, watched and ended together, however they or their launcher end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+import yaml
+
+from pipeline.config.check import validate
+from pipeline.config.compose import compose
+from pipeline.errors import UserError
+from pipeline.launch import processes, ranks
+from pipeline.launch.command import _kept
+from pipeline.launch.processes import StageEnd, launch_stage
+from pipeline.launch.ranks import Ranks, check_given, first_host, given_ranks, own_ranks
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A run folder whose three stages are `fake_stage.py`."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setattr(processes, "MODULES", dict.fromkeys(("sft", "reward", "ppo"), "fake_stage"))
+    stage_dir = tmp_path / "run" / "sft"
+    stage_dir.mkdir(parents=True)
+    config = validate(compose(["model=gpt2", "tracking=none"]))
+    (stage_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return tmp_path / "run"
+
+
+def ends(run_dir: Path, world: int = 2):
+    return launch_stage("sft", run_dir, own_ranks(world, gpus=0))
+
+
+def test_ranks_learn_who_they_are(fake, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert ends(fake).status == 0
+    env = [json.loads((fake / "sft" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"], e["MASTER_ADDR"]) for e in env] == [
+        ("0", "0", "2", "127.0.0.1"), ("1", "1", "2", "127.0.0.1"),
+    ]  # fmt: skip
+    assert env[0]["MASTER_PORT"] == env[1]["MASTER_PORT"]
+    assert len({env[0]["GROUP"], env[1]["GROUP"], os.getpgrp()}) == 3
+    assert env[0]["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+def test_a_mistake_of_the_user_is_said_once(fake, monkeypatch):
+    monkeypatch.setenv("FAKE_STAGE", "user")
+    end = ends(fake)
+    assert (end.status, end.message) == (2, "data.path=x.jsonl: line 3 is not JSON")
+
+
+def test_output_without_a_reader_is_no_crash(fake, monkeypatch):
+    monkeypatch.setenv("FAKE_STAGE", "unread:0")
+    end = ends(fake)
+    assert end.status == 2 and end.message.startswith("nobody reads what is printed")
+    command = [sys.executable, "train.py", "--cfg", "job", "--package", "sft"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = subprocess.Popen(command, cwd=ROOT, env=buffered, stdout=PIPE, stderr=PIPE)
+    command.stdout.close()
+    assert command.stderr.read() == b""
+    assert command.wait() == 1
+
+
+def test_the_cause_is_told_from_its_echo(fake, monkeypatch):
+    monkeypatch.setenv("FAKE_STAGE", "echo")
+    end = ends(fake)
+    assert (end.status, end.message) == (2, "data.path=x.jsonl: line 3 is not JSON")
+
+
+def test_a_crash_of_one_rank_ends_the_others_soon(fake, monkeypatch):
+    monkeypatch.setenv("FAKE_STAGE", "crash:1")
+    began = time.monotonic()
+    end = ends(fake)
+    assert time.monotonic() - began < 8
+    assert (end.status, end.message) == (1, "rank 1: RuntimeError: a bug")
+    assert 'raise RuntimeError("a bug")' in end.traceback
+    assert not _alive(fake, 0)
+
+
+def test_a_killed_rank_is_named(fake, monkeypatch):
+    monkeypatch.setenv("FAKE_STAGE", "kill:0")
+    end = ends(fake)
+    assert end.status == 1
+    assert end.message.startswith("rank 0 was killed by SIGKILL")
+    assert not _alive(fake, 1)
+
+
+def test_a_crash_says_how_to_go_on(tmp_path):
+    killed = StageEnd(1, "rank 0 was killed")
+    (tmp_path / "checkpoints" / "step-3.tmp").mkdir(parents=True)
+    assert _kept(killed, tmp_path) == "; the same command begins the stage again"
+    (tmp_path / "checkpoints" / "step-2").mkdir()
+    assert _kept(killed, tmp_path) == "; the same command goes on from the newest checkpoint"
+    assert "error.txt has the traceback; the same command" in _kept(StageEnd(1, "a bug", "Traceback ..."), tmp_path)
+    assert _kept(StageEnd(2, "a mistake"), tmp_path) == ""
+
+
+def test_other_launchers_failure_ends_the_ranks_here(fake, monkeypatch):
+    monkeypatch.setenv("FAKE_STAGE", "hang")
+    end = launch_stage("sft", fake, own_ranks(1, gpus=0), others=lambda: "failed")
+    assert (end.status, end.message) == (1, "")
+    assert not _alive(fake, 0)
+
+
+LAUNCHER = """
+import signal
+import sys
+from pathlib import Path
+from pipeline.launch import processes
+from pipeline.launch.ranks import own_ranks
+processes.MODULES["sft"] = "fake_stage"
+processes.PATIENCE = processes.GRACE_AFTER_FAILURE = 1.0
+exec(sys.argv[2])
+sys.exit(processes.launch_stage("sft", Path(sys.argv[1]), own_ranks(2, gpus=0)).status)
+"""
+
+
+def _launcher(run_dir: Path, behaviour: str, before: str = "") -> subprocess.Popen[bytes]:
+    """A launcher in a process of its own, back when both ranks are at work. `before` is Python that it runs first."""
+    env = {**os.environ, "FAKE_STAGE": behaviour, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run_dir), before], env=env)
+    deadline = time.monotonic() + 30
+    while not all(_alive(run_dir, rank) for rank in (0, 1)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return launcher
+
+
+def _pid(run_dir: Path, rank: int) -> int:
+    return json.loads((run_dir / "sft" / f"rank-{rank}.json").read_text())["PID"]
+
+
+def _alive(run_dir: Path, rank: int) -> bool:
+    try:
+        state = Path(f"/proc/{_pid(run_dir, rank)}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (OSError, ValueError):
+        return False
+    return state != "Z"
+
+
+def _gone_within(run_dir: Path, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(_alive(run_dir, rank) for rank in (0, 1)):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])
+def test_signals_reach_the_ranks(fake, number, status):
+    launcher = _launcher(fake, "hang")
+    launcher.send_signal(number)
+    assert launcher.wait(10) == status
+    assert _gone_within(fake, 0.5)
+
+
+def test_a_rank_that_is_asked_to_stop_stops_all(fake):
+    launcher = _launcher(fake, "hang")
+    os.kill(_pid(fake, 1), signal.SIGTERM)
+    assert launcher.wait(10) == 143
+    assert _gone_within(fake, 0.5)
+
+
+def test_a_launcher_that_others_know_to_be_stopped_stops(fake, monkeypatch):
+    monkeypatch.setenv("FAKE_STAGE", "hang")
+    end = launch_stage("sft", fake, own_ranks(1, gpus=0), others=lambda: "stopped")
+    assert (end.status, end.message) == (143, "")
+
+
+def test_nohup_is_heeded(fake):
+    launcher = _launcher(fake, "slow", "signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    launcher.send_signal(signal.SIGHUP)
+    assert launcher.wait(10) == 0
+
+
+def test_ranks_that_do_not_listen_are_killed(fake):
+    launcher = _launcher(fake, "deaf")
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(10) == 130
+    assert _gone_within(fake, 0.5)
+    launcher = _launcher(fake, "deaf", "processes.PATIENCE, processes.GRACE_AFTER_FAILURE = 60.0, 0.1")
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    launcher.send_signal(signal.SIGTERM)  # says nothing new
+    time.sleep(0.6)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(10) == 143
+    assert _gone_within(fake, 0.5)
+
+
+def test_ranks_die_with_a_killed_launcher(fake):
+    launcher = _launcher(fake, "deaf")
+    launcher.kill()
+    launcher.wait(10)
+    assert _gone_within(fake, 3)
+
+
+# Who the ranks are
+
+
+def test_torchruns_rank_is_taken():
+    place = {"MASTER_ADDR": "h", "MASTER_PORT": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    rank = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    found = given_ranks({**place, **rank, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert found == Ranks(4, 3, 1, 1, 2, "h", 7, "torchrun", True, "1")
+    assert not found.leads
+
+
+def test_slurms_rank_is_taken():
+    env = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+    found = given_ranks({**env, "SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_JOB_ID": "4321"})
+    assert found == Ranks(8, 5, 1, 1, 4, "gpu07", ranks.SLURM_PORT + 321, "Slurm")
+
+
+def test_a_batch_script_of_slurm_is_no_rank():
+    assert given_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
+    assert given_ranks({}) is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("n1,n2", "n1"), ("gpu[07-09,12],cpu1", "gpu07"), ("a-b[1,3].x", "a-b1.x"), ("rack3-[002]", "rack3-002")],
+)
+def test_the_first_host_of_slurms_list(hosts, first):
+    assert first_host(hosts) == first
+
+
+def test_one_process_a_gpu():
+    assert own_ranks(None, gpus=0).world == 1
+    assert own_ranks(None, gpus=4).world == 4
+    assert own_ranks(2, gpus=4).world == 2
+    with pytest.raises(UserError, match="ranks=3, but this machine shows 2 GPUs: ranks=2 or less"):
+        own_ranks(3, gpus=2)
+
+
+def test_ranks_belong_to_whoever_started_them():
+    given = given_ranks({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"})
+    with pytest.raises(UserError, match="torchrun gave 2"):
+        check_given(given, 4)
+    check_given(given, 2)
+
+
+# Whole commands
+
+
+COMMAND = """
+import sys
+from pipeline.launch import processes
+processes.MODULES.update(dict.fromkeys(processes.MODULES, "fake_stage"))
+from pipeline.launch.command import main
+sys.exit(main(sys.argv[1:]))
+"""
+ARGUMENTS = ["model=gpt2", "tracking=none", "name=x"]
+
+
+NAMES = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+}
+
+
+def _rank_of(kind: str, rank: int, port: int, cwd: Path, *more: str, **env: str) -> subprocess.Popen[str]:
+    """The command that one of two ranks gives."""
+    given = dict(zip(NAMES[kind], (str(rank), "2", str(rank)), strict=True))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
+    env = {**os.environ, **given, **place, **env}
+    command = [sys.executable, "-c", COMMAND, *ARGUMENTS, *more]
+    return subprocess.Popen(command, env=env, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def test_ranks_that_slurm_started_go_through_the_stages_together(tmp_path):
+    (tmp_path / "scorer").mkdir()
+    (tmp_path / "scorer" / "config.json").write_text("{}")
+    port = ranks.free_port()
+    started = [_rank_of("Slurm", rank, port, tmp_path, "reward=scorer", FAKE_STAGE_TORCH="1") for rank in (1, 0)]
+    said = [process.communicate(timeout=100)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    stages = json.loads((tmp_path / "runs" / "x" / "manifest.json").read_text())["stages"]
+    assert {stage: record["status"] for stage, record in stages.items()} == {"sft": "finished", "ppo": "finished"}
+    assert said[0] == ""
+    assert "python chat.py runs/x" in said[1]
+    assert (tmp_path / "runs" / "x" / "ppo" / "rank-1.json").exists()
+
+
+def test_a_failing_rank_ends_the_launchers_of_all(tmp_path):
+    port = ranks.free_port()
+    began = time.monotonic()
+    started = [_rank_of("torchrun", rank, port, tmp_path, FAKE_STAGE="crash:1") for rank in (0, 1)]
+    said = [process.communicate(timeout=100)[0] for process in started]
+    assert time.monotonic() - began < 30
+    assert [process.returncode for process in started] == [1, 1], said
+    assert "error" not in said[0]
+    assert said[1].startswith("error: sft: rank 1: RuntimeError: a bug")
+
+
+def test_a_mistake_before_any_work_is_said_by_the_first_rank_alone(tmp_path):
+    port = ranks.free_port()
+    started = [_rank_of("torchrun", rank, port, tmp_path, "data.path=none.jsonl") for rank in (0, 1)]
+    said = [process.communicate(timeout=100)[0] for process in started]
+    assert [process.returncode for process in started] == [2, 2]
+    assert said[1] == ""
+    assert said[0].startswith("error: data.path=none.jsonl: there is no such file")

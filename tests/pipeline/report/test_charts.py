@@ -1,0 +1,108 @@
+import math
+import re
+from itertools import pairwise
+
+import pytest
+
+from pipeline.report.charts import Bar, Interval, bar_chart, interval_chart, path_chart, scatter_chart
+from pipeline.report.curves import MOST_POINTS, line_chart
+from pipeline.report.svg import BOTTOM, HEIGHT, LEFT, TOP, WIDTH, Series
+
+
+def places(page: str, class_: str) -> list[list[tuple[float, float]]]:
+    """The points of every polyline of a class."""
+    found = re.findall(rf'<polyline points="([^"]*)" class="{class_}"', page)
+    return [[(float(x), float(y)) for x, y in (point.split(",") for point in line.split())] for line in found]
+
+
+def test_a_curve_goes_from_corner_to_corner_of_its_frame() -> None:
+    page = line_chart("t", [Series("", [(1, 0.0), (2, 5.0), (3, 10.0)], "plain")], x_name="step", bounds=(0, 10))
+    assert page is not None
+    right = WIDTH - 44
+    [line] = places(page, "curve tone-plain")
+    middle = ((LEFT + right) / 2, (TOP + HEIGHT - BOTTOM) / 2)
+    assert line == [(LEFT, HEIGHT - BOTTOM), middle, (right, TOP)]
+
+
+def test_a_curve_breaks_where_a_value_is_not_finite() -> None:
+    points = [(1, 1.0), (2, 2.0), (3, math.nan), (4, 1.0), (5, math.inf), (6, 2.0), (7, 2.0)]
+    page = line_chart("t", [Series("", points, "plain")], x_name="step")
+    assert page is not None
+    assert [len(line) for line in places(page, "curve tone-plain")] == [2, 2]
+    assert "nan" not in page
+    assert "inf" not in page
+
+
+def test_no_finite_value_is_no_chart() -> None:
+    assert line_chart("t", [Series("", [(1, math.nan)], "plain"), Series("", [], "sft")], x_name="step") is None
+    assert path_chart("t", [(1, 2, 3)], x_name="x", y_name="y") is None
+    assert scatter_chart("t", [], x_name="x", y_name="y") is None
+    assert interval_chart("t", [], x_name="x") is None
+    assert bar_chart("t", []) is None
+
+
+def test_one_step_is_a_chart() -> None:
+    page = line_chart("t", [Series("", [(5, 0.25)], "plain")], x_name="step")
+    assert page is not None
+    assert "0.250" in page
+
+
+@pytest.mark.parametrize("level", [0.0, 0.5, 0.97])
+def test_end_labels_do_not_overlap(level: float) -> None:
+    series = [Series(name, [(1, 1.0), (2, level + 0.01 * at)], "plain") for at, name in enumerate("abc")]
+    page = line_chart("t", series, x_name="step", bounds=(0, 1))
+    assert page is not None
+    tops = sorted(float(y) for y in re.findall(r'<text x="[^"]*" y="([^"]*)" class="label tone-plain">[abc]<', page))
+    assert len(tops) == 3
+    assert all(below - above > 25.9 for above, below in pairwise(tops))
+    assert tops[-1] <= HEIGHT
+
+
+def test_a_long_value_at_a_curves_end_has_room() -> None:
+    page = line_chart("t", [Series("", [(1, 2e-3), (2, 1.54e-7)], "plain")], x_name="step")
+    [left] = re.findall(r'<text x="([^"]*)" y="[^"]*" class="label tone-plain strong">1\.5×10⁻⁷<', str(page))
+    assert float(left) + 6.4 * len("1.5×10⁻⁷") <= WIDTH  # a character of a bold label is about so wide
+
+
+def test_long_runs_are_thinned_without_changing_their_mean() -> None:
+    points = [(step, float(step % 7)) for step in range(1, 10_001)]
+    page = line_chart("t", [Series("", points, "plain", exact=True)], x_name="step", bounds=(0, 6))
+    assert page is not None
+    [line] = places(page, "curve tone-plain")
+    assert places(page, "curve faint tone-plain") == []
+    assert len(line) == MOST_POINTS
+    mean = sum(y for _, y in line) / len(line)
+    assert abs(mean - (TOP + HEIGHT - BOTTOM) / 2) < 0.5  # The mean of 0..6 is 3, half way up.
+    assert len(page) < 40_000
+
+
+def test_a_noisy_curve_is_drawn_thin_with_its_mean_above() -> None:
+    points = [(step, float(step % 2)) for step in range(100)]
+    page = line_chart("t", [Series("", points, "plain")], x_name="step", bounds=(0, 1))
+    assert page is not None
+    [thin], [thick] = places(page, "curve faint tone-plain"), places(page, "curve tone-plain")
+    assert max(y for _, y in thin) - min(y for _, y in thin) == HEIGHT - BOTTOM - TOP
+    inner = [y for _, y in thick[5:-5]]
+    assert max(inner) - min(inner) < 0.3 * (HEIGHT - BOTTOM - TOP)
+
+
+def test_hover_tells_the_values() -> None:
+    series = [Series("train", [(1, 0.5), (2, 0.25)], "plain"), Series("held-out", [(2, 0.75)], "strong", sparse=True)]
+    page = line_chart("t", series, x_name="step")
+    assert page is not None
+    assert "step 1.000: train 0.5000<" in page
+    assert "step 2.000: train 0.2500, held-out 0.7500<" in page
+
+
+def test_interval_chart_without_an_interval_shows_the_mean() -> None:
+    page = interval_chart("t", [Interval("PPO", -0.5, math.nan, math.nan, "ppo")], x_name="mean")
+    assert page is not None
+    assert "\u22120.50" in page
+    assert "interval tone" not in page
+
+
+def test_bars_are_shares_of_the_full_length() -> None:
+    page = bar_chart("t", [Bar("a", 0.5, "50%"), Bar("b", 1.0, "100%")], full=1.0)
+    assert page is not None
+    widths = [float(width) for width in re.findall(r'width="([^"]*)" height="9" rx="2" class="bar', page)]
+    assert widths[0] * 2 == widths[1] == WIDTH - 104

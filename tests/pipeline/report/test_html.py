@@ -1,0 +1,59 @@
+"""What others wrote can't become a tag, a script or a request."""
+
+import base64
+import hashlib
+import re
+
+from pipeline.report.html import Markup, clean, document, element, table
+
+
+def test_text_and_attributes_are_escaped_and_markup_is_not() -> None:
+    inner = element("b", "<i>")
+    assert inner == "<b>&lt;i&gt;</b>"
+    assert element("p", "a & b ", inner) == "<p>a &amp; b <b>&lt;i&gt;</b></p>"
+    assert element("a", "x", href='"><script>') == '<a href="&quot;&gt;&lt;script&gt;">x</a>'
+
+
+def test_a_plain_string_joined_to_markup_is_escaped_again() -> None:
+    joined = element("b", "x") + "<script>"
+    assert not isinstance(joined, Markup)
+    assert "<script>" not in element("p", joined)
+
+
+def test_attribute_names_and_void_elements() -> None:
+    assert (
+        element("line", x1=0, stroke_width=2, class_="rule", rx=None) == '<line x1="0" stroke-width="2" class="rule"/>'
+    )
+    assert element("meta", charset="utf-8") == '<meta charset="utf-8">'
+
+
+def test_controls_surrogates_and_direction_overrides_become_visible() -> None:
+    assert clean("a\u202eb\x1b[0m\ud800\x00") == "a\ufffdb\ufffd[0m\ufffd\ufffd"
+    assert clean("line\n\ttab é 漢字 مرحبا 👍") == "line\n\ttab é 漢字 مرحبا 👍"
+
+
+def test_the_policy_allows_the_style_sheet_and_nothing_else() -> None:
+    page = document("t", element("p", "x"))
+    sheet = re.search(r"<style>(.*)</style>", page, re.S)
+    assert sheet is not None
+    digest = base64.b64encode(hashlib.sha256(sheet[1].encode()).digest()).decode()
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    assert policy[1].replace("&#x27;", "'").split("; ") == [
+        "default-src 'none'",
+        f"style-src 'sha256-{digest}'",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+
+
+def test_the_style_sheet_asks_for_nothing() -> None:
+    page = document("t", "")
+    assert "url(" not in page
+    assert "@import" not in page
+
+
+def test_table_marks_its_columns_of_numbers() -> None:
+    page = table(("Name", "Value"), [("<a>", 1.5)], numbers=(1,))
+    assert '<td class="number">1.5</td>' in page
+    assert "<td>&lt;a&gt;</td>" in page

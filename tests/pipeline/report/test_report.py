@@ -1,0 +1,224 @@
+import json
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.report.data import read_run
+from pipeline.report.report import render_report, write_report
+from tests.pipeline.report.made_runs import CONFIG, HOSTILE, sample, write_demo_run, write_stage
+
+TAGS = """
+html head meta title style body main header footer nav section article div p span strong h1 h2 h3 dl dt dd a
+table thead tbody tr th td figure figcaption details summary pre svg g line rect circle text polyline
+"""
+ALLOWED = TAGS.split()
+VOID = {"meta", "line", "rect", "circle", "polyline"}
+
+
+class Checker(HTMLParser):
+    """Walks a page: tags it uses, text it shows, links it has; every tag has to close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in ALLOWED, tag
+        for name, value in attrs:
+            assert not name.startswith("on"), name
+            assert name not in ("src", "style", "srcdoc", "action"), name
+            self.links += [value or ""] if name == "href" else []
+            self.ids += [value or ""] if name == "id" else []
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text += f" {data}"
+
+
+def check(page: str) -> Checker:
+    checker = Checker()
+    checker.feed(page)
+    checker.close()
+    assert checker.open == []
+    assert set(checker.links) == {f"#{name}" for name in checker.ids}, "links lead to sections of this page only"
+    return checker
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    write_demo_run(tmp_path)
+    path = write_report(tmp_path)
+    assert path == tmp_path / "report.html"
+    assert not list(tmp_path.glob("*.tmp"))
+    page = path.read_text(encoding="utf-8")
+    found = check(page)
+    assert found.ids == ["changes", "gaming", "answers", "sft", "reward", "ppo", "speed", "memory", "configuration"]
+    for text in ("RLHF helped.", "No sign of it.", "First ratio", "Explained variance", "Held-out accuracy", "89.7%",
+                 "The first 8 of 96", "2 min 41 s", "915 MiB", "name: tiny", "sha256:9f"):  # fmt: skip
+        assert text in found.text, text
+    assert len(page) < 600_000
+
+
+def test_a_gamed_run_says_so(tmp_path: Path) -> None:
+    write_demo_run(tmp_path, gamed=True)
+    (tmp_path / "ppo" / "config.yaml").write_text(f"{CONFIG}evaluation: {{judge: a/mine.py:grade}}\n")
+    found = check(render_report(read_run(tmp_path)))
+    assert "the reward model was gamed" in found.text and "By mine.py:grade; it trained nothing." in found.text
+    assert "Gold was best at rollout 25" in found.text
+
+
+def by_function(run_dir: Path, *, reward_model: bool) -> str:
+    """The text of a page on a run with a reward function."""
+    write_demo_run(run_dir, gamed=True)
+    told = f"{CONFIG}ppo:\n  reward_function: mine.py:score\n  reward_model: {str(reward_model).lower()}\n"
+    (run_dir / "ppo" / "config.yaml").write_text(told)
+    if reward_model:
+        rows = [{"step": step, "function_score": 0.1 * step, "eval_function_score": 0.1 * step} for step in (1, 5, 60)]
+        with (run_dir / "ppo" / "metrics.jsonl").open("a") as metrics:
+            metrics.writelines(json.dumps(row) + "\n" for row in rows)
+        samples = [json.loads(line) for line in (run_dir / "ppo" / "samples.jsonl").read_text().splitlines()]
+        lines = [json.dumps(one | {"function": {"sft": 0.0, "ppo": 1.0}}) + "\n" for one in samples]
+        (run_dir / "ppo" / "samples.jsonl").write_text("".join(lines))
+    else:
+        shutil.rmtree(run_dir / "reward")
+    return check(render_report(read_run(run_dir))).text
+
+
+def test_a_function_is_called_a_function(tmp_path: Path) -> None:
+    text = by_function(tmp_path, reward_model=False)
+    assert "reward model" not in text.lower()
+    for words in ("the reward function was gamed", "Is the reward function being gamed?", "Reward score",
+                  "to please the reward function", "By the reward function that PPO was trained on."):  # fmt: skip
+        assert words in text, words
+    assert "Reward function's part" not in text
+
+
+def test_beside_a_reward_model_a_functions_part_is_shown_apart(tmp_path: Path) -> None:
+    text = by_function(tmp_path, reward_model=True)
+    for words in ("Is the reward being gamed?", "By reward model and reward function together", "function +1.00",
+                  "Reward function's part of the score", "What the function gave of the reward score."):  # fmt: skip
+        assert words in text, words
+
+
+@pytest.mark.parametrize("kept", [(), ("sft",), ("reward",), ("sft", "reward"), ("ppo",)])
+def test_stages_may_be_missing(tmp_path: Path, kept: tuple[str, ...]) -> None:
+    write_demo_run(tmp_path)
+    for name in {"sft", "reward", "ppo"} - set(kept):
+        shutil.rmtree(tmp_path / name)
+    found = check(render_report(read_run(tmp_path)))
+    assert {name for name in ("sft", "reward", "ppo") if name in found.ids} == set(kept)
+
+
+def test_a_running_stage_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+    write_demo_run(tmp_path)
+    (tmp_path / "ppo" / "summary.json").unlink()
+    (tmp_path / "ppo" / "samples.jsonl").unlink()
+    found = check(render_report(read_run(tmp_path)))
+    assert "Too early to say" in found.text
+    assert "Unfinished: the last logged step is 60." in found.text
+
+
+def test_what_models_and_files_say_stays_text(tmp_path: Path) -> None:
+    run_dir = tmp_path / "<b>run"
+    row = sample(0.1, 0.2, 0.3, text=HOSTILE)
+    row["prompt"] = [{"role": HOSTILE, "content": HOSTILE}]
+    row["answers"][HOSTILE] = "<img src=x onerror=alert(1)>"
+    write_stage(
+        run_dir / "ppo",
+        [{"step": 1, "score": 1.0}],
+        {"steps": 1, "seconds_by_phase": {HOSTILE: 1.0}, "peak_memory_by_rank": [{"rank": HOSTILE, "host_bytes": "x"}]},
+        [row],
+        f'model: {{name: "<script>"}}\n# </pre><script>{HOSTILE.encode("ascii", "replace").decode()}',
+    )
+    write_stage(run_dir / "reward", summary={"eval_accuracy_by_source": {HOSTILE: 0.5}})
+    (run_dir / "manifest.json").write_text("</details><script>")
+    found = check(write_report(run_dir).read_text(encoding="utf-8"))
+    assert found.text.count("<script>") >= 5
+
+
+def test_odd_values_do_no_harm(tmp_path: Path) -> None:
+    write_stage(
+        tmp_path / "ppo",
+        [{"step": 1, "score": None, "kl": 1e308, "eval_score": 1, "gold_score": None}, {"step": 2, "kl": -1e308}],
+        {
+            "seconds": "long",
+            "seconds_by_phase": [1],
+            "peak_memory_by_rank": {"rank": 0},
+            "final": 3,
+            "gold_score": None,
+        },
+        config="- a list",
+    )
+    check(render_report(read_run(tmp_path)))
+
+
+def test_long_answers_are_cut_and_many_ranks_summed_up(tmp_path: Path) -> None:
+    memory = [{"rank": rank, "device_bytes": rank * 2**30, "host_bytes": 2**30} for rank in range(64)]
+    write_stage(tmp_path / "ppo", summary={"peak_memory_by_rank": memory}, samples=[sample(0, 0, 0, text="x" * 9000)])
+    found = check(render_report(read_run(tmp_path)))
+    assert "(5000 more characters)" in found.text
+    assert "63.00 GiB" in found.text
+    assert "62.00 GiB" not in found.text
+
+
+def test_dpo_shows_rewards_of_held_out_pairs_and_which_it_ranks(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "chosen_reward": -step, "rejected_reward": -2 * step, "eval_chosen_reward": -3.25 * step}
+        for step in (1, 2)
+    ]
+    shares = {"eval_accuracy": 0.71, "eval_accuracy_chosen_longer": 0.9, "eval_accuracy_rejected_longer": 0.4321}
+    write_stage(tmp_path / "dpo", rows, {**shares, "eval_pairs": 64, "eval_accuracy_by_source": {"mine": 0.71}})
+    found = check(render_report(read_run(tmp_path)))
+    for words in ("held-out", "−6.50", "64 pairs.", "Source: mine", "71.0%", "43.2%"):
+        assert words in found.text, words
+
+
+def test_a_folder_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run folder"):
+        write_report(tmp_path / "nothing")
+
+
+def test_bytes_by_owner_stand_beside_the_prediction(tmp_path: Path) -> None:
+    megabytes = {"predicted": {"train": {"parameters": 2**20, "logits": 3 * 2**20}}, "measured": {}}
+    megabytes["measured"] = {"train": {"parameters": 2 * 2**20}, "generate": {"cache": 5 * 2**20}}
+    memory = [{"rank": 0, "device_bytes": 0, "host_bytes": 2**30}]
+    healing = {"times": 2, "micro_batch_tokens": 1024}
+    summary = {"stage": "sft", "memory": megabytes, "healing": healing, "peak_memory_by_rank": memory}
+    write_stage(tmp_path / "sft", [], summary)
+    page = render_report(read_run(tmp_path))
+    table = page[page.index("Bytes by owner") :]
+    rows = [row.split("</td>")[1:5] for row in table.split("<tr>")[2:]]
+    shown = [[cell.rpartition(">")[2] for cell in row] for row in rows]
+    assert shown[:3] == [
+        ["train", "parameters", "1 MiB", "2 MiB"],
+        ["train", "logits", "3 MiB", ""],
+        ["generate", "cache", "", "5 MiB"],
+    ]
+    assert "ran out of memory 2 times" in page and "at most 1,024 tokens" in page
+
+
+def test_foreseen_seconds_stand_beside_those_that_a_step_took(tmp_path: Path) -> None:
+    phases = {"generate": 30.0, "train": 10.0, "evaluate": 99.0}
+    write_stage(tmp_path / "ppo", [], {"stage": "ppo", "steps": 10, "seconds_by_phase": phases})
+    assert "Foreseen" not in render_report(read_run(tmp_path)), "nothing was planned"
+    plan = {"seconds": {"generate": 6.0, "score": 1.0, "train": 1.5, "step": 0.25}}
+    (tmp_path / "ppo" / "plan.json").write_text(json.dumps(plan))
+    page = render_report(read_run(tmp_path))
+    check(page)
+    table = page[page.index("Foreseen and taken") :]
+    rows = [row.split("</td>")[:5] for row in table[: table.index("</table>")].split("<tr>")[2:]]
+    shown = [[cell.rpartition(">")[2] for cell in row] for row in rows]
+    assert shown == [["PPO", "generate", "6.00 s", "3.00 s", "2 x"], ["PPO", "train", "1.75 s", "1.00 s", "1.8 x"]]

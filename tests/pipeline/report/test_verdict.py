@@ -1,0 +1,231 @@
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.data.records import Message
+from pipeline.evaluation.samples import Sample
+from pipeline.launch.closing import closing_words
+from pipeline.report.data import RunReading, StageReading, read_run
+from pipeline.report.gaming import gaming, rank_correlation
+from pipeline.report.report import render_report
+from pipeline.report.verdict import change, conclusion, judge, standings
+from tests.pipeline.report.made_runs import write_demo_run, write_stage
+
+PROMPT = (Message("user", "hi"),)
+
+
+def samples(sft: Sequence[float], ppo: Sequence[float], *, reward: float | None = None) -> list[Sample]:
+    """Samples with these gold scores; `reward` is what PPO's reward score has above SFT's."""
+    found = []
+    for old, new in zip(sft, ppo, strict=True):
+        scores = {} if reward is None else {"sft": old, "ppo": old + reward}
+        found.append(Sample(PROMPT, {"sft": "a", "ppo": "b"}, scores, {"sft": old, "ppo": new}))
+    return found
+
+
+def finished(rows: Sequence[Sample]) -> RunReading:
+    stages = {
+        "sft": StageReading("sft", summary={"steps": 3, "gold_score": 0.4}),
+        "ppo": StageReading("ppo", summary={"steps": 3, "gold_score": 0.6}, samples=rows),
+    }
+    return RunReading("run", stages, {})
+
+
+SPREAD = [0.1 * (n % 5) for n in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("gain", "reward", "outcome", "headline"),
+    [
+        (0.3, 1.0, "good", "RLHF helped."),
+        (-0.3, 1.0, "bad", "RLHF hurt: the reward model was gamed."),
+        (-0.3, -1.0, "bad", "RLHF hurt."),
+        (-0.3, None, "bad", "RLHF hurt."),
+    ],
+)
+def test_gold_decides(gain: float, reward: float | None, outcome: str, headline: str) -> None:
+    verdict = judge(finished(samples(SPREAD, [value + gain for value in SPREAD], reward=reward)))
+    assert (verdict.outcome, verdict.headline) == (outcome, headline)
+    assert "40 held-out prompts" in verdict.evidence
+    assert "Another training seed" in verdict.caveat
+
+
+def test_a_model_that_was_chosen_on_these_prompts_is_told() -> None:
+    """Of several evaluations the best by its score looks better than it is."""
+    for export, step, said in (("best", 2, True), ("last", 3, False)):
+        rows = samples(SPREAD, [value + 0.3 for value in SPREAD])
+        ppo = StageReading("ppo", summary={"steps": 3, "exported_step": step}, samples=rows)
+        verdict = judge(RunReading("run", {"ppo": ppo}, {"ppo": {"export": export}}))
+        assert ("that of rollout 2, the best by its score on these same prompts" in verdict.evidence) == said
+
+
+def test_an_interval_around_zero_is_no_difference() -> None:
+    swing = [value + (0.2 if at % 2 else -0.2) for at, value in enumerate(SPREAD)]
+    verdict = judge(finished(samples(SPREAD, swing)))
+    assert verdict.outcome == "open"
+    assert "contains zero" in verdict.evidence
+
+
+def test_few_prompts_prove_nothing() -> None:
+    verdict = judge(finished(samples([0.1] * 4, [0.9] * 4)))
+    assert verdict.outcome == "open"
+    assert "too few" in verdict.evidence
+
+
+def test_without_gold_the_reward_score_is_not_called_success() -> None:
+    rows = [Sample(PROMPT, {}, {"sft": 0.1 * at, "ppo": 0.1 * at + 1}) for at in range(20)]
+    stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows)}
+    verdict = judge(RunReading("run", stages, {}))
+    assert verdict.outcome == "open"
+    assert verdict.headline == "The reward score rose with PPO."
+    assert "trained on this score" in verdict.evidence and "too few" not in verdict.evidence
+    stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows[:4])}
+    verdict = judge(RunReading("run", stages, {}))
+    assert "did not clearly change" in verdict.headline and "too few" in verdict.evidence
+
+
+BY_FUNCTION = {"ppo": {"reward_function": "mine.py:score", "reward_model": False}}
+BY_BOTH = {"ppo": {"reward_function": "mine.py:score", "reward_model": True}}
+
+
+@pytest.mark.parametrize(("gain", "outcome", "moved"), [
+    (0.25, "good", "rose"), (-0.25, "bad", "fell"), (0.0, "open", "did not clearly change"),
+])  # fmt: skip
+def test_a_functions_score_on_held_out_prompts_is_a_verdict(gain: float, outcome: str, moved: str) -> None:
+    rows = [Sample(PROMPT, {}, {"sft": 0.1 * (n % 5), "ppo": 0.1 * (n % 5) + gain}) for n in range(20)]
+    stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows)}
+    verdict = judge(RunReading("run", stages, BY_FUNCTION))
+    assert (verdict.outcome, verdict.headline) == (outcome, f"The reward function's score {moved} with PPO.")
+    assert "20 held-out prompts the mean went from 0.200 after SFT" in verdict.evidence
+    assert ("No answer's score changed." in verdict.evidence) == (gain == 0.0)
+    assert "trained on this function, with other prompts" in verdict.evidence and "reward model" not in verdict.evidence
+
+
+def test_reward_model_and_function_together_are_called_so() -> None:
+    rows = [Sample(PROMPT, {}, {"sft": n, "ppo": n + 1.0}, {}, {"sft": 0.0, "ppo": 0.5}) for n in range(20)]
+    stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows)}
+    verdict = judge(RunReading("run", stages, BY_BOTH))
+    assert (verdict.outcome, verdict.headline) == (
+        "open", "The score of reward model and reward function together rose with PPO."
+    )  # fmt: skip
+    assert "The reward function's part of it changed by +0.50" in verdict.evidence
+
+
+@pytest.mark.parametrize(("settings", "headline", "score"), [
+    ({}, "RLHF hurt: the reward model was gamed.", "The reward score, "),
+    (BY_FUNCTION, "RLHF hurt: the reward function was gamed.", "The reward function's score, "),
+    (BY_BOTH, "RLHF hurt: the reward was gamed.", "The score of reward model and reward function together, "),
+])  # fmt: skip
+def test_what_was_gamed_is_what_scored(settings: dict[str, Any], headline: str, score: str) -> None:
+    run = finished(samples(SPREAD, [value - 0.3 for value in SPREAD], reward=1.0))
+    verdict = judge(RunReading(run.name, run.stages, settings))
+    assert verdict.headline == headline and f" {score}which PPO was trained on, changed by" in verdict.evidence
+
+
+def test_without_samples_the_summaries_speak_and_no_interval_is_claimed() -> None:
+    verdict = judge(finished([]))
+    assert verdict.outcome == "open"
+    assert "0.40" in verdict.evidence
+    assert "0.60" in verdict.evidence
+
+
+def test_an_unfinished_run_says_how_far_it_is() -> None:
+    ppo = StageReading("ppo", rows=[{"step": 7.0}])
+    verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3}), "ppo": ppo}, {}))
+    assert verdict.headline.startswith("Too early")
+    assert verdict.headline.endswith("PPO has not finished.")
+    assert "Finished: SFT. PPO is unfinished, at step 7. The same command continues it" in verdict.evidence
+
+
+def test_stages_that_were_not_asked_for_are_not_called_unfinished() -> None:
+    verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3})}, {}))
+    assert verdict.headline == "Too early to say: PPO has not run."
+    assert verdict.evidence.startswith("Finished: SFT. The same command with stage=all runs the others")
+
+
+def test_the_closing_words_of_a_run_say_whether_it_helped(tmp_path: Path) -> None:
+    write_demo_run(tmp_path)
+    verdict = conclusion(tmp_path)
+    assert verdict is not None and verdict.startswith("RLHF helped. On the same 96 held-out prompts")
+    assert f"\nverdict {verdict}\nmodel " in closing_words(tmp_path, verdict)
+    (tmp_path / "ppo" / "summary.json").unlink()
+    assert conclusion(tmp_path) is None and "verdict" not in closing_words(tmp_path)
+
+
+def with_dpo(run_dir: Path, *, finished: str) -> str | None:
+    """Beside PPO a DPO of the same prompts, each with a gold score of 0.25 below PPO's."""
+    rows = []
+    for line in (run_dir / "ppo" / "samples.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        gold = {**row["gold"], "dpo": row["gold"].pop("ppo") - 0.25}
+        rows.append({**row, "answers": dict.fromkeys(gold, "so"), "gold": gold, "scores": {}})
+    summary = {"steps": 9, "gold_score": 0.4, "eval_accuracy": 0.75, "eval_pairs": 64}
+    write_stage(run_dir / "dpo", [{"step": 9, "loss": 0.5, "margin": 1.0}], summary, rows)
+    times = {"ppo": {"finished": "2026-11-22T10:00:00"}, "dpo": {"finished": finished}}
+    (run_dir / "manifest.json").write_text(json.dumps({"identity": {}, "asked": "", "stages": times}))
+    return conclusion(run_dir)
+
+
+def test_of_ppo_and_dpo_the_one_that_finished_last_is_judged_beside_the_other(tmp_path: Path) -> None:
+    write_demo_run(tmp_path)
+    earlier = with_dpo(tmp_path, finished="2026-11-21T10:00:00")
+    assert earlier is not None and earlier.startswith("RLHF helped. On the same 96")
+    later = with_dpo(tmp_path, finished="2026-11-23T10:00:00")
+    assert later is not None and "DPO" in later.partition(".")[0] and "after DPO: " in later and "PPO" not in later
+    assert f"model   {tmp_path}/dpo/model" in closing_words(tmp_path, later)
+    run = read_run(tmp_path)
+    assert [row.label for row in standings(run.samples(), "gold")] == ["Base", "SFT", "DPO", "PPO"]
+    gap = change(run.samples(), "gold", "dpo", "ppo")
+    assert gap is not None and gap.mean == pytest.approx(0.25) and gap.worse == gap.same == 0
+    page = render_report(run)
+    assert "Stage 2: direct preference optimisation" in page and "SFT to DPO" in page and "SFT to PPO" in page
+
+
+def test_dpo_without_gold_says_what_it_ranks_and_claims_no_more() -> None:
+    dpo = StageReading("dpo", summary={"steps": 1, "eval_accuracy": 0.75, "eval_pairs": 64})
+    verdict = judge(RunReading("run", {"dpo": dpo}, {}))
+    assert (verdict.outcome, verdict.headline) == ("open", "DPO has finished.")
+    assert verdict.evidence.startswith("It ranks 75% of 64 held-out pairs as they are labelled. This data has no gold")
+    verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3})}, {"method": "dpo"}))
+    assert verdict.headline == "Too early to say: DPO has not run."
+
+
+def test_change_counts_prompts_that_both_models_have() -> None:
+    rows = samples([0.5, 0.5, 0.5], [0.75, 0.5, 0.0])
+    rows.append(Sample(PROMPT, {"sft": "only"}, gold={"sft": 1.0}))
+    found = change(rows, "gold", "sft", "ppo")
+    assert found is not None
+    assert (found.better, found.same, found.worse, found.prompts) == (1, 1, 1, 3)
+    assert (found.old_mean, found.new_mean) == pytest.approx((0.5, 1.25 / 3))
+    assert found.mean == pytest.approx(-0.25 / 3)
+    assert change(rows, "gold", "base", "sft") is None
+    assert [row.label for row in standings(rows, "gold")] == ["SFT", "PPO"]
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ([(1, 0.0, 0.4), (2, 1.0, 0.8), (3, 2.0, 0.5)], "Yes."),
+        ([(1, 0.0, 0.4), (2, 1.0, 0.7), (3, 2.0, 0.69)], "No sign of it."),
+        ([(1, 0.0, 0.4), (2, 1.0, 0.41), (3, 2.0, 0.4)], "Possibly."),
+        ([(1, 1.0, 0.4), (2, 0.9, 0.3), (3, 0.8, 0.2)], "No."),
+        ([(1, 0.0, 0.4), (2, 1.0, 0.8)], "Can't be told."),
+        ([(1, 0.0, 0.4), (2, float("nan"), 0.8), (3, 1.0, 0.5)], "Can't be told."),
+    ],
+)
+def test_gaming(path: list[tuple[float, float, float]], answer: str) -> None:
+    assert gaming(path, noise=0.05).answer == answer
+    if answer == "Possibly.":  # the two means are within noise of one another, but prompt by prompt gold is up
+        assert gaming(path, noise=0.05, helped=True).answer == "No sign of it."
+
+
+def test_rank_correlation_by_hand() -> None:
+    assert rank_correlation([1, 2, 3], [10, 20, 90]) == pytest.approx(1.0)
+    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+    # Ranks 1, 2.5, 2.5, 4 against 1, 3, 2, 4: covariance 4.5, variances 4.5 and 5.
+    assert rank_correlation([1, 2, 2, 3], [1, 3, 2, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
+    assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
+    assert rank_correlation([1, 2], [1, 2]) is None

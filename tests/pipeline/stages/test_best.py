@@ -1,0 +1,168 @@
+"""export=best: which step's model is exported, and what that step's checkpoint lives through."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine import Checkpointer, Engine
+from pipeline.config.check import validate
+from pipeline.config.compose import compose
+from pipeline.errors import UserError
+from pipeline.launch.fingerprint import stage_settings
+from pipeline.stages.stage_run import StageRun
+from tests.pipeline.stages.test_stage_run import lines, names, stage_of, work
+from tests.tiny import finish, lay_out, metrics, start_worker, tiny_config
+
+LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.0, 10: 4.0}  # held out, after these steps
+
+
+def begin(folder: Path, **keys: Any) -> tuple[StageRun, Engine]:
+    folder.mkdir(exist_ok=True)
+    keys = {"export": "best", "eval_every": 2, "save_every": 3, "keep_checkpoints": 1, "decides": "eval_loss", **keys}
+    return stage_of(folder, 10, **keys)
+
+
+def train(stage: StageRun, engine: Engine, last: int) -> dict[int, torch.Tensor]:
+    """As a stage does, up to step `last`; the weights after each step."""
+    found = {}
+    for step in stage.steps_left():
+        work_without_saving(stage, engine, step)
+        found[step] = engine.module.weight.detach().clone()
+        if step in LOSSES:
+            stage.note_best(step, "eval_loss", LOSSES[step], higher=False)
+        stage.save(step)
+        if step == last:
+            break
+    stage.settle()
+    return found
+
+
+def work_without_saving(stage: StageRun, engine: Engine, step: int) -> None:
+    save, stage.save = stage.save, lambda _: None  # type: ignore[method-assign]
+    work(stage, engine, step, step)
+    stage.save = save  # type: ignore[method-assign]
+
+
+def test_the_models_are_as_after_the_best_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage, engine = begin(tmp_path / "sft")
+    stage.restore()
+    weights = train(stage, engine, 10)
+    assert names(stage.folder) == ["step-4", "step-10"]  # the best stays, older than the newest that are kept
+    stage.take_best()
+    assert torch.equal(engine.module.weight, weights[4]) and not torch.equal(weights[4], weights[10])
+    assert "sft: exports step 4 of 10, the best by eval_loss" in capsys.readouterr().out
+    stage.finish({})
+    summary = json.loads((stage.folder / "summary.json").read_text())
+    assert (summary["exported_step"], summary["eval_loss"], summary["final"]["step"]) == (4, 1.0, 10)
+
+
+def test_without_it_the_last_model_is_exported(tmp_path: Path) -> None:
+    stage, engine = begin(tmp_path / "sft", export="last")
+    stage.restore()
+    weights = train(stage, engine, 10)
+    stage.take_best()
+    assert torch.equal(engine.module.weight, weights[10]) and names(stage.folder) == ["step-10"]
+    stage.finish({})
+    summary = json.loads((stage.folder / "summary.json").read_text())
+    assert summary["exported_step"] == 10 and "eval_loss" not in summary and summary["best"] == {"eval_loss": 1.0}
+
+
+@pytest.mark.parametrize("killed", [4, 5, 7, 9, 10])
+def test_a_killed_stage_knows_its_best_step(tmp_path: Path, killed: int) -> None:
+    whole, engine = begin(tmp_path / "whole")
+    whole.restore()
+    train(whole, engine, 10)
+    whole.take_best()
+    first, other = begin(tmp_path / "killed")
+    first.restore()
+    train(first, other, killed)
+    again, other = begin(tmp_path / "killed", seed=7)
+    assert again.restore() == max(step for step in (3, 4, 6, 9, 10) if step <= killed)
+    train(again, other, 10)
+    again.take_best()
+    assert torch.equal(other.module.weight, engine.module.weight) and again.best == whole.best
+    assert [x["loss"] for x in lines(tmp_path / "killed")] == [x["loss"] for x in lines(tmp_path / "whole")]
+
+
+def test_a_checkpoint_that_is_written_while_a_better_step_comes_leaves_the_best_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, engine = begin(tmp_path)
+    stage.restore()
+    train(stage, engine, 5)
+    save = Checkpointer.save
+
+    def late(itself: Checkpointer, *args: Any, then: Any, **rest: Any) -> None:
+        save(itself, *args, then=lambda: None, **rest)
+        stage.settle()
+        stage.note_best(8, "eval_loss", 0.5, higher=False)
+        then()  # of step 6's writing, when step 8 is the best already, and not yet written
+
+    monkeypatch.setattr(Checkpointer, "save", late)
+    stage.save(6)
+    assert names(tmp_path) == ["step-4", "step-6"]
+    fresh, _ = begin(tmp_path, seed=7)
+    assert fresh.restore() == 6
+    fresh.take_best()  # finds it
+
+
+def test_a_best_checkpoint_that_is_damaged_or_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage, engine = begin(tmp_path / "sft")
+    stage.restore()
+    weights = train(stage, engine, 10)
+    place = stage.folder / "checkpoints" / "step-4"
+    (place / "tensors-0.bin").write_bytes(b"short")
+    with pytest.raises(UserError, match=r"step-4 is damaged .*step 4 of 10, the best by eval_loss.* delete it"):
+        stage.take_best()
+    shutil.rmtree(place)
+    stage.take_best()
+    assert torch.equal(engine.module.weight, weights[10])
+    assert "exports the last step: the checkpoint of step 4 of 10, the best by eval_loss, is gone" in (
+        capsys.readouterr().out
+    )
+    stage.finish({})
+    assert json.loads((stage.folder / "summary.json").read_text())["exported_step"] == 10
+
+
+def test_what_chooses_is_part_of_what_a_stage_depends_on() -> None:
+    def settings(*words: str) -> dict[str, Any]:
+        return stage_settings(validate(compose(["model=gpt2", "ppo.eval_every=5", *words])), "ppo")
+
+    plain, best = settings(), settings("ppo.export=best")
+    assert plain == settings("ppo.eval_every=7", "evaluation.prompts=9")
+    assert best != plain and best["ppo.eval_every"] == 5
+    assert best != settings("ppo.export=best", "ppo.eval_every=7")
+    assert best != settings("ppo.export=best", "evaluation.prompts=9")
+
+
+FALLING = """
+calls = 0
+
+def score(answer, row):
+    global calls
+    calls += 1
+    return -calls
+"""
+
+
+def test_where_ppo_makes_answers_worse_the_sft_model_is_the_best(tmp_path: Path) -> None:
+    """Scores fall with every call, so that the evaluation before the first step is the best one."""
+    (tmp_path / "falling.py").write_text(FALLING)
+    own = {"reward_model": False, "reward_function": f"{tmp_path}/falling.py:score", "ema": None, "steps": 4}
+    chosen = {"export": "best", "eval_every": 2, "save_every": 1, "keep_checkpoints": 1}
+    sft = {"steps": 4, "save_every": 3, "export": "best", "eval_every": 1}
+    run_dir = tmp_path / "run"
+    lay_out(run_dir, tiny_config(sft=sft, ppo={**own, **chosen, "lr": 1e-3}))
+    finish(start_worker(run_dir, "sft"))
+    assert json.loads((run_dir / "sft" / "summary.json").read_text())["exported_step"] == 4
+    assert "ppo: exports step 0 of 4, the best by eval_score" in finish(start_worker(run_dir, "ppo"))
+    ours, theirs = (load_file(run_dir / stage / "model" / "model.safetensors") for stage in ("ppo", "sft"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert metrics(run_dir, "ppo")[-1]["grad_norm"] > 0
+    answers = [json.loads(line)["answers"] for line in (run_dir / "ppo" / "samples.jsonl").read_text().splitlines()]
+    assert all(answer["ppo"] == answer["sft"] for answer in answers)

@@ -1,0 +1,105 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.schema import DataConfig, RolloutSection
+from pipeline.data.encode import encode_conversations
+from pipeline.data.load import StageRecords, load_held_out, load_stage
+from pipeline.data.records import Prompt
+from pipeline.data.tokenizer import train_tokenizer
+from pipeline.errors import UserError
+from pipeline.stages import data as stage_data
+from pipeline.stages.data import say_cut
+from pipeline.stages.distributed import by_first_rank
+from tests.ranks import run_ranks
+from tests.tiny import tiny_config
+
+ROWS = [{"prompt": f"Question {n}?", "completion": f"Answer {n}."} for n in range(30)]
+
+
+def test_held_out_prompts_that_do_not_fit_are_told_before_any_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    tokenizer = train_tokenizer(["Question 1?"], 300)
+    own = {"data": DataConfig(name="a", path=str(file))}
+    config = tiny_config(rollout={"max_prompt_tokens": 3}).model_copy(update=own)
+    with pytest.raises(UserError, match=r"none of the \d held-out prompts fits .*max_prompt_tokens=3, .*raise it"):
+        stage_data.evaluation_prompts(config, tokenizer)
+    assert stage_data.evaluation_prompts(config.model_copy(update={"stage": "sft"}), tokenizer) == []
+    assert "max_prompt_tokens=3: none is answered" in capsys.readouterr().out
+
+
+def test_what_was_cut_for_its_length_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    say_cut("sft", {}, 9, "sft.max_length")
+    assert capsys.readouterr().out == ""
+    say_cut("sft", {"no answer within max_length": 1, "cut to max_length": 4}, 9, "sft.max_length")
+    told = capsys.readouterr().out
+    assert told == (
+        "sft: too long, of 9: 4 x cut to max_length, 1 x no answer within max_length; sft.max_length sets the limit\n"
+    )
+
+
+def test_data_that_a_later_stage_would_refuse_is_refused_by_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another file's ties, of which SFT reads nothing."""
+    chats, pairs = tmp_path / "chats.jsonl", tmp_path / "pairs.jsonl"
+    chats.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    pairs.write_text("".join(json.dumps({"prompt": f"{n}?", "chosen": "a", "rejected": "a"}) + "\n" for n in range(9)))
+    sources = [{"path": str(chats), "stages": ["sft", "ppo"]}, {"path": str(pairs), "stages": ["reward"]}]
+    data = DataConfig.model_validate({"name": "x", "sources": sources})
+    config = tiny_config().model_copy(update={"data": data})
+    with pytest.raises(UserError, match="9 of 9 rows can't be used for reward: 9 x chosen equals rejected"):
+        stage_data.check_data_to_come(config, "sft")
+    assert capsys.readouterr().out.startswith("sft: reading the data of reward and ppo too")
+    for nothing_bad_to_come in ({"stage": "sft"}, {"data": tiny_config().data}):
+        stage_data.check_data_to_come(config.model_copy(update=nothing_bad_to_come), "sft")
+    stage_data.check_data_to_come(config, "ppo")  # the reward stage is behind it
+    assert capsys.readouterr().out == ""
+    stage_data.check_data_to_come(config.model_copy(update={"reward_path": "elsewhere"}), "sft")
+    assert capsys.readouterr().out.startswith("sft: reading the data of ppo too")
+
+
+def on_every_rank(file: str) -> dict[str, Any]:
+    """What a rank gets of the data, and how often it read any."""
+    read: list[str] = []
+
+    def counted(data: DataConfig, which: str, seed: int, **keys: Any) -> StageRecords:
+        read.append(which)
+        return load_stage(data, which, seed, **keys)
+
+    def counted_held_out(data: DataConfig, **keys: Any) -> list[Prompt]:
+        read.append("held out")
+        return load_held_out(data, **keys)
+
+    stage_data.load_stage, stage_data.load_held_out = counted, counted_held_out
+    config = tiny_config().model_copy(update={"data": DataConfig(name="a", path=file)})
+    tokenizer = train_tokenizer(["Question 1?"], 300)
+    records = stage_data.stage_records(config, "sft")
+    items, notes = by_first_rank(lambda: encode_conversations(tokenizer, records.train, max_length=17))
+    short = config.model_copy(update={"rollout": RolloutSection(max_prompt_tokens=3)})
+    with pytest.raises(UserError, match="held-out prompts fits") as refused:
+        stage_data.evaluation_prompts(short, tokenizer)
+    return {
+        "read": read,
+        "records": len(records.train),
+        "skipped": records.skipped,
+        "items": [(item.ids.tolist(), item.counts.tolist()) for item in items],
+        "notes": dict(notes),
+        "prompts": stage_data.evaluation_prompts(config, tokenizer),
+        "refused": str(refused.value),
+    }
+
+
+def test_the_first_rank_reads_and_encodes_for_all(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    rows = [*ROWS, {"prompt": "Question?", "completion": ""}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = run_ranks(on_every_rank, 2, str(file))
+    assert (first.pop("read"), second.pop("read")) == (["sft", "held out", "held out"], [])
+    assert first.pop("records") == len(first["items"]) > 5 and second.pop("records") == 0
+    assert first == second and first["notes"]["cut to max_length"] > 0 and first["skipped"]["empty answer"] == 1

@@ -1,0 +1,105 @@
+from pathlib import Path
+
+import pytest
+from transformers import CohereConfig, LlamaConfig
+
+from pipeline.config.schema import DpoSection, LoraConfig, PpoSection, RewardSection
+from pipeline.data.tokenizer import train_tokenizer
+from pipeline.errors import UserError
+from pipeline.models.source import ModelSource
+from pipeline.stages import models as stage_models
+from pipeline.stages.data import stage_records
+from pipeline.stages.models import policy_to_tune, require_adapters, require_context, require_scorer, run_tokenizer
+from tests.pipeline.models.tiny import config_of, language_model
+from tests.tiny import tiny_config
+
+
+def test_a_rank_that_finds_the_tokenizer_made_waits_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(stage_models.dist, "barrier", lambda: waits.append(1))
+    monkeypatch.setattr(stage_models, "load_tokenizer", lambda folder, **_: folder)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer_config.json").touch()
+    assert run_tokenizer(tiny_config(), tmp_path) == str(tmp_path / "tokenizer")  # type: ignore[comparison-overlap]
+    assert waits == [1]  # else it is in another collective than the rank that made it
+
+
+def test_a_tokenizer_is_trained_on_the_records_that_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As good as one that reads them itself: equal texts, equal order."""
+    config = tiny_config()
+    read = stage_records(config, "sft").train
+    itself = run_tokenizer(config, _folder(tmp_path / "itself"))
+    monkeypatch.setattr(stage_models, "load_stage", None)
+    made = run_tokenizer(config, _folder(tmp_path / "given"), trained_on=read)
+    assert made.fingerprint() == itself.fingerprint()
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_lengths_that_a_later_stage_has_no_positions_for_are_told_by_the_first() -> None:
+    source = ModelSource("short", LlamaConfig(max_position_embeddings=200), None, 1, "sdpa", False)
+    long = {"reward": {"max_length": 201}, "rollout": {"max_prompt_tokens": 150, "max_new_tokens": 51}}
+    with pytest.raises(UserError) as told:
+        require_context(tiny_config(**long), "sft", source)
+    assert str(told.value) == (
+        "short has 200 positions for a sequence, too few for reward.max_length=201: set it to 200 or less; "
+        "for rollout.max_prompt_tokens=150 and rollout.max_new_tokens=51: 200 or less together"
+    )
+    with pytest.raises(UserError, match=r"^short has 200 positions for a sequence, too few for rollout"):
+        require_context(tiny_config(**long), "ppo", source)
+    alone = tiny_config(**long).model_copy(update={"stage": "sft"})
+    with pytest.raises(UserError, match=r"^short has 200 positions for a sequence, too few for rollout"):
+        require_context(alone, "sft", source)  # it answers held-out prompts
+    require_context(tiny_config(reward={"max_length": 200}), "sft", source)
+
+
+def test_a_reward_model_of_another_size_has_positions_of_its_own() -> None:
+    source = ModelSource("short", LlamaConfig(max_position_embeddings=200), None, 1, "sdpa", False)
+    long = tiny_config(reward={"max_length": 201})
+    apart = long.model_copy(update={"reward_model": long.model})
+    require_context(apart, "sft", source)
+    with pytest.raises(UserError, match=r"reward\.max_length=201"):
+        require_context(apart, "reward", source)
+
+
+def test_a_family_without_reward_models_is_refused_before_sft() -> None:
+    source = ModelSource("c", CohereConfig(num_hidden_layers=1, hidden_size=32, vocab_size=96), None, 1, "sdpa", False)
+    for changes in ({}, {"ppo": {"reward_model": False, "reward_function": "a.py:f"}}):
+        with pytest.raises(UserError, match=r"c can be no reward model and no critic: .*cohere.*ppo=grpo"):
+            require_scorer(tiny_config(**changes), source)
+    without = {"reward_model": False, "reward_function": "a.py:f", "advantage": "rloo", "samples": 2}
+    require_scorer(tiny_config(ppo=without), source)
+    require_scorer(tiny_config().model_copy(update={"stage": "sft"}), source)
+    other = tiny_config()
+    require_scorer(other.model_copy(update={"reward_model": other.model}), source)
+
+
+def test_a_policy_whose_tokenizer_has_more_ids_than_it_has_rows_is_refused(tmp_path: Path) -> None:
+    """DPO and PPO start from any folder; an id without a row would end the stage in the middle, or read another's."""
+    language_model(config_of("llama")).save_pretrained(tmp_path)
+    train_tokenizer([f"Question {n}? Answer {n}." for n in range(300)], 400).hf.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"the tokenizer has \d+ ids, model .* only \d+ embedding rows; give"):
+        policy_to_tune(tiny_config(), tmp_path)
+
+
+def test_targets_of_a_later_stage_are_looked_for_before_sft() -> None:
+    source, other = (ModelSource("b", config_of(family), None, 1, "sdpa", False) for family in ("gpt2", "llama"))
+    lora = LoraConfig(rank=2, targets=["q_proj"])
+    config = tiny_config()
+    for changes in (
+        {"method": "dpo", "dpo": DpoSection(lora=lora)},
+        {"reward": RewardSection(lora=lora)},
+        {"ppo": PpoSection(lora=lora)},
+    ):
+        adapted = config.model_copy(update=changes)
+        with pytest.raises(UserError, match=r"^(dpo|reward|ppo)\.lora\.targets=\['q_proj'\] matches no .*c_attn"):
+            require_adapters(adapted, source)
+        require_adapters(adapted, other)
+        require_adapters(adapted.model_copy(update={"stage": "sft"}), source)
+    rewarding = config.model_copy(update={"reward": RewardSection(lora=lora), "reward_model": config.model})  # a Llama
+    require_adapters(rewarding, source)

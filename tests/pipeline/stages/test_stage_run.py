@@ -1,0 +1,371 @@
+"""The folder of a stage: when it saves, what it keeps, where a killed run goes on, and what it says when it can't."""
+
+import errno
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine import Engine, EngineConfig, OptimizerConfig
+from engine.checkpoint.storage import Writer
+from engine.config import LossScale
+from engine.parallel import dist, stop_request
+from pipeline.config.schema import SftSection
+from pipeline.errors import UserError
+from pipeline.files import explained_disk, write_json, write_whole
+from pipeline.stages import stage_run, stop_signals
+from pipeline.stages.stage_run import StageRun
+from pipeline.stages.stop_signals import Stopped
+
+
+def engine_of(seed: int = 1) -> Engine:
+    torch.manual_seed(seed)
+    return Engine(nn.Linear(3, 2), EngineConfig(dtype="fp32"), optimizer=OptimizerConfig(lr=0.1, total_steps=30))
+
+
+def stage_of(folder: Path, steps: int = 6, seed: int = 1, **keys: Any) -> tuple[StageRun, Engine]:
+    engine = engine_of(seed)
+    others = ("watchers", "frozen", "extra", "take", "profile", "decides")
+    rest = {name: keys.pop(name) for name in others if name in keys}
+    return StageRun(folder, SftSection(**keys), steps, {"net": engine}, **rest), engine
+
+
+def squared(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
+    return module(x).square().sum(), {}
+
+
+def zero_to_a_power(module: nn.Module, power: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
+    return (module(torch.ones(1, 3)) * 0.0).abs().pow(power).sum(), {}
+
+
+def work(stage: StageRun, engine: Engine, first: int, last: int) -> None:
+    """Steps as a stage makes them."""
+    for step in range(first, last + 1):
+        with stage.clock.phase("train"):
+            x = torch.randn(4, 3)  # from the generator that a checkpoint keeps
+            update = engine.update([x.to(dist.world().device)], squared, 4)
+        stage.clock.tokens += 10
+        stage.log(step, {"loss": update.loss})
+        stage.save(step)
+
+
+def names(folder: Path) -> list[str]:
+    found = (p.name for p in (folder / "checkpoints").iterdir())
+    return sorted(found, key=lambda name: int(name.removesuffix(".tmp").split("-")[1]))
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("steps", "save_every", "saved"),
+    [(6, 4, [4, 6]), (6, 3, [3, 6]), (25, 0, [3, 6, 9, 12, 15, 18, 21, 24, 25]), (5, 0, [1, 2, 3, 4, 5]), (5, 9, [5])],
+)
+def test_saves_every_so_often_and_at_the_end(tmp_path: Path, steps: int, save_every: int, saved: list[int]) -> None:
+    stage, _ = stage_of(tmp_path, steps, save_every=save_every, keep_checkpoints=99)
+    for step in range(1, steps + 1):
+        stage.save(step)
+        stage.save(step)  # once is enough
+    stage.settle()
+    assert names(tmp_path) == [f"step-{n}" for n in saved]
+
+
+def test_a_checkpoint_is_written_where_the_last_one_is_long_ago(tmp_path: Path) -> None:
+    for save_every, saved in ((0, [3, 4, 6]), (4, [4])):
+        stage, _ = stage_of(tmp_path / str(save_every), 25, save_every=save_every, keep_checkpoints=99)
+        for step in range(1, 7):
+            if step == 4:
+                stage._saved_at -= stage_run.SECONDS_BETWEEN_SAVES
+            stage.save(step)
+        stage.settle()
+        assert names(tmp_path / str(save_every)) == [f"step-{n}" for n in saved]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_keeps_the_newest_checkpoints(tmp_path: Path, keep: int) -> None:
+    with stage_of(tmp_path, 6, save_every=1, keep_checkpoints=keep)[0] as stage:
+        for step in range(1, 7):
+            stage.save(step)
+            whole = [name for name in names(tmp_path) if not name.endswith(".tmp")]
+            assert step == 1 or whole  # something to go back to while the next one is written
+    assert names(tmp_path) == [f"step-{n}" for n in range(7 - keep, 7)]
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    through, engine = stage_of(tmp_path / "a", save_every=2)
+    work(through, engine, 1, 6)
+    through.settle()
+    killed, engine = stage_of(tmp_path / "b", save_every=2)
+    work(killed, engine, 1, 5)  # and no more: two checkpoints, five lines
+    killed.settle()
+    (tmp_path / "b" / "checkpoints" / "step-6.tmp").mkdir()
+    with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    fresh, engine = stage_of(tmp_path / "b", seed=7, save_every=2)
+    assert fresh.restore() == 4
+    assert [line["step"] for line in lines(tmp_path / "b")] == [1, 2, 3, 4]
+    assert names(tmp_path / "b") == ["step-2", "step-4"]
+    work(fresh, engine, 5, 6)
+    fresh.settle()
+    ours, theirs = lines(tmp_path / "b"), lines(tmp_path / "a")
+    assert [(x["step"], x["loss"], x["tokens"]) for x in ours] == [(x["step"], x["loss"], x["tokens"]) for x in theirs]
+    assert [x["seconds"] for x in ours] == sorted(x["seconds"] for x in ours)
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_serves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    through, engine = stage_of(tmp_path / "a", save_every=2)
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    work(through, engine, 1, 6)
+    through.settle()
+    killed, engine = stage_of(tmp_path / "b", save_every=2, keep_checkpoints=3)
+    work(killed, engine, 1, 6)
+    killed.settle()
+    places = {n: tmp_path / "b" / "checkpoints" / f"step-{n}" for n in (2, 4, 6)}
+    (places[6] / "index.json").unlink()
+    (places[4] / "state.json").write_text("{}")
+    fresh, engine = stage_of(tmp_path / "b", seed=7, save_every=2, keep_checkpoints=1)
+    assert fresh.restore() == 2
+    said = capsys.readouterr().out
+    assert f"{places[6]} is damaged (index.json is missing)" in said and "step-4.damaged" in said
+    assert "continuing after step 2 of 6" in said
+    work(fresh, engine, 3, 4)
+    fresh.settle()
+    assert sorted(p.name for p in places[4].parent.iterdir()) == ["step-4", "step-4.damaged", "step-6.damaged"]
+    work(fresh, engine, 5, 6)
+    fresh.settle()
+    assert [x["loss"] for x in lines(tmp_path / "b")] == [x["loss"] for x in lines(tmp_path / "a")]
+
+
+def test_nothing_begins_anew_by_itself_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
+    stage, engine = stage_of(tmp_path, save_every=2)
+    work(stage, engine, 1, 4)
+    stage.settle()
+    for place in (tmp_path / "checkpoints").iterdir():
+        (place / "tensors-0.bin").unlink()
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"step-4: tensors-0.bin is missing; step-2: .* delete that folder"):
+            stage_of(tmp_path)[0].restore()
+    assert names(tmp_path) == ["step-2", "step-4"] and len(lines(tmp_path)) == 4
+
+
+def test_a_signal_to_stop_is_heeded_when_a_step_is_done(tmp_path: Path) -> None:
+    stage, engine = stage_of(tmp_path, save_every=5)
+    try:
+        with pytest.raises(Stopped), stage:
+            for step in stage.steps_left():
+                if step == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                work(stage, engine, step, step)
+    finally:
+        stop_request.forget()
+    assert names(tmp_path) == ["step-2"] and len(lines(tmp_path)) == 2
+    fresh, _ = stage_of(tmp_path, save_every=5)
+    assert fresh.restore() == 2
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_stop_between_the_last_step_and_the_end_keeps_that_step(at_once: bool, tmp_path: Path) -> None:
+    stage, engine = stage_of(tmp_path, save_every=5)
+    try:
+        with pytest.raises(Stopped), stage:
+            for step in stage.steps_left():
+                work(stage, engine, step, step)
+                if at_once and step == 6:  # no update is left that would tell other ranks
+                    os.kill(os.getpid(), signal.SIGUSR1)
+            assert not at_once, "the steps have raised it"
+            with stop_signals.handled(stop_signals.stop):
+                os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        stop_request.forget()
+    assert names(tmp_path)[-1] == "step-6"
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_what_comes_back_besides_the_weights(tmp_path: Path) -> None:
+    taken: list[dict[str, Any]] = []
+    stage, engine = stage_of(tmp_path, save_every=2, extra=lambda: {"kl_coef": 0.07})
+    stage.note_best(1, "eval_loss", 2.0, higher=False)
+    work(stage, engine, 1, 2)
+    stage.settle()
+    fresh, _ = stage_of(tmp_path, save_every=2, take=taken.append)
+    fresh.restore()
+    assert taken == [{"kl_coef": 0.07}]
+    assert fresh.best == {"eval_loss": 2.0} and fresh.clock.tokens == 20 and fresh.last["step"] == 2
+    assert fresh.clock.seconds["train"] == pytest.approx(stage.clock.seconds["train"])
+    assert fresh.clock.lap()["tokens_per_second"] == 0.0  # the lap begins here
+
+
+def test_models_that_only_score_may_come_and_go_between_starts(tmp_path: Path) -> None:
+    """PPO's reference: what was found out of its memory is of no use without it."""
+    limits: list[list[int | None]] = []
+    for there in ([], ["old", "gone"], ["new", "old"]):
+        frozen = {name: engine_of() for name in there}
+        stage, engine = stage_of(tmp_path, save_every=1, frozen=frozen)
+        done = stage.restore()
+        limits.append([engine.healer.limit for engine in frozen.values()])
+        for each in frozen.values():
+            each.healer.limit = 64
+        work(stage, engine, done + 1, done + 1)
+        stage.settle()
+    assert limits == [[], [None, None], [None, 64]] and stage.healing["micro_batch_tokens"] == 64
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path) -> None:
+    stage, _ = stage_of(tmp_path)
+    stage.log(0, {"lr": 0.0})
+    stage.log(1, {"loss": 1.0})
+    fresh, _ = stage_of(tmp_path)
+    assert fresh.restore() == 0
+    fresh.log(0, {"lr": 0.0})
+    assert [line["step"] for line in lines(tmp_path)] == [0]
+
+
+def test_phases_and_laps(tmp_path: Path) -> None:
+    stage, _ = stage_of(tmp_path)
+    for _ in range(2):
+        with stage.clock.phase("generate"):
+            time.sleep(0.03)
+    with pytest.raises(KeyError), stage.clock.phase("evaluate"):
+        time.sleep(0.02)
+        raise KeyError
+    stage.clock.tokens += 500
+    stage.clock.move("generate", "flip", 0.02)
+    assert stage.clock.seconds["evaluate"] >= 0.02
+    spent = stage.clock.seconds["generate"]
+    assert 0.04 <= spent < 0.5 and stage.clock.seconds["flip"] == 0.02
+    lap = stage.clock.lap()
+    assert set(lap) == {"generate_seconds", "flip_seconds", "tokens_per_second"}  # evaluating is not the stage's work
+    assert lap["generate_seconds"] == pytest.approx(spent, abs=1e-4) and lap["flip_seconds"] == 0.02
+    assert lap["tokens_per_second"] == pytest.approx(500 / (spent + 0.02), rel=1e-3)
+    with stage.clock.phase("train"):
+        time.sleep(0.02)
+    stage.clock.tokens += 30
+    lap = stage.clock.lap()
+    assert lap["generate_seconds"] == 0
+    assert lap["tokens_per_second"] == pytest.approx(30 / lap["train_seconds"], rel=0.01)
+
+
+def test_lines_of_metrics(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Watching:
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            seen.append(step)
+
+    stage, _ = stage_of(tmp_path, 8, log_every=3, watchers=[Watching()])
+    for step in range(1, 9):
+        stage.log(step, {"loss": math.nan if step == 3 else step / 2})
+    assert [line["step"] for line in lines(tmp_path)] == seen == [1, 3, 6, 8]
+    assert [line["loss"] for line in lines(tmp_path)] == [0.5, None, 3.0, 4.0]
+    assert stage.last["loss"] == 4.0
+
+
+def test_best_figures(tmp_path: Path) -> None:
+    stage, _ = stage_of(tmp_path)
+    for value in (math.nan, 0.5, 0.7, math.nan, 0.6):
+        stage.note_best(1, "up", value, higher=True)
+        stage.note_best(1, "down", value, higher=False)
+    assert stage.best == {"up": 0.7, "down": 0.5}
+
+
+def test_evaluations(tmp_path: Path) -> None:
+    assert [s for s in range(1, 8) if stage_of(tmp_path, 7, eval_every=3)[0].evaluates(s)] == [3, 6, 7]
+    assert [s for s in range(1, 8) if stage_of(tmp_path, 7)[0].evaluates(s)] == [7]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_stops_with_its_batch(tmp_path: Path, loss: float) -> None:
+    stage, _ = stage_of(tmp_path)
+    stage.require_finite(4, 1.0, [])
+    with pytest.raises(UserError, match="at step 5") as told:
+        stage.require_finite(5, loss, [torch.tensor([1, 2]), [3]])
+    path = tmp_path / "nan-step-5-rank-0.json"
+    assert str(path) in str(told.value) and json.loads(path.read_text()) == [[1, 2], [3]]
+
+
+def test_a_full_disk_is_one_message_and_the_older_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    stage, engine = stage_of(tmp_path, save_every=1)
+    work(stage, engine, 1, 1)
+    stage.settle()
+    monkeypatch.setattr(Writer, "write_data", full)
+    stage.save(2)
+    with pytest.raises(UserError, match="the disk is full") as told:
+        stage.save(3)
+    assert "the same command continues" in str(told.value) and "Traceback" not in str(told.value)
+    assert names(tmp_path) == ["step-1"]  # half a checkpoint would keep the disk full
+    monkeypatch.undo()
+    fresh, _ = stage_of(tmp_path, save_every=1)
+    assert fresh.restore() == 1
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_other_troubles_of_writing_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Read-only"), explained_disk(tmp_path):
+        raise OSError(errno.EROFS, "Read-only file system")
+    with pytest.raises(ZeroDivisionError), explained_disk(tmp_path):
+        raise ZeroDivisionError
+
+
+def test_summary(tmp_path: Path) -> None:
+    stage, _ = stage_of(tmp_path / "sft", steps=2)
+    stage.folder.mkdir()
+    with stage.clock.phase("train"):
+        time.sleep(0.02)
+    stage.clock.tokens = 100
+    stage.log(2, {"loss": 0.25})
+    stage.note_best(2, "eval_loss", 0.5, higher=False)
+    stage.finish({"gold_score": 0.75})
+    found = json.loads((tmp_path / "sft" / "summary.json").read_text())
+    assert (found["stage"], found["steps"], found["tokens"], found["gold_score"]) == ("sft", 2, 100, 0.75)
+    assert found["final"]["loss"] == 0.25 and found["best"] == {"eval_loss": 0.5}
+    assert found["tokens_per_second"] == pytest.approx(100 / stage.clock.seconds["train"], rel=0.01)
+    assert found["peak_memory_by_rank"][0]["host_bytes"] > 10**7
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_steps_whose_gradient_is_not_finite_have_no_norm_and_are_told_where_there_are_no_others(
+    dtype: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = EngineConfig(dtype=dtype, loss_scale=LossScale(initial_power=4, hysteresis=1))
+    for good, told in ((0, 1), (1, 0)):
+        engine = Engine(nn.Linear(3, 2), config, optimizer=OptimizerConfig(lr=0.1))
+        (tmp_path / str(good)).mkdir()
+        stage = StageRun(tmp_path / str(good), SftSection(), 2 + good, {"net": engine})
+        for step in range(1, 3 + good):
+            power = 1.0 if step == 3 else 0.5  # the root of 0 has no finite slope
+            update = engine.update([torch.full((1, 1), power)], zero_to_a_power, 1)
+            stage.log(step, {"loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr})
+        stage.finish({})
+        found = [line.get("grad_norm", "none") for line in lines(tmp_path / str(good))]
+        assert found == ["none", "none", 0.0][: 2 + good]
+        said = capsys.readouterr().err
+        assert said.count(f"{good}: all 2 steps were skipped, no gradient was finite: the model is as it was") == told
+        told *= dtype == "fp16"
+        assert said.count("bring fp16's loss scale down further than 4; engine.loss_scale_power=") == told
+
+
+def test_json_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"x": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", {"x": object()})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(tmp_path / "a.json", "\ud83d")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]  # and nothing beside it

@@ -1,0 +1,32 @@
+"""What several engines of a stage held: the working one by owner, the others as they rest, host and files together."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from pipeline.tracking.memory import measured_memory
+
+
+def engine(now: dict[str, int], heights: dict[str, dict[str, int]], waiting: dict[str, int] | None = None) -> Any:
+    return SimpleNamespace(ledger=SimpleNamespace(holdings=lambda: now, heights=heights, waiting=waiting or {}))
+
+
+ACTOR = engine({"parameters": 2, "host": 30}, {"train": {"parameters": 2, "activations": 5, "host": 40}})
+CRITIC = engine({"parameters": 1, "optimizer": 3, "nvme": 70}, {"train": {"parameters": 1, "gradients": 4, "nvme": 70}})
+
+
+def test_the_others_rest() -> None:
+    assert measured_memory({"actor": ACTOR, "critic": CRITIC}) == {
+        "train actor": {"actor": 2, "critic": 4, "activations": 5, "host": 40, "nvme": 70},
+        "train critic": {"actor": 2, "critic": 4, "gradients": 4, "host": 30, "nvme": 70},
+    }
+
+
+def test_forwards_wait_while_the_engine_before_trains() -> None:
+    waits = engine({"parameters": 1}, {"train": {"activations": 9}, "score": {"gathered": 1}}, {"activations": 7})
+    found = measured_memory({"actor": ACTOR, "critic": waits})
+    assert (found["train actor"]["activations"], found["train critic"]["activations"]) == (5 + 7, 9)
+    assert measured_memory({"critic": waits, "actor": ACTOR})["train actor"]["activations"] == 5
+
+
+def test_one_engine_keeps_its_owners() -> None:
+    assert measured_memory({"policy": ACTOR}) == ACTOR.ledger.heights

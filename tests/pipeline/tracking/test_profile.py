@@ -1,0 +1,111 @@
+"""Recorded steps: which ones, what the files have, and what is left out."""
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from pipeline.config.schema import ProfileSection
+from pipeline.tracking.profile import tables
+from tests.pipeline.stages.test_stage_run import stage_of, work
+from tests.ranks import run_ranks
+
+
+def spans(trace: Path) -> list[str]:
+    """The names of a trace's spans, in order."""
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    return [event["name"] for event in sorted((e for e in events if "ts" in e), key=lambda e: e["ts"])]
+
+
+def on_two_ranks(folder: Path) -> None:
+    for ranks in ("first", "all"):
+        run(folder / ranks, [2, 2], ranks=ranks)
+
+
+def run(folder: Path, steps: list[int], *, ranks: str = "first") -> Any:
+    """Six steps, of which some are recorded."""
+    folder.mkdir(exist_ok=True)
+    stage, engine = stage_of(folder, 6, save_every=2, profile=ProfileSection(steps=steps, ranks=ranks))
+    stage.restore()
+    for step in stage.steps_left():
+        work(stage, engine, step, step)
+    stage.settle()
+    return stage
+
+
+def test_the_wanted_steps_are_recorded_with_their_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "sft", [3, 4])
+    found = tmp_path / "sft" / "profile"
+    assert sorted(path.name for path in found.iterdir()) == ["steps-3-4-rank-0.json.gz", "steps-3-4-rank-0.txt"]
+    names = spans(found / "steps-3-4-rank-0.json.gz")
+    assert names.count("train") == 2 and names.count("save") == 1
+    assert names.count("aten::linear") == 2 and names.index("train") < names.index("aten::linear")
+    text = (found / "steps-3-4-rank-0.txt").read_text()
+    assert text.startswith("operators on the host, own time over 2 steps: ") and "aten::addmm" in text
+    assert "device" not in text
+    assert f"sft: steps 3 to 4 recorded, {found}/steps-3-4-rank-0.txt" in capsys.readouterr().out
+
+
+def test_a_stage_that_is_shorter_or_goes_on_in_between_records_what_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "a", [6, 9])
+    assert (tmp_path / "a" / "profile" / "steps-6-6-rank-0.txt").exists()
+    stage, engine = stage_of(tmp_path / "a", 8, save_every=2, profile=ProfileSection(steps=[5, 7]))
+    assert stage.restore() == 6
+    for step in stage.steps_left():
+        work(stage, engine, step, step)
+    stage.settle()
+    assert (tmp_path / "a" / "profile" / "steps-7-7-rank-0.txt").exists()
+    capsys.readouterr()
+    run(tmp_path / "b", [7, 9])
+    assert "b: none of the steps 7 to 9 (profile.steps) is left to record" in capsys.readouterr().out
+    assert not (tmp_path / "b" / "profile").exists()
+
+
+def test_one_rank_is_recorded_or_all(tmp_path: Path) -> None:
+    run_ranks(on_two_ranks, 2, tmp_path)
+    for ranks, recorded in (("first", [0]), ("all", [0, 1])):
+        found = sorted(path.name for path in (tmp_path / ranks / "profile").iterdir())
+        assert found == [f"steps-2-2-rank-{rank}.{end}" for rank in recorded for end in ("json.gz", "txt")]
+
+
+def test_kernels_count_once() -> None:
+    """The operator that launched a kernel has its time as well, and so has the span around both."""
+
+    def event(key: str, kind: DeviceType, host: float, device: float, span: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(key=key, device_type=kind, count=3, self_cpu_time_total=host,
+                               self_device_time_total=device, is_user_annotation=span)  # fmt: skip
+
+    text = tables(
+        [
+            event("train", DeviceType.CPU, 3e6, 0.0, span=True),
+            event("train", DeviceType.CUDA, 0.0, 9e6, span=True),
+            event("aten::mm", DeviceType.CPU, 1e6, 4e6),
+            event("gemm<" + 200 * "f", DeviceType.CUDA, 0.0, 4e6),
+        ],
+        steps=1,
+    )
+    assert text.splitlines() == [
+        "operators on the host, own time over 1 step: 4.000 s",
+        "   seconds     %    calls",
+        "    3.0000  75.0        3  train",
+        "    1.0000  25.0        3  aten::mm",
+        "",
+        "kernels on the device over 1 step: 4.000 s",
+        "   seconds     %    calls",
+        "    4.0000 100.0        3  gemm<" + 115 * "f",
+    ]
+
+
+def test_recording_changes_no_number(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    recorded = run(tmp_path / "a", [2, 5])
+    torch.manual_seed(5)
+    plain = run(tmp_path / "b", [7, 9])
+    assert recorded.last["loss"] == plain.last["loss"]

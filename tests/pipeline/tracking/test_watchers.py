@@ -1,0 +1,141 @@
+"""Followers of a stage: wandb offline and quiet, wandb that fails, the lines and the bar."""
+
+import io
+import json
+import os
+import time
+
+import pytest
+
+from pipeline.config.check import validate
+from pipeline.config.compose import compose
+from pipeline.tracking.watchers import Progress, Tracker, logged_in, open_tracker, open_watchers, sample_table
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """Nobody is logged in, and wandb may not find the network."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    stage_dir = tmp_path / "run" / "sft"
+    stage_dir.mkdir(parents=True)
+    return stage_dir
+
+
+def config_of(*overrides: str):
+    return validate(compose(["model=gpt2", *overrides]))
+
+
+def test_wandb_runs_offline_when_nobody_is_logged_in(alone, capfd):
+    began = time.monotonic()
+    tracker = open_tracker(config_of(), "sft", alone)
+    assert time.monotonic() - began < 10
+    tracker.log(1, {"loss": 2.0})
+    tracker.table("samples", ["prompt", "sft"], [["hi", "hello"]])
+    tracker.finish()
+    assert list((alone.parent / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert capfd.readouterr() == ("", "")
+    kept = (alone / ".wandb-id").read_text()
+    again = open_tracker(config_of(), "sft", alone)
+    again.finish()
+    assert all(kept in run.name for run in (alone.parent / "wandb").glob("offline-run-*"))
+
+
+def test_tracking_none_leaves_wandb_out(alone):
+    with open_watchers(config_of("tracking=none"), "sft", alone, 3) as watchers:
+        for watcher in watchers:
+            watcher.log(1, {"loss": 1.0})
+    assert not (alone.parent / "wandb").exists()
+
+
+class Broken:
+    calls = 0
+
+    def log(self, *_, **__):
+        self.calls += 1
+        raise ConnectionError("gone\nfar away")
+
+
+def test_a_failing_wandb_is_said_once(capsys):
+    run = Broken()
+    tracker = Tracker(run)
+    for step in range(3):
+        tracker.log(step, {"loss": 1.0})
+    tracker.finish()
+    assert run.calls == 1
+    assert capsys.readouterr().err.count("wandb stopped (ConnectionError: gone)") == 1
+
+
+def test_wandb_that_cannot_start_is_said(alone, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "sideways")
+    tracker = open_tracker(config_of(), "sft", alone)
+    tracker.log(1, {"loss": 1.0})
+    assert "metrics.jsonl goes on" in capsys.readouterr().err
+
+
+def test_a_key_is_looked_for_without_the_network(alone, monkeypatch):
+    import wandb
+
+    assert not logged_in()
+    host = wandb.Settings().base_url.split("//")[1]
+    (alone.parents[1] / "netrc").write_text(f"machine {host}\n  login user\n  password {'k' * 40}\n")
+    assert logged_in()
+    monkeypatch.setenv("NETRC", os.devnull)
+    assert not logged_in()
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    assert logged_in()
+
+
+def lines_of(progress_steps, clock_steps, steps=100):
+    """What a progress display prints for metrics at given seconds."""
+    stream, now = io.StringIO(), [0.0]
+    progress = Progress("sft", steps, stream, clock=lambda: now[0])
+    for (step, metrics), seconds in zip(progress_steps, clock_steps, strict=True):
+        now[0] = seconds
+        progress.log(step, metrics)
+    progress.finish()
+    return stream.getvalue().splitlines()
+
+
+def test_lines_come_first_now_and_then_and_last():
+    logged = [(step, {"loss": 1.0 / step, "grad_norm": 9.0}) for step in range(1, 101)]
+    lines = lines_of(logged, [0.1 * step for step in range(1, 101)])
+    assert [line.split()[1] for line in lines] == ["1/100", "51/100", "100/100"]
+    assert lines[1] == "sft 51/100  loss 0.01961  5 s left"
+    assert "grad_norm" not in lines[0]
+
+
+def test_what_was_measured_before_the_first_step_is_said_to_be():
+    assert lines_of([(0, {"loss": 1.0})], [0.0]) == ["sft before its first step  loss 1"]
+
+
+def test_evaluation_figures_stay_in_sight():
+    lines = lines_of([(1, {"loss": 2.0, "eval_loss": 3.0}), (2, {"loss": 1.0})], [0.0, 9.0])
+    assert lines[-1].startswith("sft 2/100  loss 1  eval_loss 3")
+
+
+def test_a_terminal_gets_a_bar():
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    progress = Progress("ppo", 10, stream)
+    for step in range(4, 11):
+        progress.log(step, {"score": 0.5})
+    progress.finish()
+    assert "10/10" in stream.getvalue()
+    assert "score 0.5" in stream.getvalue()
+
+
+def test_samples_become_a_table(tmp_path):
+    file = tmp_path / "samples.jsonl"
+    prompt = [{"role": "user", "content": "2+2?"}]
+    rows = [
+        {"prompt": prompt, "answers": {"sft": "4", "ppo": "four"}, "scores": {"sft": 0.1, "ppo": 0.9}},
+        {"prompt": prompt, "answers": {"ppo": "5"}, "scores": {"ppo": -1.0}, "gold": {"ppo": 0.0}},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns, table = sample_table(file)
+    assert columns == ["prompt", "sft", "ppo", "scores sft", "scores ppo", "gold sft", "gold ppo"]
+    assert table[0] == ["user: 2+2?", "4", "four", 0.1, 0.9, None, None]
+    assert table[1] == ["user: 2+2?", "", "5", None, -1.0, None, 0.0]
+    assert sample_table(tmp_path / "none.jsonl") == ([], [])
