@@ -40,7 +40,7 @@ class Average:
     def swap(self, *, shown: bool) -> None:
         """Put the average into the module (`shown`), or the last weights back."""
         if self._offloaded is not None and self.runs:
-            self._offloaded.show("average" if shown else "parameter")
+            self._offloaded.write_to_module("average" if shown else "parameter")
         for mean, live in self._pairs():
             kept = live.clone()
             live.copy_(mean)

@@ -33,7 +33,7 @@ from engine.ledger import Ledger
 from engine.ledger.beside import average_bytes, generator_bytes, optimizer_bytes
 from engine.loading import copy_local
 from engine.merging import whole_parameters
-from engine.offload import OffloadedOptimizer, full_precision
+from engine.offload import OffloadedOptimizer, parameter_values
 from engine.parallel import dist, dtensors, pipeline, traffic, zero
 
 Batch = TypeVar("Batch")
@@ -92,8 +92,8 @@ class Engine:
         self.before_change: list[Callable[[], None]] = []  # who reads parameters and states beside training
         blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
         self._assembled: Assembled | None = None
-        self._values = full_precision(module) if layout.offloads(config, optimizer) else {}
-        self.module, self._mapped = module, layout.lay_out(module, config, optimizer)
+        self._values = parameter_values(module) if layout.offloads(config, optimizer) else {}
+        self.module, self._nvme_parameters = module, layout.lay_out(module, config, optimizer)
         self._flip: Flip | None = None
         if rollout_path is not None and blueprint is not None:
             source, dtype = self.module.get_submodule(rollout_path), precision.TORCH_DTYPE[config.dtype]
@@ -119,15 +119,15 @@ class Engine:
 
     def _build(self, config: OptimizerConfig) -> torch.optim.Optimizer | OffloadedOptimizer:
         if layout.offloads(self.config, config):
-            let_go = self._mapped.let_go if self._mapped is not None else None
-            return OffloadedOptimizer(self.module, config, self.config, let_go=let_go)
+            release = self._nvme_parameters.release_pages if self._nvme_parameters is not None else None
+            return OffloadedOptimizer(self.module, config, self.config, after_write=release)
         return optim.build(self.module, config, states=self.config.states)
 
     def _fill(self, fill: Callable[[nn.Module], None] | None) -> None:
         """Give parameters their values, and offloaded masters theirs in full precision."""
         ask_for_large_pages(dtensors.local(parameter.detach()) for parameter in self.module.parameters())
         offloaded = self.optimizer if isinstance(self.optimizer, OffloadedOptimizer) else None
-        with offloaded.filling() if offloaded is not None else nullcontext():
+        with offloaded.initializing() if offloaded is not None else nullcontext():
             for name, parameter in self.module.named_parameters():
                 if name in self._values:
                     copy_local(parameter, self._values.pop(name))
@@ -138,13 +138,13 @@ class Engine:
     def _shards_changed(self) -> None:
         """Shards in files have new values: write them, and give back the memory they took."""
         self._let_go()
-        if self._mapped is not None:
-            self._mapped.written()
+        if self._nvme_parameters is not None:
+            self._nvme_parameters.start_flush()
 
     def _let_go(self) -> None:
         """Give back the memory that shards in files took while they were read."""
-        if self._mapped is not None:
-            self._mapped.let_go()
+        if self._nvme_parameters is not None:
+            self._nvme_parameters.release_pages()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -238,7 +238,7 @@ class Engine:
     def _forget(self, names: Collection[str]) -> None:
         """Leave these parameters without a gradient."""
         if isinstance(self.optimizer, OffloadedOptimizer):
-            self.optimizer.forget(names)
+            self.optimizer.remove_gradients(names)
         for name, parameter in self.module.named_parameters() if names else ():
             if name in names:
                 parameter.grad = None

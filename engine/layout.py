@@ -11,7 +11,7 @@ from engine import optim, precision
 from engine.config import EngineConfig, OptimizerConfig
 from engine.kernels.wide_linear import widen_linears
 from engine.large_pages import prepare_large_pages
-from engine.offload import MappedShards, together
+from engine.offload import NvmeParameters
 from engine.parallel import dist, dtensors, head, operators, pipeline, tensor, zero
 
 WAYS = 64
@@ -20,7 +20,7 @@ gradients and without, with dropout, rows of a size, packed or padded. PyTorch's
 """
 
 
-def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | None) -> MappedShards | None:
+def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | None) -> NvmeParameters | None:
     """Cast, split, shard and allocate, in place; returns the files that shards live in, where they do.
 
     Parameters are fp32 masters where they are trained and not offloaded (nor asked for in bf16), else in compute
@@ -64,7 +64,7 @@ def lay_out(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig 
         alone=alone,
     )
     if config.offload_parameters == "nvme":
-        return together(lambda: MappedShards(module, config.nvme_path))
+        return NvmeParameters(module, config.nvme_path)
     if on_meta:
         _materialize(module, device)
     return None

@@ -28,7 +28,7 @@ from engine.checkpoint.device_copies import room_for
 from engine.checkpoint.snapshot import Snapshot
 from engine.checkpoint.storage import Reader, Writer
 from engine.checkpoint.sums import require_undamaged
-from engine.offload import together
+from engine.offload.together import together
 from engine.parallel import dist, dtensors
 
 COPIES_OF_FREE_MEMORY = 0.5  # share of the host's free memory that copies may take

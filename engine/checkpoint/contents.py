@@ -14,6 +14,7 @@ from engine.checkpoint.chunks import in_chunks, telling_its_chunks
 from engine.compression.onebit_adam import ERRORS
 from engine.config import OptimizerConfig
 from engine.offload import OffloadedOptimizer
+from engine.offload.optimizer import OffloadedState
 from engine.parallel import dist
 from engine.precision import LossScaler
 
@@ -56,7 +57,7 @@ def wanted(tensors: dict[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Te
     return {name: tensor for name, tensor in tensors.items() if name not in anew}
 
 
-def filed(engines: Mapping[str, Trained]) -> dict[str, offloaded.Filed]:
+def filed(engines: Mapping[str, Trained]) -> dict[str, OffloadedState]:
     """The states of all engines that are in files, by their names in the checkpoint."""
     return {
         f"{name}.{state}": place
@@ -70,8 +71,8 @@ def scalars(engine: Trained) -> dict[str, Any]:
     """What goes into JSON: counters, and numbers of the optimizer's state."""
     assert engine.optimizer is not None
     if isinstance(engine.optimizer, OffloadedOptimizer):
-        moments = [name for name, tier, _, kind in engine.optimizer.states() if kind in tier.kinds]
-        numbers = engine.optimizer.numbers()
+        moments = [name for name, state in engine.optimizer.states().items() if state.is_moment]
+        numbers = engine.optimizer.scalars()
     else:
         found = dict(optim.states(engine.module, engine.optimizer))
         moments = [name for name, tensor in found.items() if tensor.ndim]
@@ -121,7 +122,7 @@ def make_room(engine: Trained, saved: Mapping[str, Any]) -> None:
     """Give the optimizer exactly the states that the checkpoint has: a parameter without a gradient has none yet."""
     assert engine.optimizer is not None
     if isinstance(engine.optimizer, OffloadedOptimizer):
-        engine.optimizer.make_room(saved["moments"], saved["numbers"])
+        engine.optimizer.restore_scalars(saved["moments"], saved["numbers"])
         return
     if saved["moments"] or saved["numbers"]:
         optim.make_states(engine.optimizer)
@@ -137,7 +138,7 @@ def restore_scalars(engine: Trained, saved: Mapping[str, Any]) -> None:
     engine.step_count = saved["step_count"]
     engine.scaler.restore(saved["scaler"])
     if isinstance(engine.optimizer, OffloadedOptimizer):
-        engine.optimizer.show("parameter")
+        engine.optimizer.write_to_module("parameter")
         return
     for name, tensor in optim.states(engine.module, engine.optimizer):
         if not tensor.ndim:

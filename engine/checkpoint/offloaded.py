@@ -5,7 +5,6 @@ For a state in a file the state dict has a stand-in without memory, and the plan
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,54 +12,26 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItem
 
 from engine.checkpoint.chunks import chunk_at
-from engine.offload.optimizer import OffloadedOptimizer
-from engine.offload.stores import FileStore
-from engine.offload.tier import Tier
+from engine.offload.optimizer import OffloadedOptimizer, OffloadedState
 from engine.parallel import dtensors
 
 
-@dataclass(frozen=True)
-class Filed:
-    """One state of one shard in a file."""
-
-    tier: Tier
-    shard: int
-    kind: str
-
-    @property
-    def parameter(self) -> Tensor:
-        return self.tier.shards[self.shard].parameter.detach()
-
-    @property
-    def shape(self) -> torch.Size:
-        return dtensors.local(self.parameter).shape
-
-    def read(self) -> Tensor:
-        return self.tier.store.read(self.kind, self.shard).view(self.shape)
-
-    def write(self, values: Tensor) -> None:
-        self.tier.store.write(self.kind, self.shard, values)
-
-
-def tensors(optimizer: OffloadedOptimizer) -> tuple[dict[str, Tensor], dict[str, Filed]]:
+def tensors(optimizer: OffloadedOptimizer) -> tuple[dict[str, Tensor], dict[str, OffloadedState]]:
     """All states by kind.name, laid out like their parameters; and which of them are stand-ins for states in files."""
     found: dict[str, Tensor] = {}
-    filed: dict[str, Filed] = {}
-    for name, tier, number, kind in optimizer.states():
-        parameter = tier.shards[number].parameter
-        if isinstance(tier.store, FileStore):
-            filed[name] = Filed(tier, number, kind)
-            part = torch.zeros(()).expand(tier.store.layout.sizes[number])
-        else:
-            part = tier.store.read(kind, number)
-        found[name] = dtensors.laid_out_like(parameter.detach(), part)
+    filed: dict[str, OffloadedState] = {}
+    for name, state in optimizer.states().items():
+        if not state.in_memory:
+            filed[name] = state
+        part = state.read() if state.in_memory else torch.zeros(()).expand(dtensors.local(state.parameter).shape)
+        found[name] = dtensors.laid_out_like(state.parameter, part.reshape(-1) if state.in_memory else part)
     return found, filed
 
 
 class SavePlanner(DefaultSavePlanner):
     """Reads states from their files when they are written."""
 
-    def __init__(self, filed: Mapping[str, Filed]) -> None:
+    def __init__(self, filed: Mapping[str, OffloadedState]) -> None:
         super().__init__()
         self._filed = filed
 
@@ -74,7 +45,7 @@ class SavePlanner(DefaultSavePlanner):
 class LoadPlanner(DefaultLoadPlanner):
     """Writes states into their files as they are read."""
 
-    def __init__(self, filed: Mapping[str, Filed]) -> None:
+    def __init__(self, filed: Mapping[str, OffloadedState]) -> None:
         super().__init__()
         self._filed = filed
         self._open: dict[str, Tensor] = {}

@@ -1,7 +1,6 @@
-"""Tiers: fp32 states of the optimizer on the host or in files, parameter shards in files."""
+"""Offload: fp32 optimizer states on the CPU or on NVMe, parameter shards on NVMe."""
 
-from engine.offload.mapped import MappedShards
-from engine.offload.optimizer import OffloadedOptimizer, full_precision
-from engine.offload.together import together
+from engine.offload.optimizer import OffloadedOptimizer, parameter_values
+from engine.offload.parameters import NvmeParameters
 
-__all__ = ["MappedShards", "OffloadedOptimizer", "full_precision", "together"]
+__all__ = ["NvmeParameters", "OffloadedOptimizer", "parameter_values"]

@@ -1,12 +1,12 @@
-"""The optimizer of a module whose fp32 states are offloaded: on the host or in files, a share on the device if asked.
+"""The optimizer of a module whose fp32 states are on the CPU or on NVMe, optionally with a share on the device.
 
 ZeRO-Offload: Ren et al., 2021, arXiv:2101.06840; ZeRO-Infinity: Rajbhandari et al., 2021, arXiv:2104.07857. The module
-keeps its shards in compute precision. What counts is the fp32 master of each: steps, checkpoints and averages are made
-of those.
+keeps its shards in compute precision. Steps, checkpoints and averages use the fp32 master weight of each shard.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,16 +16,36 @@ from engine import optim
 from engine.config import EngineConfig, OptimizerConfig
 from engine.host_allocator import give_memory_back
 from engine.loading import also_into
-from engine.offload.gradients import Gradients, Kept, Streamed, take
-from engine.offload.layout import lay_out
-from engine.offload.stores import FileStore, MemoryStore, Store
+from engine.offload.cpu import MemoryStates
+from engine.offload.gradients import take_gradients
+from engine.offload.layout import flat_layout
+from engine.offload.nvme import NvmeStates
 from engine.offload.tier import AVERAGE, MASTER, Shard, Tier
-from engine.offload.together import together
 from engine.parallel import dtensors
 
 
+@dataclass(frozen=True)
+class OffloadedState:
+    """One fp32 state of one parameter: the master weight ("parameter"), a moment of the optimizer, or the average."""
+
+    kind: str
+    is_moment: bool
+    in_memory: bool  # `read` returns the memory of the state itself; otherwise a copy, to be stored with `write`
+    parameter: Tensor  # the module's parameter; the state is sharded like it
+    _tier: Tier
+    _shard: int
+
+    def read(self) -> Tensor:
+        """Return the local values in the shape of the local shard."""
+        return self._tier.states.read(self.kind, self._shard).view(dtensors.local(self.parameter).shape)
+
+    def write(self, values: Tensor) -> None:
+        """Replace the local values."""
+        self._tier.states.write(self.kind, self._shard, values)
+
+
 class OffloadedOptimizer:
-    """An optimizer over the module's trainable parameters, with gradients that it takes as they come."""
+    """An optimizer over the trainable parameters of a module, which takes their gradients during backward."""
 
     def __init__(
         self,
@@ -33,16 +53,19 @@ class OffloadedOptimizer:
         config: OptimizerConfig,
         engine: EngineConfig,
         *,
-        let_go: Callable[[], None] | None = None,
+        after_write: Callable[[], None] | None = None,
     ) -> None:
-        """Make room for all states; masters have no values before `filling`. Raises OSError where there is no room.
+        """Allocate all states; `initializing` sets the master weights. Every rank calls.
 
-        `let_go` is called after each sub-group whose shards were written.
+        `after_write` is called whenever shards of a sub-group were written. Raises OSError if a disk is full.
         """
         if config.name.lower() == "onebitadam":
-            raise ValueError("onebitadam keeps whole momenta on every device: offload_optimizer=none, or adamw")
-        self._lean = engine.offload_optimizer == "nvme"
-        if self._lean:
+            raise ValueError(
+                f"optimizer onebitadam cannot be used with offload_optimizer={engine.offload_optimizer}: its momenta "
+                "stay on every device. Set offload_optimizer=none, or use the optimizer adamw"
+            )
+        self._is_nvme = engine.offload_optimizer == "nvme"
+        if self._is_nvme:
             give_memory_back()
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         parts = optim.parts([p for _, p in named], config)
@@ -50,177 +73,167 @@ class OffloadedOptimizer:
         self._torch = optim.over(stand_ins, config)
         group = {id(p): index for index, (members, _) in enumerate(parts) for p in members}
         shards = [Shard(name, p, group[id(p)]) for name, p in named]
-        here, away = _split(shards, engine.offload_ratio)
-        kinds = optim.kinds(config)
-        self.tiers = [_tier(part, kinds, engine, on_device=part is here) for part in (here, away) if part]
-        for tier in self.tiers:
-            tier.let_go = let_go
-        self._places = {shard.name: (tier, n) for tier in self.tiers for n, shard in enumerate(tier.shards)}
+        moments = optim.kinds(config)
+        on_device, offloaded = _split(shards, engine.offload_ratio)
+        self.tiers: list[Tier] = []
+        for members in filter(None, (on_device, offloaded)):
+            device = dtensors.local(members[0].parameter).device if members is on_device else torch.device("cpu")
+            layout = flat_layout([shard.flat.numel() for shard in members], engine.sub_group_size)
+            kinds = [MASTER, *moments]
+            states: MemoryStates | NvmeStates
+            if members is offloaded and self._is_nvme:
+                states = NvmeStates(layout, kinds, engine.nvme_path)
+            else:
+                states = MemoryStates(layout, kinds, device)
+            self.tiers.append(Tier(members, states, moments, device, after_write))
+        self._shards = {shard.name: (tier, n) for tier in self.tiers for n, shard in enumerate(tier.shards)}
         self._factor = 1.0
         self._decay: float | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Rates and the like, by group of parameters; the parameters themselves are not in it."""
+        """Return the hyperparameters of each parameter group, without the parameters."""
         return self._torch.param_groups
 
     @contextmanager
-    def filling(self) -> Iterator[None]:
-        """What `engine.loading` writes into the module within this block is written into the masters as well.
+    def initializing(self) -> Iterator[None]:
+        """Inside this context, `engine.loading` writes to the master weights too.
 
-        A parameter that is filled by other means has its master taken from it afterwards, in its own precision.
+        A parameter that is initialized by other means is copied to its master afterwards, in its own precision.
         """
         written: set[str] = set()
 
-        def keep(name: str) -> Any:
-            def master(values: Tensor) -> None:
+        def master_writer(name: str) -> Callable[[Tensor], None]:
+            def write(values: Tensor) -> None:
                 written.add(name)
-                tier, number = self._places[name]
-                tier.store.write(MASTER, number, values)
+                tier, number = self._shards[name]
+                tier.states.write(MASTER, number, values)
 
-            return master
+            return write
 
-        shards = [shard for tier in self.tiers for shard in tier.shards]
-        with also_into({id(shard.parameter): keep(shard.name) for shard in shards}):
+        with also_into({id(tier.shards[n].parameter): master_writer(name) for name, (tier, n) in self._shards.items()}):
             yield
-        for tier in self.tiers:
-            for number, shard in enumerate(tier.shards):
-                if shard.name not in written:
-                    tier.store.write(MASTER, number, shard.flat)
-                take(shard.parameter, number, tier.gradients)
-        if self._lean:
+        for name, (tier, number) in self._shards.items():
+            shard = tier.shards[number]
+            if name not in written:
+                tier.states.write(MASTER, number, shard.flat)
+            take_gradients(shard.parameter, number, tier.gradients)
+        if self._is_nvme:
             give_memory_back()
 
-    # What a step asks of gradients and optimizer
-
     def squared_norm(self) -> float:
-        """The sum of squares of the step's gradients, the same number on every rank."""
-        numbers = [found for tier in self.tiers for found in tier.squared_sums()]
-        return dtensors.sum_over_parts(numbers)
+        """Return the sum of squares of the step's gradients, the same number on every rank."""
+        return dtensors.sum_over_parts([found for tier in self.tiers for found in tier.sums_of_squares()])
 
     def scale(self, factor: float) -> None:
-        """Multiply the step's gradients, when they are used."""
+        """Multiply the step's gradients by `factor` during the step."""
         self._factor = factor
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient, and of the averages."""
+        """Update every parameter that has a gradient, and the averages."""
         for tier in self.tiers:
             tier.step(self._torch, self._factor, self._decay)
 
     def zero_grad(self) -> None:
-        """Forget the step's gradients."""
+        """Drop the step's gradients."""
         self._factor = 1.0
         for tier in self.tiers:
             tier.gradients.clear()
 
-    def forget(self, names: Collection[str]) -> None:
-        """Have no gradient of these parameters."""
+    def remove_gradients(self, names: Collection[str]) -> None:
+        """Drop the gradients of these parameters."""
         for name in names:
-            tier, number = self._places[name]
-            tier.gradients.forget(number)
+            tier, number = self._shards[name]
+            tier.gradients.remove(number)
 
-    def settle(self) -> None:
-        """Until everything written to files is in them. Raises OSError where something is not."""
+    def wait(self) -> None:
+        """Wait until all states are in their files. Raises OSError if a write failed."""
         for tier in self.tiers:
-            tier.store.settle()
-
-    # Averages
+            tier.states.wait()
 
     @torch.no_grad()
     def start_averaging(self, decay: float) -> None:
-        """Keep an exponential moving average of the masters beside them."""
+        """Maintain an exponential moving average of the master weights."""
         self._decay = decay
         for tier in self.tiers:
             tier.start_averaging()
 
     @torch.no_grad()
-    def show(self, kind: str) -> None:
-        """Put the masters ("parameter") or the averages ("average") into the module, in its precision."""
+    def write_to_module(self, kind: str) -> None:
+        """Write the master weights ("parameter") or the averages ("average") into the module, in its precision."""
         for tier in self.tiers:
-            tier.show(kind)
+            tier.write_to_module(kind)
 
-    # Checkpoints
-
-    def states(self) -> Iterator[tuple[str, Tier, int, str]]:
-        """Every state that has values: (kind.name, its tier, the shard's number there, kind)."""
-        for name, (tier, number) in self._places.items():
-            kinds = [MASTER, *(tier.kinds if tier.begun[number] else ())]
-            for kind in [*kinds, *((AVERAGE,) if self._decay is not None else ())]:
-                yield f"{kind}.{name}", tier, number, kind
-
-    def numbers(self) -> dict[str, float]:
-        """The optimizer's numbers a parameter, by kind.name."""
-        found: dict[str, float] = {}
-        for tier in self.tiers:
-            for piece, numbers in tier.numbers.items():
-                for kind, value in numbers.items():
-                    if isinstance(value, Tensor):
-                        found[f"{kind}.{tier.shards[piece.parameter].name}"] = value.item()
+    def states(self) -> dict[str, OffloadedState]:
+        """Return every state that has values, by "kind.parameter name"."""
+        found: dict[str, OffloadedState] = {}
+        for name, (tier, number) in self._shards.items():
+            parameter, in_memory = tier.shards[number].parameter.detach(), isinstance(tier.states, MemoryStates)
+            is_stepped = any(segment.shard == number for segment in tier.scalars)
+            moments = tier.moments if is_stepped else ()
+            for kind in [MASTER, *moments, *((AVERAGE,) if self._decay is not None else ())]:
+                found[f"{kind}.{name}"] = OffloadedState(kind, kind in moments, in_memory, parameter, tier, number)
         return found
 
-    def make_room(self, names: Sequence[str], numbers: dict[str, float]) -> None:
-        """Be as the optimizer was that had states `names` (kind.name) and these numbers."""
-        begun = {name.partition(".")[2] for name in [*names, *numbers]}
+    def scalars(self) -> dict[str, float]:
+        """Return the optimizer's scalar states (step counts), by "kind.parameter name"."""
+        return {
+            f"{kind}.{tier.shards[segment.shard].name}": value.item()
+            for tier in self.tiers
+            for segment, scalars in tier.scalars.items()
+            for kind, value in scalars.items()
+            if isinstance(value, Tensor)
+        }
+
+    def restore_scalars(self, moments: Sequence[str], scalars: dict[str, float]) -> None:
+        """Set the scalar states; `states` then has the named moments ("kind.parameter name") to load."""
+        stepped = {name.partition(".")[2] for name in [*moments, *scalars]}
         for tier in self.tiers:
-            tier.begun = [shard.name in begun for shard in tier.shards]
-            tier.numbers = {
-                piece: self._numbers_of(tier.shards[piece.parameter].name, numbers, tier.device)
-                for group in tier.store.layout.groups
-                for piece in group.pieces
-                if tier.begun[piece.parameter]
+            tier.scalars = {
+                segment: self._scalars_of(name, scalars, tier.device)
+                for group in tier.states.layout.sub_groups
+                for segment in group.segments
+                if (name := tier.shards[segment.shard].name) in stepped
             }
 
-    def _numbers_of(self, name: str, numbers: dict[str, float], device: torch.device) -> dict[str, Tensor]:
-        """The fused optimizers keep them where they step, the others on the host."""
-        place = device if self._torch.defaults.get("fused") else torch.device("cpu")
-        mine = {key.partition(".")[0]: number for key, number in numbers.items() if key.partition(".")[2] == name}
-        return {kind: torch.tensor(number, dtype=torch.float32, device=place) for kind, number in mine.items()}
+    def _scalars_of(self, name: str, scalars: dict[str, float], device: torch.device) -> dict[str, Tensor]:
+        """Fused optimizers need their scalars on the device of the step, the others on the CPU."""
+        device = device if self._torch.defaults.get("fused") else torch.device("cpu")
+        own = {key.partition(".")[0]: number for key, number in scalars.items() if key.partition(".")[2] == name}
+        return {kind: torch.tensor(number, dtype=torch.float32, device=device) for kind, number in own.items()}
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes of masters, moments and averages, by where they are: device, host, nvme.
+        """Return the bytes of states by location: "device", "host", "nvme".
 
-        The step's gradients are with those on the host, and apart ("gradients") on a device.
+        "host" includes gradients and buffers there; "gradients" are those on a device.
         """
         found = {"device": 0, "gradients": 0, "host": 0, "nvme": 0}
         for tier in self.tiers:
-            if isinstance(tier.store, FileStore):
-                found["nvme"] += tier.store.bytes
-                found["host"] += tier.store.buffer_bytes + tier.gradients.bytes
-                continue
-            assert isinstance(tier.store, MemoryStore)
-            on_host = tier.store.device.type == "cpu"
-            found["host" if on_host else "device"] += tier.store.bytes
-            found["host" if on_host else "gradients"] += tier.gradients.bytes
+            if isinstance(tier.states, NvmeStates):
+                found["nvme"] += tier.states.bytes
+                found["host"] += tier.states.buffer_bytes + tier.gradients.bytes
+            else:
+                on_host = tier.states.device.type == "cpu"
+                found["host" if on_host else "device"] += tier.states.bytes
+                found["host" if on_host else "gradients"] += tier.gradients.bytes
         return found
 
 
-def full_precision(module: nn.Module) -> dict[str, Tensor]:
-    """The values of a module that has some, by parameter, to be kept over its cast to compute precision."""
+def parameter_values(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a module that have values, to initialize masters after the module was cast."""
     return {name: p.detach() for name, p in module.named_parameters() if not p.is_meta}
 
 
 def _split(shards: list[Shard], ratio: float) -> tuple[list[Shard], list[Shard]]:
-    """(on the device, offloaded). The first of the module stay: their gradients come last, and would be waited for."""
-    total, kept = sum(shard.parameter.numel() for shard in shards), 0
-    for place, shard in enumerate(shards):
-        kept += shard.parameter.numel()
-        if kept > (1.0 - ratio) * total:
-            return shards[:place], shards[place:]
+    """Return (shards on the device, offloaded shards).
+
+    The first shards of the module stay on the device: their gradients come last, so a transfer could not be hidden.
+    """
+    total, on_device = sum(shard.parameter.numel() for shard in shards), 0
+    for number, shard in enumerate(shards):
+        on_device += shard.parameter.numel()
+        if on_device > (1.0 - ratio) * total:
+            return shards[:number], shards[number:]
     return shards, []
-
-
-def _tier(shards: list[Shard], kinds: list[str], engine: EngineConfig, *, on_device: bool) -> Tier:
-    layout = lay_out([shard.flat.numel() for shard in shards], engine.sub_group_size)
-    device = dtensors.local(shards[0].parameter).device
-    stays = on_device or device.type == "cpu"
-    gradients: Gradients = Kept() if stays else Streamed(layout)
-    store: Store
-    if on_device:
-        store = MemoryStore(layout, [MASTER, *kinds], device)
-    elif engine.offload_optimizer == "cpu":
-        store = MemoryStore(layout, [MASTER, *kinds], torch.device("cpu"))
-    else:
-        store = together(lambda: FileStore(layout, [MASTER, *kinds], engine.nvme_path))
-    return Tier(shards, store, gradients, kinds, device if on_device else torch.device("cpu"))

@@ -1,8 +1,8 @@
-"""One tier: parameters, where their fp32 states live, and the step over them, one sub-group after another.
+"""One tier of an offloaded optimizer: parameters, the storage of their fp32 states, and the step on one device.
 
-The optimizer is any class of torch that steps elementwise: a sub-group's pieces of shards are handed to it as
-parameters of their own, with their states, and taken back. Numbers that an optimizer keeps a parameter (its step count)
-stay with the pieces in memory.
+The step goes through the sub-groups in order. AdamW on a CPU is computed by `AdamStep`. Any other class of torch that
+steps elementwise gets the segments of a sub-group as parameters with their states. Scalar states such as the step count
+stay in memory, one per segment.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.offload.adam import HostAdam
-from engine.offload.blocks import aligned
-from engine.offload.gradients import Gradients, squared_sums
-from engine.offload.layout import Piece, SubGroup
-from engine.offload.stores import Store
+from engine.offload.cpu import AdamStep, MemoryStates
+from engine.offload.gradients import Gradients
+from engine.offload.layout import Segment, SubGroup
+from engine.offload.nvme import NvmeStates
 from engine.parallel import dtensors
 
 MASTER, AVERAGE = "parameter", "average"
@@ -24,7 +23,7 @@ MASTER, AVERAGE = "parameter", "average"
 
 @dataclass(frozen=True)
 class Shard:
-    """A trained parameter of the module: its name, and which of the optimizer's groups it is in."""
+    """A trained parameter of the module: its name, and the index of its optimizer group."""
 
     name: str
     parameter: nn.Parameter
@@ -32,205 +31,178 @@ class Shard:
 
     @property
     def flat(self) -> Tensor:
-        """This rank's part as one dimension, sharing its memory. FSDP2 may move it: not to be kept."""
+        """The local shard as one dimension, without a copy. FSDP2 may move it, so do not store it."""
         return dtensors.local(self.parameter.detach()).view(-1)
 
 
 class Tier:
-    """Shards whose states are in one store, stepped on `device`.
+    """Shards whose states are in `states`, stepped on `device`.
 
-    `kinds` are the optimizer's states that have a parameter's shape.
+    `moments` names the optimizer's states that have the shape of the parameter. `after_write` is called when the shards
+    of a sub-group have new values in the module.
     """
 
     def __init__(
         self,
         shards: Sequence[Shard],
-        store: Store,
-        gradients: Gradients,
-        kinds: Sequence[str],
+        states: MemoryStates | NvmeStates,
+        moments: Sequence[str],
         device: torch.device,
+        after_write: Callable[[], None] | None = None,
     ) -> None:
-        self.shards, self.store, self.gradients, self.kinds, self.device = shards, store, gradients, kinds, device
-        self.let_go: Callable[[], None] | None = None  # after a sub-group's shards were written
-        self.begun = [False] * len(shards)  # has the optimizer made a shard's states yet?
-        self.numbers: dict[Piece, dict[str, Any]] = {}
-        self._scratch: Tensor | None = None
-        self._writer = _writer(shards, device, store.layout.largest)
+        self.shards, self.states, self.moments, self.device = shards, states, moments, device
+        self.gradients = Gradients(device)
+        self.scalars: dict[Segment, dict[str, Any]] = {}  # of the segments that were stepped
+        self._after_write = after_write
+        self._adam = AdamStep()
+        self._fp32_gradients: Tensor | None = None
+        self._writer = _ModuleWriter(shards, device, states.layout.largest)
 
-    def squared_sums(self) -> list[tuple[nn.Parameter, float]]:
-        """For each parameter the sum of squares of our part of the step's gradient."""
-        self.gradients.settle()
-        parts: list[list[Tensor]] = [[] for _ in self.shards]
-        for group in self.store.layout.groups:
-            for piece in group.pieces:
-                gradient = self.gradients.piece(piece)
-                if gradient is not None:
-                    parts[piece.parameter].append(gradient)
-        sums = squared_sums(parts, self.device)
-        return [(shard.parameter, number) for shard, number in zip(self.shards, sums, strict=True)]
+    def sums_of_squares(self) -> list[tuple[nn.Parameter, float]]:
+        """Return each parameter with the sum of squares of the local gradient."""
+        sums = self.gradients.sums_of_squares()
+        return [(shard.parameter, sums.get(number, 0.0)) for number, shard in enumerate(self.shards)]
 
-    def step(self, optimizer: torch.optim.Optimizer, factor: float, average: float | None) -> None:
-        """Step what has a gradient (times `factor`), and send it to the module; `average` is the decay of averages."""
+    def step(self, optimizer: torch.optim.Optimizer, factor: float, decay: float | None) -> None:
+        """Step the shards that have a gradient, multiplied by `factor`, and write them to the module.
+
+        `decay` is the decay of the moving average; None if there is no average.
+        """
         groups = [
             group
-            for group in self.store.layout.groups
-            if average is not None or any(self.gradients.arrived(piece.parameter) for piece in group.pieces)
+            for group in self.states.layout.sub_groups
+            if decay is not None or any(self.gradients.has(segment.shard) for segment in group.segments)
         ]
-        known = [MASTER, *(self.kinds if any(self.begun) else ()), *((AVERAGE,) if average is not None else ())]
-        adam = HostAdam() if HostAdam.serves(optimizer, self.device) else None
-        for group, states in self.store.walk(groups, read=known, write=self.store.kinds):
-            moving = [piece for piece in group.pieces if self.gradients.arrived(piece.parameter)]
-            self._writer.begin(group)
-            if adam is not None:
-                for piece in moving:
-                    self._step_adam(adam, optimizer, piece, states, factor)
+        read = [MASTER, *self.moments, *((AVERAGE,) if decay is not None else ())]
+        is_adam = AdamStep.supports(optimizer, self.device)
+        for group, states in self.states.iterate(groups, read=read, write=self.states.kinds):
+            segments = [segment for segment in group.segments if self.gradients.has(segment.shard)]
+            self._writer.begin()
+            if is_adam:
+                for segment in segments:
+                    self._step_adam(optimizer, segment, states, factor)
             else:
-                self._step_pieces(optimizer, moving, states, factor)
-                self._cast(moving, states[MASTER])
-            if average is not None:
-                states[AVERAGE].lerp_(states[MASTER], 1.0 - average)
-            self._cast([piece for piece in group.pieces if piece not in moving], states[MASTER])
-            self._send(group)
-        for shard in range(len(self.shards)):
-            self.begun[shard] |= self.gradients.arrived(shard)
-        self._writer.settle()
+                self._step_torch(optimizer, segments, states, factor)
+                self._write(segments, states[MASTER])
+            if decay is not None:
+                states[AVERAGE].lerp_(states[MASTER], 1.0 - decay)
+            self._write([segment for segment in group.segments if segment not in segments], states[MASTER])
+            self._finish_write(group)
 
-    def _cast(self, pieces: Sequence[Piece], values: Tensor) -> None:
-        for piece in pieces:
-            self._writer.place(piece).copy_(values[piece.place])
+    def write_to_module(self, kind: str) -> None:
+        """Write the master weights or the averages into the module."""
+        for group, states in self.states.iterate(self.states.layout.sub_groups, read=[kind], write=()):
+            self._writer.begin()
+            self._write(group.segments, states[kind])
+            self._finish_write(group)
 
-    def _send(self, group: SubGroup) -> None:
-        self._writer.send(group)
-        if self.let_go is not None:
-            self.let_go()
+    def start_averaging(self) -> None:
+        """Set the averages to the master weights."""
+        if AVERAGE not in self.states.kinds:
+            self.states.add(AVERAGE)
+        for _, states in self.states.iterate(self.states.layout.sub_groups, read=[MASTER], write=[AVERAGE]):
+            states[AVERAGE].copy_(states[MASTER])
+
+    def _write(self, segments: Sequence[Segment], values: Tensor) -> None:
+        for segment in segments:
+            self._writer.target(segment).copy_(values[segment.slice])
+
+    def _finish_write(self, group: SubGroup) -> None:
+        self._writer.finish(group)
+        if self._after_write is not None:
+            self._after_write()
 
     def _step_adam(
-        self, adam: HostAdam, optimizer: torch.optim.Optimizer, piece: Piece, states: dict[str, Tensor], factor: float
+        self, optimizer: torch.optim.Optimizer, segment: Segment, states: dict[str, Tensor], factor: float
     ) -> None:
-        """Step one piece, and cast it."""
-        own = {kind: tensor[piece.place] for kind, tensor in states.items()}
-        if not self.begun[piece.parameter]:
-            self.numbers[piece] = {"step": torch.zeros((), dtype=torch.float32)}
-            for kind in self.kinds:
+        own = {kind: tensor[segment.slice] for kind, tensor in states.items()}
+        if segment not in self.scalars:
+            self.scalars[segment] = {"step": torch.zeros((), dtype=torch.float32)}
+            for kind in self.moments:
                 own[kind].zero_()
-        gradient = self.gradients.piece(piece)
+        gradient = self.gradients.of(segment)
         assert gradient is not None
-        group = optimizer.param_groups[self.shards[piece.parameter].group]
-        adam.step(optimizer, group, own | self.numbers[piece], gradient, factor, self._writer.place(piece))
+        group, target = optimizer.param_groups[self.shards[segment.shard].group], self._writer.target(segment)
+        self._adam.step(optimizer, group, own | self.scalars[segment], gradient, factor, target)
 
-    def _step_pieces(
-        self, optimizer: torch.optim.Optimizer, pieces: Sequence[Piece], states: dict[str, Tensor], factor: float
+    def _step_torch(
+        self, optimizer: torch.optim.Optimizer, segments: Sequence[Segment], states: dict[str, Tensor], factor: float
     ) -> None:
-        masters: list[tuple[Piece, nn.Parameter]] = []
-        # Some optimizers (Adagrad, before torch 2.13) make a parameter's states when they are built: the stand-ins'.
-        first = next(iter(optimizer.state.values()), None)
-        for piece in pieces:
-            master = nn.Parameter(states[MASTER][piece.place])
-            master.grad = self._gradient(piece, factor)
-            if self.begun[piece.parameter]:
-                own = {kind: states[kind][piece.place] for kind in self.kinds}
-                optimizer.state[master] = {**self.numbers.get(piece, {}), **own}
-            elif first is not None:
-                optimizer.state[master] = {name: _like(value, master) for name, value in first.items()}
-            masters.append((piece, master))
+        masters: list[tuple[Segment, nn.Parameter]] = []
+        # Adagrad before torch 2.13 creates states when it is built: `initial` has those of the one-element stand-ins.
+        initial = next(iter(optimizer.state.values()), None)
+        for segment in segments:
+            master = nn.Parameter(states[MASTER][segment.slice])
+            master.grad = self._fp32_gradient(segment, factor)
+            if segment in self.scalars:
+                moments = {kind: states[kind][segment.slice] for kind in self.moments}
+                optimizer.state[master] = self.scalars[segment] | moments
+            elif initial is not None:
+                optimizer.state[master] = {name: _full_like(value, master) for name, value in initial.items()}
+            masters.append((segment, master))
         for index, group in enumerate(optimizer.param_groups):
-            group["params"] = [master for piece, master in masters if self.shards[piece.parameter].group == index]
+            group["params"] = [master for segment, master in masters if self.shards[segment.shard].group == index]
         optimizer.step()
-        for piece, master in masters:
-            self._keep(piece, optimizer.state.pop(master, {}), states)
+        for segment, master in masters:
+            self._store(segment, optimizer.state.pop(master, {}), states)
         for group in optimizer.param_groups:
             group["params"] = []
 
-    def _keep(self, piece: Piece, state: dict[str, Any], states: dict[str, Tensor]) -> None:
-        """Take back what the optimizer holds of a piece; states that it made just now go to their place."""
-        for kind in self.kinds:
-            place, value = states[kind][piece.place], state.pop(kind, None)
-            if value is not None and value.data_ptr() != place.data_ptr():
-                place.copy_(value)
-        self.numbers[piece] = state
+    def _store(self, segment: Segment, state: dict[str, Any], states: dict[str, Tensor]) -> None:
+        """Copy moments that the optimizer has just created to their storage, and keep the scalars."""
+        for kind in self.moments:
+            stored, value = states[kind][segment.slice], state.pop(kind, None)
+            if value is not None and value.data_ptr() != stored.data_ptr():
+                stored.copy_(value)
+        self.scalars[segment] = state
 
-    def _gradient(self, piece: Piece, factor: float) -> Tensor:
-        gradient = self.gradients.piece(piece)
+    def _fp32_gradient(self, segment: Segment, factor: float) -> Tensor:
+        gradient = self.gradients.of(segment)
         assert gradient is not None
         if gradient.dtype != torch.float32:
-            if self._scratch is None:
-                size, on_host = self.store.layout.largest, self.device.type == "cpu"
-                self._scratch = aligned(size) if on_host else torch.empty(size, device=self.device)
-            gradient = self._scratch[piece.place].copy_(gradient)
+            if self._fp32_gradients is None:
+                self._fp32_gradients = torch.empty(self.states.layout.largest, device=self.device)
+            gradient = self._fp32_gradients[segment.slice].copy_(gradient)
         return gradient if factor == 1.0 else gradient.mul_(factor)
 
-    def show(self, kind: str) -> None:
-        """Put the masters, or the averages, into the module."""
-        for group, states in self.store.walk(self.store.layout.groups, read=[kind], write=()):
-            self._writer.begin(group)
-            self._cast(group.pieces, states[kind])
-            self._send(group)
-        self._writer.settle()
 
-    def start_averaging(self) -> None:
-        """Averages begin as the masters are."""
-        if AVERAGE not in self.store.kinds:
-            self.store.add(AVERAGE)
-        for _, states in self.store.walk(self.store.layout.groups, read=[MASTER], write=[AVERAGE]):
-            states[AVERAGE].copy_(states[MASTER])
+class _ModuleWriter:
+    """Casts the fp32 values of a sub-group to the module's precision and writes them to its shards.
 
+    From the CPU to a GPU the values go through two pinned buffers: one is copied while the next sub-group is stepped.
+    """
 
-class _Writer:
-    """Brings a sub-group's values to the shards of the module, in their precision: here straight into them."""
-
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[Shard], device: torch.device, size: int) -> None:
         self._shards = shards
+        is_upload = shards[0].flat.device.type == "cuda" and device.type == "cpu"
+        dtype = shards[0].parameter.dtype
+        self._pinned = [torch.empty(size, dtype=dtype, pin_memory=True) for _ in range(2)] if is_upload else []
+        self._copied: list[torch.cuda.Event | None] = [None, None]
 
-    def begin(self, group: SubGroup) -> None:
-        """`place` will be asked for pieces of this sub-group."""
+    def begin(self) -> None:
+        """Switch to the other buffer, as soon as its last copy is complete."""
+        self._pinned.reverse()
+        self._copied.reverse()
+        if self._copied[0] is not None:
+            self._copied[0].synchronize()
 
-    def place(self, piece: Piece) -> Tensor:
-        """Where the values of a piece go."""
-        return self._shards[piece.parameter].flat[piece.start : piece.stop]
+    def target(self, segment: Segment) -> Tensor:
+        """Return the memory to write the values of a segment to."""
+        return self._pinned[0][segment.slice] if self._pinned else self._shard(segment)
 
-    def send(self, group: SubGroup) -> None:
-        """All pieces have their values."""
+    def finish(self, group: SubGroup) -> None:
+        """Start to copy the buffer to the module, after all segments were written."""
+        if self._pinned:
+            for segment in group.segments:
+                self._shard(segment).copy_(self._pinned[0][segment.slice], non_blocking=True)
+            self._copied[0] = torch.cuda.current_stream().record_event()
 
-    def settle(self) -> None:
-        """Until everything sent is there, for whatever comes next on the device."""
-
-
-class _StreamedWriter(_Writer):
-    """From the host to a GPU: cast into one of two pinned buffers, copied beside the next sub-group's step."""
-
-    def __init__(self, shards: Sequence[Shard], largest: int) -> None:
-        super().__init__(shards)
-        self._staged = [torch.empty(largest, dtype=shards[0].parameter.dtype, pin_memory=True) for _ in range(2)]
-        self._sent: list[torch.cuda.Event | None] = [None, None]
-        self._stream = torch.cuda.Stream()
-
-    def begin(self, group: SubGroup) -> None:
-        self._staged.reverse()
-        self._sent.reverse()
-        if self._sent[0] is not None:
-            self._sent[0].synchronize()
-
-    def place(self, piece: Piece) -> Tensor:
-        return self._staged[0][piece.place]
-
-    def send(self, group: SubGroup) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())  # which may still read what is overwritten
-        with torch.cuda.stream(self._stream):
-            for piece in group.pieces:
-                super().place(piece).copy_(self.place(piece), non_blocking=True)
-            self._sent[0] = self._stream.record_event()
-
-    def settle(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._stream)
+    def _shard(self, segment: Segment) -> Tensor:
+        return self._shards[segment.shard].flat[segment.start : segment.stop]
 
 
-def _writer(shards: Sequence[Shard], device: torch.device, largest: int) -> _Writer:
-    streams = shards[0].flat.device.type == "cuda" and device.type == "cpu"
-    return _StreamedWriter(shards, largest) if streams else _Writer(shards)
-
-
-def _like(value: Any, parameter: Tensor) -> Any:
-    """A state of a stand-in (one number) for a parameter of any size."""
+def _full_like(value: Any, parameter: Tensor) -> Any:
+    """Expand a state of a one-element parameter to the shape of `parameter`."""
     if not isinstance(value, Tensor):
         return value
     return torch.full_like(parameter, value.item()) if value.ndim else value.clone()

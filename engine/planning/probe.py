@@ -23,8 +23,7 @@ from engine.kernels.wide_linear import widen_linears
 from engine.memory.activations import cut
 from engine.memory.narrowed import narrow
 from engine.memory.shapes import Shape
-from engine.offload.blocks import aligned
-from engine.offload.files import PrivateFile, settle
+from engine.offload.direct_io import ScratchFile, aligned, wait
 from engine.parallel import dist
 from engine.precision import TORCH_DTYPE
 
@@ -188,10 +187,10 @@ def _copy(device: torch.device) -> float:
 
 def _disk(folder: str | None) -> float:
     """A file written and read as the tiers do it, past the page cache: what lies there is no disk's."""
-    data, file = aligned(FILE_BYTES, torch.uint8), PrivateFile(folder, FILE_BYTES)
+    data, file = aligned(FILE_BYTES, torch.uint8), ScratchFile(folder, FILE_BYTES)
     began = time.perf_counter()
-    settle(file.write(data, 0))
-    settle(file.read(data, 0))
+    wait(file.write(data, 0))
+    wait(file.read(data, 0))
     seconds = time.perf_counter() - began
     file.close()
     return seconds / (2 * FILE_BYTES)

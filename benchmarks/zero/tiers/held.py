@@ -66,7 +66,7 @@ def held(layout: dict[str, Any]) -> dict[str, float]:
     before = settled()
     config = EngineConfig(dtype="bf16", **(layout | {"sub_group_size": SUB_GROUP}))
     engine = Engine(Net(), config, optimizer=OptimizerConfig(lr=1e-3))
-    mapped = engine._mapped
+    mapped = engine._nvme_parameters
     skip = frozenset() if mapped is None else frozenset({mapped._memory.untyped_storage().data_ptr()})
     for _ in range(2):
         for last in (False, True):

@@ -106,13 +106,13 @@ def _ours() -> Callable[[], None]:
     """The whole step of an engine whose optimizer is on the host, from gradients that have arrived."""
     module = nn.ParameterList(nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in PARAMETERS)
     optimizer = OffloadedOptimizer(module, OPTIMIZER, EngineConfig(offload_optimizer="cpu"))
-    with optimizer.filling():
+    with optimizer.initializing():
         pass
     gradients, tier = _gradients(), optimizer.tiers[0]
 
     def step() -> None:
         for shard, gradient in enumerate(gradients):
-            tier.gradients.arrive(shard, gradient)
+            tier.gradients.add(shard, gradient)
         optimizer.step()
         optimizer.zero_grad()
 

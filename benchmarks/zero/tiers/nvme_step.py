@@ -14,7 +14,7 @@ from benchmarks.record import Result
 from benchmarks.zero.tiers.disk import folder
 from engine import EngineConfig, OptimizerConfig
 from engine.offload import OffloadedOptimizer
-from engine.offload.blocks import aligned, bytes_of
+from engine.offload.direct_io import aligned, bytes_of
 from engine.parallel import dist
 
 PARAMETERS = [2**24] * 10  # 168 M, 2 GB of states
@@ -63,7 +63,7 @@ def _step() -> Callable[[], None]:
     module = nn.ParameterList(nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in PARAMETERS)
     config = EngineConfig(offload_optimizer="nvme", nvme_path=folder())
     optimizer = OffloadedOptimizer(module, OPTIMIZER, config)
-    with optimizer.filling():
+    with optimizer.initializing():
         pass
     torch.manual_seed(2)
     gradients = [(torch.randn(size) * 1e-3).bfloat16() for size in PARAMETERS]
@@ -71,10 +71,10 @@ def _step() -> Callable[[], None]:
 
     def step() -> None:
         for shard, gradient in enumerate(gradients):
-            tier.gradients.arrive(shard, gradient)
+            tier.gradients.add(shard, gradient)
         optimizer.step()
         optimizer.zero_grad()
-        optimizer.settle()
+        optimizer.wait()
 
     return step
 

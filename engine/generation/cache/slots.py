@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.generation.cache.groups import Chunk, Family, Group
 from engine.kernels.host.ragged_attention import Families
-from engine.offload.blocks import aligned
+from engine.offload.direct_io import aligned
 from engine.uploads import upload
 
 SeenRows = tuple[Group | Family, int, int, Tensor | None]

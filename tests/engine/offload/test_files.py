@@ -1,4 +1,4 @@
-"""Files of the nvme tiers: their space, their end, and what happens when a disk does not do as it should."""
+"""Files of the NVMe tiers: reserved space, removal, and disk failures."""
 
 import errno
 import logging
@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from engine import EngineConfig
-from engine.offload import blocks
-from engine.offload.blocks import aligned
-from engine.offload.files import PrivateFile, settle
-from engine.offload.layout import BLOCK, lay_out
-from engine.offload.stores import BUFFERS, FileStore
+from engine.offload import direct_io
+from engine.offload.direct_io import ScratchFile
+from engine.offload.layout import BLOCK, flat_layout
+from engine.offload.nvme import BUFFERS, NvmeStates
 from tests.engine.offload.test_tiers import TIERS, advance, engine_of
 
 NVME = TIERS[1]
@@ -30,24 +29,24 @@ def refuse(number: int) -> Any:
 
 def test_layout_covers_every_element_once() -> None:
     sizes = [5, 3 * BLOCK + 1, 0, 2 * BLOCK, 7]
-    layout = lay_out(sizes, 2 * BLOCK)
+    layout = flat_layout(sizes, 2 * BLOCK)
     for index, size in enumerate(sizes):
-        found = [(group, piece) for group in layout.groups for piece in group.pieces if piece.parameter == index]
-        pieces = [(piece.start, piece.stop, group.start + piece.offset) for group, piece in found]
-        assert [start for start, _, _ in pieces] == [0, *(stop for _, stop, _ in pieces[:-1])][: len(pieces)]
-        assert sum(stop - start for start, stop, _ in pieces) == size
-        assert all(place == layout.offsets[index] + start for start, _, place in pieces)
+        found = [(group, s) for group in layout.sub_groups for s in group.segments if s.shard == index]
+        segments = [(s.start, s.stop, group.start + s.offset) for group, s in found]
+        assert [start for start, _, _ in segments] == [0, *(stop for _, stop, _ in segments[:-1])][: len(segments)]
+        assert sum(stop - start for start, stop, _ in segments) == size
+        assert all(offset == layout.offsets[index] + start for start, _, offset in segments)
     assert all(offset % BLOCK == 0 for offset in layout.offsets)
-    assert [group.start for group in layout.groups[1:]] == [group.stop for group in layout.groups[:-1]]
+    assert [group.start for group in layout.sub_groups[1:]] == [group.stop for group in layout.sub_groups[:-1]]
 
 
-def test_a_walk_keeps_what_is_changed_and_holds_a_few_sub_groups(tmp_path: Path) -> None:
-    layout = lay_out([20 * BLOCK, 17], BLOCK)
-    store = FileStore(layout, ["parameter", "exp_avg"], str(tmp_path))
+def test_iterate_stores_changes_and_holds_a_few_sub_groups(tmp_path: Path) -> None:
+    layout = flat_layout([20 * BLOCK, 17], BLOCK)
+    store = NvmeStates(layout, ["parameter", "exp_avg"], str(tmp_path))
     for shard, size in enumerate(layout.sizes):
         store.write("parameter", shard, torch.arange(size, dtype=torch.float32))
     for _ in range(2):
-        for _, states in store.walk(layout.groups, read=["parameter"], write=["parameter", "exp_avg"]):
+        for _, states in store.iterate(layout.sub_groups, read=["parameter"], write=["parameter", "exp_avg"]):
             states["exp_avg"].copy_(states["parameter"])
             states["parameter"].add_(1.0)
     assert torch.equal(store.read("parameter", 0), torch.arange(20 * BLOCK) + 2.0)
@@ -55,22 +54,22 @@ def test_a_walk_keeps_what_is_changed_and_holds_a_few_sub_groups(tmp_path: Path)
     assert store.buffer_bytes == BUFFERS * 2 * 4 * BLOCK
 
 
-def test_a_file_has_no_name_and_gives_its_space_back(tmp_path: Path) -> None:
-    file = PrivateFile(str(tmp_path), 2**20)
-    assert list(tmp_path.iterdir()) == [] and os.fstat(file._plain).st_nlink == 0
-    assert os.fstat(file._plain).st_blocks * 512 >= 2**20
-    descriptor = file._plain
+def test_a_file_has_no_name_and_frees_its_space(tmp_path: Path) -> None:
+    file = ScratchFile(str(tmp_path), 2**20)
+    assert list(tmp_path.iterdir()) == [] and os.fstat(file.descriptor).st_nlink == 0
+    assert os.fstat(file.descriptor).st_blocks * 512 >= 2**20
+    descriptor = file.descriptor
     del file
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 
 
-def test_no_room_is_known_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
-    with pytest.raises(OSError, match=r"has no room for .* GiB .*nvme_path") as found:
+    with pytest.raises(OSError, match=r"nvme_path=.* has no room for .* GiB") as found:
         engine_of(NVME, nvme_path=str(tmp_path))
     assert found.value.errno == errno.ENOSPC
-    with pytest.raises(OSError, match="no file can be made in"):
+    with pytest.raises(OSError, match=r"nvme_path=.*nowhere: cannot create a file"):
         engine_of(NVME, nvme_path=str(tmp_path / "nowhere"))
 
 
@@ -84,7 +83,7 @@ def test_a_write_that_fails_stops_the_run(monkeypatch: pytest.MonkeyPatch, numbe
     assert found.value.errno == number
 
 
-def test_after_a_disk_failed_the_last_checkpoint_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_checkpoint_survives_a_disk_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(NVME)
     advance(engine, 1, 2)
     engine.save(tmp_path / "last")
@@ -99,7 +98,7 @@ def test_after_a_disk_failed_the_last_checkpoint_is_whole(tmp_path: Path, monkey
 
 
 class Watched:
-    """A mapping that notes what is to be read, and can't be written back."""
+    """A mapping that records reads ahead, and fails to write."""
 
     def __init__(self, pages: Any) -> None:
         self.pages, self.ahead = pages, list[int]()
@@ -113,13 +112,13 @@ class Watched:
         refuse(errno.EIO)()
 
 
-def test_mapped_shards_are_read_ahead_and_what_can_not_be_written_back_stops_the_run() -> None:
+def test_parameters_are_read_ahead_and_a_failed_flush_stops_the_run() -> None:
     engine = engine_of({"offload_optimizer": "nvme", "offload_parameters": "nvme"}, zero_stage=3)
-    mapped: Any = engine._mapped
-    mapped.settle()
+    mapped: Any = engine._nvme_parameters
+    mapped.wait()
     mapped._pages = Watched(mapped._pages)
     advance(engine, 1, 1)
-    places = [start for start, _ in mapped._spans]
+    places = [start for start, _ in mapped._ranges]
     forward, backward = [2, 3, 3], [0, 1, 0]  # the root is 0; two units ahead of each of three blocks
     assert mapped._pages.ahead == [places[unit] for unit in forward + backward]
     with pytest.raises(OSError, match="Input/output"):
@@ -129,14 +128,14 @@ def test_mapped_shards_are_read_ahead_and_what_can_not_be_written_back_stops_the
 def test_a_file_that_became_shorter_stops_the_run() -> None:
     engine = engine_of(NVME)
     advance(engine, 1, 1)
-    store: Any = engine.optimizer.tiers[0].store  # type: ignore[union-attr]
-    store.settle()
-    os.ftruncate(store._file._plain, 4096)
-    with pytest.raises(OSError, match="too early"):
+    store: Any = engine.optimizer.tiers[0].states  # type: ignore[union-attr]
+    store.wait()
+    os.ftruncate(store._file.descriptor, 4096)
+    with pytest.raises(OSError, match="truncated"):
         advance(engine, 2, 2)
 
 
-def test_without_direct_io_files_go_through_the_page_cache_and_that_is_said_once(
+def test_a_file_system_without_direct_io_uses_the_page_cache_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = advance(engine_of(NVME), 1, 3)
@@ -146,38 +145,13 @@ def test_without_direct_io_files_go_through_the_page_cache_and_that_is_said_once
         return refuse(errno.EINVAL)() if flags & os.O_DIRECT else opened(path, flags, *rest, **more)
 
     monkeypatch.setattr(os, "open", no_direct)
-    with caplog.at_level(logging.WARNING, logger=blocks.log.name):
+    with caplog.at_level(logging.WARNING, logger=direct_io.log.name):
         engines = [engine_of(NVME, nvme_path=str(tmp_path)) for _ in range(2)]
     assert len([record for record in caplog.records if "no direct I/O" in record.message]) == 1
     assert [advance(engine, 1, 3) for engine in engines] == [wanted, wanted]
 
 
-def test_direct_io_that_is_refused_later_falls_back_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = PrivateFile(str(tmp_path), 8192)
-    if file._direct == file._plain:
-        pytest.skip("this file system takes no direct I/O")
-    direct, written = file._direct, os.pwritev
-
-    def refusing(descriptor: int, *rest: Any) -> int:
-        return refuse(errno.EINVAL)() if descriptor == direct else written(descriptor, *rest)
-
-    monkeypatch.setattr(os, "pwritev", refusing)
-    values = aligned(2048).copy_(torch.arange(2048))
-    settle(file.write(values, 0))
-    again = aligned(2048)
-    settle(file.read(again, 0))
-    assert torch.equal(again, values)
-
-
-def test_parts_that_are_not_aligned(tmp_path: Path) -> None:
-    file = PrivateFile(str(tmp_path), 8192)
-    settle(file.write(torch.arange(100, dtype=torch.float32), 12))
-    found = torch.zeros(50)
-    settle(file.read(found, 12 + 4 * 25))
-    assert torch.equal(found, torch.arange(25, 75, dtype=torch.float32))
-
-
-def test_what_can_not_go_together() -> None:
+def test_refused_combinations() -> None:
     with pytest.raises(ValueError, match="needs zero_stage=3"):
         EngineConfig(offload_parameters="nvme", zero_stage=2)
     with pytest.raises(ValueError, match="offload_ratio"):

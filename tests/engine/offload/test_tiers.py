@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
+from engine.offload import OffloadedOptimizer
 from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
@@ -155,11 +156,11 @@ def test_16_bit_shards_and_fp32_masters(dtype: str) -> None:
 
 
 def masters(engine: Engine) -> dict[str, Tensor]:
-    from engine.checkpoint.offloaded import tensors
-
-    found, filed = tensors(engine.optimizer)  # type: ignore[arg-type]
-    named = {name: filed[name].read() if name in filed else dtensors.local(tensor) for name, tensor in found.items()}
-    return {name.removeprefix("parameter."): named[name].clone() for name in named if name.startswith("parameter.")}
+    assert isinstance(engine.optimizer, OffloadedOptimizer)
+    states = engine.optimizer.states().items()
+    return {
+        name.removeprefix("parameter."): state.read().clone() for name, state in states if state.kind == "parameter"
+    }
 
 
 def test_masters_begin_with_what_was_given_not_with_its_rounding() -> None:

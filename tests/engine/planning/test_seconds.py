@@ -9,7 +9,7 @@ import torch
 
 from engine.memory import Workload, shape_of
 from engine.memory.pieces import pieces_of
-from engine.offload.blocks import BlockFile, Move
+from engine.offload.direct_io import ScratchFile
 from engine.parallel import dist
 from engine.planning import Pace, Probe, probe, step_seconds
 from engine.planning.probe import FILE_BYTES, _body, _disk
@@ -57,13 +57,13 @@ def test_a_pipeline_takes_turns_of_its_slowest_piece() -> None:
 def test_the_disk_is_probed_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the tiers read and write, all of it both ways, and nothing is left."""
     moved: list[tuple[str, int]] = []
-    transfer = BlockFile.transfer
+    transfer = ScratchFile._transfer
 
-    def counted(file: BlockFile, move: Move, view: memoryview, offset: int) -> None:
+    def counted(file: ScratchFile, move: Any, view: memoryview, offset: int) -> None:
         transfer(file, move, view, offset)
         moved.append((move.__name__, len(view)))
 
-    monkeypatch.setattr(BlockFile, "transfer", counted)
+    monkeypatch.setattr(ScratchFile, "_transfer", counted)
     assert _disk(str(tmp_path)) > 0
     for way in ("pwritev", "preadv"):
         assert sum(size for name, size in moved if name == way) == FILE_BYTES
