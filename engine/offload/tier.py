@@ -1,8 +1,8 @@
 """One tier of an offloaded optimizer: parameters, the storage of their fp32 states, and the step on one device.
 
-The step goes through the sub-groups in order. AdamW on a CPU is computed by `AdamStep`. Any other class of torch that
-steps elementwise gets the segments of a sub-group as parameters with their states. Scalar states such as the step count
-stay in memory, one per segment.
+The step goes through the sub-groups in order. The optimizer is any class of torch that steps elementwise: it gets the
+segments of a sub-group as parameters with their states. Scalar states such as the step count stay in memory, one per
+segment.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.offload.cpu import AdamStep, MemoryStates
+from engine.offload.cpu import MemoryStates
 from engine.offload.gradients import Gradients
 from engine.offload.layout import Segment, SubGroup
 from engine.offload.nvme import NvmeStates
@@ -54,7 +54,6 @@ class Tier:
         self.gradients = Gradients(device)
         self.scalars: dict[Segment, dict[str, Any]] = {}  # of the segments that were stepped
         self._after_write = after_write
-        self._adam = AdamStep()
         self._fp32_gradients: Tensor | None = None
         self._writer = _ModuleWriter(shards, device, states.layout.largest)
 
@@ -74,27 +73,17 @@ class Tier:
             if decay is not None or any(self.gradients.has(segment.shard) for segment in group.segments)
         ]
         read = [MASTER, *self.moments, *((AVERAGE,) if decay is not None else ())]
-        is_adam = AdamStep.supports(optimizer, self.device)
         for group, states in self.states.iterate(groups, read=read, write=self.states.kinds):
             segments = [segment for segment in group.segments if self.gradients.has(segment.shard)]
-            self._writer.begin()
-            if is_adam:
-                for segment in segments:
-                    self._step_adam(optimizer, segment, states, factor)
-            else:
-                self._step_torch(optimizer, segments, states, factor)
-                self._write(segments, states[MASTER])
+            self._step_segments(optimizer, segments, states, factor)
             if decay is not None:
                 states[AVERAGE].lerp_(states[MASTER], 1.0 - decay)
-            self._write([segment for segment in group.segments if segment not in segments], states[MASTER])
-            self._finish_write(group)
+            self._write(group, states[MASTER])
 
     def write_to_module(self, kind: str) -> None:
         """Write the master weights or the averages into the module."""
         for group, states in self.states.iterate(self.states.layout.sub_groups, read=[kind], write=()):
-            self._writer.begin()
-            self._write(group.segments, states[kind])
-            self._finish_write(group)
+            self._write(group, states[kind])
 
     def start_averaging(self) -> None:
         """Set the averages to the master weights."""
@@ -103,29 +92,12 @@ class Tier:
         for _, states in self.states.iterate(self.states.layout.sub_groups, read=[MASTER], write=[AVERAGE]):
             states[AVERAGE].copy_(states[MASTER])
 
-    def _write(self, segments: Sequence[Segment], values: Tensor) -> None:
-        for segment in segments:
-            self._writer.target(segment).copy_(values[segment.slice])
-
-    def _finish_write(self, group: SubGroup) -> None:
-        self._writer.finish(group)
+    def _write(self, group: SubGroup, values: Tensor) -> None:
+        self._writer.write(group, values)
         if self._after_write is not None:
             self._after_write()
 
-    def _step_adam(
-        self, optimizer: torch.optim.Optimizer, segment: Segment, states: dict[str, Tensor], factor: float
-    ) -> None:
-        own = {kind: tensor[segment.slice] for kind, tensor in states.items()}
-        if segment not in self.scalars:
-            self.scalars[segment] = {"step": torch.zeros((), dtype=torch.float32)}
-            for kind in self.moments:
-                own[kind].zero_()
-        gradient = self.gradients.of(segment)
-        assert gradient is not None
-        group, target = optimizer.param_groups[self.shards[segment.shard].group], self._writer.target(segment)
-        self._adam.step(optimizer, group, own | self.scalars[segment], gradient, factor, target)
-
-    def _step_torch(
+    def _step_segments(
         self, optimizer: torch.optim.Optimizer, segments: Sequence[Segment], states: dict[str, Tensor], factor: float
     ) -> None:
         masters: list[tuple[Segment, nn.Parameter]] = []
@@ -179,23 +151,20 @@ class _ModuleWriter:
         self._pinned = [torch.empty(size, dtype=dtype, pin_memory=True) for _ in range(2)] if is_upload else []
         self._copied: list[torch.cuda.Event | None] = [None, None]
 
-    def begin(self) -> None:
-        """Switch to the other buffer, as soon as its last copy is complete."""
+    def write(self, group: SubGroup, values: Tensor) -> None:
+        """Write the values (fp32, flat) of a sub-group; a copy to a GPU may be pending on its current stream."""
+        if not self._pinned:
+            for segment in group.segments:
+                self._shard(segment).copy_(values[segment.slice])
+            return
         self._pinned.reverse()
         self._copied.reverse()
         if self._copied[0] is not None:
-            self._copied[0].synchronize()
-
-    def target(self, segment: Segment) -> Tensor:
-        """Return the memory to write the values of a segment to."""
-        return self._pinned[0][segment.slice] if self._pinned else self._shard(segment)
-
-    def finish(self, group: SubGroup) -> None:
-        """Start to copy the buffer to the module, after all segments were written."""
-        if self._pinned:
-            for segment in group.segments:
-                self._shard(segment).copy_(self._pinned[0][segment.slice], non_blocking=True)
-            self._copied[0] = torch.cuda.current_stream().record_event()
+            self._copied[0].synchronize()  # the last copy of this buffer
+        buffer = self._pinned[0][: group.size].copy_(values)
+        for segment in group.segments:
+            self._shard(segment).copy_(buffer[segment.slice], non_blocking=True)
+        self._copied[0] = torch.cuda.current_stream().record_event()
 
     def _shard(self, segment: Segment) -> Tensor:
         return self._shards[segment.shard].flat[segment.start : segment.stop]
