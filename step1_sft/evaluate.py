@@ -6,12 +6,12 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from engine import Engine
-from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import TokenBatch
 from pipeline.data.encode import TokenItem
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.distributed import barrier, is_rank_zero, sum_over_ranks
 from pipeline.evaluation.evaluator import EVALUATION_SEED, answers_of
 from pipeline.evaluation.judge import judged
 from pipeline.evaluation.samples import SAMPLES, Sample, read_samples, write_samples
@@ -29,7 +29,7 @@ def held_out_loss(engine: Engine, items: Sequence[TokenItem], *, budget: int, pa
         return [-logprobs.double().sum()]
 
     total = sum((part.item() for losses in engine.score(batches, loss) for part in losses), 0.0)
-    return dist.sum_over_ranks({"loss": total})["loss"] / count if count else float("nan")
+    return sum_over_ranks(total) / count if count else float("nan")
 
 
 def answer(
@@ -45,7 +45,7 @@ def answer(
     how = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
     answers = answers_of(engine, tokenizer, prompts, how, keep=False)  # all of the training lies in between
     gold = judged(prompts, answers, judge)
-    if dist.world().leads:
+    if is_rank_zero():
         known = {sample.prompt: sample for sample in read_samples(folder / SAMPLES)}
         rows = []
         for index, prompt in enumerate(prompts):
@@ -53,5 +53,5 @@ def answer(
             golds = before.gold if gold is None else {**before.gold, name: gold[index]}
             rows.append(Sample(prompt.messages, {**before.answers, name: answers[index]}, gold=golds))
         write_samples(folder / SAMPLES, rows)
-    dist.barrier()
+    barrier()
     return None if not gold else sum(gold) / len(gold)

@@ -7,17 +7,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from engine import Engine
-from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import TokenBatch, batch_indices
 from pipeline.data.encode import encode_conversations
+from pipeline.distributed import is_rank_zero
 from pipeline.evaluation.judge import load_judge
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
-from pipeline.planning.choose import announce
-from pipeline.stages.data import check_data_to_come, evaluation_prompts, examples, stage_records
-from pipeline.stages.models import (
+from pipeline.models.stage_models import (
     adopt_special_ids,
     base_source,
     check_vocabulary,
@@ -26,6 +24,8 @@ from pipeline.stages.models import (
     require_scorer,
     run_tokenizer,
 )
+from pipeline.planning.choose import announce
+from pipeline.stages.data import check_data_to_come, evaluation_prompts, examples, stage_records
 from pipeline.stages.settings import arrange, optimizer_config, prepare_generation, say_steps, stage_steps
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking.watchers import open_watchers
@@ -100,7 +100,7 @@ def run(config: RunConfig, folder: Path) -> None:
 def _packing(engine: Engine, wanted: bool, max_length: int) -> bool:
     """Whether rows are packed: where it is wanted and the model takes it."""
     abilities = verify(engine, max_length=max_length)
-    if dist.world().leads:
+    if is_rank_zero():
         for note in abilities.notes:
             print(f"sft: {note}", flush=True)
     return wanted and abilities.packing

@@ -11,12 +11,11 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from engine import Engine
-from engine.parallel import dist
 from pipeline.config.schema import DpoSection
 from pipeline.data.encode import PairItem
+from pipeline.distributed import gather_by_index, is_rank_zero, on_rank_zero
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.files import explained_disk, write_whole
-from pipeline.stages.distributed import by_first_rank, in_order
 from step2_dpo.batches import AnswerBatch, Pairs, answer_logprobs
 from step2_dpo.objective import preference_loss
 
@@ -35,7 +34,7 @@ def pair_logprobs(engine: Engine, items: Sequence[PairItem], *, budget: int, pac
         for where, rows in zip(held, engine.score(batches, _of_pairs), strict=True)
         for place, values in zip(where, rows, strict=True)
     }
-    return torch.tensor(in_order(mine)).view(len(items), 2)
+    return torch.tensor(gather_by_index(mine)).view(len(items), 2)
 
 
 def _of_pairs(module: nn.Module, batch: AnswerBatch) -> Sequence[Tensor]:
@@ -51,7 +50,7 @@ def with_reference(
     The reference is the model that training starts from: to be called before that has changed. Every rank calls. Who is
     stopped while it reads goes on where it was last kept.
     """
-    kept = by_first_rank(lambda: _kept(folder / KEPT))
+    kept = on_rank_zero(lambda: _kept(folder / KEPT))
     tables = {name: kept.get(name, torch.empty(0, 2)) for name in sets}
     for name, items in sets.items():
         if len(tables[name]) != len(items):
@@ -59,7 +58,7 @@ def with_reference(
     starts = [(name, start) for name, items in sets.items() for start in range(0, len(items), AT_A_TIME)]
     parts = [(name, slice(start, start + AT_A_TIME)) for name, start in starts]
     unread = [(name, part) for name, part in parts if tables[name][part].isnan().any()]
-    leads, count = dist.world().leads, sum(len(tables[name][part]) for name, part in unread)
+    leads, count = is_rank_zero(), sum(len(tables[name][part]) for name, part in unread)
     if leads and unread:
         print(f"dpo: the reference, the model as it starts, reads {count} pairs", flush=True)
     said = saved = time.monotonic()

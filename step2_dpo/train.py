@@ -18,9 +18,9 @@ from pipeline.launch.manifest import stage_inputs
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
+from pipeline.models.stage_models import policy_to_tune, require_context
 from pipeline.planning.choose import announce
 from pipeline.stages.data import evaluation_prompts, examples, say_undecided, stage_records
-from pipeline.stages.models import policy_to_tune, require_context
 from pipeline.stages.settings import arrange, optimizer_config, prepare_generation, sampling, say_steps, stage_steps
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking.watchers import open_watchers

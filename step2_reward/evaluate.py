@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from engine import Engine
 from pipeline.data.batch import PairBatch
 from pipeline.data.encode import PairItem
+from pipeline.distributed import gather_by_index
 from pipeline.evaluation.pair_accuracy import Scored
-from pipeline.stages.distributed import in_order
 from step2_reward.batches import micro_batches
 from step2_reward.loss import last_scores
 
@@ -21,7 +21,7 @@ def score_pairs(engine: Engine, pairs: Sequence[PairItem], *, budget: int, packi
     mine: dict[int, tuple[float, float]] = {}
     for where, scores in zip(places, engine.score(batches, both_scores), strict=True):
         mine |= {place: (pair[0].item(), pair[1].item()) for place, pair in zip(where, scores, strict=True)}
-    return [Scored(pair, *scores) for pair, scores in zip(pairs, in_order(mine), strict=True)]
+    return [Scored(pair, *scores) for pair, scores in zip(pairs, gather_by_index(mine), strict=True)]
 
 
 def both_scores(module: nn.Module, batch: PairBatch) -> Sequence[Tensor]:

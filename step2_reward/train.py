@@ -20,9 +20,7 @@ from pipeline.models.build import EngineChoice, build_scorer
 from pipeline.models.checks import verify
 from pipeline.models.export import export_scorer
 from pipeline.models.source import ModelSource, resolve
-from pipeline.planning.choose import announce
-from pipeline.stages.data import check_data_to_come, examples, say_undecided, stage_records
-from pipeline.stages.models import (
+from pipeline.models.stage_models import (
     adopt_special_ids,
     base_source,
     check_vocabulary,
@@ -30,6 +28,8 @@ from pipeline.stages.models import (
     run_tokenizer,
     stage_source,
 )
+from pipeline.planning.choose import announce
+from pipeline.stages.data import check_data_to_come, examples, say_undecided, stage_records
 from pipeline.stages.settings import arrange, optimizer_config, say_steps, stage_steps
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking.watchers import open_watchers

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.figures import on_host
-from engine.parallel import dist
+from pipeline.distributed import is_rank_zero
 from pipeline.files import explained_disk
 from step3_ppo.advantages import kl_k1
 from step3_ppo.rollout import Rollout
@@ -31,7 +31,7 @@ def keep_answers(
 
     `text` turns token ids into text, control tokens included.
     """
-    if not answers or not dist.world().leads:
+    if not answers or not is_rank_zero():
         return
     lines = "".join(
         json.dumps({"step": step, **line}, ensure_ascii=False) + "\n"

@@ -18,7 +18,7 @@ from pipeline.models.build import EngineChoice, build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, model_folder, resolve
-from pipeline.stages.models import policy_to_tune, stage_source
+from pipeline.models.stage_models import policy_to_tune, stage_source
 from pipeline.stages.settings import optimizer_config
 
 

@@ -11,8 +11,8 @@ from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_
 from pipeline.data.encode import TokenItem, encode_conversations
 from pipeline.data.portions import portion
 from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.distributed import on_rank_zero
 from pipeline.stages.data import stage_records
-from pipeline.stages.distributed import by_first_rank
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,6 @@ def ptx_mix(config: RunConfig, tokenizer: ChatTokenizer) -> PtxMix | None:
         return None
     sft, records = config.sft, stage_records(config, "sft").train
     encode = partial(encode_conversations, tokenizer, max_length=sft.max_length, loss_on=sft.loss_on)
-    items, _ = by_first_rank(partial(encode, records))
+    items, _ = on_rank_zero(partial(encode, records))
     size = max(1, ppo.batch_size // ppo.minibatches)
     return PtxMix(items, ppo.ptx_coef, size, ppo.micro_batch_tokens, tokenizer.pad_id, config.seed)

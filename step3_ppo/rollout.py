@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from engine import Engine, Generation, Sampling
 from engine.generation.selfcheck import compare
 from engine.healing import Portion
-from engine.parallel import dist
 from engine.uploads import uploaded
+from pipeline.distributed import device, gather_objects
 from step3_ppo.models import Models
 from step3_ppo.rows import Rows, critic_values, my_rows, policy_logprobs, rows
 from step3_ppo.scores import Call, score_answers
@@ -96,7 +96,7 @@ def generate(
             text=text,
         )
     check_generator(models, pad_id=sampling.pad_id)
-    found = {i: g for part in dist.gather_objects(list(zip(places, mine, strict=True))) for i, g in part}
+    found = {i: g for part in gather_objects(list(zip(places, mine, strict=True))) for i, g in part}
     return [found[i] for i in range(len(prompts) * samples)]
 
 
@@ -154,23 +154,23 @@ def collect(
     if models.critic is not None:
         mine["values"] = said(models.critic, "critic", values)
     mine["logprobs"] = said(models.actor, "actor", logprobs)
-    everyone = dist.gather_objects(mine)
+    everyone = gather_objects(mine)
     parts = {name: {i: t for part in everyone for i, t in part[name].items()} for name in mine}
-    device, size = dist.world().device, len(prompts)
-    tables = {name: uploaded(_table(found, size), device) for name, found in parts.items()}
+    on, size = device(), len(prompts)
+    tables = {name: uploaded(_table(found, size), on) for name, found in parts.items()}
     generator = {i: torch.tensor(g.logprobs) for i, g in enumerate(generations)}
     lengths = torch.tensor([len(r) for r in responses])
     return Rollout(
         prompts=prompts,
         responses=responses,
-        finished=uploaded(torch.tensor([g.finished for g in generations]), device),
-        response_mask=uploaded(torch.arange(int(lengths.max()))[None] < lengths[:, None], device),
-        scores=uploaded(torch.tensor(scores.total), device),
+        finished=uploaded(torch.tensor([g.finished for g in generations]), on),
+        response_mask=uploaded(torch.arange(int(lengths.max()))[None] < lengths[:, None], on),
+        scores=uploaded(torch.tensor(scores.total), on),
         logprobs=tables["logprobs"],
         reference=tables.get("reference"),
         values=tables.get("values"),
-        generator=uploaded(_table(generator, size), device),
-        function=None if scores.function is None else uploaded(torch.tensor(scores.function), device),
+        generator=uploaded(_table(generator, size), on),
+        function=None if scores.function is None else uploaded(torch.tensor(scores.function), on),
         batches=batches,
         apart=tables.get("apart"),
     )

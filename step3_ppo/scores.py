@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from engine import Engine
 from engine.healing import Portion
+from pipeline.distributed import gather_by_index
 from pipeline.evaluation.judge import Call, function_scores
-from pipeline.stages.distributed import in_order
 from step3_ppo.models import Models
 from step3_ppo.rows import Rows, end_scores
 
@@ -41,4 +41,6 @@ def model_scores(reward: Engine, batches: Sequence[Portion[Rows]], mean: float) 
         scores = (end_scores(module, batch) - mean).unbind()
         return list(zip(batch.places, scores, strict=True)) if batch.places else []
 
-    return in_order({place: score.item() for place, score in chain.from_iterable(reward.score(batches, centred))})
+    return gather_by_index(
+        {place: score.item() for place, score in chain.from_iterable(reward.score(batches, centred))}
+    )

@@ -8,18 +8,17 @@ from heapq import nlargest
 from pathlib import Path
 
 from engine import Generation, Update
-from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import PromptItems, encode_prompts
 from pipeline.data.records import Prompt, Row
+from pipeline.distributed import data_share, is_rank_zero, on_rank_zero
 from pipeline.evaluation.evaluator import EVALUATION_SEED, HeldOut, compared, write_table
 from pipeline.evaluation.judge import Call, load_judge
 from pipeline.models.export import export_policy
+from pipeline.models.stage_models import require_context
 from pipeline.planning.choose import announce
 from pipeline.stages.data import evaluation_prompts, say_cut, stage_records
-from pipeline.stages.distributed import by_first_rank
-from pipeline.stages.models import require_context
 from pipeline.stages.settings import arrange, prepare_generation, sampling, say_steps, stage_steps
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking import metrics
@@ -61,8 +60,8 @@ class Ppo:
 
     def rehearse(self, budget: int) -> None:
         """Train on the longest answers that there can be, and forget it: what fits now fits later."""
-        ppo, world = self.section, dist.world()
-        sequences = -(-ppo.batch_size * ppo.samples // (ppo.minibatches * world.data_size))
+        ppo, (_, shares) = self.section, data_share()
+        sequences = -(-ppo.batch_size * ppo.samples // (ppo.minibatches * shares))
         asked = nlargest(-(-sequences // ppo.samples), self.prompts, key=len)
         longest = longest_rows(
             [prompt for prompt in asked for _ in range(ppo.samples)],
@@ -228,7 +227,7 @@ def run(config: RunConfig, folder: Path) -> None:
     ):
         stage.predicted = predicted
         done = stage.restore()
-        if dist.world().leads:
+        if is_rank_zero():
             metrics.cut(folder / ROLLOUTS, done)
         if not ppo.section.asks_reference:  # an earlier start may have had one
             stage.last = {name: value for name, value in stage.last.items() if name not in ("kl", "kl_k3")}
@@ -291,14 +290,14 @@ def load_prompts(config: RunConfig, sources: Sources) -> tuple[PromptItems, list
     """The training prompts, those that all models answer, and what was left out, by reason."""
     records, tokenizer = stage_records(config, "ppo"), sources.tokenizer
     encode = partial(encode_prompts, tokenizer, max_tokens=config.rollout.max_prompt_tokens)
-    prompts, notes = by_first_rank(partial(encode, records.train))
+    prompts, notes = on_rank_zero(partial(encode, records.train))
     say_cut("ppo", notes, len(records.train), "rollout.max_prompt_tokens")
     return prompts, evaluation_prompts(config, tokenizer, records.held_out), {**records.skipped, **notes}
 
 
 def warn_of_gap(gap: float) -> None:
     """Say so when the generator is not the model that is trained."""
-    if gap > GENERATOR_GAP and dist.world().leads:
+    if gap > GENERATOR_GAP and is_rank_zero():
         logging.getLogger("zerochat").warning(
             "generator and trainer disagree by %.3f in probability on average; above %.2f rollouts are off-policy",
             gap,

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine import Engine, Sampling
-from engine.parallel import dist
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.distributed import barrier, gather_by_index, is_rank_zero
 from pipeline.evaluation.samples import SAMPLES, Sample, read_samples, write_samples
-from pipeline.stages.distributed import in_order
 
 EVALUATION_SEED = 20011
 
@@ -46,7 +45,7 @@ def answers_of(
         places = engine.flip.share_of([len(ids) for ids in asked], how.max_new_tokens / 2)
         to_answer = [asked[place] for place in places]
         mine = rollouts.generate(to_answer, how, places, text=tokenizer.decode) if places else []
-    return in_order({place: tokenizer.decode(made.token_ids) for place, made in zip(places, mine, strict=True)})
+    return gather_by_index({place: tokenizer.decode(made.token_ids) for place, made in zip(places, mine, strict=True)})
 
 
 def compared(
@@ -74,7 +73,7 @@ def earlier_answers(prompts: Sequence[Prompt], folder: Path, name: str) -> list[
 
 def write_table(prompts: Sequence[Prompt], results: Mapping[str, HeldOut], folder: Path) -> None:
     """samples.jsonl: each prompt with every model's answer, scores and gold score."""
-    if dist.world().leads:
+    if is_rank_zero():
         write_samples(
             folder / SAMPLES,
             [
@@ -88,4 +87,4 @@ def write_table(prompts: Sequence[Prompt], results: Mapping[str, HeldOut], folde
                 for i, prompt in enumerate(prompts)
             ],
         )
-    dist.barrier()
+    barrier()

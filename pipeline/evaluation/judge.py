@@ -6,12 +6,11 @@ demo's prompts the gold scorer.
 
 from collections.abc import Sequence
 
-from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.records import Prompt, Row
+from pipeline.distributed import gather_by_index, gather_objects, rank, rank_count
 from pipeline.errors import SharedError, UserError
 from pipeline.evaluation.user_function import JUDGE, OwnFunction, load_function
-from pipeline.stages.distributed import in_order
 
 GOLD_SOURCE = "demo"  # whose prompts the gold scorer can read
 Call = tuple[str, Row]
@@ -50,15 +49,14 @@ def function_scores(function: OwnFunction, calls: Sequence[Call]) -> list[float]
 
     Raises SharedError where a call fails on any rank.
     """
-    world = dist.world()
-    places = range(world.rank, len(calls), world.size)
+    places = range(rank(), len(calls), rank_count())
     mine: dict[int, float] = {}
     failure: UserError | None = None
     try:
         mine = dict(zip(places, function.scores([calls[place] for place in places]), strict=True))
     except UserError as problem:
         failure = problem
-    said = [text for text in dist.gather_objects(None if failure is None else str(failure)) if text is not None]
+    said = [text for text in gather_objects(None if failure is None else str(failure)) if text is not None]
     if said:
         raise SharedError(said[0]) from failure
-    return in_order(mine)
+    return gather_by_index(mine)

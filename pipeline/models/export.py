@@ -19,9 +19,10 @@ from transformers import GenerationConfig, PretrainedConfig
 from engine import Engine
 from engine.buffers import persistent_buffers
 from engine.merging import whole_parameters
-from engine.parallel import dist, zero
+from engine.parallel import zero
 from engine.precision import TORCH_DTYPE
 from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.distributed import barrier, is_rank_zero
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource
 
@@ -67,7 +68,7 @@ def _export(
     zero.release(engine.module)  # what a forward left gathered is not the rank's to write
     staging = folder.with_name(folder.name + ".tmp")
     dtype = TORCH_DTYPE[engine.config.dtype]
-    leads = dist.world().leads
+    leads = is_rank_zero()
     if leads:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -85,7 +86,7 @@ def _export(
             if folder.exists():
                 shutil.rmtree(folder)
             staging.rename(folder)
-    dist.barrier()
+    barrier()
 
 
 @contextmanager
@@ -94,7 +95,7 @@ def _removed_if_failed(staging: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if dist.world().leads:
+        if is_rank_zero():
             shutil.rmtree(staging, ignore_errors=True)
         raise
 

@@ -4,15 +4,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from engine.memory import Workload
-from engine.parallel import dist
 from engine.planning import step_seconds
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import METHODS
+from pipeline.distributed import is_rank_zero, rank_count
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource, resolve
+from pipeline.models.stage_models import base_source
 from pipeline.planning.choose import Candidate, candidates, fastest, measure, pace_of
 from pipeline.planning.fit import GIB, Plan, beyond_settings, plan
-from pipeline.stages.models import base_source
 
 
 def run(config: RunConfig, folder: Path) -> None:
@@ -24,18 +24,18 @@ def run(config: RunConfig, folder: Path) -> None:
         lines = describe(config, stage, policy=reward or policy if stage == "reward" else policy, reward=reward)
         try:
             for line in lines:
-                if dist.world().leads:
+                if is_rank_zero():
                     print(line, flush=True)
         except UserError:
             raise
         except ValueError as problem:  # a model that can't be counted; of the other stages there is something to tell
-            if dist.world().leads:
+            if is_rank_zero():
                 print(f"\n{stage}: no plan: {problem}", flush=True)
 
 
 def describe(config: RunConfig, stage: str, *, policy: ModelSource, reward: ModelSource | None = None) -> Iterator[str]:
     """The lines of one stage; every rank calls."""
-    ranks = dist.world().size
+    ranks = rank_count()
     found = plan(config, stage, policy=policy, reward=reward if stage == "ppo" else None, ranks=ranks)
     measured, pace = measure(config, found.task), pace_of(config, stage, found.task)
     task, on_gpu = found.task, found.room.on_gpu

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine import Checkpointer, Engine
 from engine.checkpoint import Damaged, complete
-from engine.parallel import dist
+from pipeline.distributed import broadcast_from_rank_zero, is_rank_zero
 from pipeline.errors import UserError
 from pipeline.files import explained_disk
 
@@ -34,7 +34,7 @@ class Checkpoints:
 
         Raises UserError where there are checkpoints and all of them are damaged.
         """
-        found = [Path(place) for place in dist.broadcast_object([str(p) for p in self._complete()])]
+        found = [Path(place) for place in broadcast_from_rank_zero([str(p) for p in self._complete()])]
         damaged: dict[Path, str] = {}
         for place in reversed(found):
             try:
@@ -42,7 +42,7 @@ class Checkpoints:
             except Damaged as problem:
                 damaged[place] = problem.reason
                 continue
-            if dist.world().leads:
+            if is_rank_zero():
                 for folder, reason in damaged.items():
                     self._set_aside(folder, reason)
             return loaded
@@ -93,7 +93,7 @@ class Checkpoints:
             with explained_disk(self._stage):
                 yield
         except UserError:
-            if dist.world().leads:
+            if is_rank_zero():
                 self.drop_halves()
             raise
 

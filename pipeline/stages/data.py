@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from engine.parallel import dist
 from pipeline.config.schema import RunConfig, StageSection
 from pipeline.config.stages import POLICIES, STAGES, wanted_stages
 from pipeline.data.load import KEPT_FOR_OTHERS, StageRecords, load_held_out, load_stage, made_here
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.distributed import is_rank_zero, on_rank_zero
 from pipeline.errors import UserError
 from pipeline.imports import kept_for_good
-from pipeline.stages.distributed import by_first_rank
 
 Encoded = TypeVar("Encoded", bound=Sequence[object])
 
@@ -38,9 +37,9 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
             read.append(_load(config, stage))
         return read[0].skipped
 
-    skipped = by_first_rank(load)
+    skipped = on_rank_zero(load)
     records = read[0] if read else StageRecords([], [], skipped)
-    if dist.world().leads and records.skipped:
+    if is_rank_zero() and records.skipped:
         print(f"{stage}: skipped rows: {_counted(records.skipped)}", flush=True)
         if KEPT_FOR_OTHERS in records.skipped:
             print(
@@ -48,7 +47,7 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
                 "data.stage_shares sets the shares, `stages` of a source which stages it serves",
                 flush=True,
             )
-    if dist.world().leads and not made_here(config.data, stage):
+    if is_rank_zero() and not made_here(config.data, stage):
         again = len(records.train) - len(set(records.train))
         if again:
             print(f"{stage}: {again} of {len(records.train)} rows repeat another, and count as often", flush=True)
@@ -65,10 +64,10 @@ def examples(
 
     Raises UserError where nothing is left to train on, or where the best model is to be chosen by nothing.
     """
-    train, notes = by_first_rank(partial(encode, records.train))
+    train, notes = on_rank_zero(partial(encode, records.train))
     say_cut(stage, notes, len(records.train), f"{stage}.max_length")
     few = records.held_out[: section.eval_examples]
-    held_out, _ = by_first_rank(partial(encode, few, name=f"held-out {STAGES[stage].examples}"))
+    held_out, _ = on_rank_zero(partial(encode, few, name=f"held-out {STAGES[stage].examples}"))
     if section.export == "best" and not held_out:
         raise UserError(
             f"{stage}.export=best has nothing to judge by: no examples are held out (data.eval_fraction, or eval_path "
@@ -82,7 +81,7 @@ def say_undecided(stage: str, pairs: Sequence[Preference]) -> None:
     scored = {pair.source for pair in pairs if pair.margin}
     ties = sum(not pair.margin for pair in pairs if pair.source in scored)
     turned = sum(pair.margin < 0 for pair in pairs)
-    if dist.world().leads and (ties or turned):
+    if is_rank_zero() and (ties or turned):
         print(
             f"{stage}: by the data's scores, of {len(pairs)} pairs {ties} are ties and {turned} have the better answer "
             "as rejected; all are trained on as they are labelled",
@@ -104,7 +103,7 @@ def check_data_to_come(config: RunConfig, stage: str) -> list[Prompt] | None:
         print(f"{stage}: reading the data of {' and '.join(to_read)} too, to refuse it now if need be", flush=True)
         found.update({each: _load(config, each).held_out for each in to_read})
 
-    by_first_rank(check)
+    on_rank_zero(check)
     return found.get("ppo")
 
 
@@ -116,7 +115,7 @@ def evaluation_prompts(
 
     Raises UserError where none fits and PPO or DPO is to come.
     """
-    return by_first_rank(lambda: _chosen_prompts(config, tokenizer, held_out))
+    return on_rank_zero(lambda: _chosen_prompts(config, tokenizer, held_out))
 
 
 def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt] | None) -> list[Prompt]:
@@ -140,7 +139,7 @@ def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Seque
 
 def say_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> None:
     """Say how many of a stage's `count` examples were cut or dropped for their length, which `limit` (a key) bounds."""
-    if dist.world().leads and notes:
+    if is_rank_zero() and notes:
         print(f"{stage}: too long, of {count}: {_counted(notes)}; {limit} sets the limit", flush=True)
 
 

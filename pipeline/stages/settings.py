@@ -10,6 +10,7 @@ from engine.parallel import dist
 from pipeline.config.schema import RolloutSection, RunConfig, StageSection
 from pipeline.config.stages import STAGES
 from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.distributed import is_rank_zero
 
 FEW_STEPS = 20  # below which a stage has hardly begun to learn
 
@@ -69,7 +70,7 @@ def prepare_generation(engine: Engine, rollout: RolloutSection) -> None:
 
 def say_steps(stage: str, section: StageSection, steps: int, examples: int) -> None:
     """Say how much a stage will train on, and where that is next to nothing."""
-    if not dist.world().leads:
+    if not is_rank_zero():
         return
     word, what = STAGES[stage].step, STAGES[stage].examples
     several = f"{steps} {word}{'s' if steps > 1 else ''}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from engine import Engine
-from engine.parallel import dist
+from pipeline.distributed import device, rank
 
 RESTING = ("parameters", "optimizer", "average")  # owners of what is held between steps
 HELD = ("twin", "packs", "cache")  # what an engine generates with, and may keep
@@ -45,8 +45,7 @@ def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
 
 def peak_memory() -> dict[str, int]:
     """This rank's peak: bytes on the device (allocated by torch) and resident on the host."""
-    world = dist.world()
-    device = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # macOS counts bytes, Linux kilobytes.
-    return {"rank": world.rank, "device_bytes": device, "host_bytes": peak * (1 if sys.platform == "darwin" else 1024)}
+    device_bytes = torch.cuda.max_memory_allocated() if device().type == "cuda" else 0
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
+    host_bytes = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"rank": rank(), "device_bytes": device_bytes, "host_bytes": host_bytes}

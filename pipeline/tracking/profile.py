@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from engine.parallel import dist
+from pipeline.distributed import is_rank_zero, rank
 from pipeline.files import explained_disk
 
 ROWS, LONGEST_NAME = 25, 120  # names of kernels have all their template's arguments
@@ -32,7 +32,7 @@ class Profile:
 
     def expect(self, first: int, last: int) -> None:
         """The stage will do these steps. Says so where none of them is wanted."""
-        if (first > self._last or last < self._first) and dist.world().leads:
+        if (first > self._last or last < self._first) and is_rank_zero():
             wanted = f"{self._first} to {self._last} (profile.steps)"
             print(f"{self._folder.parent.name}: none of the steps {wanted} is left to record", flush=True)
 
@@ -54,13 +54,13 @@ class Profile:
             torch.cuda.synchronize()
         recorder, self._recorder = self._recorder, None
         recorder.stop()
-        name = f"steps-{self._began}-{step}-rank-{dist.world().rank}"
+        name = f"steps-{self._began}-{step}-rank-{rank()}"
         with explained_disk(self._folder):
             self._folder.mkdir(exist_ok=True)
             recorder.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
             text = tables(recorder.key_averages(), steps=step - self._began + 1)
             (self._folder / f"{name}.txt").write_text(text, encoding="utf-8")
-        if dist.world().leads:
+        if is_rank_zero():
             recorded = f"steps {self._began} to {step} recorded, {self._folder / name}.txt"
             print(f"{self._folder.parent.name}: {recorded}", flush=True)
 

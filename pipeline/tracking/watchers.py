@@ -224,9 +224,9 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
 
     When the stage ends well, the table of held-out answers (samples.jsonl) goes to wandb as well.
     """
-    from engine.parallel import dist
+    from pipeline.distributed import is_rank_zero
 
-    if not dist.world().leads:
+    if not is_rank_zero():
         yield []
         return
     tracker, progress = open_tracker(config, stage, folder), Progress(stage, steps)

@@ -11,9 +11,9 @@ from pathlib import Path
 from engine.parallel import dist
 from engine.planning import step_seconds
 from pipeline.launch.worker import read_config
+from pipeline.models.stage_models import base_source
 from pipeline.planning.choose import measure, pace_of
 from pipeline.planning.fit import task
-from pipeline.stages.models import base_source
 from step3_ppo.models import find
 from step3_ppo.train import load_prompts
 

@@ -9,10 +9,10 @@ from pipeline.data.encode import encode_conversations
 from pipeline.data.load import StageRecords, load_held_out, load_stage
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import train_tokenizer
+from pipeline.distributed import on_rank_zero
 from pipeline.errors import UserError
 from pipeline.stages import data as stage_data
 from pipeline.stages.data import say_cut
-from pipeline.stages.distributed import by_first_rank
 from tests.ranks import run_ranks
 from tests.tiny import tiny_config
 
@@ -80,7 +80,7 @@ def on_every_rank(file: str) -> dict[str, Any]:
     config = tiny_config().model_copy(update={"data": DataConfig(name="a", path=file)})
     tokenizer = train_tokenizer(["Question 1?"], 300)
     records = stage_data.stage_records(config, "sft")
-    items, notes = by_first_rank(lambda: encode_conversations(tokenizer, records.train, max_length=17))
+    items, notes = on_rank_zero(lambda: encode_conversations(tokenizer, records.train, max_length=17))
     short = config.model_copy(update={"rollout": RolloutSection(max_prompt_tokens=3)})
     with pytest.raises(UserError, match="held-out prompts fits") as refused:
         stage_data.evaluation_prompts(short, tokenizer)

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import ANSWERING, STAGES, wanted_stages
 from pipeline.data.formats import Record
 from pipeline.data.load import load_stage
 from pipeline.data.records import Preference
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
+from pipeline.distributed import barrier, is_rank_zero
 from pipeline.errors import UserError
 from pipeline.models.build import check_adapters, check_scores
 from pipeline.models.source import ModelSource, check_kind, download, model_folder, resolve
@@ -25,12 +25,12 @@ def run_tokenizer(
     kept = run_dir / "tokenizer"
     if given is not None:
         return load_tokenizer(str(model_folder(given)), chat_template=None)
-    if dist.world().leads and not (kept / "tokenizer_config.json").exists():
+    if is_rank_zero() and not (kept / "tokenizer_config.json").exists():
         made = _make_tokenizer(config, trained_on)
         staging = run_dir / "tokenizer.tmp"
         made.save(staging)
         staging.rename(kept)
-    dist.barrier()  # of all ranks, each time: one that comes late finds the tokenizer made
+    barrier()  # of all ranks, each time: one that comes late finds the tokenizer made
     return load_tokenizer(str(kept), chat_template=None)
 
 

@@ -6,10 +6,16 @@ from transformers import CohereConfig, LlamaConfig
 from pipeline.config.schema import DpoSection, LoraConfig, PpoSection, RewardSection
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
+from pipeline.models import stage_models
 from pipeline.models.source import ModelSource
-from pipeline.stages import models as stage_models
+from pipeline.models.stage_models import (
+    policy_to_tune,
+    require_adapters,
+    require_context,
+    require_scorer,
+    run_tokenizer,
+)
 from pipeline.stages.data import stage_records
-from pipeline.stages.models import policy_to_tune, require_adapters, require_context, require_scorer, run_tokenizer
 from tests.pipeline.models.tiny import config_of, language_model
 from tests.tiny import tiny_config
 
@@ -18,7 +24,7 @@ def test_a_rank_that_finds_the_tokenizer_made_waits_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[int] = []
-    monkeypatch.setattr(stage_models.dist, "barrier", lambda: waits.append(1))
+    monkeypatch.setattr(stage_models, "barrier", lambda: waits.append(1))
     monkeypatch.setattr(stage_models, "load_tokenizer", lambda folder, **_: folder)
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer_config.json").touch()
