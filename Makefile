@@ -22,7 +22,7 @@ lint: setup
 
 docs: setup
 	@$(PY) -m pipeline.config.document
-	@$(PY) -m engine.deepspeed.document
+	@$(PY) -c 'from engine import deepspeed_keys as keys; keys.PAGE.write_text(keys.page())'
 
 setup:
 	@bash .ci/setup

@@ -89,7 +89,6 @@ class Engine:
         self._scheduler, self._betas = scheduler, betas
         self._begun = False
         self._micro_batches = 0
-        self.before_change: list[Callable[[], None]] = []  # who reads parameters and states beside training
         blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
         self._assembled: Assembled | None = None
         self._values = parameter_values(module) if layout.offloads(config, optimizer) else {}
@@ -204,11 +203,6 @@ class Engine:
             return None
         return self._step(float(self._gradients().squared_norm()))
 
-    def about_to_change(self) -> None:
-        """Parameters or states of the optimizer will have other values: let those know who read them meanwhile."""
-        for know in self.before_change:
-            know()
-
     def _step(self, squared_norm: float) -> Step:
         """A step with a non-finite gradient is skipped on every rank alike. `squared_norm` is the gradient's."""
         assert self.optimizer is not None and self.optimizer_config is not None, "a frozen engine has no step"
@@ -246,7 +240,6 @@ class Engine:
     def _gradients(self) -> optim.Gradients | OffloadedOptimizer | OneBitAdam:
         """The step's gradients: the module's, or those that an optimizer has taken or averages itself."""
         zero.release(self.module)  # a forward behind the last backward has gathered what is about to change
-        self.about_to_change()  # 1-bit Adam takes them into its momenta when it is asked for their norm
         if isinstance(self.optimizer, OffloadedOptimizer | OneBitAdam):
             return self.optimizer
         return self._course.gradients()
@@ -433,7 +426,6 @@ class Engine:
             self._show(average=False)
 
     def _show(self, *, average: bool) -> None:
-        self.about_to_change()
         self._rest()
         self.average.swap(shown=average)
         self._shards_changed()

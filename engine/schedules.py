@@ -1,136 +1,188 @@
-"""Learning rates by optimizer step, with DeepSpeed's formulas (deepspeed/runtime/lr_schedules.py).
+"""Learning rates by optimizer step, with DeepSpeed's formulas and parameter names (deepspeed/runtime/lr_schedules.py).
 
-`step` counts from 0. DeepSpeed advances its schedules after a step, so that its "iteration" is `step - 1`, and the very
-first step runs at the smallest rate. Warm-ups are logarithmic there unless told otherwise: ln(iteration + 1) /
-ln(warmup steps).
+`step` counts from 0. DeepSpeed advances its schedules after a step. Its "iteration" is therefore `step - 1`, and the
+first step runs at the smallest rate. Warm-ups are logarithmic by default: ln(iteration + 1) / ln(warm-up steps).
 """
 
+import inspect
 import math
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 Warmup = Literal["log", "linear"]
 
 
-def warmup_share(iteration: int, warmup_steps: int, kind: Warmup) -> float:
-    """How far the warm-up has come, 0 to 1, for an iteration within it."""
-    steps = max(2, warmup_steps)
-    return math.log(iteration + 1) / math.log(steps) if kind == "log" else iteration / steps
-
-
 def warmup_lr(
-    step: int, *, maximum: float, minimum: float = 0.0, warmup_steps: int = 1000, kind: Warmup = "log"
+    step: int,
+    *,
+    warmup_max_lr: float,
+    warmup_min_lr: float = 0.0,
+    warmup_num_steps: int = 1000,
+    warmup_type: Warmup = "log",
 ) -> float:
-    """WarmupLR: rises to `maximum` and stays."""
+    """Return WarmupLR's rate: it rises to `warmup_max_lr` and stays there."""
     iteration = step - 1
     if iteration < 0:
-        return minimum
-    share = warmup_share(iteration, warmup_steps, kind) if iteration < max(2, warmup_steps) else 1.0
-    return minimum + (maximum - minimum) * share
+        return warmup_min_lr
+    share = _warmup_share(iteration, warmup_num_steps, warmup_type) if iteration < max(2, warmup_num_steps) else 1.0
+    return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * share
 
 
 def warmup_decay_lr(
     step: int,
     *,
-    total_steps: int,
-    maximum: float = 1e-3,
-    minimum: float = 0.0,
-    warmup_steps: int = 1000,
-    kind: Warmup = "log",
+    total_num_steps: int,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float = 1e-3,
+    warmup_num_steps: int = 1000,
+    warmup_type: Warmup = "log",
 ) -> float:
-    """WarmupDecayLR: rises to `maximum`, then falls in a straight line to `minimum` at `total_steps`."""
-    iteration, warmup = step - 1, max(2, warmup_steps)
+    """Return WarmupDecayLR's rate: it rises, then falls linearly to `warmup_min_lr` at `total_num_steps`."""
+    iteration, warmup = step - 1, max(2, warmup_num_steps)
     if iteration < warmup:
-        return warmup_lr(step, maximum=maximum, minimum=minimum, warmup_steps=warmup_steps, kind=kind)
-    share = max(0.0, (total_steps - iteration) / max(1.0, total_steps - warmup))
-    return minimum + (maximum - minimum) * share
+        return warmup_lr(
+            step,
+            warmup_max_lr=warmup_max_lr,
+            warmup_min_lr=warmup_min_lr,
+            warmup_num_steps=warmup_num_steps,
+            warmup_type=warmup_type,
+        )
+    share = max(0.0, (total_num_steps - iteration) / max(1.0, total_num_steps - warmup))
+    return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * share
 
 
 def warmup_cosine_lr(
     step: int,
     *,
-    peak: float,
-    total_steps: int,
-    warmup_steps: int = 1000,
-    minimum_ratio: float = 0.0,
-    final_ratio: float = 1e-4,
-    kind: Warmup = "log",
+    lr: float,
+    total_num_steps: int,
+    warmup_min_ratio: float = 0.0,
+    warmup_num_steps: int = 1000,
+    cos_min_ratio: float = 1e-4,
+    warmup_type: Warmup = "log",
 ) -> float:
-    """WarmupCosineLR: ratios of the optimizer's own rate `peak`; the very first step is 0, whatever `minimum_ratio`."""
-    iteration, warmup = step - 1, max(2, warmup_steps)
+    """Return WarmupCosineLR's rate: ratios of the optimizer's rate `lr`. The first step has rate 0."""
+    iteration, warmup = step - 1, max(2, warmup_num_steps)
     if iteration < 0:
         return 0.0
     if iteration < warmup:
-        return peak * (minimum_ratio + (1 - minimum_ratio) * warmup_share(iteration, warmup_steps, kind))
-    done = min(1.0, (iteration - warmup + 1) / max(1, total_steps - warmup))
-    return peak * max(0.0, final_ratio + (1 - final_ratio) * (1 + math.cos(math.pi * done)) / 2)
+        share = _warmup_share(iteration, warmup_num_steps, warmup_type)
+        return lr * (warmup_min_ratio + (1 - warmup_min_ratio) * share)
+    done = min(1.0, (iteration - warmup + 1) / max(1, total_num_steps - warmup))
+    return lr * max(0.0, cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
 
 
 def range_test_lr(
-    step: int, *, minimum: float = 1e-3, step_size: int = 2000, rate: float = 1.0, staircase: bool = False
+    step: int,
+    *,
+    lr_range_test_min_lr: float = 1e-3,
+    lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0,
+    lr_range_test_staircase: bool = False,
 ) -> float:
-    """LRRangeTest (Smith, 2015, arXiv:1506.01186): grows without end, by `rate` times the start every `step_size`."""
-    interval = step / step_size
-    return minimum * (1 + rate * (math.floor(interval) if staircase else interval))
-
-
-def cycle_share(
-    step: int, *, first: int = 2000, second: int | None = None, first_stairs: int = 0, second_stairs: int | None = None
-) -> float:
-    """OneCycle: the height of the cycle at a step, 0 at its ends and 1 at its top, in stairs where told."""
-    fall = first if second is None else second
-    place = step % (first + fall)
-    rising = place <= first
-    share = place / first if rising else (first + fall - place) / fall
-    stairs = first_stairs if rising or second_stairs is None else second_stairs
-    if not stairs:
-        return share
-    exact = place * stairs / first if rising else (first + fall - place) * stairs / fall
-    return math.floor(exact) / stairs
+    """Return LRRangeTest's rate, which grows without limit (Smith, 2015, arXiv:1506.01186)."""
+    interval = step / lr_range_test_step_size
+    steps = math.floor(interval) if lr_range_test_staircase else interval
+    return lr_range_test_min_lr * (1 + lr_range_test_step_rate * steps)
 
 
 def one_cycle_lr(
     step: int,
     *,
-    minimum: float,
-    maximum: float,
-    first: int = 2000,
-    second: int | None = None,
-    first_stairs: int = 0,
-    second_stairs: int | None = None,
-    decay_rate: float = 0.0,
+    cycle_min_lr: float,
+    cycle_max_lr: float,
+    decay_lr_rate: float = 0.0,
+    cycle_first_step_size: int = 2000,
+    cycle_second_step_size: int | None = None,
+    cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None,
     decay_step_size: int = 0,
 ) -> float:
-    """OneCycle (Smith, 2018, arXiv:1803.09820): up, down, then `minimum` divided by 1 + decay_rate per decay step."""
-    over = _after_cycle(step, first, second)
-    if over is None:
-        share = cycle_share(step, first=first, second=second, first_stairs=first_stairs, second_stairs=second_stairs)
-        return minimum + (maximum - minimum) * share
-    return minimum / (1 + decay_rate * over / decay_step_size) if decay_step_size and decay_rate else minimum
+    """Return OneCycle's rate: up, down, then `cycle_min_lr` divided by 1 + decay_lr_rate per decay step.
+
+    Source: Smith, 2018, arXiv:1803.09820.
+    """
+    after = _steps_after_cycle(step, cycle_first_step_size, cycle_second_step_size)
+    if after is None:
+        share = _cycle_share(
+            step, cycle_first_step_size, cycle_second_step_size, cycle_first_stair_count, cycle_second_stair_count
+        )
+        return cycle_min_lr + (cycle_max_lr - cycle_min_lr) * share
+    return cycle_min_lr / (1 + decay_lr_rate * after / decay_step_size) if decay_step_size else cycle_min_lr
 
 
 def one_cycle_betas(
     step: int,
     *,
-    minimum: float = 0.8,
-    maximum: float = 0.9,
-    first: int = 2000,
-    second: int | None = None,
-    first_stairs: int = 0,
-    second_stairs: int | None = None,
-    decay_rate: float = 0.0,
+    cycle_min_mom: float = 0.8,
+    cycle_max_mom: float = 0.9,
+    decay_mom_rate: float = 0.0,
+    cycle_first_step_size: int = 2000,
+    cycle_second_step_size: int | None = None,
+    cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None,
     decay_step_size: int = 0,
 ) -> tuple[float, float]:
-    """OneCycle's betas: the first falls where the rate rises, the second is 0.99. The very first step has `minimum`."""
+    """Return OneCycle's betas. The first falls while the rate rises; the second is 0.99."""
     if step == 0:
-        return minimum, 0.99
-    over = _after_cycle(step, first, second)
-    if over is None:
-        share = cycle_share(step, first=first, second=second, first_stairs=first_stairs, second_stairs=second_stairs)
-        return maximum - (maximum - minimum) * share, 0.99
-    return maximum * (1 + decay_rate * over / decay_step_size if decay_step_size and decay_rate else 1.0), 0.99
+        return cycle_min_mom, 0.99
+    after = _steps_after_cycle(step, cycle_first_step_size, cycle_second_step_size)
+    if after is None:
+        share = _cycle_share(
+            step, cycle_first_step_size, cycle_second_step_size, cycle_first_stair_count, cycle_second_stair_count
+        )
+        return cycle_max_mom - (cycle_max_mom - cycle_min_mom) * share, 0.99
+    return cycle_max_mom * (1 + decay_mom_rate * after / decay_step_size if decay_step_size else 1.0), 0.99
 
 
-def _after_cycle(step: int, first: int, second: int | None) -> int | None:
-    """How many steps lie behind the cycle; None within it. Its last iteration belongs to it and begins it anew."""
-    total = first + (first if second is None else second)
+@dataclass(frozen=True)
+class Scheduler:
+    """A schedule that DeepSpeed names: its rate and, if it cycles the momentum, its betas, as functions of the step."""
+
+    lr: Callable[..., float]
+    betas: Callable[..., tuple[float, float]] | None = None
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The parameters with their defaults; None if a parameter has no default."""
+        switch = {"cycle_momentum": True} if self.betas is not None else {}
+        found = parameters_of(self.lr) | switch | (parameters_of(self.betas) if self.betas is not None else {})
+        return {name: default for name, default in found.items() if name != "lr"}
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the keyword parameters of a schedule with their defaults."""
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return {p.name: None if p.default is p.empty else p.default for p in parameters}
+
+
+SCHEDULERS = {
+    "WarmupLR": Scheduler(warmup_lr),
+    "WarmupDecayLR": Scheduler(warmup_decay_lr),
+    "WarmupCosineLR": Scheduler(warmup_cosine_lr),
+    "OneCycle": Scheduler(one_cycle_lr, one_cycle_betas),
+    "LRRangeTest": Scheduler(range_test_lr),
+}
+
+
+def _warmup_share(iteration: int, warmup_num_steps: int, warmup_type: Warmup) -> float:
+    """The share of the warm-up that is done, 0 to 1, at an iteration of the warm-up."""
+    steps = max(2, warmup_num_steps)
+    return math.log(iteration + 1) / math.log(steps) if warmup_type == "log" else iteration / steps
+
+
+def _cycle_share(step: int, rise: int, fall: int | None, rise_stairs: int, fall_stairs: int | None) -> float:
+    """The height of the cycle at a step: 0 at its ends, 1 at its top, in stairs if their number is not 0."""
+    fall = rise if fall is None else fall
+    position = step % (rise + fall)
+    is_rising = position <= rise
+    stairs = rise_stairs if is_rising or fall_stairs is None else fall_stairs
+    count, length = (position, rise) if is_rising else (rise + fall - position, fall)
+    return math.floor(count * stairs / length) / stairs if stairs else count / length
+
+
+def _steps_after_cycle(step: int, rise: int, fall: int | None) -> int | None:
+    """The number of steps since the end of the cycle. None in the cycle, whose last iteration starts it again."""
+    total = rise + (rise if fall is None else fall)
     return None if step - 1 < total else step - total

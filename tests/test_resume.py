@@ -75,7 +75,7 @@ def test_killed_and_resumed_equals_left_alone(tmp_path: Path) -> None:
         finish(start_worker(killed, stage))
         same(whole, killed, stage, f"seed {seed}: {said}")
     damage(killed)
-    assert "is damaged (tensors-0.bin has 9 bytes" in finish(start_worker(killed, "sft"))
+    assert "is damaged (tensors-0.safetensors has 9 bytes" in finish(start_worker(killed, "sft"))
     same(whole, killed, "sft", "damaged")
 
 
@@ -101,7 +101,7 @@ def same(whole: Path, killed: Path, stage: str, where: str, *, but: tuple[str, .
 def damage(run_dir: Path) -> None:
     """A finished stage without its model, and with a newest checkpoint that was cut off."""
     shutil.rmtree(run_dir / "sft" / "model")
-    (run_dir / "sft" / "checkpoints" / "step-8" / "tensors-0.bin").write_bytes(b"truncated")
+    (run_dir / "sft" / "checkpoints" / "step-8" / "tensors-0.safetensors").write_bytes(b"truncated")
 
 
 FUNCTION = """

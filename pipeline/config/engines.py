@@ -25,9 +25,9 @@ def copies(config: RunConfig) -> Iterator[tuple[str, int]]:
         settings = engine_settings(config.engine, changed)
         stage, ranks = settings.zero_stage, settings.shard_ranks
         if settings.deepspeed is not None:
-            from engine.deepspeed import fields_over
+            from engine.deepspeed_json import config_fields
 
-            said = fields_over(settings.deepspeed, engine_fields(settings))
+            said = config_fields(settings.deepspeed, engine_fields(settings))
             stage, ranks = said["zero_stage"], said["shard_ranks"]
         if ranks is not None and (stage > 0 or settings.auto):
             yield key, ranks
@@ -139,12 +139,12 @@ def _deepspeed_mistakes(key: str, settings: EngineSettings, given: Collection[st
     if settings.deepspeed is None:
         return
     from engine import OptimizerConfig
-    from engine.deepspeed import fields_over, read
+    from engine.deepspeed_json import config_fields, parse
     from engine.layout import require_together
 
     file = f"{key if 'deepspeed' in given else 'engine'}.deepspeed"
     own = engine_fields(settings) | {"dtype": "fp32" if settings.dtype == "auto" else settings.dtype}
-    theirs = fields_over(settings.deepspeed, own)
+    theirs = config_fields(settings.deepspeed, own)
     names = ("zero_stage", "dtype", "offload_optimizer", "offload_parameters", "nvme_path")
     if other := [name for name in names if name in given and theirs[name] != own[name]]:
         for name in other:
@@ -154,7 +154,7 @@ def _deepspeed_mistakes(key: str, settings: EngineSettings, given: Collection[st
             )
         return
     try:
-        made = read(settings.deepspeed, ranks=None, optimizer=OptimizerConfig(lr=1e-5, total_steps=1), base=own)
+        made = parse(settings.deepspeed, ranks=None, optimizer=OptimizerConfig(lr=1e-5, total_steps=1), base=own)
         if trains and made.optimizer is not None:
             require_together(made.engine, made.optimizer)
     except ValueError as problem:

@@ -48,12 +48,12 @@ class EngineChoice:
         file = self.settings.deepspeed
         if file is None:
             return {"config": EngineConfig(**self._fields(source)), "optimizer": self.optimizer}
-        from engine.deepspeed import read
+        from engine.deepspeed_json import parse
 
         if self.optimizer is None:
             file = {key: value for key, value in file.items() if key not in ("optimizer", "scheduler")}
         try:
-            found = read(file, ranks=dist.world().data_size, optimizer=self.optimizer, base=self._fields(source))
+            found = parse(file, ranks=dist.world().data_size, optimizer=self.optimizer, base=self._fields(source))
         except ValueError as error:
             raise UserError(f"engine.deepspeed: {error}") from None
         return {

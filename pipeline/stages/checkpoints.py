@@ -1,4 +1,4 @@
-"""A stage's checkpoints, STAGE/checkpoints/step-N: written while training goes on, the newest sound one found again."""
+"""A stage's checkpoints, STAGE/checkpoints/step-N: written in the background. A start loads the newest."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,92 +15,98 @@ from pipeline.files import explained_disk
 
 
 class Checkpoints:
-    """Every rank makes one and calls alike. `newest` of them are kept, and one more that `save` may name."""
+    """The checkpoints of one stage. Every rank calls every method.
+
+    The newest `newest` checkpoints are kept, and one more that `save` may name.
+    """
 
     def __init__(self, stage: Path, engines: Mapping[str, Engine], *, newest: int) -> None:
         self._stage, self._newest = stage, newest
         self._checkpointer = Checkpointer(engines)
 
-    def place(self, step: int) -> Path:
-        """Where the checkpoint of a step is, if there is one."""
+    def path(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint, which may not exist."""
         return self._stage / "checkpoints" / f"step-{step}"
 
-    def load(self, place: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Put a checkpoint's tensors back: what all ranks and what this one kept beside them. Raises Damaged."""
-        return self._checkpointer.load(place)
+    def load(self, path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Load a checkpoint. Returns the values of all ranks and of this rank (`Checkpointer.load`).
+
+        Raises Damaged, and UserError for a checkpoint of another model, optimizer or format.
+        """
+        try:
+            return self._checkpointer.load(path)
+        except ValueError as problem:
+            raise UserError(str(problem)) from problem
 
     def load_newest(self) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-        """The newest that is undamaged, as `load` gives it; None where there is none at all.
+        """Load the newest undamaged checkpoint. Returns None if there is no checkpoint.
 
-        Raises UserError where there are checkpoints and all of them are damaged.
+        Raises UserError if all checkpoints are damaged.
         """
-        found = [Path(place) for place in broadcast_from_rank_zero([str(p) for p in self._complete()])]
+        paths = [Path(path) for path in broadcast_from_rank_zero([str(p) for p in self._complete()])]
         damaged: dict[Path, str] = {}
-        for place in reversed(found):
+        for path in reversed(paths):
             try:
-                loaded = self.load(place)
+                loaded = self.load(path)
             except Damaged as problem:
-                damaged[place] = problem.reason
+                damaged[path] = problem.reason
                 continue
             if is_rank_zero():
                 for folder, reason in damaged.items():
                     self._set_aside(folder, reason)
             return loaded
         if damaged:
-            told = "; ".join(f"{place.name}: {reason}" for place, reason in damaged.items())
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in damaged.items())
             raise UserError(
-                f"no checkpoint in {self._stage / 'checkpoints'} is as it was written ({told}). Put a sound copy back; "
-                "or delete that folder, and the same command begins the stage anew"
+                f"all checkpoints in {self._stage / 'checkpoints'} are damaged ({reasons}). Put an undamaged copy "
+                "back; or delete that folder and run the same command again to start the stage from the beginning"
             )
         return None
 
     def save(self, step: int, shared: dict[str, Any], mine: dict[str, Any], *, keep: int | None) -> None:
-        """Begin to write one, with what all ranks and what this one keep beside the tensors. Once it is whole, older
-        ones are dropped, but not that of step `keep`.
-        """
-        with self._writing():
-            self._checkpointer.save(self.place(step), shared, mine, then=partial(self._drop_old, keep=keep))
+        """Start to write a checkpoint, with the values of all ranks and of this rank.
 
-    def settle(self) -> None:
-        """Wait until the last one is on disk."""
-        with self._writing():
+        When it is complete, older checkpoints are removed, except that of step `keep`.
+        """
+        with self._explained():
+            self._checkpointer.save(self.path(step), shared, mine, then=partial(self._remove_old, keep=keep))
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk."""
+        with self._explained():
             self._checkpointer.wait()
 
-    def settle_alone(self) -> None:
-        """Wait until the last one is on disk as far as this rank writes it: others may be gone by now."""
-        self._checkpointer.wait_alone()
-
-    def drop_halves(self) -> None:
-        """Remove those that were not written to their end."""
-        for half in (self._stage / "checkpoints").glob("step-*.tmp"):
-            shutil.rmtree(half, ignore_errors=True)
+    def remove_incomplete(self) -> None:
+        """Remove checkpoints that were not completed."""
+        for folder in (self._stage / "checkpoints").glob("step-*.tmp"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _complete(self) -> list[Path]:
         return complete(self._stage / "checkpoints")
 
     def _set_aside(self, damaged: Path, reason: str) -> None:
-        """Out of the way of those to come, where it can be looked at."""
-        aside = damaged.with_name(f"{damaged.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        damaged.rename(aside)
-        told = f"{damaged} is damaged ({reason}), it is {aside.name} now; an older one serves"
-        print(f"{self._stage.name}: {told}", flush=True)
+        """Rename a damaged checkpoint, for inspection."""
+        renamed = damaged.with_name(f"{damaged.name}.damaged")
+        shutil.rmtree(renamed, ignore_errors=True)
+        damaged.rename(renamed)
+        line = f"{damaged} is damaged ({reason}); renamed to {renamed.name}, an older checkpoint was loaded"
+        print(f"{self._stage.name}: {line}", flush=True)
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """One that failed leaves the disk as it found it."""
+    def _explained(self) -> Iterator[None]:
+        """Turn an OSError into a UserError, and remove the incomplete checkpoint."""
         try:
             with explained_disk(self._stage):
                 yield
         except UserError:
             if is_rank_zero():
-                self.drop_halves()
+                self.remove_incomplete()
             raise
 
-    def _drop_old(self, *, keep: int | None) -> None:
-        """Keep the newest and that of step `keep`; removing gigabytes takes a file system tenths of a second."""
+    def _remove_old(self, *, keep: int | None) -> None:
+        """Remove all but the newest checkpoints and that of step `keep`."""
         for old in self._complete()[: -self._newest]:
             if old.name == f"step-{keep}":
                 continue
-            half = old.rename(old.with_name(f"{old.name}.tmp"))  # at once, whatever a kill leaves of it
-            shutil.rmtree(half, ignore_errors=True)
+            incomplete = old.rename(old.with_name(f"{old.name}.tmp"))  # a kill must not leave part of it under its name
+            shutil.rmtree(incomplete, ignore_errors=True)

@@ -117,7 +117,7 @@ class StageRun:
             if step:
                 print(f"{self.folder.name}: continuing after step {step} of {self.steps}", flush=True)
             metrics.cut(self.folder / METRICS, step)
-            self._checkpoints.drop_halves()
+            self._checkpoints.remove_incomplete()
         dist.barrier()
         self._began = self._saved_at = time.monotonic()
         return step
@@ -212,16 +212,14 @@ class StageRun:
 
     def settle(self) -> None:
         """Wait until the last checkpoint is on disk."""
-        self._checkpoints.settle()
+        self._checkpoints.wait()
 
     def __enter__(self) -> "StageRun":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or issubclass(kind, SharedError):  # the newest checkpoint is whole, then
+        if kind is None or issubclass(kind, SharedError | Stopped):
             self.settle()
-        elif issubclass(kind, Stopped):
-            self._checkpoints.settle_alone()
 
     def take_best(self) -> None:
         """Before the export: give the models back the values they had after the best step, where `export=best`.
@@ -231,7 +229,7 @@ class StageRun:
         if self._best_step is None or self._best_step == self.steps:
             return
         self.settle()
-        place = self._checkpoints.place(self._best_step)
+        place = self._checkpoints.path(self._best_step)
         told = f"step {self._best_step} of {self.steps}, the best by {self._decides}"
         if not dist.broadcast_object(place.is_dir()):
             told = f"the last step: the checkpoint of {told}, is gone"

@@ -9,22 +9,26 @@ from engine import schedules
 
 def test_warm_up_is_logarithmic() -> None:
     """gamma = ln(iteration + 1) / ln(warm-up); iteration 0 gives ln 1 = 0, iteration 3 of 4 gives 1."""
-    found = [schedules.warmup_lr(step, maximum=3.0, minimum=1.0, warmup_steps=4) for step in range(7)]
+    found = [schedules.warmup_lr(step, warmup_max_lr=3.0, warmup_min_lr=1.0, warmup_num_steps=4) for step in range(7)]
     assert found == pytest.approx([1.0, 1.0, 2.0, 1.0 + 2 * math.log(3) / math.log(4), 3.0, 3.0, 3.0])
-    assert schedules.warmup_lr(501, maximum=1e-3) == pytest.approx(1e-3 * math.log(501) / math.log(1000))
+    assert schedules.warmup_lr(501, warmup_max_lr=1e-3) == pytest.approx(1e-3 * math.log(501) / math.log(1000))
 
 
 def test_warm_up_in_a_line() -> None:
-    found = [schedules.warmup_lr(step, maximum=4.0, warmup_steps=4, kind="linear") for step in range(7)]
+    found = [
+        schedules.warmup_lr(step, warmup_max_lr=4.0, warmup_num_steps=4, warmup_type="linear") for step in range(7)
+    ]
     assert found == pytest.approx([0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 4.0])
-    assert schedules.warmup_lr(1, maximum=4.0, warmup_steps=1, kind="linear") == 0.0  # at least two steps
+    assert (
+        schedules.warmup_lr(1, warmup_max_lr=4.0, warmup_num_steps=1, warmup_type="linear") == 0.0
+    )  # at least two steps
 
 
 def test_warm_up_and_fall() -> None:
-    keys = {"total_steps": 6, "maximum": 8.0, "warmup_steps": 2}
-    found = [schedules.warmup_decay_lr(step, kind="linear", **keys) for step in range(10)]
+    keys = {"total_num_steps": 6, "warmup_max_lr": 8.0, "warmup_num_steps": 2}
+    found = [schedules.warmup_decay_lr(step, warmup_type="linear", **keys) for step in range(10)]
     assert found == pytest.approx([0.0, 0.0, 4.0, 8.0, 6.0, 4.0, 2.0, 0.0, 0.0, 0.0])
-    raised = schedules.warmup_decay_lr(5, total_steps=6, maximum=8.0, minimum=4.0, warmup_steps=2)
+    raised = schedules.warmup_decay_lr(5, total_num_steps=6, warmup_max_lr=8.0, warmup_min_lr=4.0, warmup_num_steps=2)
     assert raised == pytest.approx(4.0 + 4.0 * 2 / 4)
 
 
@@ -32,8 +36,8 @@ def test_warm_up_and_cosine() -> None:
     """After the warm-up the cosine is one iteration ahead: (iteration - warm-up + 1) / (total - warm-up)."""
 
     def rate(step: int) -> float:
-        keys = {"total_steps": 6, "warmup_steps": 2, "minimum_ratio": 0.5, "final_ratio": 0.1}
-        return schedules.warmup_cosine_lr(step, peak=2.0, **keys)
+        keys = {"total_num_steps": 6, "warmup_num_steps": 2, "warmup_min_ratio": 0.5, "cos_min_ratio": 0.1}
+        return schedules.warmup_cosine_lr(step, lr=2.0, **keys)
 
     def falling(done: float) -> float:
         return 2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
@@ -45,26 +49,37 @@ def test_warm_up_and_cosine() -> None:
 
 
 def test_range_test() -> None:
-    keys = {"minimum": 0.1, "step_size": 4, "rate": 2.0}
+    keys = {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 4, "lr_range_test_step_rate": 2.0}
     smooth = [schedules.range_test_lr(step, **keys) for step in (0, 1, 4, 10)]
     assert smooth == pytest.approx([0.1, 0.15, 0.3, 0.6])
-    stairs = [schedules.range_test_lr(step, staircase=True, **keys) for step in (0, 3, 4, 10)]
+    stairs = [schedules.range_test_lr(step, lr_range_test_staircase=True, **keys) for step in (0, 3, 4, 10)]
     assert stairs == pytest.approx([0.1, 0.1, 0.3, 0.5])
 
 
 def test_one_cycle_up_down_and_decay() -> None:
-    keys = {"first": 2, "second": 4, "decay_step_size": 2}
-    found = [schedules.one_cycle_lr(step, minimum=1.0, maximum=5.0, decay_rate=0.5, **keys) for step in range(11)]
+    keys = {"cycle_first_step_size": 2, "cycle_second_step_size": 4, "decay_step_size": 2}
+    found = [
+        schedules.one_cycle_lr(step, cycle_min_lr=1.0, cycle_max_lr=5.0, decay_lr_rate=0.5, **keys)
+        for step in range(11)
+    ]
     assert found[:6] == pytest.approx([1.0, 3.0, 5.0, 4.0, 3.0, 2.0])
     assert found[6:] == pytest.approx([1.0, 1 / 1.25, 1 / 1.5, 1 / 1.75, 1 / 2.0])
-    betas = [schedules.one_cycle_betas(step, decay_rate=-0.2, **keys) for step in (0, 1, 2, 4, 8)]
+    betas = [schedules.one_cycle_betas(step, decay_mom_rate=-0.2, **keys) for step in (0, 1, 2, 4, 8)]
     assert [second for _, second in betas] == [0.99] * 5
     assert [first for first, _ in betas] == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9 * (1 - 0.2)])
 
 
 def test_one_cycle_in_stairs() -> None:
-    found = [schedules.one_cycle_lr(step, minimum=0.0, maximum=4.0, first=4, first_stairs=2) for step in range(9)]
+    found = [
+        schedules.one_cycle_lr(
+            step, cycle_min_lr=0.0, cycle_max_lr=4.0, cycle_first_step_size=4, cycle_first_stair_count=2
+        )
+        for step in range(9)
+    ]
     assert found == pytest.approx([0.0, 0.0, 2.0, 2.0, 4.0, 2.0, 2.0, 0.0, 0.0])
     for rate in (0.0, 0.3):  # by steps of no size nothing decays
-        assert schedules.one_cycle_lr(30, minimum=0.5, maximum=4.0, first=4, decay_rate=rate) == 0.5
-        assert schedules.one_cycle_betas(30, first=4, decay_rate=rate) == (0.9, 0.99)
+        assert (
+            schedules.one_cycle_lr(30, cycle_min_lr=0.5, cycle_max_lr=4.0, cycle_first_step_size=4, decay_lr_rate=rate)
+            == 0.5
+        )
+        assert schedules.one_cycle_betas(30, cycle_first_step_size=4, decay_mom_rate=rate) == (0.9, 0.99)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from engine import Checkpointer, EngineConfig, Sampling
-from engine.checkpoint import checkpointer, device_copies
-from engine.checkpoint.device_copies import Landing, room_for
-from engine.checkpoint.snapshot import Snapshot
+from engine.checkpoint import checkpointer
+from engine.checkpoint.planner import TENSORS, HostCopy, in_memory
 from engine.engine import Engine
 from engine.generation import attention
 from engine.generation.cache.groups import Chunk
@@ -49,19 +48,13 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-# Shares of the device's memory that copies have to leave, and of the host's that they may take.
-ROOM = {"copies on the device": (0.1, 0.5), "copies on the host": (1.0, 0.5), "nowhere": (1.0, 0.0)}
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("room", ROOM.values(), ids=ROOM.keys())
+@pytest.mark.parametrize("copy_share", [0.5, 0.0], ids=["copied", "written in place"])
 def test_a_checkpoint_goes_on_as_it_was(
-    layout: dict[str, Any], room: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: dict[str, Any], copy_share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written while training goes on, from memory of the device, of the host, and of files."""
-    monkeypatch.setattr(device_copies, "KEPT_FREE", room[0])
-    monkeypatch.setattr(device_copies, "PART_BYTES", 3 * 4096)
-    monkeypatch.setattr(checkpointer, "COPIES_OF_FREE_MEMORY", room[1])
+    """Written while training continues, from memory of the device, of the host, and from files."""
+    monkeypatch.setattr(checkpointer, "COPY_SHARE", copy_share)
     engine, following = engine_of("opt", **layout), engine_of("opt", **layout)
     for each in (engine, following):
         each.start_averaging(0.9)
@@ -74,31 +67,13 @@ def test_a_checkpoint_goes_on_as_it_was(
     assert advance(following, batches()[2:]) == expected
 
 
-@pytest.mark.parametrize("on_device", [True, False])
-def test_copies_are_made_before_anything_changes(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the device at its speed; on the host in parts, the last one smaller."""
-    monkeypatch.setattr(device_copies, "PART_BYTES", 4096)
-    values = torch.arange(2500.0)
-    live = values.to("cuda")
-    kept = Snapshot({"live": live}, on_device=on_device)
+def test_a_copy_is_made_before_anything_changes() -> None:
+    live = torch.arange(2500.0).to("cuda")
+    copies = HostCopy().stage({TENSORS: {"live": in_memory(live)}})[TENSORS]
     live.fill_(9.0)
-    with kept.reading("live", live) as source:
-        assert source.device.type == ("cuda" if on_device else "cpu")
-        landing = Landing(live.device, kept.made)
-        parts = [part.clone() for part in landing.parts(source)] if on_device else [source.view(torch.uint8)]
-    assert torch.equal(torch.cat(parts).view(torch.float32), values)
-    assert len(parts) == (3 if on_device else 1)
-
-
-def test_copies_stay_on_the_device_where_it_has_room() -> None:
-    live = [torch.zeros(2**20, device="cuda"), torch.zeros(5)]
-    assert room_for(live)
-    try:
-        cuda.limit(cuda.allocated() + 2**21)
-        assert not room_for(live)
-    finally:
-        cuda.limit()
-    assert room_for([torch.zeros(5)])
+    copy = copies["live"].read()
+    assert copy.device.type == "cpu" and copy.is_pinned()
+    assert torch.equal(copy, torch.arange(2500.0))
 
 
 def test_tied_weights_that_are_filled_later_stay_on_the_host() -> None:

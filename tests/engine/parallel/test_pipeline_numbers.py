@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, EngineConfig, initialize
-from engine.checkpoint.random_state import random_state, restore_random_state
+from engine.checkpoint import random_state, restore_random_state
 from engine.config import LossScale
 from engine.parallel import dist
 from tests.engine.parallel.test_pipeline import COUNT, SGD, batches, loss_of, made, weights

@@ -30,7 +30,7 @@ def test_a_file_is_kept_by_content_and_says_what_does_nothing(tmp_path: Path) ->
     place.write_text(json.dumps(FILE))
     config = validate(raw(str(place)))
     assert config.engine.deepspeed == FILE
-    assert any("reduce_bucket_size has nothing to do here" in line for line in warnings(config))
+    assert any("reduce_bucket_size has no effect" in line for line in warnings(config))
     assert stage_settings(config, "sft")["engine.deepspeed.optimizer.type"] == "Lion"
     assert not any("deepspeed" in key for key in stage_settings(tiny_config(), "sft"))
     eight_bits = {"zero_optimization": {"stage": 2, "zero_quantized_weights": True, "zero_quantized_gradients": False}}

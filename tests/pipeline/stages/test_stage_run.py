@@ -58,7 +58,7 @@ def work(stage: StageRun, engine: Engine, first: int, last: int) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    found = (p.name for p in (folder / "checkpoints").iterdir())
+    found = (p.name for p in (folder / "checkpoints").glob("*"))
     return sorted(found, key=lambda name: int(name.removesuffix(".tmp").split("-")[1]))
 
 
@@ -133,12 +133,12 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_serves(
     work(killed, engine, 1, 6)
     killed.settle()
     places = {n: tmp_path / "b" / "checkpoints" / f"step-{n}" for n in (2, 4, 6)}
-    (places[6] / "index.json").unlink()
+    (places[6] / "tensors-0.safetensors").unlink()
     (places[4] / "state.json").write_text("{}")
     fresh, engine = stage_of(tmp_path / "b", seed=7, save_every=2, keep_checkpoints=1)
     assert fresh.restore() == 2
     said = capsys.readouterr().out
-    assert f"{places[6]} is damaged (index.json is missing)" in said and "step-4.damaged" in said
+    assert f"{places[6]} is damaged (tensors-0.safetensors is missing)" in said and "step-4.damaged" in said
     assert "continuing after step 2 of 6" in said
     work(fresh, engine, 3, 4)
     fresh.settle()
@@ -153,9 +153,9 @@ def test_nothing_begins_anew_by_itself_where_all_checkpoints_are_damaged(tmp_pat
     work(stage, engine, 1, 4)
     stage.settle()
     for place in (tmp_path / "checkpoints").iterdir():
-        (place / "tensors-0.bin").unlink()
+        (place / "tensors-0.safetensors").unlink()
     for _ in range(2):
-        with pytest.raises(UserError, match=r"step-4: tensors-0.bin is missing; step-2: .* delete that folder"):
+        with pytest.raises(UserError, match=r"step-4: tensors-0.safetensors is missing; step-2: .* delete that folder"):
             stage_of(tmp_path)[0].restore()
     assert names(tmp_path) == ["step-2", "step-4"] and len(lines(tmp_path)) == 4
 

@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from engine import EngineConfig, OptimizerConfig, initialize
+from engine import EngineConfig, OptimizerConfig, deepspeed_json, initialize
 from engine.config import LossScale
-from engine.deepspeed import read
-from engine.deepspeed.document import PAGE, page
-from engine.deepspeed.keys import KEYS
-from engine.deepspeed.said import open_file
+from engine.deepspeed_json import parse
+from engine.deepspeed_keys import KEYS, PAGE, page
 from engine.parallel import dtensors
 
 OWN = OptimizerConfig(lr=3e-4, total_steps=50, warmup_steps=5, weight_decay=0.2)
@@ -46,7 +44,7 @@ CHAT = {
 
 
 def test_a_chat_configuration_as_it_is() -> None:
-    found = read(CHAT, ranks=4)
+    found = parse(CHAT, ranks=4)
     assert found.engine == EngineConfig(
         zero_stage=3,
         dtype="fp16",
@@ -56,21 +54,21 @@ def test_a_chat_configuration_as_it_is() -> None:
         loss_scale=LossScale(window=100),
     )
     assert (found.micro_batch_size, found.train_batch_size, found.optimizer) == (4, 32, None)
-    told = "\n".join(found.notes)
-    assert "stage3_max_live_parameters has nothing to do here" in told and "loss_scale_window" not in told
+    told = "\n".join(found.ignored)
+    assert "stage3_max_live_parameters has no effect" in told and "loss_scale_window" not in told
     assert "wall_clock_breakdown" not in told  # it asks for nothing
 
 
 def test_true_defaults() -> None:
-    found = read({"optimizer": {"type": "Adam"}})
+    found = parse({"optimizer": {"type": "Adam"}})
     assert found.engine == EngineConfig(zero_stage=0, dtype="fp32")
     assert found.optimizer == OptimizerConfig(
         lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, max_grad_norm=1.0, name="adamw", decay="all",
         schedule="constant",
     )  # fmt: skip
-    scale = read({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}).engine.loss_scale
+    scale = parse({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}).engine.loss_scale
     assert scale == LossScale(initial_power=16, window=1000, hysteresis=2, minimum=1.0, refill=False, static=None)
-    assert read({"fp16": {"enabled": True}}).engine.loss_scale.hysteresis == 1  # stage 0 has none
+    assert parse({"fp16": {"enabled": True}}).engine.loss_scale.hysteresis == 1  # stage 0 has none
 
 
 def test_what_the_file_says_counts_and_auto_is_ours() -> None:
@@ -85,7 +83,7 @@ def test_what_the_file_says_counts_and_auto_is_ours() -> None:
             "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
         },
     }
-    found = read(file, optimizer=OWN, base=EngineConfig(zero_stage=2, dtype="bf16", compile_blocks=True))
+    found = parse(file, optimizer=OWN, base=EngineConfig(zero_stage=2, dtype="bf16", compile_blocks=True))
     assert found.engine == EngineConfig(zero_stage=2, dtype="bf16", compile_blocks=True)
     assert found.optimizer is not None and found.scheduler is not None
     assert (found.optimizer.lr, found.optimizer.betas, found.optimizer.weight_decay) == (3e-4, (0.8, 0.9), 0.2)
@@ -93,13 +91,13 @@ def test_what_the_file_says_counts_and_auto_is_ours() -> None:
     assert found.scheduler(6) == pytest.approx(3e-4)  # iteration 5: five warm-up steps are done
     assert found.scheduler(51) == 0.0
     neither = {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
-    assert read(neither, base=EngineConfig(dtype="bf16")).engine.dtype == "fp32"
-    assert read({}, optimizer=OWN).optimizer == OWN
+    assert parse(neither, base=EngineConfig(dtype="bf16")).engine.dtype == "fp32"
+    assert parse({}, optimizer=OWN).optimizer == OWN
 
 
 def test_one_bit_adam() -> None:
     params = {"lr": 4e-4, "freeze_step": 23, "comm_backend_name": "gloo"}
-    found = read({"optimizer": {"type": "OneBitAdam", "params": params}}).optimizer
+    found = parse({"optimizer": {"type": "OneBitAdam", "params": params}}).optimizer
     assert found is not None
     assert (found.name, found.lr, found.betas, found.options) == ("onebitadam", 4e-4, (0.9, 0.999), {"freeze_step": 23})
 
@@ -111,7 +109,7 @@ def test_one_bit_adam() -> None:
 def test_quantized_keys(weights: bool | None, gradients: bool | None, wanted: str) -> None:
     keys = {"zero_quantized_weights": weights, "zero_quantized_gradients": gradients}
     file = {"zero_optimization": {"stage": 3} | {key: value for key, value in keys.items() if value is not None}}
-    assert read(file).engine.compress == wanted
+    assert parse(file).engine.compress == wanted
 
 
 def test_layout_keys() -> None:
@@ -122,7 +120,7 @@ def test_layout_keys() -> None:
         "bfloat16": {"enabled": True},
         "fp16": {"loss_scale": 128, "consecutive_hysteresis": True},
     }
-    engine = read(file).engine
+    engine = parse(file).engine
     assert (engine.shard_ranks, engine.reduce_dtype, engine.activation_checkpointing) == (2, "bf16", True)
     assert engine.dtype == "bf16" and engine.loss_scale.static == 128.0 and engine.loss_scale.refill
 
@@ -141,7 +139,7 @@ def test_layout_keys() -> None:
 )
 def test_batch_triple_on_four_ranks(given: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    found = read({name: value for name, value in zip(names, given, strict=True) if value is not None}, ranks=4)
+    found = parse({name: value for name, value in zip(names, given, strict=True) if value is not None}, ranks=4)
     assert (found.micro_batch_size, found.engine.gradient_accumulation, found.train_batch_size) == wanted
 
 
@@ -155,30 +153,30 @@ def warm_up(**params: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}, "=30 is not .* x 1 ranks; train_batch_size=28"),
+        ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}, "=30 is not .* 1 ranks; write .*size=28"),
         ({"zero_optimisation": {"stage": 2}}, r"did you mean zero_optimization\?"),
         ({"zero_optimization": {"ofload_param": {}}}, r"did you mean zero_optimization.offload_param\?"),
         ({"zero_optimization": {"stag": 2}}, r"zero_optimization.stag: .*did you mean zero_optimization.stage\?"),
         ({"zero_optimization": {"loss_scale_window": 2}}, r"did you mean fp16.loss_scale_window\?"),
-        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4: here it may be 0, 1, 2, 3"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4 is not supported; write one of 0, 1, 2, 3"),
         ({"zero_optimization": {"overlap_comm": "yes"}}, 'overlap_comm="yes": write true or false'),
         ({"zero_optimization": {"reduce_bucket_size": True}}, "write a number"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, "device=disk: here .* nvme"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, "device=disk .*write .* nvme"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs .*stage=3, not 2"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "needs zero_optimization.stage=1"),
         ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, "zero_quantized_weights=true"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "needs zero_stage=1"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true; keep one"),
         ({"amp": {"enabled": True}}, "bf16.enabled or fp16.enabled"),
-        ({"hybrid_engine": {"inference_tp_size": 2}}, "leave it 1"),
-        ({"optimizer": {"type": "ZeroOneAdam"}}, "there is OneBitAdam"),
+        ({"hybrid_engine": {"inference_tp_size": 2}}, "write 1$"),
+        ({"optimizer": {"type": "ZeroOneAdam"}}, "write OneBitAdam"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"amsgrad": True}}}, "amsgrad=true"),
         ({"optimizer": {"type": "Lamb"}}, "trust ratio"),
         ({"optimizer": {"type": "AdamWW"}}, "there is no optimizer AdamWW"),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing"),
         ({"optimizer": {"type": "AdamW", "params": {"beta": 1}}}, "optimizer.params: .*did you mean betas"),
-        ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 2}}}, "use gradient_clipping=2"),
-        ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "always corrects"),
+        ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 2}}}, "write gradient_clipping"),
+        ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "not supported: Adam corrects"),
         ({"scheduler": {"type": "WarmupLR"}}, "no optimizer to schedule"),
         ({"optimizer": ADAMW, "scheduler": {"type": "WarmupRL"}}, "did you mean WarmupLR"),
         ({"optimizer": ADAMW, "scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps is missing"),
@@ -188,28 +186,28 @@ def warm_up(**params: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_what_to_write(file: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read(file)
+        parse(file)
 
 
 def test_files(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     with pytest.raises(ValueError, match="there is no such file"):
-        read(file)
+        parse(file)
     file.write_text('{"zero_optimization": {"stage": 1, "stage": 2}}')
-    with pytest.raises(ValueError, match="stage stands twice"):
-        read(file)
+    with pytest.raises(ValueError, match="stage occurs twice"):
+        parse(file)
     file.write_text("{,}")
     with pytest.raises(ValueError, match="is not JSON"):
-        read(file)
+        parse(file)
     file.write_text(json.dumps(CHAT))
-    assert read(file, ranks=4) == read(CHAT, ranks=4)
+    assert parse(file, ranks=4) == parse(CHAT, ranks=4)
     file.write_text('# how\n{"a": "/* # // */ \\" //", // why\n /* two\nlines */ "b": 2}')
-    assert open_file(file) == {"a": '/* # // */ " //', "b": 2}
+    assert deepspeed_json._raw(file) == {"a": '/* # // */ " //', "b": 2}
 
 
 def test_optimizers_and_their_options() -> None:
     def chosen(kind: str, **params: Any) -> OptimizerConfig:
-        found = read({"optimizer": {"type": kind, "params": params}}).optimizer
+        found = parse({"optimizer": {"type": kind, "params": params}}).optimizer
         assert found is not None
         return found
 
@@ -253,7 +251,7 @@ def test_a_file_drives_a_loop() -> None:
 
 
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text() == page(), "run python -m engine.deepspeed.document"
+    assert PAGE.read_text() == page(), "run make docs"
 
 
 TABLE = """
@@ -303,18 +301,18 @@ def test_offload_sections() -> None:
         "offload_optimizer": {"device": "nvme", "nvme_path": "/disk", "ratio": 0.5, "buffer_count": 5},
         "offload_param": {"device": "nvme", "nvme_path": "/disk", "pin_memory": True, "max_in_cpu": 1e8},
     }  # fmt: skip
-    found = read({"zero_optimization": section, "aio": {"block_size": 262144, "thread_count": 2}})
+    found = parse({"zero_optimization": section, "aio": {"block_size": 262144, "thread_count": 2}})
     assert found.engine == EngineConfig(
         zero_stage=3, dtype="fp32", offload_optimizer="nvme", offload_parameters="nvme", offload_ratio=0.5,
         nvme_path="/disk", sub_group_size=4_000_000,
     )  # fmt: skip
-    told = "\n".join(found.notes)
-    assert "aio.block_size has nothing to do here" in told and "offload_optimizer.buffer_count has nothing" in told
+    told = "\n".join(found.ignored)
+    assert "aio.block_size has no effect" in told and "offload_optimizer.buffer_count has no effect" in told
     own = EngineConfig(zero_stage=2, offload_optimizer="cpu", nvme_path="/mine")
-    assert read({"zero_optimization": {"overlap_comm": True}}, base=own).engine == own
+    assert parse({"zero_optimization": {"overlap_comm": True}}, base=own).engine == own
     section["offload_param"]["nvme_path"] = "/other"  # type: ignore[index]
     with pytest.raises(ValueError, match="nvme_path differ"):
-        read({"zero_optimization": section})
+        parse({"zero_optimization": section})
 
 
 ADAM: dict[str, Any] = {"type": "Adam"}
@@ -328,12 +326,12 @@ ADAM: dict[str, Any] = {"type": "Adam"}
         ({"zero_optimization": {"offload_optimizer": True}}, r"offload_optimizer=true: write a section"),
         ({"optimizer": "AdamW"}, r'optimizer="AdamW": write a section'),
         ({"optimizer": {**ADAM, "params": []}}, r"optimizer.params=\[\]: write a section"),
-        ({"optimizer": {"type": "DeepSpeedCPUAdam"}}, r"class of DeepSpeed's: write Adam"),
+        ({"optimizer": {"type": "DeepSpeedCPUAdam"}}, r"class of DeepSpeed; write Adam,"),
         ({"optimizer": {"type": "AdamX"}}, r"optimizer.type=AdamX: there is no optimizer AdamX"),
         ({"optimizer": {**ADAM, "params": {"lr": -1}}}, r"optimizer.params.lr=-1: write a number, at least 0"),
         ({"optimizer": {**ADAM, "params": {"lr": "fast"}}}, r'optimizer.params.lr="fast": write a number'),
         ({"optimizer": {**ADAM, "params": {"betas": 0.9}}}, r"optimizer.params.betas=0.9: write two numbers"),
-        ({"optimizer": {**ADAM, "params": {"betas": [0.9, 1.0]}}}, r"betas=\[0.9, 1.0\]: both have to be below 1"),
+        ({"optimizer": {**ADAM, "params": {"betas": [0.9, 1.0]}}}, r"betas=\[0.9, 1.0\]: both must be below 1"),
         ({"optimizer": ADAM, "scheduler": True}, r"scheduler=true: write a section"),
         (
             {"optimizer": ADAM, "scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}},
@@ -352,7 +350,7 @@ ADAM: dict[str, Any] = {"type": "Adam"}
 )
 def test_values_that_are_none_are_refused_with_their_key(file: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read(file, ranks=1)
+        parse(file, ranks=1)
 
 
 def test_remarks_and_absent_sections_are_taken() -> None:
@@ -361,8 +359,17 @@ def test_remarks_and_absent_sections_are_taken() -> None:
         "optimizer": {"type": "Adam", "params": {"lr": None, "eps": "1e-7", "weight_decay": None}},
         "zero_optimization": {"stage": 2, "# why": "it fits", "offload_optimizer": None},
     }  # fmt: skip
-    found = read(file, ranks=1)
+    found = parse(file, ranks=1)
     assert found.engine.zero_stage == 2 and found.engine.offload_optimizer == "none" and found.optimizer is not None
     assert (found.optimizer.lr, found.optimizer.eps, found.optimizer.weight_decay) == (1e-3, 1e-7, 0.0)
     for name in ("_comment", "//", "zero_optimization.# why"):
-        assert f"{name} is taken for a remark" in found.notes
+        assert f"{name} is read as a comment" in found.ignored
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_null_and_false_mean_no_offload(value: Any) -> None:
+    """Over the caller's own tiers too, as `"device": "none"` does."""
+    section = {"stage": 3, "offload_optimizer": value, "offload_param": value}
+    own = EngineConfig(zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
+    found = parse({"zero_optimization": section}, base=own).engine
+    assert (found.offload_optimizer, found.offload_parameters) == ("none", "none")

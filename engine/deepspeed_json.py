@@ -1,0 +1,473 @@
+"""Parses a DeepSpeed configuration into the engine's own settings.
+
+Steps: read the JSON, check each key against the table (deepspeed_keys.py), fill "auto" and absent keys from the
+caller's settings or DeepSpeed's defaults, and translate. Every problem raises a ValueError with the key and
+what to write.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine import optim
+from engine.config import Compress, EngineConfig, LossScale, OptimizerConfig, Precision
+from engine.deepspeed_keys import KEYS, OPTIMIZERS, UNSUPPORTED_OPTIMIZERS, Key, Optimizer
+from engine.schedules import SCHEDULERS, parameters_of
+
+RENAMED = {"bfloat16": "bf16"}
+TYPED = ("optimizer", "scheduler")  # sections with `type` and `params`
+OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+SECTIONS = {name.rsplit(".", depth)[0] for name in KEYS for depth in range(1, name.count(".") + 1)}
+REMARK = re.compile(r"([_#]|//).*|comments?", re.IGNORECASE)  # names of keys that serve as comments
+IS_REMARK: Any = object()
+COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "int": ((int, float), "a whole number"),
+    "number": ((int, float), "a number"),
+    "text": ((str,), "text"),
+    "list": ((list, tuple), "[a, b, ...]"),
+    "section": ((dict,), "{key: value, ...}"),
+    "any": ((object,), "a value"),
+}
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """The settings of a DeepSpeed configuration.
+
+    `optimizer` is None if neither the configuration nor the caller has one. `scheduler` and `betas` map the optimizer
+    step to the learning rate and the betas; None without a scheduler. The batch sizes are in rows, for the caller's
+    data loader; None if the configuration leaves them open. `ignored` has one line for each key without effect.
+    """
+
+    engine: EngineConfig
+    optimizer: OptimizerConfig | None
+    scheduler: Callable[[int], float] | None
+    betas: Callable[[int], tuple[float, float]] | None
+    micro_batch_size: int | None
+    train_batch_size: int | None
+    drops_last_batch: bool
+    ignored: tuple[str, ...]
+
+
+def parse(
+    config: Mapping[str, Any] | str | Path,
+    *,
+    ranks: int | None = 1,
+    optimizer: OptimizerConfig | None = None,
+    base: EngineConfig | Mapping[str, Any] | None = None,
+) -> Parsed:
+    """Check and translate a configuration (a dictionary or a JSON file).
+
+    `optimizer` and `base` are the caller's settings for keys that are "auto" or absent; without `base`, DeepSpeed's
+    defaults (stage 0, fp32). `base` may be a dictionary of fields that are valid only with the configuration's.
+    `ranks=None` skips the check of the batch sizes, for callers that do not know the number of ranks yet.
+    """
+    raw = _raw(config)
+    base = EngineConfig(dtype="fp32") if base is None else base
+    engine = EngineConfig(**config_fields(raw, vars(base) if isinstance(base, EngineConfig) else base))
+    values = _values(raw)
+    micro, accumulation, total = _batch_sizes(values, ranks) if ranks is not None else (None, None, None)
+    if accumulation is not None:
+        engine = replace(engine, gradient_accumulation=accumulation)
+    clipping = values.get("gradient_clipping")
+    if clipping is not None:
+        clipping = _number("gradient_clipping", clipping, 0.0)
+        optimizer = optimizer and replace(optimizer, max_grad_norm=clipping)
+    if section := _section("optimizer", raw.get("optimizer")):
+        optimizer = _optimizer(section, optimizer, clipping)
+    scheduler, betas = None, None
+    if section := _section("scheduler", raw.get("scheduler")):
+        if optimizer is None:
+            raise ValueError("scheduler: there is no optimizer to schedule; add the optimizer section, or optimizer=")
+        scheduler, betas = _scheduler(section, optimizer)
+    drops_last = bool(values.get("dataloader_drop_last"))
+    return Parsed(engine, optimizer, scheduler, betas, micro, total, drops_last, tuple(ignored(raw)))
+
+
+def load(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """Return the content of a configuration after a check that needs neither ranks nor steps. Raises ValueError."""
+    raw = _raw(config)
+    parse(raw, ranks=None, optimizer=OptimizerConfig(lr=1e-5, total_steps=1))
+    return raw
+
+
+def config_fields(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an `EngineConfig`: the configuration's values, and `own` for open keys.
+
+    Raises ValueError for unknown keys and wrong values. Does not check whether the fields are valid together.
+    """
+    values = _values(config)
+    for name, value in values.items():
+        _check(name, value)
+    base = vars(EngineConfig()) | dict(own)
+    stage = int(values.get("zero_optimization.stage", base["zero_stage"]))
+    shard_ranks = values.get("zero_optimization.mics_shard_size", 0)
+    recompute = values.get("activation_checkpointing.partition_activations", False)
+    recompute = recompute or "activation_checkpointing.number_checkpoints" in values
+    reduce_dtype = values.get("communication_data_type", base["reduce_dtype"])
+    return {
+        **base,
+        "zero_stage": stage,
+        "dtype": _dtype(values, base["dtype"]),
+        **_offload(values, stage, base),
+        "activation_checkpointing": recompute or base["activation_checkpointing"],
+        "loss_scale": _loss_scale(values, stage, base["loss_scale"]),
+        "reduce_dtype": "bf16" if reduce_dtype == "bfp16" else reduce_dtype,
+        "shard_ranks": int(shard_ranks) if shard_ranks >= 1 else base["shard_ranks"],
+        "compress": _compress(values, base["compress"]),
+    }
+
+
+def ignored(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each remark, and for each key without effect whose value is not the default."""
+    for name, value in _leaves(config):
+        key = KEYS.get(name)
+        if value is IS_REMARK:
+            yield f"{name} is read as a comment"
+        elif key is not None and key.status == "ignored" and value not in (None, "auto", key.default):
+            yield f"{name} has no effect: {key.note}"
+
+
+def _raw(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """Read a JSON file with comments, which DeepSpeed accepts (it reads Hjson)."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    path = Path(config).expanduser()
+    if not path.is_file():
+        raise ValueError(f"{config}: there is no such file in {Path.cwd()}; give the path of a JSON file")
+    text = COMMENT.sub(lambda m: m[0] if m[0][0] == '"' else re.sub(r"[^\n]", " ", m[0]), path.read_text("utf-8"))
+    try:
+        raw = json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{config} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{config} must contain one JSON object")
+    return raw
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} occurs twice in one section; remove one")
+    return dict(pairs)
+
+
+def _values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The dotted keys that have a value ("auto" and null are none)."""
+    leaves = ((name, value) for name, value in _leaves(config) if value is not IS_REMARK)
+    return {name: value for name, value in leaves if value is not None and value != "auto"}
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All dotted keys with their values, without the sections `optimizer` and `scheduler`."""
+    for name, value in section.items():
+        key = f"{prefix}{name if prefix else RENAMED.get(name, name)}"
+        if REMARK.fullmatch(name):
+            yield key, IS_REMARK
+        elif key in OFFLOADS and (value is None or value is False):
+            yield f"{key}.device", "none"
+        elif key in SECTIONS and isinstance(value, Mapping):
+            yield from _leaves(value, f"{key}.")
+        elif key not in TYPED:
+            yield key, value
+
+
+def _check(name: str, value: Any) -> None:
+    """Raise ValueError for an unknown key, a value of the wrong type, and a value without support."""
+    key = KEYS.get(name)
+    if key is None:
+        if name in SECTIONS:
+            _section(name, value)
+        raise ValueError(_unknown(name))
+    types, expected = TYPES[key.type]
+    is_wrong = not isinstance(value, types) or (isinstance(value, bool) and key.type in ("int", "number"))
+    if is_wrong or (key.type == "int" and not float(value).is_integer()):
+        raise ValueError(f"{name}={json.dumps(value)}: write {expected}, as JSON")
+    if key.status == "unsupported" and not _is_off(key, value):
+        raise ValueError(f"{name}={json.dumps(value)} is not supported: {key.note}")
+    if key.choices and value not in key.choices:
+        choices = ", ".join(str(choice) for choice in key.choices if choice is not None)
+        raise ValueError(f"{name}={value} is not supported; write one of {choices}")
+
+
+def _is_off(key: Key, value: Any) -> bool:
+    """Whether a value of an unsupported key switches the feature off."""
+    if key.type == "section":
+        return not value or value.get("enabled") is False
+    return value in (key.default, False)
+
+
+def _unknown(name: str) -> str:
+    """The message about an unknown key, with the closest key of its section or the same name in another section."""
+    known = [*KEYS, *TYPED, *sorted(SECTIONS)]
+    parent, _, leaf = name.rpartition(".")
+    siblings = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == parent]
+    if close := _closest(leaf, siblings):
+        return f"{name}: DeepSpeed has no such key; did you mean {f'{parent}.' if parent else ''}{close}?"
+    same = next((key for key in known if key.rpartition(".")[2] == leaf), None) or _closest(name, known)
+    return f"{name}: DeepSpeed has no such key; " + (
+        f"did you mean {same}?" if same else "docs/reference/deepspeed.md lists all"
+    )
+
+
+def _closest(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
+
+
+def _require_known(names: Iterable[str], known: Iterable[str], section: str, what: str = "key") -> None:
+    """Raise ValueError for the first name that is not known."""
+    known = tuple(known)
+    for name in names:
+        if name not in known:
+            close = _closest(name, known)
+            hint = f"did you mean {close}?" if close else f"write one of {', '.join(known)}"
+            raise ValueError(f"{section}: DeepSpeed has no {what} {name}; {hint}")
+
+
+def _section(name: str, value: Any) -> dict[str, Any]:
+    """A section; empty for null and "auto"."""
+    if value is None or value == "auto":
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}={json.dumps(value)}: write a section, {{key: value, ...}}, or remove the key")
+    return dict(value)
+
+
+def _number(name: str, value: Any, minimum: float | None = None) -> float:
+    """A number, also as text ("1e-5")."""
+    try:
+        number = float("nan" if isinstance(value, bool) else value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if number != number or (minimum is not None and number < minimum):
+        bound = "" if minimum is None else f", at least {minimum:g}"
+        raise ValueError(f"{name}={json.dumps(value)}: write a number{bound}")
+    return number
+
+
+# Fields of the engine
+
+
+def _batch_sizes(values: Mapping[str, Any], ranks: int) -> tuple[int | None, int | None, int | None]:
+    """(micro-batch size, accumulation steps, global batch size). Two of them determine the third."""
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    for name in names:
+        if name in values and values[name] < 1:
+            raise ValueError(f"{name}={values[name]}: must be at least 1")
+    micro, steps, total = (int(values[name]) if name in values else None for name in names)
+    if total is not None:
+        if micro is None:
+            steps = steps or 1
+            micro = total // (ranks * steps)
+        steps = steps or total // (micro * ranks)
+        if micro * steps * ranks != total:
+            raise ValueError(
+                f"train_batch_size={total} is not micro-batch {micro} x accumulation {max(1, steps)} x {ranks} ranks; "
+                f"write train_batch_size={max(1, micro) * max(1, steps) * ranks}, or remove one of the three keys"
+            )
+    elif micro is not None:
+        steps = steps or 1
+        total = micro * steps * ranks
+    return micro, steps, total
+
+
+def _dtype(values: Mapping[str, Any], own: Precision) -> Precision:
+    fp16, bf16 = values.get("fp16.enabled"), values.get("bf16.enabled")
+    if fp16 and bf16:
+        raise ValueError("fp16.enabled and bf16.enabled are both true; keep one")
+    if fp16 or bf16:
+        return "fp16" if fp16 else "bf16"
+    return "fp32" if fp16 is False and bf16 is False else own
+
+
+def _compress(values: Mapping[str, Any], own: Compress) -> Compress:
+    """ZeRO++'s 8-bit collectives."""
+    names = [f"zero_optimization.zero_quantized_{what}" for what in ("weights", "gradients")]
+    if not any(name in values for name in names):
+        return own
+    weights, gradients = (values.get(name) for name in names)
+    if weights and gradients:
+        return "both"
+    return "gather8" if weights else "reduce8" if gradients else "none"
+
+
+def _offload(values: Mapping[str, Any], stage: int, base: Mapping[str, Any]) -> dict[str, Any]:
+    """The tiers of optimizer states and parameter shards."""
+    zero = "zero_optimization"
+    optimizer, shards = (values.get(f"{section}.device") for section in OFFLOADS)
+    if shards in ("cpu", "nvme") and stage != 3:
+        raise ValueError(f"{zero}.offload_param.device={shards} needs {zero}.stage=3, not {stage}")
+    if optimizer in ("cpu", "nvme") and stage == 0:
+        raise ValueError(f"{zero}.offload_optimizer.device={optimizer} needs {zero}.stage=1, 2 or 3")
+    paths = {values.get(f"{section}.nvme_path") for section in OFFLOADS} - {None}
+    if len(paths) > 1:
+        raise ValueError(f"{zero}: offload_optimizer.nvme_path and offload_param.nvme_path differ; write one folder")
+    return {
+        "offload_optimizer": optimizer or base["offload_optimizer"],
+        "offload_parameters": shards or base["offload_parameters"],
+        "offload_ratio": float(values.get(f"{zero}.offload_optimizer.ratio", base["offload_ratio"])),
+        "nvme_path": next(iter(paths), base["nvme_path"]),
+        "sub_group_size": int(values.get(f"{zero}.sub_group_size", base["sub_group_size"])),
+    }
+
+
+def _loss_scale(values: Mapping[str, Any], stage: int, own: LossScale) -> LossScale:
+    """DeepSpeed's loss scale if the configuration has a key of fp16. Its stage 0 has no hysteresis."""
+    if not any(name.startswith("fp16.") for name in values):
+        return own
+    fp16 = {name.removeprefix("fp16."): values.get(name, key.default) for name, key in KEYS.items()}
+    try:
+        return LossScale(
+            initial_power=int(fp16["initial_scale_power"]),
+            window=int(fp16["loss_scale_window"]),
+            hysteresis=1 if stage == 0 else int(fp16["hysteresis"]),
+            minimum=float(fp16["min_loss_scale"]),
+            refill=bool(fp16["consecutive_hysteresis"]),
+            static=float(fp16["loss_scale"]) or None,
+        )
+    except ValueError as problem:
+        raise ValueError(f"fp16: {problem}") from None
+
+
+# Optimizer and scheduler
+
+
+def _optimizer(section: Mapping[str, Any], base: OptimizerConfig | None, clipping: float | None) -> OptimizerConfig:
+    """Translate the optimizer section. `base` has the values for "auto", the schedule, and which parameters decay."""
+    _require_known(section, ("type", "params", "legacy_fusion"), "optimizer")
+    kind, given = section.get("type"), _section("optimizer.params", section.get("params"))
+    if not isinstance(kind, str):
+        raise ValueError('optimizer.type is missing; write "AdamW", "Lion", "Adagrad", "SGD" or a class of torch.optim')
+    if reason := unsupported(kind):
+        raise ValueError(f"optimizer.type={kind} is not supported: {reason}")
+    if given.pop("max_grad_norm", None):
+        raise ValueError("optimizer.params.max_grad_norm is not supported: write gradient_clipping at the top level")
+    known = next((known for name, known in OPTIMIZERS.items() if name.lower() == kind.lower()), None)
+    if known is not None:
+        _require_known(given, known.parameters, "optimizer.params")
+    own = {} if base is None else {key: getattr(base, key) for key in ("lr", "betas", "eps", "weight_decay")}
+    defaults = {"lr": 1e-3} if known is None else known.parameters
+    values = {**defaults, **({"lr": own["lr"]} if own else {}), **given}
+    values = {k: own.get(k, defaults.get(k)) if v is None or v == "auto" else v for k, v in values.items()}
+    name = _name(kind, known, values)
+    frame = base or OptimizerConfig(lr=0.0, schedule="constant", decay="all")
+    lr, eps, decay = (
+        _number(f"optimizer.params.{key}", values.get(key, default), 0.0)
+        for key, default in (("lr", 1e-3), ("eps", 1e-8), ("weight_decay", 0.0))
+    )
+    return replace(
+        frame,
+        lr=lr,
+        betas=_betas(values.get("betas", (0.9, 0.999))),
+        eps=eps,
+        weight_decay=decay,
+        max_grad_norm=frame.max_grad_norm if clipping is None else clipping,
+        name=name,
+        options=_options(name, values),
+    )
+
+
+def unsupported(kind: str) -> str | None:
+    """Return why an optimizer type is not supported and what to write instead. None if it is supported."""
+    reasons = {name.lower(): reason for name, reason in UNSUPPORTED_OPTIMIZERS.items()}
+    bare = re.sub("^(deepspeedcpu|cpu|fused)", "", kind.lower())
+    if kind.lower() not in reasons and bare != kind.lower() and bare in ("adam", "lion", "adagrad", "lamb"):
+        name = kind[-len(bare) :]
+        return (
+            f"it is a class of DeepSpeed; write {name}, and set offload_optimizer.device for the device of the update"
+        )
+    return reasons.get(kind.lower())
+
+
+def _name(kind: str, known: Optimizer | None, values: Mapping[str, Any]) -> str:
+    if known is None:
+        try:
+            optim.optimizer_class(kind)
+        except ValueError as problem:
+            raise ValueError(f"optimizer.type={kind}: {problem}") from None
+        return kind.lower()
+    if known.name != "adamw":
+        return known.name
+    if not values["bias_correction"]:
+        raise ValueError(
+            "optimizer.params.bias_correction=false is not supported: Adam corrects its moments; write true"
+        )
+    # Without torch_adam, DeepSpeed's "Adam" decays as AdamW does unless adam_w_mode is false.
+    is_decoupled = kind.lower() == "adamw" or (values["adam_w_mode"] and not values["torch_adam"])
+    return "adamw" if is_decoupled else "adam"
+
+
+def _betas(value: Any) -> tuple[float, float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"optimizer.params.betas={json.dumps(value)}: write two numbers, [0.9, 0.999]")
+    first, second = (_number("optimizer.params.betas", each, 0.0) for each in value)
+    if max(first, second) >= 1.0:
+        raise ValueError(f"optimizer.params.betas={json.dumps(value)}: both must be below 1")
+    return first, second
+
+
+def _options(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the class for which `OptimizerConfig` has no field."""
+    if name in optim.ADAMS:
+        return {"amsgrad": True} if values["amsgrad"] else {}
+    if name == "onebitadam":
+        for key in ("amsgrad", "eps_inside_sqrt"):
+            if values[key]:
+                raise ValueError(f"optimizer.params.{key}=true is not supported by OneBitAdam; write false")
+        return {"freeze_step": int(_number("optimizer.params.freeze_step", values["freeze_step"], 1))}
+    fields = ("lr", "weight_decay", "betas") if name == "lion" else ("lr", "weight_decay")
+    return {key: value for key, value in values.items() if key not in fields}
+
+
+def _scheduler(
+    section: Mapping[str, Any], optimizer: OptimizerConfig
+) -> tuple[Callable[[int], float], Callable[[int], tuple[float, float]] | None]:
+    """Translate the scheduler section. "auto" stands for the optimizer's rate, warm-up and number of steps."""
+    _require_known(section, ("type", "params"), "scheduler")
+    kind, given = str(section.get("type")), _section("scheduler.params", section.get("params"))
+    _require_known([kind], SCHEDULERS, "scheduler.type", what="scheduler")
+    given.pop("last_batch_iteration", None)
+    scheduler = SCHEDULERS[kind]
+    _require_known(given, scheduler.parameters, "scheduler.params")
+    auto = {
+        "warmup_max_lr": optimizer.lr,
+        "total_num_steps": optimizer.total_steps,
+        "warmup_num_steps": optimizer.warmup_steps or 2,
+        "warmup_min_lr": 0.0,
+        "warmup_type": "log",
+    }
+    values = {
+        name: auto.get(name) if value == "auto" or (value is None and name == "warmup_max_lr") else value
+        for name, value in (scheduler.parameters | {k: v for k, v in given.items() if v is not None}).items()
+    }
+    values = {name: _scheduler_value(name, value) for name, value in values.items()}
+    for name in ("total_num_steps", "cycle_min_lr", "cycle_max_lr"):
+        if name in values and values[name] is None:
+            raise ValueError(f"scheduler.params.{name} is missing and has no default; write a number")
+    values["lr"] = optimizer.lr
+    functions = [scheduler.lr, scheduler.betas if values.get("cycle_momentum") else None]
+    lr, betas = (f and partial(f, **{name: values[name] for name in parameters_of(f)}) for f in functions)
+    return lr, betas  # type: ignore[return-value]
+
+
+def _scheduler_value(name: str, value: Any) -> Any:
+    """A checked value: numbers of steps are whole, and at least 1 where a formula divides by them."""
+    key = f"scheduler.params.{name}"
+    if isinstance(value, list):
+        raise ValueError(f"{key}={value}: write one number, for all parameters")
+    if name == "warmup_type" and value not in ("log", "linear"):
+        raise ValueError(f"{key}={value}: write log or linear")
+    if value is None or name in ("warmup_type", "cycle_momentum", "lr_range_test_staircase"):
+        return value
+    if not name.endswith(("_steps", "_step_size", "_count")):
+        return _number(key, value)
+    is_divisor = name == "total_num_steps" or (name.endswith("_step_size") and name != "decay_step_size")
+    return int(_number(key, value, 1.0 if is_divisor else 0.0))

@@ -1,0 +1,42 @@
+"""Checksums of files: the same for the same bytes in any division, different for different bytes."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from engine.checkpoint import checksums
+from engine.checkpoint.checksums import Checksum, HashedFile, checksum_of
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 1000)
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (1, 2), (1000, 1), (2500, 700, 3)])
+def test_a_written_file_has_its_bytes_and_its_checksum(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    parts = [random.Random(size).randbytes(size) for size in sizes]
+    file = HashedFile(tmp_path / "file")
+    for part in parts:
+        file.write(part)
+    found = file.close()
+    assert (tmp_path / "file").read_bytes() == b"".join(parts)
+    assert found == checksum_of(tmp_path / "file") and found.bytes == sum(sizes)
+
+
+def test_the_digest_is_xxh3() -> None:
+    """The digest of no bytes, from xxHash's specification (XXH3_128bits, seed 0)."""
+    assert checksum_of(Path("/dev/null")) == Checksum(0, "99aa06d3014798d86001c324468d497f")
+
+
+def test_a_changed_bit_and_exchanged_blocks_change_the_checksum(tmp_path: Path) -> None:
+    content = bytearray(random.Random(2).randbytes(4000))
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    original = checksum_of(file)
+    file.write_bytes(content[1000:2000] + content[:1000] + content[2000:])
+    assert checksum_of(file) != original
+    content[999] ^= 16
+    file.write_bytes(content)
+    assert checksum_of(file) != original
