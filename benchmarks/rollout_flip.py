@@ -144,7 +144,7 @@ def rollout(engine: Engine, task: Work, *, keep: bool = True) -> None:
     """This rank's part of the work, flip included."""
     expected = sum(task.lengths) / len(task.lengths)
     with engine.generating(keep=keep) as rollouts:
-        mine = engine.flip.share_of([len(prompt) for prompt in task.prompts], expected)
+        mine = engine.flip.assign([len(prompt) for prompt in task.prompts], expected)
         if mine:
             answer(rollouts, task, mine)
 
@@ -153,8 +153,7 @@ def answer(rollouts: Rollouts, task: Work, places: list[int]) -> None:
     decoder, lengths = rollouts._decoder(), [task.lengths[i] for i in places]
     assert decoder is not None
     prompts = [task.prompts[i] for i in places]
-    slots = task.slots * rollouts.ranks
-    steps = decoder.run(prompts, Sampling(max(lengths)), places, slots, Lengths(lengths))
+    steps = decoder.run(prompts, Sampling(max(lengths)), places, task.slots, Lengths(lengths))
     drawn = sum(len(step) for step in steps)
     assert drawn == sum(lengths), f"{drawn} tokens were drawn, not {sum(lengths)}"
 

@@ -24,15 +24,15 @@ from engine.compression.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
 from engine.course import Course, InTurn, Learned, ThroughPipeline
 from engine.figures import numbers
+from engine.full_parameters import full_parameters
+from engine.generation.flip import Flip
+from engine.generation.inference_model import AssembledModel
 from engine.generation.rollouts import Rollouts
-from engine.generation.twin.assembled import Assembled
-from engine.generation.twin.flip import Flip
 from engine.healing import Healer, Portion
 from engine.large_pages import ask_for_large_pages
 from engine.ledger import Ledger
 from engine.ledger.beside import average_bytes, generator_bytes, optimizer_bytes
 from engine.loading import copy_local
-from engine.merging import whole_parameters
 from engine.offload import OffloadedOptimizer, parameter_values
 from engine.parallel import dist, dtensors, pipeline, traffic, zero
 
@@ -90,14 +90,14 @@ class Engine:
         self._begun = False
         self._micro_batches = 0
         blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
-        self._assembled: Assembled | None = None
+        self._assembled: AssembledModel | None = None
         self._values = parameter_values(module) if layout.offloads(config, optimizer) else {}
         self.module, self._nvme_parameters = module, layout.lay_out(module, config, optimizer)
         self._flip: Flip | None = None
         if rollout_path is not None and blueprint is not None:
             source, dtype = self.module.get_submodule(rollout_path), precision.TORCH_DTYPE[config.dtype]
             if config.pipeline_parallel > 1:
-                self._assembled = Assembled(blueprint, rollout_path, dtype)
+                self._assembled = AssembledModel(blueprint, rollout_path, dtype)
                 source = self._assembled.module
             self._flip = Flip(blueprint, source, dtype, config.tensor_plan)
         elsewhere = layout.rests(config, optimizer)
@@ -369,23 +369,23 @@ class Engine:
 
     @contextmanager
     def generating(self, *, keep: bool = True, park_optimizer: bool = False) -> Iterator[Rollouts]:
-        """The hybrid flip: whole weights in a module without hooks, to generate with.
+        """The hybrid flip: provide a generator with the current weights, in a module without hooks. Collective.
 
-        `keep` holds its buffers for next time. `park_optimizer` moves optimizer states to the host meanwhile.
+        `keep` keeps its memory for the next flip. `park_optimizer` moves optimizer states to the host meanwhile.
         """
         self._rest()
         park = self.optimizer if park_optimizer and isinstance(self.optimizer, torch.optim.Optimizer) else None
-        with self._whole(), self.flip.entered(keep=keep, park=park) as rollouts:
+        with self._assembled_parameters(), self.flip.generating(keep=keep, park=park) as rollouts:
             self._let_go()
             yield rollouts
             self.ledger.sample("generate")
 
-    def _whole(self) -> AbstractContextManager[None]:
-        """Within the block what the flip reads is there, where ranks hold pieces of it."""
+    def _assembled_parameters(self) -> AbstractContextManager[None]:
+        """Provide every rank with the full model that the flip reads. Under pipeline parallelism each has a stage."""
         if self._assembled is None:
             return nullcontext()
-        on_host = self.flip.stream or dist.world().device.type == "cpu"
-        return self._assembled.filled(self.everywhere(whole_parameters(self.module)), on_host=on_host)
+        device = torch.device("cpu") if self.flip.stream else dist.world().device
+        return self._assembled.filled(self.everywhere(full_parameters(self.module)), device=device)
 
     def everywhere(self, mine: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors by name, of the whole model where each rank of a pipeline has some. Every rank goes through it.
@@ -401,14 +401,14 @@ class Engine:
 
     @property
     def flip(self) -> Flip:
-        """The generation side: how long the last flip took, what its self-check said.
+        """The generation side: its settings, the time of the last flip, the result of its parity check.
 
-        Raises ValueError where the engine was made without `rollout_path`.
+        Raises ValueError if the engine was made without `rollout_path`.
         """
         if self._flip is None:
             raise ValueError(
-                "this engine was not told what generates: initialize(..., rollout_path=NAME) with the name of the "
-                'language model inside of the module, "" where it is the module itself'
+                "rollout_path is None, so the engine does not know the submodule that generates: pass "
+                'initialize(..., rollout_path=NAME) with its name, "" for the module itself'
             )
         return self._flip
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, Generation, Sampling
-from engine.generation.selfcheck import compare
+from engine.generation.parity_check import compare_logprobs
 from engine.healing import Portion
 from engine.uploads import uploaded
 from pipeline.distributed import device, gather_objects
@@ -85,7 +85,7 @@ def generate(
     flip = models.actor.flip
     expected = (sampling.min_new_tokens + sampling.max_new_tokens) / 2
     with models.actor.generating(keep=keep, park_optimizer=park_optimizer) as rollouts:
-        asked = flip.share_of([len(prompt) for prompt in prompts], expected * samples)
+        asked = flip.assign([len(prompt) for prompt in prompts], expected * samples)
         places = [i * samples + sample for i in asked for sample in range(samples)]
         mine = rollouts.generate(
             [prompts[i] for i in asked],
@@ -101,7 +101,7 @@ def generate(
 
 
 def check_generator(models: Models, *, pad_id: int) -> None:
-    """Score what the flip's self-check said by the trainer's own forward. Raises ValueError where they differ."""
+    """Compare the answers of the parity check with the trainer's own forward. Raises ValueError if they differ."""
     checked = models.actor.flip.checked
     if not checked:
         return
@@ -110,7 +110,7 @@ def check_generator(models: Models, *, pad_id: int) -> None:
         logprobs, _ = policy_logprobs(module, batch, temperature=1.0)
     said = logprobs.split([len(c.answer.token_ids) for c in checked])
     eight_bits = models.actor.config.compress in ("gather8", "both")
-    compare(checked, said, "the trainer's forward", eight_bits=eight_bits)
+    compare_logprobs(checked, said, "the trainer's forward", eight_bits=eight_bits)
 
 
 def collect(

@@ -123,7 +123,7 @@ def test_a_step_waits_for_the_device_for_its_figures_only(tmp_path: Path) -> Non
     assert found == {
         "engine/figures.py:numbers": 2 * updates + 1,  # actor, critic; the rollout's figures
         "engine/figures.py:on_host": 5,  # actor, reference, critic, reward model; answers to keep
-        "engine/generation/twin/hybrid.py:refresh": 1,
+        "engine/generation/inference_model.py:sync": 1,
         "pipeline/tracking/clock.py:phase": 3,
     }
 

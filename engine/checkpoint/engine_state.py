@@ -8,10 +8,10 @@ from torch import nn
 
 from engine import optim
 from engine.average import Average
-from engine.buffers import persistent_buffers
 from engine.checkpoint.planner import LocalChunks, in_memory
 from engine.compression.onebit_adam import ERRORS
 from engine.config import OptimizerConfig
+from engine.full_parameters import persistent_buffers
 from engine.offload import OffloadedOptimizer
 from engine.offload.optimizer import OffloadedState
 from engine.parallel import dist

@@ -16,7 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from engine.generation.agreement import (
+from engine.generation.attention import Unserved
+from engine.generation.batches.batch_decoding import BatchDecoding, run_batches
+from engine.generation.batches.padded import PaddedDecoding
+from engine.generation.batches.same_length import OwnCacheDecoding, WholeDecoding
+from engine.generation.host_decoding import Drawn
+from engine.generation.parity_check import (
     NEW_TOKENS,
     counts_from_zero,
     disagreement,
@@ -25,11 +30,6 @@ from engine.generation.agreement import (
     plain_logits,
     tolerance_of,
 )
-from engine.generation.attention import Unserved
-from engine.generation.batches.batch_decoding import BatchDecoding, run_batches
-from engine.generation.batches.padded import PaddedDecoding
-from engine.generation.batches.same_length import OwnCacheDecoding, WholeDecoding
-from engine.generation.host_decoding import Drawn
 from engine.generation.sampling import Ending, Sampling
 from engine.generation.served import positions_of, turns_at
 from engine.generation.slot_decoder import SlotDecoder
@@ -58,9 +58,8 @@ class Rollouts:
 
     `cache_bytes` bounds the key-value cache (by default half of the memory that is free); fewer sequences than asked
     for run at a time where it is short. `slots` False decodes in batches; `replay` False runs every step through
-    the modules, whose hooks and collectives a CUDA graph would miss. `ranks` are those whose answers are generated here
-    together (`pooling.py`). After the weights were changed, call `refresh`. Raises ValueError for a GPU that is not the
-    current one.
+    the modules, whose hooks and collectives a CUDA graph would miss. After the weights were changed, call `refresh`.
+    Raises ValueError for a GPU that is not the current one.
     """
 
     def __init__(

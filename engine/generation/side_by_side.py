@@ -1,8 +1,8 @@
 """Linear layers as one product where they lie, on GPUs.
 
 A product of few rows is bound by reading the weights, and a GPU has hardly begun to read a small matrix when it ends.
-The twin lays a block's layers out side by side (`twin/hybrid.py`), and `lay_out` those of any other model; then one
-matrix covers the weights of several layers, and nothing is copied.
+The inference model lays a block's layers out side by side (`inference_model.py`), and `lay_out` those of any other
+model; then one matrix covers the weights of several layers, and nothing is copied.
 """
 
 from collections.abc import Sequence

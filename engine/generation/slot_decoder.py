@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.generation import attention
-from engine.generation.agreement import counts_from_zero, far_apart, fixed_prompts, plain_logits
 from engine.generation.attention import Unserved, routed
 from engine.generation.cache.grouping import BY_TORCH, IN_C, Grouping, Joining
 from engine.generation.cache.groups import Chunk, Group
@@ -28,6 +27,7 @@ from engine.generation.on_device.forwards import Forwards
 from engine.generation.on_device.rounds import DeviceDecoding, Rounds
 from engine.generation.on_device.sharing import SharingScheduler
 from engine.generation.packed import PackedLinears
+from engine.generation.parity_check import counts_from_zero, far_apart, fixed_prompts, plain_logits
 from engine.generation.sampling import Sampling
 from engine.generation.scheduler import Scheduler
 from engine.generation.served import check_model, has_window

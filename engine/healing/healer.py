@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from engine.buffers import persistent_buffers
+from engine.full_parameters import persistent_buffers
 from engine.healing.parts import Pass
 from engine.healing.passes import OneByOne, Passes, Report
 from engine.healing.portion import Portion

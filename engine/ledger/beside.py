@@ -10,7 +10,7 @@ from engine.ledger.saved import storage
 from engine.parallel import dtensors, zero
 
 if TYPE_CHECKING:
-    from engine.generation.twin.flip import Flip
+    from engine.generation.flip import Flip
 
 
 def optimizer_bytes(optimizer: Any) -> dict[str, int]:

@@ -42,7 +42,7 @@ def answers_of(
     """
     asked = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
     with engine.generating(keep=keep) as rollouts:
-        places = engine.flip.share_of([len(ids) for ids in asked], how.max_new_tokens / 2)
+        places = engine.flip.assign([len(ids) for ids in asked], how.max_new_tokens / 2)
         to_answer = [asked[place] for place in places]
         mine = rollouts.generate(to_answer, how, places, text=tokenizer.decode) if places else []
     return gather_by_index({place: tokenizer.decode(made.token_ids) for place, made in zip(places, mine, strict=True)})

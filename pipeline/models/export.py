@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
 from engine import Engine
-from engine.buffers import persistent_buffers
-from engine.merging import whole_parameters
+from engine.full_parameters import full_parameters, persistent_buffers
 from engine.parallel import zero
 from engine.precision import TORCH_DTYPE
 from pipeline.data.tokenizer import ChatTokenizer
@@ -101,7 +100,7 @@ def _removed_if_failed(staging: Path) -> Iterator[None]:
 
 
 def _named(engine: Engine, prefix: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, whole in engine.everywhere(whole_parameters(engine.module)):
+    for name, whole in engine.everywhere(full_parameters(engine.module)):
         yield name.removeprefix(prefix), whole.to(device="cpu", dtype=dtype).contiguous()
     buffers = ((name, buffer.detach()) for name, buffer in sorted(persistent_buffers(engine.module).items()))
     for name, buffer in engine.everywhere(buffers):

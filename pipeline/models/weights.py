@@ -9,7 +9,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from engine.buffers import persistent_buffers
+from engine.full_parameters import persistent_buffers
 from engine.loading import SafetensorsFolder, TensorFolder, draw_parameters, read_parameters
 from pipeline.errors import UserError
 from pipeline.models.converted import ConvertedFolder

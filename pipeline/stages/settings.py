@@ -65,7 +65,7 @@ def sampling(rollout: RolloutSection, tokenizer: ChatTokenizer, *, seed: int) ->
 def prepare_generation(engine: Engine, rollout: RolloutSection) -> None:
     """Tell an engine how it will generate, before it does so for the first time."""
     engine.flip.tensor_parallel, engine.flip.stream = rollout.tensor_parallel, rollout.stream
-    engine.flip.selfcheck_every, engine.flip.cache_bytes = rollout.selfcheck_every, rollout.cache_bytes
+    engine.flip.parity_check_every, engine.flip.cache_bytes = rollout.selfcheck_every, rollout.cache_bytes
 
 
 def say_steps(stage: str, section: StageSection, steps: int, examples: int) -> None:

@@ -82,7 +82,7 @@ def test_flip_says_what_the_module_says(stage: int, dtype: str) -> None:
     engine = Engine(
         Policy(build("opt")), EngineConfig(zero_stage=stage, dtype=dtype), optimizer=OPTIMIZER, rollout_path="lm"  # type: ignore[arg-type]
     )  # fmt: skip
-    engine.flip.selfcheck_every = 1
+    engine.flip.parity_check_every = 1
     prompts = ragged_prompts(3, 9, 6)
     tolerance = 1e-3 if dtype == "fp32" else 0.15
     for ids in batches():
@@ -98,7 +98,7 @@ def test_flip_says_what_the_module_says(stage: int, dtype: str) -> None:
                 assert gap.mean() <= tolerance
 
 
-def test_frozen_weights_are_shared_and_the_twin_survives_a_release() -> None:
+def test_frozen_weights_are_shared_and_the_inference_model_survives_a_release() -> None:
     engine = Engine(Policy(build("opt").to(DEVICE)), EngineConfig(zero_stage=0, dtype="fp32"), rollout_path="lm")
     found = []
     for keep in (True, False, True):

@@ -151,7 +151,7 @@ def test_memory_that_runs_out_is_healed() -> None:
 def test_a_parked_optimizer_comes_back() -> None:
     engine, unparked = engine_of("opt", zero_stage=0), engine_of("opt", zero_stage=0)
     for each, park in ((engine, True), (unparked, False)):
-        each.flip.selfcheck_every = 0
+        each.flip.parity_check_every = 0
         advance(each, batches()[:1])
         with each.generating(keep=False, park_optimizer=park) as rollouts:
             rollouts.generate([[1, 2, 3]], Sampling(2), [0])
@@ -162,7 +162,7 @@ def test_streamed_blocks_say_what_whole_ones_say() -> None:
     said = []
     for stream in (False, True):
         engine = engine_of("opt", zero_stage=3)
-        engine.flip.stream, engine.flip.selfcheck_every = stream, 0
+        engine.flip.stream, engine.flip.parity_check_every = stream, 0
         with engine.generating() as rollouts:
             answers = rollouts.generate([[1, 2, 3], [4, 5]], Sampling(3, seed=1), [0, 1, 2, 3], samples=2)
             said.append([a.token_ids for a in answers])

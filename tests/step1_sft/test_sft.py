@@ -162,15 +162,15 @@ def test_answering_leaves_no_generator_behind(folder: Path) -> None:
     """The training that follows needs the memory; and the rollout's settings hold in this stage too."""
     engine = build_policy(source_in(folder), trained(dtype="bf16"), generates=True)
     prepare_generation(engine, RolloutSection(stream=True, selfcheck_every=7, cache_bytes=40_000))
-    assert (engine.flip.stream, engine.flip.selfcheck_every) == (True, 7)
+    assert (engine.flip.stream, engine.flip.parity_check_every) == (True, 7)
     engine.flip.stream = False
     sampled = Sampling(max_new_tokens=2, end_ids=(1,))
     asked = [Prompt((Message("user", "hi"),), "made")]
     for keep, gone in ((True, False), (False, True)):
         assert len(answers_of(engine, cast(Any, Letters()), asked, sampled, keep=keep)) == 1
-        twin = engine.flip._twin
-        assert twin is not None and all(p.is_meta == gone for p in twin.module.parameters())
-    assert engine.flip._rollouts is not None and engine.flip._rollouts.cache_bytes == 40_000
+        model = engine.flip._model
+        assert model is not None and all(p.is_meta == gone for p in model.module.parameters())
+    assert engine.flip._generator is not None and engine.flip._generator.cache_bytes == 40_000
 
 
 def test_held_out_answers_leave_no_generator_to_the_training_between(folder: Path, tmp_path: Path) -> None:
@@ -182,8 +182,8 @@ def test_held_out_answers_leave_no_generator_to_the_training_between(folder: Pat
     judge = OwnFunction("mine.py:judge", tmp_path, lambda answer, row: row["level"], key=JUDGE)
     assert answer("base", config, engine, tokenizer, asked, tmp_path, judge) == 0.5
     assert [sample.gold for sample in read_samples(tmp_path / "samples.jsonl")] == [{"base": 0.25}, {"base": 0.75}]
-    twin = engine.flip._twin
-    assert twin is not None and all(p.is_meta for p in twin.module.parameters())
+    model = engine.flip._model
+    assert model is not None and all(p.is_meta for p in model.module.parameters())
 
 
 def test_answers_end_with_a_stop_string(folder: Path) -> None:

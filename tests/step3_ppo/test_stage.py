@@ -149,7 +149,7 @@ def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef
         ppo, stage = ppo_of(
             tmp_path, update_epochs=2, critic_warmup=1, micro_batch_tokens=budget, shared_forward=shared, epochs=2.0
         )
-        ppo.models.actor.flip.selfcheck_every = 0  # it scores, too
+        ppo.models.actor.flip.parity_check_every = 0  # it scores, too
         if ptx_coef:
             text = TokenItem(np.arange(5, 12), np.ones(7, dtype=bool))
             ppo.ptx = PtxMix([text], ptx_coef, size=1, budget=budget, pad_id=0, seed=1)

@@ -37,7 +37,7 @@ def main() -> None:
     assert models.reference is not None and models.reward is not None
     adopt(models.reference, models.actor)
     adopt(models.reward, critic)
-    models.actor.flip.selfcheck_every = 0
+    models.actor.flip.parity_check_every = 0
     clocks = [_iteration(models, work, number) for number in range(work["warmup"] + work["steps"])]
     measured = clocks[work["warmup"] :]
     if dist.world().leads:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.generation.inference_model import InferenceModel
 from engine.generation.side_by_side import WhereTheyLie, in_order, lay_out, side_by_side
-from engine.generation.twin.hybrid import Twin
 from tests.engine.generation.families import build
 
 
@@ -71,12 +71,12 @@ def test_any_model_is_laid_out_so_and_stays_the_same() -> None:
     assert model.lm_head.weight is model.model.decoder.embed_tokens.weight
 
 
-def test_the_twin_lays_a_blocks_layers_side_by_side() -> None:
+def test_the_inference_model_lays_a_blocks_layers_side_by_side() -> None:
     for family in ("opt", "llama"):
         live = build(family)
-        twin = Twin(build(family), live, torch.bfloat16, torch.device("cpu"))
-        twin.refresh()
-        module: Any = twin.module
+        model = InferenceModel(build(family), live, torch.bfloat16, torch.device("cpu"))
+        model.sync()
+        module: Any = model.module
         for name, parameter in live.named_parameters():
             assert torch.equal(module.get_parameter(name), parameter.bfloat16()), name
         block = module.model.layers[0] if family == "llama" else module.model.decoder.layers[0]

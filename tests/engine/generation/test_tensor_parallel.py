@@ -10,9 +10,9 @@ from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig, Sampling
 from engine.generation.rollouts import Rollouts
-from engine.generation.twin.cuts import Cut
+from engine.generation.weight_sync import Slice
 from tests.engine.generation.families import build
-from tests.engine.generation.twin.test_hybrid import CPU, PROMPTS, merged_by_peft
+from tests.engine.generation.test_inference_model import CPU, PROMPTS, merged_by_peft
 from tests.ranks import run_ranks
 
 OPT_PLAN = {
@@ -35,7 +35,7 @@ def split(family: str, stage: int, plan: dict[str, str] | None) -> dict[str, Any
     alone = Rollouts(merged_by_peft(whole), CPU)
     engine = Engine(copy.deepcopy(whole), config, optimizer=OptimizerConfig(lr=1e-3), rollout_path="")
     engine.flip.tensor_parallel = 2
-    found: dict[str, Any] = {"groups": (engine.flip.group, engine.flip.groups)}
+    found: dict[str, Any] = {"assigned": engine.flip.assign([3, 4], expected=1)}
     with engine.generating() as rollouts:
         for name, how in WAYS.items():
             found[name] = [a.token_ids for a in rollouts.generate(PROMPTS, how, [4, 5, 6, 7], batch_size=3)]
@@ -69,7 +69,7 @@ def found() -> list[list[dict[str, Any]]]:
 def test_two_ranks_say_what_one_says(found: list[list[dict[str, Any]]], case: int) -> None:
     for rank in found:
         one = rank[case]
-        assert one["groups"] == (0, 1)
+        assert one["assigned"] == [0, 1], "both ranks answer the same prompts"
         assert one["cached"] == 2, "a prompt once for all its samples"
         for way in (*WAYS, "samples"):
             assert one[way] == one[f"{way} alone"]
@@ -92,13 +92,13 @@ def test_heads_that_do_not_divide_are_refused() -> None:
     assert all("choose a divisor" in message for message in run_ranks(too_many_heads, 2))
 
 
-@pytest.mark.parametrize(("dim", "pieces"), [(0, 1), (1, 1), (1, 2)])
-def test_rows_find_their_place(dim: int, pieces: int) -> None:
+@pytest.mark.parametrize(("dim", "blocks"), [(0, 1), (1, 1), (1, 2)])
+def test_rows_find_their_place(dim: int, blocks: int) -> None:
     """However the rows of the whole come in, each part is what a cut of the whole is."""
     whole = torch.arange(8 * 12 * 2).view(8, 12, 2)
     for index in range(2):
-        cut = Cut(dim, 2, index, pieces)
-        part = torch.full_like(cut.of(whole), -1)
+        split = Slice(dim, 2, index, blocks)
+        part = torch.full_like(split.of(whole), -1)
         for first in (5, 0, 3):
-            cut.place(whole[first : {0: 3, 3: 5, 5: 8}[first]], first, part)
-        assert torch.equal(part, cut.of(whole))
+            split.write(whole[first : {0: 3, 3: 5, 5: 8}[first]], first, part)
+        assert torch.equal(part, split.of(whole))

@@ -30,7 +30,7 @@ class EchoEngine:
         self.kept.append(keep)
         yield self
 
-    def share_of(self, lengths: Sequence[int], expected: float) -> list[int]:
+    def assign(self, lengths: Sequence[int], expected: float) -> list[int]:
         assert expected == SAMPLING.max_new_tokens / 2
         return sorted(range(len(lengths)), key=lambda place: -lengths[place])
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from engine.generation.inference_model import InferenceModel
 from engine.generation.on_device import graphs
 from engine.generation.on_device.forwards import Forwards
+from engine.generation.parity_check import check_generator
 from engine.generation.rollouts import Generation, Rollouts
 from engine.generation.sampling import Sampling
-from engine.generation.selfcheck import selfcheck
-from engine.generation.twin.hybrid import Twin
 from engine.kernels.gpu import compiler
 from tests.engine.generation.families import ENDS, build, ragged_prompts
 from tests.gpu import DEVICE, ON_GPU, needs_gpu
@@ -27,9 +27,9 @@ CAPTURED = ["opt", "gpt2", "gpt_neox", "phi", "llama", "qwen3", "mistral", "gemm
 
 def on_device(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     """As the flip brings it: what a block's layers read with lies side by side."""
-    twin = Twin(build(family, **changes), build(family, **changes), dtype, torch.device(DEVICE))
-    twin.refresh()
-    return twin.module
+    copy = InferenceModel(build(family, **changes), build(family, **changes), dtype, torch.device(DEVICE))
+    copy.sync()
+    return copy.module
 
 
 def decoder(rollouts: Rollouts) -> Any:
@@ -83,7 +83,7 @@ def test_samples_read_their_prompt_once() -> None:
 def test_the_generator_is_the_model(family: str, dtype: torch.dtype) -> None:
     rollouts = Rollouts(on_device(family, dtype), DEVICE)
     decoder(rollouts)
-    assert selfcheck(rollouts)
+    assert check_generator(rollouts)
 
 
 def test_a_model_that_asks_the_device_is_called_and_says_so(

@@ -1,4 +1,4 @@
-"""Blocks that come one at a time say what the whole twin says, in the memory of two blocks."""
+"""Streamed blocks compute what the full inference model computes, in the memory of two blocks."""
 
 import copy
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from engine import Engine, EngineConfig, OptimizerConfig, Sampling
 from engine.parallel import dist
 from tests.engine.generation.families import build
-from tests.engine.generation.twin.test_hybrid import PROMPTS
+from tests.engine.generation.test_inference_model import PROMPTS
 from tests.ranks import run_ranks
 
 LAYERS = 5
@@ -30,10 +30,10 @@ def streamed(family: str, stage: int, offload: str) -> dict[str, Any]:
         found[stream] = []
         for keep in (True, False):
             with engine.generating(keep=keep) as rollouts:
-                twin = engine.flip._twin
-                assert twin is not None
+                model = engine.flip._model
+                assert model is not None
                 if stream and keep:
-                    watch(twin, found["held"])
+                    watch(model, found["held"])
                 if stream and not keep:  # as on GPUs
                     assert rollouts.fallback is None and rollouts._slots is not None
                     rollouts._slots.shares = True
@@ -43,20 +43,20 @@ def streamed(family: str, stage: int, offload: str) -> dict[str, Any]:
             engine.update([ids], lambda module, batch: (module(batch, labels=batch).loss, {}), 1)
     blocks = [sum(p.numel() for p in block.parameters()) * 2 for block in whole.get_submodule("model.layers")]
     found["whole"], found["block"] = sum(p.numel() for p in whole.parameters()) * 2, max(blocks)
-    assert twin.stream is not None
-    found["freed"] = not twin.stream.memory and all(p.is_meta for p in twin.module.parameters())
+    assert model.stream is not None
+    found["freed"] = not model.stream.memory and all(p.is_meta for p in model.module.parameters())
     return found
 
 
-def watch(twin: Any, held: list[int]) -> None:
-    """Note the bytes that the twin takes whenever a block runs."""
+def watch(model: Any, held: list[int]) -> None:
+    """Note the bytes that the model takes whenever a block runs."""
 
     def note(*_: Any) -> None:
-        tensors = [*twin.module.parameters(), *twin.stream.memory]
+        tensors = [*model.module.parameters(), *model.stream.memory]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
         held.append(sum(storages.values()))
 
-    for block in twin.stream.blocks:
+    for block in model.stream.blocks:
         block.register_forward_pre_hook(note)
 
 

@@ -8,7 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.merging import adapter_delta, whole_parameters
+from engine.full_parameters import full_lora_update, full_parameters
 
 
 class Net(nn.Module):
@@ -46,7 +46,7 @@ def by_hand(layer: Any, scale: float, *, transposed: bool) -> torch.Tensor:
 def test_merged_weights(rank: int, alpha: int) -> None:
     module = adapted(rank, alpha)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    found = dict(whole_parameters(module))
+    found = dict(full_parameters(module))
     assert list(found) == [f"{m}.{p}" for m in ("linear", "conv", "plain") for p in ("weight", "bias")]
     scale = alpha / rank
     wanted = {
@@ -63,7 +63,7 @@ def test_merged_weights(rank: int, alpha: int) -> None:
 
 def test_merged_layers_do_what_adapted_ones_did() -> None:
     module, plain = adapted(), Net()
-    plain.load_state_dict(dict(whole_parameters(module)))
+    plain.load_state_dict(dict(full_parameters(module)))
     x, y = torch.randn(4, 6), torch.randn(4, 5)
     torch.testing.assert_close(plain.linear(x), module.linear(x), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(plain.conv(y), module.conv(y), atol=1e-5, rtol=1e-5)
@@ -77,12 +77,12 @@ def test_all_active_adapters_count() -> None:
     layer.set_adapter(["default", "second"])
     second = 5.0 * layer.lora_B["second"].weight @ layer.lora_A["second"].weight
     first = 1.5 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
-    torch.testing.assert_close(adapter_delta(layer, torch.device("cpu")), first + second)
+    torch.testing.assert_close(full_lora_update(layer, torch.device("cpu")), first + second)
 
 
 def test_precision_is_kept() -> None:
     module = adapted().bfloat16()
-    found = dict(whole_parameters(module))
+    found = dict(full_parameters(module))
     assert {t.dtype for t in found.values()} == {torch.bfloat16}
     wanted = by_hand(module.linear, 1.5, transposed=False)
     assert torch.equal(found["linear.weight"], wanted.to(torch.bfloat16))  # rounded once, at the end

@@ -1,4 +1,4 @@
-"""The self-check: silent where the generator is the model, and pointed where it is not."""
+"""The parity check: it passes if the generator computes the model, and names the layer and the cause if not."""
 
 import copy
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from engine.compression import int8
-from engine.generation import attention, selfcheck
+from engine.generation import attention, parity_check
 from engine.generation.rollouts import Rollouts
 from tests.engine.generation.families import FAMILIES, build
 
@@ -26,14 +26,14 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def test_every_family_passes(family: str) -> None:
     model = build(family)
     for dtype in DTYPES:
-        checked = selfcheck.selfcheck(Rollouts(in_dtype(model, dtype), "cpu"))
+        checked = parity_check.check_generator(Rollouts(in_dtype(model, dtype), "cpu"))
         assert [len(one.prompt) for one in checked] == [5, 12, 10]
-        assert all(len(one.answer.token_ids) == selfcheck.NEW_TOKENS for one in checked)
+        assert all(len(one.answer.token_ids) == parity_check.NEW_TOKENS for one in checked)
 
 
 def test_a_short_context_shortens_the_prompts() -> None:
     model = build("gpt2", n_positions=14)
-    assert [len(one.prompt) for one in selfcheck.selfcheck(Rollouts(model, "cpu"))] == [5, 6, 6]
+    assert [len(one.prompt) for one in parity_check.check_generator(Rollouts(model, "cpu"))] == [5, 6, 6]
 
 
 def test_a_layer_that_attends_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,8 +45,10 @@ def test_a_layer_that_attends_otherwise_is_named(monkeypatch: pytest.MonkeyPatch
         return right(module, *states, sliding_window=sliding_window if module.layer_idx == 0 else None, **rest)
 
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, forgetful)
-    with pytest.raises(ValueError, match=r"not the model Gemma2ForCausalLM.* model\.layers\.1\..*slot cache does not"):
-        selfcheck.selfcheck(Rollouts(model, "cpu"))
+    with pytest.raises(
+        ValueError, match=r"does not compute Gemma2ForCausalLM.* model\.layers\.1\..*forward with a cache"
+    ):
+        parity_check.check_generator(Rollouts(model, "cpu"))
 
 
 def test_keys_in_the_wrong_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,10 +59,10 @@ def test_keys_in_the_wrong_place_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
         return right(module, query, key.flip(2), value.flip(2), *mask, **rest)
 
     rollouts = Rollouts(build("llama"), "cpu")
-    selfcheck.selfcheck(rollouts)
+    parity_check.check_generator(rollouts)
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, reversed_)
     with pytest.raises(ValueError, match=r"model\.layers\.0\."):
-        selfcheck.selfcheck(rollouts)
+        parity_check.check_generator(rollouts)
 
 
 def test_packs_of_older_weights_are_noticed() -> None:
@@ -68,7 +70,7 @@ def test_packs_of_older_weights_are_noticed() -> None:
     torch.manual_seed(0)
     model = in_dtype(build("opt", hidden_size=128, word_embed_proj_dim=128, ffn_dim=256), torch.bfloat16)
     rollouts = Rollouts(model, "cpu")
-    selfcheck.selfcheck(rollouts)
+    parity_check.check_generator(rollouts)
     assert rollouts._slots is not None
     if not len(rollouts._slots.packs):
         pytest.skip("this PyTorch packs no weights")
@@ -76,24 +78,24 @@ def test_packs_of_older_weights_are_noticed() -> None:
         for parameter in model.parameters():
             parameter.data = 1.5 * parameter  # elsewhere: packs may read weights where they lie
     with pytest.raises(ValueError, match="weights of an earlier step"):
-        selfcheck.selfcheck(rollouts)
+        parity_check.check_generator(rollouts)
     rollouts.refresh()
-    selfcheck.selfcheck(rollouts)
+    parity_check.check_generator(rollouts)
 
 
 def test_other_logprobs_are_refused() -> None:
-    checked = selfcheck.selfcheck(Rollouts(build("llama"), "cpu"))
+    checked = parity_check.check_generator(Rollouts(build("llama"), "cpu"))
     right = [torch.tensor(one.answer.logprobs) for one in checked]
-    selfcheck.compare(checked, right, "the trainer")
+    parity_check.compare_logprobs(checked, right, "the trainer")
     right[1] = right[1] - 0.1
     with pytest.raises(ValueError, match=r"the trainer gives.*differ by 0\.1"):
-        selfcheck.compare(checked, right, "the trainer")
+        parity_check.compare_logprobs(checked, right, "the trainer")
 
 
 @torch.no_grad()
 def test_a_trainer_with_weights_of_8_bits_is_not_refused_for_them() -> None:
     model = build("llama")
-    checked = selfcheck.selfcheck(Rollouts(model, "cpu"))
+    checked = parity_check.check_generator(Rollouts(model, "cpu"))
     rounded = copy.deepcopy(model)
     for parameter in rounded.parameters():
         numbers = parameter.data.view(-1)
@@ -102,14 +104,14 @@ def test_a_trainer_with_weights_of_8_bits_is_not_refused_for_them() -> None:
         int8.decode(row, numbers)
     said = [logprobs_of(rounded, one) for one in checked]
     with pytest.raises(ValueError, match="the trainer gives"):
-        selfcheck.compare(checked, said, "the trainer")
-    selfcheck.compare(checked, said, "the trainer", eight_bits=True)
+        parity_check.compare_logprobs(checked, said, "the trainer")
+    parity_check.compare_logprobs(checked, said, "the trainer", eight_bits=True)
     said[1] = said[1] - 2
     with pytest.raises(ValueError, match=r"the trainer gives.*rounding explains 0\.\d"):
-        selfcheck.compare(checked, said, "the trainer", eight_bits=True)
+        parity_check.compare_logprobs(checked, said, "the trainer", eight_bits=True)
 
 
-def logprobs_of(model: nn.Module, one: selfcheck.Checked) -> torch.Tensor:
+def logprobs_of(model: nn.Module, one: parity_check.CheckedAnswer) -> torch.Tensor:
     """(n,): a checked answer's log-probabilities by a model's plain forward."""
     ids = torch.tensor([one.prompt + one.answer.token_ids])
     before = model(input_ids=ids).logits[0, len(one.prompt) - 1 : -1].log_softmax(-1)

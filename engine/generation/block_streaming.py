@@ -1,0 +1,129 @@
+"""Block streaming: generate with a model that does not fit, whose blocks have parameters only while they run.
+
+Two stretches of memory, each as large as the largest block, take turns. While one block computes for the whole batch, a
+thread gathers the parameters of the next block into the other stretch. A forward costs the larger of computing and of
+reading all parameters once, so a larger batch makes a token cheaper (Sheng et al., 2023, "FlexGen", arXiv:2303.06865).
+
+Gathering sharded parameters is collective. A rank that has no prompts left takes part in the forwards of the others.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.generation.weight_sync import WeightCopy, copy_weights
+from engine.parallel import dist, dtensors, zero
+
+ALIGNMENT = 64  # bytes
+
+
+class BlockStream:
+    """The blocks of a module, whose parameters come and go. Each forward runs all blocks once, in order."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self.blocks = zero.units(module)
+        self.memory: list[Tensor] = []
+        self._paths = {path: self.blocks.index(child) for path, child in module.named_modules() if child in self.blocks}
+        self._module, self._dtype, self._device = module, dtype, device
+        self._copies: list[list[WeightCopy]] = [[] for _ in self.blocks]
+        self._parameters: list[list[tuple[nn.Module, str, nn.Parameter]]] = [[] for _ in self.blocks]
+        self._loading: dict[int, Future[None]] = {}
+        self._collective = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="blocks")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        module.register_forward_pre_hook(self._before_forward)
+        for index, block in enumerate(self.blocks):
+            block.register_forward_pre_hook(partial(self._before_block, index))
+            block.register_forward_hook(partial(self._after_block, index))
+
+    def block_of(self, name: str) -> int | None:
+        """Return the index of the block that a parameter belongs to."""
+        return next((index for path, index in self._paths.items() if name.startswith(f"{path}.")), None)
+
+    def start(self, copies: Mapping[str, WeightCopy]) -> None:
+        """Prepare to copy these parameters while blocks run; of the copies' targets only the shapes are used."""
+        by_block: list[list[tuple[str, WeightCopy]]] = [[] for _ in self.blocks]
+        for name, weight_copy in copies.items():
+            index = self.block_of(name)
+            assert index is not None, f"{name} belongs to no block"
+            by_block[index].append((name, weight_copy))
+        largest = max((sum(self._size(each) for _, each in block) for block in by_block), default=0)
+        if not self.memory or len(self.memory[0]) < largest:
+            self.memory = []  # free the old memory before the new is allocated
+            self.memory = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        for index, block in enumerate(by_block):
+            self._assign_memory(index, block)
+        sharded = any(not dtensors.is_whole(each.parameter) for each in copies.values())
+        self._collective = dist.world().size > 1 and sharded
+
+    def finish(self) -> None:
+        """Take part in the forwards of other ranks until no rank generates. Collective."""
+        while self._collective and dist.max_over_ranks(0.0) > 0:
+            for index in range(len(self.blocks)):
+                self._load(index).result()
+
+    def release(self) -> None:
+        """Free the memory."""
+        self._wait()
+        self.memory = []
+        self._copies = [[] for _ in self.blocks]
+        self._parameters = [[] for _ in self.blocks]
+        self._collective = False
+
+    def _size(self, weight_copy: WeightCopy) -> int:
+        return -(-weight_copy.target.numel() * self._dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+    def _assign_memory(self, index: int, block: Sequence[tuple[str, WeightCopy]]) -> None:
+        """Give each parameter of a block its memory in one of the two stretches."""
+        memory, at = self.memory[index % 2], 0
+        self._copies[index], self._parameters[index] = [], []
+        for name, weight_copy in block:
+            end = at + weight_copy.target.numel() * self._dtype.itemsize
+            target = memory[at:end].view(self._dtype).view(weight_copy.target.shape)
+            at += self._size(weight_copy)
+            owner, _, leaf = name.rpartition(".")
+            self._copies[index].append(WeightCopy(weight_copy.live, target, weight_copy.slice))
+            parameter = nn.Parameter(target, requires_grad=False)
+            self._parameters[index].append((self._module.get_submodule(owner), leaf, parameter))
+
+    def _before_forward(self, *_: Any) -> None:
+        """Announce a forward, so that ranks without prompts take part."""
+        self._wait()
+        if self._collective:
+            dist.max_over_ranks(1.0)
+
+    def _before_block(self, index: int, *_: Any) -> None:
+        (self._loading.pop(index, None) or self._load(index)).result()
+        for owner, leaf, parameter in self._parameters[index]:
+            owner._parameters[leaf] = parameter
+        if index + 1 < len(self.blocks):
+            self._loading[index + 1] = self._load(index + 1)
+
+    def _after_block(self, index: int, *_: Any) -> None:
+        for owner, leaf, parameter in self._parameters[index]:
+            owner._parameters[leaf] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+
+    def _load(self, index: int) -> "Future[None]":
+        """Start to gather a block's parameters, on GPUs after the work that reads the stretch has been done."""
+        read = torch.cuda.current_stream(self._device).record_event() if self._stream is not None else None
+        return self._thread.submit(self._gather, index, read)
+
+    def _gather(self, index: int, read: "torch.cuda.Event | None") -> None:
+        if self._stream is None:
+            copy_weights(self._copies[index])
+            return
+        with torch.cuda.stream(self._stream):
+            assert read is not None
+            self._stream.wait_event(read)
+            copy_weights(self._copies[index])
+            self._stream.synchronize()
+
+    def _wait(self) -> None:
+        """Wait for blocks that a failed forward was loading."""
+        for loading in self._loading.values():
+            loading.result()
+        self._loading.clear()

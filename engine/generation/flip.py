@@ -1,0 +1,200 @@
+"""The flip: turn a training module into a generator and back.
+
+Entering syncs the weights into the inference model and prepares the generator. Leaving keeps or frees their memory. The
+first flips, and every `parity_check_every`-th flip, compare the generator with the module's own forward.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from engine.generation.inference_model import InferenceModel
+from engine.generation.parity_check import CheckedAnswer, check_generator
+from engine.generation.rollouts import Rollouts
+from engine.generation.slot_decoder import free_bytes
+from engine.parallel import dist, dtensors
+
+FIRST_CHECKS = 2  # flips that are always checked
+PROMPT_TOKEN_COST = 0.2  # of an answer's token; measured on a CPU with 16 answers at a time
+
+
+class Flip:
+    """The generation side of one training module.
+
+    Set `stream`, `tensor_parallel` and `cache_bytes` before the first flip. `seconds` is the time of the last flip in
+    both directions, `bytes` what its weight sync copied, and `checked` what its parity check generated (empty if the
+    flip was not checked).
+    """
+
+    def __init__(
+        self, blueprint: nn.Module, source: nn.Module, dtype: torch.dtype, plan: Mapping[str, str] | None = None
+    ) -> None:
+        """See `InferenceModel`, which takes over the blueprint at the first flip."""
+        self.stream = False  # gather the parameters of a block only while it runs
+        self.tensor_parallel = 1  # neighbouring ranks that generate together
+        self.cache_bytes: int | None = None  # bound of the key-value cache
+        self.parity_check_every = 50  # flips; 0 switches the check off
+        self.checked: list[CheckedAnswer] = []
+        self.seconds, self.bytes = 0.0, 0
+        self._blueprint, self._source, self._dtype, self._plan = blueprint, source, dtype, plan
+        self._model: InferenceModel | None = None
+        self._generator: Rollouts | None = None
+        self._count = 0
+
+    @contextmanager
+    def generating(self, *, keep: bool, park: torch.optim.Optimizer | None = None) -> Iterator[Rollouts]:
+        """Provide a generator with the current weights. Collective.
+
+        `keep` keeps the memory of weights and cache for the next flip. The states of the optimizer `park` are in host
+        memory meanwhile.
+        """
+        with ExitStack() as stack:
+            began = time.perf_counter()
+            if park is not None:
+                stack.enter_context(states_on_host(park))
+            generator = self._sync()
+            self.seconds = time.perf_counter() - began
+            try:
+                self.checked = self._check(generator)
+                yield generator
+            finally:
+                if self._model is not None and self._model.stream is not None:
+                    self._model.stream.finish()
+                began = time.perf_counter()
+                if not keep:
+                    self.release()
+                stack.close()
+                self.seconds += time.perf_counter() - began
+
+    def assign(self, prompt_lengths: Sequence[int], expected: float) -> list[int]:
+        """Return the indices of the prompts that this rank answers; `expected` is the mean number of new tokens.
+
+        Tensor-parallel ranks answer the same prompts.
+        """
+        groups = dist.world().size // self.tensor_parallel
+        return balance(prompt_lengths, groups, expected)[dist.world().rank // self.tensor_parallel]
+
+    def release(self) -> None:
+        """Free the weights, what was derived from them, and the cache."""
+        if self._generator is not None:
+            self._generator.release()
+        if self._model is not None:
+            self._model.release()
+
+    def held(self) -> tuple[list[Tensor], list[Tensor], int]:
+        """Return the inference model's weights (shared live ones included), the cache, and the bytes of packs."""
+        weights = [] if self._model is None else self._model.tensors()
+        cache, packs = ([], 0) if self._generator is None else self._generator.held()
+        return weights, cache, packs
+
+    def _sync(self) -> Rollouts:
+        """Bring the live weights into the generator, which the first call makes."""
+        if self._model is None or self._generator is None:
+            self._model, self._generator = self._make()
+        self._model.sync()
+        if self.tensor_parallel > 1 and self._generator.fallback is not None:
+            raise ValueError(
+                f"tensor_parallel={self.tensor_parallel} for generation needs a model that the slot cache supports, "
+                f"and {self._generator.fallback}; use 1"
+            )
+        self._generator.refresh(self._model.changed)
+        self._count += 1
+        self.bytes = self._model.bytes
+        return self._generator
+
+    def _make(self) -> tuple[InferenceModel, Rollouts]:
+        device, ranks = dist.world().device, self.tensor_parallel
+        if ranks > 1 and self.stream:  # the thread that gathers and the forward would call collectives in any order
+            raise ValueError(
+                f"stream=True cannot be combined with tensor_parallel={ranks} for generation: choose one of them"
+            )
+        model = InferenceModel(
+            self._blueprint,
+            self._source,
+            self._dtype,
+            device,
+            tensor_parallel=ranks,
+            plan=self._plan,
+            stream=self.stream,
+        )
+        cache_bytes = _common_cache_bytes(device) if ranks > 1 and self.cache_bytes is None else self.cache_bytes
+        return model, Rollouts(model.module, device, cache_bytes, replay=not self.stream and ranks == 1)
+
+    def _check(self, generator: Rollouts) -> list[CheckedAnswer]:
+        """Run the parity check if it is due. Raises ValueError on every rank if it fails on one."""
+        every = self.parity_check_every
+        if every == 0 or (self._count > FIRST_CHECKS and self._count % every):
+            return []
+        checked: list[CheckedAnswer] = []
+        problem: ValueError | None = None
+        try:
+            checked = check_generator(generator)
+        except ValueError as error:
+            problem = error
+        if dist.max_over_ranks(float(problem is not None)) > 0:
+            raise problem or ValueError("the parity check failed on another rank; its message gives the reason")
+        return checked
+
+
+def balance(prompt_lengths: Sequence[int], groups: int, expected: float) -> list[list[int]]:
+    """Return the indices of the prompts that each group answers, in rising order.
+
+    All answers are expected to have `expected` tokens. The longest remaining prompt goes to the group with the least
+    work (Graham, 1969: at most a third more than the best split).
+    """
+    work = [PROMPT_TOKEN_COST * length + expected for length in prompt_lengths]
+    indices: list[list[int]] = [[] for _ in range(groups)]
+    loads = [0.0] * groups
+    for index in sorted(range(len(work)), key=lambda i: (-work[i], i)):
+        group = min(range(groups), key=lambda g: (loads[g], g))
+        indices[group].append(index)
+        loads[group] += work[index]
+    return [sorted(each) for each in indices]
+
+
+@contextmanager
+def states_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Move an optimizer's states from an accelerator to host memory for the time of the context.
+
+    Only the storages are freed: the tensors stay the same objects, so the optimizer does not notice.
+    """
+    states = [
+        dtensors.local(value)
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.ndim > 0
+    ]
+    with storages_on_host([state for state in states if state.device.type != "cpu"]):
+        yield
+
+
+@contextmanager
+def storages_on_host(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Free the storages of tensors for the time of the context; their values wait in host memory."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
+    on_gpu = any(storage.device.type == "cuda" for storage in storages.values())
+    copies = []
+    for storage in storages.values():
+        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu).untyped_storage()
+        copies.append((storage, copy.copy_(storage, non_blocking=True)))
+    if on_gpu:
+        torch.cuda.synchronize()
+    for storage, _ in copies:
+        storage.resize_(0)
+    try:
+        yield
+    finally:
+        for storage, copy in copies:
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy, non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+
+
+def _common_cache_bytes(device: torch.device) -> int:
+    """Return cache memory that every rank has: ranks that generate together run equally many sequences."""
+    sharers = dist.world().size if device.type == "cpu" else 1
+    return -int(dist.max_over_ranks(-float(free_bytes(device) // (2 * sharers))))

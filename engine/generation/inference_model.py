@@ -1,0 +1,272 @@
+"""The inference model: a plain copy of a training module's architecture that holds the weights to generate with.
+
+The training module is sharded, has hooks, and keeps full precision. The inference model has full parameters in the
+compute precision and no hooks. `sync` brings the live weights into it. A live parameter that is not sharded, has no
+adapter, and has the right precision and device is shared, not copied. All others are copied by `weight_sync.py` into
+one stretch of memory that `sync` allocates once. Frozen parameters are copied once. The live module is only read.
+
+With `stream` the parameters of a block exist only while the block runs (`block_streaming.py`). With `tensor_parallel`
+neighbouring ranks generate together, and each rank receives its slice of the split matrices only.
+"""
+
+import copy
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from engine.generation.block_streaming import BlockStream
+from engine.generation.weight_sync import (
+    LiveParameter,
+    Slice,
+    WeightCopy,
+    base_name,
+    copy_weights,
+    live_parameters,
+    tensor_parallel_slices,
+)
+from engine.parallel import dist, dtensors
+
+ALIGNMENT = 64  # bytes
+
+
+class InferenceModel:
+    """The copy of a training module that generates: `module`, after `sync`.
+
+    After each sync, `bytes` is the number of bytes that were copied (0 if everything is shared), and `changed` contains
+    the modules whose parameters may have other values than before.
+    """
+
+    def __init__(
+        self,
+        blueprint: nn.Module,
+        source: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        *,
+        tensor_parallel: int = 1,
+        plan: Mapping[str, str] | None = None,
+        stream: bool = False,
+    ) -> None:
+        """Take over `blueprint`, a module of the architecture; its parameters may be on the meta device.
+
+        `source` is the live module, sharded by FSDP2 or plain, with or without LoRA layers. `dtype` is the precision
+        and `device` the device to generate with; the default is this rank's device. Every `tensor_parallel`
+        neighbouring ranks split the module by `plan`, by default the plan of the model's class.
+        Raises ValueError if `source` lacks a parameter of `blueprint`, or if the module cannot be split.
+        """
+        self.device = device or dist.world().device
+        self.dtype, self.bytes = dtype, 0
+        self.changed: set[nn.Module] = set()
+        self.module = strip_for_inference(blueprint)
+        self._slices: Mapping[str, Slice] = {}
+        if tensor_parallel > 1:
+            self._slices = tensor_parallel_slices(move_to_meta(self.module), tensor_parallel, plan)
+        self.stream = BlockStream(self.module, dtype, self.device) if stream else None
+        self._source = source
+        self._buffers: dict[str, Tensor] = {}
+        self._frozen: dict[str, tuple[int, int, int]] = {}  # versions of the frozen parameters at the last sync
+        self.release()
+        live = live_parameters(source)
+        missing = [name for name, _, _ in parameter_slots(self.module) if name not in live]
+        if missing:
+            raise ValueError(
+                f"the training module has no parameter {missing[0]}, which the inference model needs (and "
+                f"{len(missing) - 1} more); both must have the same architecture"
+            )
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Take over the current values of the live parameters. Collective."""
+        live = live_parameters(self._source)
+        first_name: dict[LiveParameter, str] = {}  # tied parameters have several names
+        for name, _, _ in parameter_slots(self.module):
+            first_name.setdefault(live[name], name)
+        unique = {name: parameter for parameter, name in first_name.items()}
+        to_copy = {name: parameter for name, parameter in unique.items() if not self._can_share(name, parameter)}
+        streamed = [] if self.stream is None else [name for name in to_copy if self.stream.block_of(name) is not None]
+        if self.stream is not None:
+            self.stream.start({name: self._copy_of(name, to_copy.pop(name)) for name in streamed})
+        buffers = self._buffers_for(to_copy)
+        unchanged = self._unchanged_since_last_sync(unique)
+        due = [name for name in to_copy if name not in unchanged]
+        self.bytes = copy_weights([self._copy_of(name, to_copy[name], buffers[name]) for name in due])
+        assigned = {
+            name: nn.Parameter(buffers.get(name, dtensors.local(parameter.parameter.detach())), requires_grad=False)
+            for name, parameter in unique.items()
+            if name not in streamed
+        }
+        self.changed = set()
+        for name, owner, leaf in parameter_slots(self.module):
+            first = first_name[live[name]]
+            if first in assigned:
+                owner._parameters[leaf] = assigned[first]
+                if first not in unchanged:
+                    self.changed.add(owner)
+        self._share_module_buffers()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def release(self) -> None:
+        """Free the copied parameters. `sync` allocates and fills them again."""
+        if self.stream is not None:
+            self.stream.release()
+        move_to_meta(self.module)
+        self._buffers = {}
+        self._frozen.clear()
+
+    def tensors(self) -> list[Tensor]:
+        """Return the parameters that are in memory, shared live ones included, and the memory of streamed blocks."""
+        parameters = [parameter.detach() for parameter in self.module.parameters() if not parameter.is_meta]
+        return [*parameters, *(self.stream.memory if self.stream is not None else [])]
+
+    def _copy_of(self, name: str, live: LiveParameter, target: Tensor | None = None) -> WeightCopy:
+        """Return the copy that a parameter needs. Without a target it has the shape only; the block stream adds one."""
+        if target is None:
+            target = torch.empty(self.module.get_parameter(name).shape, device="meta")
+        return WeightCopy(live, target, self._slices.get(name))
+
+    def _can_share(self, name: str, live: LiveParameter) -> bool:
+        """Return whether the inference model can use the live parameter's own memory."""
+        parameter = live.parameter
+        return (
+            live.lora is None
+            and name not in self._slices
+            and dtensors.is_whole(parameter)
+            and parameter.dtype == self.dtype
+            and dtensors.local(parameter.detach()).device == self.device
+        )
+
+    def _buffers_for(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return memory for these parameters: the existing memory if it was made for the same ones."""
+        shapes = {name: self.module.get_parameter(name).shape for name in names}
+        if self._buffers.keys() != shapes.keys():
+            self._buffers = {}  # free the old memory before the new is allocated
+            self._frozen.clear()
+            sizes = {name: align(math.prod(shape) * self.dtype.itemsize) for name, shape in shapes.items()}
+            memory, at = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self.device), 0
+            for name in _fusable_order(sizes):
+                end = at + math.prod(shapes[name]) * self.dtype.itemsize
+                self._buffers[name] = memory[at:end].view(self.dtype).view(shapes[name])
+                at += sizes[name]
+        return self._buffers
+
+    def _unchanged_since_last_sync(self, live: Mapping[str, LiveParameter]) -> set[str]:
+        """Return the frozen parameters that nobody wrote to since the last sync, on any rank. Collective."""
+        versions = {
+            name: _version(each.parameter)
+            for name, each in live.items()
+            if each.lora is None and not each.parameter.requires_grad
+        }
+        unchanged = sorted(name for name, version in versions.items() if self._frozen.get(name) == version)
+        self._frozen = versions
+        checksums = dist.gather_objects(zlib.crc32(" ".join(unchanged).encode()))
+        return set(unchanged) if len(set(checksums)) == 1 else set()
+
+    def _share_module_buffers(self) -> None:
+        """Use the live module's buffers (rotary frequencies, for example) where they have values."""
+        live = {
+            base_name(path, leaf): buffer
+            for path, owner in self._source.named_modules(remove_duplicate=False)
+            for leaf, buffer in owner._buffers.items()
+        }
+        for path, owner in self.module.named_modules(remove_duplicate=False):
+            for leaf, own in owner._buffers.items():
+                if own is not None:
+                    theirs = live.get(base_name(path, leaf))
+                    used = own if theirs is None or theirs.is_meta else theirs.detach()
+                    owner._buffers[leaf] = used.to(self.device)
+
+
+class AssembledModel:
+    """A full model assembled from the stages of pipeline parallelism, as the source of an inference model.
+
+    Within `filled`, `module` has values on every rank. Outside, its parameters are on the meta device.
+    """
+
+    def __init__(self, blueprint: nn.Module, path: str, dtype: torch.dtype) -> None:
+        """Copy `blueprint`, which is at `path` in the training module; `dtype` is the precision to generate in."""
+        self.module, self._path, self._dtype = move_to_meta(strip_for_inference(copy.deepcopy(blueprint))), path, dtype
+        slots: dict[nn.Parameter | None, list[tuple[nn.Module, str]]] = {}  # tied parameters have several
+        self._slots: dict[str, list[tuple[nn.Module, str]]] = {}
+        for name, owner, leaf in parameter_slots(self.module):
+            self._slots[name] = slots.setdefault(owner._parameters[leaf], [])
+            self._slots[name].append((owner, leaf))
+
+    @contextmanager
+    def filled(self, parameters: Iterable[tuple[str, Tensor]], *, device: torch.device) -> Iterator[None]:
+        """Give the module its parameters on `device` for the time of the context.
+
+        `parameters` yields (name in the training module, full tensor). Every rank passes the same ones in one order.
+        """
+        for name, full in parameters:
+            slots = self._slots.get(name.removeprefix(f"{self._path}.") if self._path else name, [])
+            # A new parameter that is not frozen: the inference model copies it at each sync.
+            parameter = nn.Parameter(full.to(device, self._dtype), requires_grad=True) if slots else None
+            for owner, leaf in slots:
+                owner._parameters[leaf] = parameter
+        try:
+            yield
+        finally:
+            move_to_meta(self.module)
+
+
+def strip_for_inference(module: nn.Module) -> nn.Module:
+    """Remove adapters from a module, in place, and switch off dropout, gradients and gradient checkpointing."""
+    if hasattr(module, "get_base_model"):  # peft's wrapper
+        module = module.get_base_model()  # type: ignore[operator]
+    for path, layer in [(path, child) for path, child in module.named_modules() if hasattr(child, "lora_A")]:
+        owner, _, leaf = path.rpartition(".")
+        module.get_submodule(owner)._modules[leaf] = layer.base_layer  # type: ignore[assignment]
+    module.eval().requires_grad_(False)
+    if hasattr(module, "config"):
+        module.config.use_cache = True  # type: ignore[union-attr]
+    return module
+
+
+def move_to_meta(module: nn.Module) -> nn.Module:
+    """Free the memory of a module's parameters, in place; tied parameters stay tied."""
+    on_meta: dict[nn.Parameter, nn.Parameter] = {}
+    for _, owner, leaf in parameter_slots(module):
+        parameter = owner._parameters[leaf]
+        assert parameter is not None
+        if parameter not in on_meta:
+            on_meta[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+        owner._parameters[leaf] = on_meta[parameter]
+    return module
+
+
+def parameter_slots(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Return (name, owner, name in the owner) of each parameter, tied ones under each of their names."""
+    return [
+        (f"{path}.{leaf}" if path else leaf, owner, leaf)
+        for path, owner in module.named_modules(remove_duplicate=False)
+        for leaf, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
+
+
+def align(size: int) -> int:
+    """Round a number of bytes up to the alignment of parameters."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _fusable_order(names: Iterable[str]) -> list[str]:
+    """Put the weights of one block's layers next to each other in memory, and likewise their biases.
+
+    Linear layers that read the same input then need one product (`engine/generation/side_by_side.py`).
+    """
+    blocks: dict[str, dict[str, list[str]]] = {}
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        blocks.setdefault(owner.rpartition(".")[0], {}).setdefault(leaf, []).append(name)
+    return [name for leaves in blocks.values() for same_leaf in leaves.values() for name in same_leaf]
+
+
+def _version(parameter: Tensor) -> tuple[int, int, int]:
+    """Return a value that changes if a parameter, or this rank's shard of it, is written to in place or moves."""
+    shard = dtensors.local(parameter)
+    return shard.data_ptr(), shard._version, parameter._version

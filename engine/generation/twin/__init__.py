@@ -1,1 +1,0 @@
-"""From a training module to the twin that generates, and back."""

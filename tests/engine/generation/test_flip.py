@@ -1,0 +1,199 @@
+"""The flip on two ranks: buckets of any size, replicated shards, what is kept and what is freed; its prompts."""
+
+import copy
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine import Engine, EngineConfig, OptimizerConfig
+from engine.generation import packed, weight_sync
+from engine.generation.flip import PROMPT_TOKEN_COST, balance, states_on_host, storages_on_host
+from engine.generation.inference_model import InferenceModel
+from engine.generation.packed import available
+from engine.generation.rollouts import Rollouts
+from engine.generation.sampling import Sampling
+from engine.parallel import dtensors, zero
+from engine.precision import policy
+from tests.engine.generation.families import build
+from tests.engine.generation.test_inference_model import PROMPTS, adapted, answers, in_dtype, merged_by_peft
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    return run_ranks(everything, 2)
+
+
+def everything() -> dict[str, Any]:
+    return {"buckets": buckets(), "frozen": frozen_and_freed(), "replicated": replicated()}
+
+
+def sharded(module: nn.Module, stage: int = 3, ranks: int | None = None) -> nn.Module:
+    zero.shard(module, stage=stage, policy=policy("bf16"), offload=False, ranks=ranks)
+    return module
+
+
+def buckets() -> dict[str, Any]:
+    """Gather one model in few and in many buckets; 97 rows over two ranks leave the last one short."""
+    torch.set_num_threads(1)
+    whole = adapted("llama")
+    live = sharded(copy.deepcopy(whole))
+    expected = dict(in_dtype(merged_by_peft(whole), torch.bfloat16).named_parameters())
+    found: dict[str, Any] = {}
+    start = dtensors.start_all_gather
+    for total in (1 << 20, 1 << 12):
+        weight_sync.BUCKET_BYTES = total
+        gathered: list[int] = []
+
+        def counted(mine: torch.Tensor, like: torch.Tensor, sizes: list[int] = gathered) -> dtensors.Gathering:
+            sizes.append(2 * mine.nbytes)
+            return start(mine, like)
+
+        dtensors.start_all_gather = counted
+        model = InferenceModel(copy.deepcopy(whole), live, torch.bfloat16)
+        model.sync()
+        off = {name: (p.float() - expected[name].float()).abs().max() for name, p in model.module.named_parameters()}
+        rounding = {name: 2**-8 * expected[name].float().abs().max() for name in off}  # of a sum in another order
+        found[total] = {
+            "largest": max(gathered),
+            "buckets": len(gathered),
+            "wrong": [name for name in off if off[name] > rounding[name]],
+            "exact": sum(bool(value == 0) for value in off.values()) / len(off),
+        }
+    dtensors.start_all_gather = start
+    return found
+
+
+def test_buckets_are_bounded_over_all_ranks_and_complete(ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["buckets"] for rank in ranks):
+        for total, one in found.items():
+            assert one["wrong"] == [] and one["exact"] > 0.8
+            assert one["largest"] <= total, "a large parameter takes several buckets"
+        assert found[1 << 12]["buckets"] > 5 * found[1 << 20]["buckets"]
+
+
+def frozen_and_freed() -> dict[str, Any]:
+    """An engine with frozen and trained parameters over four flips."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    live = build("llama", hidden_size=128, intermediate_size=256)  # matrices large enough to be packed
+    for name, parameter in live.named_parameters():
+        parameter.requires_grad_("layers.1." in name)
+    engine = Engine(live, EngineConfig(zero_stage=3, dtype="bf16"), optimizer=OptimizerConfig(lr=0.05), rollout_path="")
+    engine.flip.parity_check_every = 0
+    found: dict[str, Any] = {"bytes": [], "packed": [], "answers": []}
+    made, fill = [0], packed.Pack.fill
+
+    def counted(pack: packed.Pack) -> None:
+        made[0] += 1
+        fill(pack)
+
+    packed.Pack.fill = counted  # type: ignore[method-assign]
+    for number in range(4):
+        made[0] = 0
+        with engine.generating(keep=number < 2) as rollouts:
+            found["packed"].append(made[0])
+            found["answers"].append(answers(copy.deepcopy(rollouts.module)))
+            found["bytes"].append(engine.flip.bytes)
+        ids = torch.tensor([PROMPTS[1]])
+        engine.update([ids], lambda module, batch: (module(batch, labels=batch).loss, {}), 1)
+    packed.Pack.fill = fill  # type: ignore[method-assign]
+    model = engine.flip._model
+    assert model is not None
+    found["freed"] = all(p.is_meta for p in model.module.parameters()) and not len(engine.flip._generator._slots.packs)  # type: ignore[union-attr, arg-type]
+    whole = {name: dtensors.full_tensor(p.detach()).bfloat16() for name, p in engine.module.named_parameters()}
+    with engine.generating() as rollouts:
+        found["same"] = all(torch.equal(p, whole[name]) for name, p in rollouts.module.named_parameters())
+    return found
+
+
+def test_what_is_frozen_is_gathered_and_packed_once(ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["frozen"] for rank in ranks):
+        first, second, third, fourth = found["bytes"]
+        assert 0 < second < first and second == third and fourth == first  # the fourth comes after a release
+        made = found["packed"]
+        assert made[3] == made[0] and made[1] == made[2] == made[0] // 2
+        assert made[0] or not available(torch.bfloat16)
+        assert found["answers"][0] != found["answers"][1]
+        assert found["freed"] and found["same"]
+
+
+def replicated() -> bool:
+    """Two copies of the model of one rank each (HSDP's outer dimension), and one of two ranks, give one model."""
+    torch.set_num_threads(1)
+    whole = build("opt")
+    expected = dict(in_dtype(whole, torch.bfloat16).named_parameters())
+    same = True
+    for ranks in (1, 2):
+        live = sharded(copy.deepcopy(whole), ranks=ranks)
+        model = InferenceModel(copy.deepcopy(whole), live, torch.bfloat16)
+        model.sync()
+        same &= all(torch.equal(p, expected[name]) for name, p in model.module.named_parameters())
+    return same
+
+
+def test_replicated_shards(ranks: list[dict[str, Any]]) -> None:
+    assert all(rank["replicated"] for rank in ranks)
+
+
+def test_flips_are_checked_at_first_and_every_so_often() -> None:
+    """One that was interrupted counts; what trains goes on as if there had been none."""
+    engine = Engine(build("gpt2"), EngineConfig(zero_stage=0, dtype="bf16"), rollout_path="")
+    engine.flip.parity_check_every = 3
+    checked = []
+    for turn in range(6):
+        interrupted = pytest.raises(KeyboardInterrupt) if turn == 3 else nullcontext()
+        with interrupted, engine.generating(keep=turn < 4) as rollouts:
+            said = list(rollouts.stream(PROMPTS[0], Sampling(4, temperature=0)))
+            checked.append(len(engine.flip.checked))
+            if turn == 3:
+                raise KeyboardInterrupt
+    assert checked == [3, 3, 3, 0, 0, 3]
+    again = Rollouts(in_dtype(build("gpt2"), torch.bfloat16), "cpu")
+    assert said == list(again.stream(PROMPTS[0], Sampling(4, temperature=0)))
+
+
+def test_every_prompt_is_answered_once_and_loads_are_even() -> None:
+    lengths = [random.Random(1).randint(1, 500) for _ in range(61)]
+    for groups in (1, 2, 3, 8):
+        found = balance(lengths, groups, expected=40)
+        assert sorted(index for indices in found for index in indices) == list(range(61))
+        assert all(indices == sorted(indices) for indices in found)
+        loads = [sum(PROMPT_TOKEN_COST * lengths[i] + 40 for i in indices) for indices in found]
+        assert max(loads) - min(loads) <= PROMPT_TOKEN_COST * 500 + 40
+
+
+def test_long_prompts_are_spread() -> None:
+    """Every other one is long: dealt out in turn, one rank would get them all."""
+    found = balance([400, 10] * 4, 2, expected=40)
+    assert [sum(index % 2 == 0 for index in indices) for indices in found] == [2, 2]
+
+
+def test_fewer_prompts_than_ranks() -> None:
+    assert sorted(map(len, balance([3, 4], 3, expected=1))) == [0, 1, 1]
+
+
+def test_storages_are_empty_meanwhile_and_values_come_back() -> None:
+    states = [torch.randn(7, 3), torch.randn(4)]
+    shared = states[0].view(-1)[:5]  # two tensors of one storage
+    kept, addresses = [state.clone() for state in states], [id(state) for state in states]
+    with storages_on_host([*states, shared, torch.empty(0)]):
+        assert [state.untyped_storage().nbytes() for state in states] == [0, 0]
+    assert [id(state) for state in states] == addresses
+    for state, values in zip(states, kept, strict=True):
+        assert torch.equal(state, values)
+    assert torch.equal(shared, kept[0].view(-1)[:5])
+
+
+def test_states_of_a_cpu_optimizer_stay() -> None:
+    parameter = torch.nn.Parameter(torch.randn(3))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    with states_on_host(optimizer):
+        assert optimizer.state[parameter]["exp_avg"].untyped_storage().nbytes() == 12
