@@ -22,19 +22,19 @@ from engine.average import Average
 from engine.checkpoint import Checkpointer
 from engine.compression.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
-from engine.course import Course, InTurn, Learned, ThroughPipeline
 from engine.figures import numbers
 from engine.full_parameters import full_parameters
 from engine.generation.flip import Flip
 from engine.generation.inference_model import AssembledModel
 from engine.generation.rollouts import Rollouts
-from engine.healing import Healer, Portion
 from engine.large_pages import ask_for_large_pages
 from engine.ledger import Ledger
 from engine.ledger.beside import average_bytes, generator_bytes, optimizer_bytes
 from engine.loading import copy_local
 from engine.offload import OffloadedOptimizer, parameter_values
 from engine.parallel import dist, dtensors, pipeline, traffic, zero
+from engine.passes import Learned, Passes
+from engine.pipelined import PipelinePasses
 
 Batch = TypeVar("Batch")
 Score = TypeVar("Score")
@@ -103,18 +103,18 @@ class Engine:
         elsewhere = layout.rests(config, optimizer)
         self.ledger = Ledger(self.module, self._beside, elsewhere, watches=not config.compile_blocks)
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
-        self._course = self._course_of()
+        self._passes = self._make_passes()
         self.optimizer = self._build(optimizer) if optimizer is not None else None
         self.average = Average(self.module, self.optimizer)
         self._fill(fill)
         if self.optimizer is None:
             self.module.eval().requires_grad_(False)
 
-    def _course_of(self) -> Course:
+    def _make_passes(self) -> Passes:
         piece = pipeline.piece_of(self.module)
         if piece is None:
-            return InTurn(self.module, self.ledger, self._discard, self.begin, self.backward)
-        return ThroughPipeline(self.module, piece, self.config, self.ledger, self._discard, self.scaler)
+            return Passes(self.module, self.config, self.ledger, self.scaler, self._discard)
+        return PipelinePasses(self.module, self.config, self.ledger, self.scaler, self._discard, piece)
 
     def _build(self, config: OptimizerConfig) -> torch.optim.Optimizer | OffloadedOptimizer:
         if layout.offloads(self.config, config):
@@ -153,11 +153,6 @@ class Engine:
         """Where inputs belong."""
         return dist.world().device
 
-    @property
-    def healer(self) -> Healer:
-        """What halves micro-batches that don't fit: the size that does, and how often it had to."""
-        return self._course.healer
-
     def backward(self, loss: Tensor, *, count: float | None = None, last: bool | None = None) -> None:
         """Add the gradient of a micro-batch's loss.
 
@@ -180,9 +175,7 @@ class Engine:
             self.begin(last=last)
         # FSDP2 averages gradients over ranks, and each of a sequence group has a summand of the group's.
         world, steps = dist.world(), self.config.gradient_accumulation
-        factor = world.sequence / steps if count is None else world.zero_size / count
-        (loss * (factor * self.scaler.scale)).backward()
-        zero.after_micro_batch(self.module, last=last)
+        self._passes.backward(loss, world.sequence / steps if count is None else world.zero_size / count, last=last)
         self._micro_batches += 1
         self._begun = False
 
@@ -194,7 +187,7 @@ class Engine:
 
     def begin(self, *, last: bool) -> None:
         """Prepare the coming forward and backward; `backward` does so itself where nobody did."""
-        zero.before_micro_batch(self.module, stage=self.config.zero_stage, last=last)
+        self._passes.prepare(last=last)
         self._begun = True
 
     def step(self) -> Step | None:
@@ -242,7 +235,7 @@ class Engine:
         zero.release(self.module)  # a forward behind the last backward has gathered what is about to change
         if isinstance(self.optimizer, OffloadedOptimizer | OneBitAdam):
             return self.optimizer
-        return self._course.gradients()
+        return self._passes.gradients()
 
     def _set_rates(self, optimizer: torch.optim.Optimizer | OffloadedOptimizer) -> float:
         """Give the optimizer the coming step's learning rate (and betas, where those are scheduled)."""
@@ -257,7 +250,7 @@ class Engine:
 
     def update(
         self,
-        micro_batches: Sequence[Batch | Portion[Batch]],
+        micro_batches: Sequence[Batch],
         loss_fn: "LossFn[Batch]",
         count: float,
         *,
@@ -269,20 +262,20 @@ class Engine:
         `loss_fn(module, micro_batch)` returns the loss summed over its items and a dictionary of metrics, summed
         likewise; of those named in `maxima` the largest is kept. `count` is the number of items in the global batch.
         `before_step` sees the sums of the global batch while the parameters are still those that made them; what it
-        raises stops the update. Micro-batches that are a `Portion` (engine/healing) are halved where memory runs out,
-        and the passes of this step done again. The host waits for its device once, for all figures together.
+        raises stops the update. The host waits for its device once, for all figures together. Raises
+        `engine.oom.PassOutOfMemory` if a pass runs out of memory.
         """
         self._check_arrangement()
         before = traffic.sent()
         figures: dict[str, float | Tensor] = {}
         total: float | Tensor = 0.0
-        for loss_sum, metrics in self._course.learn(micro_batches, loss_fn, count):
+        for loss_sum, metrics in self._passes.learn(micro_batches, loss_fn, count):
             total = total + loss_sum
             for name, value in metrics.items():
                 joined = _larger if name in maxima else operator.add
                 figures[name] = joined(figures[name], value) if name in figures else value
         *read, loss, squared_norm = numbers([*figures.values(), total, self._gradients().squared_norm()])
-        local = self._course.told(dict(zip(figures, read, strict=True)) | {"loss": loss})
+        local = self._passes.metrics_of_step(dict(zip(figures, read, strict=True)) | {"loss": loss})
         most = {name: dist.max_over_ranks(local.pop(name)) for name in maxima}
         sums = dist.sum_over_ranks(local)
         loss = sums.pop("loss") / count
@@ -291,12 +284,13 @@ class Engine:
         done = self._step(squared_norm)
         return Update(loss, sums, most, done.grad_norm, done.lr, done.skipped, traffic.sent() - before)
 
-    def rehearse(self, micro_batch: Any, loss_fn: "LossFn[Any]") -> None:
-        """Forward and backward of the largest micro-batch to come, of which nothing stays but the size that fits.
+    def dry_run(self, micro_batch: Batch, loss_fn: "LossFn[Batch]") -> None:
+        """Run forward and backward of a micro-batch and discard the result: weights and random state do not change.
 
-        Every rank calls. A step whose micro-batches are no larger has room then.
+        Every rank calls. After a dry run of the largest micro-batch, a step whose micro-batches are no larger fits.
+        Raises `engine.oom.PassOutOfMemory` if it does not fit.
         """
-        self._course.rehearse(micro_batch, loss_fn)
+        self._passes.dry_run(micro_batch, loss_fn)
 
     def _discard(self) -> None:
         """Throw away the passes since the last step: their gradients, and parameters that they gathered."""
@@ -306,29 +300,27 @@ class Engine:
         self._micro_batches, self._begun = 0, False
 
     def score(
-        self, micro_batches: Sequence[Batch | Portion[Batch]], work: Callable[[nn.Module, Batch], Sequence[Score]]
-    ) -> list[list[Score]]:
-        """`work` on each micro-batch within `scoring`: one result a row, in order. Every rank passes equally many.
+        self, micro_batches: Sequence[Batch], work: Callable[[nn.Module, Batch], Sequence[Score]]
+    ) -> list[Sequence[Score]]:
+        """Return `work` of each micro-batch within `scoring`: one result for each row, in order.
 
-        Tensors in results may be left on the device: they come to the host together, at the end. What is given as a
-        `Portion` is halved where memory runs out.
+        Every rank passes equally many micro-batches. Tensors in results may be left on the device: they come to the
+        host together, at the end. Raises `engine.oom.PassOutOfMemory` if a pass runs out of memory.
         """
         with self.scoring(), self.ledger.scoring():
-            found = self._course.score(micro_batches, work)
-        return [[row for piece in pieces for row in piece] for pieces in found]
+            return self._passes.score(micro_batches, work)
 
     def score_to_learn(
-        self, micro_batches: Sequence[Portion[Batch]], work: Callable[[nn.Module, Batch], Sequence[Score]]
+        self, micro_batches: Sequence[Batch], work: Callable[[nn.Module, Batch], Sequence[Score]]
     ) -> list[Sequence[Score]] | None:
         """As `score`, by the forwards that the coming `update` over the very same micro-batches learns from.
 
-        `work` calls the module once, and so does the update's `loss_fn`, which is given what came of that. Until then
-        the graphs of all micro-batches are held; whatever else is done with the engine lets go of them, and the update
-        makes its forwards itself. None, on every rank, where that can't be: in a pipeline, where a micro-batch is to be
-        halved, and since memory ran out in it. Dropout is as it is in training.
+        `work` calls the module once, and so does the update's `loss_fn`, which gets the output of that call. Until then
+        the graphs of all micro-batches are held. Any other use of the engine discards them, and the update makes its
+        own forwards. Dropout is as in training. Returns None under pipeline parallelism, which has no such forwards.
         """
         self._check_arrangement()
-        return self._course.score_to_learn(micro_batches, work)
+        return self._passes.score_to_learn(micro_batches, work)
 
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write parameters, optimizer and counters into a folder, sharded; returns when it is whole on disk.
@@ -350,13 +342,13 @@ class Engine:
 
     def _rest(self) -> None:
         """No parameters gathered, no forward that waits for its loss."""
-        self._course.forget()
+        self._passes.forget()
         zero.release(self.module)
 
     @contextmanager
     def scoring(self) -> Iterator[nn.Module]:
         """No gradients, dropout off; gathered parameters are released at the end."""
-        self._course.forget()
+        self._passes.forget()
         training = self.module.training
         self.module.eval()
         try:
@@ -392,7 +384,7 @@ class Engine:
 
         `mine` are those of this rank's module, alike on the ranks that share it.
         """
-        return self._course.everywhere(mine)
+        return self._passes.all_parameters(mine)
 
     def _beside(self) -> dict[str, int]:
         """Bytes of what is neither parameters nor gradients, by owner."""

@@ -7,3 +7,7 @@ class UserError(ValueError):
 
 class SharedError(UserError):
     """One that every rank raises at the same place, so that they can still end together what is under way."""
+
+
+class RestartStage(Exception):
+    """The stage has to be started again: it ran out of memory, and its folder has smaller limits for the next start."""

@@ -64,12 +64,21 @@ def run(config: RunConfig, folder: Path) -> None:
     with (
         open_watchers(config, "sft", folder, steps) as watchers,
         StageRun(
-            folder, section, steps, {"policy": engine}, watchers=watchers, profile=config.profile, decides="eval_loss"
+            folder,
+            section,
+            steps,
+            {"policy": engine},
+            longest=max(len(item.ids) for item in train),
+            watchers=watchers,
+            profile=config.profile,
+            decides="eval_loss",
         ) as stage,
     ):
         stage.predicted = predicted
         done = stage.restore()
-        stage.rehearse(lambda: engine.rehearse(largest_batch(train, **cut | {"budget": stage.budget}), loss_of))
+        stage.find_micro_batch_size(
+            lambda budget: engine.dry_run(largest_batch(train, **cut | {"budget": budget}), loss_of)
+        )
         if done == 0:
             with stage.clock.phase("evaluate"):
                 answer("base", config, engine, tokenizer, prompts, folder, judge)
@@ -80,7 +89,7 @@ def run(config: RunConfig, folder: Path) -> None:
             with stage.clock.phase("train"):
                 update = engine.update(batches, loss_of, count)
             stage.clock.tokens += sum(len(train[i].ids) for i in indices)
-            stage.require_finite(step, update.loss, [each.batch.input_ids for each in batches])
+            stage.require_finite(step, update.loss, [each.input_ids for each in batches])
             figures = {"loss": update.loss, "lr": update.lr, "grad_norm": update.grad_norm}
             figures |= {"skipped_steps": engine.scaler.skipped}
             if stage.evaluates(step) and held_out:

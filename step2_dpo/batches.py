@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.healing import Portion
 from engine.parallel import dist
 from pipeline.data.batch import Movable, collate_pairs, pack_pairs
 from pipeline.data.documents import Documents
@@ -46,7 +45,7 @@ class Pairs:
 
     def micro_batches(
         self, places: Sequence[int], *, budget: int, packing: bool, pad_id: int
-    ) -> tuple[list[Portion[AnswerBatch]], list[list[int]]]:
+    ) -> tuple[list[AnswerBatch], list[list[int]]]:
         """This rank's micro-batches of the pairs at `places`, and which of these each holds.
 
         budget: tokens a micro-batch, both sides and padding included; packing: each is one row without padding.
@@ -54,7 +53,7 @@ class Pairs:
         sizes, collate = self._sizes(places, packing), self._collate(packing=packing, pad_id=pad_id)
         return pair_batches(places, sizes, collate, budget=budget, packing=packing)
 
-    def largest_batch(self, *, budget: int, packing: bool, pad_id: int) -> Portion[AnswerBatch]:
+    def largest_batch(self, *, budget: int, packing: bool, pad_id: int) -> AnswerBatch:
         """The largest micro-batch that a step can have."""
         places = range(len(self))
         sizes, collate = self._sizes(places, packing), self._collate(packing=packing, pad_id=pad_id)

@@ -9,6 +9,7 @@ from engine import Engine
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import PairItem, encode_preferences
+from pipeline.data.pairs import longer
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.evaluator import EVALUATION_SEED, HeldOut, answers_of, compared, write_table
@@ -58,7 +59,14 @@ def run(config: RunConfig, folder: Path) -> None:
     with (
         open_watchers(config, "dpo", folder, steps) as watchers,
         StageRun(
-            folder, section, steps, {"policy": engine}, watchers=watchers, profile=config.profile, decides="eval_loss"
+            folder,
+            section,
+            steps,
+            {"policy": engine},
+            longest=2 * max(longer(pair) for pair in train),
+            watchers=watchers,
+            profile=config.profile,
+            decides="eval_loss",
         ) as stage,
     ):
         stage.predicted = predicted
@@ -67,7 +75,9 @@ def run(config: RunConfig, folder: Path) -> None:
             known = with_reference(folder, sets, lambda items: pair_logprobs(engine, items, **cut))
         pairs, unseen = known["train"], known["held_out"]
         done = stage.restore()
-        stage.rehearse(lambda: engine.rehearse(pairs.largest_batch(**cut | {"budget": stage.budget}), loss))
+        stage.find_micro_batch_size(
+            lambda budget: engine.dry_run(pairs.largest_batch(**cut | {"budget": budget}), loss)
+        )
         if done == 0:
             with stage.clock.phase("evaluate"):
                 write_table(prompts, {"sft": examiner.examine()}, folder)
@@ -78,7 +88,7 @@ def run(config: RunConfig, folder: Path) -> None:
             with stage.clock.phase("train"):
                 update = engine.update(batches, loss, len(indices))
             stage.clock.tokens += sum(len(train[i].chosen) + len(train[i].rejected) for i in indices)
-            stage.require_finite(step, update.loss, [each.batch.input_ids for each in batches])
+            stage.require_finite(step, update.loss, [each.input_ids for each in batches])
             means = {name: total / len(indices) for name, total in update.sums.items()}
             figures = {"loss": update.loss, **means, "lr": update.lr, "grad_norm": update.grad_norm}
             figures |= {"skipped_steps": engine.scaler.skipped}

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-from engine.healing import Portion
 from engine.parallel import dist
 from pipeline.data.batch import PairBatch, collate_pairs, pack_pairs
 from pipeline.data.encode import PairItem
@@ -11,7 +10,7 @@ from pipeline.data.pairs import largest_pairs, longer, pair_batches, together
 
 def micro_batches(
     pairs: Sequence[PairItem], *, budget: int, packing: bool, pad_id: int
-) -> tuple[list[Portion[PairBatch]], list[list[int]]]:
+) -> tuple[list[PairBatch], list[list[int]]]:
     """This rank's micro-batches of a global batch, and which pairs each holds (places in `pairs`).
 
     budget: tokens a micro-batch, both sides and padding included; packing: each is one row without padding, in which
@@ -21,7 +20,7 @@ def micro_batches(
     return pair_batches(pairs, _sizes(pairs, packing), collate, budget=budget, packing=packing)
 
 
-def largest_batch(pairs: Sequence[PairItem], *, budget: int, packing: bool, pad_id: int) -> Portion[PairBatch]:
+def largest_batch(pairs: Sequence[PairItem], *, budget: int, packing: bool, pad_id: int) -> PairBatch:
     """The largest micro-batch that a step over some of `pairs` can have."""
     collate = _collate(packing=packing, pad_id=pad_id)
     return largest_pairs(pairs, _sizes(pairs, packing), collate, budget=budget, packing=packing)

@@ -12,6 +12,7 @@ from engine.engine import LossFn
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import PairBatch, batch_indices
 from pipeline.data.encode import encode_preferences
+from pipeline.data.pairs import longer
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
@@ -71,6 +72,7 @@ def run(config: RunConfig, folder: Path) -> None:
             section,
             steps,
             {"reward": engine},
+            longest=2 * max(longer(pair) for pair in train),
             watchers=watchers,
             profile=config.profile,
             decides="eval_accuracy",
@@ -78,7 +80,9 @@ def run(config: RunConfig, folder: Path) -> None:
     ):
         stage.predicted = predicted
         stage.restore()
-        stage.rehearse(lambda: engine.rehearse(largest_batch(train, **cut | {"budget": stage.budget}), loss))
+        stage.find_micro_batch_size(
+            lambda budget: engine.dry_run(largest_batch(train, **cut | {"budget": budget}), loss)
+        )
         for step in stage.steps_left():
             indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
             cut["budget"] = stage.budget
@@ -86,7 +90,7 @@ def run(config: RunConfig, folder: Path) -> None:
             with stage.clock.phase("train"):
                 update = engine.update(batches, loss, len(indices))
             stage.clock.tokens += sum(len(train[i].chosen) + len(train[i].rejected) for i in indices)
-            stage.require_finite(step, update.loss, [each.batch.input_ids for each in batches])
+            stage.require_finite(step, update.loss, [each.input_ids for each in batches])
             means = {name: total / len(indices) for name, total in update.sums.items()}
             figures = {"loss": update.loss, **means, "lr": update.lr, "grad_norm": update.grad_norm}
             figures |= {"skipped_steps": engine.scaler.skipped}

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from engine.healing import Portion
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig
-from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_tokens, plan
+from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_tokens
 from pipeline.data.encode import TokenItem, encode_conversations
-from pipeline.data.portions import portion
+from pipeline.data.microbatch import local_microbatches
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import on_rank_zero
 from pipeline.stages.data import stage_records
@@ -19,7 +18,7 @@ from pipeline.stages.data import stage_records
 class PtxBatch:
     """This rank's micro-batches; `tokens` counts the global batch's, `coef` weighs their mean loss."""
 
-    batches: list[Portion[TokenBatch]]
+    batches: list[TokenBatch]
     tokens: int
     coef: float
 
@@ -37,16 +36,14 @@ class PtxMix:
 
     def batch(self, step: int, *, packing: bool = False) -> PtxBatch:
         """The conversations of optimizer step `step` (from 0)."""
-        world = dist.world()
         chosen = [self.items[i] for i in batch_indices(len(self.items), self.size, self.seed, step)]
         lengths = [len(item.ids) for item in chosen]
-        planned = plan(lengths, ranks=world.data_size, budget=self.budget, packing=packing)[world.data_rank]
         lay_out = pack_tokens if packing else collate_tokens
 
         def collate(some: Sequence[TokenItem]) -> TokenBatch:
-            return lay_out(some, self.pad_id).to(world.device)
+            return lay_out(some, self.pad_id).to(dist.world().device)
 
-        batches = [portion([chosen[i] for i in places], collate) for places in planned]
+        batches, _ = local_microbatches(chosen, lengths, collate, budget=self.budget, packing=packing)
         return PtxBatch(batches, sum(int(item.counts[1:].sum()) for item in chosen), self.coef)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from engine import Engine, Generation, Sampling
 from engine.generation.parity_check import compare_logprobs
-from engine.healing import Portion
 from engine.uploads import uploaded
 from pipeline.distributed import device, gather_objects
 from step3_ppo.models import Models
@@ -48,7 +47,7 @@ class Rollout:
     values: Tensor | None
     generator: Tensor
     function: Tensor | None = None
-    batches: list[Portion[Rows]] = field(default_factory=list)
+    batches: list[Rows] = field(default_factory=list)
     apart: Tensor | None = None
 
     def __len__(self) -> int:

@@ -8,12 +8,11 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from engine.healing import Portion
 from engine.parallel import dist
 from engine.uploads import uploaded
-from pipeline.data.batch import padded, plan
+from pipeline.data.batch import padded
 from pipeline.data.documents import Documents
-from pipeline.data.portions import largest, portion
+from pipeline.data.microbatch import largest_microbatch, local_microbatches
 
 
 @dataclass(frozen=True)
@@ -62,18 +61,16 @@ def my_rows(
     budget: int,
     *,
     packing: bool = False,
-) -> list[Portion[Rows]]:
+) -> list[Rows]:
     """This rank's micro-batches of some sequences; every rank gets equally many."""
     lay_out = partial(rows, prompts, responses, pad_id=pad_id, packing=packing)
-    world = dist.world()
     lengths = [len(prompts[i]) + len(responses[i]) for i in places]
-    planned = plan(lengths, ranks=world.data_size, budget=budget, packing=packing)[world.data_rank]
-    return [portion([places[j] for j in micro], lay_out) for micro in planned]
+    return local_microbatches(places, lengths, lay_out, budget=budget, packing=packing)[0]
 
 
 def longest_rows(
     prompts: list[list[int]], answer: int, most: int, pad_id: int, budget: int, *, packing: bool = False
-) -> Portion[Rows]:
+) -> Rows:
     """The largest micro-batch that a step can have: of `most` sequences, the longest prompts with answers of `answer`
     tokens.
     """
@@ -81,7 +78,7 @@ def longest_rows(
     order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))[:most]
     lay_out = partial(rows, prompts, responses, pad_id=pad_id, packing=packing)
     lengths = [len(prompts[place]) + answer for place in order]
-    return largest(order, lengths, budget, lay_out, packing=packing)
+    return largest_microbatch(order, lengths, lay_out, budget=budget, packing=packing)
 
 
 def policy_logprobs(module: nn.Module, batch: Rows, temperature: float) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ from itertools import chain
 from torch import Tensor, nn
 
 from engine import Engine
-from engine.healing import Portion
 from pipeline.distributed import gather_by_index
 from pipeline.evaluation.judge import Call, function_scores
 from step3_ppo.models import Models
@@ -22,7 +21,7 @@ class Scores:
     function: list[float] | None = None
 
 
-def score_answers(models: Models, batches: Sequence[Portion[Rows]], calls: Sequence[Call]) -> Scores:
+def score_answers(models: Models, batches: Sequence[Rows], calls: Sequence[Call]) -> Scores:
     """By the reward model, by the reward function, or by both: of all sequences, on every rank."""
     given = None if models.function is None else function_scores(models.function, calls)
     if models.reward is None:
@@ -34,7 +33,7 @@ def score_answers(models: Models, batches: Sequence[Portion[Rows]], calls: Seque
     return Scores([one + other for one, other in zip(found, given, strict=True)], given)
 
 
-def model_scores(reward: Engine, batches: Sequence[Portion[Rows]], mean: float) -> list[float]:
+def model_scores(reward: Engine, batches: Sequence[Rows], mean: float) -> list[float]:
     """Scores of all sequences less `mean`, on every rank."""
 
     def centred(module: nn.Module, batch: Rows) -> list[tuple[int, Tensor]]:

@@ -33,7 +33,7 @@ from step3_ppo.ptx import ptx_mix
 from step3_ppo.rollout import Rollout, collect, generate
 from step3_ppo.rows import longest_rows
 from step3_ppo.targets import Targets, targets_of
-from step3_ppo.update import Minibatch, minibatches, rehearse, undivided, update_critic, update_policy
+from step3_ppo.update import Minibatch, dry_run, minibatches, undivided, update_critic, update_policy
 
 GENERATOR_GAP = 0.01  # mean difference of probabilities above which generator and trainer are not the same model
 
@@ -58,8 +58,8 @@ class Ppo:
         self.kl = KlController(self.section.kl_coef, self.section.kl_target, self.section.kl_horizon)
         self._compared = False
 
-    def rehearse(self, budget: int) -> None:
-        """Train on the longest answers that there can be, and forget it: what fits now fits later."""
+    def dry_run(self, budget: int) -> None:
+        """Run the passes of an update over a micro-batch of the longest answers, and discard the result."""
         ppo, (_, shares) = self.section, data_share()
         sequences = -(-ppo.batch_size * ppo.samples // (ppo.minibatches * shares))
         asked = nlargest(-(-sequences // ppo.samples), self.prompts, key=len)
@@ -71,7 +71,7 @@ class Ppo:
             budget,
             packing=self.models.pack,
         )
-        rehearse(self.models.actor, self.models.critic, longest, ppo, temperature=self.config.rollout.temperature)
+        dry_run(self.models.actor, self.models.critic, longest, ppo, temperature=self.config.rollout.temperature)
 
     def rollout(self, step: int, stage: StageRun) -> Rollout:
         """Draw the answers to the prompts of the step's batch, and score them."""
@@ -217,6 +217,7 @@ def run(config: RunConfig, folder: Path) -> None:
             ppo.section,
             ppo.steps,
             ppo.models.learning,
+            longest=max(map(len, prompts.ids)) + config.rollout.max_new_tokens,
             frozen={name: engine for name, engine in ppo.models.engines.items() if name in ("reference", "reward")},
             watchers=watchers,
             profile=config.profile,
@@ -236,7 +237,7 @@ def run(config: RunConfig, folder: Path) -> None:
             write_table(examiner.prompts, {"sft": start}, folder)
             stage.log(0, start.figures)
             stage.save(0)  # SFT's own model is the best so far
-        stage.rehearse(lambda: ppo.rehearse(stage.budget))  # when the generator has its memory
+        stage.find_micro_batch_size(ppo.dry_run)  # when the generator has its memory
         for step in stage.steps_left():
             rollout = ppo.rollout(step, stage)
             targets = targets_of(rollout, ppo.section, kl_coef=ppo.kl.coef)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, Update
-from engine.healing import Portion
 from pipeline.config.schema import PpoSection
 from pipeline.data.batch import TokenBatch
 from step3_ppo.advantages import KL
@@ -23,7 +22,7 @@ from step3_ppo.targets import Targets
 class Minibatch:
     """This rank's micro-batches of one optimizer step, and the response tokens of the global minibatch."""
 
-    batches: list[Portion[Rows]]
+    batches: list[Rows]
     tokens: int
 
 
@@ -99,7 +98,7 @@ def update_policy(
     def loss(module: nn.Module, batch: Rows | TokenBatch) -> tuple[Tensor, Sums]:
         return clipped(module, batch) if isinstance(batch, Rows) else imitated(module, batch)
 
-    batches = cast("list[Portion[Rows | TokenBatch]]", [*minibatch.batches, *(ptx.batches if ptx else [])])
+    batches = cast("list[Rows | TokenBatch]", [*minibatch.batches, *(ptx.batches if ptx else [])])
 
     def look(sums: Mapping[str, float]) -> None:
         if check is not None:
@@ -124,9 +123,7 @@ def update_critic(critic: Engine, minibatch: Minibatch, rollout: Rollout, target
     return critic.update(minibatch.batches, loss, minibatch.tokens)
 
 
-def rehearse(
-    actor: Engine, critic: Engine | None, longest: Portion[Rows], ppo: PpoSection, *, temperature: float
-) -> None:
+def dry_run(actor: Engine, critic: Engine | None, longest: Rows, ppo: PpoSection, *, temperature: float) -> None:
     """The passes of an update of actor and critic over the longest micro-batch to come; nothing of them stays."""
 
     def said(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
@@ -136,9 +133,9 @@ def rehearse(
     def valued(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
         return critic_values(module, batch).sum(), {}
 
-    actor.rehearse(longest, said)
+    actor.dry_run(longest, said)
     if critic is not None:
-        critic.rehearse(longest, valued)
+        critic.dry_run(longest, valued)
 
 
 def _weights(rollout: Rollout, batch: Rows, cap: float | None) -> tuple[Tensor | float, Sums]:

@@ -33,7 +33,7 @@ from engine.generation.parity_check import (
 from engine.generation.sampling import Ending, Sampling
 from engine.generation.served import positions_of, turns_at
 from engine.generation.slot_decoder import SlotDecoder
-from engine.healing.failure import attempt, is_out_of_memory
+from engine.oom import attempt, is_out_of_memory
 from engine.parallel import dist
 
 log = logging.getLogger(__name__)

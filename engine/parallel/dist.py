@@ -23,7 +23,6 @@ from engine.parallel.traffic import count, count_all_reduce
 Made = TypeVar("Made")
 TIMEOUT = timedelta(minutes=30)
 PATIENCE = timedelta(days=1)  # with what the first rank makes for all
-MATES_BESIDE = "mates beside a pass"
 
 
 @dataclass(frozen=True)
@@ -176,12 +175,6 @@ def background_group() -> dist.ProcessGroup:
     return _background_group
 
 
-def beside_training(group: dist.ProcessGroup | None) -> bool:
-    """True for the groups of the host and the background, whose collectives are no part of a pass over a module."""
-    beside = (_host_group, _background_group, _made.get(f"{MATES_BESIDE} {world().mates}"))
-    return group is not None and group in beside
-
-
 def mesh(*, replicate: int, shard: int) -> DeviceMesh:
     """The device mesh (replicate, shard); behind these `tensor` where ranks form such groups, before them `pipeline`.
 
@@ -197,31 +190,14 @@ def mesh(*, replicate: int, shard: int) -> DeviceMesh:
 
 def sequence_group() -> dist.ProcessGroup:
     """The ranks that hold the tokens of this rank's rows. No mesh's: one over all ranks has the group that ZeRO has."""
-    return _of_neighbours("sequence", world().sequence)
-
-
-def host_group_of_mates() -> dist.ProcessGroup:
-    """A Gloo group of the ranks that see this rank's data, for what they tell one another beside a pass."""
-    return _of_neighbours(MATES_BESIDE, world().mates, backend="gloo")
-
-
-def _of_neighbours(name: str, ranks: int, backend: str | None = None) -> dist.ProcessGroup:
-    """This rank's group, where every `ranks` neighbours are one. Collective when first asked, of all ranks."""
+    ranks = world().sequence
 
     def make() -> dist.ProcessGroup:
         firsts = range(0, world().size, ranks)
-        groups = [dist.new_group([*range(first, first + ranks)], backend=backend, timeout=TIMEOUT) for first in firsts]
+        groups = [dist.new_group([*range(first, first + ranks)], timeout=TIMEOUT) for first in firsts]
         return groups[world().rank // ranks]
 
-    return once(f"{name} {ranks}", make)
-
-
-def groups_of_mates() -> list[dist.ProcessGroup]:
-    """This rank's groups of ranks that see the same data: the tensor group, once for each mesh that was made, in the
-    order they were made in (alike on all ranks), or the sequence group.
-    """
-    groups = [mesh.get_group("tensor") for mesh in _meshes.values() if "tensor" in (mesh.mesh_dim_names or ())]
-    return groups if world().sequence == 1 else [*groups, sequence_group()]
+    return once(f"sequence {ranks}", make)
 
 
 def neighbours(ranks: int) -> DeviceMesh:

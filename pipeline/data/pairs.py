@@ -1,16 +1,10 @@
 """Pairs as this rank's micro-batches: how many tokens each takes, and which stand together."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
-from engine.healing import Portion
-from engine.parallel import dist
 from pipeline.data.batch import shared_tokens
 from pipeline.data.encode import PairItem
-from pipeline.data.planning import plan
-from pipeline.data.portions import Batch, largest, portion
-
-Item = TypeVar("Item")
+from pipeline.data.microbatch import Batch, Item, largest_microbatch, local_microbatches
 
 
 def longer(pair: PairItem) -> int:
@@ -30,15 +24,13 @@ def pair_batches(
     *,
     budget: int,
     packing: bool,
-) -> tuple[list[Portion[Batch]], list[list[int]]]:
+) -> tuple[list[Batch], list[list[int]]]:
     """This rank's micro-batches of a global batch, and which items each holds (places in `items`).
 
     sizes: tokens of each, those of both sides (`together`) where rows are packed, of the longer one elsewhere
     budget: tokens a micro-batch, both sides and padding included
     """
-    world = dist.world()
-    mine = plan(sizes, ranks=world.data_size, budget=_limit(budget, packing), packing=packing)[world.data_rank]
-    return [portion([items[i] for i in places], collate) for places in mine], mine
+    return local_microbatches(items, sizes, collate, budget=_limit(budget, packing), packing=packing)
 
 
 def largest_pairs(
@@ -48,9 +40,9 @@ def largest_pairs(
     *,
     budget: int,
     packing: bool,
-) -> Portion[Batch]:
+) -> Batch:
     """The largest micro-batch that a step over some of `items` can have; `sizes` as above."""
-    return largest(items, sizes, _limit(budget, packing), collate, packing=packing)
+    return largest_microbatch(items, sizes, collate, budget=_limit(budget, packing), packing=packing)
 
 
 def _limit(budget: int, packing: bool) -> int:

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 MicroBatch = list[int]  # indices of its examples, the longest first
 
 
-def plan(lengths: Sequence[int], *, ranks: int, budget: int, packing: bool) -> list[list[MicroBatch]]:
+def plan(lengths: Sequence[int], *, ranks: int, budget: int, packing: bool, minimum: int = 1) -> list[list[MicroBatch]]:
     """rank -> micro-batch -> indices into `lengths`, each index once.
 
     budget: tokens a micro-batch, padding included; an example above it goes alone
     packing: the examples of a micro-batch stand in one row without padding, rather than in a row each
+    minimum: micro-batches of each rank at least (a pipeline works on as many at once as it has stages)
 
     Micro-batches run from the largest to the smallest, so that ranks do equal work at the same time. Empty ones stand
     at the end, only where a rank has too few examples. For padded pairs give the longer sides' lengths and half the
@@ -25,7 +26,7 @@ def plan(lengths: Sequence[int], *, ranks: int, budget: int, packing: bool) -> l
         mine = [lengths[index] for index in share]
         cut = _even(mine, budget) if packing else _alike(mine, budget)
         cuts.append([[share[place] for place in batch] for batch in cut])
-    count = max(len(cut) for cut in cuts)
+    count = max(minimum, *(len(cut) for cut in cuts))
     return [_with_count(cut, count, lengths, packing=packing) for cut in cuts]
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -24,7 +25,7 @@ from pipeline.files import write_whole
 from pipeline.installation import TRAIN
 from pipeline.launch.closing import closing_words, comparing_words
 from pipeline.launch.control import Control, Lost
-from pipeline.launch.failure import CRASHED, ENDED_EARLY, INTERRUPTED, STOPPED, USER_ERROR, advise
+from pipeline.launch.failure import CRASHED, ENDED_EARLY, INTERRUPTED, OUT_OF_MEMORY, STOPPED, USER_ERROR, advise
 from pipeline.launch.fingerprint import HashCache
 from pipeline.launch.folder import RunFolder, open_folder
 from pipeline.launch.manifest import Manifest, move_aside, stage_consumes
@@ -195,7 +196,7 @@ def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
         folder = Path(place) / "plan"
         folder.mkdir()
         write_whole(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        control.say({"stage": "plan", "run_dir": place, "debug": config.debug})
+        control.say({"stage": "plan", "run_dir": place, "debug": config.debug, "restarts": 0})
         end = _launch("plan", Path(place), ranks, control, debug=config.debug)
         if end.status:
             raise StageFailed(end.status)
@@ -246,10 +247,14 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
     stage_dir.mkdir(exist_ok=True)
     resolved = config.model_copy(update={"name": run_dir.name, "run_dir": str(run_dir.resolve())})
     write_whole(stage_dir / "config.yaml", yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False))
-    control.say({"stage": stage, "run_dir": str(run_dir.resolve()), "debug": config.debug})
-    end = _launch(stage, run_dir, ranks, control, debug=config.debug)
-    if end.status == 0 and not control.all_ended(_line(stage, run_dir)):
-        end = StageEnd(STOPPED if control.others() == "stopped" else CRASHED)
+    end, restarts = StageEnd(OUT_OF_MEMORY), 0
+    while end.status == OUT_OF_MEMORY:
+        message = {"stage": stage, "run_dir": str(run_dir.resolve()), "debug": config.debug, "restarts": restarts}
+        control.say(message)
+        end = _launch(stage, run_dir, ranks, control, debug=config.debug, restarts=restarts)
+        if end.status == 0 and not control.all_ended(_line(stage, run_dir, restarts)):
+            end = StageEnd({"stopped": STOPPED, "memory": OUT_OF_MEMORY}.get(control.others(), CRASHED))
+        restarts += 1
     if end.status:
         with contextlib.suppress(OSError):  # the disk is full, as has been said; a stage that "runs" goes on as well
             manifest.stop(stage)
@@ -262,24 +267,33 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
     return True
 
 
-def _launch(stage: str, run_dir: Path, ranks: Ranks, control: Control, *, debug: bool) -> StageEnd:
-    """Run this launcher's ranks of a stage, and say what went wrong if this is the first launcher to know."""
+def _launch(stage: str, run_dir: Path, ranks: Ranks, control: Control, *, debug: bool, restarts: int = 0) -> StageEnd:
+    """Run this launcher's ranks of a stage, and say what went wrong if this is the first launcher to know.
+
+    `restarts` counts how often the stage was started again after it had run out of memory.
+    """
+    attempt = f"{ranks.attempt}.{restarts}" if restarts else ranks.attempt
+    ranks = replace(ranks, attempt=attempt)
     end = launch_stage(stage, run_dir, ranks, shared_store=control.keeps_store, others=control.others)
-    first = control.report_end(_line(stage, run_dir), end.status)
+    if end.status == OUT_OF_MEMORY and not end.message:  # another launcher's rank, which reports it
+        return end
+    first = control.report_end(_line(stage, run_dir, restarts), end.status)
     if end.asked:
         control.report_stop()
     if end.status in ENDED_EARLY and ranks.leads:
         lost = f" ({end.message})" if end.message else ""
         print(f"{stage}: stopped{lost}; the same command goes on", file=sys.stderr)
+    elif end.status == OUT_OF_MEMORY and first:
+        print(f"{stage}: {end.message}", file=sys.stderr)
     elif first and end.message:
         print(end.traceback if debug else "", end="", file=sys.stderr)
         print(f"error: {stage}: {end.message}{_kept(end, run_dir / stage)}", file=sys.stderr)
     return end
 
 
-def _line(stage: str, run_dir: Path) -> str:
-    """What the launchers call one stage of one run."""
-    return f"{run_dir.name}/{stage}"
+def _line(stage: str, run_dir: Path, restarts: int) -> str:
+    """What the launchers call one start of one stage of a run."""
+    return f"{run_dir.name}/{stage}/{restarts}"
 
 
 def _kept(end: StageEnd, stage_dir: Path) -> str:
@@ -312,8 +326,9 @@ def _follow(ranks: Ranks, control: Control) -> int:
             raise
         if "end" in message:
             return int(message["end"])
-        end = _launch(message["stage"], Path(message["run_dir"]), ranks, control, debug=message["debug"])
-        if end.status:
+        stage, run_dir = message["stage"], Path(message["run_dir"])
+        end = _launch(stage, run_dir, ranks, control, debug=message["debug"], restarts=message["restarts"])
+        if end.status not in (0, OUT_OF_MEMORY):
             return end.status
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from pipeline.launch.failure import ENDED_EARLY
+from pipeline.launch.failure import ENDED_EARLY, OUT_OF_MEMORY
 from pipeline.launch.ranks import Ranks
 
 PATIENCE = 2 * 86400.0
@@ -74,11 +74,16 @@ class Control:
         self._reached(f"heard/{self._sent}", self._ranks.world - 1, FAREWELL)
 
     def report_end(self, stage: str, status: int) -> bool:
-        """This launcher's ranks of a stage ended. True for the first one that reports a failure."""
+        """Report how this launcher's ranks of a stage ended. True for the first launcher that reports a failure.
+
+        After OUT_OF_MEMORY the stage is started again, so it fails nobody.
+        """
         if status in ENDED_EARLY:
             self.report_stop()
         elif self._store is None:
             return status != 0
+        elif status == OUT_OF_MEMORY:
+            return bool(self._store.add(f"memory/{self._sent}", 1) == 1)
         elif status == 0:
             self._store.add(f"ended/{stage}", 1)
         else:
@@ -95,13 +100,14 @@ class Control:
         return self._reached(f"ended/{stage}", self._ranks.world, PATIENCE, until=self.others)
 
     def others(self) -> str:
-        """How other launchers fare: "failed" where one reported a failure or the line is dead, "stopped" where one was
-        asked to stop, else nothing.
+        """Return how other launchers fare: "failed" if one reported a failure or the store is gone, "stopped" if one
+        was asked to stop, "memory" if a rank of the stage that runs now is out of memory, else "".
         """
         if self._store is None:
             return ""
         try:
-            return "failed" if self._store.add("failed", 0) > 0 else "stopped" if self._store.add("stopped", 0) else ""
+            found = {"failed": "failed", "stopped": "stopped", f"memory/{self._sent}": "memory"}
+            return next((name for key, name in found.items() if self._store.add(key, 0) > 0), "")
         except RuntimeError:
             return "failed"
 

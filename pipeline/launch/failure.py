@@ -9,6 +9,7 @@ FAILURE_PIPE = "ZEROCHAT_FAILURE_PIPE"
 LAUNCHER = "ZEROCHAT_LAUNCHER"
 ATTEMPT = "ZEROCHAT_ATTEMPT"
 USER_ERROR, CRASHED = 2, 1
+OUT_OF_MEMORY = 3  # of a rank whose stage has to be started again with smaller micro-batches
 INTERRUPTED, STOPPED = 130, 143  # by Ctrl-C; by SIGTERM and the like. The same command goes on after both
 ENDED_EARLY = (INTERRUPTED, STOPPED)
 PIPE_BYTES = 32_000

@@ -22,7 +22,16 @@ from typing import Any
 
 from pipeline.config.stages import STAGES
 from pipeline.installation import ROOT
-from pipeline.launch.failure import ATTEMPT, CRASHED, FAILURE_PIPE, INTERRUPTED, LAUNCHER, STOPPED, USER_ERROR
+from pipeline.launch.failure import (
+    ATTEMPT,
+    CRASHED,
+    FAILURE_PIPE,
+    INTERRUPTED,
+    LAUNCHER,
+    OUT_OF_MEMORY,
+    STOPPED,
+    USER_ERROR,
+)
 from pipeline.launch.ranks import Ranks
 from pipeline.stages import stop_signals
 
@@ -36,11 +45,14 @@ PATIENCE = 600.0
 """Seconds for a step to end and to be saved, before ranks are taken for stuck. Who sends SIGTERM has a limit too."""
 GRACE_AFTER_STOP = 30.0  # for the first rank, which has wandb to close, when another has ended as it was asked to
 GRACE_AFTER_FAILURE = 5.0
+ECHO = 3.0
+"""Seconds within which other launchers report what may have caused a crash here."""
 
 
 @dataclass(frozen=True)
 class StageEnd:
-    """How a stage ended on this launcher's ranks. `status`: 0, 1 (crash), 2 (the user's mistake), 130 or 143 (stopped).
+    """How a stage ended on this launcher's ranks. `status`: 0, 1 (crash), 2 (the user's mistake), 3 (out of memory, to
+    be started again), 130 or 143 (stopped).
 
     `asked` is the status to end with where this launcher was asked to stop: the stage may have finished all the same.
     """
@@ -99,7 +111,7 @@ def launch_stage(
     """Run one stage on this launcher's ranks and wait for its end.
 
     `shared_store`: the workers join a store that the launchers keep. `others` is asked about every second how other
-    launchers fare: "failed" ends the ranks here, "stopped" asks them to stop.
+    launchers fare: "failed" and "memory" end the ranks here, "stopped" asks them to stop.
     """
     signals = _Signals()
     with stop_signals.handled(signals.note, (signal.SIGINT, *stop_signals.SIGNALS)):
@@ -115,11 +127,23 @@ def launch_stage(
                 _end(workers, GRACE_AFTER_FAILURE, signals)
             if how in LOSSES:
                 return StageEnd(signals.status, LOSSES[how])
-            return StageEnd(CRASHED) if how == "others" else end
+            if how == "others":
+                end = StageEnd(CRASHED)
+            if end.status == CRASHED and shared_store and _others_ran_out_of_memory(others):
+                end = StageEnd(OUT_OF_MEMORY)
+            return end
         finally:
             _end(workers, 0.0, signals)
             for worker in workers:
                 os.close(worker.pipe)
+
+
+def _others_ran_out_of_memory(others: Callable[[], str]) -> bool:
+    """Return whether another launcher's rank ran out of memory: this launcher's ranks then crashed because of that."""
+    deadline = time.monotonic() + ECHO
+    while (how := others()) == "" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return how == "memory"
 
 
 def _promise(stage: str, asked: signal.Signals) -> str:
@@ -184,7 +208,7 @@ def _watch(workers: list[_Worker], signals: _Signals, others: Callable[[], str])
         if time.monotonic() - looked > 1.0:
             looked = time.monotonic()
             if (how := others()) != "":
-                return "others" if how == "failed" else "asked"
+                return "asked" if how == "stopped" else "others"
         time.sleep(0.05)
 
 
@@ -215,7 +239,7 @@ def _stop(workers: list[_Worker], signals: _Signals, others: Callable[[], str]) 
             return "late"
         if now - looked > 1.0:
             looked = now
-            if others() == "failed":
+            if others() in ("failed", "memory"):
                 return "others"
 
 
@@ -230,6 +254,9 @@ def _judge(workers: list[_Worker], signals: _Signals) -> StageEnd:
     of_a_stop = OF_A_STOP if asked else (INTERRUPTED,)
     if any(status in of_a_stop for status in statuses.values()):  # ranks that crash then lost touch with it
         return StageEnd(signals.status, asked=asked)
+    for failure in failures:
+        if failure["kind"] == "memory":
+            return StageEnd(signals.status if asked else OUT_OF_MEMORY, failure["message"], asked=asked)
     for rank, status in statuses.items():
         if status is not None and status < 0:
             return StageEnd(CRASHED, f"rank {rank} was killed by {_signal_name(-status)}")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import RunConfig
+from pipeline.errors import RestartStage
 from pipeline.imports import kept_for_good
 from pipeline.launch.failure import (
     ATTEMPT,
@@ -26,6 +27,7 @@ from pipeline.launch.failure import (
     FAILURE_PIPE,
     INTERRUPTED,
     LAUNCHER,
+    OUT_OF_MEMORY,
     PIPE_BYTES,
     USER_ERROR,
     advise,
@@ -88,17 +90,20 @@ def _report(problem: BaseException) -> int:
         return INTERRUPTED
     if isinstance(problem, SystemExit) and not problem.code:
         return 0
-    advice = advise(problem)
+    advice = str(problem) if isinstance(problem, RestartStage) else advise(problem)
+    kind, status = ("crash", CRASHED) if advice is None else ("user", USER_ERROR)
+    if isinstance(problem, RestartStage):
+        kind, status = "memory", OUT_OF_MEMORY
     text = "".join(traceback.format_exception(problem))
     record = {
         "rank": int(os.environ.get("RANK", "0")),
         "time": time.time(),
-        "kind": "crash" if advice is None else "user",
+        "kind": kind,
         "message": advice if advice is not None else f"{type(problem).__name__}: {problem}",
         "traceback": text[-PIPE_BYTES // 2 :],
     }
     _send(record)
-    return CRASHED if advice is None else USER_ERROR
+    return status
 
 
 def _send(record: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from engine import Engine
 from engine.generation.served import positions_of, turns_at
-from engine.healing.failure import is_out_of_memory
+from engine.oom import is_out_of_memory
 from engine.parallel import dist, zero
 from pipeline.data.batch import places_of
 from pipeline.data.documents import Documents

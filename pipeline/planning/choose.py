@@ -16,6 +16,7 @@ from pipeline.models.source import ModelSource
 from pipeline.planning.fit import GIB, Task, beyond_settings, plan, require_fit, task, this_room
 from pipeline.planning.ladder import Room, Setting, ladder
 from pipeline.report.data import PLAN
+from pipeline.stages.memory_limits import within_limits
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ def announce(
 ) -> tuple[RunConfig, dict[str, dict[str, int]]]:
     """Print the prediction at the start of a stage, on the leading rank; refuse on GPUs what can't fit.
 
-    With `engine=auto` the fastest setting that fits is chosen first, or the one that this folder was begun with. The
+    With `engine=auto` the fastest setting that fits is chosen first, or the one that this folder was begun with. Limits
+    that an earlier start found by running out of memory (`pipeline.stages.memory_limits`) apply. The
     configuration to run with, and predicted bytes by phase and owner (empty where a model can't be predicted, which is
     said; it runs all the same).
     """
@@ -45,6 +47,7 @@ def announce(
     try:
         if config.engine.auto:
             config = _settled(config, stage, folder, policy, reward)
+        config = within_limits(config, stage, folder)
         found = plan(config, stage, policy=policy, reward=reward, ranks=world.size)
     except UserError:
         raise

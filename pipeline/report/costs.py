@@ -60,7 +60,7 @@ def foreseen(run: RunReading) -> Markup | None:
         "Foreseen are steps of full length: every conversation as long as is allowed, every answer drawn to its last "
         "token. Shorter data takes less in proportion, so above 1 x is usual. Below 1 x something slowed the run down "
         "that the short measurement beforehand did not see: other work on the machine, first steps that compile and "
-        "warm up (they weigh much in a short run), or memory that ran out and halved micro-batches."
+        "warm up (they weigh much in a short run), or a restart with smaller micro-batches after memory ran out."
     )
     head = ("Stage", "Phase", "Foreseen", "Took", "Foreseen / took")
     numbers = table(head, rows, numbers=(2, 3, 4))
@@ -114,7 +114,7 @@ def memory_section(run: RunReading) -> Markup | None:
     if any(len(_entries(stage)) > MOST_RANKS for stage in run.stages.values()):
         lead += " Of many ranks the one with the highest peak is shown; summary.json has them all."
     peaks = table(("Stage", "Rank", "Device", "Host"), rows, numbers=(1, 2, 3))
-    return section("memory", "Memory", lead, peaks, ledger(run), healed(run))
+    return section("memory", "Memory", lead, peaks, ledger(run), restarts(run))
 
 
 def ledger(run: RunReading) -> Markup | None:
@@ -140,16 +140,16 @@ def ledger(run: RunReading) -> Markup | None:
     return element("details", element("summary", "Bytes by owner"), element("p", lead), numbers)
 
 
-def healed(run: RunReading) -> Markup | None:
-    """A line for each stage that ran out of memory and went on with smaller micro-batches."""
+def restarts(run: RunReading) -> Markup | None:
+    """A line for each stage that ran out of memory and was restarted with smaller micro-batches."""
     lines = []
     for stage in run.stages.values():
-        found = mapping(stage.summary.get("healing"))
-        times, tokens = found.get("times"), found.get("micro_batch_tokens")
+        found = mapping(stage.summary.get("out_of_memory"))
+        times, tokens = found.get("restarts"), found.get("micro_batch_tokens")
         if is_number(times) and times > 0 and is_number(tokens):
             lines.append(
-                f"{STAGES[stage.name].title} ran out of memory {times:.0f} times and went on with micro-batches of at "
-                f"most {tokens:,.0f} tokens; its updates are the same."
+                f"{STAGES[stage.name].title} ran out of memory {times:.0f} times and restarted; its last micro-batches "
+                f"had at most {tokens:,.0f} tokens. The micro-batch size does not change an update."
             )
     return element("p", " ".join(lines)) if lines else None
 

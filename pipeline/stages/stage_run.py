@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from torch import Tensor
 
 from engine import Engine
 from engine.checkpoint import Damaged, random_state, restore_random_state
+from engine.oom import PassOutOfMemory, find_micro_batch_size
 from engine.parallel import dist, stop_request, traffic
 from pipeline.config.schema import ProfileSection, StageSection
 from pipeline.errors import SharedError, UserError
 from pipeline.files import explained_disk, write_json
 from pipeline.stages.checkpoints import Checkpoints
+from pipeline.stages.memory_limits import read_limits, restart, write_limits
 from pipeline.stages.stop_signals import Stopped, put_off
 from pipeline.tracking import metrics
 from pipeline.tracking.clock import Clock
@@ -39,6 +41,7 @@ class StageRun:
     """One stage's progress. Every rank makes one; rank 0 writes.
 
     `frozen` engines only score. `extra` gives the stage's own state for a checkpoint (JSON), `take` puts it back.
+    `longest` is the number of tokens of the smallest micro-batch there is: one sequence (or pair), the longest one.
     `decides` names the held-out figure that `export=best` goes by; the checkpoint of its best step stays to the end.
     """
 
@@ -51,6 +54,7 @@ class StageRun:
         *,
         watchers: list[Watcher] | None = None,
         frozen: Mapping[str, Engine] | None = None,
+        longest: int = 1,
         profile: ProfileSection | None = None,
         decides: str | None = None,
         extra: Callable[[], dict[str, Any]] = dict,
@@ -61,7 +65,8 @@ class StageRun:
         self.predicted: Mapping[str, Mapping[str, int]] = {}
         self.best: dict[str, float] = {}
         self.last: dict[str, float] = {}
-        self._section, self._watchers = section, watchers or []
+        self.budget = section.micro_batch_tokens
+        self._section, self._watchers, self._longest = section, watchers or [], longest
         self._extra, self._take = extra, take
         self._checkpoints = Checkpoints(folder, engines, newest=section.keep_checkpoints)
         self._engines = {**engines, **(frozen or {})}
@@ -75,18 +80,6 @@ class StageRun:
         self._begun = 0  # the step before this process's first
         self._sent = traffic.sent()
         self._profile = _profile_of(folder, profile)
-
-    @property
-    def budget(self) -> int:
-        """Tokens a micro-batch: what the configuration says, or less where that did not fit in this run."""
-        limits = (engine.healer.limit for engine in self._engines.values())
-        return min([self._section.micro_batch_tokens, *(limit for limit in limits if limit is not None)])
-
-    @property
-    def healing(self) -> dict[str, int]:
-        """How often memory ran out and a step was done again, and the micro-batch that the stage came down to."""
-        times = sum(engine.healer.times for engine in self._engines.values())
-        return {"times": times, "micro_batch_tokens": self.budget}
 
     @property
     def seconds(self) -> float:
@@ -109,8 +102,6 @@ class StageRun:
             if mine is not None:
                 restore_random_state(mine["random"])
             self._take(shared["extra"])
-            for name in self._engines.keys() & shared["healing"].keys():  # PPO may have its reference or not
-                self._engines[name].healer.limit, self._engines[name].healer.times = shared["healing"][name]
         self.clock.begin_lap()
         self._begun, self._sent = step, traffic.sent()
         if dist.world().leads:
@@ -122,14 +113,21 @@ class StageRun:
         self._began = self._saved_at = time.monotonic()
         return step
 
-    def rehearse(self, work: Callable[[], None]) -> None:
-        """Run the largest micro-batch to come, on GPUs: there what fits at the start then fits at the end.
+    def find_micro_batch_size(self, dry_run: Callable[[int], None]) -> None:
+        """On GPUs, find the micro-batch size that fits: `budget`.
 
-        A host has no such limit to run into: it swaps, or the kernel ends a process.
+        `dry_run` runs forward and backward of the largest micro-batch of so many tokens. A host has no such limit: it
+        swaps, or the kernel ends a process.
         """
-        if dist.world().device.type == "cuda":
-            with self.clock.phase("rehearse"):
-                work()
+        if dist.world().device.type != "cuda":
+            return
+        with self.clock.phase("dry_run"):
+            fits = find_micro_batch_size(dry_run, self.budget, minimum=self._longest)
+        if fits < self.budget:
+            self.budget = fits
+            write_limits(self.folder, replace(read_limits(self.folder), micro_batch_tokens=fits))
+            name = self.folder.name
+            print(f"{name}: a dry run found that {name}.micro_batch_tokens={fits} fits, and no more", flush=True)
 
     def steps_left(self) -> Iterator[int]:
         """The steps that are not done yet, counted from 1; those of `profile.steps` are recorded.
@@ -198,7 +196,6 @@ class StageRun:
             "last": self.last,
             "best_step": self._best_step,
             "extra": self._extra(),
-            "healing": {name: (e.healer.limit, e.healer.times) for name, e in self._engines.items()},
         }
         with self.clock.phase("save"):
             self._checkpoints.save(step, shared, {"random": random_state()}, keep=self._best_step)
@@ -217,9 +214,11 @@ class StageRun:
     def __enter__(self) -> "StageRun":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, _: object) -> None:
         if kind is None or issubclass(kind, SharedError | Stopped):
             self.settle()
+        elif isinstance(problem, PassOutOfMemory):
+            raise restart(self.folder, problem, tokens=self.budget, longest=self._longest) from problem
 
     def take_best(self) -> None:
         """Before the export: give the models back the values they had after the best step, where `export=best`.
@@ -277,7 +276,10 @@ class StageRun:
                 "tokens_per_second": self.clock.rate(),
                 "peak_memory_by_rank": memory,
                 "bytes_sent_by_step": self._bytes_sent_by_step(),
-                "healing": self.healing,
+                "out_of_memory": {
+                    "restarts": read_limits(self.folder).restarts,
+                    "micro_batch_tokens": self.budget,
+                },
                 "memory": {"predicted": self.predicted, "measured": measured_memory(self._engines)},
                 "final": {k: metrics.plain(v) for k, v in self.last.items()},
                 "best": self.best,

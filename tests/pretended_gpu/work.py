@@ -4,6 +4,7 @@ that are streamed. tests/engine/test_pretended_gpu.py runs it.
 
 import gc
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,8 @@ from engine.generation.cache.groups import Chunk
 from engine.generation.cache.slots import SlotCache, Step
 from engine.generation.on_device import graphs
 from engine.generation.rollouts import Rollouts
-from engine.healing import Portion
 from engine.loading import copy_local
+from engine.oom import find_micro_batch_size
 from tests.engine.generation.families import build
 from tests.engine.generation.on_device.test_graphs import asks_in_a_capture
 from tests.engine.test_on_gpu import OPTIMIZER, Policy, batches, loss
@@ -123,28 +124,24 @@ def negative(module: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, float | 
     return -module(ids)[0].sum(), {}
 
 
-def portion(ids: Tensor) -> Portion[Tensor]:
-    def collate(rows: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(rows)) if rows else ids[:1]
-
-    return Portion(list(ids.split(1)), collate, lambda batch: batch.numel())
-
-
-def test_memory_that_runs_out_is_healed() -> None:
+def test_the_micro_batch_size_that_fits_is_found() -> None:
+    """The dry run of all rows needs too much, half of them fit; the update afterwards is the one of all rows."""
     ids = batches()[0].repeat(4, 1)
     losses, needed = [], 0
     for limited in (False, True):
         engine = engine_of("opt", zero_stage=2)
-        engine.update([portion(ids[:1])], negative, 19)
+        engine.update([ids[:1]], negative, 19)
         gc.collect()
         before = cuda.allocated()
         torch.cuda.reset_peak_memory_stats()
         if limited:
             cuda.limit(before + needed * 6 // 10)
-        losses.append(engine.update([portion(ids)], negative, ids[:, 1:].numel()).loss)
+        dry_run = partial(lambda engine, rows: engine.dry_run(ids[:rows], negative), engine)
+        rows = find_micro_batch_size(dry_run, len(ids), minimum=1)
+        assert (rows < len(ids)) == limited
+        losses.append(engine.update(list(ids.split(rows)), negative, ids[:, 1:].numel()).loss)
         needed = torch.cuda.max_memory_allocated() - before
         cuda.limit()
-        assert (engine.healer.times > 0) == limited
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 

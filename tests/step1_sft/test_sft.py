@@ -118,8 +118,7 @@ def test_gradients_are_the_plain_paths(folder: Path, key: str, monkeypatch: pyte
 def test_counts_and_masks_agree() -> None:
     wanted = sum(int(item.counts[1:].sum()) for item in items())
     for packing in (True, False):
-        portions, count = micro_batches(items(), budget=24, packing=packing, pad_id=0)
-        batches = [each.batch for each in portions]
+        batches, count = micro_batches(items(), budget=24, packing=packing, pad_id=0)
         assert count == wanted == sum(len(batch.scored) for batch in batches)
         assert all((batch.documents is not None) == packing for batch in batches)
         real = sum(len(item.ids) for item in items())

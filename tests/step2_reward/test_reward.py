@@ -64,7 +64,7 @@ def scorer_in(folder: Path, packing: bool, **rest: float) -> Engine:
 def test_every_pair_once_both_sides_together(budget: int, packing: bool) -> None:
     batches, places = micro_batches(pairs(), budget=budget, packing=packing, pad_id=0)
     assert sorted(place for where in places for place in where) == list(range(5))
-    for batch, where in zip([each.batch for each in batches], places, strict=True):
+    for batch, where in zip(batches, places, strict=True):
         assert len(where) == 1 or batch.input_ids.numel() <= budget
         last = [pairs()[p].chosen[-1] for p in where] + [pairs()[p].rejected[-1] for p in where]
         assert batch.input_ids.flatten()[batch.ends].tolist() == last

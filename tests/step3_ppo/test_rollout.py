@@ -56,7 +56,7 @@ def test_a_rank_without_work_has_one_token_that_does_not_count(packing: bool) ->
 def test_every_sequence_once_within_the_budget(budget: int, packing: bool) -> None:
     made = rollout_of(PROMPTS, RESPONSES)
     chosen = [6, 1, 2, 4]
-    batches = [each.batch for each in my_rows(made.prompts, made.responses, chosen, 0, budget, packing=packing)]
+    batches = my_rows(made.prompts, made.responses, chosen, 0, budget, packing=packing)
     assert sorted(place for batch in batches for place in batch.places) == sorted(chosen)
     for batch in batches:
         assert len(batch.places) == 1 or batch.input_ids.numel() <= budget
@@ -151,7 +151,7 @@ def one_step(folder: Path, zero_stage: int, packing: bool = False) -> dict[str, 
         critic = update_critic(models.critic, minibatch, rollout, targets, SECTION)
         norms = {**actor.maxima, "grad_norm": actor.grad_norm, "critic_grad_norm": critic.grad_norm}
         updates.append({"loss": actor.loss, "value_loss": critic.loss, **norms, **actor.sums, **critic.sums})
-        seen.append([each.batch.places for each in minibatch.batches])
+        seen.append([each.places for each in minibatch.batches])
     final = collect(models, prompts, drawn, temperature=0.9, pad_id=0, budget=1000)
     return {"drawn": drawn, "rollout": rollout, "updates": updates, "seen": seen, "final": final}
 

@@ -183,7 +183,7 @@ def test_dropout_that_is_left_on_is_found_where_forwards_are_shared(tmp_path: Pa
 
 
 @pytest.mark.parametrize("budget", [1000, 80])
-def test_the_longest_answers_are_rehearsed_and_forgotten(budget: int, tmp_path: Path) -> None:
+def test_a_dry_run_of_the_longest_answers_changes_nothing(budget: int, tmp_path: Path) -> None:
     """Both models see the longest prompts with whole answers, as many as a step and a micro-batch take."""
     run_folder(tmp_path)
     ppo, stage = ppo_of(tmp_path, minibatches=2, samples=2, advantage="gae", micro_batch_tokens=budget)
@@ -192,7 +192,7 @@ def test_the_longest_answers_are_rehearsed_and_forgotten(budget: int, tmp_path: 
     seen: list[int] = []
     for engine in engines:
         engine.module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].numel()))
-    ppo.rehearse(stage.budget)
+    ppo.dry_run(stage.budget)
     lengths = sorted((len(prompt) + 6 for prompt in ppo.prompts), reverse=True)
     if budget == 1000:
         assert seen == [2 * sum(lengths[:3])] * 2  # six sequences, which are three prompts

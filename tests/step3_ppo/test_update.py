@@ -142,7 +142,7 @@ def test_minibatches_hold_every_sequence_once(parts: int) -> None:
         assert max(map(len, seen[seed])) - min(map(len, seen[seed])) <= 1
         for minibatch, places in zip(made, seen[seed], strict=True):
             assert minibatch.tokens == sum(RESPONSES[place] for place in places)
-            assert minibatch.tokens == sum(len(each.batch.scored) for each in minibatch.batches)
+            assert minibatch.tokens == sum(len(each.scored) for each in minibatch.batches)
     assert (seen[1] == seen[2]) == (parts == 1)
     again = minibatches(rollout, parts=parts, seed=1, pad_id=0, budget=18)
     assert [[b.items for b in m.batches] for m in again] == [
@@ -278,7 +278,6 @@ def test_the_host_waits_once_a_step(tmp_path: Path) -> None:
     for engine in (models.actor, models.critic):
         assert verify(engine, max_length=16).packing
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18, packing=True)
-    assert [each.batch for each in minibatch.batches]  # laid out beforehand
     with Reads() as policy:
         update_policy(models.actor, minibatch, rollout, targets, section, temperature=0.8)
     with Reads() as critic:

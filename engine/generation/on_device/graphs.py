@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.generation.buckets import bucket
 from engine.generation.on_device.static_step import BEFORE, StaticStep
-from engine.healing.failure import is_out_of_memory
+from engine.oom import is_out_of_memory
 from engine.uploads import upload
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 A schedule's messages have to be sent whatever happens, or the next rank waits. So what a piece computes is a graph of
 its own, behind one node of the graph that the schedule knows; where memory runs out in it, zeros are handed on in its
-place. The whole step is thrown away then, once all ranks know (engine/healing).
+place.
 """
 
 from collections.abc import Callable

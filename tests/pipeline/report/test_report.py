@@ -195,8 +195,8 @@ def test_bytes_by_owner_stand_beside_the_prediction(tmp_path: Path) -> None:
     megabytes = {"predicted": {"train": {"parameters": 2**20, "logits": 3 * 2**20}}, "measured": {}}
     megabytes["measured"] = {"train": {"parameters": 2 * 2**20}, "generate": {"cache": 5 * 2**20}}
     memory = [{"rank": 0, "device_bytes": 0, "host_bytes": 2**30}]
-    healing = {"times": 2, "micro_batch_tokens": 1024}
-    summary = {"stage": "sft", "memory": megabytes, "healing": healing, "peak_memory_by_rank": memory}
+    out_of_memory = {"restarts": 2, "micro_batch_tokens": 1024}
+    summary = {"stage": "sft", "memory": megabytes, "out_of_memory": out_of_memory, "peak_memory_by_rank": memory}
     write_stage(tmp_path / "sft", [], summary)
     page = render_report(read_run(tmp_path))
     table = page[page.index("Bytes by owner") :]

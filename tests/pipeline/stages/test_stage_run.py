@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.checkpoint.storage import Writer
 from engine.config import LossScale
+from engine.oom import PassOutOfMemory
 from engine.parallel import dist, stop_request
 from pipeline.config.schema import SftSection
-from pipeline.errors import UserError
+from pipeline.errors import RestartStage, UserError
 from pipeline.files import explained_disk, write_json, write_whole
 from pipeline.stages import stage_run, stop_signals
+from pipeline.stages.memory_limits import read_limits, within_limits
 from pipeline.stages.stage_run import StageRun
 from pipeline.stages.stop_signals import Stopped
+from tests.tiny import tiny_config
 
 
 def engine_of(seed: int = 1) -> Engine:
@@ -207,19 +210,22 @@ def test_what_comes_back_besides_the_weights(tmp_path: Path) -> None:
     assert fresh.clock.lap()["tokens_per_second"] == 0.0  # the lap begins here
 
 
-def test_models_that_only_score_may_come_and_go_between_starts(tmp_path: Path) -> None:
-    """PPO's reference: what was found out of its memory is of no use without it."""
-    limits: list[list[int | None]] = []
-    for there in ([], ["old", "gone"], ["new", "old"]):
-        frozen = {name: engine_of() for name in there}
-        stage, engine = stage_of(tmp_path, save_every=1, frozen=frozen)
-        done = stage.restore()
-        limits.append([engine.healer.limit for engine in frozen.values()])
-        for each in frozen.values():
-            each.healer.limit = 64
-        work(stage, engine, done + 1, done + 1)
-        stage.settle()
-    assert limits == [[], [None, None], [None, 64]] and stage.healing["micro_batch_tokens"] == 64
+@pytest.mark.parametrize("holds_graphs", [False, True])
+def test_a_pass_out_of_memory_leaves_smaller_limits_for_the_next_start(holds_graphs: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "ppo"
+    folder.mkdir()
+    config = tiny_config(ppo={"micro_batch_tokens": 500, "shared_forward": True, "minibatches": 1})
+    sizes = list[int]()
+    for _ in range(3):
+        section = within_limits(config, "ppo", folder).ppo
+        assert section.shared_forward == (not holds_graphs or not sizes)
+        sizes.append(section.micro_batch_tokens)
+        stage = StageRun(folder, section, 2, {}, longest=200)
+        expected = UserError if sizes[-1] == 200 else RestartStage
+        with pytest.raises(expected, match="no memory"), stage:
+            raise PassOutOfMemory("no memory", holds_graphs=holds_graphs and len(sizes) == 1)
+    assert sizes == ([500, 500, 250] if holds_graphs else [500, 250, 200])
+    assert read_limits(folder).restarts == (3 if holds_graphs else 2)
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""Out-of-memory errors are recognised, and the micro-batch size that fits is found without a trace."""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.oom import PassOutOfMemory, find_micro_batch_size, is_out_of_memory
+from engine.parallel import dist
+from tests.engine.test_passes import STEPS, WAYS, WIDTH, Failing, Rows, batches, engine_of, loss, trained
+from tests.ranks import run_ranks
+
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+    MemoryError(),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+]
+OTHERS = [
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    ValueError("out of memory while one sequence is decoded"),
+    torch.distributed.DistBackendError("NCCL error: unhandled cuda error 'out of memory'"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+def test_errors_that_mean_out_of_memory(error: BaseException) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=str)
+def test_errors_that_mean_something_else(error: BaseException) -> None:
+    assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("where", "call"), WAYS)
+def test_a_pass_that_runs_out_of_memory_ends_the_update(where: str, call: int, stage: int) -> None:
+    engine = engine_of(stage)
+    with Failing(where, 5, call=call), pytest.raises(PassOutOfMemory) as raised:
+        engine.update(batches(0, [16]), loss, 16.0)
+    assert not raised.value.holds_graphs and isinstance(raised.value.__cause__, RuntimeError | MemoryError)
+    with Failing("forward", 5), pytest.raises(PassOutOfMemory):
+        engine.score(batches(0, [16]), lambda module, rows: list(module(rows.x)))
+
+
+def test_other_errors_of_a_pass_are_not_changed() -> None:
+    def wrong(module: nn.Module, batch: Rows) -> tuple[Tensor, dict[str, float | Tensor]]:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        engine_of(2).update(batches(0, [16]), wrong, 1.0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("where", "call"), WAYS)
+def test_the_size_that_fits_is_found_without_a_trace(where: str, call: int, stage: int) -> None:
+    """Gradients, buffers and random state are as before, so the updates afterwards are bit for bit the same."""
+    wanted = trained(stage, [16], shares=False, drop=0.5)
+    tried: list[int] = []
+
+    def dry_run(rows: int) -> None:
+        tried.append(rows)
+        engine.dry_run(Rows(torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))), loss)
+
+    engine = engine_of(stage, drop=0.5)
+    torch.manual_seed(5)
+    with Failing(where, 5, call=call):
+        assert find_micro_batch_size(dry_run, 16, minimum=1) == 4
+    assert tried == [16, 8, 4]
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+    updates = [engine.update(batches(step, [16]), loss, 16.0) for step in range(STEPS)]
+    assert [update.loss for update in updates] == wanted["losses"]
+    assert engine.module.seen.item() == wanted["seen"]
+
+
+def test_below_the_minimum_nothing_is_tried() -> None:
+    tried: list[int] = []
+
+    def dry_run(rows: int) -> None:
+        tried.append(rows)
+        raise PassOutOfMemory("no memory")
+
+    with pytest.raises(PassOutOfMemory):
+        find_micro_batch_size(dry_run, 16, minimum=6)
+    assert tried == [16, 8, 6]
+
+
+def on_two_ranks() -> tuple[list[float], list[float], str]:
+    """Losses without and with a dry run before the first step, and the reason of a dry run that fails on both ranks."""
+    torch.set_num_threads(1)
+    gc.freeze()
+    wanted = trained(2, [8], shares=False, drop=0.5)["losses"]
+    engine = engine_of(2, drop=0.5)
+    torch.manual_seed(5 + dist.world().rank)
+    engine.dry_run(batches(7, [8])[0], loss)
+    losses = [engine.update(batches(step, [8]), loss, 16.0).loss for step in range(STEPS)]
+    with Failing("forward", 2), pytest.raises(PassOutOfMemory) as raised:
+        find_micro_batch_size(lambda rows: engine.dry_run(batches(7, [rows])[0], loss), 8, minimum=1)
+    return wanted, losses, str(raised.value)
+
+
+def test_several_ranks_dry_run_and_do_not_continue_after_a_failure() -> None:
+    for wanted, losses, reason in run_ranks(on_two_ranks, 2):
+        assert losses == wanted
+        assert reason == "CUDA out of memory. Tried to allocate 20.00 MiB"
