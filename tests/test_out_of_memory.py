@@ -59,6 +59,6 @@ def test_one_sequence_that_does_not_fit_ends_with_what_to_change(
     monkeypatch.setitem(processes.MODULES, "sft", "tests.out_of_memory_stage")
     monkeypatch.setenv("FAILING_ABOVE", "0")
     monkeypatch.setenv("FAILING_AFTER", "0")
-    assert main([*COMMAND, f"run_dir={tmp_path / 'run'}", "sft.micro_batch_tokens=1"]) == 2
+    assert main([*COMMAND, f"run_dir={tmp_path / 'run'}", "sft.micro_batch_tokens=8"]) == 2
     output = capfd.readouterr().err
-    assert "sft.micro_batch_tokens=1 is a micro-batch of one sequence" in output and "sft.max_length" in output
+    assert "sft.micro_batch_tokens=8 is a micro-batch of one sequence" in output and "sft.max_length" in output

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from engine import Engine
+from pipeline.data.batch import collate_pairs, pack_pairs
 from pipeline.data.encode import PairItem
 from pipeline.data.records import Message, Preference
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
@@ -100,7 +101,7 @@ def test_answers_that_share_a_prompt_train_as_apart(folder: Path) -> None:
         engine = scorer_in(folder, packing)
         batches, _ = micro_batches(made, budget=40, packing=packing, pad_id=0)
         update = engine.update(batches, loss_of(0.01, use_margin=False), len(made))
-        done[packing] = (update.loss, update.grad_norm, sum(each.size for each in batches))
+        done[packing] = (update.loss, update.grad_norm, sum(each.input_ids.numel() for each in batches))
     assert done[True][:2] == pytest.approx(done[False][:2], rel=1e-5)
     assert done[True][2] == sum(len(pair.chosen) + len(pair.rejected) - 2 for pair in made) < done[False][2]
 
@@ -111,7 +112,7 @@ def test_a_batch_without_pairs_takes_part_and_adds_nothing(folder: Path, packing
     full, _ = micro_batches(pairs(), budget=10_000, packing=packing, pad_id=0)
     alone = engine.update(full, loss_of(0.01, use_margin=False), 5)
     again = scorer_in(folder, packing)
-    nothing = full[0].nothing()
+    nothing = (pack_pairs if packing else collate_pairs)([], 0)
     both = again.update([*full, nothing], loss_of(0.01, use_margin=False), 5)
     assert both.loss == pytest.approx(alone.loss) and both.grad_norm == pytest.approx(alone.grad_norm, rel=1e-5)
     assert both.sums == pytest.approx(alone.sums)

@@ -136,7 +136,7 @@ def test_minibatches_hold_every_sequence_once(parts: int) -> None:
     seen: dict[int, list[list[int]]] = {}
     for seed in (1, 2):
         made = minibatches(rollout, parts=parts, seed=seed, pad_id=0, budget=18)
-        seen[seed] = [sorted(place for each in m.batches for place in each.items) for m in made]
+        seen[seed] = [sorted(place for each in m.batches for place in each.places) for m in made]
         assert len(made) == parts
         assert sorted(place for places in seen[seed] for place in places) == list(range(5))
         assert max(map(len, seen[seed])) - min(map(len, seen[seed])) <= 1
@@ -145,8 +145,8 @@ def test_minibatches_hold_every_sequence_once(parts: int) -> None:
             assert minibatch.tokens == sum(len(each.scored) for each in minibatch.batches)
     assert (seen[1] == seen[2]) == (parts == 1)
     again = minibatches(rollout, parts=parts, seed=1, pad_id=0, budget=18)
-    assert [[b.items for b in m.batches] for m in again] == [
-        [b.items for b in m.batches] for m in minibatches(rollout, parts=parts, seed=1, pad_id=0, budget=18)
+    assert [[b.places for b in m.batches] for m in again] == [
+        [b.places for b in m.batches] for m in minibatches(rollout, parts=parts, seed=1, pad_id=0, budget=18)
     ]
 
 
