@@ -5,7 +5,10 @@
 XXH3 runs at the speed of memory. It detects disks, copies and editors that change a file, not forgery.
 """
 
+import contextlib
+import fcntl
 import json
+import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -37,28 +40,49 @@ class Checksum:
 
 
 class HashedFile:
-    """A new file that is hashed while it is written."""
+    """A new file that is hashed while it is written, past the page cache (O_DIRECT) if the file system can."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
-        self._file = path.open("xb", buffering=2**20)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        self._descriptor = os.open(path, flags, 0o644)
+        with contextlib.suppress(OSError):  # tmpfs has no direct I/O
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, os.O_DIRECT)
+        self._block, self._filled = mmap.mmap(-1, BLOCK_BYTES), 0  # starts on a page, as direct I/O needs
         self._hash, self._bytes = xxhash.xxh3_128(), 0
 
     def write(self, content: memoryview | bytes) -> None:
         """Append bytes. Raises OSError."""
         view = memoryview(content).cast("B")
-        for start in range(0, len(view), BLOCK_BYTES):  # the block that is hashed is still in the cache when written
-            block = view[start : start + BLOCK_BYTES]
-            self._hash.update(block)
-            self._file.write(block)
-        self._bytes += len(view)
+        while view:
+            count = min(len(view), BLOCK_BYTES - self._filled)
+            self._block[self._filled : self._filled + count] = view[:count]
+            self._filled += count
+            view = view[count:]
+            if self._filled == BLOCK_BYTES:
+                self._flush()
 
     def close(self) -> Checksum:
         """Wait until the disk has the content, and return its checksum. Raises OSError."""
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, 0)  # the last block is not full, which direct I/O refuses
+        self._flush()
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
+        self._descriptor = -1
         return Checksum(self._bytes, self._hash.hexdigest())
+
+    def _flush(self) -> None:
+        with memoryview(self._block)[: self._filled] as rest:
+            self._hash.update(rest)
+            self._bytes += len(rest)
+            start = 0
+            while start < len(rest):
+                start += os.write(self._descriptor, rest[start:])
+        self._filled = 0
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            os.close(self._descriptor)
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, Checksum]) -> None:

@@ -11,10 +11,10 @@ from engine.checkpoint.checksums import Checksum, HashedFile, checksum_of
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 4096)
 
 
-@pytest.mark.parametrize("sizes", [(), (0,), (1, 2), (1000, 1), (2500, 700, 3)])
+@pytest.mark.parametrize("sizes", [(), (0,), (1, 2), (4096, 1), (9500, 700, 3)])
 def test_a_written_file_has_its_bytes_and_its_checksum(sizes: tuple[int, ...], tmp_path: Path) -> None:
     parts = [random.Random(size).randbytes(size) for size in sizes]
     file = HashedFile(tmp_path / "file")
