@@ -18,9 +18,9 @@ from transformers import AttentionInterface
 from engine.generation.cache.groups import Chunk, Family
 from engine.generation.cache.shared_prompt import joined_attention
 from engine.generation.cache.slots import SeenRows, SlotLayer, Step
-from engine.kernels.host import decode_attention as host
-from engine.kernels.host.ragged_attention import ragged_attention
 from engine.kernels.varlen import fits, varlen_kernel, within_sequences
+from engine.kernels_cpu import decode_attention as host
+from engine.kernels_cpu.ragged_attention import ragged_attention
 
 NAME = "zerochat_slots"
 CHANGES_SCORES = ("position_bias", "s_aux", "head_mask", "alibi")  # arguments that this function would have to heed

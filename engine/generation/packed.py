@@ -2,7 +2,7 @@
 
 A product of a few rows with a large matrix is bound by reading the matrix. On CPUs PyTorch's own linear packs it anew
 at each call; read beforehand into blocks for oneDNN, or where it lies by a kernel of ours
-(`engine/kernels/host/linear.py`), it is read at up to twice the speed. Which of the two is decided by the precision and
+(`engine/kernels_cpu/linear.py`), it is read at up to twice the speed. Which of the two is decided by the precision and
 by what the processor can do, never by a measurement, so that a machine says the same in each run. Layers that read the
 same input (a block's queries, keys and values) may be laid out as one, which is read faster than three.
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.generation.side_by_side import WhereTheyLie, in_order
-from engine.kernels.host import linear
+from engine.kernels_cpu import linear
 
 # The number of rows that oneDNN's packs are laid out for. In bf16 the layout for one row is the faster one with more
 # rows, too: a step of OPT-125M with 16 rows took 27.1 ms, and 34.5 ms in the layout for 16.

@@ -31,7 +31,7 @@ from engine.generation.parity_check import counts_from_zero, far_apart, fixed_pr
 from engine.generation.sampling import Sampling
 from engine.generation.scheduler import Scheduler
 from engine.generation.served import check_model, has_window
-from engine.kernels.host import decode_attention as host
+from engine.kernels_cpu import decode_attention as host
 from engine.oom import is_out_of_memory
 from engine.parallel import dist
 from engine.uploads import upload

@@ -15,17 +15,17 @@ from torch import Tensor
 from engine.kernels.decode_attention import decode_attention as _decode_attention
 from engine.kernels.decode_rows import note_rows as _note_rows
 from engine.kernels.decode_rows import take_rows as _take_rows
+from engine.kernels.decode_rows import write_tokens as _write_tokens
 from engine.kernels.gae import gae as _gae
-from engine.kernels.gpu.compiler import has_triton
-from engine.kernels.host import decode_attention as _host_decode_attention
-from engine.kernels.host import sample as _host_sample
 from engine.kernels.sample import draw as _draw
 from engine.kernels.sample import sample as _sample
 from engine.kernels.split_logprobs import Pieces, Reduce
 from engine.kernels.split_logprobs import split_token_logprobs as _split_token_logprobs
 from engine.kernels.token_logprobs import gradients, statistics
 from engine.kernels.token_logprobs import token_logprobs as _token_logprobs
-from engine.kernels.write_tokens import write_tokens as _write_tokens
+from engine.kernels_cpu import decode_attention as _host_decode_attention
+from engine.kernels_cpu import sample as _host_sample
+from engine.kernels_triton.device import has_triton
 
 __all__ = [
     "Reduce",
@@ -43,8 +43,8 @@ __all__ = [
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
-_IN_TRITON = {name: name for name in ("decode_attention", "gae", "sample", "token_logprobs", "write_tokens")}
-_IN_TRITON |= {"note_rows": "decode_rows", "take_rows": "decode_rows"}  # the file that has it
+_IN_TRITON = {name: name for name in ("decode_attention", "gae", "sample", "token_logprobs")}
+_IN_TRITON |= dict.fromkeys(("note_rows", "take_rows", "write_tokens"), "decode_rows")  # the file that has it
 _HOST: dict[str, Any] = {"decode_attention": _host_decode_attention, "draw": _host_sample, "sample": _host_sample}
 
 
@@ -73,7 +73,7 @@ def _for_device(name: str, tensor: Tensor) -> Callable[..., Any] | None:
 
 @cache
 def _triton(kernel: str, name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(import_module(f"engine.kernels.gpu.{kernel}"), name)
+    function: Callable[..., Any] = getattr(import_module(f"engine.kernels_triton.{kernel}"), name)
     return function
 
 

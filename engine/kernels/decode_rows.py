@@ -76,3 +76,13 @@ def note_rows(
     said.logprobs.view(-1).index_copy_(0, at, logprobs)
     if seen is not None:
         seen.view(-1).index_fill_(0, slots * seen.shape[1] + tokens, True)
+
+
+def write_tokens(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> None:
+    """keys[slots[b], :, positions[b]] = key[b], and likewise values.
+
+    key, value: (B, heads, D); keys, values: (slots, heads, capacity, D), whose head sizes may differ; slots, positions:
+    (B,) int64, the places different from one another, or what is written there without meaning.
+    """
+    keys[slots, :, positions] = key
+    values[slots, :, positions] = value

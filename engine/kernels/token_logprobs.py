@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.kernels.host import logits as host
 from engine.kernels.products import Products, product_of
 
 # Logits a block. On a CPU 8 MB of them stay near the cores from the product to the sums; smaller ones gain nothing.
@@ -134,7 +133,7 @@ def statistics(
         z = head.logits(products, wide, rows, None if bias is None else bias[start:end], logits(end - start))
         places, here = _places(targets - start, end - start)
         target_logits += z.gather(-1, places)[:, 0] * here
-        highest, total, pull = host.sums(z) if host.serves(z) else _sums(z, weights)
+        highest, total, pull = _sums(z, weights)
         lses.append(highest + total.log())
         entropies.append(total.log() - pull / total)
     stacked = torch.stack(lses)
@@ -204,8 +203,6 @@ def _logit_gradient(
     z: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, of_logprob: Tensor, of_entropy: Tensor | None, out: Tensor
 ) -> Tensor:
     """dz (N, block) of the formula above. `targets` count from the block's first column and may lie outside of it."""
-    if host.serves(z):
-        return host.slopes(z, targets, lse, entropy, of_logprob, of_entropy, out)
     logp = torch.sub(z, lse[:, None], out=out)
     if of_entropy is None:
         dz = logp.exp_().mul_(-of_logprob[:, None])

@@ -2,7 +2,7 @@
 
 MKL, which PyTorch multiplies fp32 matrices with, uses AVX-512 on Intel's processors only; on others that have it, half
 of each vector lies idle (AMD EPYC with AVX-512, one core: 105 GFLOP/s of 256). A kernel in C takes its place there
-(`engine/kernels/host/products.py`). Where it can't be compiled, oneDNN does for large products: it asks for the
+(`engine/kernels_cpu/products.py`). Where it can't be compiled, oneDNN does for large products: it asks for the
 instructions, not for the maker, but makes code for each new shape, which takes half a millisecond and more, and PyTorch
 calls it for fp32 through one operator alone, which is used here.
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from engine.kernels.host import products
+from engine.kernels_cpu import products
 
 LEAST = {"c": 2**22, "onednn": 2**28}  # operations of a product
 

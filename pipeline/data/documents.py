@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.kernels.host.ragged_attention import Families
+from engine.kernels_cpu.ragged_attention import Families
 from engine.uploads import uploaded
 
 

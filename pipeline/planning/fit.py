@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from engine.config import EngineConfig, OptimizerConfig, Precision
 from engine.generation.packed import copies
-from engine.kernels.host.library import library
+from engine.kernels_cpu.library import library
 from engine.memory import Demand, Shape, Workload, ppo_demand, reward_demand, sft_demand
 from engine.memory.machine import this_machine
 from engine.memory.shapes import measured

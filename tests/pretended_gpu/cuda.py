@@ -390,7 +390,7 @@ def _install() -> None:
     torch.tensor = _made_on_host(torch.tensor)
     from triton.runtime.interpreter import GridExecutor
 
-    from tests.engine.kernels.gpu.interpreter import mend
+    from tests.engine.kernels_triton.interpreter import mend
 
     mend()
     GridExecutor.__call__ = _launching(GridExecutor.__call__)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.generation.cache.groups import Chunk, Family, Group
-from engine.kernels.host.ragged_attention import Families
+from engine.kernels_cpu.ragged_attention import Families
 from engine.offload.direct_io import aligned
 from engine.uploads import upload
 

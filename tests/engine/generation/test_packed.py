@@ -6,7 +6,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.generation import packed
-from engine.kernels.host import linear
+from engine.kernels_cpu import linear
 
 BF16 = torch.bfloat16
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.generation import slot_decoder
 from engine.generation.rollouts import Generation, Rollouts
 from engine.generation.sampling import Sampling
-from engine.kernels.host import linear
+from engine.kernels_cpu import linear
 from tests.engine.generation.families import (
     ENDS,
     FAMILIES,

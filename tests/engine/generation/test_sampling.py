@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from engine.generation.sampling import Ending, Sampling, forbid, penalise, sample, uniforms
-from engine.kernels.host import sample as host
+from engine.kernels_cpu import sample as host
 
 ONE = Sampling(max_new_tokens=1)
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from engine.kernels import wide_linear
-from engine.kernels.host import products
 from engine.kernels.products import product_of
 from engine.kernels.wide_linear import Linear, serves, widen_linears
+from engine.kernels_cpu import products
 
 WAYS = {
     "c": pytest.mark.skipif(not products.takes(torch.float32), reason="no C compiler, or no AVX-512"),

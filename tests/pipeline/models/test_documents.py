@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
 from engine import Engine
-from engine.kernels.host.library import library
-from engine.kernels.host.ragged_attention import ragged_attention
 from engine.kernels.varlen import varlen_kernel
+from engine.kernels_cpu.library import library
+from engine.kernels_cpu.ragged_attention import ragged_attention
 from engine.parallel import dist, dtensors
 from pipeline.data.documents import Documents
 from pipeline.errors import UserError

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine.kernels.host import ragged_attention
-from engine.kernels.host.library import library
+from engine.kernels_cpu import ragged_attention
+from engine.kernels_cpu.library import library
 from engine.memory import Workload
 from engine.memory.activations import activations
 from engine.memory.shapes import measured

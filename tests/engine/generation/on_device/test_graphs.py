@@ -14,7 +14,7 @@ from engine.generation.on_device.forwards import Forwards
 from engine.generation.parity_check import check_generator
 from engine.generation.rollouts import Generation, Rollouts
 from engine.generation.sampling import Sampling
-from engine.kernels.gpu import compiler
+from engine.kernels_triton import device as device_module
 from tests.engine.generation.families import ENDS, build, ragged_prompts
 from tests.gpu import DEVICE, ON_GPU, needs_gpu
 
@@ -149,13 +149,13 @@ def test_without_a_compiler_it_draws_the_same_and_says_so(
     monkeypatch.setattr(graphs, "_told", set())
     model = on_device("llama")
     expected = Rollouts(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5)
-    monkeypatch.setattr(compiler, "_try", find)
-    compiler.has_triton.cache_clear()
+    monkeypatch.setattr(device_module, "_try", find)
+    device_module.has_triton.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             same(Rollouts(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5), expected)
     finally:
-        compiler.has_triton.cache_clear()
+        device_module.has_triton.cache_clear()
     said = [record.getMessage() for record in caplog.records if "Triton" in record.getMessage()]
     assert len(said) == ON_GPU and all("not used (Failed to find C compiler; it wants" in text for text in said)
 

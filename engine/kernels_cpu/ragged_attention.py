@@ -1,0 +1,137 @@
+"""Causal attention of sequences side by side in one row, on CPUs, forward and backward: binds `ragged_attention.c`.
+
+A sequence's query t sees the keys of tokens 0 to t, at most `window` of them, itself included. Sequences of a family
+begin with the tokens of its first one: those stand once in the row, and their keys' gradients come from all of them.
+
+One call does what takes two operators a sequence forward and two backward, with the copies that joining a family's keys
+asks for, and accumulates in fp32 what those round. PyTorch's operators, one call a sequence, are
+`pipeline.models.attention`.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from engine.kernels_cpu.library import library
+
+DTYPES = (torch.float32, torch.bfloat16)
+_ARGUMENTS: list[Any] = [*[ctypes.c_void_p] * 5, *[ctypes.c_long] * 7, ctypes.c_float, *[ctypes.c_int] * 3]
+
+
+@dataclass(frozen=True, eq=False)
+class Families:
+    """How a row of N tokens falls into sequences, and sequences into families.
+
+    spans: (sequences, 4) long: where each begins, its own tokens, those of its family's first sequence that come before
+    them (0 for the first itself), and where its queries begin, families one after the other
+    bounds: (families + 1,) long: where in `spans` each begins; longest: keys that the last token of any sequence sees
+    """
+
+    spans: Tensor
+    bounds: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, members: Sequence[Sequence[tuple[int, int]]]) -> "Families":
+        """From (start, length) of each family's sequences, its first one first."""
+        spans = [
+            (start, length, family[0][1] if place else 0, start)
+            for family in members
+            for place, (start, length) in enumerate(family)
+        ]
+        bounds = torch.tensor([0, *(len(family) for family in members)]).cumsum(0)
+        return cls(torch.tensor(spans), bounds, max(length + past for _, length, past, _ in spans))
+
+    @classmethod
+    def going_on(cls, chunks: Sequence[tuple[int, int, int, int]]) -> "Families":
+        """From (start, past, length, queries) of sequences of which only the last `length` tokens ask, behind `past`
+        others: keys and values begin at `start` of their row, queries at `queries` of theirs. Without gradients.
+        """
+        spans = [
+            span
+            for start, past, length, queries in chunks
+            for span in ((start, past, 0, -1), (start + past, length, past, queries))
+        ]
+        longest = max(past + length for _, past, length, _ in chunks)
+        return cls(torch.tensor(spans), torch.arange(0, len(spans) + 1, 2), longest)
+
+
+def ragged_attention(
+    query: Tensor, key: Tensor, value: Tensor, families: Families, *, scale: float, window: int | None = None
+) -> Tensor | None:
+    """(N, heads, size) from query (heads, N, size), key and value (key heads, N, size), these of another row of tokens
+    where `families` go on; None where it can't be done.
+
+    Takes fp32 and bf16 on the CPU, all three alike; heads are a multiple of the key heads. Once differentiable.
+    """
+    alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape
+    if query.dtype not in DTYPES or query.device.type != "cpu" or not alike or library("ragged_attention") is None:
+        return None
+    out: Tensor = _Ragged.apply(query, key, value, families, scale, window)
+    return out
+
+
+class _Ragged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, families: Families, scale: float, window: int | None
+    ) -> Tensor:
+        query, key, value = (_rows(tensor) for tensor in (query, key, value))
+        heads, tokens, size = query.shape
+        out = query.new_empty(tokens, heads, size)
+        lses = torch.empty(heads, tokens)
+        ctx.families, ctx.scale, ctx.window = families, scale, window
+        _call([query, key, value, out.transpose(0, 1)], lses, families, scale, window)
+        ctx.save_for_backward(query, key, value, lses)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, lses = ctx.saved_tensors
+        # Token by token, as the layers before made them: theirs is a view then, no copy.
+        gradients = [tensor.new_empty(tensor.transpose(0, 1).shape).transpose(0, 1) for tensor in (query, key, value)]
+        tensors = [query, key, value, _rows(upstream.transpose(0, 1)), *gradients]
+        _call(tensors, lses, ctx.families, ctx.scale, ctx.window)
+        return (*gradients, None, None, None)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """With the numbers of a row side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _call(tensors: Sequence[Tensor], lses: Tensor, families: Families, scale: float, window: int | None) -> None:
+    """Query, key, value and output, or those with the output's gradient in its place and three for the gradients."""
+    found = library("ragged_attention")
+    assert found is not None
+    function = found.ragged_attention
+    function.argtypes, function.restype = _ARGUMENTS, ctypes.c_int
+    query, key = tensors[0], tensors[1]
+    places = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    steps = (ctypes.c_int64 * (2 * len(tensors)))(*(step for tensor in tensors for step in tensor.stride()[:2]))
+    failed = function(
+        places,
+        steps,
+        lses.data_ptr(),
+        families.spans.data_ptr(),
+        families.bounds.data_ptr(),
+        len(families.bounds) - 1,
+        families.longest,
+        query.shape[0],
+        key.shape[0],
+        query.shape[1],
+        query.shape[2],
+        window or 0,
+        scale,
+        int(query.dtype == torch.float32),
+        int(len(tensors) > 4),
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("attention over a row of sequences got no memory: make micro_batch_tokens smaller")

@@ -1,0 +1,331 @@
+"""`decode_attention` in Triton: the same function as in engine/kernels/decode_attention.py, whose formula it is.
+
+One query token reads the whole cache and computes next to nothing: the kernel's task is to keep the memory busy. A
+program owns one sequence, one key head and a share (a split) of the keys, so that keys and values are read once for
+all query heads of the group, and a few long sequences fill the card as well as many short ones ("flash-decoding", Dao
+et al., 2023). Shares are cut from each sequence's own length: a short row next to a long one is cut finer, not left to
+one program. A second kernel joins the shares, where there are several. The grid depends on shapes alone, never on
+lengths, so that nothing waits for the device and a CUDA graph can replay it.
+
+The queries of a group are padded to the 16 rows that tensor cores take: with one head a group 15 of 16 products are
+for nothing, and still memory is what is waited for. Where neighbouring sequences read the same prompt, their queries
+take those rows: shares of the prompt are read once for a block of sequences, shares of what is each one's own apart
+(Juravsky et al., 2024, "Hydragen").
+
+Left out: gradients, a paged cache, quantized keys and values.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.decode_attention import Prompts, check
+from engine.kernels_triton.device import H200, Card, card, dot_precision, multiprocessors
+
+MOST_SPLITS = 64
+MOST_ROWS, ENOUGH_SEQUENCES = 32, 8  # of a block that reads a prompt: rows of a tile, sequences
+LOWEST = tl.constexpr(-1e30)  # stands for -inf, whose difference with itself is NaN
+NOWHERE = tl.constexpr(2**31 - 1)  # beyond every place
+
+
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+    alibi: Tensor | None = None,
+    softcap: float | None = None,
+    prompts: Prompts | None = None,
+) -> Tensor:
+    """As `engine.kernels.decode_attention.decode_attention`."""
+    check(query, keys, values, slots, lengths, window, alibi, prompts)
+    (batch, heads, width), (_, key_heads, capacity, of_values) = query.shape, values.shape
+    out = query.new_empty(batch, heads, of_values)
+    if batch == 0:
+        return out
+    query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values))
+    before, joined = _before(prompts, keys, values), prompts is not None and prompts.firsts is not None
+    options = launch_options(width, of_values, heads // key_heads, keys.dtype, joined=joined, on=card(query.device))
+    processors, keys_a_step = multiprocessors(query.device), options["BT"]
+    of_prompts = 0
+    if joined:
+        blocks = triton.cdiv(batch, options["SEQUENCES"])
+        of_prompts = _splits(blocks * key_heads, before.keys.shape[2], keys_a_step, processors, MOST_SPLITS // 2)
+    elif prompts is not None:
+        capacity += prompts.keys.shape[2]
+    most = MOST_SPLITS // 2 if joined else MOST_SPLITS
+    splits = of_prompts + _splits(batch * key_heads, capacity, keys_a_step, processors, most)
+    partial, highest, totals = out, None, None
+    if splits > 1:
+        partial = query.new_empty(batch * heads, splits, of_values, dtype=torch.float32)
+        highest, totals = query.new_empty(2, batch * heads, splits, dtype=torch.float32)
+    share_kernel[(batch * key_heads, splits)](
+        query,
+        keys,
+        values,
+        slots,
+        lengths,
+        *before,
+        alibi,
+        partial,
+        highest,
+        totals,
+        batch,
+        key_heads,
+        heads,
+        width,
+        of_values,
+        query.stride(0),
+        query.stride(1),
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        *before.keys.stride()[:3],
+        *before.values.stride()[:3],
+        splits,
+        of_prompts,
+        scale,
+        window or 0,
+        softcap or 0.0,
+        GROUP=heads // key_heads,
+        HAS_PROMPTS=prompts is not None,
+        JOINED=joined,
+        HAS_WINDOW=window is not None,
+        HAS_ALIBI=alibi is not None,
+        HAS_SOFTCAP=softcap is not None,
+        WHOLE=splits == 1,
+        PRECISION=dot_precision(keys.dtype),
+        **options,
+    )
+    if splits == 1:
+        return out
+    join_kernel[(batch * heads,)](
+        partial,
+        highest,
+        totals,
+        out,
+        splits,
+        of_values,
+        SPLITS=triton.next_power_of_2(splits),
+        BV=options["BV"],
+        num_warps=4,
+    )
+    return out
+
+
+def launch_options(
+    width: int, of_values: int, group: int, dtype: torch.dtype, *, joined: bool = False, on: Card = H200
+) -> dict[str, Any]:
+    """Tile sizes: powers of two over the head sizes, 16 at least (tensor cores), and 64 keys a step (fp32: 32), fewer
+    where heads are too wide for the card.
+
+    Where sequences are `joined` a tile has room for the queries of several.
+    """
+    rows = max(16, triton.next_power_of_2(group))
+    if joined:
+        rows = max(rows, min(MOST_ROWS, ENOUGH_SEQUENCES * triton.next_power_of_2(group)))
+    of_query, of_value = (max(16, triton.next_power_of_2(size)) for size in (width, of_values))
+    keys, stages = 32 if dtype == torch.float32 else 64, 3
+
+    def needed() -> int:
+        """Bytes of shared memory: all stages but one of keys and values, and a tile of queries, of products, of p."""
+        return ((stages - 1) * keys * (of_query + of_value) + rows * (of_query + of_value + 2 * keys)) * dtype.itemsize
+
+    while needed() > on.shared and keys > 16:
+        keys, stages = (keys, stages - 1) if stages > 2 else (keys // 2, stages)
+    return {
+        "SEQUENCES": rows // group if joined else 1,
+        "BG": rows,
+        "BD": of_query,
+        "BV": of_value,
+        "BT": keys,
+        "num_warps": 4,
+        "num_stages": stages,
+    }
+
+
+def _before(prompts: Prompts | None, keys: Tensor, values: Tensor) -> Prompts:
+    """The prompts as the kernel takes them; where there are none anything stands in, unread."""
+    if prompts is None:
+        return Prompts(keys, values, None, None)  # type: ignore[arg-type]
+    keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (prompts.keys, prompts.values))
+    return prompts._replace(keys=keys, values=values)
+
+
+def _splits(programs: int, capacity: int, keys_a_step: int, processors: int, most: int = MOST_SPLITS) -> int:
+    """Shares of the keys: four programs a multiprocessor in all, yet no share shorter than two steps."""
+    return max(1, min(triton.cdiv(4 * processors, programs), triton.cdiv(capacity, 2 * keys_a_step), most))
+
+
+@triton.jit(do_not_specialize=["batch"])
+def share_kernel(
+    query,
+    keys,
+    values,
+    slots,
+    lengths,
+    prompt_keys,
+    prompt_values,
+    prompt_slots,
+    prompt_lengths,
+    firsts,
+    alibi,
+    partial,
+    highest,
+    totals,
+    batch,
+    key_heads,
+    heads,
+    width,
+    of_values,
+    stride_qb,
+    stride_qh,
+    stride_ks,
+    stride_kh,
+    stride_kt,
+    stride_vs,
+    stride_vh,
+    stride_vt,
+    stride_pks,
+    stride_pkh,
+    stride_pkt,
+    stride_pvs,
+    stride_pvh,
+    stride_pvt,
+    splits,
+    of_prompts,
+    scale,
+    window,
+    softcap,
+    GROUP: tl.constexpr,
+    HAS_PROMPTS: tl.constexpr,
+    JOINED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    BG: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Unnormalised output (B H, splits, Dv), maximum and total weight (B H, splits) of one share of the keys; where one
+    share is the WHOLE, its output.
+
+    Where sequences are JOINED the first `of_prompts` shares are those of the prompt, computed by every SEQUENCES'th of
+    the neighbouring rows that read it for itself and those behind it; the others are of what is each row's own.
+    """
+    row = tl.program_id(0) // key_heads
+    key_head = tl.program_id(0) % key_heads
+    split = tl.program_id(1)
+    group = tl.arange(0, BG)
+    rows = row + group // GROUP
+    head = key_head * GROUP + group % GROUP
+    exist = group < GROUP
+    slot = tl.load(slots + row).to(tl.int64)
+    keys += slot * stride_ks + key_head.to(tl.int64) * stride_kh
+    values += slot * stride_vs + key_head.to(tl.int64) * stride_vh
+    if HAS_PROMPTS:
+        slot = tl.load(prompt_slots + row).to(tl.int64)
+        prompt_keys += slot * stride_pks + key_head.to(tl.int64) * stride_pkh
+        prompt_values += slot * stride_pvs + key_head.to(tl.int64) * stride_pvh
+        border = tl.load(prompt_lengths + row).to(tl.int32)  # places behind it are in the row's own slot
+    if JOINED:  # what each row of the tile sees, (BG, 1)
+        first = tl.load(firsts + row)
+        in_prompt = split < of_prompts
+        others = tl.load(firsts + rows, mask=rows < batch, other=-1) == first
+        exist = tl.where(in_prompt, (group < SEQUENCES * GROUP) & others & ((row - first) % SEQUENCES == 0), exist)
+        length = tl.load(lengths + rows, mask=exist, other=0).to(tl.int32)[:, None]
+        inside = tl.load(prompt_lengths + rows, mask=exist, other=0).to(tl.int32)[:, None]
+        inside = tl.minimum(inside, length)
+        begin = 0 * length
+        if HAS_WINDOW:
+            begin = tl.maximum(length - window, 0)
+        begin = tl.where(in_prompt, begin, tl.maximum(begin, inside))
+        end = tl.where(in_prompt, inside, length)
+        lowest = tl.min(tl.where(begin < end, begin, NOWHERE))
+        beyond = tl.max(end)
+        border = tl.where(in_prompt, NOWHERE, border)
+        shares = tl.where(in_prompt, of_prompts, splits - of_prompts)
+        nth = tl.where(in_prompt, split, split - of_prompts)
+    else:
+        length = tl.load(lengths + row).to(tl.int32)
+        lowest = 0 * length
+        if HAS_WINDOW:
+            lowest = tl.maximum(length - window, 0)
+        beyond = length
+        shares = splits
+        nth = split
+    share = tl.cdiv(tl.cdiv(tl.maximum(beyond - lowest, 0), shares), BT) * BT
+    start = lowest + nth * share
+    last = tl.minimum(start + share, beyond)
+
+    d = tl.arange(0, BD)
+    dv = tl.arange(0, BV)
+    q = query + rows.to(tl.int64)[:, None] * stride_qb + head[:, None] * stride_qh + d[None, :]
+    q = tl.load(q, mask=exist[:, None] & (d < width)[None, :], other=0.0).to(keys.dtype.element_ty)
+    m = tl.full((BG,), LOWEST, dtype=tl.float32)
+    s = tl.zeros((BG,), dtype=tl.float32)
+    acc = tl.zeros((BG, BV), dtype=tl.float32)
+    for step in range(tl.cdiv(tl.maximum(last - start, 0), BT)):
+        places = start + step * BT + tl.arange(0, BT)
+        used = places < last
+        at = places.to(tl.int64)
+        k_at = keys + at * stride_kt
+        v_at = values + at * stride_vt
+        if HAS_PROMPTS:
+            own = at - border
+            k_at = tl.where(places < border, prompt_keys + at * stride_pkt, keys + own * stride_kt)
+            v_at = tl.where(places < border, prompt_values + at * stride_pvt, values + own * stride_vt)
+        k = tl.load(k_at[None, :] + d[:, None], mask=used[None, :] & (d < width)[:, None], other=0.0)
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale
+        if HAS_SOFTCAP:
+            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+        if HAS_ALIBI:
+            slope = tl.load(alibi + head).to(tl.float32)
+            scores += slope[:, None] * (places[None, :] - length + 1).to(tl.float32)
+        seen = used[None, :]
+        if JOINED:
+            seen = seen & (places[None, :] >= begin) & (places[None, :] < end)
+        scores = tl.where(seen, scores, LOWEST)
+        above = tl.maximum(m, tl.max(scores, 1))
+        shrink = tl.exp(m - above)
+        weights = tl.exp(scores - above[:, None])
+        if JOINED:
+            weights = tl.where(seen, weights, 0.0)  # a row may have seen nothing yet
+        s = s * shrink + tl.sum(weights, 1)
+        v = tl.load(v_at[:, None] + dv[None, :], mask=used[:, None] & (dv < of_values)[None, :], other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        m = above
+    here = (rows * heads + head) * splits + split
+    if WHOLE:
+        acc = acc / tl.where(s == 0.0, 1.0, s)[:, None]
+    else:
+        tl.store(highest + here, m, mask=exist)
+        tl.store(totals + here, s, mask=exist)
+    out = partial + here.to(tl.int64)[:, None] * of_values + dv[None, :]
+    tl.store(out, acc.to(partial.dtype.element_ty), mask=exist[:, None] & (dv < of_values)[None, :])
+
+
+@triton.jit
+def join_kernel(partial, highest, totals, out, splits, of_values, SPLITS: tl.constexpr, BV: tl.constexpr):
+    """One head's shares -> its output (Dv,)."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    dv = tl.arange(0, BV)
+    exist = split < splits
+    inside = dv < of_values
+    m = tl.load(highest + row * splits + split, mask=exist, other=LOWEST)
+    share = tl.exp(m - tl.max(m, 0))
+    total = tl.sum(share * tl.load(totals + row * splits + split, mask=exist, other=0.0), 0)
+    places = partial + (row * splits + split)[:, None] * of_values + dv[None, :]
+    acc = tl.load(places, mask=exist[:, None] & inside[None, :], other=0.0)
+    result = tl.sum(acc * share[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + row * of_values + dv, result.to(out.dtype.element_ty), mask=inside)

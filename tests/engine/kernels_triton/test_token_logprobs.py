@@ -1,0 +1,131 @@
+"""The Triton source of token_logprobs against float64, with random upstream gradients for both outputs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels_triton import token_logprobs as kernel
+from tests.engine.kernels.oracle import DEVICE, close, in_float64, make
+
+# fp32 is exact to its sums; in bf16 the gradient of the logits is rounded once and the result once, 8 bits each.
+TOLERANCE = {torch.float32: (2e-6 if DEVICE == "cpu" else 1e-5, 2e-5), torch.bfloat16: (1e-5, 6e-3)}
+
+
+def compare(
+    tokens: int, vocabulary: int, width: int, dtype: torch.dtype, *, temperature: float = 1.0, bias: bool = False,
+    softcap: float | None = None,
+) -> None:  # fmt: skip
+    leaves = tuple(
+        None if x is None else x.detach().to(DEVICE).requires_grad_()
+        for x in make(tokens, vocabulary, width, bias=bias, dtype=dtype)
+    )
+    targets = torch.randint(vocabulary, (tokens,), device=DEVICE)
+    targets[:2] = torch.tensor([0, vocabulary - 1])[:tokens]
+    upstream = torch.randn(2, tokens, device=DEVICE)
+    logprobs, entropy = kernel.token_logprobs(leaves[0], leaves[1], targets, temperature, leaves[2], softcap)
+    torch.autograd.backward([logprobs, entropy], [upstream[0], upstream[1]])
+    exact, exact_logprobs, exact_entropy = in_float64(leaves, targets, temperature, softcap)
+    torch.autograd.backward([exact_logprobs, exact_entropy], [upstream[0].double(), upstream[1].double()])
+    of_values, of_gradients = TOLERANCE[dtype]
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    close(logprobs, exact_logprobs.detach(), of_values)
+    close(entropy, exact_entropy.detach(), of_values)
+    for mine, theirs in zip(leaves, exact, strict=True):
+        if mine is not None and theirs is not None:
+            assert mine.grad is not None and theirs.grad is not None and mine.grad.dtype == dtype
+            close(mine.grad, theirs.grad, of_gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [3, 37, 131])  # the three kinds of tiles; none divides
+def test_values_and_gradients_match_float64(tokens: int, dtype: torch.dtype) -> None:
+    compare(tokens, 610, 77, dtype, temperature=0.7, bias=True, softcap=3.0)
+
+
+@pytest.mark.parametrize("vocabulary", [50272 // 16, 151936 // 32])
+def test_vocabularies_of_real_models_scaled_down(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> None:
+    monkeypatch.setattr(kernel, "CHUNK_ELEMENTS", 70 * 1024)  # several chunks of the vocabulary in backward
+    compare(70, vocabulary, 64, torch.bfloat16)
+
+
+def test_many_tiles_of_tokens_share_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tiles of tokens than run together, more than one tile of the vocabulary a split."""
+    monkeypatch.setattr(kernel, "GROUP", 2)
+    monkeypatch.setattr(kernel, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(kernel, "tiles_for", lambda *args: kernel.Tiles(16, 16, 16, 4, 1))
+    compare(37, 280, 20, torch.float32)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_output_alone_gives_its_own_gradient(which: int) -> None:
+    hidden, weight = (x.detach().to(DEVICE).requires_grad_() for x in make(11, 129, 24)[:2] if x is not None)
+    targets, upstream = torch.randint(129, (11,), device=DEVICE), torch.randn(11, device=DEVICE)
+    kernel.token_logprobs(hidden, weight, targets)[which].backward(upstream)
+    exact, *outputs = in_float64((hidden, weight, None), targets, 1.0, None)
+    outputs[which].backward(upstream.double())
+    for mine, theirs in zip((hidden, weight), exact[:2], strict=True):
+        assert mine.grad is not None and theirs is not None and theirs.grad is not None
+        close(mine.grad, theirs.grad, 2e-5)
+
+
+def test_strides_frozen_heads_and_no_tokens() -> None:
+    hidden, weight, _ = make(9, 65, 16)
+    wide = torch.randn(9, 32, device=DEVICE)
+    wide[:, ::2] = hidden.detach().to(DEVICE)
+    strided = wide[:, ::2].requires_grad_()
+    frozen = weight.detach().to(DEVICE)
+    targets = torch.arange(9, device=DEVICE)
+    logprobs, _ = kernel.token_logprobs(strided, frozen, targets)
+    close(
+        logprobs.detach().cpu(),
+        in_float64((hidden, weight, None), targets.cpu(), 1.0, None)[1].detach(),
+        TOLERANCE[torch.float32][0],
+    )
+    logprobs.sum().backward()
+    assert strided.grad is not None and frozen.grad is None
+    nothing, entropy = kernel.token_logprobs(strided[:0], frozen.requires_grad_(), targets[:0])
+    (nothing.sum() + entropy.sum()).backward()
+    assert nothing.shape == (0,) and frozen.grad is not None and not frozen.grad.any()
+
+
+def test_nan_and_targets_outside_show() -> None:
+    hidden, weight, _ = (None if x is None else x.detach().to(DEVICE) for x in make(4, 40, 16))
+    assert hidden is not None and weight is not None
+    hidden[1, 3] = float("nan")
+    logprobs, _ = kernel.token_logprobs(hidden, weight, torch.tensor([1, 2, 40, -1], device=DEVICE))
+    assert logprobs.isnan().tolist() == [False, True, True, True]
+
+
+def test_a_token_of_probability_zero_leaves_no_nan() -> None:
+    hidden, weight, _ = (None if x is None else x.detach().to(DEVICE).requires_grad_() for x in make(4, 40, 16))
+    bias = torch.zeros(40, device=DEVICE)
+    bias[7] = float("-inf")
+    assert hidden is not None and weight is not None
+    logprobs, entropy = kernel.token_logprobs(hidden, weight, torch.arange(4, device=DEVICE), bias=bias)
+    (logprobs.sum() + entropy.sum()).backward()
+    for x in (logprobs, entropy, hidden.grad, weight.grad):
+        assert isinstance(x, Tensor) and x.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shares_of_a_split_head_join_to_the_whole(dtype: torch.dtype) -> None:
+    """The pieces that split_logprobs.py asks for: over two uneven shares of the rows, targets in either."""
+    hidden, weight, bias = (x.detach().to(DEVICE) for x in make(37, 310, 40, bias=True, dtype=dtype) if x is not None)
+    targets, upstream = torch.randint(310, (37,), device=DEVICE), torch.randn(2, 37, device=DEVICE)
+    head = kernel.Head(0.7, 3.0)
+    exact, *outputs = in_float64((hidden, weight, bias), targets, 0.7, 3.0)
+    torch.autograd.backward(outputs, [upstream[0].double(), upstream[1].double()])
+    parts = [(first, kernel.statistics(head, hidden, weight[first:last], targets - first, bias[first:last]))
+             for first, last in ((0, 100), (100, 310))]  # fmt: skip
+    lse = torch.stack([part[2] for _, part in parts]).logsumexp(0)
+    target_logits = sum(part[0] + part[2] for _, part in parts)
+    close(target_logits - lse, outputs[0].detach(), TOLERANCE[dtype][0])
+    found = [
+        kernel.gradients(head, hidden, weight[first:last], targets - first, bias[first:last], lse,
+                         outputs[1].detach().float(), upstream[0], upstream[1], wants=(True, True, True))
+        for first, last in ((0, 100), (100, 310))
+    ]  # fmt: skip
+    together = found[0][0] + found[1][0], torch.cat([f[1] for f in found]), torch.cat([f[2] for f in found])
+    for mine, leaf in zip(together, exact, strict=True):
+        assert leaf is not None and leaf.grad is not None
+        close(mine, leaf.grad, TOLERANCE[dtype][1])

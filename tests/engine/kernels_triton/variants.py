@@ -1,0 +1,202 @@
+"""Compile every Triton kernel to machine code without a GPU: argument types, constants and options of its launches.
+
+    python -m tests.engine.kernels_triton.variants
+
+The compiler is part of Triton. The command fails if a kernel does not compile or needs more shared memory than the GPU
+has. Shared memory per program: CUDA C++ programming guide, compute capabilities.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.kernels_triton import decode_attention as attention
+from engine.kernels_triton import decode_rows as books
+from engine.kernels_triton import gae, sample, sample_candidates, sample_search
+from engine.kernels_triton import token_logprobs as logprobs
+from engine.kernels_triton.device import H200, Card
+
+TRITON_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+ALIGNED = ("width", "of_values", "vocabulary", "length")  # and every stride: multiples of 16 in real models
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with one set of constants. `types` are those of arguments that are not int32."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+    def signature(self) -> dict[str, str]:
+        names = self.kernel.arg_names
+        return {n: "constexpr" if n in self.constants else self.types.get(n, "i32") for n in names}
+
+    def attributes(self) -> dict[tuple[int], list[list[Any]]]:
+        """What Triton finds out about arguments at a launch: pointers and sizes that are multiples of 16."""
+        known = enumerate(self.signature().items())
+        divisible = (i for i, (n, t) in known if t[0] == "*" or n in ALIGNED or n.startswith("stride"))
+        return {(i,): [["tt.divisibility", 16]] for i in divisible}
+
+
+SMALL = Card(86, 99 * 1024)  # the least shared memory of the supported GPUs
+
+
+def variants() -> list[tuple[Variant, Card]]:
+    """Return each kernel with the GPU to compile it for.
+
+    Kernels with tile products need shared memory, so they are also compiled for the GPU that has the least.
+    """
+    products = [(variant, on) for on in (H200, SMALL) for variant in (*_token_logprobs(on), *_decode_attention(on))]
+    return [*products, *((variant, H200) for variant in (*_sample(), *_gae()))]
+
+
+def check(variant: Variant, on: Card) -> str | None:
+    """Compile a kernel; return what is wrong with it, or None."""
+    source = ASTSource(variant.kernel, variant.signature(), variant.constants, variant.attributes())
+    try:
+        kernel = triton.compile(source, target=GPUTarget("cuda", on.capability, 32), options=variant.options)
+    except Exception as problem:  # the compiler's errors have no common type
+        return f"{variant.name} does not compile for sm_{on.capability}: {problem}"
+    if kernel.metadata.shared > on.shared:
+        return f"{variant.name} needs {kernel.metadata.shared} of {on.shared} bytes of shared memory"
+    return None
+
+
+def main() -> int:
+    problems = [problem for variant, on in variants() if (problem := check(variant, on)) is not None]
+    print(*problems, sep="\n")
+    return len(problems) > 0
+
+
+def _variant(name: str, kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Variant:
+    """Sorts Triton's own options out of the constants, as a launch does."""
+    options = {key: constants[key] for key in constants if key.startswith("num_")}
+    return Variant(name, kernel, types, {k: v for k, v in constants.items() if k not in options}, options)
+
+
+def _pointers(of: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, f"*{of}")
+
+
+def _token_logprobs(on: Card) -> Iterator[Variant]:
+    floats = [
+        "highest",
+        "totals",
+        "moments",
+        "target_logits",
+        "lses",
+        "entropies",
+        "of_logprob",
+        "of_entropy",
+        "logprobs",
+    ]
+    for tokens, dtype, whole in ((4096, torch.bfloat16, False), (4096, torch.bfloat16, True),
+                                 (16, torch.bfloat16, False), (4096, torch.float32, False)):  # fmt: skip
+        of = TRITON_TYPES[dtype]
+        types = {
+            **_pointers("fp32", *floats), **_pointers(of, "hidden", "weight", "bias", "d_logits"), "targets": "*i64",
+            "inverse_temperature": "fp32", "softcap": "fp32",
+        }  # fmt: skip
+        softcap = 30.0 if whole else None
+        head = logprobs._Head(1.0, softcap, logprobs.tiles_for(tokens, dtype, on, softcap))
+        options = head.options(1024, torch.empty(0) if whole else None, dtype)
+        if not whole:
+            options["bias"] = None
+        label = f"{of}, {'bias and soft cap' if whole else f'{head.tiles.tokens} tokens a tile'}"
+        yield _variant(f"token_logprobs forward, {label}", logprobs.forward_kernel, types, options)
+        constants = {**options, "HAS_ENTROPY": True}
+        yield _variant(f"token_logprobs backward, {label}", logprobs.backward_kernel, types, constants)
+    yield _variant("token_logprobs join", logprobs.join_kernel, _pointers("fp32", *floats), {"BM": 64, "num_warps": 2})
+
+
+def _decode_attention(on: Card) -> Iterator[Variant]:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    cases = (
+        (64, 1, bf16, False, False, ""), (64, 1, bf16, False, True, ""), (128, 8, bf16, True, False, ""),
+        (64, 1, fp32, False, False, ""), (256, 2, bf16, False, False, ""), (256, 2, fp32, False, False, ""),
+        (512, 8, bf16, False, False, ""), (64, 1, bf16, False, True, "prompts apart"),
+        (64, 1, bf16, False, False, "prompts read once"), (128, 4, bf16, False, False, "prompts read once"),
+        (128, 8, bf16, True, False, "prompts read once"),
+    )  # fmt: skip
+    for width, group, dtype, extras, whole, prompts in cases:
+        of, joined = TRITON_TYPES[dtype], prompts == "prompts read once"
+        types = {
+            **_pointers(of, "query", "keys", "values", "prompt_keys", "prompt_values"),
+            **_pointers("i64", "slots", "lengths", "prompt_slots", "prompt_lengths", "firsts"),
+            **_pointers("fp32", "alibi", "highest", "totals"), "scale": "fp32", "softcap": "fp32",
+            "partial": f"*{of if whole else 'fp32'}",
+        }  # fmt: skip
+        absent = ["alibi"] * (not extras) + ["highest", "totals"] * whole + ["firsts"] * (not joined)
+        absent += ["prompt_slots", "prompt_lengths"] * (not prompts)
+        constants = {
+            **attention.launch_options(width, width, group, dtype, joined=joined, on=on), "GROUP": group,
+            "HAS_PROMPTS": bool(prompts), "JOINED": joined, "HAS_WINDOW": extras, "HAS_ALIBI": extras,
+            "HAS_SOFTCAP": extras, "WHOLE": whole, "PRECISION": "ieee", **dict.fromkeys(absent),
+        }  # fmt: skip
+        more = ["window, ALiBi and soft cap"] * extras + ["in one share"] * whole + [prompts] * bool(prompts)
+        label = ", ".join([of, f"{group} head{'s' if group > 1 else ''} of {width}", *more])
+        yield _variant(f"decode_attention, {label}", attention.share_kernel, types, constants)
+    types = {**_pointers("fp32", "partial", "highest", "totals"), "out": "*bf16"}
+    constants = {"SPLITS": attention.MOST_SPLITS, "BV": 128, "num_warps": 4}
+    yield _variant("decode_attention join", attention.join_kernel, types, constants)
+    types = _pointers("bf16", "key", "value", "keys", "values") | _pointers("i64", "slots", "positions")
+    yield _variant("write_tokens, heads of 64", books.write_kernel, types, books.write_options(64, 64))
+    types = _pointers("i64", "rows", "slots", "place", "told", "tokens", "ends", "said")
+    types |= {**_pointers("fp32", "logprobs", "said_logprobs"), "seen": "*i1"}
+    yield _variant("take_rows", books.take_kernel, types, {"BLOCK": books.BLOCK, "num_warps": 4})
+    constants = {"HAS_SEEN": True, "BLOCK": books.BLOCK, "num_warps": 4}
+    yield _variant("note_rows", books.note_kernel, types, constants)
+
+
+def _sample() -> Iterator[Variant]:
+    types = {
+        **_pointers("fp32", "logits", "highest", "totals", "logprobs", "groups"),
+        **_pointers("i64", "streams", "positions", "tokens", "candidates"),
+        **_pointers("i32", "bounds", "whole_there", "counts", "settled"),
+        **dict.fromkeys(("inverse_temperature", "min_p", "top_p", "floor"), "fp32"), "state": "i64",
+    }  # fmt: skip
+    tile = sample.TILE
+    for grouped in (False, True):
+        constants = {"GROUPED": grouped, "TILE": tile, "num_warps": 8}
+        yield _variant(f"sample tiles{' and groups' if grouped else ''}", sample.tile_kernel, types, constants)
+    constants = {"TILE": tile, "TILES": 64, "num_warps": 8}
+    yield _variant("sample tiles without the unlikely", sample.keep_kernel, types, constants)
+    for greedy in (False, True):
+        constants = {"GREEDY": greedy, "TILE": tile, "TILES": 64, "num_warps": 8}
+        yield _variant(f"sample {'likeliest' if greedy else 'draw'}", sample.draw_kernel, types, constants)
+    kinds = {"HAS_TOP_K": False, "HAS_TOP_P": True, "HAS_MIN_P": True}
+    constants = {**kinds, "WIDTH": 8192, "TILE": tile, "TILES": 64, "num_warps": 8}
+    yield _variant("sample bound", sample_candidates.bound_kernel, types, constants)
+    for top_k in (50, 0):
+        room = sample_candidates.room_for(top_k)
+        kinds = {**kinds, "HAS_TOP_K": top_k > 0}
+        if top_k:
+            constants = {"ROOM": room, "TILE": tile, "num_warps": 8}
+            yield _variant("sample gather", sample_candidates.gather_kernel, types, constants)
+        constants = {**kinds, "ROOM": room, "TILES": 64, "num_warps": 8}
+        yield _variant(f"sample draw of {room} sorted", sample_candidates.sorted_kernel, types, constants)
+    kinds["HAS_TOP_K"] = True
+    constants = {**kinds, "TILE": sample_search.SCAN, "TILES": 64, "num_warps": 16}
+    yield _variant("sample draw by search", sample_search.search_kernel, types, constants)
+
+
+def _gae() -> Iterator[Variant]:
+    types = {
+        **_pointers("fp32", "rewards", "values", "advantages", "returns", "moments", "of_rows"), "mask": "*i1",
+        "gamma": "fp32", "decay": "fp32",
+    }  # fmt: skip
+    yield _variant("gae rows", gae.row_kernel, types, {"TILE": gae.TILE, "num_warps": 4})
+    yield _variant("gae moments", gae.moments_kernel, types, {"TILE": 1024, "num_warps": 4})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
