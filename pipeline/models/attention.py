@@ -20,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine.generation.attention import Unserved, attend, check_served
-from engine.kernels_cpu.ragged_attention import ragged_attention
 from engine.kernels.varlen import fits, varlen_kernel, within_sequences
+from engine.kernels_cpu.ragged_attention import ragged_attention
 from engine.parallel.sequence import Share
 from pipeline.data.documents import Documents, Ragged
 
