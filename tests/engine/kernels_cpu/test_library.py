@@ -13,7 +13,7 @@ import pytest
 
 from engine.kernels_cpu import library as module
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 SOURCE = """
 int answer(void) {
     int sum = 0;
