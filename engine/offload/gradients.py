@@ -25,7 +25,8 @@ class Gradients:
         """Add the gradient of one micro-batch, flat."""
         previous = self._sums.get(shard)
         if previous is not None:
-            gradient = previous.to(gradient.device, torch.float32, non_blocking=True).add_(gradient)
+            # Upload before the cast: a cast on the CPU would not wait for the download of `previous`.
+            gradient = previous.to(gradient.device, non_blocking=True).float().add_(gradient)
         if gradient.device.type != self._device.type:
             gradient = self._download(shard, gradient)
         self._sums[shard] = gradient
