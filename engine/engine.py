@@ -18,16 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from engine import layout, optim, precision
-from engine.average import Average
+from engine.optimizers.ema import Average
 from engine.checkpoint import Checkpointer
-from engine.compression.onebit_adam import OneBitAdam
+from engine.optimizers.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
 from engine.figures import numbers
 from engine.full_parameters import full_parameters
 from engine.generation.flip import Flip
 from engine.generation.inference_model import AssembledModel
 from engine.generation.rollouts import Rollouts
-from engine.large_pages import ask_for_large_pages
 from engine.ledger import Ledger
 from engine.ledger.beside import average_bytes, generator_bytes, optimizer_bytes
 from engine.loading import copy_local
@@ -124,7 +123,6 @@ class Engine:
 
     def _fill(self, fill: Callable[[nn.Module], None] | None) -> None:
         """Give parameters their values, and offloaded masters theirs in full precision."""
-        ask_for_large_pages(dtensors.local(parameter.detach()) for parameter in self.module.parameters())
         offloaded = self.optimizer if isinstance(self.optimizer, OffloadedOptimizer) else None
         with offloaded.initializing() if offloaded is not None else nullcontext():
             for name, parameter in self.module.named_parameters():

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from engine import optim, precision
 from engine.config import EngineConfig, OptimizerConfig
 from engine.kernels.wide_linear import widen_linears
-from engine.large_pages import prepare_large_pages
 from engine.offload import NvmeParameters
 from engine.parallel import dist, dtensors, head, operators, pipeline, tensor, zero
 
@@ -135,8 +134,6 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
     places = [(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
     first = {id(owner._parameters[name]): (owner, name) for owner, name in reversed(places)}
     tied = [(owner, name, *first[id(owner._parameters[name])]) for owner, name in places]
-    if device.type == "cpu":
-        prepare_large_pages(sum(dtensors.local(p.detach()).nbytes for p in module.parameters()))
 
     def placed(t: Tensor) -> Tensor:
         if t.is_meta:

@@ -13,12 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from engine.compression.onebit_adam import ERRORS, OneBitAdam
+from engine.optimizers.onebit_adam import ERRORS, OneBitAdam
 from engine.config import OptimizerConfig
-from engine.large_pages import ask_for_large_pages, prepare_large_pages
-from engine.lion import Lion
+from engine.optimizers.lion import Lion
 from engine.parallel import dtensors
-from engine.stochastic import BFloat16AdamW
+from engine.optimizers.bf16_adamw import BFloat16AdamW
 
 ADAMS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 OURS: dict[str, type[torch.optim.Optimizer]] = {
@@ -170,17 +169,10 @@ def _third(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _make_moments(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], names: tuple[str, ...]) -> None:
-    moments: list[Tensor] = []
-    here = (dtensors.local(parameter) for parameter in parameters)
-    prepare_large_pages(len(names) * sum(tensor.nbytes for tensor in here if tensor.device.type == "cpu"))
     for parameter in parameters:
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        kept = {name: torch.empty_like(parameter, requires_grad=False) for name in names}
-        optimizer.state[parameter] = {"step": step, **kept}
-        moments += kept.values()
-    ask_for_large_pages(dtensors.local(moment) for moment in moments)
-    for moment in moments:
-        moment.zero_()
+        moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in names}
+        optimizer.state[parameter] = {"step": step, **moments}
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from engine.average import Average
+from engine.optimizers.ema import Average
 from engine.ledger.saved import storage
 from engine.parallel import dtensors, zero
 

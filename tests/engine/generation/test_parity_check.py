@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.compression import int8
 from engine.generation import attention, parity_check
+from engine.parallel import int8
 from engine.generation.rollouts import Rollouts
 from tests.engine.generation.families import FAMILIES, build
 

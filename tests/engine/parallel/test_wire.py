@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import EngineConfig, OptimizerConfig
-from engine.compression import int8
+from engine.parallel import int8
 from engine.config import Compress
 from engine.engine import Engine
 from engine.parallel import dist, dtensors, wire

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import EngineConfig, OptimizerConfig
-from engine.compression.signs import pack, scale_of, unpack
+from engine.optimizers.onebit_adam import pack, scale_of, unpack
 from engine.engine import Engine
 from engine.parallel import dist, dtensors
 from engine.parallel.traffic import Traffic

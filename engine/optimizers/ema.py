@@ -1,4 +1,4 @@
-"""The exponential moving average of what is trained (Polyak and Juditsky, 1992), sharded as the parameters are."""
+"""The exponential moving average of the trained parameters (Polyak and Juditsky, 1992), sharded like them."""
 
 import torch
 from torch import Tensor, nn
@@ -8,10 +8,10 @@ from engine.parallel import dtensors
 
 
 class Average:
-    """The average of a module's trained parameters, fp32; nothing until `start`.
+    """The fp32 moving average of a module's trained parameters; empty until `start`.
 
-    An offloaded optimizer keeps it beside its masters; else `tensors` are it, by the parameters' names. `runs` says
-    that it was started.
+    An offloaded optimizer stores the average next to its master weights. Otherwise `tensors` holds it by parameter
+    name. `runs` is True after `start`.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | OffloadedOptimizer | None) -> None:
@@ -22,7 +22,7 @@ class Average:
         self.tensors: dict[str, Tensor] = {}
 
     def start(self, decay: float) -> None:
-        """Begin with the parameters as they are."""
+        """Set the average to the current parameters."""
         self._decay, self.runs = decay, True
         if self._offloaded is not None:
             self._offloaded.start_averaging(decay)
@@ -32,21 +32,21 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After an optimizer step: mean <- decay * mean + (1 - decay) * parameter. Offloaded, the step did it."""
+        """Compute mean <- decay * mean + (1 - decay) * parameter after a step; an offloaded step has done so itself."""
         for mean, live in self._pairs():
             mean.lerp_(live, 1.0 - self._decay)
 
     @torch.no_grad()
     def swap(self, *, shown: bool) -> None:
-        """Put the average into the module (`shown`), or the last weights back."""
+        """Put the average into the module (`shown`), or restore the parameters."""
         if self._offloaded is not None and self.runs:
             self._offloaded.write_to_module("average" if shown else "parameter")
         for mean, live in self._pairs():
-            kept = live.clone()
+            copy = live.clone()
             live.copy_(mean)
-            mean.copy_(kept)
+            mean.copy_(copy)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's parts of each average and its parameter."""
+        """Return the local parts of each average and its parameter."""
         live = dict(self._module.named_parameters()) if self.tensors else {}
         return [(dtensors.local(mean), dtensors.local(live[name].detach())) for name, mean in self.tensors.items()]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.compression import int8
+from engine.parallel import int8
 
 
 def round_trip(values: torch.Tensor) -> torch.Tensor:
