@@ -89,7 +89,8 @@ class EngineConfig:
 
     `compress` sends 8 bits a number: in gathers of parameters, reductions of gradients, or both (parallel/wire.py).
 
-    `states` are fp32 masters and moments, or bf16 parameters and moments without masters (engine/stochastic.py).
+    `states` are fp32 masters and moments, or bf16 parameters and moments without masters
+    (engine/optimizers/bf16_adamw.py).
 
     `tensor_parallel` neighbouring ranks hold each matrix between them and see the same data; `tensor_plan` says which
     and how ({pattern of module names: style}, engine/parallel/tensor.py), None takes what came with the model.

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import layout, optim, precision
-from engine.optimizers.ema import Average
 from engine.checkpoint import Checkpointer
-from engine.optimizers.onebit_adam import OneBitAdam
 from engine.config import EngineConfig, OptimizerConfig
 from engine.figures import numbers
 from engine.full_parameters import full_parameters
@@ -31,7 +29,9 @@ from engine.ledger import Ledger
 from engine.ledger.beside import average_bytes, generator_bytes, optimizer_bytes
 from engine.loading import copy_local
 from engine.offload import OffloadedOptimizer, parameter_values
-from engine.parallel import dist, dtensors, pipeline, traffic, zero
+from engine.optimizers.ema import Average
+from engine.optimizers.onebit_adam import OneBitAdam
+from engine.parallel import dist, pipeline, traffic, zero
 from engine.passes import Learned, Passes
 from engine.pipelined import PipelinePasses
 

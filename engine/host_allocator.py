@@ -1,27 +1,26 @@
-"""Host memory between operators.
+"""The settings of glibc's malloc for training on a CPU.
 
-PyTorch's CPU tensors come from malloc, and glibc hands large blocks back to the system as soon as they are freed: the
-next tensor of that size begins with pages that the kernel zeroes one by one. Blocks above 32 MiB it maps by themselves
-whatever the threshold says, unless it may map none (a PPO update of OPT-125M in bf16: 95,000 page faults
-less, 5 % of its time, and no more memory at its height).
+PyTorch's CPU tensors come from malloc, and glibc returns large blocks to the system as soon as they are freed. The next
+tensor of that size starts with pages that the kernel must zero. Blocks above 32 MiB are always mapped separately,
+unless the number of mappings is limited to 0.
 """
 
 import ctypes
 import os
 import sys
 
-# Numbers of mallopt(3).
+# Parameter numbers of mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
-LARGEST_FROM_HEAP = 2**25  # bytes; glibc takes no more
-KEPT = 2**30  # bytes free at the heap's end before they go back
-MAPPED_AT_ONCE = 2**16  # blocks; glibc's own figure
-LARGEST_KEPT = 2**22  # bytes, where memory is to go back
+LARGEST_FROM_HEAP = 2**25  # bytes, the maximum that glibc accepts
+HEAP_RESERVE = 2**30  # free bytes at the end of the heap that are not returned
+DEFAULT_MMAP_MAX = 2**16  # mappings
+LARGEST_REUSED = 2**22  # bytes, after `return_freed_memory`
 
 
-def keep_freed_memory() -> None:
-    """Let this process reuse freed blocks instead of giving them back. Nothing where malloc is not glibc's.
+def reuse_freed_memory() -> None:
+    """Make this process reuse freed blocks instead of returning them to the system.
 
-    A user's own MALLOC_... settings stand.
+    Does nothing without glibc, or if the user has set a MALLOC_* environment variable.
     """
     if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
         return
@@ -29,16 +28,16 @@ def keep_freed_memory() -> None:
     if hasattr(library, "mallopt"):
         library.mallopt(_MMAP_THRESHOLD, LARGEST_FROM_HEAP)
         library.mallopt(_MMAP_MAX, 0)
-        library.mallopt(_TRIM_THRESHOLD, KEPT)
+        library.mallopt(_TRIM_THRESHOLD, HEAP_RESERVE)
 
 
-def give_memory_back() -> None:
-    """Return what is free, and from now on freed blocks of 4 MiB and more at once.
+def return_freed_memory() -> None:
+    """Return free memory to the system now, and freed blocks of 4 MiB and more from now on.
 
-    For what is tight: kept blocks double what a host holds on which gathers and gradients come and go.
+    Used if memory is scarce (offload to NVMe): reused blocks would double the peak of a host.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
-        library.mallopt(_MMAP_THRESHOLD, LARGEST_KEPT)
-        library.mallopt(_MMAP_MAX, MAPPED_AT_ONCE)
+        library.mallopt(_MMAP_THRESHOLD, LARGEST_REUSED)
+        library.mallopt(_MMAP_MAX, DEFAULT_MMAP_MAX)
         library.malloc_trim(0)

@@ -11,7 +11,7 @@ from engine import optim, precision
 from engine.config import EngineConfig, OptimizerConfig
 from engine.kernels.wide_linear import widen_linears
 from engine.offload import NvmeParameters
-from engine.parallel import dist, dtensors, head, operators, pipeline, tensor, zero
+from engine.parallel import dist, head, operators, pipeline, tensor, zero
 
 WAYS = 64
 """How often a block is compiled, at most. All of a model's share their code, and each way to call one is another: with

@@ -13,11 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from engine.optimizers.onebit_adam import ERRORS, OneBitAdam
 from engine.config import OptimizerConfig
-from engine.optimizers.lion import Lion
-from engine.parallel import dtensors
 from engine.optimizers.bf16_adamw import BFloat16AdamW
+from engine.optimizers.lion import Lion
+from engine.optimizers.onebit_adam import ERRORS, OneBitAdam
+from engine.parallel import dtensors
 
 ADAMS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 OURS: dict[str, type[torch.optim.Optimizer]] = {

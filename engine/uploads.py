@@ -1,4 +1,4 @@
-"""What the host lays out, on its way to where it is computed with."""
+"""Copies of small tensors from the host to the device, without waiting for the device."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def uploaded(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on `device`. A GPU fetches it from pinned memory in its own time, so that the host need not wait."""
+    """Return the tensor on `device`. A GPU copies it from pinned memory while the host continues."""
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -16,5 +16,5 @@ def uploaded(tensor: Tensor, device: torch.device | str) -> Tensor:
 def upload(
     values: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Whole numbers on the device, likewise."""
+    """Return integers as a tensor on the device, with the same copy."""
     return uploaded(torch.tensor(values, dtype=dtype), device)

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from engine import optim
-from engine.average import Average
 from engine.checkpoint.planner import LocalChunks, in_memory
-from engine.compression.onebit_adam import ERRORS
 from engine.config import OptimizerConfig
 from engine.full_parameters import persistent_buffers
 from engine.offload import OffloadedOptimizer
 from engine.offload.optimizer import OffloadedState
+from engine.optimizers.ema import Average
+from engine.optimizers.onebit_adam import ERRORS
 from engine.parallel import dist
 from engine.precision import LossScaler
 

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from engine.large_pages import ask_for_large_pages
 from engine.loading import local_region
 from engine.parallel import dtensors
 
@@ -62,8 +61,6 @@ class LocalChunks:
         """Return the same chunks with a copy of their values in host memory, pinned for a copy from a GPU."""
         live = self.read().detach()
         copy = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.is_cuda)
-        if not live.is_cuda:
-            ask_for_large_pages([copy])
         copy.copy_(live, non_blocking=True)
         return replace(self, read=lambda: copy)
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from engine.optimizers.ema import Average
 from engine.ledger.saved import storage
+from engine.optimizers.ema import Average
 from engine.parallel import dtensors, zero
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine import optim
 from engine.config import EngineConfig, OptimizerConfig
-from engine.host_allocator import give_memory_back
+from engine.host_allocator import return_freed_memory
 from engine.loading import also_into
 from engine.offload.cpu import MemoryStates
 from engine.offload.gradients import take_gradients
@@ -66,7 +66,7 @@ class OffloadedOptimizer:
             )
         self._is_nvme = engine.offload_optimizer == "nvme"
         if self._is_nvme:
-            give_memory_back()
+            return_freed_memory()
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         parts = optim.parts([p for _, p in named], config)
         stand_ins = [([nn.Parameter(torch.zeros(1))], decay) for _, decay in parts]
@@ -119,7 +119,7 @@ class OffloadedOptimizer:
                 tier.states.write(MASTER, number, shard.flat)
             take_gradients(shard.parameter, number, tier.gradients)
         if self._is_nvme:
-            give_memory_back()
+            return_freed_memory()
 
     def squared_norm(self) -> float:
         """Return the sum of squares of the step's gradients, the same number on every rank."""

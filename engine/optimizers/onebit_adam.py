@@ -199,8 +199,6 @@ def _gather(scales: list[Tensor], signs: list[Tensor]) -> tuple[list[Tensor], li
     return _split((dist.gather_rows(torch.cat(scales, 1)), dist.gather_rows(torch.cat(signs, 1))), scales, signs)
 
 
-def _split(
-    rows: tuple[Tensor, Tensor], scales: list[Tensor], signs: list[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
+def _split(rows: tuple[Tensor, Tensor], scales: list[Tensor], signs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     widths = ([each.shape[1] for each in scales], [each.shape[1] for each in signs])
     return list(rows[0].split(widths[0], 1)), list(rows[1].split(widths[1], 1))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.host_allocator import keep_freed_memory
+from engine.host_allocator import reuse_freed_memory
 from engine.parallel import last_words, stop_request
 from engine.parallel.traffic import count, count_all_reduce
 
@@ -96,7 +96,7 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where = torch.device(kind)
     if kind == "cpu":
-        keep_freed_memory()
+        reuse_freed_memory()
     if kind == "cuda":
         # Slurm may show each rank its own card only; then that is number 0 for all of them.
         where = torch.device(kind, local_rank if torch.cuda.device_count() > 1 else 0)

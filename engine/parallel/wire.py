@@ -21,9 +21,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 # The interfaces of what `set_custom_all_gather` takes; they have no public name yet, the same from torch 2.11 to 2.13.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from engine.parallel import int8
 from engine.config import Compress
-from engine.parallel import dist
+from engine.parallel import dist, int8
 from engine.parallel import mailbox as mailboxes
 from engine.parallel.mailbox import Mailbox
 from engine.parallel.traffic import count, count_all_reduce

@@ -37,5 +37,5 @@ def faults(*called: str) -> int:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
 def test_freed_blocks_are_used_again_until_memory_is_to_go_back() -> None:
     assert faults() > 2**26 // 2**21  # a page each, be they large ones
-    assert faults("keep_freed_memory") < 4
-    assert faults("keep_freed_memory", "give_memory_back") > 2**26 // 2**21
+    assert faults("reuse_freed_memory") < 4
+    assert faults("reuse_freed_memory", "return_freed_memory") > 2**26 // 2**21

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from engine.generation import attention, parity_check
-from engine.parallel import int8
 from engine.generation.rollouts import Rollouts
+from engine.parallel import int8
 from tests.engine.generation.families import FAMILIES, build
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from engine import EngineConfig, OptimizerConfig
 from engine.engine import Engine
-from engine.parallel import dist, dtensors
 from engine.optimizers.bf16_adamw import BFloat16AdamW, round_stochastically
+from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
 ADAM = OptimizerConfig(lr=1e-4, betas=(0.9, 0.99), max_grad_norm=0.0)

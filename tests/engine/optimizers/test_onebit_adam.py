@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine import EngineConfig, OptimizerConfig
-from engine.optimizers.onebit_adam import pack, scale_of, unpack
 from engine.engine import Engine
+from engine.optimizers.onebit_adam import pack, scale_of, unpack
 from engine.parallel import dist, dtensors
 from engine.parallel.traffic import Traffic
 from tests.engine.parallel.test_wire import NUMBERS, ROWS, WIDTH, Net, squared_error

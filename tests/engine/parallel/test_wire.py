@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from engine import EngineConfig, OptimizerConfig
-from engine.parallel import int8
 from engine.config import Compress
 from engine.engine import Engine
-from engine.parallel import dist, dtensors, wire
+from engine.parallel import dist, dtensors, int8, wire
 from engine.parallel.traffic import Traffic
 from tests.ranks import run_ranks
 
