@@ -15,7 +15,7 @@ from pipeline.distributed import barrier, is_rank_zero, sum_over_ranks
 from pipeline.evaluation.evaluator import EVALUATION_SEED, answers_of
 from pipeline.evaluation.judge import judged
 from pipeline.evaluation.samples import SAMPLES, Sample, read_samples, write_samples
-from pipeline.evaluation.user_function import OwnFunction
+from pipeline.evaluation.user_function import UserFunction
 from pipeline.stages.settings import sampling
 from step1_sft.batches import micro_batches
 
@@ -39,7 +39,7 @@ def answer(
     tokenizer: ChatTokenizer,
     prompts: Sequence[Prompt],
     folder: Path,
-    judge: OwnFunction | None = None,
+    judge: UserFunction | None = None,
 ) -> float | None:
     """Answer the held-out prompts and add the answers to samples.jsonl under `name`. Returns the mean gold score."""
     how = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)

@@ -1,17 +1,19 @@
-"""Stage 2: what is loaded, the loop, what is left behind."""
+"""Stage 2, the reward model: set-up, training and export. The loop is `pipeline/stages/supervised.py`."""
 
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine import Engine
 from engine.engine import LossFn
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import PairBatch, batch_indices
-from pipeline.data.encode import encode_preferences
+from pipeline.data.encode import PairItem, encode_preferences
 from pipeline.data.pairs import longer
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
@@ -29,11 +31,10 @@ from pipeline.models.stage_models import (
     run_tokenizer,
     stage_source,
 )
-from pipeline.planning.choose import announce
-from pipeline.stages.data import check_data_to_come, examples, say_undecided, stage_records
-from pipeline.stages.settings import arrange, optimizer_config, say_steps, stage_steps
-from pipeline.stages.stage_run import StageRun
-from pipeline.tracking.watchers import open_watchers
+from pipeline.stages.data import check_data_to_come, examples, log_undecided, stage_records
+from pipeline.stages.settings import optimizer_config
+from pipeline.stages.start import open_stage, plan_stage
+from pipeline.stages.supervised import StepBatch, SupervisedTask, train_supervised
 from step2_reward.batches import largest_batch, micro_batches
 from step2_reward.evaluate import score_pairs
 from step2_reward.loss import bradley_terry_loss, last_scores
@@ -42,76 +43,77 @@ REFERENCE_ANSWERS = 512
 
 
 def run(config: RunConfig, folder: Path) -> None:
-    """Train, evaluate, export. `folder` is RUN/reward."""
-    section = config.reward
+    """Train, evaluate and export. `folder` is RUN/reward."""
     source, tokenizer = starting_point(config, folder.parent)
     check_vocabulary(source, tokenizer)
     adopt_special_ids(source, tokenizer)
     require_context(config, "reward", source)
     records = stage_records(config, "reward")
     check_data_to_come(config, "reward")
-    say_undecided("reward", records.train)
-    encode = partial(encode_preferences, tokenizer, max_length=section.max_length)
-    data = examples("reward", section, records, encode)
-    train, held_out = data.train, data.held_out
-    del records  # texts, of which nothing is needed any more
-    steps = stage_steps(section, len(train))
-    say_steps("reward", section, steps, len(train))
-    arrange(config)
-    config, predicted = announce(config, "reward", folder, policy=source)
-    section = config.reward
-    choice = EngineChoice(config.engine, optimizer_config(section, steps=steps), section.lora)
+    log_undecided("reward", records.train)
+    encode = partial(encode_preferences, tokenizer, max_length=config.reward.max_length)
+    data = examples("reward", config.reward, records, encode)
+    del records  # frees the texts
+    plan = plan_stage(config, "reward", folder, len(data.train), policy=source)
+    config, section = plan.config, plan.config.reward
+    choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora)
     engine = build_scorer(source, choice, pad_id=own_pad(tokenizer))
-    loss = loss_of(section.centering, use_margin=section.use_margin)
     packing = verify(engine, max_length=section.max_length).packing
-    cut: dict[str, Any] = {"budget": section.micro_batch_tokens, "packing": packing, "pad_id": tokenizer.pad_id}
-    with (
-        open_watchers(config, "reward", folder, steps) as watchers,
-        StageRun(
-            folder,
-            section,
-            steps,
-            {"reward": engine},
-            longest=2 * max(longer(pair) for pair in train),
-            watchers=watchers,
-            profile=config.profile,
-            decides="eval_accuracy",
-        ) as stage,
-    ):
-        stage.predicted = predicted
-        stage.restore()
-        stage.find_micro_batch_size(
-            lambda budget: engine.dry_run(largest_batch(train, **cut | {"budget": budget}), loss)
-        )
-        for step in stage.steps_left():
-            indices = batch_indices(len(train), section.batch_size, config.seed, step - 1)
-            cut["budget"] = stage.budget
-            batches, _ = micro_batches([train[i] for i in indices], **cut)
-            with stage.clock.phase("train"):
-                update = engine.update(batches, loss, len(indices))
-            stage.clock.tokens += sum(len(train[i].chosen) + len(train[i].rejected) for i in indices)
-            stage.require_finite(step, update.loss, [each.input_ids for each in batches])
-            means = {name: total / len(indices) for name, total in update.sums.items()}
-            figures = {"loss": update.loss, **means, "lr": update.lr, "grad_norm": update.grad_norm}
-            figures |= {"skipped_steps": engine.scaler.skipped}
-            if stage.evaluates(step) and held_out:
-                with stage.clock.phase("evaluate"):
-                    found = accuracies(score_pairs(engine, held_out, **cut))
-                figures["eval_accuracy"] = float(found["eval_accuracy"])  # type: ignore[arg-type]
-                stage.note_best(step, "eval_accuracy", figures["eval_accuracy"], higher=True)
-            stage.log(step, figures)
-            stage.save(step)
-        stage.take_best()
+    batches = RewardBatches(data.train, section.batch_size, config.seed, packing, tokenizer.pad_id)
+    task = SupervisedTask(
+        engine,
+        loss_of(section.centering, use_margin=section.use_margin),
+        batches.step,
+        batches.largest_microbatch,
+        evaluate=lambda budget: batches.evaluate(engine, data.held_out, budget),
+        best_metric="eval_accuracy",
+        higher_is_better=True,
+    )
+    longest = 2 * max(longer(pair) for pair in data.train)
+    with open_stage(plan, "reward", folder, {"reward": engine}, best_metric="eval_accuracy", longest=longest) as stage:
+        train_supervised(stage, task)
         with stage.clock.phase("evaluate"):
-            shares = accuracies(score_pairs(engine, held_out, **cut))
-            level = reference_level(score_pairs(engine, train[:REFERENCE_ANSWERS], **cut))
+            shares = accuracies(batches.scores(engine, data.held_out, stage.budget))
+            level = reference_level(batches.scores(engine, data.train[:REFERENCE_ANSWERS], stage.budget))
         with stage.clock.phase("export"):
             export_scorer(engine, source, tokenizer, folder / "model", extra=level)
         stage.finish({**shares, **level, "skipped": data.skipped})
 
 
+@dataclass(frozen=True)
+class RewardBatches:
+    """The pairs of the reward model as batches. `packing`: a micro-batch is one row without padding."""
+
+    pairs: Sequence[PairItem]
+    batch_size: int
+    seed: int
+    packing: bool
+    pad_id: int
+
+    def step(self, step: int, budget: int) -> StepBatch[PairBatch]:
+        """Return the batch of a step, counted from 0; the loss runs over its pairs."""
+        pairs = [self.pairs[i] for i in batch_indices(len(self.pairs), self.batch_size, self.seed, step)]
+        batches, _ = micro_batches(pairs, budget=budget, packing=self.packing, pad_id=self.pad_id)
+        return StepBatch(batches, len(pairs), sum(len(pair.chosen) + len(pair.rejected) for pair in pairs))
+
+    def largest_microbatch(self, budget: int) -> PairBatch:
+        """Return the largest micro-batch that a step can have."""
+        return largest_batch(self.pairs, budget=budget, packing=self.packing, pad_id=self.pad_id)
+
+    def scores(self, engine: Engine, pairs: Sequence[PairItem], budget: int) -> list[Scored]:
+        """Return the scores of both answers of each pair, on every rank."""
+        return score_pairs(engine, pairs, budget=budget, packing=self.packing, pad_id=self.pad_id)
+
+    def evaluate(self, engine: Engine, held_out: Sequence[PairItem], budget: int) -> dict[str, float]:
+        """Return the share of held-out pairs that are ranked right; nothing if none are held out."""
+        if not held_out:
+            return {}
+        found = accuracies(self.scores(engine, held_out, budget))
+        return {"eval_accuracy": float(found["eval_accuracy"])}  # type: ignore[arg-type]
+
+
 def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatTokenizer]:
-    """The weights the reward model starts from, an SFT model's or a base model's, and the policy's tokenizer."""
+    """Return the model that the reward model starts from (SFT or base), and the tokenizer of the policy."""
     sft = stage_inputs(config, run_dir, "reward").get("sft")
     given = Path(config.actor) if config.actor is not None else sft
     tokenizer = run_tokenizer(config, run_dir, given)
@@ -129,12 +131,12 @@ def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatT
 
 
 def own_pad(tokenizer: ChatTokenizer) -> int | None:
-    """The padding id where it is not an end token as well."""
+    """Return the padding id, or None if the padding token is also an end token."""
     return None if tokenizer.pad_id in tokenizer.end_ids else tokenizer.pad_id
 
 
 def loss_of(centering: float, *, use_margin: bool) -> LossFn[PairBatch]:
-    """The summed loss of a micro-batch, and how many pairs it ranks right, by what margin."""
+    """Return the loss function: the summed loss of a micro-batch, its correct pairs and the sum of its margins."""
 
     def loss(module: nn.Module, batch: PairBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
         values = module(batch.input_ids, documents=batch.documents)
@@ -142,7 +144,7 @@ def loss_of(centering: float, *, use_margin: bool) -> LossFn[PairBatch]:
         chosen, rejected = scores[:count], scores[count : 2 * count]
         margins = batch.margins if use_margin else torch.zeros_like(batch.margins)
         difference = (chosen - rejected).detach()
-        # A batch of no pairs still takes part in the collectives, so its loss must hang on the scores.
+        # A batch without pairs takes part in the collectives of backward, so its loss depends on the scores.
         total = bradley_terry_loss(chosen, rejected, margins, centering=centering) + 0.0 * scores.sum()
         return total, {"accuracy": (difference > 0).sum(), "margin": difference.sum()}
 
@@ -150,6 +152,9 @@ def loss_of(centering: float, *, use_margin: bool) -> LossFn[PairBatch]:
 
 
 def reference_level(scored: list[Scored]) -> dict[str, float]:
-    """Mean and deviation of good answers' scores; PPO subtracts the mean (Huang et al., 2024, arXiv:2403.17031)."""
+    """Return mean and standard deviation of the scores of chosen answers.
+
+    PPO subtracts the mean (Huang et al., 2024, arXiv:2403.17031).
+    """
     scores = [each.chosen for each in scored]
     return {"reward_mean": statistics.fmean(scores), "reward_std": statistics.pstdev(scores)}

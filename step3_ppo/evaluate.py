@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from engine import Sampling
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.evaluation.evaluator import HeldOut, answers_of
+from pipeline.evaluation.evaluator import Evaluation, answers_of
 from pipeline.evaluation.judge import Call, judged
-from pipeline.evaluation.user_function import OwnFunction
+from pipeline.evaluation.user_function import UserFunction
 from step3_ppo.models import Models
 from step3_ppo.rows import my_rows
 from step3_ppo.scores import score_answers
@@ -26,14 +26,14 @@ class Examiner:
     sampling: Sampling
     budget: int
     keep: bool
-    judged_by: OwnFunction | None = None
+    judged_by: UserFunction | None = None
 
-    def examine(self, models: Models) -> HeldOut:
+    def examine(self, models: Models) -> Evaluation:
         """Answers of the actor as it is now."""
         answers = answers_of(models.actor, self.tokenizer, self.prompts, self.sampling, keep=self.keep)
         return self.judge(models, answers)
 
-    def judge(self, models: Models, answers: Sequence[str]) -> HeldOut:
+    def judge(self, models: Models, answers: Sequence[str]) -> Evaluation:
         """Score given answers, as text: whoever wrote them, an end token is taken as given."""
         prompts = [self.tokenizer.encode_prompt(p.messages) for p in self.prompts]
         responses = [self.tokenizer.encode_answer(answer) for answer in answers]
@@ -41,7 +41,7 @@ class Examiner:
             prompts, responses, range(len(prompts)), self.tokenizer.pad_id, self.budget, packing=models.pack
         )
         scores = score_answers(models, batches, self._calls(answers))
-        return HeldOut(list(answers), scores.total, judged(self.prompts, answers, self.judged_by), scores.function)
+        return Evaluation(list(answers), scores.total, judged(self.prompts, answers, self.judged_by), scores.function)
 
     def _calls(self, answers: Sequence[str]) -> list[Call]:
         """What a reward function is called with; prompts keep their rows for it alone."""

@@ -11,7 +11,7 @@ from pipeline.config.engines import engine_settings
 from pipeline.config.schema import RunConfig
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
-from pipeline.evaluation.user_function import OwnFunction, load_function
+from pipeline.evaluation.user_function import UserFunction, load_function
 from pipeline.launch.manifest import stage_inputs
 from pipeline.models.adapters import adapters_off
 from pipeline.models.build import EngineChoice, build_policy, build_scorer
@@ -33,7 +33,7 @@ class Models:
     reference: Engine | None
     reward: Engine | None
     reward_mean: float = 0.0
-    function: OwnFunction | None = None
+    function: UserFunction | None = None
 
     @property
     def pack(self) -> bool:

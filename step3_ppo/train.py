@@ -13,16 +13,15 @@ from pipeline.data.batch import batch_indices
 from pipeline.data.encode import PromptItems, encode_prompts
 from pipeline.data.records import Prompt, Row
 from pipeline.distributed import data_share, is_rank_zero, on_rank_zero
-from pipeline.evaluation.evaluator import EVALUATION_SEED, HeldOut, compared, write_table
+from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluation, compare_models, write_table
 from pipeline.evaluation.judge import Call, load_judge
 from pipeline.models.export import export_policy
 from pipeline.models.stage_models import require_context
-from pipeline.planning.choose import announce
-from pipeline.stages.data import evaluation_prompts, say_cut, stage_records
-from pipeline.stages.settings import arrange, prepare_generation, sampling, say_steps, stage_steps
+from pipeline.stages.data import evaluation_prompts, log_cut, stage_records
+from pipeline.stages.settings import prepare_generation, sampling, stage_steps
 from pipeline.stages.stage_run import StageRun
+from pipeline.stages.start import open_stage, plan_stage
 from pipeline.tracking import metrics
-from pipeline.tracking.watchers import open_watchers
 from step3_ppo.advantages import KlController
 from step3_ppo.diagnose import check_first_ratio
 from step3_ppo.evaluate import Examiner
@@ -194,10 +193,9 @@ def run(config: RunConfig, folder: Path) -> None:
     require_context(config, "ppo", sources.actor)
     require_context(config, "ppo", sources.critic)
     prompts, held_out, skipped = load_prompts(config, sources)
-    arrange(config)
-    config, predicted = announce(config, "ppo", folder, policy=sources.actor, reward=sources.reward)
+    plan = plan_stage(config, "ppo", folder, len(prompts.ids), policy=sources.actor, reward=sources.reward)
+    config = plan.config
     ppo = Ppo(config, folder, sources, prompts.ids, prompts.rows)
-    say_steps("ppo", ppo.section, ppo.steps, len(prompts.ids))
     examiner = Examiner(
         held_out,
         sources.tokenizer,
@@ -210,23 +208,17 @@ def run(config: RunConfig, folder: Path) -> None:
     def take(extra: dict[str, float]) -> None:
         ppo.kl = dataclasses.replace(ppo.kl, coef=extra["kl_coef"])
 
-    with (
-        open_watchers(config, "ppo", folder, ppo.steps) as watchers,
-        StageRun(
-            folder,
-            ppo.section,
-            ppo.steps,
-            ppo.models.learning,
-            longest=max(map(len, prompts.ids)) + config.rollout.max_new_tokens,
-            frozen={name: engine for name, engine in ppo.models.engines.items() if name in ("reference", "reward")},
-            watchers=watchers,
-            profile=config.profile,
-            decides="eval_score",
-            extra=lambda: {"kl_coef": ppo.kl.coef},
-            take=take,
-        ) as stage,
-    ):
-        stage.predicted = predicted
+    with open_stage(
+        plan,
+        "ppo",
+        folder,
+        ppo.models.learning,
+        frozen={name: engine for name, engine in ppo.models.engines.items() if name in ("reference", "reward")},
+        best_metric="eval_score",
+        longest=max(map(len, prompts.ids)) + config.rollout.max_new_tokens,
+        extra=lambda: {"kl_coef": ppo.kl.coef},
+        take=take,
+    ) as stage:
         done = stage.restore()
         if is_rank_zero():
             metrics.cut(folder / ROLLOUTS, done)
@@ -235,7 +227,7 @@ def run(config: RunConfig, folder: Path) -> None:
         if done == 0:
             start = evaluated(stage, 0, lambda: examiner.examine(ppo.models))
             write_table(examiner.prompts, {"sft": start}, folder)
-            stage.log(0, start.figures)
+            stage.log(0, start.metrics)
             stage.save(0)  # SFT's own model is the best so far
         stage.find_micro_batch_size(ppo.dry_run)  # when the generator has its memory
         for step in stage.steps_left():
@@ -252,17 +244,17 @@ def run(config: RunConfig, folder: Path) -> None:
                 ppo.kl = ppo.kl.after(figures["kl"], len(rollout))
             warn_of_gap(figures["generator_gap"])
             if stage.evaluates(step):
-                figures |= evaluated(stage, step, lambda: examiner.examine(ppo.models)).figures
+                figures |= evaluated(stage, step, lambda: examiner.examine(ppo.models)).metrics
             stage.log(step, figures)
             stage.save(step)
         finish(ppo, sources, examiner, stage, skipped)
 
 
-def evaluated(stage: StageRun, step: int, examine: Callable[[], HeldOut]) -> HeldOut:
+def evaluated(stage: StageRun, step: int, examine: Callable[[], Evaluation]) -> Evaluation:
     """Held-out answers, their time counted, the best figures kept."""
     with stage.clock.phase("evaluate"):
         found = examine()
-    for name, value in found.figures.items():
+    for name, value in found.metrics.items():
         stage.note_best(step, name, value, higher=True)
     return found
 
@@ -275,12 +267,12 @@ def finish(ppo: Ppo, sources: Sources, examiner: Examiner, stage: StageRun, skip
         export_policy(actor, sources.actor, ppo.tokenizer, folder / "model")
     with actor.averaged(), stage.clock.phase("evaluate"):
         own, judge = examiner.examine(ppo.models), partial(examiner.judge, ppo.models)
-        results = compared(examiner.prompts, folder, own, judge)
-    means_by_model = {name: result.figures for name, result in results.items()}
+        results = compare_models(examiner.prompts, folder, own, judge)
+    means_by_model = {name: result.metrics for name, result in results.items()}
     stage.finish(
         {
-            "gold_score": results["ppo"].figures.get("gold_score"),
-            "eval_score": results["ppo"].figures["eval_score"],
+            "gold_score": results["ppo"].metrics.get("gold_score"),
+            "eval_score": results["ppo"].metrics["eval_score"],
             "held_out": means_by_model,
             "skipped": skipped,
         }
@@ -292,7 +284,7 @@ def load_prompts(config: RunConfig, sources: Sources) -> tuple[PromptItems, list
     records, tokenizer = stage_records(config, "ppo"), sources.tokenizer
     encode = partial(encode_prompts, tokenizer, max_tokens=config.rollout.max_prompt_tokens)
     prompts, notes = on_rank_zero(partial(encode, records.train))
-    say_cut("ppo", notes, len(records.train), "rollout.max_prompt_tokens")
+    log_cut("ppo", notes, len(records.train), "rollout.max_prompt_tokens")
     return prompts, evaluation_prompts(config, tokenizer, records.held_out), {**records.skipped, **notes}
 
 

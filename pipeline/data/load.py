@@ -51,7 +51,7 @@ class _Configured:
 
 
 @dataclass(frozen=True)
-class _HeldOut:
+class _Evaluation:
     """Prompts that no stage may train on: those with a digest in `prompts` or a hash below `share`."""
 
     prompts: frozenset[bytes]
@@ -223,11 +223,11 @@ def _open(data: "DataConfig", kind: str) -> list[_Configured]:
     return opened
 
 
-def _held_out_prompts(sources: Sequence[_Configured], data: "DataConfig") -> _HeldOut:
+def _held_out_prompts(sources: Sequence[_Configured], data: "DataConfig") -> _Evaluation:
     """What is held out by any source for any stage: its own held-out rows, or a share by hash where it has none."""
     own = [each for each in sources if each.source.has_held_out]
     prompts = {digest(record) for each in own for record in _every_held_out(each)}
-    return _HeldOut(frozenset(prompts), data.eval_fraction if len(own) < len(sources) else 0.0)
+    return _Evaluation(frozenset(prompts), data.eval_fraction if len(own) < len(sources) else 0.0)
 
 
 def _every_held_out(each: _Configured) -> Iterator[Record]:
@@ -237,7 +237,7 @@ def _every_held_out(each: _Configured) -> Iterator[Record]:
             yield from to_records(table, fitting, each.source.name, bad_row_limit=1.0).records
 
 
-def _at_least_one(aside: _HeldOut, prompts: Set[bytes], name: str) -> _HeldOut:
+def _at_least_one(aside: _Evaluation, prompts: Set[bytes], name: str) -> _Evaluation:
     """`aside`, and in a source too small for the share to catch a prompt, the prompt with the smallest hash."""
     if not prompts or any(prompt in aside for prompt in prompts):
         return aside
@@ -245,7 +245,7 @@ def _at_least_one(aside: _HeldOut, prompts: Set[bytes], name: str) -> _HeldOut:
         raise UserError(
             f"{name}: all rows that can be used have one prompt, and one is held out; add rows with other prompts."
         )
-    return _HeldOut(aside.prompts | {min(prompts, key=held_out_point)}, aside.share)
+    return _Evaluation(aside.prompts | {min(prompts, key=held_out_point)}, aside.share)
 
 
 def _no_data(data: "DataConfig", stage: str, unfit: Sequence[Table]) -> str:

@@ -9,15 +9,20 @@ from engine import Engine, Sampling
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import barrier, gather_by_index, is_rank_zero
+from pipeline.evaluation.judge import judged
 from pipeline.evaluation.samples import SAMPLES, Sample, read_samples, write_samples
+from pipeline.evaluation.user_function import UserFunction
 
 EVALUATION_SEED = 20011
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """One policy's answers to the held-out prompts. What is None nobody gave: `scores` are what PPO is trained on, gold
-    is a judge's, `function` the reward function's part where that scores beside a reward model.
+class Evaluation:
+    """The answers of one policy to the held-out prompts, and their grades. A grade that nobody gave is None.
+
+    scores: what PPO is trained on
+    gold: the grades of a judge, which trains nothing
+    function: the part of the reward function, if a reward model scores as well
     """
 
     answers: list[str]
@@ -26,10 +31,40 @@ class HeldOut:
     function: list[float] | None = None
 
     @property
-    def figures(self) -> dict[str, float]:
-        """Their means."""
-        given = {"eval_score": self.scores, "eval_function_score": self.function, "gold_score": self.gold}
-        return {name: statistics.fmean(values) for name, values in given.items() if values is not None}
+    def metrics(self) -> dict[str, float]:
+        """The mean of each kind of grade."""
+        grades = {"eval_score": self.scores, "eval_function_score": self.function, "gold_score": self.gold}
+        return {name: statistics.fmean(values) for name, values in grades.items() if values is not None}
+
+
+Scorer = Callable[[Sequence[str]], tuple[list[float], list[float] | None]]
+"""Answers, one for each held-out prompt -> their scores, and the part of the reward function (see `Evaluation`)."""
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Generates and grades the answers of a policy to the held-out prompts, with the same noise for every policy.
+
+    judge: gives the gold score; None uses the gold scorer of the demo's prompts
+    score: gives the scores that PPO is trained on
+    keep: holds the weights and the cache of the generator for the next evaluation
+    """
+
+    prompts: Sequence[Prompt]
+    tokenizer: ChatTokenizer
+    sampling: Sampling
+    judge: UserFunction | None = None
+    score: Scorer | None = None
+    keep: bool = False
+
+    def evaluate(self, engine: Engine) -> Evaluation:
+        """Generate and grade the answers of the policy in `engine`."""
+        return self.grade(answers_of(engine, self.tokenizer, self.prompts, self.sampling, keep=self.keep))
+
+    def grade(self, answers: Sequence[str]) -> Evaluation:
+        """Grade given answers, one for each prompt."""
+        scores, function = (None, None) if self.score is None else self.score(answers)
+        return Evaluation(list(answers), scores, judged(self.prompts, answers, self.judge), function)
 
 
 def answers_of(
@@ -48,9 +83,9 @@ def answers_of(
     return gather_by_index({place: tokenizer.decode(made.token_ids) for place, made in zip(places, mine, strict=True)})
 
 
-def compared(
-    prompts: Sequence[Prompt], folder: Path, own: HeldOut, judge: Callable[[list[str]], HeldOut]
-) -> dict[str, HeldOut]:
+def compare_models(
+    prompts: Sequence[Prompt], folder: Path, own: Evaluation, judge: Callable[[list[str]], Evaluation]
+) -> dict[str, Evaluation]:
     """A stage's own answers beside those of base and SFT model, which are judged again: in samples.jsonl of its folder,
     and by model.
     """
@@ -71,7 +106,7 @@ def earlier_answers(prompts: Sequence[Prompt], folder: Path, name: str) -> list[
     return [a for a in answers if a is not None] if all(a is not None for a in answers) else None
 
 
-def write_table(prompts: Sequence[Prompt], results: Mapping[str, HeldOut], folder: Path) -> None:
+def write_table(prompts: Sequence[Prompt], results: Mapping[str, Evaluation], folder: Path) -> None:
     """samples.jsonl: each prompt with every model's answer, scores and gold score."""
     if is_rank_zero():
         write_samples(

@@ -10,20 +10,20 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.records import Prompt, Row
 from pipeline.distributed import gather_by_index, gather_objects, rank, rank_count
 from pipeline.errors import SharedError, UserError
-from pipeline.evaluation.user_function import JUDGE, OwnFunction, load_function
+from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function
 
 GOLD_SOURCE = "demo"  # whose prompts the gold scorer can read
 Call = tuple[str, Row]
 """What a person's function is called with: an answer's text, and the row of the data that its prompt comes from."""
 
 
-def load_judge(config: RunConfig) -> OwnFunction | None:
+def load_judge(config: RunConfig) -> UserFunction | None:
     """The function that judges; None where none is asked for."""
     evaluation = config.evaluation
     return None if evaluation.judge is None else load_function(evaluation.judge, evaluation.judge_threads, key=JUDGE)
 
 
-def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: OwnFunction | None) -> list[float] | None:
+def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: UserFunction | None) -> list[float] | None:
     """The gold score of each answer, on every rank; None where nobody can tell.
 
     A function is asked about prompts that brought their rows along. Raises SharedError where a call fails.
@@ -44,7 +44,7 @@ def gold_scores(prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float
     return [gold_score(prompt.messages, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-def function_scores(function: OwnFunction, calls: Sequence[Call]) -> list[float]:
+def function_scores(function: UserFunction, calls: Sequence[Call]) -> list[float]:
     """What a function gives for each call, the calls spread over ranks; all of it on every rank.
 
     Raises SharedError where a call fails on any rank.

@@ -32,7 +32,7 @@ LONGEST_VALUE, LONGEST_ROW = 120, 1000  # characters of a message
 
 
 @dataclass(frozen=True)
-class OwnFunction:
+class UserFunction:
     """The function, the file it stands in, how it was named (FILE.py:NAME), how many threads may call it, and the key
     that named it, which says what it may return.
     """
@@ -82,7 +82,7 @@ class OwnFunction:
         )
 
 
-def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> OwnFunction:
+def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> UserFunction:
     """Run the file and find the function. Raises UserError where either is missing or can't be called as it has to."""
     file, name = function_file(where, key), where.rpartition(":")[2]
     module = ModuleType(f"zerochat_{key.rpartition('.')[2]}")
@@ -101,7 +101,7 @@ def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> OwnFunc
     if inspect.iscoroutinefunction(call) or not _takes_two(call):
         wanted = SIGNATURE.replace("NAME", name)
         raise UserError(f"{key}={where}: {name} can't be called with an answer and a row; write {wanted}")
-    return OwnFunction(where, file, call, threads, key)
+    return UserFunction(where, file, call, threads, key)
 
 
 def function_file(where: str, key: str = REWARD) -> Path:

@@ -65,7 +65,7 @@ def examples(
     Raises UserError where nothing is left to train on, or where the best model is to be chosen by nothing.
     """
     train, notes = on_rank_zero(partial(encode, records.train))
-    say_cut(stage, notes, len(records.train), f"{stage}.max_length")
+    log_cut(stage, notes, len(records.train), f"{stage}.max_length")
     few = records.held_out[: section.eval_examples]
     held_out, _ = on_rank_zero(partial(encode, few, name=f"held-out {STAGES[stage].examples}"))
     if section.export == "best" and not held_out:
@@ -76,7 +76,7 @@ def examples(
     return Examples(train, held_out, {**records.skipped, **notes})
 
 
-def say_undecided(stage: str, pairs: Sequence[Preference]) -> None:
+def log_undecided(stage: str, pairs: Sequence[Preference]) -> None:
     """Say of how many pairs the data's own scores don't agree that the chosen answer is the better one."""
     scored = {pair.source for pair in pairs if pair.margin}
     ties = sum(not pair.margin for pair in pairs if pair.source in scored)
@@ -137,7 +137,7 @@ def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Seque
     return chosen
 
 
-def say_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> None:
+def log_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> None:
     """Say how many of a stage's `count` examples were cut or dropped for their length, which `limit` (a key) bounds."""
     if is_rank_zero() and notes:
         print(f"{stage}: too long, of {count}: {_counted(notes)}; {limit} sets the limit", flush=True)

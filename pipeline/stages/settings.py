@@ -1,13 +1,10 @@
-"""A stage's part of the configuration as plain values for the engine, and what it will do, said before it begins."""
+"""The configuration of a stage as plain values for the engine."""
 
 import math
 import sys
 
-import torch
-
 from engine import Engine, OptimizerConfig, Sampling
-from engine.parallel import dist
-from pipeline.config.schema import RolloutSection, RunConfig, StageSection
+from pipeline.config.schema import RolloutSection, StageSection
 from pipeline.config.stages import STAGES
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import is_rank_zero
@@ -15,17 +12,8 @@ from pipeline.distributed import is_rank_zero
 FEW_STEPS = 20  # below which a stage has hardly begun to learn
 
 
-def arrange(config: RunConfig) -> None:
-    """Say which ranks see the same data, and seed what is drawn while training: alike where they compute the same."""
-    settings = config.engine
-    world = dist.arrange(
-        tensor=settings.tensor_parallel, pipeline=settings.pipeline_parallel, sequence=settings.sequence_parallel
-    )
-    torch.manual_seed(config.seed * 1_000_003 + world.rank // world.tensor)
-
-
 def optimizer_config(section: StageSection, *, steps: int, lr: float | None = None) -> OptimizerConfig:
-    """AdamW and its schedule over `steps` optimizer steps."""
+    """Return the settings of AdamW and its learning rate schedule over `steps` optimizer steps."""
     return OptimizerConfig(
         lr=section.lr if lr is None else lr,
         total_steps=steps,
@@ -40,13 +28,13 @@ def optimizer_config(section: StageSection, *, steps: int, lr: float | None = No
 
 
 def stage_steps(section: StageSection, examples: int) -> int:
-    """Batches in the stage's epochs, at most `steps`."""
+    """Return the number of batches in the epochs of a stage, at most `section.steps`."""
     by_epochs = max(1, round(section.epochs * examples / section.batch_size))
     return by_epochs if section.steps is None else min(by_epochs, section.steps)
 
 
 def sampling(rollout: RolloutSection, tokenizer: ChatTokenizer, *, seed: int) -> Sampling:
-    """How answers are drawn, in rollouts and in evaluation alike."""
+    """Return the sampling settings, which rollouts and evaluation share."""
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
@@ -63,13 +51,13 @@ def sampling(rollout: RolloutSection, tokenizer: ChatTokenizer, *, seed: int) ->
 
 
 def prepare_generation(engine: Engine, rollout: RolloutSection) -> None:
-    """Tell an engine how it will generate, before it does so for the first time."""
+    """Set how an engine generates. Call before its first generation."""
     engine.flip.tensor_parallel, engine.flip.stream = rollout.tensor_parallel, rollout.stream
     engine.flip.parity_check_every, engine.flip.cache_bytes = rollout.selfcheck_every, rollout.cache_bytes
 
 
-def say_steps(stage: str, section: StageSection, steps: int, examples: int) -> None:
-    """Say how much a stage will train on, and where that is next to nothing."""
+def log_steps(stage: str, section: StageSection, steps: int, examples: int) -> None:
+    """Print how much a stage trains on, and a warning if the steps are too few to learn from."""
     if not is_rank_zero():
         return
     word, what = STAGES[stage].step, STAGES[stage].examples

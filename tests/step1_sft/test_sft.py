@@ -20,7 +20,7 @@ from pipeline.data.encode import TokenItem
 from pipeline.data.records import Message, Prompt
 from pipeline.evaluation.evaluator import answers_of
 from pipeline.evaluation.samples import read_samples
-from pipeline.evaluation.user_function import JUDGE, OwnFunction
+from pipeline.evaluation.user_function import JUDGE, UserFunction
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
 from pipeline.stages.settings import prepare_generation, sampling
@@ -178,7 +178,7 @@ def test_held_out_answers_leave_no_generator_to_the_training_between(folder: Pat
     tokenizer.end_ids, tokenizer.pad_id = (), 0
     config = cast(Any, SimpleNamespace(rollout=RolloutSection(max_new_tokens=2)))
     asked = [Prompt((Message("user", "hi"),), "made", {"level": level}) for level in (0.25, 0.75)]
-    judge = OwnFunction("mine.py:judge", tmp_path, lambda answer, row: row["level"], key=JUDGE)
+    judge = UserFunction("mine.py:judge", tmp_path, lambda answer, row: row["level"], key=JUDGE)
     assert answer("base", config, engine, tokenizer, asked, tmp_path, judge) == 0.5
     assert [sample.gold for sample in read_samples(tmp_path / "samples.jsonl")] == [{"base": 0.25}, {"base": 0.75}]
     model = engine.flip._model

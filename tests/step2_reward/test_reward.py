@@ -17,7 +17,7 @@ from pipeline.data.records import Message, Preference
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.models.build import build_scorer
 from pipeline.models.checks import verify
-from pipeline.stages.data import say_undecided
+from pipeline.stages.data import log_undecided
 from step2_reward.batches import micro_batches
 from step2_reward.evaluate import score_pairs
 from step2_reward.train import loss_of, reference_level
@@ -153,9 +153,9 @@ def test_pairs_that_the_scores_do_not_decide_are_told(capsys: pytest.CaptureFixt
     prompt = (Message("user", "?"),)
     margins = {"scored": (2.0, 0.0, -1.0, 0.0), "unscored": (0.0,)}
     pairs = [Preference(prompt, "a", "b", source, margin) for source, each in margins.items() for margin in each]
-    say_undecided("reward", pairs)
+    log_undecided("reward", pairs)
     assert "of 5 pairs 2 are ties and 1 have the better answer as rejected" in capsys.readouterr().out
-    say_undecided("reward", [pairs[0], pairs[-1]])
+    log_undecided("reward", [pairs[0], pairs[-1]])
     assert capsys.readouterr().out == ""
 
 

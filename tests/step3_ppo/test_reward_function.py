@@ -12,7 +12,7 @@ from engine.parallel import dtensors
 from pipeline.config.schema import RunConfig
 from pipeline.data.records import Message
 from pipeline.errors import SharedError, UserError
-from pipeline.evaluation.user_function import JUDGE, OwnFunction
+from pipeline.evaluation.user_function import JUDGE, UserFunction
 from pipeline.stages.stage_run import StageRun
 from step3_ppo.evaluate import Examiner
 from step3_ppo.figures import rollout_figures
@@ -113,7 +113,7 @@ def test_held_out_answers_are_scored_by_the_same_total(reward_model: bool, tmp_p
     models = build(made, sources, actor_steps=1, critic_steps=1)
     sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
     asked = [replace(prompt, row={"number": n}) for n, prompt in enumerate(prompts())]
-    judge = OwnFunction("mine.py:judge", tmp_path, lambda answer, row: row["number"] / 4, key=JUDGE)
+    judge = UserFunction("mine.py:judge", tmp_path, lambda answer, row: row["number"] / 4, key=JUDGE)
     examiner = Examiner(asked, sources.tokenizer, sampling, 64, keep=True, judged_by=judge)
     judged = examiner.judge(models, ["words", "to learn", ""])
     assert judged.gold == [0.0, 0.25, 0.5] and judged.figures["gold_score"] == 0.25

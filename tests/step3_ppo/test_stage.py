@@ -15,7 +15,7 @@ from pipeline.data.encode import TokenItem
 from pipeline.data.records import Message, Prompt
 from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
 from pipeline.errors import UserError
-from pipeline.evaluation.evaluator import HeldOut, earlier_answers, write_table
+from pipeline.evaluation.evaluator import Evaluation, earlier_answers, write_table
 from pipeline.evaluation.samples import Sample, read_samples, write_samples
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.export import export_policy, export_scorer
@@ -265,8 +265,8 @@ def test_earlier_answers_are_all_or_nothing(tmp_path: Path) -> None:
 
 def test_the_table_has_every_models_answer(tmp_path: Path) -> None:
     results = {
-        "sft": HeldOut(["a", "b", "c"], [0.1, 0.2, 0.3], [1.0, 0.0, 0.5]),
-        "ppo": HeldOut(["d", "e", "f"], [1.1, 1.2, 1.3], None),
+        "sft": Evaluation(["a", "b", "c"], [0.1, 0.2, 0.3], [1.0, 0.0, 0.5]),
+        "ppo": Evaluation(["d", "e", "f"], [1.1, 1.2, 1.3], None),
     }
     write_table(prompts(), results, tmp_path)
     rows = read_samples(tmp_path / "samples.jsonl")

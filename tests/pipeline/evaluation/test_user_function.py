@@ -19,7 +19,7 @@ from pipeline.data.load import load_stage
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.evaluation.judge import judged, load_judge
-from pipeline.evaluation.user_function import JUDGE, OwnFunction, load_function
+from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function
 from pipeline.launch.command import main
 from pipeline.stages.data import evaluation_prompts, stage_records
 from tests.tiny import tiny_config
@@ -78,8 +78,8 @@ def test_classes_and_partial_functions_serve(tmp_path: Path) -> None:
     assert load_function(f"{tmp_path}/mine.py:fixed").score("abc", {}) == 3.0
 
 
-def giving(value: Any, **rest: Any) -> OwnFunction:
-    return OwnFunction("mine.py:score", Path("mine.py"), lambda answer, row: value, **rest)
+def giving(value: Any, **rest: Any) -> UserFunction:
+    return UserFunction("mine.py:score", Path("mine.py"), lambda answer, row: value, **rest)
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), torch.tensor(1.0), Fraction(1)])

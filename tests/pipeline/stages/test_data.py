@@ -12,7 +12,7 @@ from pipeline.data.tokenizer import train_tokenizer
 from pipeline.distributed import on_rank_zero
 from pipeline.errors import UserError
 from pipeline.stages import data as stage_data
-from pipeline.stages.data import say_cut
+from pipeline.stages.data import log_cut
 from tests.ranks import run_ranks
 from tests.tiny import tiny_config
 
@@ -34,9 +34,9 @@ def test_held_out_prompts_that_do_not_fit_are_told_before_any_stage(
 
 
 def test_what_was_cut_for_its_length_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    say_cut("sft", {}, 9, "sft.max_length")
+    log_cut("sft", {}, 9, "sft.max_length")
     assert capsys.readouterr().out == ""
-    say_cut("sft", {"no answer within max_length": 1, "cut to max_length": 4}, 9, "sft.max_length")
+    log_cut("sft", {"no answer within max_length": 1, "cut to max_length": 4}, 9, "sft.max_length")
     told = capsys.readouterr().out
     assert told == (
         "sft: too long, of 9: 4 x cut to max_length, 1 x no answer within max_length; sft.max_length sets the limit\n"

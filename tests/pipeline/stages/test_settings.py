@@ -1,17 +1,17 @@
 import pytest
 
-from pipeline.stages.settings import say_steps
+from pipeline.stages.settings import log_steps
 from tests.tiny import tiny_config
 
 
 def test_what_a_stage_will_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     section = tiny_config().sft.model_copy(update={"batch_size": 64, "steps": None, "epochs": 1.0})
-    say_steps("sft", section, 1, 85)
+    log_steps("sft", section, 1, 85)
     assert capsys.readouterr() == (
         "sft: 1 step of 64 conversations, 0.75 passes over 85\n",
         "warning: sft: 1 step will hardly teach anything: sft.epochs=16, or a smaller sft.batch_size\n",
     )
-    say_steps("sft", section.model_copy(update={"steps": 2}), 2, 85)
-    say_steps("ppo", section, 20, 1280)
+    log_steps("sft", section.model_copy(update={"steps": 2}), 2, 85)
+    log_steps("ppo", section, 20, 1280)
     said = capsys.readouterr()
     assert said.out.endswith("ppo: 20 rollouts of 64 prompts, 1 passes over 1280\n") and said.err == ""

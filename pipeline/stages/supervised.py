@@ -1,0 +1,100 @@
+"""The training loop of the supervised stages: SFT, the reward model and DPO.
+
+A stage gives its loss, its batches and its evaluation as a `SupervisedTask`. PPO has a loop of its own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from engine import Engine, Update
+from engine.engine import LossFn
+from pipeline.stages.stage_run import StageRun
+
+
+class TokenIds(Protocol):
+    """A micro-batch with its token ids."""
+
+    @property
+    def input_ids(self) -> Tensor: ...
+
+
+Batch = TypeVar("Batch", bound=TokenIds)
+
+
+@dataclass(frozen=True)
+class StepBatch(Generic[Batch]):
+    """The global batch of one optimizer step, of which this rank holds some micro-batches.
+
+    count: tokens or pairs that the summed loss of the global batch runs over
+    tokens: tokens of the global batch, without padding
+    """
+
+    microbatches: Sequence[Batch]
+    count: int
+    tokens: int
+
+    @property
+    def input_ids(self) -> list[Tensor]:
+        """The token ids of each micro-batch."""
+        return [each.input_ids for each in self.microbatches]
+
+
+@dataclass(frozen=True)
+class SupervisedTask(Generic[Batch]):
+    """What a supervised stage gives the training loop. A budget is the most tokens of a micro-batch.
+
+    loss: (module, micro-batch) -> summed loss and summed metrics
+    batch: (step from 0, budget) -> the batch of that step
+    largest_microbatch: budget -> the largest micro-batch of the stage
+    evaluate: budget -> metrics of the held-out examples; empty if none are held out
+    best_metric: the metric of `evaluate` that decides which model is the best
+    before_first_step: what the stage does with the untrained model, unless the run resumes
+    """
+
+    engine: Engine
+    loss: LossFn[Batch]
+    batch: Callable[[int, int], StepBatch[Batch]]
+    largest_microbatch: Callable[[int], Batch]
+    evaluate: Callable[[int], dict[str, float]]
+    best_metric: str
+    higher_is_better: bool = False
+    before_first_step: Callable[[], object] = lambda: None
+
+
+def train_supervised(stage: StageRun, task: SupervisedTask[Batch]) -> None:
+    """Resume, take the steps that are left, and load the best model if the stage exports the best."""
+    done = stage.restore()
+    stage.find_micro_batch_size(lambda budget: task.engine.dry_run(task.largest_microbatch(budget), task.loss))
+    if done == 0:
+        with stage.clock.phase("evaluate"):
+            task.before_first_step()
+    for step in stage.steps_left():
+        batch = task.batch(step - 1, stage.budget)
+        with stage.clock.phase("train"):
+            update = task.engine.update(batch.microbatches, task.loss, batch.count)
+        stage.clock.tokens += batch.tokens
+        stage.require_finite(step, update.loss, batch.input_ids)
+        metrics = _update_metrics(task.engine, update, batch.count)
+        if stage.evaluates(step):
+            with stage.clock.phase("evaluate"):
+                evaluation = task.evaluate(stage.budget)
+            _note_best(stage, step, task, evaluation)
+            metrics |= evaluation
+        stage.log(step, metrics)
+        stage.save(step)
+    stage.take_best()
+
+
+def _update_metrics(engine: Engine, update: Update, count: int) -> dict[str, float]:
+    """Return the metrics of one optimizer step; the sums of the loss function become means over `count`."""
+    means = {name: total / count for name, total in update.sums.items()}
+    rates = {"lr": update.lr, "grad_norm": update.grad_norm, "skipped_steps": engine.scaler.skipped}
+    return {"loss": update.loss, **means, **rates}
+
+
+def _note_best(stage: StageRun, step: int, task: SupervisedTask[Batch], evaluation: Mapping[str, float]) -> None:
+    if task.best_metric in evaluation:
+        stage.note_best(step, task.best_metric, evaluation[task.best_metric], higher=task.higher_is_better)
