@@ -1,4 +1,4 @@
-"""From scores to advantages: KL-shaped rewards, whitening. What lies between, GAE, is `engine.kernels.gae`.
+"""The formulas from scores to advantages: KL estimators, shaped rewards, RLOO, GRPO, whitening. GAE is a kernel.
 
 All tensors are (B, R) fp32 over response tokens, `mask` (B, R) bool is True where a token counts. Values and rewards
 outside the mask are taken as zero, and results are zero there.
@@ -37,50 +37,49 @@ def shaped_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) 
     return torch.where(mask, rewards, torch.zeros_like(rewards))
 
 
-def leave_one_out(earned: Tensor, samples: int) -> Tensor:
-    """What each answer earned (B,) less the mean of what the others to its prompt did; `samples` neighbours have the
-    same prompt (Kool et al., 2019; Ahmadian et al., 2024, arXiv:2402.14740, equation 8).
+def rloo(rewards: Tensor, samples: int) -> Tensor:
+    """Return the reward of each answer (B,) less the mean reward of the other answers to its prompt.
+
+    `samples` neighbours answer the same prompt (Kool et al., 2019; Ahmadian et al., 2024, arXiv:2402.14740, eq. 8).
     """
-    return above_mean(earned, samples) * (samples / (samples - 1))
+    return grpo(rewards, samples, divide_by_std=False) * (samples / (samples - 1))
 
 
-def above_mean(earned: Tensor, samples: int) -> Tensor:
-    """What each answer earned (B,) less the mean of all to its prompt (Liu et al., 2025, arXiv:2503.20783, section
-    3.2). Exactly 0 where all earned the same: what rounding leaves of a mean would be blown up by their deviation.
+def grpo(rewards: Tensor, samples: int, *, divide_by_std: bool) -> Tensor:
+    """Return the reward of each answer (B,) less the mean reward of all answers to its prompt.
+
+    `divide_by_std` divides by the standard deviation over these answers (Shao et al., 2024, arXiv:2402.03300, section
+    4.1.2); without it this is Dr. GRPO (Liu et al., 2025, arXiv:2503.20783, section 3.2). The result is exactly 0 for
+    equal rewards: otherwise the division would magnify the rounding error of the mean.
     """
-    groups = earned.view(-1, samples)
+    groups = rewards.view(-1, samples)
     above = groups - groups.mean(1, keepdim=True)
-    return above.masked_fill(alike(earned, samples)[:, None], 0.0).flatten()
+    above = above.masked_fill(is_uniform(rewards, samples)[:, None], 0.0).flatten()
+    if not divide_by_std:
+        return above
+    return above / (groups.std(1).repeat_interleave(samples) + 1e-6)
 
 
-def alike(earned: Tensor, samples: int) -> Tensor:
-    """(B / samples,) bool: prompts to which all answers earned the same, so that nothing is learned from them."""
-    groups = earned.view(-1, samples)
+def is_uniform(scores: Tensor, samples: int) -> Tensor:
+    """Return (B / samples,) bool: whether all answers to a prompt have the same score, so that none is preferred."""
+    groups = scores.view(-1, samples)
     return groups.amax(1) == groups.amin(1)
 
 
-def standardised(earned: Tensor, samples: int) -> Tensor:
-    """What each answer earned (B,) less the mean of all to its prompt, over their standard deviation (Shao et al.,
-    2024, arXiv:2402.03300, section 4.1.2); 0 where all earned the same.
-    """
-    deviations = earned.view(-1, samples).std(1).repeat_interleave(samples)
-    return above_mean(earned, samples) / (deviations + 1e-6)
-
-
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """The mean over the mask; 0 where it is empty."""
+    """Return the mean over the mask; 0 for an empty mask."""
     return torch.where(mask, x, torch.zeros_like(x)).sum() / mask.sum().clamp(min=1)
 
 
 def masked_variance(x: Tensor, mask: Tensor) -> Tensor:
-    """The population variance over the mask."""
+    """Return the population variance over the mask."""
     return masked_mean((x - masked_mean(x, mask)).square(), mask)
 
 
 def whiten(x: Tensor, mask: Tensor, moments: Tensor | None = None) -> Tensor:
-    """To mean 0 and variance 1 over the mask, which spans the whole batch of all ranks.
+    """Shift and scale to mean 0 and variance 1 over the mask, which spans the global batch.
 
-    `moments` (3,) are count, mean and squared deviations of x over the mask, where `gae` has found them on its way.
+    `moments` (3,) are count, mean and summed squared deviations of x over the mask, as `gae` returns them.
     """
     if moments is None:
         mean, variance = masked_mean(x, mask), masked_variance(x, mask)
@@ -92,14 +91,14 @@ def whiten(x: Tensor, mask: Tensor, moments: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class KlController:
-    """The weight of the KL penalty: fixed, or steered to `target` nats a sequence (Ziegler et al., 2019, sec. 2.2)."""
+    """The KL weight: fixed, or adapted to `target` nats per sequence (Ziegler et al., 2019, section 2.2)."""
 
     coef: float
     target: float | None
     horizon: int
 
     def after(self, kl: float, sequences: int) -> "KlController":
-        """The controller after a rollout of `sequences` with mean KL `kl`."""
+        """Return the controller after a rollout of `sequences` with mean KL `kl`."""
         if self.target is None:
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)

@@ -63,7 +63,7 @@ class Models:
 
 
 @dataclass(frozen=True)
-class Sources:
+class ModelSources:
     """Where PPO starts: the SFT model and the reward model, with one tokenizer between them. The critic begins as the
     reward model, or without one as the SFT model with a head of zeros.
     """
@@ -74,7 +74,7 @@ class Sources:
     tokenizer: ChatTokenizer
 
 
-def find(config: RunConfig, run_dir: Path) -> Sources:
+def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
     """The models that `actor=` and `reward=` name, or this run's.
 
     Raises UserError where one is missing or of another kind.
@@ -85,7 +85,7 @@ def find(config: RunConfig, run_dir: Path) -> Sources:
     actor, tokenizer = policy_to_tune(config, actor_folder)
     if reward_folder is None:
         critic = stage_source(config, actor_folder)  # one of its own: building a scorer changes its configuration
-        return Sources(actor, critic, None, tokenizer)
+        return ModelSources(actor, critic, None, tokenizer)
     reward = resolve(config.reward_model or config.model, config.seed, folder=reward_folder)
     check_kind(reward, wanted="ForSequenceClassification")
     theirs = load_tokenizer(str(model_folder(reward_folder)), chat_template=None)
@@ -94,10 +94,10 @@ def find(config: RunConfig, run_dir: Path) -> Sources:
             f"the reward model in {reward_folder} has another tokenizer than the actor in {actor_folder}, so it would "
             "read other text than the actor writes; train it with the actor's tokenizer (stage=reward in the same run)"
         )
-    return Sources(actor, reward, reward, tokenizer)
+    return ModelSources(actor, reward, reward, tokenizer)
 
 
-def build(config: RunConfig, sources: Sources, *, actor_steps: int, critic_steps: int) -> Models:
+def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, critic_steps: int) -> Models:
     """The engines, each with its own settings."""
     section = config.ppo
     pad_id = None if sources.tokenizer.pad_id in sources.tokenizer.end_ids else sources.tokenizer.pad_id

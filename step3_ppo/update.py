@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, Update
-from pipeline.config.schema import PpoSection
 from pipeline.data.batch import TokenBatch
 from step3_ppo.advantages import KL
+from step3_ppo.estimators import Advantages
 from step3_ppo.loss import Sums, importance_weights, log_ratio, policy_loss, value_loss
 from step3_ppo.ptx import PtxBatch
 from step3_ppo.rollout import Rollout
 from step3_ppo.rows import Rows, critic_values, my_rows, policy_logprobs
-from step3_ppo.targets import Targets
 
 
 @dataclass(frozen=True)
@@ -48,98 +47,118 @@ def undivided(rollout: Rollout) -> Minibatch:
     return Minibatch(rollout.batches, rollout.tokens())
 
 
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The numbers of the policy's loss; the names are those of the keys of `ppo` and `rollout`.
+
+    kl_estimator: of the KL in the loss, see `step3_ppo.advantages.KL`
+    """
+
+    temperature: float
+    clip: float = 0.2
+    clip_high: float | None = None
+    dual_clip: float | None = 3.0
+    importance_cap: float | None = None
+    entropy_coef: float = 0.0
+    kl_estimator: str = "k3"
+
+
 def update_policy(
     actor: Engine,
     minibatch: Minibatch,
     rollout: Rollout,
-    targets: Targets,
-    ppo: PpoSection,
+    advantages: Advantages,
+    settings: PolicyLoss,
     *,
-    temperature: float,
+    kl_coef: float = 0.0,
     ptx: PtxBatch | None = None,
     check: Callable[[float], None] | None = None,
 ) -> Update:
-    """One step of the actor; metrics are sums over the minibatch's tokens, and "largest" the largest |ratio - 1|.
+    """Take one optimizer step of the actor.
 
-    `check` is told the mean |ratio - 1| before the step; what it raises leaves the parameters as they were.
+    Metrics are sums over the tokens of the minibatch; "largest" is the largest |ratio - 1|. `kl_coef` weighs the KL in
+    the loss. `check` gets the mean |ratio - 1| before the step; if it raises, the parameters stay unchanged.
     """
 
     def clipped(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
-        logprobs, entropies = policy_logprobs(module, batch, temperature)
+        logprobs, entropies = policy_logprobs(module, batch, settings.temperature)
         old = _flat(rollout.logprobs, rollout, batch.places)
-        weights, weighed = _weights(rollout, batch, ppo.importance_cap)
+        weights, weight_sums = _weights(rollout, batch, settings.importance_cap)
         total, sums = policy_loss(
             logprobs,
             old,
-            _flat(targets.advantages, rollout, batch.places),
-            clip=ppo.clip,
-            clip_high=ppo.clip_high,
-            dual_clip=ppo.dual_clip,
+            _flat(advantages.advantages, rollout, batch.places),
+            clip=settings.clip,
+            clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
             weights=weights,
         )
         deviation = (log_ratio(logprobs.detach(), old).exp() - 1.0).abs()
-        bonus = entropies.sum()
-        if ppo.entropy_coef:  # a gradient of zero would cost as much as any other
-            total = total - ppo.entropy_coef * bonus
-        if targets.kl_coef:
+        entropy = entropies.sum()
+        if settings.entropy_coef:  # a gradient of zero costs as much time as any other
+            total = total - settings.entropy_coef * entropy
+        if kl_coef:
             assert rollout.reference is not None
-            estimate = KL[ppo.kl_estimator or "k3"]
-            away = estimate(logprobs, _flat(rollout.reference, rollout, batch.places)).sum()
-            total, sums = total + targets.kl_coef * away, sums | {"kl_loss": away}
+            reference = _flat(rollout.reference, rollout, batch.places)
+            kl = KL[settings.kl_estimator](logprobs, reference).sum()
+            total, sums = total + kl_coef * kl, sums | {"kl_loss": kl}
         largest = deviation.max() if len(deviation) else deviation.new_zeros(())
-        return total, sums | weighed | {"entropy": bonus, "deviation": deviation.sum(), "largest": largest}
+        return total, sums | weight_sums | {"entropy": entropy, "deviation": deviation.sum(), "largest": largest}
 
-    def imitated(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, Sums]:
+    def pretraining(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, Sums]:
         assert ptx is not None
         logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
         loss = -logprobs.sum() * (minibatch.tokens / ptx.tokens)
         return ptx.coef * loss, {"ptx_loss": loss}
 
     def loss(module: nn.Module, batch: Rows | TokenBatch) -> tuple[Tensor, Sums]:
-        return clipped(module, batch) if isinstance(batch, Rows) else imitated(module, batch)
+        return clipped(module, batch) if isinstance(batch, Rows) else pretraining(module, batch)
 
-    batches = cast("list[Rows | TokenBatch]", [*minibatch.batches, *(ptx.batches if ptx else [])])
-
-    def look(sums: Mapping[str, float]) -> None:
+    def check_ratio(sums: Mapping[str, float]) -> None:
         if check is not None:
             check(sums["deviation"] / minibatch.tokens)
 
-    return actor.update(batches, loss, minibatch.tokens, maxima=("largest",), before_step=look)
+    batches = cast("list[Rows | TokenBatch]", [*minibatch.batches, *(ptx.batches if ptx else [])])
+    return actor.update(batches, loss, minibatch.tokens, maxima=("largest",), before_step=check_ratio)
 
 
-def update_critic(critic: Engine, minibatch: Minibatch, rollout: Rollout, targets: Targets, ppo: PpoSection) -> Update:
-    """One step of the critic."""
-    before, returns = rollout.values, targets.returns
-    assert before is not None and returns is not None, "a rollout without a critic"
+def update_critic(
+    critic: Engine, minibatch: Minibatch, rollout: Rollout, advantages: Advantages, *, clip: float | None
+) -> Update:
+    """Take one optimizer step of the critic. `clip` bounds the change of a value; None does not clip."""
+    old, returns = rollout.values, advantages.returns
+    assert old is not None and returns is not None, "a rollout without a critic"
 
     def loss(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
         return value_loss(
             critic_values(module, batch),
-            _flat(before, rollout, batch.places),
+            _flat(old, rollout, batch.places),
             _flat(returns, rollout, batch.places),
-            clip=ppo.value_clip,
+            clip=clip,
         )
 
     return critic.update(minibatch.batches, loss, minibatch.tokens)
 
 
-def dry_run(actor: Engine, critic: Engine | None, longest: Rows, ppo: PpoSection, *, temperature: float) -> None:
-    """The passes of an update of actor and critic over the longest micro-batch to come; nothing of them stays."""
+def dry_run(
+    actor: Engine, critic: Engine | None, longest: Rows, *, temperature: float, entropy_coef: float = 0.0
+) -> None:
+    """Run the passes of an update of actor and critic over a micro-batch, and discard the result."""
 
-    def said(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
+    def policy(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
         logprobs, entropies = policy_logprobs(module, batch, temperature)
-        return logprobs.sum() - (ppo.entropy_coef * entropies.sum() if ppo.entropy_coef else 0.0), {}
+        return logprobs.sum() - (entropy_coef * entropies.sum() if entropy_coef else 0.0), {}
 
-    def valued(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
+    def value(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
         return critic_values(module, batch).sum(), {}
 
-    actor.dry_run(longest, said)
+    actor.dry_run(longest, policy)
     if critic is not None:
-        critic.dry_run(longest, valued)
+        critic.dry_run(longest, value)
 
 
 def _weights(rollout: Rollout, batch: Rows, cap: float | None) -> tuple[Tensor | float, Sums]:
-    """What each token's loss counts for, as the generator and not the trainer drew it."""
+    """Return the importance weight of each token (the generator sampled it, not the trainer), and metrics."""
     if cap is None:
         return 1.0, {}
     old, generator = (_flat(table, rollout, batch.places) for table in (rollout.logprobs, rollout.generator))
@@ -147,12 +166,12 @@ def _weights(rollout: Rollout, batch: Rows, cap: float | None) -> tuple[Tensor |
 
 
 def _flat(table: Tensor, rollout: Rollout, places: Sequence[int]) -> Tensor:
-    """(B, R) -> (N,) the response tokens of some sequences, in the order the models give them."""
+    """Return (N,) the values of the response tokens of some sequences, in the order of the models' outputs."""
     if not places:
         return table.new_empty(0)
     return torch.cat([table[place, : len(rollout.responses[place])] for place in places])
 
 
 def means(update: Update, tokens: int) -> dict[str, float]:
-    """Sums over tokens -> means."""
+    """Return the metrics of an update as means over tokens."""
     return {name: value / tokens for name, value in update.sums.items()}

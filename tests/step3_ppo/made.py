@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from engine.parallel import dist
-from pipeline.config.schema import LoraConfig
+from pipeline.config.schema import LoraConfig, PpoSection
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.checks import verify
+from step3_ppo.estimators import Advantages, compute_advantages
+from step3_ppo.log import UpdateMetrics
 from step3_ppo.models import Models
 from step3_ppo.rollout import Rollout
+from step3_ppo.setup import Ppo, advantage_estimator, reward_shaping
 from tests.pipeline.models.tiny import classifier, config_of, frozen, language_model, source_in, trained
 
 Table = list[list[float]]
@@ -92,3 +95,16 @@ def models_in(
         assert not packing or verify(engine, max_length=32).packing
     assert models.pack == packing
     return models
+
+
+def advantages_of(rollout: Rollout, section: PpoSection, *, kl_coef: float) -> Advantages:
+    """The advantages of a rollout by the settings of a section."""
+    return compute_advantages(rollout, reward_shaping(section), advantage_estimator(section), kl_coef=kl_coef)
+
+
+def learn(ppo: Ppo, step: int, rollout: Rollout, advantages: Advantages, budget: int) -> dict[str, float]:
+    """All updates of a rollout, as the training loop makes them, and their metrics."""
+    updates = UpdateMetrics()
+    for minibatch in ppo.minibatches(rollout, step, budget):
+        ppo.update(step, minibatch, rollout, advantages, updates)
+    return updates.summary()

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -9,16 +10,15 @@ import torch
 from engine.kernels import gae
 from step3_ppo.advantages import (
     KlController,
-    above_mean,
-    alike,
+    grpo,
+    is_uniform,
     kl_k1,
     kl_k2,
     kl_k3,
-    leave_one_out,
     masked_mean,
     masked_variance,
+    rloo,
     shaped_rewards,
-    standardised,
     whiten,
 )
 from tests.step3_ppo.made import Table, close, lengths_of, mask_of, table, tensor
@@ -110,21 +110,21 @@ def test_answers_to_one_prompt_are_held_against_each_other() -> None:
     groups = [[1.0, 4.0, 2.5], [-3.0, 0.5, 7.0], [2.0, 2.0, 2.0]]
     flat = torch.tensor([score for group in groups for score in group])
     others = [[score - (sum(group) - score) / 2 for score in group] for group in groups]
-    assert leave_one_out(flat, 3).tolist() == pytest.approx([a for group in others for a in group])
+    assert rloo(flat, 3).tolist() == pytest.approx([a for group in others for a in group])
     scaled = [
         (score - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6) for group in groups for score in group
     ]
-    assert standardised(flat, 3).tolist() == pytest.approx(scaled, rel=1e-5)
+    assert grpo(flat, 3, divide_by_std=True).tolist() == pytest.approx(scaled, rel=1e-5)
     above = [score - statistics.fmean(group) for group in groups for score in group]
-    assert above_mean(flat, 3).tolist() == pytest.approx(above, rel=1e-5)
-    assert alike(flat, 3).tolist() == [False, False, True]
+    assert grpo(flat, 3, divide_by_std=False).tolist() == pytest.approx(above, rel=1e-5)
+    assert is_uniform(flat, 3).tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("samples", [3, 6, 7])
 def test_equal_scores_teach_nothing_whatever_their_mean_rounds_to(samples: int) -> None:
     flat = torch.tensor([100.1, -3.3333, 1.3, 0.7]).repeat_interleave(samples)
-    for way in (standardised, above_mean, leave_one_out):
-        assert way(flat, samples).tolist() == [0.0] * (4 * samples)
+    for estimate in (partial(grpo, divide_by_std=True), partial(grpo, divide_by_std=False), rloo):
+        assert estimate(flat, samples).tolist() == [0.0] * (4 * samples)
 
 
 def test_nothing_to_average_is_zero_and_equal_values_whiten_to_zero() -> None:

@@ -14,10 +14,10 @@ from pipeline.errors import UserError
 from step3_ppo.diagnose import TOLERANCE, check_first_ratio
 from step3_ppo.models import Models
 from step3_ppo.rollout import Rollout, collect
-from step3_ppo.targets import targets_of
+from step3_ppo.setup import policy_loss_settings
 from step3_ppo.update import means, minibatches, update_policy
 from tests.pipeline.models.tiny import classifier, config_of, language_model
-from tests.step3_ppo.made import models_in, rollout_of, saved_models
+from tests.step3_ppo.made import advantages_of, models_in, rollout_of, saved_models
 
 PROMPTS, RESPONSES = [3, 6, 2, 5, 4], [4, 1, 6, 2, 5]
 
@@ -32,8 +32,8 @@ def first_deviation(models: Models, rollout: Rollout, temperature: float) -> flo
     """What the loop measures: the mean |ratio - 1| of the first minibatch."""
     section = PpoSection()
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=30)
-    targets = targets_of(rollout, section, kl_coef=0.1)
-    update = update_policy(models.actor, minibatch, rollout, targets, section, temperature=temperature)
+    targets = advantages_of(rollout, section, kl_coef=0.1)
+    update = update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, temperature))
     return means(update, minibatch.tokens)["deviation"]
 
 
@@ -84,14 +84,14 @@ def test_the_check_comes_before_the_step(tmp_path: Path) -> None:
     models = models_in(tmp_path)
     rollout = scored(models, 1.0)
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=30)
-    targets = targets_of(rollout, PpoSection(), kl_coef=0.1)
+    targets = advantages_of(rollout, PpoSection(), kl_coef=0.1)
     before = [p.detach().clone() for p in models.actor.module.parameters()]
 
     def refuse(deviation: float) -> None:
         raise UserError(f"{deviation}")
 
     with pytest.raises(UserError):
-        update_policy(models.actor, minibatch, rollout, targets, PpoSection(), temperature=0.7, check=refuse)
+        update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(PpoSection(), 0.7), check=refuse)
     assert all(torch.equal(a, b) for a, b in zip(before, models.actor.module.parameters(), strict=True))
 
 

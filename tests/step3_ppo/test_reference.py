@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from step3_ppo.figures import rollout_figures
-from step3_ppo.targets import targets_of
+from step3_ppo.log import rollout_metrics
+from tests.step3_ppo.made import advantages_of, learn
 from tests.step3_ppo.test_stage import ppo_of, run_folder, weights
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -21,10 +21,10 @@ WAYS: dict[str, dict[str, Any]] = {
 def one_step(folder: Path, **keys: Any) -> tuple[set[str], dict[str, float], list[torch.Tensor]]:
     """The engines there are, the figures of a step, the actor after it."""
     ppo, stage = ppo_of(folder, kl_coef=0.0, update_epochs=2, **keys)
-    rollout = ppo.rollout(1, stage)
-    targets = targets_of(rollout, ppo.section, kl_coef=0.0)
-    learned = ppo.learn(1, rollout, targets, stage.budget)
-    return set(ppo.models.engines), rollout_figures(rollout, targets) | learned, weights(ppo.models.actor)
+    rollout = ppo.collect(1, stage)
+    targets = advantages_of(rollout, ppo.section, kl_coef=0.0)
+    learned = learn(ppo, 1, rollout, targets, stage.budget)
+    return set(ppo.models.engines), rollout_metrics(rollout, targets) | learned, weights(ppo.models.actor)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -43,4 +43,4 @@ def test_adapters_are_their_own_reference_where_the_kl_counts(tmp_path: Path) ->
     for kl_coef in (0.05, 0.0):
         ppo, stage = ppo_of(tmp_path, kl_coef=kl_coef, lora={"rank": 2})
         assert (ppo.models.reference is ppo.models.actor) == (kl_coef > 0)
-        assert (ppo.rollout(1, stage).reference is not None) == (kl_coef > 0)
+        assert (ppo.collect(1, stage).reference is not None) == (kl_coef > 0)

@@ -14,12 +14,12 @@ from pipeline.data.records import Message
 from pipeline.errors import SharedError, UserError
 from pipeline.evaluation.user_function import JUDGE, UserFunction
 from pipeline.stages.stage_run import StageRun
-from step3_ppo.evaluate import Examiner
-from step3_ppo.figures import rollout_figures
-from step3_ppo.models import build, find
-from step3_ppo.targets import targets_of
-from step3_ppo.train import Ppo
+from step3_ppo.evaluate import evaluator_of
+from step3_ppo.log import rollout_metrics
+from step3_ppo.models import build_models, load_models
+from step3_ppo.setup import Ppo
 from tests.ranks import run_ranks
+from tests.step3_ppo.made import advantages_of, learn
 from tests.step3_ppo.test_stage import config, prompts, run_folder, weights
 
 # Of text and row; counts its calls, and raises for a row that says so.
@@ -44,7 +44,7 @@ def setting(folder: Path, **ppo: Any) -> RunConfig:
 
 def ppo_of(folder: Path, **ppo: Any) -> tuple[Ppo, StageRun]:
     made = setting(folder, **ppo)
-    sources = find(made, folder)
+    sources = load_models(made, folder)
     asked = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
     found = Ppo(made, folder / "ppo", sources, asked, [{"number": n} for n in range(12)])
     return found, StageRun(folder / "ppo", found.section, found.steps, found.models.learning)
@@ -64,10 +64,10 @@ def test_without_a_reward_model_the_critic_begins_as_the_actor_with_a_head_of_ze
     body = {name.removeprefix("model."): p for name, p in models.critic.module.named_parameters()}
     assert not dtensors.full_tensor(body.pop("score.weight").detach()).any()
     assert body and all(torch.equal(dtensors.full_tensor(p), dtensors.full_tensor(actor[n])) for n, p in body.items())
-    rollout = ppo.rollout(1, stage)
+    rollout = ppo.collect(1, stage)
     assert rollout.values is not None and not rollout.values.any()
     before = weights(models.critic)
-    ppo.learn(1, rollout, targets_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
+    learn(ppo, 1, rollout, advantages_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
     assert all(not torch.equal(a, b) for a, b in zip(before, weights(models.critic), strict=True))
     assert models.actor.module.lm.config.architectures == ["LlamaForCausalLM"]  # the critic's head left it alone
 
@@ -77,22 +77,22 @@ def test_a_function_alone_gives_the_score(tmp_path: Path) -> None:
     ppo, stage = ppo_of(tmp_path, advantage="rloo", batch_size=3, samples=2, reward_threads=2)
     assert ppo.models.function is not None and ppo.models.function.threads == 2
     assert set(ppo.models.engines) == {"actor", "reference"}
-    rollout = ppo.rollout(1, stage)
+    rollout = ppo.collect(1, stage)
     wanted = [
         len(ppo.tokenizer.decode(response)) + 100 * number
         for response, number in zip(rollout.responses, numbers_of(ppo, rollout), strict=True)
     ]
     assert rollout.scores.tolist() == wanted and rollout.function is None
-    assert "function_score" not in rollout_figures(rollout, targets_of(rollout, ppo.section, kl_coef=0.0))
+    assert "function_score" not in rollout_metrics(rollout, advantages_of(rollout, ppo.section, kl_coef=0.0))
 
 
 def test_beside_a_reward_model_the_two_are_added(tmp_path: Path) -> None:
     run_folder(tmp_path)
     ppo, stage = ppo_of(tmp_path, reward_model=True)
-    rollout = ppo.rollout(1, stage)
+    rollout = ppo.collect(1, stage)
     plain = replace(ppo.models, function=None)
     ppo.models = plain
-    alone = ppo.rollout(1, stage)
+    alone = ppo.collect(1, stage)
     assert alone.responses == rollout.responses and alone.function is None and rollout.function is not None
     wanted = [
         len(ppo.tokenizer.decode(response)) + 100.0 * number
@@ -100,7 +100,7 @@ def test_beside_a_reward_model_the_two_are_added(tmp_path: Path) -> None:
     ]
     assert rollout.function.tolist() == wanted
     torch.testing.assert_close(rollout.scores, alone.scores + rollout.function)
-    figures = rollout_figures(rollout, targets_of(rollout, ppo.section, kl_coef=0.0))
+    figures = rollout_metrics(rollout, advantages_of(rollout, ppo.section, kl_coef=0.0))
     assert figures["function_score"] == pytest.approx(sum(wanted) / len(wanted))
     assert figures["score"] == pytest.approx(figures["function_score"] + alone.scores.mean().item(), rel=1e-5)
 
@@ -109,37 +109,37 @@ def test_beside_a_reward_model_the_two_are_added(tmp_path: Path) -> None:
 def test_held_out_answers_are_scored_by_the_same_total(reward_model: bool, tmp_path: Path) -> None:
     run_folder(tmp_path)
     made = setting(tmp_path, reward_model=reward_model)
-    sources = find(made, tmp_path)
-    models = build(made, sources, actor_steps=1, critic_steps=1)
+    sources = load_models(made, tmp_path)
+    models = build_models(made, sources, actor_steps=1, critic_steps=1)
     sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
     asked = [replace(prompt, row={"number": n}) for n, prompt in enumerate(prompts())]
     judge = UserFunction("mine.py:judge", tmp_path, lambda answer, row: row["number"] / 4, key=JUDGE)
-    examiner = Examiner(asked, sources.tokenizer, sampling, 64, keep=True, judged_by=judge)
-    judged = examiner.judge(models, ["words", "to learn", ""])
-    assert judged.gold == [0.0, 0.25, 0.5] and judged.figures["gold_score"] == 0.25
+    evaluator = evaluator_of(models, asked, sources.tokenizer, sampling, budget=64, keep=True, judge=judge)
+    judged = evaluator.grade(["words", "to learn", ""])
+    assert judged.gold == [0.0, 0.25, 0.5] and judged.metrics["gold_score"] == 0.25
     by_function = [5.0, 108.0, 200.0]
     if not reward_model:
         assert judged.scores == by_function and judged.function is None
-        assert judged.figures == {"eval_score": pytest.approx(313 / 3), "gold_score": 0.25}
+        assert judged.metrics == {"eval_score": pytest.approx(313 / 3), "gold_score": 0.25}
         return
     without = replace(models, function=None)
-    plain = Examiner(prompts(), sources.tokenizer, sampling, 64, keep=True).judge(without, judged.answers)
+    plain = evaluator_of(without, prompts(), sources.tokenizer, sampling, budget=64, keep=True).grade(judged.answers)
     assert judged.function == by_function and plain.function is None
     assert judged.scores == pytest.approx([a + b for a, b in zip(plain.scores, by_function, strict=True)])
-    assert judged.figures["eval_function_score"] == pytest.approx(313 / 3)
+    assert judged.metrics["eval_function_score"] == pytest.approx(313 / 3)
 
 
 def one_rollout(folder: Path) -> dict[str, Any]:
     """A rollout with its update, the calls this rank made for it, and what a call that fails says."""
     torch.set_num_threads(1)
     ppo, stage = ppo_of(folder)
-    rollout = ppo.rollout(1, stage)
+    rollout = ppo.collect(1, stage)
     assert ppo.models.function is not None
     called = ppo.models.function.call.__globals__["calls"]
-    learned = ppo.learn(1, rollout, targets_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
+    learned = learn(ppo, 1, rollout, advantages_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
     ppo.rows = [{"number": 0, "bad": number == numbers_of(ppo, rollout)[1]} for number in range(12)]  # rank 1's of two
     with pytest.raises(SharedError) as caught:
-        ppo.rollout(1, stage)
+        ppo.collect(1, stage)
     return {"rollout": rollout, "calls": called, "learned": learned, "said": str(caught.value)}
 
 

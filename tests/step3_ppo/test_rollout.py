@@ -14,10 +14,10 @@ from pipeline.config.schema import LoraConfig, PpoSection
 from pipeline.data.documents import Documents
 from step3_ppo.rollout import Rollout, collect, generate
 from step3_ppo.rows import my_rows, rows
-from step3_ppo.targets import Targets, targets_of
+from step3_ppo.setup import policy_loss_settings
 from step3_ppo.update import minibatches, update_critic, update_policy
 from tests.ranks import run_ranks
-from tests.step3_ppo.made import models_in, rollout_of, saved_models
+from tests.step3_ppo.made import advantages_of, models_in, rollout_of, saved_models
 
 PROMPTS, RESPONSES = [3, 6, 2, 5, 4, 2, 7], [4, 1, 6, 2, 5, 3, 2]
 SAMPLING = Sampling(max_new_tokens=6, end_ids=(5, 6), pad_id=0, seed=3)
@@ -144,11 +144,11 @@ def one_step(folder: Path, zero_stage: int, packing: bool = False) -> dict[str, 
     prompts = rollout_of(PROMPTS, RESPONSES).prompts
     drawn = generate(models, prompts, SAMPLING, first_stream=40, batch_size=4)
     rollout = collect(models, prompts, drawn, temperature=0.9, pad_id=0, budget=24)
-    targets: Targets = targets_of(rollout, SECTION, kl_coef=0.1)
+    targets = advantages_of(rollout, SECTION, kl_coef=0.1)
     updates, seen = [], []
     for minibatch in minibatches(rollout, parts=2, seed=8, pad_id=0, budget=24, packing=packing):
-        actor = update_policy(models.actor, minibatch, rollout, targets, SECTION, temperature=0.9)
-        critic = update_critic(models.critic, minibatch, rollout, targets, SECTION)
+        actor = update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(SECTION, 0.9))
+        critic = update_critic(models.critic, minibatch, rollout, targets, clip=SECTION.value_clip)
         norms = {**actor.maxima, "grad_norm": actor.grad_norm, "critic_grad_norm": critic.grad_norm}
         updates.append({"loss": actor.loss, "value_loss": critic.loss, **norms, **actor.sums, **critic.sums})
         seen.append([each.places for each in minibatch.batches])

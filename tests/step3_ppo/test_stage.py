@@ -22,13 +22,13 @@ from pipeline.models.export import export_policy, export_scorer
 from pipeline.models.modules import Policy
 from pipeline.models.source import resolve
 from pipeline.stages.stage_run import StageRun
-from step3_ppo.evaluate import Examiner
-from step3_ppo.figures import rollout_figures
-from step3_ppo.models import build, find
+from step3_ppo.evaluate import evaluator_of
+from step3_ppo.log import rollout_metrics
+from step3_ppo.models import build_models, load_models
 from step3_ppo.ptx import PtxMix
-from step3_ppo.targets import targets_of
-from step3_ppo.train import Ppo
+from step3_ppo.setup import Ppo
 from tests.pipeline.models.tiny import classifier, config_of, frozen, language_model, source_in
+from tests.step3_ppo.made import advantages_of, learn
 
 VOCABULARY = 288
 
@@ -64,32 +64,32 @@ def run_folder(folder: Path, family: str = "llama", *, actor: Any = None, reward
 
 def test_a_missing_model_is_named_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="actor"):
-        find(config(tmp_path), tmp_path)
+        load_models(config(tmp_path), tmp_path)
     with pytest.raises(UserError, match=r"no finished sft stage.* give actor=FOLDER"):
-        find(config(tmp_path).model_copy(update={"actor": None}), tmp_path)
+        load_models(config(tmp_path).model_copy(update={"actor": None}), tmp_path)
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     run_folder(tmp_path, reward=tokenizer("zzz zzz zzz zzz zzz zzz"))
     with pytest.raises(UserError, match="another tokenizer"):
-        find(config(tmp_path), tmp_path)
+        load_models(config(tmp_path), tmp_path)
 
 
 def test_models_in_each_others_place_are_refused(tmp_path: Path) -> None:
     run_folder(tmp_path)
     swapped = config(tmp_path).model_copy(update={"actor": str(tmp_path / "reward")})
     with pytest.raises(UserError, match="no language model"):
-        find(swapped, tmp_path)
+        load_models(swapped, tmp_path)
     swapped = config(tmp_path).model_copy(update={"reward_path": str(tmp_path / "sft")})
     with pytest.raises(UserError, match="no reward model"):
-        find(swapped, tmp_path)
+        load_models(swapped, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["llama", "granite", "gpt2"])
 def test_actor_and_reference_begin_as_the_same_policy(family: str, tmp_path: Path) -> None:
     run_folder(tmp_path, family)
     made = config(tmp_path, reference_engine={"zero_stage": 3})
-    models = build(made, find(made, tmp_path), actor_steps=2, critic_steps=2)
+    models = build_models(made, load_models(made, tmp_path), actor_steps=2, critic_steps=2)
     assert isinstance(models.actor.module, Policy) and models.reference is not None
     assert models.actor.module.use_logits == models.reference.module.use_logits == (family == "granite")
     assert models.reference.config.zero_stage == 3 and models.actor.config.zero_stage == 0
@@ -100,7 +100,7 @@ def test_actor_and_reference_begin_as_the_same_policy(family: str, tmp_path: Pat
 
 def ppo_of(folder: Path, **keys: Any) -> tuple[Ppo, StageRun]:
     made = config(folder, **keys)
-    sources = find(made, folder)
+    sources = load_models(made, folder)
     prompts = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
     ppo = Ppo(made, folder / "ppo", sources, prompts)
     return ppo, StageRun(folder / "ppo", ppo.section, ppo.steps, ppo.models.learning)
@@ -116,11 +116,11 @@ def test_the_loop_begins_on_policy_and_moves_both_models(tmp_path: Path) -> None
     assert ppo.steps == 2
     actor, critic = weights(ppo.models.actor), weights(ppo.models.critic)
     for step in (1, 2):
-        rollout = ppo.rollout(step, stage)
+        rollout = ppo.collect(step, stage)
         assert len(rollout) == 6 and ppo.kl.coef == 0.05
         if step == 1:
             assert torch.equal(rollout.logprobs, rollout.reference)  # KL 0: nothing has been learned yet
-        learned = ppo.learn(step, rollout, targets_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
+        learned = learn(ppo, step, rollout, advantages_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
         moved = [not torch.equal(a, b) for a, b in zip(actor, weights(ppo.models.actor), strict=True)]
         if step == 1:  # only the critic learns
             assert not any(moved) and "first_ratio" not in learned and learned["lr"] == 0.0
@@ -156,8 +156,8 @@ def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef
         actor, critic, figures = forwards(ppo.models.actor), forwards(ppo.models.critic), []
         for step in (1, 2, 3):
             actor.clear(), critic.clear()
-            rollout = ppo.rollout(step, stage)
-            figures.append(ppo.learn(step, rollout, targets_of(rollout, ppo.section, kl_coef=0.05), stage.budget))
+            rollout = ppo.collect(step, stage)
+            figures.append(learn(ppo, step, rollout, advantages_of(rollout, ppo.section, kl_coef=0.05), stage.budget))
             many = len(rollout.batches)
             assert many == 1 if budget == 1000 else many > 2
             mine = shared and step > 1 and not ptx_coef  # the actor's own
@@ -179,7 +179,7 @@ def test_dropout_that_is_left_on_is_found_where_forwards_are_shared(tmp_path: Pa
     hidden = ppo.models.actor.module.get_submodule("lm.model.embed_tokens")
     hidden.register_forward_hook(lambda module, _, out: torch.dropout(out, 0.3, module.training))
     with pytest.raises(UserError, match="Likely cause: dropout"):
-        ppo.rollout(1, stage)
+        ppo.collect(1, stage)
 
 
 @pytest.mark.parametrize("budget", [1000, 80])
@@ -209,15 +209,15 @@ def test_without_a_critic_answers_to_a_prompt_are_neighbours(advantage: str, tmp
     ppo, stage = ppo_of(tmp_path, batch_size=4, samples=3, advantage=advantage, kl_coef=0.1)
     assert ppo.models.critic is None and set(ppo.models.engines) == {"actor", "reference", "reward"}
     before = weights(ppo.models.actor)
-    rollout = ppo.rollout(1, stage)
+    rollout = ppo.collect(1, stage)
     assert len(rollout) == 12 and rollout.values is None
     for first in range(0, 12, 3):
         assert rollout.prompts[first] == rollout.prompts[first + 1] == rollout.prompts[first + 2]
         assert len({tuple(response) for response in rollout.responses[first : first + 3]}) > 1  # noise of its own each
-    targets = targets_of(rollout, ppo.section, kl_coef=0.1)
+    targets = advantages_of(rollout, ppo.section, kl_coef=0.1)
     assert targets.advantages[:, 0].view(4, 3).sum(1).abs().max() < 1e-4
-    learned = ppo.learn(1, rollout, targets, stage.budget)
-    figures = rollout_figures(rollout, targets) | learned | ppo.state()
+    learned = learn(ppo, 1, rollout, targets, stage.budget)
+    figures = rollout_metrics(rollout, targets) | learned | ppo.state()
     assert not {"value_loss", "critic_lr", "explained_variance"} & set(figures)
     assert learned["first_ratio"] == pytest.approx(1, abs=1e-5)
     assert any(not torch.equal(a, b) for a, b in zip(before, weights(ppo.models.actor), strict=True))
@@ -226,10 +226,10 @@ def test_without_a_critic_answers_to_a_prompt_are_neighbours(advantage: str, tmp
 def test_a_rollout_off_the_policy_stops_the_run(tmp_path: Path) -> None:
     run_folder(tmp_path)
     ppo, stage = ppo_of(tmp_path)
-    rollout = ppo.rollout(1, stage)
+    rollout = ppo.collect(1, stage)
     rollout.logprobs.add_(0.1)
     with pytest.raises(UserError, match=r"the first minibatch's ratio is off by 0\.095"):
-        ppo.learn(1, rollout, targets_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
+        learn(ppo, 1, rollout, advantages_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
 
 
 def prompts() -> list[Prompt]:
@@ -239,18 +239,18 @@ def prompts() -> list[Prompt]:
 def test_held_out_answers_are_scored_at_their_end_less_the_level(tmp_path: Path) -> None:
     run_folder(tmp_path)
     made = config(tmp_path)
-    sources = find(made, tmp_path)
-    models = build(made, sources, actor_steps=1, critic_steps=1)
+    sources = load_models(made, tmp_path)
+    models = build_models(made, sources, actor_steps=1, critic_steps=1)
     sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
-    examiner = Examiner(prompts(), sources.tokenizer, sampling, 64, keep=True)
-    judged = examiner.judge(models, ["words", "to learn", ""])
+    evaluator = evaluator_of(models, prompts(), sources.tokenizer, sampling, budget=64, keep=True)
+    judged = evaluator.grade(["words", "to learn", ""])
     scorer = build_scorer(resolve(made.model, 1, folder=tmp_path / "reward"), frozen(), pad_id=0)
     for prompt, answer, score in zip(prompts(), judged.answers, judged.scores, strict=True):
         ids = sources.tokenizer.encode_prompt(prompt.messages) + sources.tokenizer.encode_answer(answer)
         wanted = scorer(torch.tensor([ids], device=dist.world().device))[0, -1].item() - 0.75
         assert score == pytest.approx(wanted, abs=3e-5)
-    assert judged.gold is None and judged.figures == {"eval_score": pytest.approx(sum(judged.scores) / 3)}
-    first, second = examiner.examine(models), examiner.examine(models)
+    assert judged.gold is None and judged.metrics == {"eval_score": pytest.approx(sum(judged.scores) / 3)}
+    first, second = evaluator.evaluate(models.actor), evaluator.evaluate(models.actor)
     assert first == second and len(first.answers) == 3  # the same noise each time
 
 

@@ -13,12 +13,13 @@ from engine.parallel import dist
 from pipeline.config.schema import PpoSection
 from pipeline.data.batch import TokenBatch
 from pipeline.models.checks import verify
+from step3_ppo.estimators import answer_scores
 from step3_ppo.ptx import PtxBatch
 from step3_ppo.rollout import Rollout
-from step3_ppo.targets import answer_scores, targets_of
+from step3_ppo.setup import policy_loss_settings, reward_shaping
 from step3_ppo.update import means, minibatches, update_critic, update_policy
 from tests.reads import Reads
-from tests.step3_ppo.made import Table, close, models_in, rollout_of, saved_models
+from tests.step3_ppo.made import Table, advantages_of, close, models_in, rollout_of, saved_models
 from tests.step3_ppo.test_advantages import gae_by_hand, rewards_by_hand
 from tests.step3_ppo.test_loss import policy_by_hand, value_by_hand
 
@@ -44,7 +45,7 @@ def earned_by_hand(rollout: Rollout, penalty: float, clip: float | None, *, toke
 def test_answers_earn_their_clipped_score_less_the_penalties(penalty: float, clip: float | None, token: float) -> None:
     rollout = rollout_of(PROMPTS, RESPONSES)
     section = PpoSection(missing_end_penalty=penalty, score_clip=clip, length_penalty=token, length_free=2)
-    found = answer_scores(rollout, section)
+    found = answer_scores(rollout, reward_shaping(section))
     assert found.tolist() == pytest.approx(earned_by_hand(rollout, penalty, clip, token=token), abs=1e-6)
 
 
@@ -52,7 +53,7 @@ def test_answers_earn_their_clipped_score_less_the_penalties(penalty: float, cli
 def test_targets(whitened: bool) -> None:
     rollout = rollout_of(PROMPTS, RESPONSES)
     section = PpoSection(gamma=0.98, lam=0.9, whiten_advantages=whitened, missing_end_penalty=0.7, score_clip=1.1)
-    found = targets_of(rollout, section, kl_coef=0.13)
+    found = advantages_of(rollout, section, kl_coef=0.13)
     ours, theirs = rows_of(rollout.logprobs, rollout), rows_of(rollout.reference, rollout)
     kl = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(ours, theirs, strict=True)]
     rewards = rewards_by_hand(earned_by_hand(rollout, 0.7, 1.1), kl, 0.13)
@@ -75,7 +76,7 @@ def test_targets(whitened: bool) -> None:
 def test_targets_without_a_critic(advantage: str, kl_in: str | None, divide: bool) -> None:
     rollout = dataclasses.replace(rollout_of([3, 3, 3, 5, 5, 5], [4, 1, 6, 2, 3, 5]), values=None)
     section = PpoSection(advantage=advantage, samples=3, missing_end_penalty=0.7, kl_in=kl_in, divide_by_std=divide)
-    found = targets_of(rollout, section, kl_coef=0.13)
+    found = advantages_of(rollout, section, kl_coef=0.13)
     ours, theirs = rows_of(rollout.logprobs, rollout), rows_of(rollout.reference, rollout)
     earned = earned_by_hand(rollout, 0.7, None)
     in_reward = kl_in == "reward" or (kl_in is None and advantage == "rloo")
@@ -91,13 +92,13 @@ def test_targets_without_a_critic(advantage: str, kl_in: str | None, divide: boo
     close(found.advantages, [[a] * len(row) for a, row in zip(above, rollout.responses, strict=True)])
     assert found.rewards.sum(1).tolist() == pytest.approx(earned, abs=1e-5)
     assert found.returns is None
-    assert found.kl_coef == (0.0 if in_reward else 0.13)  # where the KL counts: above, or in the loss
+    assert reward_shaping(section).kl_in_reward == in_reward  # where the KL counts: above, or in the loss
 
 
 def test_reinforce_whitens_what_was_earned_from_a_token_on() -> None:
     rollout = dataclasses.replace(rollout_of(PROMPTS, RESPONSES), values=None)
     section = PpoSection(advantage="reinforce", gamma=0.9, lam=0.5, kl_estimator="k2")  # lam is the critic's alone
-    found = targets_of(rollout, section, kl_coef=0.13)
+    found = advantages_of(rollout, section, kl_coef=0.13)
     ours, theirs = rows_of(rollout.logprobs, rollout), rows_of(rollout.reference, rollout)
     kl = [[0.5 * (a - b) ** 2 for a, b in zip(x, y, strict=True)] for x, y in zip(ours, theirs, strict=True)]
     rewards = rewards_by_hand(earned_by_hand(rollout, 1.0, None), kl, 0.13)
@@ -105,16 +106,16 @@ def test_reinforce_whitens_what_was_earned_from_a_token_on() -> None:
     flat = [each for row in to_come for each in row]
     mean, spread = statistics.fmean(flat), statistics.pstdev(flat)
     close(found.advantages, [[(each - mean) / spread for each in row] for row in to_come])
-    assert found.returns is None and found.alike is None
+    assert found.returns is None and found.uniform_prompts is None
 
 
 def test_with_a_critic_the_kl_may_be_in_the_loss() -> None:
     """Then returns and advantages know nothing of it, and the policy's loss has all of it."""
     rollout, plain = rollout_of(PROMPTS, RESPONSES), PpoSection()
-    found = targets_of(rollout, PpoSection(kl_in="loss"), kl_coef=0.13)
-    without = targets_of(rollout, plain, kl_coef=0.0)
+    found = advantages_of(rollout, PpoSection(kl_in="loss"), kl_coef=0.13)
+    without = advantages_of(rollout, plain, kl_coef=0.0)
     assert torch.equal(found.advantages, without.advantages) and torch.equal(found.returns, without.returns)
-    assert (found.kl_coef, without.kl_coef, targets_of(rollout, plain, kl_coef=0.13).kl_coef) == (0.13, 0.0, 0.0)
+    assert not torch.equal(found.advantages, advantages_of(rollout, plain, kl_coef=0.13).advantages)
 
 
 def test_prompts_whose_answers_score_alike_are_counted() -> None:
@@ -123,11 +124,11 @@ def test_prompts_whose_answers_score_alike_are_counted() -> None:
     rollout.finished.fill_(True)
     for advantage in ("rloo", "grpo"):  # of RLOO their KL still differs
         section = PpoSection(advantage=advantage, samples=3)
-        assert targets_of(rollout, section, kl_coef=0.1).alike == 0.5
+        assert advantages_of(rollout, section, kl_coef=0.1).uniform_prompts == 0.5
     rollout.finished[0] = False
-    assert targets_of(rollout, section, kl_coef=0.1).alike == 0.0
-    with_critic = targets_of(rollout_of(PROMPTS, RESPONSES), PpoSection(), kl_coef=0.1)
-    assert with_critic.alike is None
+    assert advantages_of(rollout, section, kl_coef=0.1).uniform_prompts == 0.0
+    with_critic = advantages_of(rollout_of(PROMPTS, RESPONSES), PpoSection(), kl_coef=0.1)
+    assert with_critic.uniform_prompts is None
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
@@ -166,7 +167,7 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     saved_models(tmp_path)
     models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
     section = PpoSection(entropy_coef=0.05, clip=0.2, clip_high=0.1, dual_clip=1.3)
-    targets = targets_of(rollout, section, kl_coef=0.1)
+    targets = advantages_of(rollout, section, kl_coef=0.1)
     new, entropies, model = own_policy(tmp_path, rollout, 0.8)
     # Old log-probabilities near the new ones, so that some tokens are clipped and some are not.
     shift = iter(torch.randn(len(new), generator=torch.Generator().manual_seed(1)).mul(0.3).tolist())
@@ -178,7 +179,7 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     bonus = math.fsum(e.item() for e in entropies)
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
     assert len(minibatch.batches) > 1
-    update = update_policy(models.actor, minibatch, rollout, targets, section, temperature=0.8)
+    update = update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, 0.8))
     count = sum(RESPONSES)
     assert update.loss == pytest.approx((wanted - 0.05 * bonus) / count, rel=1e-3)
     figures = means(update, minibatch.tokens)
@@ -206,9 +207,8 @@ def test_the_kl_in_the_loss_has_a_gradient_of_its_own(estimator: str | None, tmp
     saved_models(tmp_path)
     models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
     section = PpoSection(clip=10.0, dual_clip=None, kl_estimator=estimator)
-    targets = targets_of(rollout, section, kl_coef=0.0)
+    targets = advantages_of(rollout, section, kl_coef=0.0)
     targets.advantages.zero_()
-    targets = dataclasses.replace(targets, kl_coef=0.3)
     new, _, model = own_policy(tmp_path, rollout, 1.0)
     reference = [x for row in rows_of(rollout.reference, rollout) for x in row]
     both = list(zip(new, reference, strict=True))
@@ -216,7 +216,7 @@ def test_the_kl_in_the_loss_has_a_gradient_of_its_own(estimator: str | None, tmp
     (terms * 0.3 / sum(RESPONSES)).backward()
     norm = math.sqrt(math.fsum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
-    update = update_policy(models.actor, minibatch, rollout, targets, section, temperature=1.0)
+    update = update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, 1.0), kl_coef=0.3)
     assert update.loss == pytest.approx(0.3 * terms.item() / sum(RESPONSES), rel=1e-3)
     assert means(update, minibatch.tokens)["kl_loss"] == pytest.approx(terms.item() / sum(RESPONSES), rel=1e-3)
     assert update.grad_norm == pytest.approx(norm, rel=1e-3)
@@ -235,7 +235,7 @@ def test_one_update_of_the_critic(tmp_path: Path) -> None:
     saved_models(tmp_path)
     models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
     section = PpoSection(value_clip=0.4)
-    targets = targets_of(rollout, section, kl_coef=0.1)
+    targets = advantages_of(rollout, section, kl_coef=0.1)
     scorer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").double()
     values = []
     for prompt, response in zip(rollout.prompts, rollout.responses, strict=True):
@@ -246,7 +246,7 @@ def test_one_update_of_the_critic(tmp_path: Path) -> None:
     returns = [v for row in rows_of(targets.returns, rollout) for v in row]
     wanted, clipped = value_by_hand(values, old, returns, 0.4)
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
-    update = update_critic(models.critic, minibatch, rollout, targets, section)
+    update = update_critic(models.critic, minibatch, rollout, targets, clip=section.value_clip)
     assert update.loss == pytest.approx(wanted / sum(RESPONSES), rel=1e-4)
     assert means(update, minibatch.tokens)["value_clip_fraction"] == clipped / sum(RESPONSES)
     assert 0 < clipped < sum(RESPONSES)
@@ -255,16 +255,19 @@ def test_one_update_of_the_critic(tmp_path: Path) -> None:
 def test_the_mix_of_conversations_adds_its_mean_loss(tmp_path: Path) -> None:
     saved_models(tmp_path)
     rollout, section = rollout_of(PROMPTS, RESPONSES), PpoSection()
-    targets = targets_of(rollout, section, kl_coef=0.1)
+    targets = advantages_of(rollout, section, kl_coef=0.1)
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=64)
     ids = torch.tensor([[7, 9, 11, 13, 15], [8, 10, 12, 0, 0]])
     counts = torch.tensor([[False, False, True, True, True], [False, True, True, False, False]])
     mixed = TokenBatch(ids, torch.tensor([2, 3, 4, 6, 7])).to(dist.world().device)
     logs = torch.log_softmax(AutoModelForCausalLM.from_pretrained(tmp_path / "actor")(input_ids=ids).logits, -1)
     nats = [-logs[row, t - 1, ids[row, t]].item() for row, t in counts.nonzero().tolist()]
-    plain = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0)
+    settings = policy_loss_settings(section, 1.0)
+    plain = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, settings)
     ptx = PtxBatch([mixed], len(nats), coef=0.3)
-    update = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0, ptx=ptx)
+    update = update_policy(
+        models_in(tmp_path).actor, minibatch, rollout, targets, policy_loss_settings(section, 1.0), ptx=ptx
+    )
     mean = math.fsum(nats) / len(nats)
     assert update.loss == pytest.approx(plain.loss + 0.3 * mean, rel=1e-4)
     assert means(update, minibatch.tokens)["ptx_loss"] == pytest.approx(mean, rel=1e-5)
@@ -274,12 +277,12 @@ def test_the_host_waits_once_a_step(tmp_path: Path) -> None:
     saved_models(tmp_path)
     models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
     section = PpoSection(importance_cap=2.0)
-    targets = targets_of(rollout, section, kl_coef=0.1)
+    targets = advantages_of(rollout, section, kl_coef=0.1)
     for engine in (models.actor, models.critic):
         assert verify(engine, max_length=16).packing
     (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18, packing=True)
     with Reads() as policy:
-        update_policy(models.actor, minibatch, rollout, targets, section, temperature=0.8)
+        update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, 0.8))
     with Reads() as critic:
-        update_critic(models.critic, minibatch, rollout, targets, section)
+        update_critic(models.critic, minibatch, rollout, targets, clip=section.value_clip)
     assert not policy.found and not critic.found  # what is read at the end is all read at once (test_figures.py)

@@ -12,9 +12,10 @@ from engine.parallel import dist
 from pipeline.config.schema import PpoSection
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
+from step3_ppo.estimators import compute_advantages
 from step3_ppo.models import Models
 from step3_ppo.rollout import collect, generate
-from step3_ppo.targets import targets_of
+from step3_ppo.setup import advantage_estimator, policy_loss_settings, reward_shaping
 from step3_ppo.update import undivided, update_critic, update_policy
 
 
@@ -56,10 +57,12 @@ def _iteration(models: Models, work: dict[str, Any], number: int) -> dict[str, f
     shared = ("actor", "critic")
     rollout = collect(models, prompts, drawn, temperature=1.0, pad_id=1, budget=budget, to_learn=shared)
     times.append(time.perf_counter())
-    targets = targets_of(rollout, section, kl_coef=section.kl_coef)
-    update_policy(models.actor, undivided(rollout), rollout, targets, section, temperature=1.0)
+    advantages = compute_advantages(
+        rollout, reward_shaping(section), advantage_estimator(section), kl_coef=section.kl_coef
+    )
+    update_policy(models.actor, undivided(rollout), rollout, advantages, policy_loss_settings(section, 1.0))
     assert models.critic is not None
-    update_critic(models.critic, undivided(rollout), rollout, targets, section)
+    update_critic(models.critic, undivided(rollout), rollout, advantages, clip=section.value_clip)
     times.append(time.perf_counter())
     assert rollout.tokens() == len(prompts) * work["new_tokens"]
     phases = zip(("generate", "score", "train"), pairwise(times), strict=True)

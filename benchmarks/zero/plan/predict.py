@@ -14,8 +14,8 @@ from pipeline.launch.worker import read_config
 from pipeline.models.stage_models import base_source
 from pipeline.planning.choose import measure, pace_of
 from pipeline.planning.fit import task
-from step3_ppo.models import find
-from step3_ppo.train import load_prompts
+from step3_ppo.models import load_models
+from step3_ppo.setup import load_prompts
 
 
 def predicted(run_dir: Path, stage: str) -> dict[str, float]:
@@ -23,7 +23,7 @@ def predicted(run_dir: Path, stage: str) -> dict[str, float]:
     config = read_config(run_dir / stage)
     policy, reward, length = base_source(config), None, None
     if stage == "ppo":
-        sources = find(config, run_dir)
+        sources = load_models(config, run_dir)
         policy, reward = sources.actor, sources.reward
         prompts, _, _ = load_prompts(config, sources)
         length = sum(map(len, prompts.ids)) // len(prompts.ids) + config.rollout.max_new_tokens

@@ -10,11 +10,9 @@ import torch
 from engine import Update
 from engine.parallel.traffic import Traffic
 from pipeline.config.schema import PpoSection
-from step3_ppo.figures import Learned, explained_variance, mean_figures, rollout_figures
+from step3_ppo.log import UpdateMetrics, explained_variance, log_generator_gap, mean_metrics, rollout_metrics
 from step3_ppo.rollout import Rollout
-from step3_ppo.targets import targets_of
-from step3_ppo.train import warn_of_gap
-from tests.step3_ppo.made import rollout_of
+from tests.step3_ppo.made import advantages_of, rollout_of
 
 PROMPTS, RESPONSES = [3, 6, 2, 5, 4], [4, 1, 6, 2, 5]
 
@@ -33,13 +31,13 @@ def flat(values: torch.Tensor) -> list[float]:
 
 
 def kl(rollout: Rollout) -> float:
-    targets = targets_of(rollout_of(PROMPTS, RESPONSES), PpoSection(), kl_coef=0.1)
-    return rollout_figures(replace(rollout, values=None), targets)["kl"]
+    targets = advantages_of(rollout_of(PROMPTS, RESPONSES), PpoSection(), kl_coef=0.1)
+    return rollout_metrics(replace(rollout, values=None), targets)["kl"]
 
 
-def test_rollout_figures() -> None:
+def test_rollout_metrics() -> None:
     rollout = rollout_of(PROMPTS, RESPONSES)
-    targets = targets_of(rollout, PpoSection(), kl_coef=0.1)
+    targets = advantages_of(rollout, PpoSection(), kl_coef=0.1)
     rows = list(zip(rollout.logprobs.tolist(), rollout.reference.tolist(), RESPONSES, strict=True))
     k1 = [math.fsum(a - b for a, b in zip(x[:n], y[:n], strict=True)) for x, y, n in rows]
     k3 = [math.fsum(math.exp(b - a) - 1 + a - b for a, b in zip(x[:n], y[:n], strict=True)) for x, y, n in rows]
@@ -66,16 +64,16 @@ def test_rollout_figures() -> None:
         "generator_gap": statistics.fmean(gaps),
         "generator_kl": statistics.fmean(apart),
     }
-    found = rollout_figures(rollout, targets)
+    found = rollout_metrics(rollout, targets)
     explained = found.pop("explained_variance")
     assert found == pytest.approx(wanted, rel=1e-4)
     assert explained == explained_variance(rollout.values, targets.returns, rollout.response_mask).item()
 
 
 def test_a_generator_that_is_not_the_model_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    warn_of_gap(0.0099)
+    log_generator_gap(0.0099)
     assert not caplog.records
-    warn_of_gap(0.0123)
+    log_generator_gap(0.0123)
     assert "disagree by 0.012" in caplog.text and "off-policy" in caplog.text
 
 
@@ -102,8 +100,8 @@ def test_explained_variance() -> None:
 
 
 def test_means_over_the_steps_of_a_rollout() -> None:
-    assert mean_figures([{"a": 1.0, "b": 4.0}, {"a": 2.0, "b": 0.0}]) == {"a": 1.5, "b": 2.0}
-    assert mean_figures([]) == {}
+    assert mean_metrics([{"a": 1.0, "b": 4.0}, {"a": 2.0, "b": 0.0}]) == {"a": 1.5, "b": 2.0}
+    assert mean_metrics([]) == {}
 
 
 def step(sums: dict[str, float], *, loss: float, norm: float, lr: float, **maxima: float) -> Update:
@@ -111,7 +109,7 @@ def step(sums: dict[str, float], *, loss: float, norm: float, lr: float, **maxim
 
 
 def test_learned_figures() -> None:
-    learned = Learned()
+    learned = UpdateMetrics()
     for tokens, ratio, largest in ((10, 10.0, 0.1), (30, 33.0, 0.5)):
         sums = {"ratio": ratio, "entropy": 60.0}
         policy = step(sums, loss=float(tokens), norm=1.0, lr=1.0 / tokens, largest=largest)
@@ -119,7 +117,7 @@ def test_learned_figures() -> None:
         learned.add(tokens, policy, critic)
     wanted = {"policy_loss": 20.0, "value_loss": 40.0, "grad_norm": 1.0, "critic_grad_norm": 3.0}
     wanted |= {"entropy": 4.0, "error": 2.0, "first_ratio": 1.0, "first_ratio_max_deviation": 0.1}
-    assert learned.figures() == pytest.approx(wanted | {"lr": 1 / 30, "critic_lr": 2 / 30})
-    warming = Learned()
+    assert learned.summary() == pytest.approx(wanted | {"lr": 1 / 30, "critic_lr": 2 / 30})
+    warming = UpdateMetrics()
     warming.add(10, None, step({}, loss=2.0, norm=3.0, lr=0.5))
-    assert warming.figures() == {"lr": 0.0, "value_loss": 2.0, "critic_grad_norm": 3.0, "critic_lr": 0.5}
+    assert warming.summary() == {"lr": 0.0, "value_loss": 2.0, "critic_grad_norm": 3.0, "critic_lr": 0.5}

@@ -11,9 +11,8 @@ import torch
 
 from pipeline.config.schema import PpoSection
 from pipeline.tracking import metrics
-from step3_ppo.kept import ROLLOUTS, keep_answers
-from step3_ppo.targets import targets_of
-from tests.step3_ppo.made import rollout_of
+from step3_ppo.log import ROLLOUTS, write_rollout_log
+from tests.step3_ppo.made import advantages_of, rollout_of
 
 PROMPTS, RESPONSES = [3, 6, 2], [4, 1, 6]
 
@@ -26,10 +25,10 @@ def text(ids: list[int]) -> str:
 def test_kept_answers_add_up_and_go_with_their_step(tmp_path: Path) -> None:
     made = rollout_of(PROMPTS, RESPONSES)
     rollout = replace(made, function=torch.tensor([1.0, 2.0, 3.0]))
-    targets = targets_of(rollout, PpoSection(missing_end_penalty=0.7), kl_coef=0.13)
+    targets = advantages_of(rollout, PpoSection(missing_end_penalty=0.7), kl_coef=0.13)
     for step in (1, 2, 3):
-        keep_answers(tmp_path, step, rollout, targets, text, answers=2, tokens=step == 3)
-    keep_answers(tmp_path, 4, rollout, targets, text, answers=0, tokens=True)
+        write_rollout_log(tmp_path, step, rollout, targets, text, answers=2, tokens=step == 3)
+    write_rollout_log(tmp_path, 4, rollout, targets, text, answers=0, tokens=True)
     lines = [json.loads(line) for line in (tmp_path / ROLLOUTS).read_text(encoding="utf-8").split("\n") if line]
     assert [line["step"] for line in lines] == [1, 1, 2, 2, 3, 3]
     for place, line in enumerate(lines[-2:]):

@@ -1,0 +1,174 @@
+"""What PPO logs: metrics of a rollout and of its updates, and rollouts.jsonl with some answers of each rollout.
+
+Metrics are means over response tokens or over sequences; padding never counts. From the answers in rollouts.jsonl and
+their scores the metrics can be computed again.
+"""
+
+import json
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine import Update
+from engine.figures import numbers, on_host
+from pipeline.distributed import is_rank_zero
+from pipeline.files import explained_disk
+from step3_ppo.advantages import kl_k1, kl_k3, masked_mean, masked_variance
+from step3_ppo.estimators import Advantages
+from step3_ppo.rollout import Rollout
+from step3_ppo.update import means
+
+ROLLOUTS = "rollouts.jsonl"
+GENERATOR_GAP = 0.01  # mean difference of probabilities above which generator and trainer are different models
+
+
+@dataclass
+class UpdateMetrics:
+    """The metrics of the optimizer steps of one rollout."""
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+
+    def add(self, tokens: int, policy: Update | None, critic: Update | None) -> None:
+        """Add the steps of actor and critic on a minibatch of `tokens` response tokens; None for no step."""
+        figures = {"lr": 0.0}
+        if policy is not None:
+            figures = means(policy, tokens) | policy.maxima
+            figures |= {"policy_loss": policy.loss, "grad_norm": policy.grad_norm, "lr": policy.lr}
+        if critic is not None:
+            figures |= means(critic, tokens)
+            figures |= {"value_loss": critic.loss, "critic_grad_norm": critic.grad_norm, "critic_lr": critic.lr}
+        self.steps.append(figures)
+
+    def summary(self) -> dict[str, float]:
+        """Return means over the steps; rates are those of the last step, ratios those of the first."""
+        first, last = self.steps[0], self.steps[-1]
+        found = {k: v for k, v in mean_metrics(self.steps).items() if k not in ("ratio", "largest", "deviation")}
+        if "ratio" in first:
+            found |= {"first_ratio": first["ratio"], "first_ratio_max_deviation": first["largest"]}
+        return found | {name: last[name] for name in ("lr", "critic_lr") if name in last}
+
+
+def rollout_metrics(rollout: Rollout, advantages: Advantages) -> dict[str, float]:
+    """Return scores, KL to the reference (nats per sequence), lengths and the gap between generator and trainer."""
+    mask = rollout.response_mask
+    gap = (rollout.generator.exp() - rollout.logprobs.exp()).abs()
+    lengths = mask.sum(1).float()
+    found = {
+        "score": rollout.scores.mean(),
+        "score_std": rollout.scores.std(unbiased=False),
+        "score_min": rollout.scores.amin(),
+        "score_max": rollout.scores.amax(),
+        "reward": advantages.rewards.sum(1).mean(),
+        "response_length": lengths.mean(),
+        "response_length_max": lengths.amax(),
+        "eos_rate": rollout.finished.float().mean(),
+        "generator_gap": masked_mean(gap, mask),
+        "generator_kl": masked_mean(kl_k3(rollout.generator, rollout.logprobs), mask),
+    }
+    if rollout.reference is not None:
+        found["kl"] = (kl_k1(rollout.logprobs, rollout.reference) * mask).sum(1).mean()
+        found["kl_k3"] = (kl_k3(rollout.logprobs, rollout.reference) * mask).sum(1).mean()
+    if rollout.function is not None:
+        found["function_score"] = rollout.function.mean()
+    if advantages.uniform_prompts is not None:
+        found["alike_prompts"] = advantages.uniform_prompts
+    if rollout.values is not None and advantages.returns is not None:
+        found["value"], found["return"] = masked_mean(rollout.values, mask), masked_mean(advantages.returns, mask)
+        found["explained_variance"] = explained_variance(rollout.values, advantages.returns, mask)
+    return dict(zip(found, numbers([*found.values()]), strict=True))
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """(): 1 - Var(return - value) / Var(return): 1 is a perfect critic, 0 one that knows the mean only."""
+    spread = masked_variance(returns, mask)
+    return torch.where(spread > 0, 1.0 - masked_variance(returns - values, mask) / spread, 0.0)
+
+
+def mean_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the optimizer steps of a rollout."""
+    return {name: statistics.fmean(step[name] for step in steps) for name in (steps[0] if steps else {})}
+
+
+def log_generator_gap(gap: float) -> None:
+    """Log a warning if the generator and the trainer give different probabilities."""
+    if gap > GENERATOR_GAP and is_rank_zero():
+        logging.getLogger("zerochat").warning(
+            "generator and trainer disagree by %.3f in probability on average; above %.2f rollouts are off-policy",
+            gap,
+            GENERATOR_GAP,
+        )
+
+
+def write_rollout_log(
+    folder: Path,
+    step: int,
+    rollout: Rollout,
+    advantages: Advantages,
+    text: Callable[[list[int]], str],
+    *,
+    answers: int,
+    tokens: bool,
+) -> None:
+    """Append the first `answers` of a rollout to rollouts.jsonl; `tokens` adds the values of each token.
+
+    `text` decodes token ids, control tokens included.
+    """
+    if not answers or not is_rank_zero():
+        return
+    lines = "".join(
+        json.dumps({"step": step, **line}, ensure_ascii=False) + "\n"
+        for line in log_lines(rollout, advantages, text, answers=answers, tokens=tokens)
+    )
+    with explained_disk(folder), (folder / ROLLOUTS).open("a", encoding="utf-8", newline="\n") as file:
+        file.write(lines)
+
+
+def log_lines(
+    rollout: Rollout, advantages: Advantages, text: Callable[[list[int]], str], *, answers: int, tokens: bool
+) -> list[dict[str, Any]]:
+    """Return the lines of the first answers.
+
+    kl: sum of the log-ratios to the reference
+    reward: score, penalties, and the KL if that counts in the reward
+    advantage: mean over the tokens
+    """
+    count = min(answers, len(rollout))
+    names = {"logprobs": rollout.logprobs, "generator": rollout.generator, "reference": rollout.reference}
+    names |= {"values": rollout.values, "rewards": advantages.rewards, "returns": advantages.returns}
+    tables = {
+        name: table[:count].float()
+        for name, table in (names | {"advantages": advantages.advantages}).items()
+        if table is not None
+    }
+    each = {"score": rollout.scores, "finished": rollout.finished, "mask": rollout.response_mask}
+    if rollout.function is not None:
+        each["function_score"] = rollout.function
+    at, of = on_host((tables, {name: table[:count].float() for name, table in each.items()}))  # one wait
+    mask = of["mask"].bool()
+    found = []
+    for place in range(count):
+        here = {name: table[place][mask[place]] for name, table in at.items()}
+        line = {
+            "prompt": text(rollout.prompts[place]),
+            "answer": text(rollout.responses[place]),
+            "finished": bool(of["finished"][place]),
+            "tokens": len(rollout.responses[place]),
+            "score": of["score"][place].item(),
+            "reward": here["rewards"].sum().item(),
+            "advantage": here["advantages"].mean().item(),
+        }
+        if "function_score" in of:
+            line["function_score"] = of["function_score"][place].item()
+        if "reference" in here:
+            line["kl"] = kl_k1(here["logprobs"], here["reference"]).sum().item()
+        if tokens:
+            line["token_ids"] = rollout.responses[place]
+            line |= {name: [float(f"{value:.6g}") for value in table.tolist()] for name, table in here.items()}
+        found.append(line)
+    return found
