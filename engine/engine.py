@@ -25,9 +25,8 @@ from engine.full_parameters import full_parameters
 from engine.generation.flip import Flip
 from engine.generation.inference_model import AssembledModel
 from engine.generation.rollouts import Rollouts
-from engine.ledger import Ledger
-from engine.ledger.beside import average_bytes, generator_bytes, optimizer_bytes
 from engine.loading import copy_local
+from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
 from engine.offload import OffloadedOptimizer, parameter_values
 from engine.optimizers.ema import Average
 from engine.optimizers.onebit_adam import OneBitAdam
@@ -99,8 +98,10 @@ class Engine:
                 self._assembled = AssembledModel(blueprint, rollout_path, dtype)
                 source = self._assembled.module
             self._flip = Flip(blueprint, source, dtype, config.tensor_plan)
-        elsewhere = layout.rests(config, optimizer)
-        self.ledger = Ledger(self.module, self._beside, elsewhere, watches=not config.compile_blocks)
+        offloaded = layout.rests(config, optimizer)
+        self.memory_tracker = MemoryTracker(
+            self.module, self._other_owners, offloaded=offloaded, hooks=not config.compile_blocks
+        )
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
         self._passes = self._make_passes()
         self.optimizer = self._build(optimizer) if optimizer is not None else None
@@ -112,8 +113,8 @@ class Engine:
     def _make_passes(self) -> Passes:
         piece = pipeline.piece_of(self.module)
         if piece is None:
-            return Passes(self.module, self.config, self.ledger, self.scaler, self._discard)
-        return PipelinePasses(self.module, self.config, self.ledger, self.scaler, self._discard, piece)
+            return Passes(self.module, self.config, self.memory_tracker, self.scaler, self._discard)
+        return PipelinePasses(self.module, self.config, self.memory_tracker, self.scaler, self._discard, piece)
 
     def _build(self, config: OptimizerConfig) -> torch.optim.Optimizer | OffloadedOptimizer:
         if layout.offloads(self.config, config):
@@ -305,7 +306,7 @@ class Engine:
         Every rank passes equally many micro-batches. Tensors in results may be left on the device: they come to the
         host together, at the end. Raises `engine.oom.PassOutOfMemory` if a pass runs out of memory.
         """
-        with self.scoring(), self.ledger.scoring():
+        with self.scoring(), self.memory_tracker.scoring():
             return self._passes.score(micro_batches, work)
 
     def score_to_learn(
@@ -368,7 +369,7 @@ class Engine:
         with self._assembled_parameters(), self.flip.generating(keep=keep, park=park) as rollouts:
             self._let_go()
             yield rollouts
-            self.ledger.sample("generate")
+            self.memory_tracker.sample("generate")
 
     def _assembled_parameters(self) -> AbstractContextManager[None]:
         """Provide every rank with the full model that the flip reads. Under pipeline parallelism each has a stage."""
@@ -384,8 +385,8 @@ class Engine:
         """
         return self._passes.all_parameters(mine)
 
-    def _beside(self) -> dict[str, int]:
-        """Bytes of what is neither parameters nor gradients, by owner."""
+    def _other_owners(self) -> dict[str, int]:
+        """Return the bytes of each owner other than parameters and gradients."""
         generator = generator_bytes(self._flip, self.module) if self._flip is not None else {}
         return optimizer_bytes(self.optimizer) | generator | {"average": average_bytes(self.average)}
 

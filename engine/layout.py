@@ -86,7 +86,7 @@ def offloads(config: EngineConfig, optimizer: OptimizerConfig | None) -> bool:
 
 
 def rests(config: EngineConfig, optimizer: OptimizerConfig | None) -> dict[str, str]:
-    """Where states lie between uses that are not on the device: {owner in the ledger: "host" or "nvme"}."""
+    """Where states lie between uses that are not on the device: {owner: "host" or "nvme"}."""
     if config.offload_parameters == "none":
         return {}
     place = "host" if config.offload_parameters == "cpu" else "nvme"

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from engine.config import EngineConfig
 from engine.figures import detached, on_host
 from engine.full_parameters import persistent_buffers
-from engine.ledger import Ledger
+from engine.memory.tracker import MemoryTracker
 from engine.oom import watch_pass
 from engine.optim import Gradients
 from engine.parallel import dist, zero
@@ -35,12 +35,12 @@ class Passes:
         self,
         module: nn.Module,
         config: EngineConfig,
-        ledger: Ledger,
+        tracker: MemoryTracker,
         scaler: LossScaler,
         discard: Callable[[], None],
     ) -> None:
         self.module = module
-        self._config, self._ledger, self._scaler, self._discard = config, ledger, scaler, discard
+        self._config, self._tracker, self._scaler, self._discard = config, tracker, scaler, discard
         self._scored: list[Any] = []  # the micro-batches whose graphs are held
         self._outputs: list[Any] = []  # what the module returned for each of them
         self._before = PassState(module)  # before their forwards
@@ -64,7 +64,7 @@ class Passes:
         outputs, self._scored, self._outputs = self._outputs, [], []
         held = bool(outputs)
         if not held:
-            self._ledger.begin()
+            self._tracker.start_update()
         learned = list[Learned]()
         with watch_pass(holds_graphs=held):
             for index, micro_batch in enumerate(micro_batches):
@@ -73,10 +73,10 @@ class Passes:
                 if held:
                     loss, metrics = loss_fn(cast("nn.Module", _Replayed(outputs.pop(0))), micro_batch)
                 else:
-                    with self._ledger.forward(first=index == 0):
+                    with self._tracker.training():
                         loss, metrics = loss_fn(self.module, micro_batch)
                 self.backward(loss, dist.world().zero_size / count, last=last)
-                self._ledger.after_backward()
+                self._tracker.after_backward()
                 learned.append((loss.detach(), detached(metrics)))
                 del loss, metrics  # the graph is freed before the next forward
         return learned
@@ -109,19 +109,19 @@ class Passes:
         self.forget()
         zero.release(self.module)
         self._before = PassState(self.module)
-        self._ledger.begin()
-        results, under_way = list[Sequence[Any]](), self._ledger.under_way(trains=True)
+        self._tracker.start_update()
+        results = list[Sequence[Any]]()
         hook = self.module.register_forward_hook(lambda module, inputs, output: self._outputs.append(output))
         try:
             with watch_pass(holds_graphs=True):
                 for index, micro_batch in enumerate(micro_batches):
                     self.prepare(last=index == len(micro_batches) - 1)
-                    with self._ledger.gathering(first=index == 0), under_way.forward():
+                    with self._tracker.training():
                         results.append(tree_map_only(Tensor, Tensor.detach, work(self.module, micro_batch)))
         finally:
             hook.remove()
         assert len(self._outputs) == len(micro_batches), "work calls the module once for each micro-batch"
-        under_way.height(waits=True)
+        self._tracker.sample_waiting()
         self._scored = list(micro_batches)
         return on_host(results)
 

@@ -1,6 +1,7 @@
 """Passes through a pipeline: several micro-batches of a step at once, and the results on the last rank."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from engine.config import EngineConfig
 from engine.figures import detached, on_host
-from engine.ledger import Ledger
+from engine.memory.tracker import MemoryTracker
 from engine.oom import watch_pass
 from engine.optim import Gradients
 from engine.parallel import dist, pipeline
@@ -24,22 +25,22 @@ class PipelinePasses(Passes):
         self,
         module: nn.Module,
         config: EngineConfig,
-        ledger: Ledger,
+        tracker: MemoryTracker,
         scaler: LossScaler,
         discard: Callable[[], None],
         piece: pipeline.Piece,
     ) -> None:
-        super().__init__(module, config, ledger, scaler, discard)
+        super().__init__(module, config, tracker, scaler, discard)
         dtype = TORCH_DTYPE[config.dtype]
         self._pipeline = Pipeline(
             module, piece, kind=config.pipeline_schedule, zero_stage=config.zero_stage, dtype=dtype
         )
 
     def learn(self, micro_batches: Sequence[Any], loss_fn: LossFn, count: float) -> list[Learned]:
-        self._ledger.begin()
+        self._tracker.start_update()
         learned = self._train(micro_batches, loss_fn, self._scaler.scale * dist.world().data_size / count)
         self._pipeline.add_up()
-        self._ledger.after_backward()
+        self._tracker.after_backward()
         return [each for each in learned if each is not None]
 
     def dry_run(self, micro_batch: Any, loss_fn: LossFn) -> None:
@@ -83,20 +84,14 @@ class PipelinePasses(Passes):
         """Return the second results of `work` on the last rank, None for each micro-batch on the others."""
         results: list[Any] = [None] * len(micro_batches)
         trains = torch.is_grad_enabled()
-        under_way = self._ledger.under_way(trains=trains)
 
         def one(index: int) -> Tensor:
-            with under_way.forward():
+            with self._tracker.training() if trains else nullcontext():
                 loss, results[index] = work(micro_batches[index])
             return loss
 
-        def guarded(forward: bool, index: int, part: Callable[[], Any]) -> Any:
-            if not forward:
-                under_way.height()
-            return part()
-
         tokens = [_ids(micro_batch).numel() for micro_batch in micro_batches]
-        self._pipeline.run(one, tokens, guarded, trains=trains, kind=self._pipeline.kind)
+        self._pipeline.run(one, tokens, lambda forward, index, part: part(), trains=trains, kind=self._pipeline.kind)
         return results
 
 

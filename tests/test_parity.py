@@ -25,7 +25,17 @@ CURVES = {
 }
 
 
-STATES = ("parameters", "optimizer", "gathered", "gradients", "twin", "actor", "critic", "reference", "reward")
+STATES = (
+    "parameters",
+    "optimizer",
+    "gathered",
+    "gradients",
+    "inference_model",
+    "actor",
+    "critic",
+    "reference",
+    "reward",
+)
 LAYOUTS: list[dict[str, Any]] = [
     *({"zero_stage": stage} for stage in range(4)),
     {"tensor_parallel": 2},

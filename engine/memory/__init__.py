@@ -1,19 +1,49 @@
-"""What a model needs, before it is there: DeepSpeed's estimates, and our own prediction by owner and phase."""
+"""Memory and speed of a model under the engine: predicted from its shape, and measured while it runs.
 
-from engine.memory.shapes import Shape, shape_of
-from engine.memory.stages import Demand, ppo_demand, reward_demand, sft_demand
+`measure_shape` counts a model on the meta device. `Workload` describes its layout and micro-batches; the functions of
+`workload` and `generator` predict bytes by owner. `measure_speed` and `CostModel` predict seconds. `MemoryTracker`
+measures bytes by owner.
+"""
+
+from engine.memory.activations import Activations, activations
+from engine.memory.cost_model import CostModel
+from engine.memory.generator import RETAINED, GenerationLoad, generation_bytes
+from engine.memory.model_shape import ModelShape, measure_shape
+from engine.memory.probe import Probe, measure_speed
 from engine.memory.states import ModelStates, frozen_states, model_states
-from engine.memory.workload import Workload
+from engine.memory.workload import (
+    Owners,
+    Workload,
+    gathered_bytes,
+    pipeline_training_bytes,
+    resting_bytes,
+    scoring_logits,
+    scoring_states,
+    trained_states,
+    training_bytes,
+)
 
 __all__ = [
-    "Demand",
+    "RETAINED",
+    "Activations",
+    "CostModel",
+    "GenerationLoad",
+    "ModelShape",
     "ModelStates",
-    "Shape",
+    "Owners",
+    "Probe",
     "Workload",
+    "activations",
     "frozen_states",
+    "gathered_bytes",
+    "generation_bytes",
+    "measure_shape",
+    "measure_speed",
     "model_states",
-    "ppo_demand",
-    "reward_demand",
-    "sft_demand",
-    "shape_of",
+    "pipeline_training_bytes",
+    "resting_bytes",
+    "scoring_logits",
+    "scoring_states",
+    "trained_states",
+    "training_bytes",
 ]

@@ -1,60 +1,63 @@
-"""Bytes of model states that a rank holds under our engine, by ZeRO stage and offload tier.
+"""Bytes of model states that one rank holds, by ZeRO stage (Rajbhandari et al., 2020, arXiv:1910.02054) and offload.
 
-What FSDP2 keeps, with P parameters, N ranks a copy, d bytes of compute precision (measured, and tested, against the
-tensors that live): fp32 masters 4P/N and Adam 8P/N always; at stages 0 to 2 gathered copies of dP from forward until
-backward has used them; fp32 gradients, whole (4P) at stage 0, and at stage 1 while micro-batches accumulate, else 4P/N.
-Stage 0 has N = 1. Stage 3 gathers the root (embeddings and head) for the whole pass, and two blocks at a time. A unit
-in backward has its gradient twice more: in compute precision, and in fp32 on its way to the others. One rank by itself
-goes without FSDP2 unless it offloads: copies of dP where d < 4, gradients of 4P, at every stage.
+With P parameters, N shards and d bytes of compute precision, FSDP2 holds:
 
-With an offloaded optimizer the device holds shards in compute precision, dP/N; masters, moments and the step's reduced
-gradients are on the host (dP/N where a step reduces once: stages 0 and 1, or a lone micro-batch; else 4P/N). On NVMe
-masters and moments are in files, and the host has `SUB_GROUPS_IN_FLIGHT` sub-groups of them beside the gradients.
+- fp32 masters 4P/N and Adam moments 8P/N; N = 1 at stage 0,
+- gathered copies dP from forward until backward at stages 0 to 2; the root and two blocks at a time at stage 3,
+- fp32 gradients 4P at stage 0, and at stage 1 while micro-batches accumulate; otherwise 4P/N,
+- during backward, one unit's gradient twice: in compute precision, and in fp32 for the reduction.
+
+One rank without offload uses no FSDP2: copies dP where d < 4, gradients 4P, at every stage.
+
+With an offloaded optimizer the device holds shards of dP/N. The host holds masters, moments and reduced gradients (dP/N
+where a step reduces once, otherwise 4P/N). On NVMe masters and moments are in files, and the host buffers
+`SUB_GROUPS_IN_FLIGHT` sub-groups of them.
 """
 
 from dataclasses import dataclass
 
-from engine.config import EngineConfig, Precision, Tier
+from engine.config import EngineConfig, Precision
 
-SIZE: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 SUB_GROUPS_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Bytes a rank. `resting` is held all the time, the others while it trains or scores.
+    """Bytes of one model on one rank, at the peak of a step.
 
-    Those are on the device; `host` and `nvme` are the most that a step holds there.
+    On the device: `parameters` (shards in compute precision), `masters`, `moments`, `average` all the time; `gathered`
+    (of it `prefetched` belongs to the next block), `gradients` and `reduction` while the model trains. `overlap` bytes
+    of gathered copies are freed before the last gradients exist. `host` includes `host_gradients`; `nvme` is in files.
     """
 
-    masters: int
-    moments: int
-    gathered: int
-    gradients: int
-    passing: int
-    host: int = 0
     parameters: int = 0
-    nvme: int = 0
-    host_gradients: int = 0  # the part of `host` that a step's gradients take
+    masters: int = 0
+    moments: int = 0
     average: int = 0
-    scoring: int = 0  # gathered copies while no gradients are wanted
-    overlap: int = 0  # gathered copies that are gone before all gradients are there
-    ahead: int = 0  # the part of `gathered` and `scoring` that is the next block's
+    gathered: int = 0
+    prefetched: int = 0
+    gradients: int = 0
+    reduction: int = 0
+    overlap: int = 0
+    host: int = 0
+    host_gradients: int = 0
+    nvme: int = 0
 
     @property
     def resting(self) -> int:
-        """Between steps, on the device."""
+        """Bytes on the device between steps."""
         return self.parameters + self.masters + self.moments + self.average
 
     @property
-    def working(self) -> int:
-        """What comes on top within a step, at its height."""
-        return self.gathered + self.gradients + self.passing - self.overlap
-
-    @property
     def peak(self) -> int:
-        """On the device at the height of a step."""
-        return self.resting + self.working
+        """Bytes on the device at the peak of a step."""
+        return self.resting + self.gathered + self.gradients + self.reduction - self.overlap
+
+
+def shard_count(config: EngineConfig, ranks: int) -> int:
+    """Return the number of shards of a model's states."""
+    return 1 if config.zero_stage == 0 else config.shard_ranks or ranks
 
 
 def model_states(
@@ -62,131 +65,139 @@ def model_states(
     *,
     root: int,
     block: int,
-    stage: int,
+    config: EngineConfig,
     ranks: int,
-    dtype: Precision = "bf16",
     trained: int | None = None,
     accumulates: bool = True,
     moments: int = 2,
-    offload_optimizer: Tier = "none",
-    offload_parameters: Tier = "none",
-    ratio: float = 1.0,
-    sub_group: int = EngineConfig.sub_group_size,
-    lean: bool = False,
-    errors: bool = False,
-    shards: int | None = None,
-    averages: bool = False,
-    alone: bool | None = None,
+    has_average: bool = False,
+    has_error_feedback: bool = False,
+    is_single_rank: bool | None = None,
 ) -> ModelStates:
-    """States of a model that is trained; `trained` parameters of it (None: all), `moments` fp32 values a parameter.
+    """Return the bytes of a model that trains.
 
-    `shards` are the parts that states are in (None: as many as `ranks`); `averages` keeps a mean of what is trained.
-    `alone` says that there is no other rank (None: where `ranks` is 1), not even in a tensor group.
-    `root` and `block` are parameters of FSDP units: outside of the blocks, and of the largest block. `accumulates` says
-    that a step has several micro-batches. `ratio` is the share of them whose optimizer is offloaded. `lean` states are
-    bf16 parameters (here masters) and moments; `errors` are what 1-bit Adam keeps of what it did not send.
+    `root` and `block` are the parameters outside of the blocks, and of the largest block. `trained` parameters learn
+    (default: all), with `moments` numbers each. `accumulates` means several micro-batches a step. `has_average` adds a
+    moving average, `has_error_feedback` the residuals of 1-bit Adam. `is_single_rank` is False inside tensor groups.
     """
-    size, shards = SIZE[dtype], 1 if stage == 0 else shards or ranks
-    learning = parameters if trained is None else trained
-    each = 2 if lean else 4
-    whole_gradients = stage == 0 or (stage == 1 and accumulates)
-    gradients = 4 * learning if whole_gradients else each * learning // shards
-    gathered, ahead = _gathered(parameters, root, block, stage, size)
-    scoring, overlap = gathered, 0
-    if not accumulates and stage < 3:
-        # A lone micro-batch frees the gathered copy of a block as its gradient comes.
-        overlap = min(gathered, gradients)
-    held = (each * parameters // shards, each * moments * learning // shards)
-    if errors:
-        held = (held[0], held[1] + 4 * learning + 4 * learning // ranks)
-    passing = max(root, block) * (size + 4) if learning else 0
-    mean = averages * each * learning // shards
-    on_device = offload_optimizer == offload_parameters == "none"
-    if (ranks == 1 if alone is None else alone) and on_device and not (lean or errors):
-        copies = size * parameters if size < 4 else 0  # engine/parallel/alone.py, at every stage
-        passing = size * max(root, block) if learning else 0
-        return ModelStates(*held, copies, 4 * learning, passing, average=mean, scoring=copies)
-    if offload_optimizer == "none":
-        if offload_parameters == "none":
-            return ModelStates(
-                *held, gathered, gradients, passing, average=mean, scoring=scoring, ahead=ahead, overlap=overlap
-            )
-        reduced = 4 * learning // shards
+    size, shards = BYTES[config.dtype], shard_count(config, ranks)
+    stage, on_device = config.zero_stage, config.offload_optimizer == config.offload_parameters == "none"
+    trained = parameters if trained is None else trained
+    each = 2 if config.states == "bf16" else 4
+    gathered, prefetched = _gathered(parameters, root, block, stage, size)
+    accumulates_full = stage == 0 or (stage == 1 and accumulates)
+    gradients = 4 * trained if accumulates_full else each * trained // shards
+    reduction = max(root, block) * (size + 4) if trained else 0
+    masters = each * parameters // shards
+    first_moments = each * moments * trained // shards
+    if has_error_feedback:
+        first_moments += 4 * trained + 4 * trained // ranks
+    average = has_average * each * trained // shards
+    is_single_rank = ranks == 1 if is_single_rank is None else is_single_rank
+    if is_single_rank and on_device and each == 4 and not has_error_feedback:
         return ModelStates(
-            0,
-            0,
-            gathered,
-            gradients if stage == 1 else 0,
-            passing,
-            sum(held) + mean + reduced,
-            host_gradients=reduced,
-            scoring=scoring,
-            ahead=ahead,
+            masters=masters,
+            moments=first_moments,
+            average=average,
+            gathered=size * parameters if size < 4 else 0,
+            gradients=4 * trained,
+            reduction=size * max(root, block) if trained else 0,
         )
-    away = ratio * learning / shards
-    states = 4 * (1 + moments + averages)
-    reduced = 4 if accumulates and stage >= 2 else size
-    on_host, on_nvme = reduced * away, 0.0
-    if reduced < 4 and moments != 2:  # Adam takes 16-bit gradients as they are (engine/offload/adam.py)
-        on_host += 4 * min(away, sub_group)  # others get them in fp32, a sub-group at a time
-    if offload_optimizer == "cpu":
-        on_host += states * away
-    else:
-        on_nvme = states * away
-        on_host += states * min(away, SUB_GROUPS_IN_FLIGHT * sub_group)
-    here = learning / shards - away
-    shard = size * parameters / shards
-    waiting = 4 * learning if accumulates and stage < 2 else reduced * here
+    if config.offload_optimizer != "none":
+        return _with_offloaded_optimizer(
+            config,
+            ModelStates(gathered=gathered, prefetched=prefetched, reduction=reduction),
+            parameters=parameters,
+            trained=trained,
+            shards=shards,
+            moments=moments,
+            accumulates=accumulates,
+            has_average=has_average,
+        )
+    if config.offload_parameters != "none":  # masters, moments and reduced gradients stay with the shards on the host
+        reduced = 4 * trained // shards
+        return ModelStates(
+            gathered=gathered,
+            prefetched=prefetched,
+            gradients=gradients if stage == 1 else 0,
+            reduction=reduction,
+            host=masters + first_moments + average + reduced,
+            host_gradients=reduced,
+        )
     return ModelStates(
-        masters=round(4 * here),
-        moments=round(4 * moments * here),
+        masters=masters,
+        moments=first_moments,
+        average=average,
         gathered=gathered,
-        gradients=round(waiting),
-        passing=passing,
-        host=round(on_host + (shard if offload_parameters == "cpu" else 0)),
-        parameters=round(shard if offload_parameters == "none" else 0),
-        nvme=round(on_nvme + (shard if offload_parameters == "nvme" else 0)),
-        host_gradients=round(reduced * away),
-        average=round(4 * averages * here),
-        scoring=scoring,
-        ahead=ahead,
+        prefetched=prefetched,
+        gradients=gradients,
+        reduction=reduction,
+        # The last micro-batch frees the gathered copy of each block when the block's gradient exists.
+        overlap=min(gathered, gradients) if not accumulates and stage < 3 else 0,
+    )
+
+
+def _with_offloaded_optimizer(
+    config: EngineConfig,
+    passing: ModelStates,
+    *,
+    parameters: int,
+    trained: int,
+    shards: int,
+    moments: int,
+    accumulates: bool,
+    has_average: bool,
+) -> ModelStates:
+    """Return the bytes where a share `offload_ratio` of the optimizer states is on the host or in files."""
+    size = BYTES[config.dtype]
+    offloaded = config.offload_ratio * trained / shards
+    remaining = trained / shards - offloaded
+    states = 4 * (1 + moments + has_average)
+    gradient = 4 if accumulates and config.zero_stage >= 2 else size
+    host, nvme = gradient * offloaded, 0.0
+    if gradient < 4 and moments != 2:  # Adam reads 16-bit gradients; other optimizers get an fp32 copy of a sub-group
+        host += 4 * min(offloaded, config.sub_group_size)
+    if config.offload_optimizer == "cpu":
+        host += states * offloaded
+    else:
+        nvme += states * offloaded
+        host += states * min(offloaded, SUB_GROUPS_IN_FLIGHT * config.sub_group_size)
+    shard = {config.offload_parameters: size * parameters / shards}
+    return ModelStates(
+        parameters=round(shard.get("none", 0)),
+        masters=round(4 * remaining),
+        moments=round(4 * moments * remaining),
+        average=round(4 * has_average * remaining),
+        gathered=passing.gathered,
+        prefetched=passing.prefetched,
+        gradients=round(4 * trained if accumulates and config.zero_stage < 2 else gradient * remaining),
+        reduction=passing.reduction,
+        host=round(host + shard.get("cpu", 0)),
+        host_gradients=round(gradient * offloaded),
+        nvme=round(nvme + shard.get("nvme", 0)),
     )
 
 
 def frozen_states(
-    parameters: int,
-    *,
-    root: int,
-    block: int,
-    stage: int,
-    ranks: int,
-    dtype: Precision = "bf16",
-    offload_parameters: Tier = "none",
-    shards: int | None = None,
-    alone: bool | None = None,
+    parameters: int, *, root: int, block: int, config: EngineConfig, ranks: int, is_single_rank: bool | None = None
 ) -> ModelStates:
-    """States of a model that only computes: parameters in compute precision, gathered while they are used."""
-    size, shards = SIZE[dtype], 1 if stage == 0 else shards or ranks
-    held = size * parameters // shards
-    gathered, ahead = _gathered(parameters, root, block, stage, size)
-    if (ranks == 1 if alone is None else alone) and offload_parameters == "none":
-        gathered = ahead = 0
+    """Return the bytes of a model that only scores: parameters in compute precision, gathered while they are used."""
+    size = BYTES[config.dtype]
+    shard = {config.offload_parameters: size * parameters // shard_count(config, ranks)}
+    gathered, prefetched = _gathered(parameters, root, block, config.zero_stage, size)
+    if (ranks == 1 if is_single_rank is None else is_single_rank) and "none" in shard:
+        gathered = prefetched = 0
     return ModelStates(
-        0,
-        0,
-        gathered,
-        0,
-        0,
-        scoring=gathered,
-        ahead=ahead,
-        parameters=held if offload_parameters == "none" else 0,
-        host=held if offload_parameters == "cpu" else 0,
-        nvme=held if offload_parameters == "nvme" else 0,
+        parameters=shard.get("none", 0),
+        gathered=gathered,
+        prefetched=prefetched,
+        host=shard.get("cpu", 0),
+        nvme=shard.get("nvme", 0),
     )
 
 
 def _gathered(parameters: int, root: int, block: int, stage: int, size: int) -> tuple[int, int]:
-    """Bytes of gathered copies, and of them those of the block that comes next."""
+    """Return the bytes of gathered copies, and the bytes among them of the prefetched block."""
     if stage < 3:
         return size * parameters, 0
     return size * min(parameters, root + 2 * block), size * max(0, min(block, parameters - root - block))

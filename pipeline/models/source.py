@@ -4,15 +4,16 @@ Weights are read from safetensors only. A pickle can run code when it is opened,
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.memory.shapes import build_config
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -65,6 +66,25 @@ def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None) -> M
     if model.hub is not None:
         return _from_folder(model, seed, download(model.hub))
     raise UserError(f"model {model.name} has neither model.path nor model.hub; give model.path=FOLDER")
+
+
+def build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
+    """Build the configuration of an architecture: `model_type` and the fields of its family in transformers.
+
+    Raises ValueError for an unknown family or field.
+    """
+    fields = {key: value for key, value in architecture.items() if key not in ("model_type", "name")}
+    if "model_type" not in architecture:
+        raise ValueError("model_type is missing; give the family's name in transformers (opt, llama, qwen3)")
+    family = architecture["model_type"]
+    if family not in CONFIG_MAPPING:
+        near = " or ".join(get_close_matches(family, CONFIG_MAPPING))
+        raise ValueError(f"model_type={family}: transformers has no such family{near and f'; did you mean {near}?'}")
+    try:
+        return AutoConfig.for_model(family, **fields)
+    except Exception as error:  # each family checks its fields in its own way
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{family} does not accept these fields: {reason}") from error
 
 
 def model_folder(path: Path) -> Path:

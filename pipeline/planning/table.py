@@ -1,26 +1,26 @@
-"""`stage=plan`: for each stage of a run's own configuration, bytes, seconds and settings, without training."""
+"""`stage=plan`: for each stage of a run's configuration, predicted bytes, seconds and settings, without training."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from engine.memory import Workload
-from engine.planning import step_seconds
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import METHODS
 from pipeline.distributed import is_rank_zero, rank_count
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import base_source
-from pipeline.planning.choose import Candidate, candidates, fastest, measure, pace_of
-from pipeline.planning.fit import GIB, Plan, beyond_settings, plan
+from pipeline.planning.candidates import Candidate, Capacity, Setting, candidates, fastest
+from pipeline.planning.demand import predict_seconds
+from pipeline.planning.planner import Plan, measure, more_memory, plan
+
+GIB = 2**30
 
 
 def run(config: RunConfig, folder: Path) -> None:
-    """Print the plan of every stage; `folder` is thrown away afterwards."""
+    """Print the plan of every stage. `folder` is temporary. Every rank calls."""
     policy = base_source(config)
     reward = resolve(config.reward_model, config.seed) if config.reward_model is not None else None
-    stages = [stage for stage in METHODS[config.method] if stage != "reward" or config.ppo.reward_model]
-    for stage in stages if config.engine.pipeline_parallel == 1 else ["sft"]:
+    for stage in planned_stages(config):
         lines = describe(config, stage, policy=reward or policy if stage == "reward" else policy, reward=reward)
         try:
             for line in lines:
@@ -28,53 +28,71 @@ def run(config: RunConfig, folder: Path) -> None:
                     print(line, flush=True)
         except UserError:
             raise
-        except ValueError as problem:  # a model that can't be counted; of the other stages there is something to tell
+        except ValueError as problem:  # a model that cannot be counted; other stages have other models
             if is_rank_zero():
                 print(f"\n{stage}: no plan: {problem}", flush=True)
 
 
-def describe(config: RunConfig, stage: str, *, policy: ModelSource, reward: ModelSource | None = None) -> Iterator[str]:
-    """The lines of one stage; every rank calls."""
-    ranks = rank_count()
-    found = plan(config, stage, policy=policy, reward=reward if stage == "ppo" else None, ranks=ranks)
-    measured, pace = measure(config, found.task), pace_of(config, stage, found.task)
-    task, on_gpu = found.task, found.room.on_gpu
-    seconds = step_seconds(task.policy, task.work, pace, measured, on_gpu=on_gpu, critic=task.critic)
+def planned_stages(config: RunConfig) -> list[str]:
+    """Return the stages of a run that have a plan: with pipeline parallelism SFT alone."""
+    if config.engine.pipeline_parallel > 1:
+        return ["sft"]
+    return [stage for stage in METHODS[config.method] if stage != "reward" or config.ppo.reward_model]
+
+
+def describe(
+    config: RunConfig,
+    stage: str,
+    *,
+    policy: ModelSource,
+    reward: ModelSource | None = None,
+    ranks: int | None = None,
+    capacity: Capacity | None = None,
+) -> Iterator[str]:
+    """Yield the lines of one stage; every rank calls.
+
+    With `ranks` and `capacity` the plan is for another machine: bytes alone, without seconds.
+    """
+    is_here, ranks = capacity is None, ranks or rank_count()
+    reward = reward if stage == "ppo" else None
+    found = plan(config, stage, policy=policy, reward=reward, ranks=ranks, capacity=capacity)
+    task, capacity = found.task, found.capacity
+    counted = f"{ranks} rank{'s' if ranks > 1 else ''}, {task.work.config.dtype}"
+    memory = f"{capacity.device / GIB:.1f} GiB {'a device' if capacity.is_gpu else 'of host memory a rank'}"
     yield ""
-    yield f"{stage}: {policy.name}, {ranks} rank{'s' if ranks > 1 else ''}, {found.task.work.dtype}; {_room(found)}"
-    yield from _bytes(found)
+    yield f"{stage}: {policy.name}, {counted}; {memory}, {capacity.disk / GIB:.0f} GiB of disk a rank"
+    yield from _owners(found)
     if stage == "dpo":
-        yield "  the reference: two numbers a pair, read by the policy before its first step; no second model is held"
-    took = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
-    yield f"  seconds a step at full length: {sum(seconds.values()):.2f} ({took})"
-    found_all = candidates(found.task, found.room, pace, measured)
-    best = fastest(found_all)
-    yield from _settings(found_all, best, stage, found.task.work)
+        yield "  the policy computes the reference log-probabilities before its first step; there is no second model"
+    probe = measure(config, task) if is_here else None
+    if probe is not None:
+        seconds = predict_seconds(task, probe, is_gpu=capacity.is_gpu)
+        phases = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items())
+        yield f"  seconds a step with full-length sequences: {sum(seconds.values()):.2f} ({phases})"
+    found_candidates = candidates(task, capacity, probe)
+    yield from _settings(found_candidates)
+    best = fastest(found_candidates)
+    if best is None:
+        yield f"  no setting fits; use {more_memory(stage)}"
+    else:
+        yield f"  the {'fastest' if is_here else 'first'} that fits: {best.setting.changes(task)}"
 
 
-def _room(found: Plan) -> str:
-    what = "a device" if found.room.on_gpu else "of the host's memory a rank"
-    return f"{found.room.device / GIB:.1f} GiB {what}, {found.room.disk / GIB:.0f} GiB of disk a rank"
-
-
-def _bytes(found: Plan) -> Iterator[str]:
-    """Owners down, phases across."""
+def _owners(found: Plan) -> Iterator[str]:
+    """Yield one row for each owner, with one column for each phase."""
     phases = found.demand.phases
-    owners = list(dict.fromkeys(owner for part in phases.values() for owner in part))
-    wide = max(14, 2 + max(len(name) for name in phases))
-    yield "  as configured, GiB" + "".join(f"{name:>{wide}}" for name in phases)
-    for owner in owners:
-        yield f"    {owner:16}" + "".join(f"{part.get(owner, 0) / GIB:{wide}.3f}" for part in phases.values())
-    yield f"    {'together':16}" + "".join(f"{found.demand.height(phase) / GIB:{wide}.3f}" for phase in phases)
-    yield f"    host {found.demand.host / GIB:.3f}, files {found.demand.nvme / GIB:.3f}; {_verdict(found)}"
+    width = max(14, 2 + max(len(phase) for phase in phases))
+    yield "  as configured, GiB" + "".join(f"{phase:>{width}}" for phase in phases)
+    for owner in dict.fromkeys(owner for owners in phases.values() for owner in owners):
+        cells = "".join(f"{owners.get(owner, 0) / GIB:{width}.3f}" for owners in phases.values())
+        yield f"    {owner:16}{cells}"
+    yield f"    {'total':16}" + "".join(f"{found.demand.phase_bytes(phase) / GIB:{width}.3f}" for phase in phases)
+    verdict = "it fits" if found.fits else "it does not fit"
+    yield f"    host {found.demand.host / GIB:.3f}, files {found.demand.nvme / GIB:.3f}; {verdict}"
 
 
-def _verdict(found: Plan) -> str:
-    return "it fits" if found.fits else "it does not fit"
-
-
-def _settings(found: Sequence[Candidate], best: Candidate | None, stage: str, work: Workload) -> Iterator[str]:
-    """One line a layout: with the largest micro-batch that fits, or the smallest."""
+def _settings(found: Sequence[Candidate]) -> Iterator[str]:
+    """Yield one row for each layout, with the largest micro-batch that fits, or the smallest."""
     yield "  from fastest to leanest:    GiB    host   files   seconds"
     layouts: dict[str, list[Candidate]] = {}
     for candidate in found:
@@ -84,18 +102,18 @@ def _settings(found: Sequence[Candidate], best: Candidate | None, stage: str, wo
         demand = shown.demand
         yield (
             f"    {'fits' if shown.fits else 'no  '} {demand.peak / GIB:22.2f}{demand.host / GIB:8.2f}"
-            f"{demand.nvme / GIB:8.2f}{shown.total:10.2f}   {_short(shown)}"
+            f"{demand.nvme / GIB:8.2f}{shown.step_seconds:10.2f}   {_name(shown.setting)}"
         )
-    if best is None:
-        yield f"  no setting fits: {beyond_settings(stage)}"
-    else:
-        yield f"  the fastest that fits: {best.setting.words(stage, work)}"
 
 
-def _short(candidate: Candidate) -> str:
-    engine = candidate.setting.engine
-    parts = [f"zero{engine['zero_stage']}"]
-    parts += [f"optimizer on {engine['offload_optimizer']}"] if engine["offload_optimizer"] != "none" else []
-    parts += [f"parameters on {engine['offload_parameters']}"] if engine["offload_parameters"] != "none" else []
-    parts += ["recomputing"] if engine["activation_checkpointing"] else []
-    return ", ".join(parts) + f", micro-batches of {candidate.setting.tokens}"
+def _name(setting: Setting) -> str:
+    """Return a short name, such as "zero2, optimizer on cpu, micro-batches of 4096"."""
+    engine = setting.engine
+    offloaded = [
+        f"{name} on {engine[key]}"
+        for name, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_parameters"))
+        if engine[key] != "none"
+    ]
+    checkpointing = ["checkpointing"] if engine["activation_checkpointing"] else []
+    words = [f"zero{engine['zero_stage']}", *offloaded, *checkpointing]
+    return ", ".join([*words, f"micro-batches of {setting.micro_batch_tokens}"])

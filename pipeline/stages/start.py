@@ -12,7 +12,7 @@ from engine import Engine
 from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.models.source import ModelSource
-from pipeline.planning.choose import announce
+from pipeline.planning.planner import announce
 from pipeline.stages.settings import log_steps, stage_steps
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking.watchers import open_watchers

@@ -10,7 +10,7 @@ from engine import Engine
 from pipeline.distributed import device, rank
 
 RESTING = ("parameters", "optimizer", "average")  # owners of what is held between steps
-HELD = ("twin", "packs", "cache")  # what an engine generates with, and may keep
+HELD = ("inference_model", "prepacked_linears", "cache")  # what an engine generates with, and may keep
 ALONE = ("generate", "score")  # phases that are one, whichever engine is at work
 ELSEWHERE = ("host", "nvme")  # of which all engines have theirs at once
 
@@ -22,11 +22,11 @@ def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
     engine keeps between steps has its name. While one trains, forwards of those that train after it may wait.
     """
     found: dict[str, dict[str, int]] = {}
-    now = {name: engine.ledger.holdings() for name, engine in engines.items()}
+    now = {name: engine.memory_tracker.holdings() for name, engine in engines.items()}
     resting = {name: sum(owners.get(o, 0) for o in RESTING) for name, owners in now.items()}
     for place, (name, engine) in enumerate(engines.items()):
-        waiting = [other.ledger.waiting for other in [*engines.values()][place + 1 :]]
-        for phase, owners in engine.ledger.heights.items():
+        waiting = [other.memory_tracker.waiting for other in [*engines.values()][place + 1 :]]
+        for phase, owners in engine.memory_tracker.peaks.items():
             if len(engines) == 1:
                 found[phase] = dict(owners)
                 continue

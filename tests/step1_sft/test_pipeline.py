@@ -48,7 +48,7 @@ def test_two_pieces_are_trained_scored_asked_and_exported_as_one(tmp_path: Path)
     assert all(set(each) == {"base", "sft"} for each in samples(tmp_path / "two"))
     summary = json.loads((tmp_path / "two/sft/summary.json").read_text())
     predicted, measured = summary["memory"]["predicted"], summary["memory"]["measured"]
-    assert predicted["train, piece 2"]["logits"] > predicted["train"]["logits"] == 0
+    assert predicted["train, stage 2"]["logits"] > predicted["train"]["logits"] == 0
     assert measured["train"]["optimizer"] == pytest.approx(predicted["train"]["optimizer"], rel=0.02)
     weights, wanted = (load_file(tmp_path / name / "sft/model/model.safetensors") for name in ("two", "one"))
     assert weights.keys() == wanted.keys()

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine import Engine
-from engine.memory import Workload, sft_demand
-from engine.memory.shapes import measured
+from engine import Engine, EngineConfig
+from engine.kernels_cpu.library import library
+from engine.memory import Workload, measure_shape
 from pipeline.config.schema import DpoSection, LoraConfig
 from pipeline.data.encode import PairItem
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
-from pipeline.planning.fit import joins
+from pipeline.planning.demand import predict_bytes
+from pipeline.planning.stage_task import StageTask
 from step2_dpo import evaluate
 from step2_dpo.batches import Pairs, lay_out
 from step2_dpo.evaluate import held_out_figures, held_out_shares, pair_logprobs, with_reference
@@ -161,7 +162,7 @@ def test_answers_alone_are_scored_and_share_their_prompt(packing: bool) -> None:
 def test_pairs_take_the_memory_that_is_predicted(folder: Path, prompt: int, budget: int) -> None:
     """Of pairs at full length: one that no budget cuts, and several whose answers share a prompt of half of it."""
     config, length, many = source_in(folder).config, 24, 4
-    if joins(config, "fp32"):
+    if library("ragged_attention") is None:
         pytest.skip("there is no compiler for the kernel that reads a prompt where it lies")
     ids = np.arange(many * 2 * length, dtype=np.int32).reshape(2, many, length) % 90 + 2
     ids[1, :, :prompt] = ids[0, :, :prompt]
@@ -170,9 +171,10 @@ def test_pairs_take_the_memory_that_is_predicted(folder: Path, prompt: int, budg
     batches, _ = Pairs(items, torch.zeros(many, 2)).micro_batches(range(many), budget=budget, packing=True, pad_id=0)
     engine.update(batches, loss_of(DpoSection()), many)
     tokens = (2 * length - prompt + 1) * (1 if budget == 1 else many)
-    work = Workload(dtype="fp32", sides=2, on_cpu=True, max_length=length, micro_batch_tokens=min(budget, tokens))
-    wanted = sft_demand(measured("llama", config), work).phases["train"]
-    found = engine.ledger.heights["train"]
+    fp32, micro_batch = EngineConfig(dtype="fp32"), min(budget, tokens)
+    work = Workload(fp32, item_sequences=2, is_cpu=True, max_length=length, micro_batch_tokens=micro_batch)
+    wanted = predict_bytes(StageTask("dpo", measure_shape("llama", config), work)).phases["train"]
+    found = engine.memory_tracker.peaks["train"]
     assert found["activations"] == pytest.approx(wanted["activations"], rel=0.06)
     assert found["parameters"] == wanted["parameters"] and found["gradients"] == wanted["gradients"]
     assert found["optimizer"] == pytest.approx(wanted["optimizer"], rel=0.01)

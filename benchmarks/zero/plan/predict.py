@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.parallel import dist
-from engine.planning import step_seconds
 from pipeline.launch.worker import read_config
 from pipeline.models.stage_models import base_source
-from pipeline.planning.choose import measure, pace_of
-from pipeline.planning.fit import task
+from pipeline.planning.demand import predict_seconds
+from pipeline.planning.planner import measure
+from pipeline.planning.stage_task import stage_task
 from step3_ppo.models import load_models
 from step3_ppo.setup import load_prompts
 
@@ -27,12 +27,13 @@ def predicted(run_dir: Path, stage: str) -> dict[str, float]:
         policy, reward = sources.actor, sources.reward
         prompts, _, _ = load_prompts(config, sources)
         length = sum(map(len, prompts.ids)) // len(prompts.ids) + config.rollout.max_new_tokens
-    found = task(config, stage, policy=policy, reward=reward, ranks=dist.world().size)
-    pace = pace_of(config, stage, found)
+    world = dist.world()
+    is_gpu = world.device.type == "cuda"
+    task = stage_task(config, stage, policy=policy, reward=reward, ranks=world.size, is_cpu=not is_gpu)
+    probe = measure(config, task)
     if length is not None:
-        pace = replace(pace, length=length)
-    on_gpu, rates = dist.world().device.type == "cuda", measure(config, found)
-    return step_seconds(found.policy, found.work, pace, rates, on_gpu=on_gpu, critic=found.critic)
+        task = replace(task, work=replace(task.work, max_length=length))
+    return predict_seconds(task, probe, is_gpu=is_gpu)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What a sequence group of 2 ranks takes for one long row, beside data parallel ranks on the same rows: bytes, seconds.
 
 The same two rows a step, bf16, ZeRO-3: a row each, or both rows one after another on both ranks. Activations are what
-the ledger counts in the largest micro-batch, and depend on no machine.
+the memory tracker counts in the largest micro-batch, and depend on no machine.
 """
 
 from benchmarks.measure import median, spread

@@ -45,7 +45,10 @@ def main(rounds: int) -> None:
             update = engine.update(_rows(), loss_of, ROWS * (TOKENS - 1))
             if round_:
                 found[name]["seconds"].append(time.perf_counter() - began)
-            found[name] |= {"sent": update.sent.total, "activations": engine.ledger.heights["train"]["activations"]}
+            found[name] |= {
+                "sent": update.sent.total,
+                "activations": engine.memory_tracker.peaks["train"]["activations"],
+            }
     print(json.dumps({"tokens": TOKENS, **found}), flush=True)
     dist.stop()
 

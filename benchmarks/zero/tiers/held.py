@@ -87,11 +87,8 @@ def predicted(engine: Engine, layout: dict[str, Any]) -> dict[str, float]:
         total,
         root=total - 8 * block,
         block=block,
-        stage=layout["zero_stage"],
+        config=engine.config,
         ranks=dist.world().size,
-        offload_optimizer=layout["offload_optimizer"],
-        offload_parameters=layout["offload_parameters"],
-        sub_group=SUB_GROUP,
     )
     shards = 1 if layout["zero_stage"] == 0 else dist.world().size
     gradients = 4 * total // shards if layout["offload_optimizer"] == "none" else states.host_gradients

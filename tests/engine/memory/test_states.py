@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from engine import EngineConfig, OptimizerConfig
 from engine.engine import Engine
-from engine.memory import frozen_states, model_states
+from engine.memory import ModelStates, frozen_states, model_states
 from engine.parallel import dist, mailbox, zero
 from tests.ranks import run_ranks
 
@@ -21,7 +21,7 @@ CASES += [*((stage, "bf16", "lean") for stage in range(4)), (0, "fp32", "errors"
 
 
 class Block(nn.Module):
-    """Four matrices; says, when asked, how much memory lives while it runs."""
+    """Four matrices."""
 
     heights: list[int] | None = None
 
@@ -130,8 +130,9 @@ def check(ranks: int, measured: list[dict[str, int]]) -> None:
     sizes: dict[str, Any] = {"root": total - 6 * block, "block": block, "ranks": ranks}
     for (stage, dtype, special), found in zip(CASES, measured, strict=True):
         lean, errors = special == "lean", special == "errors"
-        states = model_states(total, stage=stage, dtype=dtype, lean=lean, errors=errors, **sizes)  # type: ignore[arg-type]
-        frozen = frozen_states(total, stage=stage, dtype=dtype, **sizes)  # type: ignore[arg-type]
+        config, _ = config_of(stage, dtype, special)
+        states = model_states(total, config=config, has_error_feedback=errors, **sizes)
+        frozen = frozen_states(total, config=EngineConfig(zero_stage=stage, dtype=dtype), **sizes)  # type: ignore[arg-type]
         shards = 1 if stage == 0 else ranks
         where = f"stage {stage} {dtype} {special} {ranks} ranks: {found}"
         assert found["resting"] == pytest.approx(states.resting, rel=0.05), where
@@ -152,24 +153,31 @@ def test_two_ranks_hold_what_is_predicted() -> None:
         check(2, measured)
 
 
+def states_of(engine: dict[str, Any], **keys: Any) -> ModelStates:
+    """A million parameters on four ranks."""
+    sizes = {"root": 100_000, "block": 300_000, "ranks": 4}
+    return model_states(1_000_000, config=EngineConfig(**engine), **sizes, **keys)
+
+
 def test_optimizer_adapters_and_offload() -> None:
-    sizes: dict[str, Any] = {"root": 100, "block": 300, "ranks": 4}
-    adam = model_states(1000, stage=2, **sizes)
-    assert (adam.masters, adam.moments, adam.gathered, adam.gradients) == (1000, 2000, 2000, 1000)
-    assert model_states(1000, stage=2, moments=1, **sizes).moments == 1000
-    lora = model_states(1000, stage=2, trained=10, **sizes)
-    assert (lora.masters, lora.moments, lora.gradients) == (1000, 20, 10)
-    host = model_states(1000, stage=3, offload_parameters="cpu", **sizes)
-    assert (host.resting, host.host, host.gathered) == (0, 4000, 1400)
-    away = model_states(1000, stage=2, offload_optimizer="cpu", **sizes)
-    assert (away.resting, away.gradients, away.host, away.nvme) == (500, 0, 250 * (4 + 8 + 4), 0)
-    files = model_states(1000, stage=3, offload_optimizer="nvme", offload_parameters="nvme", sub_group=10, **sizes)
-    assert (files.resting, files.host, files.nvme) == (0, 250 * 4 + 4 * 10 * 12, 250 * 14)
-    half = model_states(1000, stage=2, offload_optimizer="cpu", ratio=0.6, **sizes)
-    assert (half.resting, half.gradients, half.host) == (500 + 100 * 12, 400, 150 * 16)
-    short = model_states(1000, stage=1, offload_optimizer="cpu", **sizes)
-    assert short.host == 250 * (2 + 4 + 8)  # Adam takes 16-bit gradients as they are
-    wide = model_states(1000, stage=1, offload_optimizer="cpu", moments=1, sub_group=100, **sizes)
-    assert wide.host == 250 * (2 + 4 + 4) + 4 * 100  # others fp32 ones, a sub-group at a time
-    lone = model_states(1000, stage=1, accumulates=False, **sizes)
-    assert lone.gathered + lone.gradients - lone.overlap == 2000  # copies go as gradients come
+    adam = states_of({"zero_stage": 2})
+    assert (adam.masters, adam.moments, adam.gathered, adam.gradients) == (10**6, 2 * 10**6, 2 * 10**6, 10**6)
+    assert states_of({"zero_stage": 2}, moments=1).moments == 10**6
+    lora = states_of({"zero_stage": 2}, trained=10_000)
+    assert (lora.masters, lora.moments, lora.gradients) == (10**6, 20_000, 10_000)
+    host = states_of({"zero_stage": 3, "offload_parameters": "cpu"})
+    assert (host.resting, host.host, host.gathered) == (0, 4 * 10**6, 1_400_000)
+    offloaded = states_of({"zero_stage": 2, "offload_optimizer": "cpu"})
+    assert (offloaded.resting, offloaded.gradients) == (500_000, 0)
+    assert (offloaded.host, offloaded.nvme) == (250_000 * (4 + 8 + 4), 0)
+    in_files = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme", "sub_group_size": 10_000}
+    files = states_of(in_files)
+    assert (files.resting, files.host, files.nvme) == (0, 250_000 * 4 + 4 * 10_000 * 12, 250_000 * 14)
+    half = states_of({"zero_stage": 2, "offload_optimizer": "cpu", "offload_ratio": 0.6})
+    assert (half.resting, half.gradients, half.host) == (500_000 + 100_000 * 12, 400_000, 150_000 * 16)
+    short = states_of({"zero_stage": 1, "offload_optimizer": "cpu"})
+    assert short.host == 250_000 * (2 + 4 + 8)  # Adam reads 16-bit gradients
+    wide = states_of({"zero_stage": 1, "offload_optimizer": "cpu", "sub_group_size": 100_000}, moments=1)
+    assert wide.host == 250_000 * (2 + 4 + 4) + 4 * 100_000  # others read fp32 gradients, a sub-group at a time
+    last = states_of({"zero_stage": 1}, accumulates=False)
+    assert last.gathered + last.gradients - last.overlap == 2 * 10**6  # copies are freed as gradients come

@@ -7,7 +7,7 @@ from pipeline.tracking.memory import measured_memory
 
 
 def engine(now: dict[str, int], heights: dict[str, dict[str, int]], waiting: dict[str, int] | None = None) -> Any:
-    return SimpleNamespace(ledger=SimpleNamespace(holdings=lambda: now, heights=heights, waiting=waiting or {}))
+    return SimpleNamespace(memory_tracker=SimpleNamespace(holdings=lambda: now, peaks=heights, waiting=waiting or {}))
 
 
 ACTOR = engine({"parameters": 2, "host": 30}, {"train": {"parameters": 2, "activations": 5, "host": 40}})
@@ -29,4 +29,4 @@ def test_forwards_wait_while_the_engine_before_trains() -> None:
 
 
 def test_one_engine_keeps_its_owners() -> None:
-    assert measured_memory({"policy": ACTOR}) == ACTOR.ledger.heights
+    assert measured_memory({"policy": ACTOR}) == ACTOR.memory_tracker.peaks

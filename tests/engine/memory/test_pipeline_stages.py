@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds: counted before, and by the ledger while it trains."""
+"""Bytes of a pipeline rank: predicted, and measured by the tracker while it trains."""
 
 from typing import Any
 
@@ -8,9 +8,8 @@ from transformers import LlamaConfig, OPTConfig, PreTrainedModel
 from transformers.models.auto import AutoModelForCausalLM
 
 from engine import EngineConfig, OptimizerConfig, initialize
-from engine.memory import Shape, Workload, sft_demand
-from engine.memory.pieces import pieces_of
-from engine.memory.shapes import measured
+from engine.memory import ModelShape, Workload, measure_shape, pipeline_training_bytes
+from engine.memory.model_shape import pipeline_stages
 from tests.engine.parallel.test_pipeline import loss_of
 from tests.ranks import run_ranks
 
@@ -32,16 +31,17 @@ def model(family: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(CONFIGS[family], attn_implementation="sdpa").float()  # type: ignore[no-any-return]
 
 
-def shape(family: str) -> Shape:
-    return measured(family, CONFIGS[family])
+def shape(family: str) -> ModelShape:
+    return measure_shape(family, CONFIGS[family])
 
 
 def work(layout: dict[str, Any]) -> Workload:
-    return Workload(
-        pieces=2, dtype=layout.get("dtype", "fp32"), schedule=layout.get("pipeline_schedule", "1f1b"),
-        checkpointing=layout.get("activation_checkpointing", False), micro_batch_tokens=ROWS * LENGTH,
-        step_tokens=MANY * ROWS * LENGTH, max_length=LENGTH,
-    )  # fmt: skip
+    config = EngineConfig(**({"dtype": "fp32", "pipeline_parallel": 2} | layout))
+    return Workload(config, micro_batch_tokens=ROWS * LENGTH, step_tokens=MANY * ROWS * LENGTH, max_length=LENGTH)
+
+
+def predicted(family: str, layout: dict[str, Any]) -> list[dict[str, int]]:
+    return [owners for owners, _ in pipeline_training_bytes(shape(family), work(layout))]
 
 
 def heights() -> list[dict[str, int]]:
@@ -53,44 +53,39 @@ def heights() -> list[dict[str, int]]:
         for step in range(2):
             ids = torch.randint(0, 96, (MANY, ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
             engine.update(list(ids), loss_of, MANY * ROWS * (LENGTH - 1))
-        found.append(engine.ledger.heights["train"])
+        found.append(engine.memory_tracker.peaks["train"])
     return found
 
 
-def test_pieces_are_counted_as_they_are_cut() -> None:
+def test_stages_by_hand() -> None:
     for family in CONFIGS:
-        whole = shape(family)
-        first, last = pieces_of(whole, 2)
+        full = shape(family)
+        first, last = pipeline_stages(full, 2)
         tied = 96 * 64 if family == "opt" else 0
-        assert first.parameters + last.parameters == whole.parameters + tied
-        assert (first.blocks, last.blocks, first.block) == (3, 2, whole.block)
+        assert first.parameters + last.parameters == full.parameters + tied
+        assert (first.blocks, last.blocks, first.block) == (3, 2, full.block)
         assert first.parameters - 3 * first.block == first.root and first.root >= 96 * 64
         assert (first.vocabulary, last.vocabulary) == (0, 96)
+    with pytest.raises(ValueError, match="pipeline_parallel=6 is more than the 5 blocks of opt"):
+        pipeline_stages(shape("opt"), 6)
 
 
-def test_first_ranks_keep_more_micro_batches() -> None:
-    demands = {
-        (schedule, recompute): sft_demand(
-            shape("llama"), work({"pipeline_schedule": schedule, "activation_checkpointing": recompute})
-        ).phases
-        for schedule in ("1f1b", "gpipe")
-        for recompute in (False, True)
-    }
-    in_turn, at_once = demands["1f1b", False], demands["gpipe", False]
-    assert at_once["train"]["activations"] == 2 * in_turn["train"]["activations"]
-    assert at_once["train, piece 2"]["activations"] == 4 * in_turn["train, piece 2"]["activations"]
-    assert demands["1f1b", True]["train"]["activations"] < in_turn["train"]["activations"]
-    assert in_turn["train"]["logits"] == 0 < in_turn["train, piece 2"]["logits"]
-    # A gradient comes back for each of four micro-batches, and two outputs wait; the last rank only receives.
+def test_the_first_ranks_keep_more_micro_batches() -> None:
+    first, last = predicted("llama", {})
+    first_gpipe, last_gpipe = predicted("llama", {"pipeline_schedule": "gpipe"})
+    assert first_gpipe["activations"] == 2 * first["activations"]
+    assert last_gpipe["activations"] == 4 * last["activations"]
+    assert predicted("llama", {"activation_checkpointing": True})[0]["activations"] < first["activations"]
+    assert first["logits"] == 0 < last["logits"]
+    # A gradient returns for each of four micro-batches, and two outputs wait; the last rank only receives.
     message = ROWS * LENGTH * 64 * 4
-    assert in_turn["train"]["messages"] == 6 * message and in_turn["train, piece 2"]["messages"] == 4 * message
-    assert in_turn["generate"]["twin"] == 4 * shape("llama").parameters
+    assert first["messages"] == 6 * message and last["messages"] == 4 * message
 
 
 def test_two_ranks_hold_what_is_predicted() -> None:
     for rank, found in enumerate(run_ranks(heights, 2)):
         for (family, layout), held in zip(CASES, found, strict=True):
-            wanted = sft_demand(shape(family), work(layout)).phases["train, piece 2" if rank else "train"]
+            wanted = predicted(family, layout)[rank]
             where = f"{family} {layout} rank {rank}: {held} {wanted}"
             assert held["parameters"] == pytest.approx(wanted["parameters"], rel=0.02), where
             assert held["optimizer"] == pytest.approx(wanted["optimizer"], rel=0.02), where

@@ -37,7 +37,7 @@ def heights(stage: int, dtype: str) -> dict[str, int]:
     x = torch.randn(ROWS, WIDTH)
     for _ in range(2):
         engine.update([x, x], loss, 2.0 * ROWS * dist.world().size)
-    return engine.ledger.heights["train"]
+    return engine.memory_tracker.peaks["train"]
 
 
 def on_two_ranks() -> list[dict[str, Any]]:
@@ -47,7 +47,8 @@ def on_two_ranks() -> list[dict[str, Any]]:
 
 def check(found: dict[str, int], stage: int, dtype: str, ranks: int) -> None:
     block = WIDTH * WIDTH + WIDTH
-    states = model_states(TOTAL, root=block, block=block, stage=stage, ranks=ranks, dtype=dtype)  # type: ignore[arg-type]
+    config = EngineConfig(zero_stage=stage, dtype=dtype)  # type: ignore[arg-type]
+    states = model_states(TOTAL, root=block, block=block, config=config, ranks=ranks)
     assert found["parameters"] == pytest.approx(states.masters, rel=0.05)
     assert found["optimizer"] == pytest.approx(states.moments, rel=0.05)
     size = 4 if dtype == "fp32" else 2
@@ -88,13 +89,9 @@ def test_what_is_on_the_host_and_in_files_is_counted_there(places: dict[str, Any
     x = torch.randn(2, wide)
     engine.update([x, x], loss, 4.0)
     engine.update([x, x], loss, 4.0)
-    found = engine.ledger.heights["train"]
-    states = model_states(total, root=total, block=block, ranks=1, dtype="bf16", sub_group=sub_group, **_named(places))
+    found = engine.memory_tracker.peaks["train"]
+    states = model_states(total, root=total, block=block, ranks=1, config=config)
     assert found.get("parameters", 0) == pytest.approx(states.parameters, rel=0.05)
     assert found.get("optimizer", 0) == states.moments
     assert found.get("host", 0) == pytest.approx(states.host, rel=0.05)
     assert found.get("nvme", 0) == pytest.approx(states.nvme, rel=0.05)
-
-
-def _named(places: dict[str, Any]) -> dict[str, Any]:
-    return {"stage" if key == "zero_stage" else key: value for key, value in places.items()}

@@ -1,4 +1,4 @@
-"""A stage's memory beforehand: fits, is tight, or is refused with a setting that does fit."""
+"""A stage before it starts: it fits, almost fills the device, or is refused with a setting that fits."""
 
 from typing import Any
 
@@ -6,12 +6,13 @@ import pytest
 import yaml
 from transformers import OPTConfig
 
-from engine.memory import Demand
 from pipeline.config.schema import LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
-from pipeline.planning.fit import _each, adapters_of, plan, require_fit, task
-from pipeline.planning.ladder import Room, ladder
+from pipeline.planning.candidates import Capacity, settings
+from pipeline.planning.demand import Demand
+from pipeline.planning.planner import check_fit, plan
+from pipeline.planning.stage_task import adapter_parameters, micro_batch_tokens, stage_task
 from tests.tiny import tiny_config
 
 GIB = 2**30
@@ -22,21 +23,21 @@ def source() -> ModelSource:
     return ModelSource("small", OPTConfig(word_embed_proj_dim=512, **shape), None, 1, "sdpa", False)
 
 
-def room(size: int) -> Room:
-    """A GPU, in a host with room for nothing."""
-    return Room(size, 0, 0, on_gpu=True)
+def gpu(size: int) -> Capacity:
+    """A GPU in a host without memory and disk."""
+    return Capacity(size, 0, 0, is_gpu=True)
 
 
 def test_what_fits_is_one_line() -> None:
-    found = plan(tiny_config(), "sft", policy=source(), ranks=2, room=room(80 * GIB))
+    found = plan(tiny_config(), "sft", policy=source(), ranks=2, capacity=gpu(80 * GIB))
     assert found.fits and found.advice is None
-    (line,) = require_fit(found, refuse=True)
+    (line,) = check_fit(found, refuse=True)
     assert line.startswith("memory: about ") and "of 80.00 GiB a device (train: " in line
 
 
 def test_ppo_without_a_critic_has_more_answers_and_no_critic() -> None:
     critic, others = (
-        plan(tiny_config(ppo=way), "ppo", policy=source(), ranks=1, room=room(80 * GIB))
+        plan(tiny_config(ppo=way), "ppo", policy=source(), ranks=1, capacity=gpu(80 * GIB))
         for way in ({}, {"advantage": "grpo", "samples": 3})
     )
     assert "train critic" in critic.demand.phases and "train critic" not in others.demand.phases
@@ -47,70 +48,72 @@ def test_ppo_without_a_critic_has_more_answers_and_no_critic() -> None:
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo"])
 def test_what_does_not_fit_is_refused_with_what_does(stage: str) -> None:
     config = tiny_config(**{stage: {"micro_batch_tokens": 8192}})
-    whole = plan(config, stage, policy=source(), ranks=4, room=room(80 * GIB)).demand.peak
-    tight = plan(config, stage, policy=source(), ranks=4, room=room(round(whole * 0.8)))
+    whole = plan(config, stage, policy=source(), ranks=4, capacity=gpu(80 * GIB)).demand.peak
+    tight = plan(config, stage, policy=source(), ranks=4, capacity=gpu(round(whole * 0.8)))
     assert tight.advice is not None
-    with pytest.raises(UserError, match=r"does not fit. What would fit: .*micro_batch_tokens|engine\."):
-        require_fit(tight, refuse=True)
-    assert len(require_fit(tight, refuse=False)) == 2
+    with pytest.raises(UserError, match=r"does not fit. This setting fits: .*micro_batch_tokens|engine\."):
+        check_fit(tight, refuse=True)
+    assert len(check_fit(tight, refuse=False)) == 2
     # Taking the advice makes it fit.
-    words = dict(word.split("=") for word in tight.advice.words(stage, tight.task.work).split())
+    words = dict(word.split("=") for word in tight.advice.changes(tight.task).split())
     engine = {key[7:]: yaml.safe_load(value) for key, value in words.items() if key.startswith("engine.")}
     tokens = words.get(f"{stage}.micro_batch_tokens", 8192)
     taken = tiny_config(**{"engine": engine, stage: {"micro_batch_tokens": tokens}})
-    assert plan(taken, stage, policy=source(), ranks=4, room=room(round(whole * 0.8))).fits
+    assert plan(taken, stage, policy=source(), ranks=4, capacity=gpu(round(whole * 0.8))).fits
 
 
 def test_pairs_are_not_cut() -> None:
     for stage, sides in {"sft": 1, "reward": 2, "dpo": 2}.items():
-        work = task(tiny_config(), stage, policy=source(), ranks=1).work
-        least = min(setting.tokens for setting in ladder(work, room(GIB)))
-        assert least == sides * work.max_length < work.micro_batch_tokens
+        task = stage_task(tiny_config(), stage, policy=source(), ranks=1, is_cpu=False)
+        least = min(setting.micro_batch_tokens for setting, _ in settings(task, is_gpu=True))
+        assert least == sides * task.work.max_length < task.work.micro_batch_tokens
 
 
 def test_what_can_not_fit_says_so() -> None:
-    found = plan(tiny_config(), "ppo", policy=source(), ranks=1, room=room(GIB // 100))
+    found = plan(tiny_config(), "ppo", policy=source(), ranks=1, capacity=gpu(GIB // 100))
     assert not found.fits and found.advice is None
-    assert "that is more than there is. No setting of the engine" in require_fit(found, refuse=False)[1]
+    assert (
+        "the prediction exceeds the device. No engine setting fits; use more ranks" in check_fit(found, refuse=False)[1]
+    )
     with pytest.raises(UserError, match=r"more ranks \(ranks=N\), adapters \(ppo\.lora\.rank=16\) or a smaller"):
-        require_fit(found, refuse=True)
+        check_fit(found, refuse=True)
 
 
 def test_forwards_are_kept_where_there_is_room_for_all_of_a_step() -> None:
     """From scoring to the first update: the actor's of two micro-batches, and the critic's while the actor learns."""
 
-    def told(room_bytes: int = 80 * GIB, **keys: Any) -> Demand:
+    def told(device_bytes: int = 80 * GIB, **keys: Any) -> Demand:
         pipeline = keys.pop("pipeline_parallel", 1)
         config = tiny_config(
             engine={"pipeline_parallel": pipeline, "dtype": "fp32"},
             ppo={"minibatches": 1, "micro_batch_tokens": 256, "max_length": 128, **keys},
         )
-        return plan(config, "ppo", policy=source(), ranks=2, room=room(room_bytes)).demand
+        return plan(config, "ppo", policy=source(), ranks=2, capacity=gpu(device_bytes)).demand
 
     apart, kept = told(shared_forward=False), told(shared_forward=True)
-    assert told() == kept != apart and kept.shared and not apart.shared
+    assert told() == kept != apart and kept.shares_forward and not apart.shares_forward
     one, other = (apart.phases[phase]["activations"] for phase in ("train actor", "train critic"))
     assert kept.phases["train critic"]["activations"] == 2 * other  # four sequences of 128 tokens, a rank
     assert kept.phases["train actor"]["activations"] == 2 * (one + other)
     tight = round((apart.peak + kept.peak) / 2 / 0.9)
     assert apart.peak < 0.9 * tight < kept.peak and told(tight) == apart and told(tight, shared_forward=True) == kept
-    assert not told(minibatches=2).shared and not told(pipeline_parallel=2).shared
+    assert not told(minibatches=2).shares_forward and not told(pipeline_parallel=2).shares_forward
     mixed = told(ptx_coef=0.1)
     assert mixed.phases["train actor"]["activations"] == one + 2 * other
 
 
-def test_measured_room_and_adapters() -> None:
+def test_measured_capacity_and_adapters() -> None:
     full = plan(tiny_config(), "ppo", policy=source(), ranks=2)
-    assert full.room.device > GIB // 4 and full.room.disk > 0
+    assert full.capacity.device > GIB // 4 and full.capacity.disk > 0
     adapters = tiny_config(ppo={"lora": {"rank": 4}})
     assert plan(adapters, "ppo", policy=source(), ranks=2).demand.peak < full.demand.peak
 
 
 def test_adapters_are_counted_where_they_are_asked_for() -> None:
     layers = plan(tiny_config(), "sft", policy=source(), ranks=1).task.policy
-    some = adapters_of(layers, LoraConfig(rank=4, targets=["fc1"]))  # of 512 x 2,048, in each of 8 blocks
+    some = adapter_parameters(layers, LoraConfig(rank=4, targets=["fc1"]))  # of 512 x 2,048, in each of 8 blocks
     assert some == (8 * 4 * (512 + 2048), 8 * 512 * 2048)
-    assert adapters_of(layers, LoraConfig(rank=4, targets=r".*\.fc1")) == some
+    assert adapter_parameters(layers, LoraConfig(rank=4, targets=r".*\.fc1")) == some
 
 
 def test_a_reference_that_is_not_asked_takes_no_memory() -> None:
@@ -132,10 +135,10 @@ def test_roles_are_predicted_as_they_are_laid_out() -> None:
     assert apart.phases["generate"]["reward"] == shared.phases["generate"]["reward"]
 
 
-def test_a_step_of_a_pipeline_is_cut_until_each_piece_has_a_micro_batch() -> None:
-    assert _each(1024, 2048, 100, 2) == 1024
-    assert _each(1024, 2048, 100, 4) == 512
-    assert _each(1024, 2048, 700, 4) == 700  # one sequence is not cut
+def test_a_step_of_a_pipeline_has_a_micro_batch_for_each_stage() -> None:
+    assert micro_batch_tokens(1024, 2048, 100, 2) == 1024
+    assert micro_batch_tokens(1024, 2048, 100, 4) == 512
+    assert micro_batch_tokens(1024, 2048, 700, 4) == 700  # one sequence is not cut
 
 
 def test_a_deepspeed_schedule_that_asks_for_the_steps_is_told_them() -> None:
@@ -152,5 +155,5 @@ def test_on_a_cpu_host_memory_is_the_device() -> None:
     found = plan(tiny_config(engine={"offload_optimizer": "cpu"}), "sft", policy=source(), ranks=1)
     assert found.demand.host > 0
     need = found.demand.peak + found.demand.host
-    assert Room(round(need / 0.9), 0, 0, on_gpu=False).holds(found.demand)
-    assert not Room(found.demand.peak, GIB, GIB, on_gpu=False).holds(found.demand)
+    assert Capacity(round(need / 0.9), 0, 0, is_gpu=False).fits(found.demand)
+    assert not Capacity(found.demand.peak, GIB, GIB, is_gpu=False).fits(found.demand)

@@ -1,0 +1,172 @@
+"""Measure the bytes that each owner holds (parameters, optimizer, activations, cache, ...) at the peak of each phase.
+
+The tracker counts the storages of live tensors, so that a GPU and a CPU report the same figures. Short-lived buffers
+inside kernels and reductions (blocks of logits, communication buffers) are not counted.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from engine.optimizers.ema import Average
+from engine.parallel import dtensors, zero
+
+if TYPE_CHECKING:
+    from engine.generation.flip import Flip
+
+FIRST, EVERY = 2, 50  # the updates that are sampled: the first two, and every fiftieth
+
+
+class MemoryTracker:
+    """Sample the bytes of one engine.
+
+    `peaks[phase][owner]` is the largest sample, in bytes. The phases are "train", "score" and "generate". `waiting`
+    holds the bytes of forwards that wait for their backward (`Engine.score_to_learn`).
+
+    `other_owners` returns the bytes of what the module does not hold. `offloaded` maps an owner to "host" or "nvme"
+    where its tensors are offloaded. `hooks` is False where hooks would recompile compiled blocks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        other_owners: Callable[[], Mapping[str, int]],
+        *,
+        offloaded: Mapping[str, str] | None = None,
+        hooks: bool = True,
+    ) -> None:
+        self.peaks: dict[str, dict[str, int]] = {}
+        self.waiting: dict[str, int] = {}
+        self._module, self._other_owners = module, other_owners
+        self._offloaded, self._hooks = offloaded or {}, hooks
+        self._saved: WeakSet[_Saved] = WeakSet()
+        self._updates = self._scorings = 0
+        self._is_sampled = False
+
+    def start_update(self) -> None:
+        """Decide whether the coming update is sampled."""
+        self._is_sampled = self._updates < FIRST or self._updates % EVERY == 0
+        self._updates += 1
+
+    def training(self) -> AbstractContextManager[None]:
+        """Return the context of a forward that trains: sample its gathered parameters and its activations."""
+        return self._forward("train") if self._is_sampled and self._hooks else nullcontext()
+
+    def scoring(self) -> AbstractContextManager[None]:
+        """Return the context of a scoring pass: sample the first ones."""
+        self._scorings += 1
+        return self._forward("score") if self._scorings <= FIRST and self._hooks else nullcontext()
+
+    def after_backward(self) -> None:
+        """Sample the gradients of a micro-batch."""
+        if self._is_sampled:
+            self.sample("train")
+
+    def sample_waiting(self) -> None:
+        """Sample the bytes of forwards that wait for their backward."""
+        if self._is_sampled:
+            held = {"gathered": self._gathered(), "activations": self._activations()}
+            self.waiting = {owner: max(size, self.waiting.get(owner, 0)) for owner, size in held.items()}
+
+    def sample(self, phase: str) -> None:
+        """Count the bytes of every owner now."""
+        self._note(phase, {**self.holdings(), "activations": self._activations()})
+
+    def holdings(self) -> dict[str, int]:
+        """Return the bytes of every owner now, activations left out."""
+        own = {
+            "parameters": storage_bytes(_shards(self._module)),
+            "gathered": self._gathered(),
+            "gradients": storage_bytes(zero.gradients(self._module)),
+        }
+        found = Counter[str]()
+        for owner, size in [*own.items(), *self._other_owners().items()]:
+            found[self._offloaded.get(owner, owner)] += size
+        return {owner: size for owner, size in found.items() if size}
+
+    @contextmanager
+    def _forward(self, phase: str) -> Iterator[None]:
+        """Sample gathered parameters before each FSDP unit, and everything at the end."""
+        units = zero.units(self._module)
+        handles = [
+            u.register_forward_pre_hook(lambda *_: self._note(phase, {"gathered": self._gathered()})) for u in units
+        ]
+        try:
+            with saved_tensors_hooks(self._save, lambda saved: saved.tensor):
+                yield
+        finally:  # a pipeline stage leaves its forward by an exception
+            for handle in handles:
+                handle.remove()
+            self.sample(phase)
+
+    def _save(self, tensor: Tensor) -> "_Saved":
+        saved = _Saved(tensor.detach())  # detached: a node that saves its own output would keep itself alive
+        self._saved.add(saved)
+        return saved
+
+    def _activations(self) -> int:
+        """Return the bytes that autograd keeps for backward. A recomputed block counts with its input alone."""
+        parameters = [*zero.gathered(self._module), *_shards(self._module)]
+        return storage_bytes((dtensors.local(saved.tensor) for saved in list(self._saved)), without=parameters)
+
+    @torch.no_grad()  # autograd would record each access to a parameter, at five times the cost
+    def _gathered(self) -> int:
+        """Return the bytes of gathered parameters that are not the shards themselves."""
+        return storage_bytes(zero.gathered(self._module), without=_shards(self._module))
+
+    def _note(self, phase: str, sizes: Mapping[str, int]) -> None:
+        peaks = self.peaks.setdefault(phase, {})
+        for owner, size in sizes.items():
+            if size or owner in peaks:
+                peaks[owner] = max(size, peaks.get(owner, 0))
+
+
+class _Saved:
+    """A tensor that autograd saved. The autograd graph holds the only reference."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def optimizer_bytes(optimizer: Any) -> dict[str, int]:
+    """Return the bytes of moments by owner. An offloaded optimizer counts masters and received gradients as well."""
+    if optimizer is None:
+        return {}
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        found = dict(getattr(optimizer, "bytes", {}))
+        return {"optimizer": found.pop("device", 0), **found}
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return {"optimizer": storage_bytes(dtensors.local(value) for value in values if isinstance(value, Tensor))}
+
+
+def generator_bytes(flip: "Flip", module: nn.Module) -> dict[str, int]:
+    """Return the bytes of the inference model's own weights, of its prepacked linears, and of the key-value cache."""
+    weights, cache, packs = flip.held()
+    own = storage_bytes(weights, without=(dtensors.local(tensor) for tensor in zero.sharded(module)))
+    return {"inference_model": own, "prepacked_linears": packs, "cache": storage_bytes(cache)}
+
+
+def average_bytes(average: Average) -> int:
+    """Return the bytes of the parameters' moving average; an offloaded optimizer counts its own."""
+    return storage_bytes(dtensors.local(tensor) for tensor in average.tensors.values())
+
+
+def storage_bytes(tensors: Iterable[Tensor], *, without: Iterable[Tensor] = ()) -> int:
+    """Return the bytes of the tensors' storages, each counted once, those of `without` left out."""
+    sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    for tensor in without:
+        sizes.pop(tensor.untyped_storage()._cdata, None)
+    return sum(sizes.values())
+
+
+@torch.no_grad()
+def _shards(module: nn.Module) -> list[Tensor]:
+    return [dtensors.local(tensor) for tensor in zero.sharded(module)]

@@ -1,0 +1,167 @@
+"""Before a stage starts: predict whether it fits in memory, and choose the setting with `engine=auto`."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.memory import Probe, measure_speed
+from pipeline.config.schema import EngineSettings, RunConfig
+from pipeline.distributed import barrier, broadcast_from_rank_zero, device, is_rank_zero, rank_count
+from pipeline.errors import UserError
+from pipeline.files import write_whole
+from pipeline.models.source import ModelSource
+from pipeline.planning.candidates import Capacity, Setting, candidates, fastest, measure_capacity, settings
+from pipeline.planning.demand import Demand
+from pipeline.planning.stage_task import StageTask, stage_task
+from pipeline.report.axes import format_bytes
+from pipeline.report.data import PLAN
+from pipeline.stages.memory_limits import within_limits
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The prediction of one stage. `advice` is the first setting that fits where the configured one does not."""
+
+    task: StageTask
+    demand: Demand
+    capacity: Capacity
+    fits: bool
+    advice: Setting | None
+
+    @property
+    def summary(self) -> str:
+        """One line: predicted bytes, the device's bytes, and the largest owners at the peak."""
+        need = self.demand.peak + (0 if self.capacity.is_gpu else self.demand.host)
+        phase = self.demand.peak_phase
+        largest = sorted(self.demand.phases[phase].items(), key=lambda item: -item[1])[:4]
+        owners = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in largest)
+        available = format_bytes(self.capacity.device)
+        return f"memory: about {format_bytes(need)} of {available} a device ({phase}: {owners})"
+
+
+def plan(
+    config: RunConfig,
+    stage: str,
+    *,
+    policy: ModelSource,
+    reward: ModelSource | None = None,
+    ranks: int,
+    capacity: Capacity | None = None,
+) -> Plan:
+    """Predict a stage on `ranks` ranks with `capacity` (default: this machine's). Models as in `stage_task`."""
+    capacity = capacity or measure_capacity(config.engine, ranks)
+    task = stage_task(config, stage, policy=policy, reward=reward, ranks=ranks, is_cpu=not capacity.is_gpu)
+    demand = capacity.demand(task)
+    fits, advice = capacity.fits(demand), None
+    if not fits:
+        tried = settings(task, is_gpu=capacity.is_gpu)
+        advice = next((setting for setting, changed in tried if capacity.fits(capacity.demand(changed))), None)
+    return Plan(task, demand, capacity, fits, advice)
+
+
+def announce(
+    config: RunConfig, stage: str, folder: Path, *, policy: ModelSource, reward: ModelSource | None = None
+) -> tuple[RunConfig, dict[str, dict[str, int]]]:
+    """Print the prediction of a stage, and refuse on a GPU what does not fit. Every rank calls.
+
+    Return the configuration to run with, and the predicted bytes by phase and owner (empty for a model that cannot be
+    predicted; the stage runs all the same). `engine=auto` first chooses the fastest setting that fits, or takes the one
+    that the stage's folder was started with. Limits that an earlier start found by running out of memory apply
+    (`pipeline.stages.memory_limits`).
+    """
+    try:
+        if config.engine.auto:
+            config = _choose_setting(config, stage, folder, policy, reward)
+        config = within_limits(config, stage, folder)
+        found = plan(config, stage, policy=policy, reward=reward, ranks=rank_count())
+    except UserError:
+        raise
+    except Exception as problem:
+        if config.engine.auto:
+            reason = f"engine=auto: the memory of {policy.name} cannot be predicted ({problem})"
+            raise UserError(f"{reason}; choose a setting, such as engine=zero2") from problem
+        reason = str(problem).partition("\n")[0]
+        _print([f"memory: no prediction for {policy.name} ({type(problem).__name__}: {reason})"])
+        return config, {}
+    _print(check_fit(found, refuse=device().type == "cuda"))
+    if stage == "ppo":
+        section = config.ppo.model_copy(update={"shared_forward": found.demand.shares_forward})
+        config = config.model_copy(update={"ppo": section})
+    return config, found.demand.by_phase
+
+
+def check_fit(found: Plan, *, refuse: bool) -> list[str]:
+    """Return the lines to print before a stage. Raises UserError where it exceeds the memory and `refuse` is set."""
+    if found.fits:
+        return [found.summary]
+    advice = f"No engine setting fits; use {more_memory(found.task.stage)}"
+    if found.advice is not None:
+        advice = f"This setting fits: {found.advice.changes(found.task)}"
+    is_close = found.demand.peak <= found.capacity.device
+    if refuse and not is_close:
+        raise UserError(f"{found.summary}: the stage does not fit. {advice}")
+    return [found.summary, f"memory: the prediction {'almost fills' if is_close else 'exceeds'} the device. {advice}"]
+
+
+def more_memory(stage: str) -> str:
+    """Return what a user can change where no engine setting fits."""
+    return f"more ranks (ranks=N), adapters ({stage}.lora.rank=16) or a smaller model (model=NAME)"
+
+
+def measure(config: RunConfig, task: StageTask) -> Probe:
+    """Measure the speed of this machine for a stage's model; every rank calls."""
+    return measure_speed(
+        task.policy,
+        dtype=task.work.config.dtype,
+        length=task.work.max_length,
+        rows=min(task.load.slots, 32),
+        folder=config.engine.nvme_path,
+    )
+
+
+def _choose_setting(
+    config: RunConfig, stage: str, folder: Path, policy: ModelSource, reward: ModelSource | None
+) -> RunConfig:
+    """Return the configuration with the setting in the folder's plan.json, or choose one and write it there."""
+    ranks = rank_count()
+    record: dict[str, Any] | None = broadcast_from_rank_zero(_read(folder / PLAN))
+    if record is not None and record["ranks"] == ranks:
+        _print([f"engine=auto: the setting that this stage started with: {record['words']}"])
+        return _configured(config, stage, Setting(record["engine"], record["micro_batch_tokens"]))
+    capacity = measure_capacity(config.engine, ranks)
+    task = stage_task(config, stage, policy=policy, reward=reward, ranks=ranks, is_cpu=not capacity.is_gpu)
+    probe = measure(config, task)
+    best = broadcast_from_rank_zero(fastest(candidates(task, capacity, probe)))
+    if best is None:
+        size = format_bytes(capacity.device)
+        raise UserError(f"engine=auto: no setting fits in {size} a device; use {more_memory(stage)}")
+    setting: Setting = best.setting
+    changes, peak = setting.changes(task), format_bytes(best.demand.peak)
+    _print([f"engine=auto: {changes} ({peak}, about {best.step_seconds:.1f} s a step with full-length sequences)"])
+    if is_rank_zero():
+        record = {"ranks": ranks, "words": changes, **asdict(setting)}
+        record |= {"seconds": best.seconds, "bytes": best.demand.phases, "probe": asdict(probe)}
+        write_whole(folder / PLAN, json.dumps(record, indent=1) + "\n")
+    barrier()
+    return _configured(config, stage, setting)
+
+
+def _configured(config: RunConfig, stage: str, setting: Setting) -> RunConfig:
+    engine = EngineSettings.model_validate({**config.engine.model_dump(), **setting.engine, "auto": False})
+    section = getattr(config, stage).model_copy(update={"micro_batch_tokens": setting.micro_batch_tokens})
+    return config.model_copy(update={"engine": engine, stage: section})
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _print(lines: Sequence[str]) -> None:
+    for line in lines if is_rank_zero() else ():
+        print(line, flush=True)

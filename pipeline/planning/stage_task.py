@@ -1,0 +1,172 @@
+"""Describe a stage to the planner: its models, their layout, and the sequences of one step."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engine.config import EngineConfig, OptimizerConfig
+from engine.memory import GenerationLoad, ModelShape, Workload, measure_shape
+from pipeline.config.engines import engine_settings
+from pipeline.config.schema import ROLE_ENGINES, EngineSettings, LoraConfig, RunConfig, StageSection
+from pipeline.models.build import EngineChoice
+from pipeline.models.source import ModelSource
+
+
+@dataclass(frozen=True)
+class StageTask:
+    """A stage ("sft", "reward", "dpo" or "ppo") as the planner sees it.
+
+    `scorer` is the shape of critic and reward model. `roles` are the workloads of PPO's models with an engine of their
+    own. `generates` is the policy as it is split for generation (default: `policy`). A step has `sequences` over all
+    ranks, `passes` over them, and `updates` optimizer steps a pass. `shares_forward`: PPO keeps its forwards from
+    scoring to the first update; None decides by memory.
+    """
+
+    stage: str
+    policy: ModelShape
+    work: Workload = field(default_factory=Workload)
+    load: GenerationLoad = field(default_factory=GenerationLoad)
+    scorer: ModelShape | None = None
+    generates: ModelShape | None = None
+    roles: Mapping[str, Workload] = field(default_factory=dict)
+    has_critic: bool = True
+    has_reference: bool = True
+    has_reward: bool = True
+    shares_forward: bool | None = False
+    sequences: int = 1
+    passes: int = 1
+    updates: int = 1
+
+
+def stage_task(
+    config: RunConfig,
+    stage: str,
+    *,
+    policy: ModelSource,
+    reward: ModelSource | None = None,
+    ranks: int,
+    is_cpu: bool,
+) -> StageTask:
+    """Describe a stage on `ranks` ranks.
+
+    `policy` is the model that trains, `reward` the base of reward model and critic (default: `policy`).
+    """
+    tensor_parallel, ppo = config.engine.tensor_parallel, config.ppo
+    shape = _shape(policy, tensor_parallel, scores=stage == "reward")
+    generates = shape
+    if config.rollout.tensor_parallel != tensor_parallel and stage != "reward":
+        generates = _shape(policy, config.rollout.tensor_parallel)
+    has_critic = ppo.advantage == "gae"
+    scorer = None
+    if stage == "ppo" and (has_critic or ppo.reward_model):
+        scorer = _shape(reward or policy, tensor_parallel, scores=True)
+    roles = {}
+    for key in ROLE_ENGINES if stage == "ppo" else ():
+        own = getattr(ppo, key)
+        if own:
+            settings = engine_settings(config.engine, own)
+            roles[key.removesuffix("_engine")] = workload(config, stage, ranks, settings, shape, is_cpu=is_cpu)
+    may_share = stage == "ppo" and ppo.minibatches == 1 and config.engine.pipeline_parallel == 1
+    rows = _rows(config, stage)
+    return StageTask(
+        stage,
+        shape,
+        workload(config, stage, ranks, config.engine, shape, is_cpu=is_cpu),
+        _generation_load(config, stage, ranks),
+        scorer,
+        generates,
+        roles,
+        has_critic=has_critic,
+        has_reference=ppo.asks_reference,
+        has_reward=ppo.reward_model,
+        shares_forward=ppo.shared_forward if may_share else False,
+        sequences=rows,
+        passes=ppo.update_epochs if stage == "ppo" else 1,
+        updates=ppo.minibatches if stage == "ppo" else 1,
+    )
+
+
+def workload(
+    config: RunConfig, stage: str, ranks: int, settings: EngineSettings, shape: ModelShape, *, is_cpu: bool
+) -> Workload:
+    """Return the layout and the micro-batches of a stage; `shape` is the policy's."""
+    section: StageSection = getattr(config, stage)
+    # The number of steps changes no bytes; schedules of a DeepSpeed file need one.
+    layout = EngineChoice(settings, OptimizerConfig(lr=section.lr, total_steps=section.steps or 1)).layout()
+    engine: EngineConfig = layout["config"]
+    length = section.max_length
+    if stage == "ppo":
+        length = min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
+    rows = math.ceil(_rows(config, stage) / (config.ppo.minibatches if stage == "ppo" else 1))
+    step_tokens = math.ceil(rows / _data_ranks(settings, ranks)) * length
+    adapters, adapted = adapter_parameters(shape, section.lora) if section.lora.rank else (0, 0)
+    return Workload(
+        engine,
+        ranks // (settings.tensor_parallel * settings.pipeline_parallel),
+        micro_batch_tokens=micro_batch_tokens(
+            min(section.micro_batch_tokens, step_tokens), step_tokens, length, settings.pipeline_parallel
+        ),
+        max_length=length,
+        step_tokens=step_tokens,
+        item_sequences=2 if stage in ("reward", "dpo") else 1,
+        optimizer=layout["optimizer"],
+        has_average=stage == "ppo" and config.ppo.ema is not None,
+        has_other_loss=stage == "ppo" and config.ppo.ptx_coef > 0,
+        adapters=adapters,
+        adapted=adapted,
+        is_cpu=is_cpu,
+    )
+
+
+def micro_batch_tokens(tokens: int, step_tokens: int, length: int, pipeline_stages: int) -> int:
+    """Halve the micro-batch until a step has one for each pipeline stage; a sequence is never split."""
+    while math.ceil(step_tokens / tokens) < pipeline_stages and tokens > length:
+        tokens = max(length, math.ceil(tokens / 2))
+    return tokens
+
+
+def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> tuple[int, int]:
+    """Return the parameters of the adapters (pipeline/models/adapters.py), and of the weights that they modify."""
+
+    def is_target(name: str, is_head: bool) -> bool:
+        if lora.targets == "all-linear":
+            return not is_head
+        if isinstance(lora.targets, str):
+            return re.fullmatch(lora.targets, f"model.{name}") is not None
+        return any(name == target or name.endswith(f".{target}") for target in lora.targets)
+
+    layers = [layer for layer in shape.linears if is_target(layer.name, layer.is_head)]
+    return lora.rank * sum(layer.inputs + layer.outputs for layer in layers), sum(layer.parameters for layer in layers)
+
+
+def _generation_load(config: RunConfig, stage: str, ranks: int) -> GenerationLoad:
+    rollout = config.rollout
+    asked = _rows(config, stage) if stage == "ppo" else config.evaluation.prompts
+    sequences = math.ceil(asked / _data_ranks(config.engine, ranks)) * rollout.tensor_parallel
+    return GenerationLoad(
+        prompt=rollout.max_prompt_tokens,
+        response=rollout.max_new_tokens,
+        slots=min(rollout.batch_size, sequences),
+        sequences=sequences,
+        samples=config.ppo.samples if stage == "ppo" else 1,
+        keep=rollout.keep,
+        stream=rollout.stream,
+        park_optimizer=rollout.park_optimizer,
+        cache_bytes=rollout.cache_bytes,
+    )
+
+
+def _rows(config: RunConfig, stage: str) -> int:
+    """Return the sequences of a step over all ranks."""
+    per_item = config.ppo.samples if stage == "ppo" else 2 if stage in ("reward", "dpo") else 1
+    return int(getattr(config, stage).batch_size) * per_item
+
+
+def _data_ranks(settings: EngineSettings, ranks: int) -> int:
+    """Return the ranks, or groups of ranks, that see different data."""
+    return ranks // (settings.tensor_parallel * settings.pipeline_parallel * settings.sequence_parallel)
+
+
+def _shape(source: ModelSource, ranks: int, *, scores: bool = False) -> ModelShape:
+    return measure_shape(source.name, source.config, source.attention, ranks, source.tensor_plan, scores=scores)

@@ -1,0 +1,203 @@
+"""Predicted bytes and seconds of stages, against sums worked out by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, OPTConfig
+
+from engine import EngineConfig, OptimizerConfig
+from engine.kernels.token_logprobs import BLOCK_ELEMENTS
+from engine.memory import GenerationLoad, ModelShape, Probe, Workload, generator, measure_shape
+from pipeline.planning.demand import Demand, predict_bytes, predict_seconds
+from pipeline.planning.stage_task import StageTask
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+LLAMA = LlamaConfig(intermediate_size=160, num_key_value_heads=2, max_position_embeddings=80, **SMALL)
+OPT_125M = OPTConfig(
+    vocab_size=50272, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, ffn_dim=3072,
+    word_embed_proj_dim=768,
+)  # fmt: skip
+ALL_SLOTS = (65 * 320 + 64 * 512) * 2  # numbers' bytes: answers of 256 and one more token, in 64s, one slot to spare
+
+
+@pytest.fixture(scope="module")
+def opt() -> ModelShape:
+    return measure_shape("opt-125m", OPT_125M)
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModelShape:
+    return measure_shape("llama", LLAMA)
+
+
+def work(ranks: int = 8, **keys: Any) -> Workload:
+    """Fields of a workload, and of its engine."""
+    own = {key: keys.pop(key) for key in list(keys) if key in Workload.__dataclass_fields__}
+    return Workload(EngineConfig(**{"zero_stage": 2, **keys}), ranks, **own)
+
+
+def sft(shape: ModelShape, layout: Workload, **load: Any) -> Demand:
+    return predict_bytes(StageTask("sft", shape, layout, GenerationLoad(**load)))
+
+
+def ppo(shape: ModelShape, layout: Workload, load: GenerationLoad | None = None, **keys: Any) -> Demand:
+    return predict_bytes(StageTask("ppo", shape, layout, load or GenerationLoad(), **keys))
+
+
+def test_layouts_move_bytes_as_they_should(opt: ModelShape) -> None:
+    train = {stage: sft(opt, work(zero_stage=stage)).phases["train"] for stage in range(4)}
+    totals = [sum(train[stage].values()) for stage in range(4)]
+    assert totals == sorted(totals, reverse=True)
+    less = sft(opt, work(activation_checkpointing=True)).phases["train"]["activations"]
+    assert less < train[2]["activations"] / 3
+    half = sft(opt, work(micro_batch_tokens=4096)).phases["train"]["activations"]
+    assert half == pytest.approx(train[2]["activations"] / 2, rel=0.01)
+    shared = sft(opt, work(sequence_parallel=4)).phases["train"]
+    assert shared["activations"] == pytest.approx(train[2]["activations"] / 4, rel=0.01)
+    assert shared["optimizer"] == train[2]["optimizer"]  # ZeRO shards over all ranks
+    pairs = [sft(opt, work(micro_batch_tokens=tokens, item_sequences=2)) for tokens in (1024, 2048, 4096)]
+    kept = [demand.phases["train"]["activations"] for demand in pairs]
+    assert kept[0] == kept[1] == pytest.approx(kept[2] / 2, rel=0.01), "a pair of 2 x 1,024 tokens is never split"
+
+
+def test_logits(opt: ModelShape) -> None:
+    gpu, cpu = 12 * BLOCK_ELEMENTS["cuda"], 12 * BLOCK_ELEMENTS["cpu"]  # a block of logits three times
+    hidden = 4 * 8192 * 768  # gradients of hidden states
+    assert sft(opt, work()).phases["train"]["logits"] == hidden + gpu
+    assert sft(opt, work(sequence_parallel=4)).phases["train"]["logits"] == hidden / 4 + gpu
+    assert sft(opt, work(is_cpu=True)).phases["train"]["logits"] == hidden + cpu
+
+
+def test_offloaded_bytes_of_a_cpu_do_not_depend_on_the_ratio(opt: ModelShape) -> None:
+    all_of_it, some = (
+        sft(opt, work(is_cpu=True, offload_optimizer="cpu", offload_ratio=ratio)).host for ratio in (1.0, 0.25)
+    )
+    assert some == pytest.approx(all_of_it, rel=1e-6)
+
+
+def test_ppo_has_the_models_that_it_needs(opt: ModelShape) -> None:
+    four = ppo(opt, work())
+    assert four.phases["generate"]["cache"] == ALL_SLOTS * 2 * 12 * 768
+    assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "inference_model"}
+    held = four.phases["generate"]["inference_model"] + four.phases["generate"]["cache"]
+    freed = ppo(opt, work(), GenerationLoad(keep=False))
+    assert freed.phases["generate"] == four.phases["generate"]
+    for phase in ("score", "train actor", "train critic"):
+        assert sum(four.phases[phase].values()) - sum(freed.phases[phase].values()) == held
+    no_reference = ppo(opt, work(), has_reference=False)
+    assert no_reference.peak < four.peak and all("reference" not in phase for phase in no_reference.phases.values())
+    no_critic = ppo(opt, work(), has_critic=False)
+    assert "train critic" not in no_critic.phases
+    gone = sum(four.phases["train actor"].values()) - sum(no_critic.phases["train actor"].values())
+    assert gone == pytest.approx(12 * opt.parameters / 8, rel=0.01)  # sharded masters and moments
+    by_function = ppo(opt, work(), has_reward=False)
+    assert all("reward" not in phase for phase in by_function.phases.values()) and "train critic" in by_function.phases
+    gone = sum(four.phases["train actor"].values()) - sum(by_function.phases["train actor"].values())
+    assert gone == four.phases["train actor"]["reward"] >= 2 * opt.parameters // 8
+    offloaded = work(zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
+    assert ppo(opt, offloaded).host > 2 * 12 * opt.parameters // 8
+    parked = ppo(opt, work(), GenerationLoad(park_optimizer=True))
+    moments = 8 * opt.parameters // 8
+    assert four.phases["generate"]["actor"] - parked.phases["generate"]["actor"] == parked.host == moments
+
+
+def test_states_in_bf16_error_feedback_and_prepacked_linears(opt: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    lean = sft(opt, work(1, states="bf16")).phases["train"]
+    assert (lean["parameters"], lean["optimizer"]) == (2 * opt.parameters, 4 * opt.parameters)
+    one_bit = sft(opt, work(4, zero_stage=0, optimizer=OptimizerConfig(lr=1.0, name="onebitadam"))).phases["train"]
+    assert one_bit["optimizer"] == (8 + 4 + 1) * opt.parameters
+
+    def prepacked(shape: ModelShape, **keys: Any) -> int:
+        return sft(shape, work(**keys)).phases["generate"]["prepacked_linears"]
+
+    monkeypatch.setattr(generator, "copies", lambda dtype: True)
+    # 12 blocks of 4 D x D and 2 D x 4D, and the head.
+    every = 12 * 12 * 768 * 768 + 50272 * 768
+    assert prepacked(opt, is_cpu=True) == 2 * every and prepacked(opt) == 0
+    assert prepacked(opt, is_cpu=True, dtype="fp32") == 4 * every
+    monkeypatch.setattr(generator, "copies", lambda dtype: False)
+    assert prepacked(opt, is_cpu=True) == 0
+    gpt2 = measure_shape("gpt2", GPT2Config(vocab_size=64, n_embd=64, n_layer=3, n_head=4, n_positions=80))
+    assert prepacked(gpt2, is_cpu=True) == 2 * 3 * 8 * 64 * 64  # transposed ones of sufficient size
+
+
+def test_shards_average_and_adapters(llama: ModelShape) -> None:
+    full = llama.parameters
+    layout = work(shard_ranks=2, zero_stage=3)  # copies shared by every two of eight ranks
+    states = sft(llama, layout).phases["train"]
+    assert (states["parameters"], states["optimizer"]) == (4 * full // 2, 8 * full // 2)
+    average = ppo(llama, replace(layout, has_average=True)).phases["train actor"]
+    assert average["actor"] - average["critic"] == 4 * full // 2
+    adapters = ppo(llama, replace(layout, adapters=100, adapted=4000)).phases["train actor"]
+    assert adapters["actor"] == 4 * (full + 100) // 2 + 8 * 100 // 2 and adapters["critic"] == 12 * full // 2
+    assert "reference" not in adapters, "the reference is the actor under its adapters"
+    one = sft(llama, work(zero_stage=1, step_tokens=8192))  # copies are freed as gradients come
+    train = one.phases["train"]
+    assert (train["gathered"], train["gradients"]) == (2 * full, 4 * full // 8)
+    assert one.phase_bytes("train") == sum(train.values()) - 4 * full // 8
+
+
+def test_weights_to_generate_with(llama: ModelShape) -> None:
+    def weights(layout: Workload, **load: Any) -> int:
+        return sft(llama, layout, **load).phases["generate"]["inference_model"]
+
+    in_files: dict[str, Any] = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}
+    assert weights(work(1, **in_files)) == 2 * llama.parameters
+    assert weights(work(1, **in_files, is_cpu=True)) == 0, "files are mapped into the host's memory"
+    assert weights(work(1, dtype="fp32", adapters=100, adapted=4000)) == 4 * 4000, "merged weights are copies"
+    assert weights(work(1), stream=True) == 2 * (llama.root + 2 * llama.block)
+    assert weights(work(1, dtype="fp32")) == 0
+    half = measure_shape("llama", LLAMA, tensor=2)
+    for generates in (llama, half):
+        task = StageTask("sft", half, work(1, dtype="fp32"), generates=generates)
+        assert predict_bytes(task).phases["generate"]["inference_model"] == 4 * generates.parameters
+
+
+def test_cache(llama: ModelShape) -> None:
+    number = 2 * llama.cache_per_token
+
+    def tokens(free_bytes: int | None = None, **load: Any) -> int:
+        task = StageTask("sft", llama, work(1), GenerationLoad(**load))
+        return predict_bytes(task, free_bytes=free_bytes).phases["generate"]["cache"] // number
+
+    def slots(answers: int, prompts: int) -> int:
+        """Prompts of 512 tokens; answers of 256 and the prompt's last, in 64s, and one to spare."""
+        return 320 * (answers + 1) + 512 * prompts
+
+    assert tokens() == slots(64, 64)
+    assert tokens(sequences=256, samples=4) == slots(64, 64), "64 prompts at a time, whichever come next"
+    assert tokens(sequences=64, samples=4) == slots(64, 16)
+    assert tokens(sequences=12) == slots(12, 12)
+    assert tokens(free_bytes=0) == slots(8, 8) and tokens(free_bytes=0, slots=4) == slots(4, 4)
+    assert tokens(cache_bytes=1000) == slots(1, 1), "one has to fit"
+    assert slots(8, 8) <= tokens(free_bytes=40 * 768 * number + 10**6) <= 20 * 768
+
+
+def test_pipelines_train_in_stages(llama: ModelShape) -> None:
+    demand = sft(llama, work(1, pipeline_parallel=2, dtype="fp32", step_tokens=16384))
+    assert list(demand.phases) == ["train", "train, stage 2", "generate"]
+    assert demand.phases["generate"]["inference_model"] == 4 * llama.parameters
+
+
+def test_seconds_by_hand(llama: ModelShape) -> None:
+    probe = Probe(
+        forward=1e-5, backward=2e-5, decode=1e-3, head=1e-4, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10,
+        disk=1e-9,
+    )  # fmt: skip
+    layout = work(2, zero_stage=1, dtype="fp32", activation_checkpointing=True, max_length=100, micro_batch_tokens=200)
+    scorer = measure_shape("llama", LLAMA, scores=True)
+    task = StageTask("ppo", llama, layout, GenerationLoad(response=10, slots=2), scorer, sequences=8, passes=2)
+    forward = 3 * 1e-5 * 400
+    head = 1e-4 * 40  # of the responses' tokens
+    train = 3 * forward - forward + 3 * 2e-5 * 400  # recomputing is a second forward
+    sent = [4 * shape.parameters * 1e-9 for shape in (llama, scorer)]
+    wanted = {
+        "generate": 2 * 10 * (3 * 1e-3 + 2 * 1e-4 / 3) + 0.9 * forward,
+        "score": 4 * forward + 2 * head / 3,
+        "train": 2 * (2 * train + head + sum(sent)),
+        "step": 2 * (llama.parameters + scorer.parameters) / 2 * 1e-9,
+    }
+    assert predict_seconds(task, probe, is_gpu=False) == pytest.approx(wanted)
+    shared = predict_seconds(task, probe, is_gpu=False, shares_forward=True)
+    assert shared["score"] == pytest.approx(2 * forward + head / 3)
