@@ -65,7 +65,7 @@ def advance(engine: Engine, first: int, last: int) -> dict[str, Tensor]:
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
     found = {name: p.detach() for name, p in engine.module.named_parameters()}
-    found |= {f"average.{name}": mean for name, mean in engine.optimizers.ema.tensors.items()}
+    found |= {f"average.{name}": mean for name, mean in engine.average.tensors.items()}
     return {name: dtensors.full_tensor(tensor).cpu().clone() for name, tensor in found.items()}
 
 
@@ -317,7 +317,7 @@ def test_averaged_swaps_and_swaps_back_exactly() -> None:
     live = state_of(engine)
     x = torch.ones(1, WIDTH, device=dist.world().device)
     plain = engine(x).detach().clone()
-    with engine.optimizers.emad():
+    with engine.averaged():
         inside = {name: dtensors.full_tensor(p.detach()).cpu().clone() for name, p in engine.module.named_parameters()}
         assert not torch.equal(engine(x), plain)
     for name, value in mean.items():
@@ -329,7 +329,7 @@ def test_averaged_swaps_and_swaps_back_exactly() -> None:
 def test_without_averaging_nothing_is_swapped() -> None:
     engine = Engine(Net(), EngineConfig(dtype="fp32"), optimizer=OPTIMIZER)
     before = state_of(engine)
-    with engine.optimizers.emad():
+    with engine.averaged():
         same(state_of(engine), before)
 
 

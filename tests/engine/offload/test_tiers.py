@@ -196,7 +196,7 @@ def resume_everywhere(folder: Path, tiers: list[dict[str, Any]]) -> list[dict[st
         engine.save(folder.with_name(f"left-{dist.world().size}-{number}"))
         advance(engine, 3, STEPS)
         found.append(weights(engine))
-        with engine.optimizers.emad():
+        with engine.averaged():
             found[-1] |= {f"average.{name}": mean for name, mean in weights(engine).items()}
         assert all(torch.equal(weights(engine)[name], found[-1][name]) for name in weights(engine))
     return found
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_one_tier_goes_on_in_any_other_at_any_number_of_ranks(tm
         engine.save(tmp_path / f"from-{number}")
         advance(engine, 3, STEPS)
         through = weights(engine)
-        with engine.optimizers.emad():
+        with engine.averaged():
             through |= {f"average.{name}": mean for name, mean in weights(engine).items()}
     found = resume_everywhere(tmp_path / "from-2", [{}, *TIERS[:3]])
     found += resume_everywhere(tmp_path / "from-0", TIERS[:3])

@@ -142,7 +142,7 @@ def averaging(**layout: Any) -> Engine:
 def both_weights(engine: Engine) -> list[dict[str, Tensor]]:
     """The last ones, and their average."""
     found = [weights(engine)]
-    with engine.optimizers.emad():
+    with engine.averaged():
         return [*found, weights(engine)]
 
 
