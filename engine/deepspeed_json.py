@@ -19,6 +19,8 @@ from engine.config import Compress, EngineConfig, LossScale, OptimizerConfig, Pr
 from engine.deepspeed_keys import KEYS, OPTIMIZERS, UNSUPPORTED_OPTIMIZERS, Key, Optimizer
 from engine.schedules import SCHEDULERS, parameters_of
 
+__all__ = ["Parsed", "config_fields", "ignored", "load", "parse"]
+
 RENAMED = {"bfloat16": "bf16"}
 TYPED = ("optimizer", "scheduler")  # sections with `type` and `params`
 OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")

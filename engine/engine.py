@@ -8,7 +8,7 @@ not change an update. `backward` and `step` serve a plain loop, whose loss is th
 import copy
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from engine.full_parameters import full_parameters
 from engine.generation.flip import Flip
 from engine.generation.inference_model import AssembledModel
 from engine.generation.rollouts import Rollouts
-from engine.loading import copy_local
+from engine.loading import copy_local, persistent_buffers
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
 from engine.offload import OffloadedOptimizer, parameter_values
 from engine.optimizers.ema import Average
@@ -93,7 +93,7 @@ class Engine:
         self.module, self._nvme_parameters = module, layout.lay_out(module, config, optimizer)
         self._flip: Flip | None = None
         if rollout_path is not None and blueprint is not None:
-            source, dtype = self.module.get_submodule(rollout_path), precision.TORCH_DTYPE[config.dtype]
+            source, dtype = self.module.get_submodule(rollout_path), self.dtype
             if config.pipeline_parallel > 1:
                 self._assembled = AssembledModel(blueprint, rollout_path, dtype)
                 source = self._assembled.module
@@ -151,6 +151,11 @@ class Engine:
     def device(self) -> torch.device:
         """Where inputs belong."""
         return dist.world().device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision that the module computes in."""
+        return precision.TORCH_DTYPE[self.config.dtype]
 
     def backward(self, loss: Tensor, *, count: float | None = None, last: bool | None = None) -> None:
         """Add the gradient of a micro-batch's loss.
@@ -376,14 +381,20 @@ class Engine:
         if self._assembled is None:
             return nullcontext()
         device = torch.device("cpu") if self.flip.stream else dist.world().device
-        return self._assembled.filled(self.everywhere(full_parameters(self.module)), device=device)
+        return self._assembled.filled(self.full_parameters(), device=device)
 
-    def everywhere(self, mine: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors by name, of the whole model where each rank of a pipeline has some. Every rank goes through it.
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name without adapters, full tensor) of each parameter of the whole model, with adapters merged.
 
-        `mine` are those of this rank's module, alike on the ranks that share it.
+        Collective: every rank consumes all of it. A tensor may share memory with the live parameter.
         """
-        return self._passes.all_parameters(mine)
+        zero.release(self.module)  # parameters that a forward left gathered
+        return self._passes.all_parameters(full_parameters(self.module))
+
+    def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of each persistent buffer of the whole model. Collective, as `full_parameters`."""
+        buffers = sorted(persistent_buffers(self.module).items())
+        return self._passes.all_parameters((name, buffer.detach()) for name, buffer in buffers)
 
     def _other_owners(self) -> dict[str, int]:
         """Return the bytes of each owner other than parameters and gradients."""

@@ -1,4 +1,4 @@
-"""Full parameters of a sharded module, with LoRA adapters merged into copies; buffers that belong to its state.
+"""Full parameters of a sharded module, with LoRA adapters merged into copies.
 
 LoRA: Hu et al., 2021, arXiv:2106.09685. The live parameters are only read. Merging into the live base and subtracting
 the update afterwards would change the base a little in 16 bit.
@@ -61,16 +61,3 @@ def lora_update(layer: nn.Module, factors: LoraFactors, rows: slice) -> Tensor:
     transposed = getattr(layer, "fan_in_fan_out", False)
     terms = [scaling * ((b @ a[:, rows]).T if transposed else b[rows] @ a) for scaling, a, b in factors]
     return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a state dict contains, by name: running statistics, a router's correction, scales.
-
-    Buffers that the module computes at construction (rotary frequencies) are not persistent.
-    """
-    return {
-        f"{path}.{leaf}" if path else leaf: buffer
-        for path, owner in module.named_modules()
-        for leaf, buffer in owner._buffers.items()
-        if buffer is not None and leaf not in owner._non_persistent_buffers_set
-    }

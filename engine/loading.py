@@ -18,6 +18,16 @@ from torch.distributed.tensor import DTensor
 
 from engine.parallel import dtensors
 
+__all__ = [
+    "Region",
+    "SafetensorsFolder",
+    "TensorFolder",
+    "cut",
+    "draw_parameters",
+    "persistent_buffers",
+    "read_parameters",
+]
+
 Region = tuple[tuple[slice, ...], ...]
 """Part of a tensor: for each dimension one slice, or several that stand side by side (in one dimension at most)."""
 
@@ -196,3 +206,16 @@ def _twin(module: nn.Module) -> nn.Module:
     twin = object.__new__(type(module))
     vars(twin).update(vars(module))
     return twin
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a state dict contains, by name: running statistics, a router's correction, scales.
+
+    Buffers that the module computes at construction (rotary frequencies) are not persistent.
+    """
+    return {
+        f"{path}.{leaf}" if path else leaf: buffer
+        for path, owner in module.named_modules()
+        for leaf, buffer in owner._buffers.items()
+        if buffer is not None and leaf not in owner._non_persistent_buffers_set
+    }

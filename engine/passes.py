@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from engine.config import EngineConfig
 from engine.figures import detached, on_host
-from engine.full_parameters import persistent_buffers
+from engine.loading import persistent_buffers
 from engine.memory.tracker import MemoryTracker
 from engine.oom import watch_pass
 from engine.optim import Gradients

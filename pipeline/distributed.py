@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from engine.parallel import dist
+from engine import distributed
 from pipeline.errors import UserError
 
 T = TypeVar("T")
@@ -17,17 +17,17 @@ T = TypeVar("T")
 
 def is_rank_zero() -> bool:
     """Return True on the one rank that prints and writes files."""
-    return dist.world().leads
+    return distributed.world().leads
 
 
 def rank() -> int:
     """Return the number of this process, from 0."""
-    return dist.world().rank
+    return distributed.world().rank
 
 
 def rank_count() -> int:
     """Return the number of processes of the run."""
-    return dist.world().size
+    return distributed.world().size
 
 
 def data_share() -> tuple[int, int]:
@@ -35,23 +35,23 @@ def data_share() -> tuple[int, int]:
 
     Ranks that hold one model between them (tensor, sequence or pipeline parallelism) work on the same share.
     """
-    world = dist.world()
+    world = distributed.world()
     return world.data_rank, world.data_size
 
 
 def device() -> torch.device:
     """Return the device of this rank's modules and batches."""
-    return dist.world().device
+    return distributed.world().device
 
 
 def barrier() -> None:
     """Wait until every rank has called this."""
-    dist.barrier()
+    distributed.barrier()
 
 
 def broadcast_from_rank_zero(value: T) -> T:
     """Return the object that rank 0 passes, on every rank."""
-    return cast(T, dist.broadcast_object(value))
+    return cast(T, distributed.broadcast_object(value))
 
 
 def on_rank_zero(make: Callable[[], T]) -> T:
@@ -66,7 +66,7 @@ def on_rank_zero(make: Callable[[], T]) -> T:
         except UserError as problem:
             return None, str(problem)
 
-    result, problem = dist.from_first(attempt)
+    result, problem = distributed.from_first(attempt)
     if problem is not None:
         raise UserError(problem)
     return cast(T, result)
@@ -74,7 +74,7 @@ def on_rank_zero(make: Callable[[], T]) -> T:
 
 def gather_objects(value: Any) -> list[Any]:
     """Return the objects of all ranks in rank order, on every rank."""
-    return dist.gather_objects(value)
+    return distributed.gather_objects(value)
 
 
 def gather_by_index(results: Mapping[int, T]) -> list[T]:
@@ -82,10 +82,10 @@ def gather_by_index(results: Mapping[int, T]) -> list[T]:
 
     Ranks that work on the same share of the data return equal results for it.
     """
-    found = {index: result for part in dist.gather_objects(results) for index, result in part.items()}
+    found = {index: result for part in distributed.gather_objects(results) for index, result in part.items()}
     return [found[index] for index in range(len(found))]
 
 
 def sum_over_ranks(value: float) -> float:
     """Return the sum of one number per share of the data, in float64."""
-    return dist.sum_over_ranks({"value": value})["value"]
+    return distributed.sum_over_ranks({"value": value})["value"]

@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from engine.engine import LossFn
+from engine import LossFn
 from pipeline.config.schema import DpoSection
 from step2_dpo.batches import AnswerBatch, answer_logprobs
 from step2_dpo.loss import imitation_loss, ipo_loss, sigmoid_loss

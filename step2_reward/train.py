@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine import Engine
-from engine.engine import LossFn
+from engine import Engine, LossFn
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import PairBatch, batch_indices
 from pipeline.data.encode import PairItem, encode_preferences

@@ -9,7 +9,7 @@ from torch import nn
 from engine import optim
 from engine.checkpoint.planner import LocalChunks, in_memory
 from engine.config import OptimizerConfig
-from engine.full_parameters import persistent_buffers
+from engine.loading import persistent_buffers
 from engine.offload import OffloadedOptimizer
 from engine.offload.optimizer import OffloadedState
 from engine.optimizers.ema import Average

@@ -221,9 +221,9 @@ def warnings(config: RunConfig) -> list[str]:
     if config.evaluation.judge_threads > 1 and config.evaluation.judge is None:
         found.append(f"evaluation.judge_threads={config.evaluation.judge_threads} is not used: there is no judge")
     if config.engine.deepspeed is not None:
-        from engine.deepspeed_json import ignored
+        from engine import deepspeed_json
 
-        found += [f"engine.deepspeed: {line}" for line in ignored(config.engine.deepspeed)]
+        found += [f"engine.deepspeed: {line}" for line in deepspeed_json.ignored(config.engine.deepspeed)]
         found += _other_batches(config, config.engine.deepspeed)
     return found
 

@@ -25,9 +25,9 @@ def copies(config: RunConfig) -> Iterator[tuple[str, int]]:
         settings = engine_settings(config.engine, changed)
         stage, ranks = settings.zero_stage, settings.shard_ranks
         if settings.deepspeed is not None:
-            from engine.deepspeed_json import config_fields
+            from engine import deepspeed_json
 
-            said = config_fields(settings.deepspeed, engine_fields(settings))
+            said = deepspeed_json.config_fields(settings.deepspeed, engine_fields(settings))
             stage, ranks = said["zero_stage"], said["shard_ranks"]
         if ranks is not None and (stage > 0 or settings.auto):
             yield key, ranks
@@ -138,13 +138,12 @@ def _deepspeed_mistakes(key: str, settings: EngineSettings, given: Collection[st
     """A file and the `given` ones of our own keys that say two different things, or make no engine together."""
     if settings.deepspeed is None:
         return
-    from engine import OptimizerConfig
-    from engine.deepspeed_json import config_fields, parse
+    from engine import OptimizerConfig, deepspeed_json
     from engine.layout import require_together
 
     file = f"{key if 'deepspeed' in given else 'engine'}.deepspeed"
     own = engine_fields(settings) | {"dtype": "fp32" if settings.dtype == "auto" else settings.dtype}
-    theirs = config_fields(settings.deepspeed, own)
+    theirs = deepspeed_json.config_fields(settings.deepspeed, own)
     names = ("zero_stage", "dtype", "offload_optimizer", "offload_parameters", "nvme_path")
     if other := [name for name in names if name in given and theirs[name] != own[name]]:
         for name in other:
@@ -154,7 +153,8 @@ def _deepspeed_mistakes(key: str, settings: EngineSettings, given: Collection[st
             )
         return
     try:
-        made = parse(settings.deepspeed, ranks=None, optimizer=OptimizerConfig(lr=1e-5, total_steps=1), base=own)
+        optimizer = OptimizerConfig(lr=1e-5, total_steps=1)
+        made = deepspeed_json.parse(settings.deepspeed, ranks=None, optimizer=optimizer, base=own)
         if trains and made.optimizer is not None:
             require_together(made.engine, made.optimizer)
     except ValueError as problem:

@@ -17,9 +17,9 @@ def _deepspeed_file(value: Any) -> Any:
     """The content of a DeepSpeed configuration, so that a run keeps what it was started with. Raises ValueError."""
     if value is None:
         return None
-    from engine.deepspeed_json import load  # here: it brings torch along
+    from engine import deepspeed_json  # here: it brings torch along
 
-    return load(value)
+    return deepspeed_json.load(value)
 
 
 DeepSpeedFile = Annotated[dict[str, Any] | None, BeforeValidator(_deepspeed_file)]

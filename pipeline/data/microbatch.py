@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from engine.parallel import dist
+from engine import distributed
 from pipeline.data.planning import plan
 
 MOST_ITEMS = 1024  # of the longest, that a micro-batch may be filled with
@@ -26,7 +26,7 @@ def local_microbatches(
     collate: lays items out on the device; without items it makes a batch in which nothing counts
     budget: tokens of a micro-batch, padding included
     """
-    world = dist.world()
+    world = distributed.world()
     planned = plan(lengths, ranks=world.data_size, budget=budget, packing=packing, minimum=world.pipeline)
     indices = planned[world.data_rank]
     return [collate([items[index] for index in chosen]) for chosen in indices], indices

@@ -60,12 +60,12 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
                 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
                 warnings.filterwarnings("ignore", category=FutureWarning)
             with kept_for_good():
-                from engine.parallel import dist
+                from engine import distributed
 
                 work = importlib.import_module(module).run
-            dist.start(namespace=f"{run_dir.name}/{stage}/{os.environ.get(ATTEMPT, '0')}")
+            distributed.start(namespace=f"{run_dir.name}/{stage}/{os.environ.get(ATTEMPT, '0')}")
             work(config, run_dir / stage)
-            dist.stop()
+            distributed.stop()
     except BaseException as problem:
         # No orderly end: the other ranks may be stuck in a collective that this one will never join.
         status = _report(problem)

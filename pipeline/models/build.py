@@ -13,8 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from engine import Engine, EngineConfig, OptimizerConfig, precision
-from engine.parallel import dist
+from engine import Engine, EngineConfig, OptimizerConfig, distributed, precision
 from engine.parallel.sequence import check_heads
 from pipeline.config.engines import engine_fields
 from pipeline.config.schema import EngineSettings, LoraConfig
@@ -48,12 +47,14 @@ class EngineChoice:
         file = self.settings.deepspeed
         if file is None:
             return {"config": EngineConfig(**self._fields(source)), "optimizer": self.optimizer}
-        from engine.deepspeed_json import parse
+        from engine import deepspeed_json
 
         if self.optimizer is None:
             file = {key: value for key, value in file.items() if key not in ("optimizer", "scheduler")}
         try:
-            found = parse(file, ranks=dist.world().data_size, optimizer=self.optimizer, base=self._fields(source))
+            found = deepspeed_json.parse(
+                file, ranks=distributed.world().data_size, optimizer=self.optimizer, base=self._fields(source)
+            )
         except ValueError as error:
             raise UserError(f"engine.deepspeed: {error}") from None
         return {

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine import Engine
+from engine import Engine, distributed, oom
 from engine.generation.served import positions_of, turns_at
-from engine.oom import is_out_of_memory
-from engine.parallel import dist, zero
+from engine.parallel import zero
 from pipeline.data.batch import places_of
 from pipeline.data.documents import Documents
 from pipeline.errors import UserError
@@ -72,7 +71,7 @@ def verify(engine: Engine, *, max_length: int) -> Abilities:
         notes.append(
             "this model computes otherwise in training (noise, experts drawn by lot), so it trains in evaluation mode"
         )
-    if not module.packs and dist.world().sequence > 1:
+    if not module.packs and distributed.world().sequence > 1:
         raise UserError(
             f"engine.sequence_parallel shares out rows of several sequences, and {type(module.backbone).__name__} does "
             "not take these; engine.activation_checkpointing=true fits longer ones without it"
@@ -120,7 +119,7 @@ def _check_runs(module: Policy | Scorer, dtype: str) -> None:
             module.train(mode)
             _numbers(module, _tokens(module, 16))
     except Exception as problem:  # whatever a forward that wants something else may say
-        if is_out_of_memory(problem) or isinstance(problem, UserError):
+        if oom.is_out_of_memory(problem) or isinstance(problem, UserError):
             raise
         advice = "" if dtype == "fp32" else f" in {dtype}; engine.dtype=fp32 may serve"
         reason = str(problem).strip().partition("\n")[0]
@@ -138,7 +137,7 @@ def _is_causal(module: Policy | Scorer, tolerance: float) -> bool:
     plain, *others = (_numbers(module, each)[:first] for each in (row, other, row[:, :8]))
     size = plain.abs().median().clamp_min(torch.finfo(plain.dtype).tiny)
     off = max(((each - plain).abs().median() / size).item() for each in others)
-    return dist.max_over_ranks(off) <= tolerance
+    return distributed.max_over_ranks(off) <= tolerance
 
 
 def _needs_logits(policy: Policy, tolerance: float) -> bool:
@@ -174,7 +173,7 @@ def _tried(module: nn.Module, work: Callable[[], Tensor]) -> Tensor | None:
     try:
         return work()
     except Exception as problem:  # whatever a forward that wants something else may say
-        if is_out_of_memory(problem):
+        if oom.is_out_of_memory(problem):
             raise
     zero.discard(module)
     return None
@@ -232,9 +231,11 @@ def _numbers(
 
 def _tokens(module: Policy | Scorer, count: int) -> Tensor:
     vocabulary = module.backbone.config.get_text_config().vocab_size
-    return (torch.arange(1, count + 1, device=dist.world().device) * 7919 % vocabulary)[None]
+    return (torch.arange(1, count + 1, device=distributed.world().device) * 7919 % vocabulary)[None]
 
 
 def _differs(a: Tensor, b: Tensor, tolerance: float) -> bool:
     """Whether numbers are others by more than this share of their size."""
-    return dist.max_over_ranks(((a - b).norm() / b.norm().clamp_min(torch.finfo(b.dtype).tiny)).item()) > tolerance
+    return (
+        distributed.max_over_ranks(((a - b).norm() / b.norm().clamp_min(torch.finfo(b.dtype).tiny)).item()) > tolerance
+    )

@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from engine.loading import Region, SafetensorsFolder, cut
+from engine import loading
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Recipe:
 class ConvertedFolder:
     """The tensors of a folder by the names and in the shapes that they have in a model."""
 
-    def __init__(self, files: SafetensorsFolder, empty: PreTrainedModel) -> None:
+    def __init__(self, files: loading.SafetensorsFolder, empty: PreTrainedModel) -> None:
         """`empty` is the model as transformers makes it, without values. Raises ValueError where what belongs together
         can't be joined.
         """
@@ -75,29 +75,29 @@ class ConvertedFolder:
         """Where the files are."""
         return self._files.folder
 
-    def read(self, name: str, region: Region) -> Tensor:
+    def read(self, name: str, region: loading.Region) -> Tensor:
         """Part of one tensor (all of a scalar)."""
         if name in self._renamed:
             return self._files.read(self._renamed[name], region)
         recipe = self._recipes[name]
         if not recipe.stacks():
-            return cut(recipe.make(lambda there: self._whole(there).float(), self._empty)[name], region)
+            return loading.cut(recipe.make(lambda there: self._whole(there).float(), self._empty)[name], region)
         stack = torch.empty([sum(part.stop - part.start for part in parts) for parts in region])
         self._stack(name, region, stack)
         return stack
 
-    def copy(self, name: str, region: Region, target: Tensor) -> None:
+    def copy(self, name: str, region: loading.Region, target: Tensor) -> None:
         """Part of one tensor into another of that shape. Of a stack no more than a row is held beside it."""
         if name in self._recipes and self._recipes[name].stacks():
             self._stack(name, region, target)
         else:
             target.copy_(self.read(name, region))
 
-    def _stack(self, name: str, region: Region, target: Tensor) -> None:
+    def _stack(self, name: str, region: loading.Region, target: Tensor) -> None:
         rows = (row for part in region[0] for row in range(part.start, part.stop))
         for held, row in zip(target, rows, strict=True):
             made = self._recipes[name].make(self._whole, self._empty, row)[name]
-            held.copy_(cut(made[0], region[1:]))
+            held.copy_(loading.cut(made[0], region[1:]))
 
     def _find(self) -> list[_Recipe]:
         """Sort the tensors of the files: those that only have another name, and those that something is made of."""

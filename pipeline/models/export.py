@@ -11,15 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
 from engine import Engine
-from engine.full_parameters import full_parameters, persistent_buffers
-from engine.parallel import zero
-from engine.precision import TORCH_DTYPE
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import barrier, is_rank_zero
 from pipeline.models.modules import Policy, Scorer
@@ -64,18 +60,16 @@ def _export(
     *,
     extra: dict[str, Any],
 ) -> None:
-    zero.release(engine.module)  # what a forward left gathered is not the rank's to write
     staging = folder.with_name(folder.name + ".tmp")
-    dtype = TORCH_DTYPE[engine.config.dtype]
     leads = is_rank_zero()
     if leads:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
     with _removed_if_failed(staging):
-        _write_weights(_named(engine, prefix, dtype), staging, leads=leads)
+        _write_weights(_named(engine, prefix), staging, leads=leads)
         if leads:
             config.architectures = [architecture.removeprefix("FSDP")]
-            config.dtype = dtype
+            config.dtype = engine.dtype
             for key, value in extra.items():
                 setattr(config, key, value)
             config.save_pretrained(staging)
@@ -99,11 +93,10 @@ def _removed_if_failed(staging: Path) -> Iterator[None]:
         raise
 
 
-def _named(engine: Engine, prefix: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, whole in engine.everywhere(full_parameters(engine.module)):
-        yield name.removeprefix(prefix), whole.to(device="cpu", dtype=dtype).contiguous()
-    buffers = ((name, buffer.detach()) for name, buffer in sorted(persistent_buffers(engine.module).items()))
-    for name, buffer in engine.everywhere(buffers):
+def _named(engine: Engine, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in engine.full_parameters():
+        yield name.removeprefix(prefix), parameter.to(device="cpu", dtype=engine.dtype).contiguous()
+    for name, buffer in engine.full_buffers():
         yield name.removeprefix(prefix), buffer.cpu().contiguous()
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, log_softmax, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from engine import token_logprobs
-from engine.parallel import dist
+from engine import distributed, token_logprobs
 from engine.parallel.sequence import Share, share_of
 from pipeline.data.documents import Documents
 from pipeline.models.attention import NAME
@@ -130,7 +129,7 @@ def _share(input_ids: Tensor, documents: Documents | None) -> Share | None:
     """This rank's share of a row; None where the rank computes all of it."""
     if documents is not None:
         return share_of(input_ids.shape[1])
-    assert dist.world().sequence == 1 or not torch.is_grad_enabled(), "only rows of documents are shared out"
+    assert distributed.world().sequence == 1 or not torch.is_grad_enabled(), "only rows of documents are shared out"
     return None
 
 

@@ -9,8 +9,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from engine.full_parameters import persistent_buffers
-from engine.loading import SafetensorsFolder, TensorFolder, draw_parameters, read_parameters
+from engine import loading
 from pipeline.errors import UserError
 from pipeline.models.converted import ConvertedFolder
 from pipeline.models.source import ModelSource
@@ -29,11 +28,11 @@ def fill(
     if source.folder is None:
         drawn = wanted
     else:
-        named |= persistent_buffers(module)
+        named |= loading.persistent_buffers(module)
         plain = {n: n.removeprefix(prefix).replace(".base_layer.", ".") for n in named if n not in adapters}
         read = _read({name: named[name] for name in plain}, plain, model, source)
         drawn = [name for name in wanted if name not in read]
-    draw_parameters(module, [*adapters, *drawn], source.seed, _initializer(model, zero_head))
+    loading.draw_parameters(module, [*adapters, *drawn], source.seed, _initializer(model, zero_head))
 
 
 def _read(
@@ -43,14 +42,14 @@ def _read(
     value that it was made with.
     """
     assert source.folder is not None
-    files: TensorFolder = SafetensorsFolder(source.folder)
+    files: loading.TensorFolder = loading.SafetensorsFolder(source.folder)
     names = _matching(plain, files.shapes, model.base_model_prefix)
     try:
         if _lacking(tensors, names):
-            files = ConvertedFolder(SafetensorsFolder(source.folder), _without_values(model, source))
+            files = ConvertedFolder(loading.SafetensorsFolder(source.folder), _without_values(model, source))
             names = _matching(plain, files.shapes, model.base_model_prefix)
         _check_complete(source, [plain[name] for name in _lacking(tensors, names)])
-        read_parameters({name: tensors[name] for name in names}, files, names)
+        loading.read_parameters({name: tensors[name] for name in names}, files, names)
     except ValueError as error:
         raise UserError(str(error)) from error
     return set(names)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.oom import PassOutOfMemory
+from engine import oom
 from pipeline.config.schema import RunConfig
 from pipeline.distributed import broadcast_from_rank_zero
 from pipeline.errors import RestartStage, UserError
@@ -57,7 +57,7 @@ def within_limits(config: RunConfig, stage: str, folder: Path) -> RunConfig:
     return config.model_copy(update={stage: getattr(config, stage).model_copy(update=changes)})
 
 
-def restart(folder: Path, problem: PassOutOfMemory, *, tokens: int, longest: int) -> RestartStage:
+def restart(folder: Path, problem: oom.PassOutOfMemory, *, tokens: int, longest: int) -> RestartStage:
     """Write smaller limits after a pass ran out of memory, and return the exception that has the stage started again.
 
     tokens: the budget of the micro-batches; longest: tokens of a micro-batch of one sequence, the longest one.

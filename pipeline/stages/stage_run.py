@@ -16,10 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from engine import Engine
+from engine import Engine, distributed, oom
 from engine.checkpoint import Damaged, random_state, restore_random_state
-from engine.oom import PassOutOfMemory, find_micro_batch_size
-from engine.parallel import dist, stop_request, traffic
+from engine.parallel import stop_request, traffic
 from pipeline.config.schema import ProfileSection, StageSection
 from pipeline.errors import SharedError, UserError
 from pipeline.files import explained_disk, write_json
@@ -104,12 +103,12 @@ class StageRun:
             self._take(shared["extra"])
         self.clock.begin_lap()
         self._begun, self._sent = step, traffic.sent()
-        if dist.world().leads:
+        if distributed.world().leads:
             if step:
                 print(f"{self.folder.name}: continuing after step {step} of {self.steps}", flush=True)
             metrics.cut(self.folder / METRICS, step)
             self._checkpoints.remove_incomplete()
-        dist.barrier()
+        distributed.barrier()
         self._began = self._saved_at = time.monotonic()
         return step
 
@@ -119,10 +118,10 @@ class StageRun:
         `dry_run` runs forward and backward of the largest micro-batch of so many tokens. A host has no such limit: it
         swaps, or the kernel ends a process.
         """
-        if dist.world().device.type != "cuda":
+        if distributed.world().device.type != "cuda":
             return
         with self.clock.phase("dry_run"):
-            fits = find_micro_batch_size(dry_run, self.budget, minimum=self._longest)
+            fits = oom.find_micro_batch_size(dry_run, self.budget, minimum=self._longest)
         if fits < self.budget:
             self.budget = fits
             write_limits(self.folder, replace(read_limits(self.folder), micro_batch_tokens=fits))
@@ -149,7 +148,7 @@ class StageRun:
         line: dict[str, float] = {"step": step, "seconds": round(self.seconds, 3), "tokens": self.clock.tokens}
         line.update({name: value for name, value in figures.items() if name not in NORMS or math.isfinite(value)})
         self.last.update(line)
-        if not dist.world().leads:
+        if not distributed.world().leads:
             return
         if step % self._section.log_every == 0 or step == self.steps or step == 1:
             metrics.append(self.folder / METRICS, line)
@@ -181,7 +180,7 @@ class StageRun:
             self._write(step)
         if stops:
             self.settle()
-            if dist.world().leads:
+            if distributed.world().leads:
                 print(f"{self.folder.name}: step {step} of {self.steps} is saved", flush=True)
             raise Stopped
 
@@ -205,7 +204,7 @@ class StageRun:
         """Whether the last checkpoint is long ago, by the leading rank's clock; asked a hundred times between two."""
         if self._section.save_every or step % math.ceil(self._save_every / 100):
             return False
-        return bool(dist.broadcast_object(time.monotonic() - self._saved_at > SECONDS_BETWEEN_SAVES))
+        return bool(distributed.broadcast_object(time.monotonic() - self._saved_at > SECONDS_BETWEEN_SAVES))
 
     def settle(self) -> None:
         """Wait until the last checkpoint is on disk."""
@@ -217,7 +216,7 @@ class StageRun:
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, _: object) -> None:
         if kind is None or issubclass(kind, SharedError | Stopped):
             self.settle()
-        elif isinstance(problem, PassOutOfMemory):
+        elif isinstance(problem, oom.PassOutOfMemory):
             raise restart(self.folder, problem, tokens=self.budget, longest=self._longest) from problem
 
     def take_best(self) -> None:
@@ -230,7 +229,7 @@ class StageRun:
         self.settle()
         place = self._checkpoints.path(self._best_step)
         told = f"step {self._best_step} of {self.steps}, the best by {self._decides}"
-        if not dist.broadcast_object(place.is_dir()):
+        if not distributed.broadcast_object(place.is_dir()):
             told = f"the last step: the checkpoint of {told}, is gone"
             self._best_step = None
         else:
@@ -241,14 +240,14 @@ class StageRun:
                     f"{place} is damaged ({problem.reason}); it has {told}. Put a sound copy back; or delete it, and "
                     "the same command exports the last step"
                 ) from problem
-        if dist.world().leads:
+        if distributed.world().leads:
             print(f"{self.folder.name}: exports {told}", flush=True)
 
     def require_finite(self, step: int, loss: float, batch: Any) -> None:
         """Stop on a loss that is not a number, with this rank's batch (lists, tensors) saved as JSON for inspection."""
         if math.isfinite(loss):
             return
-        path = self.folder / f"nan-step-{step}-rank-{dist.world().rank}.json"
+        path = self.folder / f"nan-step-{step}-rank-{distributed.world().rank}.json"
         path.write_text(json.dumps(batch, default=Tensor.tolist))
         raise SharedError(
             f"the loss is {loss} at step {step}; the batch is in {path}. Lower the learning rate, or use "
@@ -262,8 +261,8 @@ class StageRun:
 
     def finish(self, figures: Mapping[str, Any]) -> None:
         """Write summary.json: final and best figures, peak memory by rank, seconds by phase, tokens a second."""
-        memory = dist.gather_objects(peak_memory())
-        if dist.world().leads:
+        memory = distributed.gather_objects(peak_memory())
+        if distributed.world().leads:
             for engine in self._engines.values():
                 if engine.step_count and engine.scaler.skipped == engine.step_count:
                     print(f"warning: {self.folder.name}: {_unlearned(engine)}", file=sys.stderr, flush=True)
@@ -289,7 +288,7 @@ class StageRun:
             }
             with explained_disk(self.folder):
                 write_json(self.folder / "summary.json", summary)
-        dist.barrier()
+        distributed.barrier()
 
 
 def _unlearned(engine: Engine) -> str:
@@ -306,7 +305,7 @@ def _unlearned(engine: Engine) -> str:
 
 def _profile_of(folder: Path, section: ProfileSection | None) -> Profile | None:
     """What records this rank's steps, where that is wanted."""
-    if section is None or section.steps is None or (section.ranks == "first" and not dist.world().leads):
+    if section is None or section.steps is None or (section.ranks == "first" and not distributed.world().leads):
         return None
     first, last = section.steps
     return Profile(folder, first, last)

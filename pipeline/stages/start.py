@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from engine import Engine
-from engine.parallel import dist
+from engine import Engine, distributed
 from pipeline.config.schema import RunConfig
 from pipeline.models.source import ModelSource
 from pipeline.planning.planner import announce
@@ -52,7 +51,7 @@ def plan_stage(
 def arrange_ranks(config: RunConfig) -> None:
     """Group the ranks that hold one model between them, and seed torch; ranks of a tensor group share the seed."""
     settings = config.engine
-    world = dist.arrange(
+    world = distributed.arrange(
         tensor=settings.tensor_parallel, pipeline=settings.pipeline_parallel, sequence=settings.sequence_parallel
     )
     torch.manual_seed(config.seed * 1_000_003 + world.rank // world.tensor)

@@ -9,8 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from engine import Engine, Update
-from engine.engine import LossFn
+from engine import Engine, LossFn, Update
 from pipeline.stages.stage_run import StageRun
 
 

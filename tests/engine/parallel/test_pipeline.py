@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import Engine, EngineConfig, OptimizerConfig, Sampling, initialize
-from engine.full_parameters import full_parameters
 from engine.oom import PassOutOfMemory
 from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
@@ -75,7 +74,7 @@ def advance(engine: Engine, step: int) -> tuple[float, float]:
 
 def weights(engine: Engine) -> dict[str, Tensor]:
     """Of the whole model, on every rank."""
-    return {name: whole.clone() for name, whole in engine.everywhere(full_parameters(engine.module))}
+    return {name: whole.clone() for name, whole in engine.full_parameters()}
 
 
 def trained(family: str, **layout: Any) -> dict[str, Any]:

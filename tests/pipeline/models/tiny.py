@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from engine import OptimizerConfig
-from engine.full_parameters import persistent_buffers
+from engine.loading import persistent_buffers
 from engine.parallel import dist
 from pipeline.config.schema import EngineSettings
 from pipeline.models.build import EngineChoice
