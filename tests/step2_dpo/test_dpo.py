@@ -186,7 +186,9 @@ def test_a_batch_without_pairs_takes_part_and_adds_nothing(folder: Path, packing
     for empty in (False, True):
         engine, known = policy_in(folder, packing=packing), Pairs(pairs(), torch.zeros(5, 2))
         batches, _ = known.micro_batches(range(5), budget=10_000, packing=packing, pad_id=0)
-        update = engine.update(batches + [batches[0].nothing()] * empty, loss_of(DpoSection()), 5)
+        update = engine.update(
+            batches + [lay_out([], torch.zeros(0, 2), 0, packing=packing)] * empty, loss_of(DpoSection()), 5
+        )
         found.append({"loss": update.loss, "norm": update.grad_norm, **update.sums})
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
