@@ -181,7 +181,7 @@ def step(chat: Chat, setting: Setting, number: int) -> dict[str, float]:
 def _generate(chat: Chat, prompts: list[list[int]], seed: int) -> Tensor:
     how = Sampling(max_new_tokens=chat.size.length, end_ids=(), pad_id=1, seed=seed)  # all have their full length
     with chat.actor.generating() as rollouts:
-        drawn = rollouts.generate(prompts, how, streams=list(range(len(prompts))), batch_size=len(prompts))
+        drawn = rollouts.generate(prompts, how, sample_seeds=list(range(len(prompts))), batch_size=len(prompts))
     return torch.tensor([answer.token_ids for answer in drawn])
 
 

@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.measure import in_turn, median, spread
 from benchmarks.record import Result
-from engine.generation.sampling import Sampling
-from engine.generation.slot_decoder import SlotDecoder
+from engine import Generator, Sampling
 
 ELSEWHERE = {
     "zero3": "benchmarks.rollout_flip",
@@ -113,10 +112,10 @@ def _measure(case: str, rounds: int) -> Result:
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     module = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
     module.generation_config.eos_token_id = None  # ends come from the work's lengths alone
-    decoder = SlotDecoder(module, torch.device("cpu"))
-    ours = partial(_rate, task, partial(_ours, decoder, task))
+    generator = Generator(module, "cpu")
+    ours = partial(_rate, task, partial(_ours, generator, task))
     ours()  # the first run pays for allocation
-    peer, detail = _against_separate(decoder, task) if case == "samples" else _against_generate(module, task)
+    peer, detail = _against_separate(generator, task) if case == "samples" else _against_generate(module, task)
     calls: dict[str, Callable[[], float]] = {"ours": ours, "peer": peer}
     rates = in_turn(calls, rounds)
     return Result(
@@ -144,15 +143,14 @@ def _against_generate(module: nn.Module, task: Work) -> tuple[Callable[[], float
     return partial(_rate, task, partial(_generate, module, task, cache)), {"generate_cache": cache}
 
 
-def _against_separate(decoder: SlotDecoder, task: Work) -> tuple[Callable[[], float], dict[str, Any]]:
+def _against_separate(generator: Generator, task: Work) -> tuple[Callable[[], float], dict[str, Any]]:
     """Ours, with prompts of the same length that have nothing in common."""
-    generator = torch.Generator().manual_seed(1)
+    noise = torch.Generator().manual_seed(1)
     prompts = [
-        torch.randint(10, task.shape["vocab_size"], (len(prompt),), generator=generator).tolist()
-        for prompt in task.prompts
+        torch.randint(10, task.shape["vocab_size"], (len(prompt),), generator=noise).tolist() for prompt in task.prompts
     ]
     other = Work(task.shape, prompts, task.lengths, task.slots)
-    return partial(_rate, other, partial(_ours, decoder, other)), {"new_tokens": max(task.lengths)}
+    return partial(_rate, other, partial(_ours, generator, other)), {"new_tokens": max(task.lengths)}
 
 
 def _rate(task: Work, generate: Callable[[], None]) -> float:
@@ -161,11 +159,11 @@ def _rate(task: Work, generate: Callable[[], None]) -> float:
     return sum(task.lengths) / (perf_counter() - began)
 
 
-def _ours(decoder: SlotDecoder, task: Work) -> None:
-    decoder.packs.refresh()  # as after each flip
+def _ours(generator: Generator, task: Work) -> None:
+    generator.refresh()  # as after each flip
     sampling = Sampling(max(task.lengths))
-    streams = list(range(len(task.prompts)))
-    steps = decoder.run(task.prompts, sampling, streams, task.slots, Lengths(task.lengths))
+    sample_seeds = list(range(len(task.prompts)))
+    steps = generator.run(task.prompts, sampling, sample_seeds, task.slots, Lengths(task.lengths))
     drawn = sum(len(step) for step in steps)
     assert drawn == sum(task.lengths), f"{drawn} tokens were drawn, not {sum(task.lengths)}"
 

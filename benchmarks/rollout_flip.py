@@ -26,7 +26,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.record import Result
 from benchmarks.rollout import OPT_125M, Lengths, Work, work
 from engine import Engine, EngineConfig, OptimizerConfig
-from engine.generation.rollouts import Rollouts
+from engine.generation.generator import Generator
 from engine.generation.sampling import Sampling
 from engine.parallel import dist, dtensors
 
@@ -149,11 +149,10 @@ def rollout(engine: Engine, task: Work, *, keep: bool = True) -> None:
             answer(rollouts, task, mine)
 
 
-def answer(rollouts: Rollouts, task: Work, places: list[int]) -> None:
-    decoder, lengths = rollouts._decoder(), [task.lengths[i] for i in places]
-    assert decoder is not None
+def answer(rollouts: Generator, task: Work, places: list[int]) -> None:
+    lengths = [task.lengths[i] for i in places]
     prompts = [task.prompts[i] for i in places]
-    steps = decoder.run(prompts, Sampling(max(lengths)), places, task.slots, Lengths(lengths))
+    steps = rollouts.run(prompts, Sampling(max(lengths)), places, task.slots, Lengths(lengths))
     drawn = sum(len(step) for step in steps)
     assert drawn == sum(lengths), f"{drawn} tokens were drawn, not {sum(lengths)}"
 

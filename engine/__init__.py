@@ -14,7 +14,7 @@ from engine.checkpoint import Checkpointer
 from engine.config import EngineConfig, OptimizerConfig
 from engine.engine import Engine, LossFn, Update
 from engine.entry import initialize
-from engine.generation.rollouts import Generation, Rollouts
+from engine.generation.generator import Generation, Generator
 from engine.generation.sampling import Sampling
 from engine.parallel import dist as distributed
 from engine.parallel.head import token_logprobs
@@ -24,9 +24,9 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Generation",
+    "Generator",
     "LossFn",
     "OptimizerConfig",
-    "Rollouts",
     "Sampling",
     "Update",
     "deepspeed_json",

@@ -23,8 +23,8 @@ from engine.config import EngineConfig, OptimizerConfig
 from engine.figures import numbers
 from engine.full_parameters import full_parameters
 from engine.generation.flip import Flip
+from engine.generation.generator import Generator
 from engine.generation.inference_model import AssembledModel
-from engine.generation.rollouts import Rollouts
 from engine.loading import copy_local, persistent_buffers
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
 from engine.offload import OffloadedOptimizer, parameter_values
@@ -364,7 +364,7 @@ class Engine:
             self.module.train(training)
 
     @contextmanager
-    def generating(self, *, keep: bool = True, park_optimizer: bool = False) -> Iterator[Rollouts]:
+    def generating(self, *, keep: bool = True, park_optimizer: bool = False) -> Iterator[Generator]:
         """The hybrid flip: provide a generator with the current weights, in a module without hooks. Collective.
 
         `keep` keeps its memory for the next flip. `park_optimizer` moves optimizer states to the host meanwhile.

@@ -71,18 +71,6 @@ def find_micro_batch_size(dry_run: Callable[[int], None], tokens: int, *, minimu
         tokens = max(minimum, tokens // 2)
 
 
-def attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return the result of `work`, or the reason why it ran out of memory; then all of its memory is freed."""
-    try:
-        return work(), None
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        reason = str(error).partition("\n")[0]
-    free_memory()  # outside the handler: the traceback holds the activations
-    return None, reason
-
-
 def free_memory() -> None:
     """Free what only reference cycles hold (autograd graphs with hooks), and return free blocks to the device."""
     gc.collect()

@@ -1,4 +1,4 @@
-"""Rollouts: answers drawn from the policy, and what the models, and a reward function, say of them.
+"""Generator: answers drawn from the policy, and what the models, and a reward function, say of them.
 
 B sequences of a global batch, R the longest response, T the longest sequence. Every rank holds the whole rollout (some
 MB), so that any rank can train on any row and whitening needs no collective; generating and scoring are spread over
@@ -89,7 +89,7 @@ def generate(
         mine = rollouts.generate(
             [prompts[i] for i in asked],
             sampling,
-            streams=[first_stream + i for i in places],
+            sample_seeds=[first_stream + i for i in places],
             batch_size=batch_size,
             samples=samples,
             text=text,

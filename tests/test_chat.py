@@ -126,7 +126,7 @@ def test_a_model_that_does_not_write_is_refused(run: Path, tmp_path: Path) -> No
     for kind, told in (
         (BertModel, "are in no file"),
         (BertForMaskedLM, "BertForMaskedLM, no language model"),
-        (BertLMHeadModel, "can't generate: its logits change with the tokens that follow"),
+        (BertLMHeadModel, "cannot generate: its logits change with the tokens that follow"),
     ):
         folder = tmp_path / kind.__name__
         kind(config).save_pretrained(folder)
@@ -205,7 +205,7 @@ def test_streamed_text_is_the_decoded_answer(run: Path) -> None:
 
 
 class Scripted:
-    """Rollouts that say given bytes; a byte 3 is the user's Ctrl-C."""
+    """Generator that say given bytes; a byte 3 is the user's Ctrl-C."""
 
     def __init__(self, says: bytes) -> None:
         self.says, self.seen = says, []  # type: ignore[var-annotated]

@@ -32,7 +32,7 @@ INNER_ENGINE_IMPORTS = {
     "engine.figures",
     "engine.generation.attention",
     "engine.generation.parity_check",
-    "engine.generation.served",
+    "engine.generation.supported",
     "engine.generation.side_by_side",
     "engine.kernels.gae",
     "engine.kernels.varlen",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.ceilings import copy_rate
 from benchmarks.gpu.setting import Setting, failure
-from engine import Rollouts, Sampling
+from engine import Generator, Sampling
 from engine.generation.side_by_side import lay_out
 
 PUBLISHED_STEP_MS, PUBLISHED_BATCHES = (5.0, 5.6), range(1, 33)
@@ -28,10 +28,7 @@ def run(setting: Setting) -> Iterator[dict[str, Any]]:
     module = setting.build().eval()
     lay_out(module)  # as the flip does, and the chat
     module.generation_config.eos_token_id = None  # type: ignore[union-attr]
-    rollouts = Rollouts(module, setting.device)
-    decoder = rollouts._decoder()  # on a CPU the same steps are called instead of replayed
-    if decoder is not None:
-        decoder.on_device = True
+    rollouts = Generator(module, setting.device)
     engines: dict[str, Generate] = {"ours": partial(_ours, setting, rollouts), "generate": _generate}
     if setting.device.type == "cuda":
         engines["generate_static"] = partial(_generate, cache="static")
@@ -89,7 +86,7 @@ def _measured(
     }
 
 
-def _ours(setting: Setting, rollouts: Rollouts, module: nn.Module, prompts: list[list[int]], new: int) -> None:
+def _ours(setting: Setting, rollouts: Generator, module: nn.Module, prompts: list[list[int]], new: int) -> None:
     answers = rollouts.generate(prompts, Sampling(new), list(range(len(prompts))), len(prompts))
     assert rollouts.fallback is None and all(len(answer.token_ids) == new for answer in answers)
 

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.training import OPTIMIZER, TIERS, Policy, fill, negative_logprobs
-from engine import EngineConfig, Rollouts, Sampling
+from engine import EngineConfig, Generator, Sampling
 from engine.engine import Engine
 from engine.generation.side_by_side import lay_out
 
@@ -29,7 +29,7 @@ def run(setting: Setting) -> Iterator[dict[str, Any]]:
 def _decoding(setting: Setting) -> Iterator[dict[str, Any]]:
     module = setting.build().eval()
     lay_out(module)
-    rollouts, new = Rollouts(module, setting.device), setting.of(65, 4)
+    rollouts, new = Generator(module, setting.device), setting.of(65, 4)
     for batch in setting.of((1, 32), (2,)):
         prompts = torch.randint(10, setting.shape["vocab_size"], (batch, setting.of(256, 8))).tolist()
         work = partial(rollouts.generate, prompts, Sampling(new), list(range(batch)))

@@ -1,13 +1,18 @@
-"""Attention over the slot cache, reached by name through transformers' attention interface.
+"""Attention over the key-value cache, reached by name through transformers' attention interface.
 
-Models that declare `_supports_attention_backend` look their attention function up by the name in their configuration,
-and hand it every keyword that their forward was called with. So a forward with `slots=Step(...)`, under the name
-registered here, writes its keys and values into the slot cache and attends over it, in the model's own code. No mask
-function belongs to the name, so transformers makes no mask: each sequence's length and the layer's window say it all.
+Models that declare `_supports_attention_backend` look up their attention function by the name in their configuration.
+They pass it every keyword argument of their forward. So a forward with `step=Step(...)` under the name registered here
+writes its keys and values into the cache and attends over the cache, in the model's own code. No mask function belongs
+to the name, so transformers makes no mask: the lengths of the sequences and the window of the layer say what is seen.
+
+Shapes: N tokens of a step, H query heads, Hkv key heads, D and Dv head sizes of keys and values.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -15,28 +20,84 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from engine.generation.cache.groups import Chunk, Family
-from engine.generation.cache.shared_prompt import joined_attention
-from engine.generation.cache.slots import SeenRows, SlotLayer, Step
+from engine.generation.kv_cache import KVCache, LayerCache
+from engine.generation.scheduler import Chunk
+from engine.generation.supported import UnsupportedModel
+from engine.kernels import decode_attention, write_tokens
+from engine.kernels.decode_attention import Prompts
 from engine.kernels.varlen import fits, varlen_kernel, within_sequences
 from engine.kernels_cpu import decode_attention as host
-from engine.kernels_cpu.ragged_attention import ragged_attention
+from engine.kernels_cpu.ragged_attention import Families, ragged_attention
+from engine.uploads import upload
 
 NAME = "zerochat_slots"
-CHANGES_SCORES = ("position_bias", "s_aux", "head_mask", "alibi")  # arguments that this function would have to heed
+UNSUPPORTED_ARGUMENTS = ("position_bias", "s_aux", "head_mask", "alibi")
+MASKED_QUERIES = 256  # queries that share one mask, which keeps masks and unfused scores small
 
 
-class Unserved(Exception):
-    """The model asks for something that this attention doesn't do."""
+class DecodeRows(NamedTuple):
+    """The rows that run one token each; int64 tensors (B,).
+
+    slots: answer slots; places: where in its slot each new token goes; lengths: tokens of each sequence with the new
+    one (0: attend to nothing); prompt_slots and prompt_lengths: where the first tokens of each sequence are.
+    firsts: the first of the neighbouring rows with the same prompt, which is then read once for them; or None.
+    """
+
+    slots: Tensor
+    places: Tensor
+    lengths: Tensor
+    prompt_slots: Tensor
+    prompt_lengths: Tensor
+    firsts: Tensor | None = None
 
 
-class Asked(NamedTuple):
-    """What a layer hands its attention: query (1, heads, N, head size), key and value (1, key heads, N, head size)."""
+@dataclass
+class Step:
+    """What one forward carries: one token of each decode row, then chunks of prompts.
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scaling: float | None
+    windows: the sliding windows that the layers used; None is a layer without one.
+    """
+
+    cache: KVCache
+    rows: DecodeRows | None
+    chunks: Sequence[Chunk] = ()
+    windows: set[int | None] = field(default_factory=set)
+    _rows_of_chunks: dict[int, Families] = field(default_factory=dict)
+
+    @property
+    def decode_tokens(self) -> int:
+        return 0 if self.rows is None else len(self.rows.slots)
+
+    @cached_property
+    def chunk_places(self) -> tuple[Tensor, Tensor]:
+        """The prompt slot and the position of each token of the chunks, (tokens,) each."""
+        slots = [chunk.slot for chunk in self.chunks for _ in chunk.tokens]
+        positions = [place for chunk in self.chunks for place in range(chunk.start, chunk.end)]
+        places = upload([slots, positions], self.cache.device)
+        return places[0], places[1]
+
+    @cached_property
+    def chunk_bounds(self) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        """Where the queries and the keys of each chunk begin, (chunks + 1,) int32 each; the longest of either."""
+        counts = [[len(chunk.tokens) for chunk in self.chunks], [chunk.end for chunk in self.chunks]]
+        starts = upload([[0, *accumulate(each)] for each in counts], self.cache.device, torch.int32)
+        return (starts[0], starts[1]), (max(counts[0]), max(counts[1]))
+
+    def rows_of_chunks(self, key_heads: int) -> Families:
+        """Where the tokens of the chunks are in `LayerCache.prompt_rows`, for the kernel for CPUs."""
+        if key_heads not in self._rows_of_chunks:
+            slot_rows, begin, found = key_heads * self.cache.size.prompt_capacity, 0, []
+            for chunk in self.chunks:
+                found.append((chunk.slot * slot_rows, chunk.start, len(chunk.tokens), begin))
+                begin += len(chunk.tokens)
+            self._rows_of_chunks[key_heads] = Families.going_on(found)
+        return self._rows_of_chunks[key_heads]
+
+
+class _Options(NamedTuple):
+    """How a layer attends."""
+
+    scale: float
     window: int | None
     softcap: float | None
 
@@ -48,164 +109,130 @@ def slot_attention(
     value: Tensor,
     attention_mask: Tensor | None = None,
     *,
-    slots: Step | None = None,
+    step: Step | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query (1, heads, N, head size), key and value (1, key heads, N, head size) of the step's N tokens, or of more
-    that only fill it up.
+    """Write keys and values of the step's N tokens, and attend over the cache.
 
-    Returns (1, N, heads, value's head size). Raises Unserved.
+    query (1, H, N, D), key (1, Hkv, N, D), value (1, Hkv, N, Dv). Returns (1, N, H, Dv). Raises UnsupportedModel if the
+    layer needs something that this function does not compute.
     """
-    if slots is None or attention_mask is not None:
-        raise Unserved(f"{type(module).__name__} asks for another kind of attention")
-    check_served(module, others)
-    slots.windows.add(sliding_window)
-    layer = slots.cache.layer(module.layer_idx, key, value)  # type: ignore[arg-type]
-    in_c = query.device.type == "cpu" and host.serves(query.dtype)
-    asked = Asked(query, key, value, scaling, sliding_window, softcap)
-    return (_in_one_call if in_c else _part_by_part)(slots, layer, asked), None
+    if step is None or attention_mask is not None:
+        raise UnsupportedModel(f"{type(module).__name__} attends with a mask of its own")
+    check_arguments(module, others)
+    step.windows.add(sliding_window)
+    layer = step.cache.layer(module.layer_idx, key, value)  # type: ignore[arg-type]
+    options = _Options(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, heads, size)
+    count, outputs = step.decode_tokens, list[Tensor]()
+    if step.rows is not None:
+        outputs.append(_attend_rows(q[:count], k[:count], v[:count], step.rows, layer, options))
+    if step.chunks:
+        outputs.append(_attend_chunks(q[count:], k[count:], v[count:], step, layer, options))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
-def _in_one_call(slots: Step, layer: SlotLayer, asked: Asked) -> Tensor:
-    """All single queries by a kernel of ours, whatever their slots and lengths. Chunks of prompts by another: those
-    that begin in one call, those that go on, over the cache, in a second. Where a prompt is cut changes no number.
+def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel if further arguments of a layer change its attention."""
+    unsupported = [name for name in UNSUPPORTED_ARGUMENTS if others.get(name) is not None]
+    if others.get("is_causal") is False or not getattr(module, "is_causal", True):
+        unsupported.append("attention that is not causal")
+    if unsupported:
+        raise UnsupportedModel(f"{type(module).__name__} needs {', '.join(unsupported)}")
+
+
+def _attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, rows: DecodeRows, layer: LayerCache, options: _Options
+) -> Tensor:
+    """query (B, H, D), key (B, Hkv, D), value (B, Hkv, Dv): one new token of each row -> (B, H, Dv)."""
+    prompts = Prompts(layer.prompt_keys, layer.prompt_values, rows.prompt_slots, rows.prompt_lengths, rows.firsts)
+    cached = layer.answer_keys, layer.answer_values, rows.slots
+    scale, window, softcap = options
+    if query.device.type == "cpu" and host.serves(query.dtype):
+        return host.write_and_attend(query, key, value, *cached, rows.lengths, scale, window, softcap, prompts)
+    write_tokens(key, value, *cached, rows.places)
+    return decode_attention(query, *cached, rows.lengths, scale, window, None, softcap, prompts)
+
+
+def _attend_chunks(
+    query: Tensor, key: Tensor, value: Tensor, step: Step, layer: LayerCache, options: _Options
+) -> Tensor:
+    """query (n, H, D), key (n, Hkv, D), value (n, Hkv, Dv): the tokens of all chunks -> (n, H, Dv).
+
+    A kernel computes all chunks in one call. On CPUs the numbers of a token do not depend on where a prompt is cut.
     """
-    query, key, value, scaling, window, softcap = asked
-    _, heads, tokens, size = query.shape
-    scale = size**-0.5 if scaling is None else scaling
-    begun = went_on = None
-    if slots.beginnings is not None and softcap is None:
-        begun = ragged_attention(query[0], key[0], value[0], slots.beginnings, scale=scale, window=window)
-    out = query.new_empty(1, tokens, heads, value.shape[-1]) if begun is None else begun[None]
-    host.write_and_attend(
-        query,
-        key,
-        value,
-        layer.keys,
-        layer.values,
-        slots.slots,
-        slots.lengths,
-        slots.singles,
-        out,
-        scale,
-        window,
-        softcap,
-        slots.families(window),
-    )
-    further = slots.continuations(key.shape[1])
-    if further is not None and softcap is None:
-        went_on = ragged_attention(query[0], *layer.in_a_row, further, scale=scale, window=window)
-    for chunk in slots.chunks:
-        columns = slice(chunk.begin, chunk.end)
-        if chunk.start and went_on is not None:
-            out[0, columns] = went_on[columns]
-        elif chunk.start or begun is None:
-            out[0, columns] = _of_chunk(query[0].transpose(0, 1), slots, layer, asked, chunk)
-    if tokens > len(slots.slots):  # the others only fill the step up
-        out[:, len(slots.slots) :] = 0
-    return out
+    _write_chunks(key, value, step, layer)
+    scale, window, softcap = options
+    if softcap is None and query.device.type == "cpu":
+        chunks = step.rows_of_chunks(key.shape[1])
+        out = ragged_attention(query.transpose(0, 1), *layer.prompt_rows, chunks, scale=scale, window=window)
+        if out is not None:
+            return out
+    kernel = varlen_kernel() if softcap is None and query.is_cuda and fits(query, value) else None
+    if kernel is not None:
+        if any(chunk.start for chunk in step.chunks):
+            key, value = (_gather(cached, step.chunks) for cached in (layer.prompt_keys, layer.prompt_values))
+        return within_sequences(kernel, query, key, value, *step.chunk_bounds, scale=scale, window=window)
+    outputs, begin = list[Tensor](), 0
+    for chunk in step.chunks:
+        queries = query[begin : begin + len(chunk.tokens)].transpose(0, 1)
+        outputs += _attend_chunk(queries, chunk, layer, options)
+        begin += len(chunk.tokens)
+    return torch.cat(outputs)
 
 
-def _part_by_part(slots: Step, layer: SlotLayer, asked: Asked) -> Tensor:
-    """The same by PyTorch's operators."""
-    query, key, value, _, window, softcap = asked
-    rows = slots.rows(key.shape[1])
-    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # (N, key heads, head size)
-    layer.write(rows, keys[: len(rows)], values[: len(rows)])
-    queries = query[0].transpose(0, 1)  # (N, heads, head size)
-    by_kernel = _within_chunks(slots, layer, asked)
-    if by_kernel is not None:
-        return by_kernel[None]
-    families = softcap is None and key.shape[-1] == value.shape[-1]
-    parts = [_of_rows(queries, slots, layer, asked, seen) for seen in slots.seen(window, families=families)]
-    parts += [_of_chunk(queries, slots, layer, asked, chunk) for chunk in slots.chunks]
-    if len(rows) < len(queries):  # the others only fill the step up
-        parts.append(parts[0].new_zeros(len(queries) - len(rows), *parts[0].shape[1:]))
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return joined[None]
+def _write_chunks(key: Tensor, value: Tensor, step: Step, layer: LayerCache) -> None:
+    """Write keys and values (n, Hkv, size) of the chunks into the prompt slots."""
+    if key.is_cuda:
+        write_tokens(key, value, layer.prompt_keys, layer.prompt_values, *step.chunk_places)
+        return
+    for states, cached in ((key, layer.prompt_keys), (value, layer.prompt_values)):
+        parts = states.transpose(0, 1).split([len(chunk.tokens) for chunk in step.chunks], dim=1)
+        for chunk, part in zip(step.chunks, parts, strict=True):
+            cached[chunk.slot, :, chunk.start : chunk.end] = part
 
 
-def _of_rows(queries: Tensor, slots: Step, layer: SlotLayer, asked: Asked, seen: SeenRows) -> Tensor:
-    """queries (N, heads, head size) of a step; what the columns of one part of those that decode say."""
-    part, first, last, mask = seen
-    mine = queries[part.begin : part.end]
-    if isinstance(part, Family):
-        return joined_attention(mine, layer, part, slots.tails(part), asked.scaling)
-    span = slice(part.slot, part.slot + len(part.lengths))
-    k, v = layer.keys[span, :, first:last], layer.values[span, :, first:last]
-    return attend(mine[:, :, None], k, v, mask, scaling=asked.scaling, softcap=asked.softcap)[:, :, 0]
+def _gather(cached: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+    """Return the cached tokens of the prompts of all chunks, (tokens, Hkv, size)."""
+    return torch.cat([cached[chunk.slot, :, : chunk.end].transpose(0, 1) for chunk in chunks])
 
 
-def _of_chunk(queries: Tensor, slots: Step, layer: SlotLayer, asked: Asked, chunk: Chunk) -> Tensor:
-    """What a chunk's columns say, in runs where it takes a mask, or scores that are kept: (tokens, heads, size)."""
-    said = []
-    for part, first, last, mask in slots.chunk_seen(chunk, asked.window, whole=asked.softcap is None):
-        mine = queries[part.begin : part.end].transpose(0, 1)[None]
-        k, v = layer.keys[part.slot, None, :, first:last], layer.values[part.slot, None, :, first:last]
-        out = attend(mine, k, v, mask, scaling=asked.scaling, softcap=asked.softcap)
-        said.append(out[0].transpose(0, 1))
-    return said[0] if len(said) == 1 else torch.cat(said)
-
-
-def _within_chunks(slots: Step, layer: SlotLayer, asked: Asked) -> Tensor | None:
-    """(N, heads, head size): what chunks of prompts say by a GPU's kernel, those that begin in one call, each that goes
-    on from cached tokens in its own; None where the step has others, or the kernel doesn't do this.
-    """
-    query, value = asked.query[0], asked.value[0]
-    if not query.is_cuda or asked.softcap is not None or slots.groups or slots.chunks[-1].end < query.shape[1]:
-        return None
-    kernel = varlen_kernel() if fits(query, value) else None
-    if kernel is None:
-        return None
-    q, k, v = (t.transpose(0, 1) for t in (query, asked.key[0], value))
-    how: dict[str, Any] = {"scale": asked.scaling, "window": asked.window}
-    starts, longest = slots.chunk_starts
-    out = torch.empty_like(q)
-    if any(chunk.start == 0 for chunk in slots.chunks):
-        out = within_sequences(kernel, q, k, v, (starts, starts), (longest, longest), **how)
-    for chunk in (each for each in slots.chunks if each.start):
-        columns, seen = slice(chunk.begin, chunk.end), slice(chunk.first(asked.window), chunk.length)
-        keys, values = (t[chunk.slot, :, seen].transpose(0, 1) for t in (layer.keys, layer.values))
-        tokens = chunk.end - chunk.begin, len(keys)
-        bounds = slots.bounds(tokens[0]), slots.bounds(tokens[1])
-        out[columns] = within_sequences(kernel, q[columns], keys, values, bounds, tokens, **how)
-    return out
-
-
-def check_served(module: nn.Module, others: Mapping[str, Any]) -> None:
-    """Raise Unserved where a layer's further arguments would change what attention over the slots computes."""
-    odd = [name for name in CHANGES_SCORES if others.get(name) is not None]
-    if odd or others.get("is_causal") is False or not getattr(module, "is_causal", True):
-        raise Unserved(f"{type(module).__name__} asks for {', '.join(odd) or 'another kind of attention'}")
+def _attend_chunk(query: Tensor, chunk: Chunk, layer: LayerCache, options: _Options) -> Iterator[Tensor]:
+    """query (H, n, D) of one chunk -> its outputs (up to MASKED_QUERIES, H, Dv), in order, by PyTorch's operators."""
+    for begin in range(0, len(chunk.tokens), MASKED_QUERIES):
+        queries = query[None, :, begin : begin + MASKED_QUERIES]
+        start, end = chunk.start + begin, chunk.start + begin + queries.shape[2]
+        first = 0 if options.window is None else max(0, start + 1 - options.window)
+        keys, values = (t[chunk.slot, None, :, first:end] for t in (layer.prompt_keys, layer.prompt_values))
+        ago = torch.arange(start, end, device=query.device)[:, None] - torch.arange(first, end, device=query.device)
+        mask = (ago >= 0) if options.window is None else (ago >= 0) & (ago < options.window)
+        yield attend(queries, keys, values, mask, scaling=options.scale, softcap=options.softcap)[0].transpose(0, 1)
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """query (n, heads, L, size), key and value (n, key heads, T, size), mask True on what is seen, broadcasting to
-    (n, heads, L, T) -> (n, heads, L, value's size). Without a mask the L queries are the last, and see all before them.
+    """query (B, H, L, D), key (B, Hkv, T, D), value (B, Hkv, T, Dv) -> (B, H, L, Dv).
+
+    mask is True on what a query sees and broadcasts to (B, H, L, T). Without a mask the attention is causal: the L
+    queries are the last tokens.
     """
-    n, heads, length, size = query.shape
-    groups = heads // key.shape[1]
-    if groups > 1 and length == 1:  # the heads that share a key go as its queries
-        query = query.reshape(n, -1, groups, size)
-    elif groups > 1:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-    causal = mask is None and length > 1
+    causal = mask is None and query.shape[2] > 1
     if softcap is None:
-        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
-    else:
-        out = _capped(query, key, value, mask, causal, scaling, softcap)
-    return out.reshape(n, heads, length, value.shape[-1])
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
+    return _attend_capped(query, key, value, mask, causal, scaling, softcap)
 
 
-def _capped(
+def _attend_capped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float | None, softcap: float
 ) -> Tensor:
-    """Attention with scores squashed to +-softcap (Gemma 2, 2024), which the fused functions don't offer."""
+    """Attention with scores bounded to +-softcap (Gemma 2, 2024), which the fused functions do not offer."""
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap
     if causal:
@@ -216,9 +243,10 @@ def _capped(
 
 
 @contextmanager
-def routed(module: nn.Module, name: str = NAME) -> Iterator[None]:
-    """Within the block the module attends by the function that is registered as `name`, and knows of no padding: some
-    models look for it in their tokens when no mask is given, for which a GPU would have to be waited for.
+def attend_by_name(module: nn.Module, name: str = NAME) -> Iterator[None]:
+    """Make a module attend by the function registered under `name`, and hide its padding token.
+
+    Some models search their tokens for padding if they get no mask, for which the host would wait for the GPU.
     """
     config: Any = module.config
     before = config._attn_implementation, getattr(config, "pad_token_id", None)

@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
+from engine.generation.kv_cache import free_bytes
 from engine.generation.parity_check import CheckedAnswer, check_generator
-from engine.generation.rollouts import Rollouts
-from engine.generation.slot_decoder import free_bytes
 from engine.parallel import dist, dtensors
 
 FIRST_CHECKS = 2  # flips that are always checked
@@ -41,11 +41,11 @@ class Flip:
         self.seconds, self.bytes = 0.0, 0
         self._blueprint, self._source, self._dtype, self._plan = blueprint, source, dtype, plan
         self._model: InferenceModel | None = None
-        self._generator: Rollouts | None = None
+        self._generator: Generator | None = None
         self._count = 0
 
     @contextmanager
-    def generating(self, *, keep: bool, park: torch.optim.Optimizer | None = None) -> Iterator[Rollouts]:
+    def generating(self, *, keep: bool, park: torch.optim.Optimizer | None = None) -> Iterator[Generator]:
         """Provide a generator with the current weights. Collective.
 
         `keep` keeps the memory of weights and cache for the next flip. The states of the optimizer `park` are in host
@@ -90,7 +90,7 @@ class Flip:
         cache, packs = ([], 0) if self._generator is None else self._generator.held()
         return weights, cache, packs
 
-    def _sync(self) -> Rollouts:
+    def _sync(self) -> Generator:
         """Bring the live weights into the generator, which the first call makes."""
         if self._model is None or self._generator is None:
             self._model, self._generator = self._make()
@@ -105,7 +105,7 @@ class Flip:
         self.bytes = self._model.bytes
         return self._generator
 
-    def _make(self) -> tuple[InferenceModel, Rollouts]:
+    def _make(self) -> tuple[InferenceModel, Generator]:
         device, ranks = dist.world().device, self.tensor_parallel
         if ranks > 1 and self.stream:  # the thread that gathers and the forward would call collectives in any order
             raise ValueError(
@@ -121,9 +121,9 @@ class Flip:
             stream=self.stream,
         )
         cache_bytes = _common_cache_bytes(device) if ranks > 1 and self.cache_bytes is None else self.cache_bytes
-        return model, Rollouts(model.module, device, cache_bytes, replay=not self.stream and ranks == 1)
+        return model, Generator(model.module, device, cache_bytes, use_graphs=not self.stream and ranks == 1)
 
-    def _check(self, generator: Rollouts) -> list[CheckedAnswer]:
+    def _check(self, generator: Generator) -> list[CheckedAnswer]:
         """Run the parity check if it is due. Raises ValueError on every rank if it fails on one."""
         every = self.parity_check_every
         if every == 0 or (self._count > FIRST_CHECKS and self._count % every):

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.generation.sampling import Sampling
-from engine.generation.served import positions_of
+from engine.generation.supported import max_positions
 from engine.parallel import zero
 
 if TYPE_CHECKING:
-    from engine.generation.rollouts import Generation, Rollouts
+    from engine.generation.generator import Generation, Generator
 
 NEW_TOKENS = 8
 LENGTHS = (5, 12, 10)  # tokens of the prompts; unequal lengths reveal swapped slots and wrong padding
@@ -49,11 +49,11 @@ class CheckedAnswer:
     eight_bit_tolerance: float
 
 
-def check_generator(generator: "Rollouts") -> list[CheckedAnswer]:
+def check_generator(generator: "Generator") -> list[CheckedAnswer]:
     """Compare a generator with its module's plain forward. Raises ValueError if they differ."""
     prompts = fixed_prompts(generator.module)
     sampling = Sampling(NEW_TOKENS, temperature=0)
-    answers = generator.generate(prompts, sampling, streams=list(range(len(prompts))))
+    answers = generator.generate(prompts, sampling, sample_seeds=list(range(len(prompts))))
     checked = []
     for prompt, answer in zip(prompts, answers, strict=True):
         logits = _answer_logits(generator, prompt, answer.token_ids)
@@ -91,7 +91,7 @@ def fixed_prompts(module: nn.Module) -> list[list[int]]:
     """
     config: Any = module.config
     vocabulary = module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    limit = positions_of(module) or 1 << 30
+    limit = max_positions(module) or 1 << 30
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, max(1, limit - NEW_TOKENS)) for length in LENGTHS]
     prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
@@ -159,10 +159,10 @@ def far_apart(module: nn.Module, mine: Tensor, plain: Tensor) -> bool:
     return not bool((gaps.median() if may_reroute else gaps.max()) <= LOGIT_TOLERANCE.get(dtype, 1e-1))
 
 
-def first_difference(generator: "Rollouts", prompt: list[int], sampling: Sampling) -> str | None:
+def first_difference(generator: "Generator", prompt: list[int], sampling: Sampling) -> str | None:
     """Return the name of the first block whose output differs between generating and the plain forward."""
     answers: list[Generation] = []
-    with generator.through_modules():
+    with generator.without_graphs():
         generated = _block_outputs(
             generator.module, lambda: answers.extend(generator.generate([prompt], sampling, [0]))
         )
@@ -178,11 +178,11 @@ def first_difference(generator: "Rollouts", prompt: list[int], sampling: Samplin
     return None
 
 
-def _explain(generator: "Rollouts", prompt: list[int], sampling: Sampling, difference: str) -> str:
+def _explain(generator: "Generator", prompt: list[int], sampling: Sampling, difference: str) -> str:
     """Return the message of a failed check. The generator's derived weights are refreshed to find the cause."""
     layer = first_difference(generator, prompt, sampling) or "none, so the head or the sampling differs"
     cause = "the forward with a cache computes something else than the one without (attention, positions, precision)"
-    with generator.through_modules():
+    with generator.without_graphs():
         if _agrees(generator, prompt, sampling):
             cause = "the CUDA graph of a decode step computes something else than the modules do"
     generator.refresh()
@@ -194,14 +194,14 @@ def _explain(generator: "Rollouts", prompt: list[int], sampling: Sampling, diffe
     )
 
 
-def _agrees(generator: "Rollouts", prompt: list[int], sampling: Sampling) -> bool:
+def _agrees(generator: "Generator", prompt: list[int], sampling: Sampling) -> bool:
     answer = generator.generate([prompt], sampling, [0])[0]
     logits = _answer_logits(generator, prompt, answer.token_ids)
     tolerance = tolerance_of(generator.module, logits)
     return disagreement(logits.double(), answer.token_ids, answer.logprobs, tolerance) is None
 
 
-def _answer_logits(generator: "Rollouts", prompt: list[int], answer: list[int]) -> Tensor:
+def _answer_logits(generator: "Generator", prompt: list[int], answer: list[int]) -> Tensor:
     """Return the plain forward's logits (n, V) before each token of an answer."""
     return plain_logits(generator.module, generator.device, prompt + answer)[len(prompt) - 1 : -1]
 

@@ -1,12 +1,13 @@
-"""Sampling: one token a row from logits, and its log-probability.
+"""Sampling: one token per row from logits, and its log-probability.
 
-Pure functions of tensors. A sequence has a random stream of its own: the number drawn for its n-th token is a hash of
-(seed, stream, n), a counter-based generator in the sense of Salmon et al., 2011 ("Parallel random numbers: as easy as
-1, 2, 3"). So a sampled token depends on the seed, the stream, the position and the logits only, never on the batch
-around it, and all devices draw the same numbers.
+Pure functions of tensors. The random number for the n-th token of a sequence is a hash of (seed, sample seed, n), a
+counter-based generator (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"). So a sampled token
+depends on the seed, the sample seed, the position and the logits only, never on its batch or on the device.
 
-Tokens come from the inverse of the cumulative distribution: one uniform number a row instead of noise over the whole
-vocabulary.
+Tokens come from the inverse of the cumulative distribution, which needs one uniform number per row instead of noise
+over the vocabulary.
+
+Shapes: B rows, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -15,19 +16,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-BLOCK, BLOCKS = 256, 16  # weights summed together where there are at least so many blocks of them
+Sampled = tuple[int, int, float]  # the index of the request, the token, its log-probability
+BLOCK, BLOCKS = 256, 16  # the size of a block of weights; with fewer blocks than this, all weights are summed at once
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn.
+    """How answers are sampled.
 
-    `temperature` 0 takes the likeliest token. `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing; `min_p` drops tokens
-    with less than this share of the likeliest one's probability (Nguyen et al., 2024). `repetition_penalty` above 1
-    makes tokens that stand in prompt or answer less likely (Keskar et al., 2019, "CTRL"); 1 changes nothing.
+    `temperature` 0 selects the most probable token. `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing; `min_p` removes
+    tokens with less than this share of the highest probability (Nguyen et al., 2024). `repetition_penalty` above 1
+    makes the tokens of prompt and answer less probable (Keskar et al., 2019, "CTRL"); 1 changes nothing.
     An answer ends with the first of `end_ids` (included), with the token that completes one of the strings `stop`, or
-    after `max_new_tokens`; no end token is drawn before `min_new_tokens` tokens stand.
-    `pad_id` fills rows up; it may be one of `end_ids`, no mask is ever made from ids.
+    after `max_new_tokens`. No end token is sampled before the answer has `min_new_tokens` tokens.
+    `pad_id` pads rows; it may be one of `end_ids`, because no mask is made from ids.
     """
 
     max_new_tokens: int
@@ -61,29 +63,29 @@ class Sampling:
             raise ValueError(f"min_new_tokens must be between 0 and {self.max_new_tokens}, not {self.min_new_tokens}")
 
 
-def uniforms(seed: int, streams: Tensor, position: int | Tensor) -> Tensor:
-    """Numbers in [0, 1), fp32, the same on every device.
+def uniforms(seed: int, sample_seeds: Tensor, position: int | Tensor) -> Tensor:
+    """Return random numbers in [0, 1), fp32, the same on every device.
 
-    `streams` is int64 of any shape; `position` is a number or an int64 tensor that broadcasts against it, as the result
-    does: streams (B, 1) and positions (1, T) give (B, T).
+    sample_seeds: int64 of any shape. position: a number, or an int64 tensor that broadcasts against sample_seeds, as
+    the result does: sample_seeds (B, 1) and positions (1, T) give (B, T).
     """
-    state = _mix(_mix(torch.full_like(streams, _as_int64(seed))) + streams)
+    state = _mix(_mix(torch.full_like(sample_seeds, _as_int64(seed))) + sample_seeds)
     bits = _mix(state + position)
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24  # the top 24 bits: exact in fp32
 
 
-def under_seed(seed: int, streams: Tensor) -> Tensor:
-    """Streams that draw under seed 0 what `streams` draw under `seed`: a seed is a shift of its streams."""
-    zero = torch.zeros_like(streams)
-    return streams + _mix(zero + _as_int64(seed)) - _mix(zero)
+def under_seed(seed: int, sample_seeds: Tensor) -> Tensor:
+    """Return the sample seeds that give under seed 0 the numbers of `sample_seeds` under `seed`: a seed is a shift."""
+    zero = torch.zeros_like(sample_seeds)
+    return sample_seeds + _mix(zero + _as_int64(seed)) - _mix(zero)
 
 
 def sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token a row: logits (B, V), uniforms (B,) -> tokens (B,) int64, log-probabilities (B,) fp32.
+    """Sample one token per row: logits (B, V), uniforms (B,) -> tokens (B,) int64, log-probabilities (B,) fp32.
 
-    The log-probability is that under the distribution the token was drawn from: temperature applied, filtered tokens
-    gone, the rest normalised. Greedy tokens carry the one of the plain distribution (temperature 1).
-    A token of probability zero is never drawn. Rows with NaN give NaN log-probabilities.
+    The log-probability is that of the distribution the token was sampled from: with the temperature, without the
+    filtered tokens, normalised. Greedy tokens have the one of the plain distribution (temperature 1).
+    A token of probability zero is never sampled. Rows with NaN give NaN log-probabilities.
     """
     if sampling.temperature > 0 and sampling.top_k == 0 and sampling.top_p == 1:
         return _invert(_without_unlikely(_weights(logits, sampling.temperature), sampling.min_p), uniforms)
@@ -105,19 +107,19 @@ def sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor
 
 
 def forbid(logits: Tensor, ids: tuple[int, ...]) -> Tensor:
-    """Logits (B, V) without the tokens `ids`; in place."""
+    """Set the logits (B, V) of the tokens `ids` to -inf, in place."""
     logits[:, list(ids)] = float("-inf")
     return logits
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits (B, V) with those of tokens seen (B, V) divided by `penalty` where positive, multiplied where negative."""
+    """Return logits (B, V); those of tokens seen (B, V) are divided by `penalty` if positive, else multiplied."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 @dataclass
 class Ending:
-    """Says of each token drawn whether it ends its answer, and remembers which answers ended.
+    """Tells of each sampled token whether it ends its answer; `ended` has the answers that ended.
 
     `text` turns token ids into text; only stop strings need it.
     """
@@ -130,7 +132,7 @@ class Ending:
     def __post_init__(self) -> None:
         if self.sampling.stop and self.text is None:
             raise ValueError("stop strings need text=, a function that turns token ids into text")
-        # Every token is a byte at least; a few more, as the first ones may decode otherwise than in their place.
+        # A token is at least one byte. A few more tokens: the first ones may decode differently without those before.
         self._tail = max((len(stop.encode()) for stop in self.sampling.stop), default=0) + 8
 
     def __call__(self, answer: int, token: int) -> bool:
@@ -142,11 +144,11 @@ class Ending:
     def _stops(self, answer: int, token: int) -> bool:
         if self.text is None or not self.sampling.stop:
             return False
-        said = self._answers.setdefault(answer, [])
-        said.append(token)
-        if len(said) < self.sampling.min_new_tokens:
+        token_ids = self._answers.setdefault(answer, [])
+        token_ids.append(token)
+        if len(token_ids) < self.sampling.min_new_tokens:
             return False
-        before, after = self.text(said[-self._tail : -1]), self.text(said[-self._tail :])
+        before, after = self.text(token_ids[-self._tail : -1]), self.text(token_ids[-self._tail :])
         return any(after.count(stop) > before.count(stop) for stop in self.sampling.stop)
 
 
@@ -157,16 +159,16 @@ def _without_unlikely(probabilities: Tensor, min_p: float) -> Tensor:
 
 
 def _ranked(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The `top_k` largest logits of each row (0: all) in falling order, and their tokens: both (B, K)."""
+    """Return the `top_k` largest logits of each row (0: all) in descending order, and their tokens: both (B, K)."""
     if 0 < top_k < logits.shape[-1]:
         return torch.topk(logits, top_k, dim=-1)
     return torch.sort(logits, dim=-1, descending=True, stable=True)
 
 
 def _weights(logits: Tensor, temperature: float) -> Tensor:
-    """What the probabilities of logits (B, V) are proportional to: (B, V or more), fp32, in [0, 1].
+    """Return exp(logits / temperature), scaled to [0, 1], of logits (B, V): fp32, (B, V), or padded to full blocks.
 
-    Many are filled up with zeros to whole blocks, for `_invert`. Every pass works in the one copy that is made.
+    `_invert` needs full blocks. Every pass works in the one copy that is made.
     """
     rows, size = logits.shape
     if size < BLOCKS * BLOCK:
@@ -182,11 +184,11 @@ def _weights(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Invert the cumulative sum of weights (B, V) at uniforms (B,): places (B,), log-probabilities (B,).
+    """Invert the cumulative sum of weights (B, V) at uniforms (B,): columns (B,), log-probabilities (B,).
 
-    The place found is the first whose cumulative sum exceeds u times the total, so it carries weight. Rounding may make
-    this fail in the last bit; the heaviest place stands in then. Of many weights whole blocks are summed first, and one
-    of them is looked into: the cumulative sum of all takes five times as long as their sum.
+    The column is the first whose cumulative sum exceeds u times the total, so its weight is positive. If rounding makes
+    this fail in the last bit, the column of the largest weight is returned. With many weights, blocks are summed first
+    and one of them is searched: the cumulative sum of all weights takes five times as long as their sum.
     """
     rows, size = weights.shape
     drawn = uniforms[:, None].to(weights.dtype)
@@ -211,13 +213,12 @@ def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_above(cumulative: Tensor, share: Tensor) -> Tensor:
-    """The first place (B, 1) of rows (B, V) that rise whose number exceeds the row's share (B, 1), else the last."""
+    """Return the first column (B, 1) of ascending rows (B, V) that exceeds the row's share (B, 1), else the last."""
     return torch.searchsorted(cumulative, share, right=True).clamp_(max=cumulative.shape[-1] - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 64-bit integers in which every bit of the input moves half of the output's (splitmix64: Steele,
-    Lea & Flood, 2014; the constants are its). Products wrap around, as they do in every int64 tensor."""
+    """Apply splitmix64 (Steele, Lea & Flood, 2014), a bijection of 64-bit integers; int64 products wrap around."""
     x = x + _as_int64(0x9E3779B97F4A7C15)
     x = (x ^ _shift_right(x, 30)) * _as_int64(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * _as_int64(0x94D049BB133111EB)
@@ -225,10 +226,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift as an unsigned number: int64's own shift would drag the sign along."""
+    """Shift as an unsigned number; the shift of int64 would copy the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _as_int64(value: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,188 +1,200 @@
-"""Continuous batching: which sequence is in which slot, and what the next forward carries.
+"""Continuous batching: which sequences decode, and which tokens of prompts the next forward carries.
 
-Prompts wait in a queue. A slot that falls free takes the next one at once, whose prompt then runs in chunks beside the
-single tokens of the sequences that decode, so that a long prompt does not hold those up. A prompt that begins as one
-that is in the cache already takes that part from there. Samples of one prompt that are admitted together run it once
-and draw their first tokens from the same logits. After Yu et al., 2022 ("Orca: a distributed serving system for
+Prompts wait in a queue. A slot that becomes free takes the next sequence at once. Its prompt runs in chunks next to the
+single tokens of the sequences that decode, so that a long prompt does not delay those. Equal prompts run once: the
+prompt stays in a prompt slot while sequences read it, and later samples begin from its stored logits. A prompt that
+begins like a cached one copies the common beginning. After Yu et al., 2022 ("Orca: a distributed serving system for
 transformer-based generative models").
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.generation.cache.groups import Chunk
-
-SHARED_AT_LEAST = 16  # tokens of a common beginning that are worth a copy
-
-Copy = tuple[int, int, int]  # from a slot, to a slot, so many tokens
+MIN_PREFIX = 16  # tokens of a common beginning that are worth a copy
 
 
-@dataclass
-class Answering:
-    """A prompt that is being answered. `cached` of its tokens are in the slot; `drawn` tokens stand of the answer.
+@dataclass(eq=False)
+class CachedPrompt:
+    """A prompt in a prompt slot: `cached` of its tokens are there, `readers` sequences use it."""
 
-    Equal prompts have the same number `same_prompt`. `followers` wait for this one to run the prompt for them all.
-    `home` is the slot that has the prompt: the sequence's, or where prompts have slots of their own
-    (`on_device/sharing.py`) one of those; `shared` is how many of the cached tokens are there then.
+    tokens: Sequence[int]
+    slot: int
+    cached: int = 0
+    readers: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.cached == len(self.tokens)
+
+
+@dataclass(eq=False)
+class ActiveSequence:
+    """A sequence with an answer slot. `request` is its index in the call, `sampled` the number of its sampled tokens.
+
+    If the host runs behind the device, `sampled` is an upper bound: the answer may have ended before.
     """
 
     request: int
-    prompt: Sequence[int]
     slot: int
-    same_prompt: int
-    home: int
-    cached: int = 0
-    drawn: int = 0
-    last: int = 0  # the token drawn last, which the next forward takes
-    followers: list["Answering"] = field(default_factory=list)
-    shared: int = 0
+    prompt: CachedPrompt
+    sampled: int = 0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of a prompt that one forward runs: those from position `start` on, `start` of which are cached."""
+
+    slot: int
+    tokens: Sequence[int]
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The work of one step.
+
+    copies: (source slot, target slot, tokens) of prompt slots, to make before the forward.
+    decoding: sequences that run their last token, those of one prompt next to each other.
+    chunks: tokens of prompts; completes: whether each is the end of its prompt.
+    starting: sequences whose prompt is complete after the step; they sample their first token from its logits.
+    """
+
+    copies: list[tuple[int, int, int]]
+    decoding: list[ActiveSequence]
+    chunks: list[Chunk]
+    completes: list[bool]
+    starting: list[ActiveSequence]
 
 
 @dataclass
 class Scheduler:
-    """The queue and the slots. `admit` fills free slots, `chunks` says what of the prompts runs next."""
+    """The queue of one call, `slots` answer slots and `prompt_slots` prompt slots.
+
+    A forward carries at most `prefill_tokens` tokens of prompts. Call `plan` once per step and `finish` when answers
+    have ended.
+    """
 
     prompts: Sequence[Sequence[int]]
     slots: int
+    prompt_slots: int
     prefill_tokens: int
-    decoding: list[Answering] = field(default_factory=list)  # by slot, those of one prompt together
-    filling: list[Answering] = field(default_factory=list)  # in order of admission
+    decoding: list[ActiveSequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Long prompts first: neighbours in the cache are then of like length, and equal prompts stand together."""
+        """Put long prompts first, so that they do not remain at the end, and equal prompts next to each other."""
         order = sorted(range(len(self.prompts)), key=lambda i: (-len(self.prompts[i]), tuple(self.prompts[i])))
-        self._waiting = order[::-1]  # the next is the last
-        first: dict[tuple[int, ...], int] = {}
-        self._same = [first.setdefault(tuple(prompt), i) for i, prompt in enumerate(self.prompts)]
+        self._waiting = order[::-1]  # the next request is the last
         self._free = list(range(self.slots))
-        self._resident: dict[int, tuple[Sequence[int], int]] = {}  # slot -> prompt, tokens of it in the cache
+        self._cached: dict[tuple[int, ...], CachedPrompt] = {}
+        self._prompt_in: list[CachedPrompt | None] = [None] * self.prompt_slots
+        self._filling: list[CachedPrompt] = []  # in order of admission
+        self._admitted: list[ActiveSequence] = []  # without a sampled token
 
     @property
     def busy(self) -> bool:
-        return bool(self.decoding or self.filling or self._waiting)
+        return bool(self.decoding or self._admitted or self._waiting)
 
-    def admit(self) -> list[Copy]:
-        """Give free slots to waiting prompts; returns the copies to make."""
-        copies: list[Copy] = []
-        room = self._room()
-        put_off: list[int] = []
+    @property
+    def longest_shared_prompt(self) -> int:
+        """The tokens of the longest prompt that several sequences have; 0 if all prompts differ."""
+        times = Counter(tuple(prompt) for prompt in self.prompts)
+        return max((len(prompt) for prompt, count in times.items() if count > 1), default=0)
+
+    def plan(self) -> Plan:
+        """Fill free slots and return the work of the next step, which the caller must then run."""
+        copies = self._admit() if self._waiting and self._free else []
+        decoding, chunks, completes = list(self.decoding), list[Chunk](), list[bool]()
+        left = self.prefill_tokens
+        for prompt in self._filling:
+            tokens = prompt.tokens[prompt.cached : prompt.cached + left]
+            if tokens:
+                chunks.append(Chunk(prompt.slot, tokens, prompt.cached))
+                prompt.cached, left = prompt.cached + len(tokens), left - len(tokens)
+                completes.append(prompt.complete)
+        starting = [sequence for sequence in self._admitted if sequence.prompt.complete]
+        if starting:
+            self._filling = [prompt for prompt in self._filling if not prompt.complete]
+            self._admitted = [sequence for sequence in self._admitted if not sequence.prompt.complete]
+            self.decoding = sorted(decoding + starting, key=lambda s: (s.prompt.slot, s.slot))
+        return Plan(copies, decoding, chunks, completes, starting)
+
+    def finish(self, requests: set[int]) -> None:
+        """Free the slots of these requests. A prompt stays cached until its slot is needed for another one."""
+        for sequence in self.decoding:
+            if sequence.request in requests:
+                heapq.heappush(self._free, sequence.slot)
+                sequence.prompt.readers -= 1
+        self.decoding = [sequence for sequence in self.decoding if sequence.request not in requests]
+
+    def _admit(self) -> list[tuple[int, int, int]]:
+        """Give free slots to waiting requests; return the copies to make."""
+        copies: list[tuple[int, int, int]] = []
+        left = self.prefill_tokens - sum(len(prompt.tokens) - prompt.cached for prompt in self._filling)
+        postponed: list[int] = []
         while self._waiting and self._free:
             request = self._waiting.pop()
-            prompt = self.prompts[request]
-            if self._joins(request):
-                continue
-            if room <= 0 or not self._has_room_for_prompt():
-                self._waiting.append(request)
-                break
-            source, tokens = self._best_source(prompt)
-            if self._comes_soon(prompt, tokens):
-                put_off.append(request)
-                continue
-            sequence = self._take(request)
-            sequence.cached, sequence.home = tokens, self._home_for(sequence)
-            if tokens and source != sequence.home:
-                copies.append((source, sequence.home, tokens))
-            self._resident[sequence.home] = (prompt, tokens)
-            self.filling.append(sequence)
-            room -= len(prompt) - tokens
-        self._waiting.extend(reversed(put_off))
+            tokens = self.prompts[request]
+            prompt = self._cached.get(tuple(tokens))
+            if prompt is None:
+                slot = self._free_prompt_slot()
+                if left <= 0 or slot is None:
+                    self._waiting.append(request)
+                    break
+                source, common = self._longest_cached_prefix(tokens)
+                if self._arrives_soon(tokens, common):
+                    postponed.append(request)
+                    continue
+                prompt = self._place(tokens, slot, common)
+                if common and source != slot:
+                    copies.append((source, slot, common))
+                left -= len(tokens) - common
+            prompt.readers += 1
+            self._admitted.append(ActiveSequence(request, heapq.heappop(self._free), prompt))
+        self._waiting.extend(reversed(postponed))
         return copies
 
-    def _take(self, request: int) -> Answering:
-        """The sequence of a request, in a free slot."""
-        slot = heapq.heappop(self._free)
-        return Answering(request, self.prompts[request], slot, self._same[request], home=slot)
+    def _free_prompt_slot(self) -> int | None:
+        """Return a slot that nothing reads, an empty one if there is one."""
+        free = [
+            (prompt is not None, slot) for slot, prompt in enumerate(self._prompt_in) if not (prompt and prompt.readers)
+        ]
+        return min(free)[1] if free else None
 
-    def _joins(self, request: int) -> bool:
-        """Let a request follow the one that runs its prompt, if one does."""
-        leader = self._leader_of(self._same[request])
-        if leader is not None:
-            leader.followers.append(self._take(request))
-        return leader is not None
+    def _place(self, tokens: Sequence[int], slot: int, cached: int) -> CachedPrompt:
+        """Put a prompt into a slot, in place of the prompt there."""
+        replaced = self._prompt_in[slot]
+        if replaced is not None:
+            del self._cached[tuple(replaced.tokens)]
+        prompt = self._prompt_in[slot] = self._cached[tuple(tokens)] = CachedPrompt(tokens, slot, cached)
+        self._filling.append(prompt)
+        return prompt
 
-    def _leader_of(self, same: int) -> Answering | None:
-        return next((s for s in self.filling if s.same_prompt == same), None)
+    def _arrives_soon(self, tokens: Sequence[int], common: int) -> bool:
+        """Return whether the prompts that run now bring much more of this prompt's beginning than `common` tokens."""
+        soon = max((min(_common(tokens, other.tokens), len(tokens) - 1) for other in self._filling), default=0)
+        return soon - common >= max(MIN_PREFIX, len(tokens) // 2)
 
-    def _has_room_for_prompt(self) -> bool:
-        """Whether there is a slot to run a prompt in, beside the sequence's."""
-        return True
-
-    def _home_for(self, sequence: Answering) -> int:
-        """The slot that its prompt is to be cached in."""
-        return sequence.slot
-
-    def _room(self) -> int:
-        """Tokens of prompts that the next forward has room for."""
-        return self.prefill_tokens - sum(len(s.prompt) - s.cached for s in self.filling)
-
-    def _comes_soon(self, prompt: Sequence[int], tokens: int) -> bool:
-        """Whether the prompts that run now will bring much more of this one's beginning than so many tokens."""
-        soon = max((min(_shared(prompt, other.prompt), len(prompt) - 1) for other in self.filling), default=0)
-        return soon - tokens >= max(SHARED_AT_LEAST, len(prompt) // 2)
-
-    def _best_source(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """The slot that holds most of the prompt's beginning, and how much; the last token always runs."""
+    def _longest_cached_prefix(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Return the prompt slot with most of the beginning, and its length; the last token always runs."""
         best, source = 0, 0
-        for slot, (held, tokens) in self._resident.items():
-            usable = min(tokens, len(held), len(prompt) - 1)
-            if usable > best and held[best] == prompt[best]:  # few are compared whole, however many begin alike
-                shared = min(_shared(prompt, held), usable)
-                if shared > best:
-                    best, source = shared, slot
-        return (source, best) if best >= SHARED_AT_LEAST else (0, 0)
-
-    def chunks(self) -> tuple[list[Chunk], list[Answering]]:
-        """What of the prompts runs beside the decoding sequences, and the sequence of each."""
-        chunks, members, column, room = [], [], len(self.decoding), self.prefill_tokens
-        for sequence in self.filling:
-            tokens = min(room, len(sequence.prompt) - sequence.cached)
-            if tokens > 0:
-                chunks.append(Chunk(column, column + tokens, sequence.home, sequence.cached))
-                members.append(sequence)
-                column, room = column + tokens, room - tokens
-        return chunks, members
-
-    def ran(self, members: Sequence[Answering], chunks: Sequence[Chunk]) -> list[Copy]:
-        """Note that chunks are in the cache; sequences whose prompt is complete begin to decode.
-
-        Returns the copies to make before the next forward, as `admit` does.
-        """
-        for sequence, chunk in zip(members, chunks, strict=True):
-            sequence.cached = chunk.length
-            self._resident[chunk.slot] = (sequence.prompt, sequence.cached)
-        copies: list[Copy] = []
-        for sequence in [s for s in self.filling if s.cached == len(s.prompt)]:
-            copies += self._hand_on(sequence)
-            self.decoding += [sequence, *sequence.followers]
-        self.filling = [s for s in self.filling if s.cached < len(s.prompt)]
-        self._sort()
-        return copies
-
-    def _hand_on(self, leader: Answering) -> Iterator[Copy]:
-        """Give followers the prompt that their leader ran."""
-        for follower in leader.followers:
-            follower.cached = leader.cached
-            self._resident[follower.slot] = (follower.prompt, follower.cached)
-            yield leader.slot, follower.slot, follower.cached
-
-    def _sort(self) -> None:
-        lowest: dict[int, int] = {}
-        for sequence in self.decoding:
-            lowest[sequence.same_prompt] = min(sequence.slot, lowest.get(sequence.same_prompt, sequence.slot))
-        self.decoding.sort(key=lambda s: (lowest[s.same_prompt], s.slot))
-
-    def finish(self, ended: set[int]) -> None:
-        """Free the slots of these requests. What they hold may be copied from until it is overwritten."""
-        for sequence in self.decoding:
-            if sequence.request in ended:
-                heapq.heappush(self._free, sequence.slot)
-        self.decoding = [s for s in self.decoding if s.request not in ended]
+        for slot, other in enumerate(self._prompt_in):
+            usable = min(other.cached, len(tokens) - 1) if other is not None else 0
+            if other is not None and usable > best and other.tokens[best] == tokens[best]:
+                common = min(_common(tokens, other.tokens), usable)
+                if common > best:
+                    best, source = common, slot
+        return (source, best) if best >= MIN_PREFIX else (0, 0)
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two prompts begin with in common."""
-    for place, (a, b) in enumerate(zip(one, other, strict=False)):
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two prompts have in common at their beginning."""
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
-            return place
+            return index
     return min(len(one), len(other))

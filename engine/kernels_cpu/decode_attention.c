@@ -1,10 +1,10 @@
-/* Attention of one query token a sequence over its slot of a cache: decode_attention.py says what is computed.
+/* Attention of one query token a sequence over its slots of a cache: decode_attention.py says what is computed.
 
 A task is a share of a sequence's keys under one key head, for all query heads that read it. A sequence of several
 shares has a sum of weighted values, the weights' sum and the largest score from each, which are joined at the end (Dao
-et al., 2023, "Flash-Decoding for long-context inference"). Where shares are cut depends on the sequence alone, so
-what comes out depends neither on the number of threads nor on the sequences beside it. Sequences with the same
-beginning have their queries against it in one task, one after the other, so that memory is read once. */
+et al., 2023, "Flash-Decoding for long-context inference"). The cuts depend on the sequence alone, so the result depends
+neither on the number of threads nor on the other sequences. Neighbouring sequences with the same prompt have their
+queries against it in one task, one after the other, so that memory is read once. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -22,21 +22,22 @@ enum {
 
 /* Mirrored by decode_attention.py. Strides count numbers. */
 struct call {
-    const char *query, *new_keys, *new_values; /* of the tokens; new_* NULL where they are in the cache already */
-    char *keys, *values, *out;                 /* (slots, key_heads, capacity, *_size), (tokens, heads, value_size) */
-    const int64_t *slots, *lengths;            /* of each token, the tokens up to it among the lengths */
-    const int64_t *families;                   /* (rows, 2): first row that begins alike, tokens of that; or NULL */
+    const char *query, *new_keys, *new_values; /* one token of each row; new_* is NULL if the cache holds it already */
+    char *keys, *values, *out;                 /* (slots, key_heads, capacity, *_size), (rows, heads, value_size) */
+    const char *prompt_keys, *prompt_values;   /* (prompt slots, key_heads, prompt_capacity, *_size), or NULL */
+    const int64_t *slots, *lengths;            /* (rows,): the row's slot; its tokens, the new one included */
+    const int64_t *prompt_slots, *prompt_lengths; /* (rows,): the first tokens of a row are in this prompt slot */
+    const int64_t *firsts;                     /* (rows,): first of the neighbours with the same prompt, or NULL */
     const float *alibi;                        /* (heads,) or NULL */
-    int64_t tokens, rows;                      /* tokens to write; the first `rows` of them attend */
-    int64_t heads, key_heads, capacity, key_size, value_size;
+    int64_t rows, heads, key_heads, capacity, prompt_capacity, key_size, value_size;
     int64_t query_row, query_head, key_row, key_head, value_row, value_head;
     int64_t window; /* 0: none */
     float scale, softcap; /* 0: none */
     int32_t half, threads; /* half: bf16, else fp32 */
 };
 
-/* Keys [begin, end) of a slot, for `rows` sequences from `row` on, of each the part `part`. */
-struct task { int64_t row, rows, slot, begin, end, part; };
+/* Tokens [begin, end) of `rows` sequences from `row` on, which lie in one slot; of each sequence the part `part`. */
+struct task { int64_t row, rows, of_prompt, begin, end, part; };
 
 /* What there is to do: `parts` of a row lie from `first` on in `partial`, (heads, value_size + 2) each. */
 struct plan { struct task *tasks; int64_t count, *first, *parts; float *partial; };
@@ -158,12 +159,18 @@ INLINE float scored(float *scores, int64_t count, float scale, float softcap, fl
     return largest;
 }
 
-INLINE void put(const struct call *c, int64_t token, int64_t head, int half) {
-    int64_t wide = half ? 2 : 4, place = (c->slots[token] * c->key_heads + head) * c->capacity + c->lengths[token] - 1;
-    memcpy(c->keys + place * c->key_size * wide, c->new_keys + (token * c->key_row + head * c->key_head) * wide,
+/* Tokens of a row that are in its prompt slot. */
+INLINE int64_t in_prompt(const struct call *c, int64_t row) {
+    return c->prompt_slots ? LESS(c->prompt_lengths[row], c->lengths[row]) : 0;
+}
+
+INLINE void put(const struct call *c, int64_t row, int64_t head, int half) {
+    int64_t wide = half ? 2 : 4, position = c->lengths[row] - 1 - in_prompt(c, row);
+    int64_t place = (c->slots[row] * c->key_heads + head) * c->capacity + position;
+    memcpy(c->keys + place * c->key_size * wide, c->new_keys + (row * c->key_row + head * c->key_head) * wide,
            c->key_size * wide);
     memcpy(c->values + place * c->value_size * wide,
-           c->new_values + (token * c->value_row + head * c->value_head) * wide, c->value_size * wide);
+           c->new_values + (row * c->value_row + head * c->value_head) * wide, c->value_size * wide);
 }
 
 INLINE void say(const struct call *c, int64_t row, int64_t head, const float *sum, float mass, int half) {
@@ -182,13 +189,15 @@ static float *partial_of(const struct plan *p, const struct call *c, int64_t row
 /* One task under one key head. */
 INLINE void attend(const struct call *c, const struct plan *p, const struct task *task, int64_t key_head, int half) {
     int64_t group = c->heads / c->key_heads, wide = half ? 2 : 4;
-    int64_t base = (task->slot * c->key_heads + key_head) * c->capacity;
-    const char *keys = c->keys + base * c->key_size * wide, *values = c->values + base * c->value_size * wide;
+    int64_t slot = task->of_prompt ? c->prompt_slots[task->row] : c->slots[task->row];
+    int64_t capacity = task->of_prompt ? c->prompt_capacity : c->capacity;
+    int64_t first = task->begin - (task->of_prompt ? 0 : in_prompt(c, task->row));
+    int64_t base = (slot * c->key_heads + key_head) * capacity + first;
+    const char *keys = (task->of_prompt ? c->prompt_keys : c->keys) + base * c->key_size * wide;
+    const char *values = (task->of_prompt ? c->prompt_values : c->values) + base * c->value_size * wide;
     int64_t count = task->end - task->begin;
-    keys += task->begin * c->key_size * wide;
-    values += task->begin * c->value_size * wide;
     for (int64_t row = task->row; row < task->row + task->rows; row++) {
-        if (c->new_keys && task->end == c->lengths[row]) put(c, row, key_head, half);
+        if (c->new_keys && !task->of_prompt && task->end == c->lengths[row]) put(c, row, key_head, half);
         for (int64_t head = key_head * group; head < (key_head + 1) * group; head++) {
             float weights[SHARE], sum[c->value_size], mass = 0;
             const char *query = c->query + (row * c->query_row + head * c->query_head) * wide;
@@ -239,26 +248,32 @@ static void join(const struct call *c, const struct plan *p, int64_t row, int64_
     say(c, row, head, sum, mass, c->half);
 }
 
-/* Cut [begin, end) of a slot into tasks. */
-static void cut(struct plan *p, int64_t row, int64_t rows, int64_t slot, int64_t begin, int64_t end) {
+/* Cut [begin, end) into tasks. */
+static void cut(struct plan *p, int64_t row, int64_t rows, int64_t of_prompt, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t += SHARE) {
-        p->tasks[p->count++] = (struct task){row, rows, slot, t, LESS(t + SHARE, end), p->parts[row]};
+        p->tasks[p->count++] = (struct task){row, rows, of_prompt, t, LESS(t + SHARE, end), p->parts[row]};
         for (int64_t member = row; member < row + rows; member++) p->parts[member]++;
     }
 }
 
-/* Tasks of all rows; what sequences have in common first, as it takes longest. */
+/* The first token that a row sees. */
+static int64_t first_seen(const struct call *c, int64_t row) {
+    return c->window && c->lengths[row] > c->window ? c->lengths[row] - c->window : 0;
+}
+
+/* Tasks of all rows. Prompts come first, as they take longest; rows that see the same part of one share a task. */
 static void make(struct plan *p, const struct call *c) {
     int64_t parts = 0;
     memset(p->parts, 0, c->rows * sizeof *p->parts);
-    for (int64_t row = 0, next; c->families && row < c->rows; row = next) {
-        for (next = row + 1; next < c->rows && c->families[2 * next] == row; next++) {}
-        cut(p, row, next - row, c->slots[row], 0, c->families[2 * row + 1]);
+    for (int64_t row = 0, next; c->prompt_slots && row < c->rows; row = next) {
+        int64_t begin = first_seen(c, row), end = in_prompt(c, row);
+        for (next = row + 1; c->firsts && next < c->rows && c->firsts[next] == c->firsts[row]; next++)
+            if (first_seen(c, next) != begin || in_prompt(c, next) != end) break;
+        cut(p, row, next - row, 1, begin, end);
     }
     for (int64_t row = 0; row < c->rows; row++) {
-        int64_t begin = c->families ? c->families[2 * row + 1] : 0, length = c->lengths[row];
-        begin = c->window && length - c->window > begin ? length - c->window : begin;
-        cut(p, row, 1, c->slots[row], begin, length);
+        int64_t begin = first_seen(c, row), own = in_prompt(c, row);
+        cut(p, row, 1, 0, begin > own ? begin : own, c->lengths[row]);
         p->first[row] = parts;
         parts += p->parts[row];
     }
@@ -272,8 +287,8 @@ static int64_t most_parts(const struct call *c) {
 
 /* 0, or 1 where memory is short. */
 int decode_attention(const struct call *c) {
-    int64_t most = most_parts(c), written = c->new_keys ? (c->tokens - c->rows) * c->key_heads : 0;
-    int64_t several = most > 2 * c->rows || c->families; /* whether a row may have more than one part */
+    int64_t most = most_parts(c);
+    int64_t several = most > 2 * c->rows || c->prompt_slots; /* whether a row may have more than one part */
     struct plan p = {.tasks = malloc(most * sizeof *p.tasks), .first = malloc(2 * c->rows * sizeof *p.first)};
     p.partial = several ? malloc(most * c->heads * (c->value_size + 2) * sizeof(float)) : NULL;
     int short_of = c->rows && (!p.tasks || !p.first || (several && !p.partial));
@@ -283,12 +298,6 @@ int decode_attention(const struct call *c) {
         int64_t all = p.count * c->key_heads, chunk = all / (32 * c->threads) + 1;
 #pragma omp parallel num_threads(c->threads)
         {
-#pragma omp for schedule(static) nowait
-            for (int64_t i = 0; i < written; i++) {
-                int64_t token = c->rows + i / c->key_heads;
-                if (c->half) put(c, token, i % c->key_heads, 1);
-                else put(c, token, i % c->key_heads, 0);
-            }
 #pragma omp for schedule(dynamic, chunk)
             for (int64_t i = 0; i < all; i++)
                 (c->half ? attend_half : attend_full)(c, &p, p.tasks + i / c->key_heads, i % c->key_heads);

@@ -1,7 +1,6 @@
-"""`decode_attention` in C: the same function as in engine/kernels/decode_attention.py, which states the formula, for
-CPUs; and the same with what attention over a slot cache does around it, in one call.
+"""`decode_attention` in C for CPUs; engine/kernels/decode_attention.py states the formula.
 
-bf16 and fp32; sums are fp32. Left out: fp16.
+`write_and_attend` also writes the new keys and values. Takes bf16 and fp32; sums are fp32. Left out: fp16.
 """
 
 import ctypes
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from engine.kernels.decode_attention import Prompts, check
-from engine.kernels.decode_attention import decode_attention as plain
 from engine.kernels_cpu.library import library
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -24,35 +22,15 @@ class _Call(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                "query",
-                "new_keys",
-                "new_values",
-                "keys",
-                "values",
-                "out",
-                "slots",
-                "lengths",
-                "families",
-                "alibi",
+                *("query", "new_keys", "new_values", "keys", "values", "out", "prompt_keys", "prompt_values"),
+                *("slots", "lengths", "prompt_slots", "prompt_lengths", "firsts", "alibi"),
             )
         ),
         *(
             (name, ctypes.c_int64)
             for name in (
-                "tokens",
-                "rows",
-                "heads",
-                "key_heads",
-                "capacity",
-                "key_size",
-                "value_size",
-                "query_row",
-                "query_head",
-                "key_row",
-                "key_head",
-                "value_row",
-                "value_head",
-                "window",
+                *("rows", "heads", "key_heads", "capacity", "prompt_capacity", "key_size", "value_size"),
+                *("query_row", "query_head", "key_row", "key_head", "value_row", "value_head", "window"),
             )
         ),
         ("scale", ctypes.c_float),
@@ -88,53 +66,19 @@ def decode_attention(
     softcap: float | None = None,
     prompts: Prompts | None = None,
 ) -> Tensor:
-    """As `engine.kernels.decode_attention.decode_attention`, which serves `prompts`: only steps written for GPUs keep
-    them apart. Raises IndexError where slots or lengths point outside the cache.
+    """Same as `engine.kernels.decode_attention.decode_attention`.
+
+    Raises IndexError if slots or lengths point outside the cache.
     """
-    if prompts is not None:
-        return plain(query, keys, values, slots, lengths, scale, window, alibi, softcap, prompts)
-    check(query, keys, values, slots, lengths, window, alibi)
-    _same_kind(query, keys, values)
+    check(query, keys, values, slots, lengths, window, alibi, prompts)
     slots, lengths = slots.long().contiguous(), lengths.long().contiguous()
-    for name, numbers, size in (("slots", slots, keys.shape[0] - 1), ("lengths", lengths, keys.shape[2])):
+    tokens = keys.shape[2] + (0 if prompts is None else prompts.keys.shape[2])
+    for name, numbers, size in (("slots", slots, keys.shape[0] - 1), ("lengths", lengths, tokens)):
         if len(numbers) and not (int(numbers.min()) >= 0 and int(numbers.max()) <= size):
             raise IndexError(f"{name} must be from 0 to {size}, not {numbers.tolist()}")
-    keys, values, query = keys.contiguous(), values.contiguous(), _dense(query)
+    keys, values = keys.contiguous(), values.contiguous()
     alibi = None if alibi is None else alibi.float().contiguous()
-    rows, heads = query.shape[:2]
-    out = query.new_empty(rows, heads, values.shape[3])
-    _run(
-        _Call(
-            query.data_ptr(),
-            None,
-            None,
-            keys.data_ptr(),
-            values.data_ptr(),
-            out.data_ptr(),
-            slots.data_ptr(),
-            lengths.data_ptr(),
-            None,
-            None if alibi is None else alibi.data_ptr(),
-            rows,
-            rows,
-            heads,
-            keys.shape[1],
-            keys.shape[2],
-            keys.shape[3],
-            values.shape[3],
-            *query.stride()[:2],
-            0,
-            0,
-            0,
-            0,
-            window or 0,
-            scale,
-            softcap or 0,
-            query.dtype == torch.bfloat16,
-            torch.get_num_threads(),
-        )
-    )
-    return out
+    return _attend(query, None, keys, values, slots, lengths, scale, window, alibi, softcap, prompts)
 
 
 def write_and_attend(
@@ -145,56 +89,59 @@ def write_and_attend(
     values: Tensor,
     slots: Tensor,
     lengths: Tensor,
-    rows: int,
-    out: Tensor,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    families: Tensor | None = None,
-) -> None:
-    """Write the keys and values of N tokens into a slot cache, and attend for the first `rows` of them.
+    prompts: Prompts | None = None,
+) -> Tensor:
+    """Write one new key and value per row into a slot cache, then attend: `decode_attention` with a write before it.
 
-    query: (1, heads, >= rows, D); new_keys, new_values: (1, Hkv, >= N, D) and (1, Hkv, >= N, Dv), of any strides, as
-    models hand them over; keys, values: (S, Hkv, T, D) and (S, Hkv, T, Dv); slots, lengths: (N,) int64, each token's
-    slot and the sequence's tokens up to it; out: (1, >= rows, heads, Dv), of which `rows` are written.
-    families: (rows, 2) int64: the first of the neighbouring rows whose sequences begin alike (the row itself where
-    there is none) and how many tokens of that each of their slots has, 0 for none; the window must reach over them.
-    Slots and lengths are not checked against the cache.
+    query (B, H, D), new_keys (B, Hkv, D) and new_values (B, Hkv, Dv) may have any strides. A row's new token is the
+    last of its `lengths`. The cache and the index tensors must be contiguous; the indices are not checked.
+    Returns (B, H, Dv). Raises ValueError if a cache tensor is not contiguous.
     """
-    _same_kind(query, new_keys, new_values, keys, values, out)
-    if not (keys.is_contiguous() and values.is_contiguous() and slots.is_contiguous() and lengths.is_contiguous()):
-        raise ValueError("keys, values, slots and lengths must be contiguous")
-    query, new_keys, new_values = _dense(query), _dense(new_keys), _dense(new_values)
-    _, heads, _, size = query.shape
-    _, query_head, query_row, _ = query.stride()
-    _, key_head, key_row, _ = new_keys.stride()
-    _, value_head, value_row, _ = new_values.stride()
-    _, key_heads, capacity, of_values = values.shape
+    cached = [keys, values, slots, lengths, *(prompts or ())]
+    if not all(tensor.is_contiguous() for tensor in cached if tensor is not None):
+        raise ValueError("keys, values, slots, lengths and prompts must be contiguous")
+    return _attend(query, (new_keys, new_values), keys, values, slots, lengths, scale, window, None, softcap, prompts)
+
+
+def _attend(
+    query: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
+    alibi: Tensor | None,
+    softcap: float | None,
+    prompts: Prompts | None,
+) -> Tensor:
+    query = _dense(query)
+    new_keys, new_values = (None, None) if new is None else (_dense(new[0]), _dense(new[1]))
+    of_prompts = [] if prompts is None else [prompts.keys.contiguous(), prompts.values.contiguous()]
+    _same_kind(query, keys, values, *(t for t in (new_keys, new_values, *of_prompts) if t is not None))
+    prompt_keys, prompt_values = of_prompts or (None, None)
+    rows, heads, size = query.shape
+    _, key_heads, capacity, value_size = values.shape
+    out = query.new_empty(rows, heads, value_size)
+    indices = (None, None, None) if prompts is None else (prompts.slots, prompts.lengths, prompts.firsts)
     _run(
         _Call(
-            query.data_ptr(),
-            new_keys.data_ptr(),
-            new_values.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            out.data_ptr(),
-            slots.data_ptr(),
-            lengths.data_ptr(),
-            None if families is None else families.data_ptr(),
-            None,
-            len(slots),
+            *(_pointer(t) for t in (query, new_keys, new_values, keys, values, out, prompt_keys, prompt_values)),
+            *(_pointer(t) for t in (slots, lengths, *indices, alibi)),
             rows,
             heads,
             key_heads,
             capacity,
+            0 if prompt_keys is None else prompt_keys.shape[2],
             size,
-            of_values,
-            query_row,
-            query_head,
-            key_row,
-            key_head,
-            value_row,
-            value_head,
+            value_size,
+            *query.stride()[:2],
+            *(new_keys.stride()[:2] if new_keys is not None else (0, 0)),
+            *(new_values.stride()[:2] if new_values is not None else (0, 0)),
             window or 0,
             scale,
             softcap or 0,
@@ -202,6 +149,11 @@ def write_and_attend(
             torch.get_num_threads(),
         )
     )
+    return out
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _run(call: _Call) -> None:

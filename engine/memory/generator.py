@@ -4,7 +4,7 @@ import math
 import sys
 from dataclasses import dataclass
 
-from engine.generation.on_device.caches import Demand as CacheDemand
+from engine.generation.kv_cache import CacheDemand
 from engine.generation.packed import FEWEST_NUMBERS, copies
 from engine.memory.model_shape import ModelShape
 from engine.memory.states import BYTES
@@ -80,14 +80,9 @@ def _cache(shape: ModelShape, work: Workload, load: GenerationLoad, resident: in
         return 0
     sequences = load.sequences or load.slots
     slots, prompts = min(load.slots, sequences), math.ceil(sequences / load.samples)
-    demand = CacheDemand(load.prompt, load.response, prompts=prompts, sequences=sequences, slots=slots)
+    demand = CacheDemand(load.prompt, load.response, prompts=prompts, sequences=sequences, batch_size=slots)
     limit = load.cache_bytes
     if limit is None and load.free_bytes is not None:
-        few = CacheDemand(load.prompt, load.response, prompts=8, sequences=8, slots=min(8, slots))
-        limit = max(token * _tokens(few, sys.maxsize), (load.free_bytes - resident) // 2)
-    return token * _tokens(demand, sys.maxsize if limit is None else limit // token)
-
-
-def _tokens(demand: CacheDemand, limit: int) -> int:
-    caches = demand.fitting(limit)
-    return sum(cache.slots * cache.capacity for cache in (caches.prompts, caches.answers))
+        few = CacheDemand(load.prompt, load.response, prompts=8, sequences=8, batch_size=min(8, slots))
+        limit = max(token * few.size_within(sys.maxsize).tokens, (load.free_bytes - resident) // 2)
+    return token * demand.size_within(sys.maxsize if limit is None else limit // token).tokens

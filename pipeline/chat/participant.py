@@ -1,12 +1,13 @@
 """A model that takes part in the chat: its conversation, what of it fits into the model's context, its answers."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections import abc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine import Rollouts, Sampling
-from engine.generation.served import positions_of
+from engine import Generator, Sampling
 from engine.generation.side_by_side import lay_out
+from engine.generation.supported import max_positions
 from pipeline.chat.folder import ChatModel
 from pipeline.chat.screen import Detokenizer
 from pipeline.data.records import Message
@@ -20,13 +21,13 @@ class Voice:
     """One model with its own side of the conversation. `positions` is the model's context, None for no bound."""
 
     name: str
-    rollouts: Rollouts
+    rollouts: Generator
     tokenizer: ChatTokenizer
     positions: int | None
     turns: list[Message] = field(default_factory=list)
     dropped: int = 0  # messages, the oldest, that were forgotten: they did not fit any more
 
-    def answer(self, system: str, text: str, sampling: Sampling, turn: int) -> Generator[str, None, None]:
+    def answer(self, system: str, text: str, sampling: Sampling, turn: int) -> abc.Generator[str, None, None]:
         """Say the answer to `text`, piece by piece, and remember both; an answer that is cut off counts as it stands.
 
         `turn` numbers the random stream. Raises UserError where the message alone does not fit.
@@ -113,9 +114,9 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> Voice:
     module = module.eval().to(device)
     if device.type == "cuda":
         lay_out(module)
-    rollouts = Rollouts(module, device)
+    rollouts = Generator(module, device)
     try:
         rollouts.refresh()  # tries a few tokens
     except ValueError as error:
         raise UserError(f"{model.folder}: {error}") from error
-    return Voice(model.name, rollouts, tokenizer, positions_of(module))
+    return Voice(model.name, rollouts, tokenizer, max_positions(module))

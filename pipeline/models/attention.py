@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from engine.generation.attention import Unserved, attend, check_served
+from engine.generation.attention import attend, check_arguments
+from engine.generation.supported import UnsupportedModel
 from engine.kernels.varlen import fits, varlen_kernel, within_sequences
 from engine.kernels_cpu.ragged_attention import ragged_attention
 from engine.parallel.sequence import Share
@@ -67,11 +68,11 @@ def document_attention(
 
     Causal: a token sees those before it, of its own document where there are some, at most `sliding_window` of them,
     itself included. With a `share` T is this rank's share of the N tokens, and each rank attends with some heads.
-    Returns (B, T, heads, value's size). Raises Unserved.
+    Returns (B, T, heads, value's size). Raises UnsupportedModel.
     """
     if attention_mask is not None:
-        raise Unserved(f"{type(module).__name__} asks for another kind of attention")
-    check_served(module, others)
+        raise UnsupportedModel(f"{type(module).__name__} asks for another kind of attention")
+    check_arguments(module, others)
     how = _How(scaling, sliding_window, softcap, dropout)
     if documents is None:
         return how.attend(query, key, value).transpose(1, 2), None

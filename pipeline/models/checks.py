@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine import Engine, distributed, oom
-from engine.generation.served import positions_of, turns_at
+from engine.generation.supported import frequency_change, max_positions
 from engine.parallel import zero
 from pipeline.data.batch import places_of
 from pipeline.data.documents import Documents
@@ -95,7 +95,7 @@ def _check_positions(model: PreTrainedModel, max_length: int) -> None:
     """Refuse lengths for which positions are lacking where some are kept for padding, which no configuration tells, and
     those beyond which every position is another.
     """
-    has, rows, turn = positions_of(model), own_field(model.config, "max_position_embeddings"), turns_at(model)
+    has, rows, turn = max_positions(model), own_field(model.config, "max_position_embeddings"), frequency_change(model)
     if turn is not None and turn < max_length:
         raise UserError(
             f"{type(model).__name__} turns by other frequencies in sequences of more than {turn} tokens (longrope), so "
@@ -160,7 +160,7 @@ def _differs_in_training(module: Policy | Scorer, max_length: int) -> bool:
         return False
     if any("jitter" in key for key in positive):
         return True
-    row = _tokens(module, min(LOTS, max_length, positions_of(module.backbone) or LOTS))
+    row = _tokens(module, min(LOTS, max_length, max_positions(module.backbone) or LOTS))
     calm = _numbers(module, row)
     module.train()
     loud = torch.cat([_numbers(module, row) for _ in range(2)])  # twice: lots may fall alike

@@ -13,10 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 WITHOUT = building.lacking()
 pytestmark = pytest.mark.skipif(WITHOUT is not None, reason=str(WITHOUT))
 ON_GPU = (
-    "tests/engine/generation/on_device/test_graphs.py::test_graphs_equal_the_steps_called[llama]",
-    "tests/engine/generation/on_device/test_graphs.py::test_samples_read_their_prompt_once",
-    "tests/engine/generation/on_device/test_graphs.py::test_a_capture_that_is_given_up_leaves_nothing_behind",
-    "tests/engine/generation/on_device/test_graphs.py::test_without_a_compiler_it_draws_the_same_and_says_so",
+    "tests/engine/generation/test_cuda_graph.py::test_graphs_equal_the_steps_called[llama]",
+    "tests/engine/generation/test_cuda_graph.py::test_samples_read_their_prompt_once",
+    "tests/engine/generation/test_cuda_graph.py::test_a_model_that_asks_the_device_is_called_and_says_so",
+    "tests/engine/generation/test_cuda_graph.py::test_without_a_compiler_it_draws_the_same_and_says_so",
     "tests/engine/test_on_gpu.py::test_updates_are_those_of_plain_pytorch",
     "tests/pipeline/models/test_on_gpu.py::test_the_kernel_computes_the_same",
     "tests/pipeline/models/test_on_gpu.py::test_documents_are_laid_out_before_compiled_code_sees_them",

@@ -18,14 +18,14 @@ from engine.checkpoint import checkpointer
 from engine.checkpoint.planner import TENSORS, HostCopy, in_memory
 from engine.engine import Engine
 from engine.generation import attention
-from engine.generation.cache.groups import Chunk
-from engine.generation.cache.slots import SlotCache, Step
-from engine.generation.on_device import graphs
-from engine.generation.rollouts import Rollouts
+from engine.generation.attention import Step
+from engine.generation.decode_step import SlotModel
+from engine.generation.generator import Generator
+from engine.generation.kv_cache import CacheSize, KVCache
+from engine.generation.scheduler import Chunk
 from engine.loading import copy_local
 from engine.oom import find_micro_batch_size
 from tests.engine.generation.families import build
-from tests.engine.generation.on_device.test_graphs import asks_in_a_capture
 from tests.engine.test_on_gpu import OPTIMIZER, Policy, batches, loss
 from tests.gpu import lone_rank, needs_gpu  # noqa: F401  a fixture
 from tests.pretended_gpu import cuda
@@ -100,23 +100,21 @@ def test_micro_batches_are_summed_on_the_host() -> None:
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_prompts_attend_in_one_call(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks that begin prompts, and one that goes on, as when each attends by a call of its own."""
+    """Chunks that begin prompts, and one that continues, as when each attends by a call of its own."""
     tokens, module = torch.randn(3, 14, 4, 16, device="cuda", dtype=torch.bfloat16), SimpleNamespace(layer_idx=0)
-    chunks = [Chunk(0, 6, 1, 0), Chunk(6, 8, 2, 3), Chunk(8, 13, 0, 0), Chunk(13, 14, 3, 0)]
-    slots = torch.tensor([c.slot for c in chunks for _ in range(c.begin, c.end)]).cuda()
-    places = torch.tensor([p for c in chunks for p in range(c.start, c.length)]).cuda()
+    chunks = [Chunk(1, [0] * 6, 0), Chunk(2, [0] * 2, 3), Chunk(0, [0] * 5, 0), Chunk(3, [0], 0)]
+    query, key, value = (t.transpose(0, 1)[None] for t in tokens)
+    heads = query, key[:, :2], value[:, :2]
     found = []
-    for by_parts in (False, True):
-        cache = SlotCache(4, 8)
-        cache.layer(0, *(t[None, :2].transpose(1, 2)[:, :2] for t in tokens[1:])).keys.fill_(0.5)
-        if by_parts:
-            monkeypatch.setattr(attention, "_within_chunks", lambda *_: None)
-        step = Step(cache, slots, places, [], chunks)
-        query, key, value = (t.transpose(0, 1)[None] for t in tokens)
-        heads = query, key[:, :2], value[:, :2]
-        out, _ = attention.slot_attention(module, *heads, slots=step, sliding_window=window)  # type: ignore[arg-type]
+    for one_by_one in (False, True):
+        cache = KVCache(CacheSize(4, 8, 2, 8), query.device)
+        cache.layer(0, *heads[1:]).prompt_keys.fill_(0.5)
+        if one_by_one:
+            monkeypatch.setattr(attention, "varlen_kernel", lambda: None)
+        step = Step(cache, None, chunks)
+        out, _ = attention.slot_attention(module, *heads, step=step, sliding_window=window)  # type: ignore[arg-type]
         found.append(out)
-        assert ("chunk_starts" in vars(step)) != by_parts
+        assert ("chunk_bounds" in vars(step)) != one_by_one
     torch.testing.assert_close(found[0].cpu(), found[1].cpu(), atol=2e-2, rtol=2e-2)
 
 
@@ -163,19 +161,24 @@ def test_streamed_blocks_say_what_whole_ones_say() -> None:
         with engine.generating() as rollouts:
             answers = rollouts.generate([[1, 2, 3], [4, 5]], Sampling(3, seed=1), [0, 1, 2, 3], samples=2)
             said.append([a.token_ids for a in answers])
-            assert rollouts._slots is not None and [c.slots for c in rollouts._slots.caches] == [2, 4 + 1]
+            assert rollouts._loop is not None and rollouts._loop.cache is not None
+            size = rollouts._loop.cache.size
+            assert (size.prompt_slots, size.answer_slots) == (2, 4 + 1)
     assert said[0] == said[1]
 
 
-def test_a_capture_that_can_not_be_mended_ends_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's allocator goes on putting off what it should free."""
+def test_a_capture_that_fails_ends_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that reads from the device when it is captured, and no sooner."""
+    right = SlotModel.__call__
 
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("not recording\nas it says")
+    def read(self: SlotModel, *inputs: Any) -> Tensor:
+        logits = right(self, *inputs)
+        if torch.cuda.is_current_stream_capturing():
+            float(logits.sum())
+        return logits
 
     model = build("opt").cuda()
-    asks_in_a_capture(monkeypatch)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", refuse)
-    with pytest.raises(graphs.StuckCapture, match=r"not permitted.*already recording.*rollout.stream=true"):
-        Rollouts(model, "cuda").generate([[1, 2, 3]], Sampling(2), [0])
+    monkeypatch.setattr(SlotModel, "__call__", read)
+    with pytest.raises(RuntimeError, match=r"could not be captured .*not permitted.*rollout.stream=true"):
+        Generator(model, "cuda").generate([[1, 2, 3]], Sampling(2), [0])
     assert cuda.faults() == ["a capture was given up, and torch believes that it runs"]

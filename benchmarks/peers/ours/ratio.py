@@ -24,7 +24,7 @@ def main() -> None:
     assert verify(engine, max_length=work["max_length"]).packing
     how = Sampling(max_new_tokens=new_tokens, end_ids=(), pad_id=1, seed=1)
     with engine.generating() as rollouts:
-        answers = rollouts.generate(prompts, how, streams=range(len(prompts)), batch_size=len(prompts))
+        answers = rollouts.generate(prompts, how, sample_seeds=range(len(prompts)), batch_size=len(prompts))
     responses = [answer.token_ids for answer in answers]
 
     def score(places: list[int]) -> dict[int, Tensor]:

@@ -34,9 +34,6 @@ def streamed(family: str, stage: int, offload: str) -> dict[str, Any]:
                 assert model is not None
                 if stream and keep:
                     watch(model, found["held"])
-                if stream and not keep:  # as on GPUs
-                    assert rollouts.fallback is None and rollouts._slots is not None
-                    rollouts._slots.shares = True
                 answers = rollouts.generate(mine, how, [*range(2 * len(mine))], batch_size=3, samples=2)
                 found[stream].append([a.token_ids for a in answers])
             ids = torch.tensor([PROMPTS[1]])

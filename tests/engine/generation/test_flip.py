@@ -12,9 +12,9 @@ from torch import nn
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.generation import packed, weight_sync
 from engine.generation.flip import PROMPT_TOKEN_COST, balance, states_on_host, storages_on_host
+from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
 from engine.generation.packed import available
-from engine.generation.rollouts import Rollouts
 from engine.generation.sampling import Sampling
 from engine.parallel import dtensors, zero
 from engine.precision import policy
@@ -105,7 +105,8 @@ def frozen_and_freed() -> dict[str, Any]:
     packed.Pack.fill = fill  # type: ignore[method-assign]
     model = engine.flip._model
     assert model is not None
-    found["freed"] = all(p.is_meta for p in model.module.parameters()) and not len(engine.flip._generator._slots.packs)  # type: ignore[union-attr, arg-type]
+    packs = engine.flip._generator._loop.model.packs  # type: ignore[union-attr]
+    found["freed"] = all(p.is_meta for p in model.module.parameters()) and not len(packs)
     whole = {name: dtensors.full_tensor(p.detach()).bfloat16() for name, p in engine.module.named_parameters()}
     with engine.generating() as rollouts:
         found["same"] = all(torch.equal(p, whole[name]) for name, p in rollouts.module.named_parameters())
@@ -154,7 +155,7 @@ def test_flips_are_checked_at_first_and_every_so_often() -> None:
             if turn == 3:
                 raise KeyboardInterrupt
     assert checked == [3, 3, 3, 0, 0, 3]
-    again = Rollouts(in_dtype(build("gpt2"), torch.bfloat16), "cpu")
+    again = Generator(in_dtype(build("gpt2"), torch.bfloat16), "cpu")
     assert said == list(again.stream(PROMPTS[0], Sampling(4, temperature=0)))
 
 

@@ -8,8 +8,8 @@ import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
+from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
-from engine.generation.rollouts import Rollouts
 from engine.generation.sampling import Sampling
 from engine.parallel import dtensors, zero
 from engine.precision import policy
@@ -23,7 +23,7 @@ PARTS = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_fc"], "opt": ["
 
 def answers(module: nn.Module) -> list[list[int]]:
     sampling = Sampling(10, temperature=0)
-    return [a.token_ids for a in Rollouts(module, CPU).generate(PROMPTS, sampling, [0] * len(PROMPTS))]
+    return [a.token_ids for a in Generator(module, CPU).generate(PROMPTS, sampling, [0] * len(PROMPTS))]
 
 
 def adapted(family: str, **changes: Any) -> nn.Module:

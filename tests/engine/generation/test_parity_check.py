@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from engine.generation import attention, parity_check
-from engine.generation.rollouts import Rollouts
+from engine.generation.generator import Generator
 from engine.parallel import int8
 from tests.engine.generation.families import FAMILIES, build
 
@@ -26,14 +26,14 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def test_every_family_passes(family: str) -> None:
     model = build(family)
     for dtype in DTYPES:
-        checked = parity_check.check_generator(Rollouts(in_dtype(model, dtype), "cpu"))
+        checked = parity_check.check_generator(Generator(in_dtype(model, dtype), "cpu"))
         assert [len(one.prompt) for one in checked] == [5, 12, 10]
         assert all(len(one.answer.token_ids) == parity_check.NEW_TOKENS for one in checked)
 
 
 def test_a_short_context_shortens_the_prompts() -> None:
     model = build("gpt2", n_positions=14)
-    assert [len(one.prompt) for one in parity_check.check_generator(Rollouts(model, "cpu"))] == [5, 6, 6]
+    assert [len(one.prompt) for one in parity_check.check_generator(Generator(model, "cpu"))] == [5, 6, 6]
 
 
 def test_a_layer_that_attends_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_a_layer_that_attends_otherwise_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         ValueError, match=r"does not compute Gemma2ForCausalLM.* model\.layers\.1\..*forward with a cache"
     ):
-        parity_check.check_generator(Rollouts(model, "cpu"))
+        parity_check.check_generator(Generator(model, "cpu"))
 
 
 def test_keys_in_the_wrong_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_keys_in_the_wrong_place_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
         key, value, *mask = states
         return right(module, query, key.flip(2), value.flip(2), *mask, **rest)
 
-    rollouts = Rollouts(build("llama"), "cpu")
+    rollouts = Generator(build("llama"), "cpu")
     parity_check.check_generator(rollouts)
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, reversed_)
     with pytest.raises(ValueError, match=r"model\.layers\.0\."):
@@ -69,10 +69,10 @@ def test_packs_of_older_weights_are_noticed() -> None:
     """What a flip without `refresh` would do."""
     torch.manual_seed(0)
     model = in_dtype(build("opt", hidden_size=128, word_embed_proj_dim=128, ffn_dim=256), torch.bfloat16)
-    rollouts = Rollouts(model, "cpu")
+    rollouts = Generator(model, "cpu")
     parity_check.check_generator(rollouts)
-    assert rollouts._slots is not None
-    if not len(rollouts._slots.packs):
+    assert rollouts.fallback is None and rollouts._loop is not None
+    if not len(rollouts._loop.model.packs):
         pytest.skip("this PyTorch packs no weights")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -84,7 +84,7 @@ def test_packs_of_older_weights_are_noticed() -> None:
 
 
 def test_other_logprobs_are_refused() -> None:
-    checked = parity_check.check_generator(Rollouts(build("llama"), "cpu"))
+    checked = parity_check.check_generator(Generator(build("llama"), "cpu"))
     right = [torch.tensor(one.answer.logprobs) for one in checked]
     parity_check.compare_logprobs(checked, right, "the trainer")
     right[1] = right[1] - 0.1
@@ -95,7 +95,7 @@ def test_other_logprobs_are_refused() -> None:
 @torch.no_grad()
 def test_a_trainer_with_weights_of_8_bits_is_not_refused_for_them() -> None:
     model = build("llama")
-    checked = parity_check.check_generator(Rollouts(model, "cpu"))
+    checked = parity_check.check_generator(Generator(model, "cpu"))
     rounded = copy.deepcopy(model)
     for parameter in rounded.parameters():
         numbers = parameter.data.view(-1)

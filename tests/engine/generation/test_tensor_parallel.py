@@ -9,7 +9,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig, Sampling
-from engine.generation.rollouts import Rollouts
+from engine.generation.generator import Generator
 from engine.generation.weight_sync import Slice
 from tests.engine.generation.families import build
 from tests.engine.generation.test_inference_model import CPU, PROMPTS, merged_by_peft
@@ -32,7 +32,7 @@ def split(family: str, stage: int, plan: dict[str, str] | None) -> dict[str, Any
     if family == "llama":
         inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False), whole)
     config = EngineConfig(zero_stage=stage, dtype="fp32", tensor_plan=plan)
-    alone = Rollouts(merged_by_peft(whole), CPU)
+    alone = Generator(merged_by_peft(whole), CPU)
     engine = Engine(copy.deepcopy(whole), config, optimizer=OptimizerConfig(lr=1e-3), rollout_path="")
     engine.flip.tensor_parallel = 2
     found: dict[str, Any] = {"assigned": engine.flip.assign([3, 4], expected=1)}
@@ -40,13 +40,12 @@ def split(family: str, stage: int, plan: dict[str, str] | None) -> dict[str, Any
         for name, how in WAYS.items():
             found[name] = [a.token_ids for a in rollouts.generate(PROMPTS, how, [4, 5, 6, 7], batch_size=3)]
             found[f"{name} alone"] = [a.token_ids for a in alone.generate(PROMPTS, how, [4, 5, 6, 7])]
-        assert rollouts.fallback is None and rollouts._slots is not None
-        rollouts._slots.shares = True  # as on GPUs
+        assert rollouts._loop is not None and rollouts._loop.cache is not None
         asked: Any = (PROMPTS[:2], WAYS["drawn"], [*range(6)], 4, 3)
         found["samples"], found["samples alone"] = (
             [a.token_ids for a in each.generate(*asked)] for each in (rollouts, alone)
         )
-        found["cached"] = rollouts._slots.caches[0].slots
+        found["cached"] = rollouts._loop.cache.size.prompt_slots
         found["share"] = numbers(rollouts.module) / numbers(alone.module)
     return found
 

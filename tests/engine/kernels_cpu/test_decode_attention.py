@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from engine import kernels
+from engine.kernels.decode_attention import Prompts
 from engine.kernels_cpu import decode_attention as host
-from tests.engine.kernels.oracle import attention_in_float64, ragged_cache
+from tests.engine.kernels.oracle import attention_in_float64, ragged_cache, with_prompts
 
 pytestmark = pytest.mark.skipif(not host.available(), reason="no C compiler")
 SHORT, LONG = [1, 7, 0, 23], [300, 1, 700, 513, 256, 257, 64, 65]  # a task takes 256 tokens, a block 64
@@ -80,48 +81,52 @@ def strided(*shape: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [[9, 4, 30], [300, 257, 513]])
 def test_tokens_are_written_before_they_are_seen(dtype: torch.dtype, lengths: list[int], threads: int) -> None:
-    """Three single queries, then two tokens that are only written; the model's tensors are no whole ones."""
+    """The model's tensors are views of a joint product; the first row has its first two tokens in a prompt slot."""
     torch.manual_seed(0)
     keys, values = torch.randn(5, 2, 520, 16).to(dtype), torch.randn(5, 2, 520, 8).to(dtype)
-    slots, ends = torch.tensor([4, 0, 2, 1, 1]), torch.tensor([*lengths, 6, 7])
-    query, key, value = (strided(h, 6, n, dtype=dtype) for h, n in ((4, 16), (2, 16), (2, 8)))
-    right_keys, right_values = keys.clone(), values.clone()
-    for token in range(5):
-        right_keys[slots[token], :, ends[token] - 1] = key[0, :, token]
-        right_values[slots[token], :, ends[token] - 1] = value[0, :, token]
-    out = torch.full((1, 6, 4, 8), 7.0).to(dtype)
-    host.write_and_attend(query, key, value, keys, values, slots, ends, 3, out, 0.3)
-    assert torch.equal(keys, right_keys) and torch.equal(values, right_values)
-    right = attention_in_float64(query[0].transpose(0, 1)[:3], keys, values, slots[:3], ends[:3], 0.3)
-    torch.testing.assert_close(out[0, :3].double(), right, atol=ERROR[dtype], rtol=ERROR[dtype])
-    assert bool((out[0, 3:] == 7).all())
-
-
-@pytest.mark.parametrize("extras", [{}, {"softcap": 3.0}, {"window": 600}])
-@pytest.mark.parametrize("prompt", [11, 300])
-def test_what_rows_begin_with_alike_is_read_from_the_first(prompt: int, extras: dict, threads: int) -> None:
-    """Rows 1 to 3 begin alike, row 0 and 4 are alone; the other copies of the prompt hold NaN here."""
-    torch.manual_seed(0)
-    lengths = torch.tensor([5, prompt + 1, prompt + 280, prompt + 2, 20])
-    keys, values = torch.randn(2, 6, 2, 600, 16)
-    slots = torch.tensor([5, 3, 0, 1, 2])
-    query, key, value = strided(4, 5, 16, dtype=torch.float32), *torch.randn(2, 1, 2, 5, 16)
-    for slot in (0, 1):
-        keys[slot, :, :prompt] = keys[3, :, :prompt]
-        values[slot, :, :prompt] = values[3, :, :prompt]
-    apart, together = torch.zeros(2, 1, 5, 4, 16)
-    host.write_and_attend(query, key, value, keys, values, slots, lengths, 5, apart, 0.3, **extras)
-    keys[:2, :, :prompt] = values[:2, :, :prompt] = torch.nan
-    families = torch.tensor([[0, 0], [1, prompt], [1, prompt], [1, prompt], [4, 0]])
-    host.write_and_attend(
-        query, key, value, keys, values, slots, lengths, 5, together, 0.3, families=families, **extras
+    prompts = Prompts(
+        torch.randn(2, 2, 6, 16).to(dtype),
+        torch.randn(2, 2, 6, 8).to(dtype),
+        torch.tensor([1, 0, 0]),
+        torch.tensor([2, 0, 0]),
     )
-    torch.testing.assert_close(together, apart, atol=2e-6, rtol=0)
+    slots, ends, places = (
+        torch.tensor([4, 0, 2]),
+        torch.tensor(lengths),
+        [lengths[0] - 3, *(n - 1 for n in lengths[1:])],
+    )
+    query, key, value = (strided(h, 3, n, dtype=dtype)[0].transpose(0, 1) for h, n in ((4, 16), (2, 16), (2, 8)))
+    right_keys, right_values = keys.clone(), values.clone()
+    for row in range(3):
+        right_keys[slots[row], :, places[row]], right_values[slots[row], :, places[row]] = key[row], value[row]
+    out = host.write_and_attend(query, key, value, keys, values, slots, ends, 0.3, prompts=prompts)
+    assert torch.equal(keys, right_keys) and torch.equal(values, right_values)
+    assert torch.equal(out, host.decode_attention(query, keys, values, slots, ends, 0.3, prompts=prompts))
 
 
-def test_the_cache_must_lie_in_one_piece() -> None:
-    query, cache, ends = torch.randn(1, 2, 1, 8), torch.randn(2, 2, 8, 4), torch.tensor([1])
+LENGTHS, KEPT, FIRSTS = (
+    [9, 300, 280, 297, 0, 290, 40, 33],
+    [9, 270, 270, 270, 270, 12, 20, 20],
+    [0, 1, 1, 1, 1, 5, 6, 6],
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("extras", [{}, {"window": 5}, {"window": 284}, {"alibi": True}, {"softcap": 2.0}])
+def test_a_shared_prompt_is_read_once_and_gives_the_same_bits(
+    dtype: torch.dtype, heads: tuple[int, int], extras: dict, threads: int
+) -> None:
+    case = ragged_cache(*heads, width=20, of_values=24, lengths=LENGTHS, capacity=301, dtype=dtype, **extras)
+    split = with_prompts(case, FIRSTS, KEPT, room=272)
+    right = attention_in_float64(**split["alike"])
+    apart, joined = split["prompts"], split["prompts"]._replace(firsts=split["firsts"])
+    ours = host.decode_attention(**split["case"], prompts=joined)
+    torch.testing.assert_close(ours.double(), right, atol=ERROR[dtype], rtol=ERROR[dtype])
+    assert torch.equal(ours, host.decode_attention(**split["case"], prompts=apart))
+
+
+def test_the_cache_must_be_contiguous() -> None:
+    query, cache, ends = torch.randn(1, 2, 8), torch.randn(2, 2, 8, 4).transpose(2, 3), torch.tensor([1])
     with pytest.raises(ValueError, match="contiguous"):
-        host.write_and_attend(
-            query, query, query, cache.transpose(2, 3), cache.transpose(2, 3), ends, ends, 1, query.transpose(1, 2), 1.0
-        )
+        host.write_and_attend(query, query, query, cache, cache, ends, ends, 1.0)

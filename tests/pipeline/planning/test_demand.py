@@ -18,7 +18,7 @@ OPT_125M = OPTConfig(
     vocab_size=50272, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, ffn_dim=3072,
     word_embed_proj_dim=768,
 )  # fmt: skip
-ALL_SLOTS = (65 * 320 + 64 * 512) * 2  # numbers' bytes: answers of 256 and one more token, in 64s, one slot to spare
+ALL_SLOTS = (65 * 256 + 64 * 512) * 2  # bytes of the numbers: answers of 256 tokens, one slot to spare
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +162,8 @@ def test_cache(llama: ModelShape) -> None:
         return predict_bytes(task, free_bytes=free_bytes).phases["generate"]["cache"] // number
 
     def slots(answers: int, prompts: int) -> int:
-        """Prompts of 512 tokens; answers of 256 and the prompt's last, in 64s, and one to spare."""
-        return 320 * (answers + 1) + 512 * prompts
+        """Prompts of 512 tokens; answers of 256, and one to spare."""
+        return 256 * (answers + 1) + 512 * prompts
 
     assert tokens() == slots(64, 64)
     assert tokens(sequences=256, samples=4) == slots(64, 64), "64 prompts at a time, whichever come next"

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from engine.generation import cuda_graph
+from engine.generation.decode_loop import DecodeLoop
+from engine.generation.generator import Generation, Generator
 from engine.generation.inference_model import InferenceModel
-from engine.generation.on_device import graphs
-from engine.generation.on_device.forwards import Forwards
 from engine.generation.parity_check import check_generator
-from engine.generation.rollouts import Generation, Rollouts
 from engine.generation.sampling import Sampling
 from engine.kernels_triton import device as device_module
 from tests.engine.generation.families import ENDS, build, ragged_prompts
@@ -32,14 +32,15 @@ def on_device(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -
     return copy.module
 
 
-def decoder(rollouts: Rollouts) -> Any:
-    assert rollouts.fallback is None and rollouts._slots is not None
-    rollouts._slots.on_device = True
-    return rollouts._slots
+def loop_of(generator: Generator, *, graphs: bool = True) -> DecodeLoop:
+    loop = generator._runner()
+    assert isinstance(loop, DecodeLoop)
+    loop.use_graphs = graphs
+    return loop
 
 
-def replays(rollouts: Rollouts) -> list[graphs.Replays]:
-    return list(decoder(rollouts)._rounds._replays.values())
+def graphed(generator: Generator) -> list[cuda_graph.GraphedStep]:
+    return [steps for _, steps in loop_of(generator)._steps.values()]
 
 
 def same(one: list[Generation], other: list[Generation]) -> None:
@@ -51,38 +52,38 @@ def same(one: list[Generation], other: list[Generation]) -> None:
 @pytest.mark.parametrize("family", CAPTURED)
 def test_graphs_equal_the_steps_called(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_device(family)
-    captured = Rollouts(model, DEVICE)
-    decoder(captured)
+    captured = Generator(model, DEVICE)
+    loop_of(captured)
     found = [captured.generate(PROMPTS, DRAWN, STREAMS, 5) for _ in range(2)]
-    assert all(one.captures and one._graphs for one in replays(captured)) == ON_GPU, "it was not captured"
+    assert all(one.captures and one._graphs for one in graphed(captured)) == ON_GPU, "it was not captured"
     same(*found)
-    called = Rollouts(model, DEVICE)
-    decoder(called)
+    called = Generator(model, DEVICE)
+    loop_of(called)
     with monkeypatch.context() as patch:
-        patch.setattr(graphs.Replays, "_replay", lambda self, size, slots: lambda: self.step(slots))
+        patch.setattr(cuda_graph.GraphedStep, "_replay", lambda self, size, chosen: lambda: self.step(chosen))
         same(found[0], called.generate(PROMPTS, DRAWN, STREAMS, 5))
-    by_slots = Rollouts(model, DEVICE)
-    decoder(by_slots).on_device = False
-    same(found[0], by_slots.generate(PROMPTS, DRAWN, STREAMS, 5))
+    by_steps = Generator(model, DEVICE)
+    loop_of(by_steps, graphs=False)
+    same(found[0], by_steps.generate(PROMPTS, DRAWN, STREAMS, 5))
 
 
 def test_samples_read_their_prompt_once() -> None:
     """One of them begins when another has ended."""
     model = on_device("llama", max_position_embeddings=160)
-    captured, by_slots = Rollouts(model, DEVICE), Rollouts(model, DEVICE)
-    decoder(captured)
-    decoder(by_slots).on_device = False
+    captured, by_steps = Generator(model, DEVICE), Generator(model, DEVICE)
+    loop_of(captured)
+    loop_of(by_steps, graphs=False)
     asked: Any = (ragged_prompts(140), Sampling(3, temperature=0.8, seed=6), STREAMS[:5], 4, 5)
-    same(captured.generate(*asked), by_slots.generate(*asked))
-    (one,) = replays(captured)
-    assert one.step.joined and one.captures == ON_GPU and one.step.caches.prompts.slots == 1
+    same(captured.generate(*asked), by_steps.generate(*asked))
+    (one,) = graphed(captured)
+    assert one.step.shares_reads and one.captures == ON_GPU and one.step.cache.size.prompt_slots == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["opt", "llama", "gemma2"])
 def test_the_generator_is_the_model(family: str, dtype: torch.dtype) -> None:
-    rollouts = Rollouts(on_device(family, dtype), DEVICE)
-    decoder(rollouts)
+    rollouts = Generator(on_device(family, dtype), DEVICE)
+    loop_of(rollouts)
     assert check_generator(rollouts)
 
 
@@ -90,52 +91,19 @@ def test_a_model_that_asks_the_device_is_called_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Asking for a number in a forward can't be captured; nothing is left in a bad state by the attempt."""
-    monkeypatch.setattr(graphs, "_told", set())
+    monkeypatch.setattr(cuda_graph, "_warned", set())
     model = on_device("llama")
-    expected = Rollouts(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5)
+    expected = Generator(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5)
     handle = model.model.layers[0].register_forward_pre_hook(lambda *_: float(model.lm_head.weight.sum()) and None)
-    asking = Rollouts(model, DEVICE)
-    decoder(asking)
+    asking = Generator(model, DEVICE)
+    loop_of(asking)
     with caplog.at_level(logging.WARNING):
         same(asking.generate(PROMPTS, DRAWN, STREAMS, 5), expected)
     handle.remove()
     if ON_GPU:
-        assert not any(one.captures for one in replays(asking))
+        assert not any(one.captures for one in graphed(asking))
         assert sum("without CUDA graphs" in record.getMessage() for record in caplog.records) == 1
-    same(Rollouts(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5), expected)
-
-
-def asks_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that asks the device when it is captured, and no sooner."""
-    right = Forwards.__call__
-
-    def asking(self: Forwards, *told: Any) -> torch.Tensor:
-        logits = right(self, *told)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            float(logits.sum())
-        return logits
-
-    monkeypatch.setattr(Forwards, "__call__", asking)
-
-
-def test_a_capture_that_is_given_up_leaves_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What no trial finds, as it comes in the capture alone: the steps are called, and random numbers come."""
-    monkeypatch.setattr(graphs, "_told", set())
-    model, asked = on_device("opt"), (PROMPTS[:2], replace(DRAWN, max_new_tokens=3), STREAMS[:2])
-    expected = Rollouts(model, DEVICE).generate(*asked)
-    asking = Rollouts(model, DEVICE)
-    decoder(asking)
-    with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
-        asks_in_a_capture(patch)
-        same(asking.generate(*asked), expected)
-    if not ON_GPU:
-        return
-    assert not any(one.captures for one in replays(asking))
-    (said,) = [record.getMessage() for record in caplog.records if "without CUDA graphs" in record.getMessage()]
-    assert "operation" in said and "during capture" not in said, "the reason, not what came of it"
-    torch.rand(4, device=DEVICE)
+    same(Generator(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5), expected)
 
 
 def test_without_a_compiler_it_draws_the_same_and_says_so(
@@ -146,14 +114,14 @@ def test_without_a_compiler_it_draws_the_same_and_says_so(
     def find() -> None:
         raise RuntimeError("Failed to find\nC compiler")
 
-    monkeypatch.setattr(graphs, "_told", set())
+    monkeypatch.setattr(cuda_graph, "_warned", set())
     model = on_device("llama")
-    expected = Rollouts(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5)
+    expected = Generator(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5)
     monkeypatch.setattr(device_module, "_try", find)
     device_module.has_triton.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            same(Rollouts(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5), expected)
+            same(Generator(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5), expected)
     finally:
         device_module.has_triton.cache_clear()
     said = [record.getMessage() for record in caplog.records if "Triton" in record.getMessage()]
@@ -162,10 +130,10 @@ def test_without_a_compiler_it_draws_the_same_and_says_so(
 
 def test_new_weights_in_place_and_elsewhere() -> None:
     model = on_device("opt")
-    ours = Rollouts(model, DEVICE)
-    decoder(ours)
+    ours = Generator(model, DEVICE)
+    loop_of(ours)
     ours.generate(PROMPTS, DRAWN, STREAMS)
-    before, used = decoder(ours)._rounds, {one._stream for one in replays(ours) if one.captures}
+    before, used = loop_of(ours)._state, {one._stream for one in graphed(ours) if one.captures}
     for moved in (False, True):
         with torch.no_grad():
             for module in model.modules():
@@ -174,9 +142,9 @@ def test_new_weights_in_place_and_elsewhere() -> None:
                         module._parameters[name] = nn.Parameter(parameter * 1.1)
                     elif parameter is not None:
                         parameter.mul_(1.1)
-        same(ours.generate(PROMPTS, DRAWN, STREAMS), Rollouts(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS))
-        assert (decoder(ours)._rounds is before) != moved
-        used |= {one._stream for one in replays(ours) if one.captures}
+        same(ours.generate(PROMPTS, DRAWN, STREAMS), Generator(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS))
+        assert (loop_of(ours)._state is before) != moved
+        used |= {one._stream for one in graphed(ours) if one.captures}
     assert len(used) == ON_GPU, "each stream keeps a workspace of cuBLAS"
 
 
@@ -184,7 +152,7 @@ def test_release_gives_the_memory_back() -> None:
     if not ON_GPU:
         pytest.skip("the memory of a GPU")
     model = on_device("llama")
-    rollouts = Rollouts(model, DEVICE, cache_bytes=2**28)
+    rollouts = Generator(model, DEVICE, cache_bytes=2**28)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.generation import slot_decoder
-from engine.generation.rollouts import Generation, Rollouts
+from engine.generation import decode_loop
+from engine.generation.decode_step import SlotModel
+from engine.generation.generator import Generation, Generator
 from engine.generation.sampling import Sampling
 from engine.kernels_cpu import linear
 from tests.engine.generation.families import (
@@ -45,10 +46,10 @@ def test_greedy_equals_the_plain_forward(family: str, kernels: str, monkeypatch:
     """Ragged prompts, sliding windows shorter than they are, padding equal to an end token."""
     attends_by(kernels, monkeypatch)
     model = build(family)
-    answers = Rollouts(model, "cpu").generate(PROMPTS, GREEDY, STREAMS)
+    answers = Generator(model, "cpu").generate(PROMPTS, GREEDY, STREAMS)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         agree(answer, *greedy_by_definition(model, prompt, GREEDY.max_new_tokens))
-    single = Rollouts(model, "cpu").generate(PROMPTS, replace(GREEDY, max_new_tokens=1), STREAMS)
+    single = Generator(model, "cpu").generate(PROMPTS, replace(GREEDY, max_new_tokens=1), STREAMS)
     for one, answer in zip(single, answers, strict=True):
         agree(one, answer.token_ids[:1], answer.logprobs[:1])
     assert len({tuple(a.token_ids) for a in answers}) > 4, "the model says the same to everything: nothing is tested"
@@ -56,7 +57,7 @@ def test_greedy_equals_the_plain_forward(family: str, kernels: str, monkeypatch:
 
 @pytest.mark.parametrize("family", ["opt", "llama", "gemma2", "bloom"])
 def test_an_answer_does_not_depend_on_its_batch(family: str) -> None:
-    rollouts = Rollouts(build(family), "cpu")
+    rollouts = Generator(build(family), "cpu")
     sampling = Sampling(12, temperature=1.2, end_ids=ENDS, seed=4)
     whole = rollouts.generate(PROMPTS, sampling, STREAMS)
     for batch_size in (1, 3):
@@ -76,13 +77,13 @@ def test_nor_does_it_in_16_bit(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     if linear.way() == linear.Way.LEAVE:
         pytest.skip("no C compiler, or a processor that is left to PyTorch")
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 128}
-    rollouts = Rollouts(build(family, **sizes).bfloat16(), "cpu")
+    rollouts = Generator(build(family, **sizes).bfloat16(), "cpu")
     common, *ends = ragged_prompts(18, 1, 5, 20, 33, 12, 27)
     prompts = [*ends, *(common + end for end in ends[:3]), ends[2], common]
     sampling, streams = Sampling(8, end_ids=ENDS[:2], seed=9, top_p=0.95), list(range(len(prompts)))
     whole = [a.token_ids for a in rollouts.generate(prompts, sampling, streams)]
     for slots, chunk in ((1, 1024), (2, 1024), (3, 1024), (5, 13), (10, 64)):
-        monkeypatch.setitem(slot_decoder.PREFILL_TOKENS, "cpu", chunk)
+        monkeypatch.setitem(decode_loop.PREFILL_TOKENS, "cpu", chunk)
         again = rollouts.generate(prompts, sampling, streams, batch_size=slots)
         assert [a.token_ids for a in again] == whole
     for share in (slice(0, None, 3), slice(1, None, 3), slice(2, None, 3)):  # as three ranks would
@@ -91,7 +92,7 @@ def test_nor_does_it_in_16_bit(family: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_streams_and_seeds_make_answers_differ(llama: nn.Module) -> None:
-    rollouts, sampling = Rollouts(llama, "cpu"), Sampling(8, seed=4)
+    rollouts, sampling = Generator(llama, "cpu"), Sampling(8, seed=4)
     same = [PROMPTS[1]] * 4
     first = [a.token_ids for a in rollouts.generate(same, sampling, [0, 1, 2, 0])]
     assert first[0] == first[3]
@@ -102,7 +103,7 @@ def test_streams_and_seeds_make_answers_differ(llama: nn.Module) -> None:
 
 def test_sampled_logprobs_are_those_of_the_plain_forward(llama: nn.Module) -> None:
     sampling = Sampling(10, temperature=0.7, seed=2)
-    answers = Rollouts(llama, "cpu").generate(PROMPTS, sampling, STREAMS)
+    answers = Generator(llama, "cpu").generate(PROMPTS, sampling, STREAMS)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert len(answer.token_ids) == 10 and not answer.finished
         with torch.no_grad():
@@ -112,7 +113,7 @@ def test_sampled_logprobs_are_those_of_the_plain_forward(llama: nn.Module) -> No
 
 
 def test_streaming_gives_the_tokens_of_generate(llama: nn.Module) -> None:
-    rollouts, sampling = Rollouts(llama, "cpu"), Sampling(12, end_ids=ENDS, seed=4)
+    rollouts, sampling = Generator(llama, "cpu"), Sampling(12, end_ids=ENDS, seed=4)
     for stream in range(4):
         whole = rollouts.generate([PROMPTS[1]], sampling, [stream])[0]
         assert list(rollouts.stream(PROMPTS[1], sampling, stream)) == whole.token_ids
@@ -120,13 +121,11 @@ def test_streaming_gives_the_tokens_of_generate(llama: nn.Module) -> None:
 
 def test_a_stream_decodes_no_further_than_it_is_read(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    forward = slot_decoder.SlotDecoder.forward
-    monkeypatch.setattr(
-        slot_decoder.SlotDecoder, "forward", lambda *step, **named: calls.append(1) or forward(*step, **named)
-    )
-    rollouts = Rollouts(llama, "cpu")
+    forward = SlotModel.__call__
+    monkeypatch.setattr(SlotModel, "__call__", lambda *step, **named: calls.append(1) or forward(*step, **named))
+    rollouts = Generator(llama, "cpu")
     assert rollouts.fallback is None
-    calls.clear()  # the trial of the slot decoder
+    calls.clear()  # the trial of the decode loop
     read = list(itertools.islice(rollouts.stream(PROMPTS[0], Sampling(50)), 3))
     assert len(read) == 3 and len(calls) == 3
 
@@ -134,7 +133,7 @@ def test_a_stream_decodes_no_further_than_it_is_read(llama: nn.Module, monkeypat
 def test_no_end_before_the_minimum(llama: nn.Module) -> None:
     everything = tuple(range(0, VOCABULARY, 2))
     sampling = Sampling(9, end_ids=everything, min_new_tokens=4, seed=1)
-    answers = Rollouts(llama, "cpu").generate(PROMPTS, sampling, STREAMS)
+    answers = Generator(llama, "cpu").generate(PROMPTS, sampling, STREAMS)
     for answer in answers:
         assert not set(answer.token_ids[:4]) & set(everything)
         assert answer.finished == (answer.token_ids[-1] in everything)
@@ -146,9 +145,9 @@ def test_an_interrupted_rollout_leaves_the_generator_as_it_was(
     llama: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it comes: in a forward over prompts, before a step and behind one."""
-    rollouts, sampling = Rollouts(llama, "cpu"), Sampling(9, end_ids=ENDS, seed=4)
+    rollouts, sampling = Generator(llama, "cpu"), Sampling(9, end_ids=ENDS, seed=4)
     expected = [a.token_ids for a in rollouts.generate(PROMPTS, sampling, STREAMS, 3)]
-    forward, calls = slot_decoder.SlotDecoder.forward, itertools.count()
+    forward, calls = SlotModel.__call__, itertools.count()
 
     def interrupted(*step: Any) -> torch.Tensor:
         now = next(calls)
@@ -166,7 +165,7 @@ def test_an_interrupted_rollout_leaves_the_generator_as_it_was(
         calls = itertools.count()
         hook = None if before or behind else llama.model.layers[1].mlp.register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-            patch.setattr(slot_decoder.SlotDecoder, "forward", interrupted)
+            patch.setattr(SlotModel, "__call__", interrupted)
             rollouts.generate(PROMPTS, sampling, STREAMS, 3)
         if hook is not None:
             hook.remove()
@@ -184,17 +183,17 @@ def test_a_model_with_states_falls_back_to_its_own_cache() -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    answers = Rollouts(model, "cpu").generate(PROMPTS, GREEDY, STREAMS)
+    answers = Generator(model, "cpu").generate(PROMPTS, GREEDY, STREAMS)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         agree(answer, *greedy_by_definition(model, prompt, GREEDY.max_new_tokens))
 
 
 def test_bad_calls_are_named(llama: nn.Module) -> None:
-    rollouts = Rollouts(llama, "cpu")
+    rollouts = Generator(llama, "cpu")
     assert rollouts.generate([], GREEDY, []) == []
     with pytest.raises(ValueError, match="at least one token"):
         rollouts.generate([[3], []], GREEDY, [0, 1])
-    with pytest.raises(ValueError, match="as many streams"):
+    with pytest.raises(ValueError, match="as many sample_seeds"):
         rollouts.generate(PROMPTS, GREEDY, [0])
     with pytest.raises(ValueError, match="64 positions"):
         rollouts.generate([[3] * 60], GREEDY, [0])
@@ -202,9 +201,9 @@ def test_bad_calls_are_named(llama: nn.Module) -> None:
 
 def test_a_gpu_that_is_not_the_current_one_is_refused(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    Rollouts(llama, "cuda:1"), Rollouts(llama, "cuda")
+    Generator(llama, "cuda:1"), Generator(llama, "cuda")
     with pytest.raises(ValueError, match=r"set_device\(0\)"):
-        Rollouts(llama, "cuda:0")
+        Generator(llama, "cuda:0")
 
 
 def test_weights_that_are_no_numbers_stop_the_rollout() -> None:
@@ -212,4 +211,4 @@ def test_weights_that_are_no_numbers_stop_the_rollout() -> None:
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)
     with pytest.raises(FloatingPointError, match="NaN"):
-        Rollouts(model, "cpu").generate(PROMPTS, Sampling(2), STREAMS)
+        Generator(model, "cpu").generate(PROMPTS, Sampling(2), STREAMS)

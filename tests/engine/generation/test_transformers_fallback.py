@@ -1,6 +1,7 @@
-"""Models that the slot cache cannot serve decode in another way; docs/reference/generation.md lists them."""
+"""Models that the slot cache does not support use transformers' `generate`, in the first way that is exact."""
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.generation import rollouts
-from engine.generation.batches.batch_decoding import _batches
-from engine.generation.batches.same_length import OwnCacheDecoding
-from engine.generation.rollouts import Rollouts
+from engine.generation.decode_step import SlotModel
+from engine.generation.generator import Generator
 from engine.generation.sampling import Sampling
+from engine.generation.transformers_fallback import TransformersFallback, batches
 from tests.engine.generation.families import ENDS, POSITIONS, VOCABULARY, build, greedy_by_definition, ragged_prompts
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
@@ -38,23 +38,26 @@ _BART: dict[str, Any] = {
     "is_encoder_decoder": False,
     "is_decoder": True,
 }
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("slots", _GROUPED | {"no_rope_layers": [1, 0]}),
     "cohere2": ("slots", _GROUPED | {"sliding_window": 6, "sliding_window_pattern": 2, "num_hidden_layers": 4}),
     "modernbert-decoder": ("slots", _MODERN | {"local_attention": 6, "global_attn_every_n_layers": 2}),
     "gpt_oss": ("padded", _GROUPED | {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "lfm2": ("padded", _GROUPED | {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
     "diffllama": ("padded", _GROUPED),  # its attention calls the registered function twice a layer
-    "bart": ("own cache", _BART),  # positions that nobody can tell it
-    "mamba": ("own cache", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
-    "roberta": ("whole", _MODERN | {"is_decoder": True}),  # positions from the ids that are not padding
-    "rwkv": ("whole", {"hidden_size": 32, "num_hidden_layers": 2, "context_length": POSITIONS}),  # its state: for 1 row
-    "openai-gpt": ("whole", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}),  # no cache
+    "bart": ("same length", _BART),  # positions that nobody can tell it
+    "mamba": ("padded", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "roberta": ("no cache", _MODERN | {"is_decoder": True}),  # positions from the ids that are not padding
+    "rwkv": (
+        "no cache",
+        {"hidden_size": 32, "num_hidden_layers": 2, "context_length": POSITIONS},
+    ),  # its state: for 1 row
+    "openai-gpt": ("padded", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}),  # no cache
 }
 
 
 def model_of(family: str, **changes: Any) -> nn.Module:
-    fields = WAYS[family][1] | {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    fields = MODES[family][1] | {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     torch.manual_seed(0)
     model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields | changes))
     with torch.no_grad():
@@ -65,18 +68,18 @@ def model_of(family: str, **changes: Any) -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def untold(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("engine.generation.rollouts._told", set())
+def unwarned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("engine.generation.generator._warned", set())
     yield
 
 
-@pytest.mark.parametrize("family", WAYS)
-def test_the_fastest_way_that_is_the_model(family: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("family", MODES)
+def test_every_family_generates_as_its_plain_forward(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model = model_of(family)
-    rollouts = Rollouts(model, "cpu")
-    assert rollouts.way == WAYS[family][0]
-    told = [record.getMessage() for record in caplog.records if record.name == "engine.generation.rollouts"]
-    assert len(told) == (rollouts.way != "slots") and all("slowly" in message for message in told)
+    rollouts = Generator(model, "cpu")
+    assert rollouts.mode == MODES[family][0]
+    warned = [record.getMessage() for record in caplog.records if record.name == "engine.generation.generator"]
+    assert len(warned) == (rollouts.mode != "slots") and all("slowly" in message for message in warned)
     for sampling in (GREEDY, Sampling(9, temperature=0.8, seed=3)):
         answers = rollouts.generate(PROMPTS, sampling, STREAMS, batch_size=3)
         for prompt, answer in zip(PROMPTS, answers, strict=True):
@@ -90,19 +93,23 @@ def test_the_fastest_way_that_is_the_model(family: str, caplog: pytest.LogCaptur
     assert len({tuple(answer.token_ids) for answer in answers}) > 4
 
 
-def test_who_is_told_no_positions_counts_the_padding() -> None:
-    """Rotary positions from the cache's length: a prompt may lie anywhere in its row, but what follows right behind."""
+def test_a_model_without_position_ids() -> None:
+    """Its rotary positions come from the length of the cache."""
     model = build("gpt_neox")
     forward = model.forward
 
-    def untold(
-        input_ids: Tensor, attention_mask: Any = None, past_key_values: Any = None, use_cache: Any = None
+    def without_positions(
+        input_ids: Tensor,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        use_cache: Any = None,
+        return_dict: bool = True,
     ) -> Any:
         return forward(input_ids, attention_mask, past_key_values=past_key_values, use_cache=use_cache)
 
-    model.forward = untold  # type: ignore[method-assign]
-    rollouts = Rollouts(model, "cpu")
-    assert rollouts.way == "padded"
+    model.forward = without_positions  # type: ignore[method-assign]
+    rollouts = Generator(model, "cpu")
+    assert rollouts.mode != "slots"
     for prompt, answer in zip(PROMPTS, rollouts.generate(PROMPTS, GREEDY, STREAMS), strict=True):
         assert answer.token_ids == greedy_by_definition(model, prompt, GREEDY.max_new_tokens)[0]
 
@@ -113,14 +120,14 @@ def test_positions_of_its_own_are_seen_in_any_precision(dtype: torch.dtype) -> N
     model = model_of("roberta")
     with torch.no_grad():
         model.get_parameter("roberta.embeddings.position_embeddings.weight").mul_(0.05)
-    rollouts = Rollouts(model.to(dtype), "cpu")
-    assert rollouts.way != "padded" and rollouts.fallback == "it counts positions in a way of its own"
+    rollouts = Generator(model.to(dtype), "cpu")
+    assert rollouts.mode != "padded" and rollouts.fallback == "it numbers positions in a way of its own"
 
 
 def test_positions_kept_for_padding_are_none_to_use() -> None:
-    rollouts = Rollouts(model_of("roberta"), "cpu")  # 64, the first 3 of them padding's
+    rollouts = Generator(model_of("roberta"), "cpu")  # 64, the first 3 of them padding's
     assert len(rollouts.generate([[13] * 57], Sampling(4), [0])[0].token_ids) == 4
-    with pytest.raises(ValueError, match="58 tokens and 4 new ones do not fit the model's 61 positions"):
+    with pytest.raises(ValueError, match="58 tokens and max_new_tokens=4 do not fit into the 61 positions"):
         rollouts.generate([[13] * 58], Sampling(4), [0])
 
 
@@ -132,22 +139,55 @@ def test_a_length_at_which_every_position_changes_is_the_last() -> None:
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("phi3", original_max_position_embeddings=24, pad_token_id=2, **fields)
     ).eval()
-    rollouts = Rollouts(model, "cpu")
+    rollouts = Generator(model, "cpu")
     for prompt, answer in zip(PROMPTS[:3], rollouts.generate(PROMPTS[:3], GREEDY, [0] * 3), strict=True):
         assert answer.token_ids == greedy_by_definition(model, prompt, GREEDY.max_new_tokens)[0]
-    with pytest.raises(ValueError, match=r"13 tokens and 12 new ones .* 24 positions of the same frequencies"):
+    with pytest.raises(ValueError, match=r"13 tokens and max_new_tokens=12 .* 24 positions .* rotary frequencies"):
         rollouts.generate([[13] * 13], GREEDY, [0])
     with torch.no_grad():  # why
         short, long = (model(torch.arange(length)[None]).logits[0, :24] for length in (24, 25))
     assert (short - long).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("broken", "left"), [("begin", "whole"), ("go_on", "whole"), ("nothing", "own cache")])
-def test_a_way_that_says_something_else_is_not_taken(broken: str, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if broken != "nothing":
-        right = getattr(OwnCacheDecoding, broken)
-        monkeypatch.setattr(OwnCacheDecoding, broken, lambda self, *rest: right(self, *rest).roll(1, -1))
-    assert Rollouts(model_of("bart"), "cpu").way == left
+@pytest.mark.parametrize(("broken", "mode"), [("same length", "no cache"), ("nothing", "same length")])
+def test_a_way_with_other_logits_is_not_used(broken: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TransformersFallback._generate
+
+    def generate(self: TransformersFallback, prompts: Any, batching: Any, *rest: Any, **options: Any) -> Any:
+        found = right(self, prompts, batching, *rest, **options)
+        if batching.name == broken:
+            found.logits = [logits.roll(1, -1) for logits in found.logits]
+        return found
+
+    monkeypatch.setattr(TransformersFallback, "_generate", generate)
+    assert Generator(model_of("bart"), "cpu").mode == mode
+
+
+@pytest.mark.parametrize("family", ["bloom", "bart"])
+def test_a_stream_that_is_left_stops_generating(family: str) -> None:
+    """And the model's own generation settings are neither used nor lost."""
+    model: Any = model_of("bart") if family == "bart" else build(family)
+    model.generation_config.update(repetition_penalty=3.0, eos_token_id=list(range(VOCABULARY)))
+    rollouts, before = Generator(model, "cpu"), model.generation_config
+    expected = rollouts.generate(PROMPTS[:1], Sampling(20, seed=3), [7])[0].token_ids
+    stream = rollouts.stream(PROMPTS[0], Sampling(20, seed=3), 7)
+    assert [next(stream), next(stream)] == expected[:2] and len(expected) == 20
+    stream.close()
+    assert not any(thread.name == "generate" for thread in threading.enumerate())
+    assert model.generation_config is before and before.repetition_penalty == 3.0
+
+
+def test_an_error_of_the_model_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("bloom")
+    rollouts = Generator(model, "cpu")
+    assert rollouts.mode == "padded"
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        rollouts.generate(PROMPTS, GREEDY, STREAMS)
 
 
 def test_what_looks_at_other_tokens_is_refused() -> None:
@@ -158,37 +198,35 @@ def test_what_looks_at_other_tokens_is_refused() -> None:
 
     follows, beside = model_of("roberta", is_decoder=False), model_of("openai-gpt")
     beside.register_forward_hook(mix)
-    for model, advice in ((follows, "; with model.attention=eager they may not"), (beside, "")):
-        rollouts = Rollouts(model, "cpu")
+    for model, advice in ((follows, "; model.attention=eager may avoid that"), (beside, "")):
+        rollouts = Generator(model, "cpu")
         for _ in range(2):
-            with pytest.raises(ValueError, match=f"can't generate: its logits change .* the sequences beside{advice}$"):
+            with pytest.raises(
+                ValueError, match=f"cannot generate: its logits change .* the other sequences of a batch{advice}$"
+            ):
                 rollouts.generate(PROMPTS, GREEDY, STREAMS)
 
 
-def test_slots_that_say_something_else_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = rollouts.SlotDecoder.forward
-
-    def off(self: rollouts.SlotDecoder, *rest: Any) -> Tensor:
-        return right(self, *rest).roll(1, -1)
-
-    monkeypatch.setattr(rollouts.SlotDecoder, "forward", off)
-    assert Rollouts(build("llama"), "cpu").fallback == "it says something else when it attends over the slot cache"
+def test_slots_with_other_logits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = SlotModel.__call__
+    monkeypatch.setattr(SlotModel, "__call__", lambda self, *rest: right(self, *rest).roll(1, -1))
+    assert Generator(build("llama"), "cpu").fallback == "its logits differ from those of its plain forward"
 
 
 def test_batches_by_hand() -> None:
-    assert [*_batches([3, 5, 5, 3, 5], 2, 4, alike=False)] == [[1, 2], [4, 0], [3]]
-    assert [*_batches([3, 5, 5, 3, 5], 2, 4, alike=True)] == [[1, 2], [4], [0, 3]]
-    assert [*_batches([3000] * 4, 9, 1000, alike=True)] == [[0, 1], [2, 3]], "2 of 4,000 tokens in 8,192"
-    assert [*_batches([], 2, 4, alike=True)] == []
+    assert [*batches([3, 5, 5, 3, 5], 2, 4, pads=True)] == [[1, 2], [4, 0], [3]]
+    assert [*batches([3, 5, 5, 3, 5], 2, 4, pads=False)] == [[1, 2], [4], [0, 3]]
+    assert [*batches([3000] * 9, 9, 1000, pads=True)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]], "4 x 4,000 of 16,384 tokens"
+    assert [*batches([], 2, 4, pads=False)] == []
 
 
 def test_the_table_of_families_is_true() -> None:
     """What is built here and in the other tests of families stands in the row of its way."""
     page = (Path(__file__).parents[3] / "docs" / "reference" / "generation.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(slots|padded|own cache|whole)`[^|]*\| ([^|]*) \|$", page, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(slots|padded|same length|no cache)`[^|]*\| ([^|]*) \|$", page, re.MULTILINE))
     families = {way: set(re.findall(r"[\w-]+", row)) for way, row in rows.items()}
-    for family, (way, _) in WAYS.items():
-        assert family in families[way], f"{family} decodes by {way}"
+    for family, (way, _) in MODES.items():
+        assert family in families[way], f"{family} generates by {way}"
     for family in ("opt", "gpt2", "llama", "qwen3", "mixtral", "gemma3_text"):
         assert family in families["slots"]
     assert {"bloom", "gptj", "falcon"} <= families["padded"]

@@ -1,1 +1,0 @@
-"""The key-value cache, and what a forward sees of it."""

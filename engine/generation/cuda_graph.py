@@ -1,0 +1,133 @@
+"""A decode step as CUDA graphs, one per number of rows: captured once, then replayed without Python in between.
+
+The numbers of rows are few (`bucket`); a step with fewer rows is padded with the scratch slot. Graphs share one memory
+pool, as no two run at a time. They belong to the addresses of weights, cache and table.
+
+A forward that reads a number on the host cannot be captured. A trial under PyTorch's check for such reads finds that
+out before anything is captured; the step then runs without graphs.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from engine.generation.decode_step import DecodeStep
+from engine.oom import is_out_of_memory
+from engine.uploads import upload
+
+log = logging.getLogger(__name__)
+_warned: set[str] = set()
+
+
+class GraphedStep:
+    """A step for any number of rows, replayed as a CUDA graph on GPUs."""
+
+    def __init__(self, step: DecodeStep, place: Tensor, *, scratch: int) -> None:
+        """`place` () is the counter of the step's outputs, `scratch` the slot of rows that pad a step."""
+        self.step, self.scratch, self._place = step, scratch, place
+        self.captures = place.is_cuda
+        self._inputs: dict[int, Tensor] = {}  # by number of rows, the argument of the step
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        if self.captures:
+            self._stream, self._pool = _capture_stream(torch.cuda.current_device()), torch.cuda.graph_pool_handle()
+
+    @torch.inference_mode()
+    def run(self, slots: Sequence[int], firsts: Sequence[int], times: int) -> None:
+        """Run the step `times` times for these slots; returns before the device is done."""
+        size = bucket(len(slots))
+        if size not in self._inputs:
+            self._inputs[size] = self._padding(size)
+        chosen = self._inputs[size]
+        replay = self._replay(size, chosen)
+        padding = size - len(slots)
+        rows = [[*slots, *[self.scratch] * padding], [*firsts, *range(len(slots), size)]]
+        chosen.copy_(upload(rows, chosen.device), non_blocking=True)
+        for _ in range(times):
+            replay()
+
+    def _padding(self, size: int) -> Tensor:
+        """Return the argument of a step (2, size) of which every row is padding."""
+        return upload([[self.scratch] * size, [*range(size)]], self._place.device)
+
+    def _replay(self, size: int, chosen: Tensor) -> Callable[[], None]:
+        """Return a function that runs one step for the rows at this address."""
+        if self.captures and size not in self._graphs:
+            chosen.copy_(self._padding(size))
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self.captures = self._warm_up(chosen)
+                if self.captures:
+                    self._graphs[size] = self._capture(chosen)
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return self._graphs[size].replay if size in self._graphs else lambda: self.step(chosen)
+
+    def _warm_up(self, chosen: Tensor) -> bool:
+        """Run the step twice: kernels compile and workspaces are allocated. Return whether it can be captured."""
+        before = self._place.clone()
+        self._place.fill_(-1)
+        self.step(chosen)
+        try:
+            with _refuse_to_wait():
+                self.step(chosen)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            name = type(self.step.model.module).__name__
+            if name not in _warned:
+                _warned.add(name)
+                log.warning("%s decodes without CUDA graphs, more slowly: %s", name, str(error).partition("\n")[0])
+            return False
+        finally:
+            self._place.copy_(before)
+        return True
+
+    def _capture(self, chosen: Tensor) -> torch.cuda.CUDAGraph:
+        """Capture one step. Raises RuntimeError if CUDA refuses it, after which PyTorch's allocator is unusable."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Threads of offload and checkpoints may allocate meanwhile, hence not "global".
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            self.step(chosen)
+            graph.capture_end()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise RuntimeError(
+                f"the decode step of {type(self.step.model.module).__name__} could not be captured in a CUDA graph "
+                f"({str(error).partition(chr(10))[0]}); generate with rollout.stream=true, which uses no graphs"
+            ) from error
+        return graph
+
+
+def bucket(rows: int) -> int:
+    """Return the least of 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, ... that is at least `rows`."""
+    size = 1
+    while size < rows:
+        size *= 2
+    return size * 3 // 4 if size >= 32 and rows <= size * 3 // 4 else size
+
+
+@cache
+def _capture_stream(_device: int) -> torch.cuda.Stream:
+    """Return the stream on which all graphs of a device are captured.
+
+    cuBLAS keeps a workspace for each stream, 32 MiB on an H100. This stream exists before the first capture and serves
+    all, as no two captures run at a time.
+    """
+    return torch.cuda.Stream()
+
+
+@contextmanager
+def _refuse_to_wait() -> Iterator[None]:
+    """Raise RuntimeError where the host would wait for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

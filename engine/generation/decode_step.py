@@ -1,0 +1,198 @@
+"""One decode step: the forward, the sampling, and the table that both read and write on the device.
+
+The state of each sequence is a row of the table. A step reads the rows of its slots, runs the model's own forward with
+attention over the key-value cache, samples, tests for the end of each answer and writes the rows back. A step without
+chunks of prompts reads no number on the host and allocates nothing that outlives it, so a CUDA graph can replay it.
+
+Shapes: B rows, n starting sequences, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.generation.attention import DecodeRows, Step, attend_by_name
+from engine.generation.kv_cache import KVCache
+from engine.generation.packed import PackedLinears
+from engine.generation.sampling import Sampling, penalise
+from engine.generation.scheduler import Plan
+from engine.kernels import note_rows, sample, take_rows
+from engine.kernels.decode_rows import COLUMNS, DRAWN, ENDED, NOTHING, STREAM, Said, Told
+from engine.uploads import upload
+
+Draws = tuple[
+    Tensor, Tensor, Tensor, Tensor
+]  # slots (B,), sample seeds (B,), tokens sampled so far (B,), logits (B, V)
+
+
+class SlotModel:
+    """A model that runs one row of tokens and attends over a key-value cache."""
+
+    def __init__(self, module: nn.Module, device: torch.device, *, computes_chosen_logits: bool) -> None:
+        self.module, self.device = module, device
+        self.packs = PackedLinears(module)
+        self._computes_chosen_logits = computes_chosen_logits
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, step: Step, columns: Tensor | None = None) -> Tensor:
+        """Run token ids (N,) at positions (N,); return the logits (B, V) after `columns` (B,), or after all tokens."""
+        chosen: dict[str, Any] = {}
+        if columns is not None and self._computes_chosen_logits:
+            chosen["logits_to_keep"], columns = columns, None
+        with attend_by_name(self.module), self._fast_linears():
+            output = self.module(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, step=step, **chosen
+            )
+        logits: Tensor = output.logits[0]
+        return logits if columns is None else logits[columns]
+
+    def _fast_linears(self) -> AbstractContextManager[None]:
+        return self.packs.applied() if self.device.type == "cpu" else nullcontext()
+
+
+class DecodeState:
+    """The table of the sequences on the device, and what the last steps sampled.
+
+    rows (slots + 1, 8) int64: engine/kernels/decode_rows.py names the columns; the last row is scratch.
+    sampled: tokens and log-probabilities (steps, slots + 1), NOTHING where a step sampled no token.
+    """
+
+    def __init__(self, slots: int, steps: int, device: torch.device) -> None:
+        self.rows = torch.zeros(slots + 1, len(COLUMNS), dtype=torch.int64, device=device)
+        self.rows[:, ENDED].fill_(1)
+        self.sampled = Said(
+            torch.zeros(steps, slots + 1, dtype=torch.int64, device=device),
+            torch.zeros(steps, slots + 1, dtype=torch.float32, device=device),
+            torch.full((), -1, dtype=torch.int64, device=device),
+        )
+        # One copy is read while the next one arrives. Pinned memory lets a GPU copy in the background.
+        self._host = [
+            tuple(torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda) for each in self.sampled[:2])
+            for _ in range(2)
+        ]
+
+    def clear(self) -> None:
+        """Forget what was sampled."""
+        self.sampled.tokens.fill_(NOTHING)
+        self.sampled.place.fill_(-1)
+
+    def copy_to_host(self, turn: int) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Start a copy of tokens and log-probabilities; return a function that waits for it and returns both."""
+        copies = self._host[turn % 2]
+        for copy, sampled in zip(copies, self.sampled[:2], strict=True):
+            copy.copy_(sampled, non_blocking=True)
+        event = torch.cuda.Event() if self.rows.is_cuda else None
+        if event is not None:
+            event.record()
+
+        def wait() -> tuple[Tensor, Tensor]:
+            if event is not None:
+                event.synchronize()
+            return copies[0], copies[1]
+
+        return wait
+
+
+class DecodeStep:
+    """One step under fixed sampling settings over one cache.
+
+    The seed of the settings is not read: sample seeds are shifted by it (`sampling.under_seed`), so that one captured
+    step serves all seeds.
+    """
+
+    def __init__(
+        self, model: SlotModel, cache: KVCache, state: DecodeState, sampling: Sampling, *, shares_reads: bool
+    ) -> None:
+        """With `shares_reads` attention reads a prompt once for all neighbouring rows that have it."""
+        self.model, self.cache, self.state, self.sampling = model, cache, state, sampling
+        self.shares_reads = shares_reads
+        device = state.rows.device
+        vocabulary: int = model.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+        self._end_ids = torch.tensor(sampling.end_ids, dtype=torch.int64, device=device)
+        self._seen: Tensor | None = None  # (slots + 1, V): the tokens of each sequence, for the repetition penalty
+        self._forbidden: Tensor | None = None  # (V,): what answers shorter than the minimum must not sample
+        if sampling.repetition_penalty != 1:
+            self._seen = torch.zeros(state.rows.shape[0], vocabulary, dtype=torch.bool, device=device)
+        if sampling.min_new_tokens > 0 and sampling.end_ids:
+            self._forbidden = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+            self._forbidden.index_fill_(0, self._end_ids, True)
+
+    @torch.inference_mode()
+    def __call__(self, chosen: Tensor) -> None:
+        """Run one token of each row; a CUDA graph can capture the call.
+
+        chosen (2, B) int64: the slots, and of each row the first neighbour with the same prompt.
+        """
+        inputs, rows = self._read(chosen)
+        logits = self.model(inputs.tokens, inputs.positions, Step(self.cache, rows))
+        self._sample(chosen[0], inputs.streams, inputs.drawn, logits)
+
+    @torch.inference_mode()
+    def run(self, plan: Plan, chosen: Tensor, starting: Sequence[Sequence[int]]) -> None:
+        """Run one token of each row of `chosen` (2, B) and the plan's chunks in one forward; sample, with first tokens.
+
+        starting: the rows (n, 8) of the table of the plan's starting sequences.
+        """
+        draws: list[Draws] = []
+        inputs = rows = None
+        if chosen.shape[1]:
+            inputs, rows = self._read(chosen)
+        else:
+            self.state.sampled.place.add_(1)
+        logits = self._forward(inputs, rows, plan) if inputs is not None or plan.chunks else None
+        if inputs is not None and logits is not None:
+            draws.append((chosen[0], inputs.streams, inputs.drawn, logits))
+        if plan.starting:
+            draws.append(self._start(plan, upload(starting, self.model.device)))
+        if draws:
+            self._sample(*(each[0] if len(each) == 1 else torch.cat(each) for each in zip(*draws, strict=True)))
+
+    def _read(self, chosen: Tensor) -> tuple[Told, DecodeRows]:
+        inputs = take_rows(self.state.rows, chosen[0], self.state.sampled.place)
+        firsts = chosen[1] if self.shares_reads else None
+        return inputs, DecodeRows(chosen[0], inputs.places, inputs.lengths, inputs.prompts, inputs.shared, firsts)
+
+    def _forward(self, inputs: Told | None, rows: DecodeRows | None, plan: Plan) -> Tensor:
+        """Run rows and chunks; store the logits after the prompts that are complete, return those after the rows."""
+        step = Step(self.cache, rows, plan.chunks)
+        if not plan.chunks:
+            assert inputs is not None
+            return self.model(inputs.tokens, inputs.positions, step)
+        token_ids = upload([token for chunk in plan.chunks for token in chunk.tokens], self.model.device)
+        positions = step.chunk_places[1]
+        if inputs is not None:
+            token_ids, positions = torch.cat([inputs.tokens, token_ids]), torch.cat([inputs.positions, positions])
+        columns, count = [*range(step.decode_tokens)], step.decode_tokens
+        for chunk, completes in zip(plan.chunks, plan.completes, strict=True):
+            count += len(chunk.tokens)
+            columns += [count - 1] if completes else []
+        logits = self.model(token_ids, positions, step, upload(columns or [0], self.model.device))
+        completed = [chunk.slot for chunk, completes in zip(plan.chunks, plan.completes, strict=True) if completes]
+        if completed:
+            self.cache.store_logits(upload(completed, self.model.device), logits[step.decode_tokens :])
+        return logits[: step.decode_tokens]
+
+    def _start(self, plan: Plan, rows: Tensor) -> Draws:
+        """Write rows (n, 8) of sequences that start into the table; return what to sample their first tokens from."""
+        device = self.model.device
+        slots = upload([sequence.slot for sequence in plan.starting], device)
+        self.state.rows.index_copy_(0, slots, rows)
+        if self._seen is not None:
+            self._seen.index_fill_(0, slots, False)
+            width = self._seen.shape[1]
+            at = [sequence.slot * width + token for sequence in plan.starting for token in sequence.prompt.tokens]
+            self._seen.view(-1).index_fill_(0, upload(at, device), True)
+        prompts = upload([sequence.prompt.slot for sequence in plan.starting], device)
+        return slots, rows[:, STREAM].contiguous(), rows[:, DRAWN].contiguous(), self.cache.logits_after(prompts)
+
+    def _sample(self, slots: Tensor, sample_seeds: Tensor, sampled: Tensor, logits: Tensor) -> None:
+        """Sample a token of each slot, and write it into the table."""
+        if self._forbidden is not None:
+            too_short = sampled < self.sampling.min_new_tokens
+            logits = logits.masked_fill(self._forbidden & too_short[:, None], float("-inf"))
+        if self._seen is not None:
+            logits = penalise(logits, self._seen.index_select(0, slots), self.sampling.repetition_penalty)
+        tokens, logprobs = sample(logits, sample_seeds, sampled, self.sampling)
+        note_rows(self.state.rows, slots, tokens, logprobs, self._end_ids, self.state.sampled, self._seen)

@@ -1,0 +1,196 @@
+"""The generator: answers sampled from a causal language model.
+
+Models that support attention over the key-value cache run in the decode loop (`decode_loop.py`): no padding, and a free
+slot is taken at once. Other models use transformers' `generate` (`transformers_fallback.py`); a log line reports that.
+In both cases an answer depends on its prompt, the sampling settings and its sample seed only: not on the order of the
+prompts, the batch size or the world size.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine.generation.decode_loop import DecodeLoop
+from engine.generation.sampling import Ending, Sampled, Sampling
+from engine.generation.supported import UnsupportedModel, frequency_change, max_positions
+from engine.generation.transformers_fallback import TransformersFallback
+from engine.parallel import dist
+
+log = logging.getLogger(__name__)
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Generation:
+    """An answer. If `finished`, `token_ids` ends with the token that ended it.
+
+    `logprobs` has one number per token, under the distribution that the token was sampled from (`sampling.sample`).
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finished: bool
+
+
+class Generator:
+    """Generates with a plain causal language model of transformers: no hooks, no dropout, full weights on `device`.
+
+    `cache_bytes` bounds the key-value cache (default: half of the free memory); with little memory fewer sequences
+    decode at a time. `use_graphs` False runs every step through the modules, whose hooks and collectives a CUDA graph
+    would miss. Call `refresh` after a change of the weights. Raises ValueError if the GPU is not the current one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | str,
+        cache_bytes: int | None = None,
+        *,
+        use_graphs: bool = True,
+    ) -> None:
+        self.module, self.device, self.cache_bytes = module, torch.device(device), cache_bytes
+        if self.device.type == "cuda" and self.device.index not in (None, torch.cuda.current_device()):
+            # Kernels and graphs run on the current GPU, wherever the tensors are.
+            raise ValueError(f"{device} is not the current GPU: call torch.cuda.set_device({self.device.index}) first")
+        self._positions = max_positions(module)
+        self._use_graphs = use_graphs
+        self._reason: str | None = None  # why the decode loop does not serve the model
+        self._loop: DecodeLoop | None = None
+        self._fallback: TransformersFallback | None = None
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        sample_seeds: Sequence[int],
+        batch_size: int = 64,
+        samples: int = 1,
+        text: Callable[[list[int]], str] | None = None,
+    ) -> list[Generation]:
+        """Return `samples` answers per prompt (token ids), in the order of the prompts, those of one prompt together.
+
+        sample_seeds: one integer per answer; the same sample seed, `sampling.seed` and prompt give the same answer.
+        batch_size: how many answers are decoded at a time. text: turns token ids into text, for stop strings.
+        Raises ValueError if a prompt is empty or too long for the model, and FloatingPointError if logits are NaN.
+        """
+        prompts = [prompt for prompt in prompts for _ in range(samples)]
+        if len(sample_seeds) != len(prompts):
+            raise ValueError(f"{len(prompts)} answers need as many sample_seeds, not {len(sample_seeds)}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        token_ids: list[list[int]] = [[] for _ in prompts]
+        logprobs: list[list[float]] = [[] for _ in prompts]
+        ending = Ending(sampling, text)
+        for sampled in self.run(prompts, sampling, sample_seeds, batch_size, ending):
+            for request, token, logprob in sampled:
+                token_ids[request].append(token)
+                logprobs[request].append(logprob)
+        finished = [request in ending.ended for request in range(len(prompts))]
+        return [Generation(*answer) for answer in zip(token_ids, logprobs, finished, strict=True)]
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        sample_seed: int = 0,
+        text: Callable[[list[int]], str] | None = None,
+    ) -> Iterator[int]:
+        """Yield the tokens of one answer as they are sampled, the end token included."""
+        for sampled in self.run([prompt], sampling, [sample_seed], 1, Ending(sampling, text)):
+            yield sampled[0][1]
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        sample_seeds: Sequence[int],
+        batch_size: int,
+        ends: Callable[[int, int], bool],
+    ) -> Iterator[list[Sampled]]:
+        """Yield what each step sampled: (index of the prompt, token, log-probability) of each sequence that did.
+
+        ends: called with the index and each token, tells whether the answer ends with it.
+        """
+        if not prompts:
+            return
+        self._check_lengths([len(prompt) for prompt in prompts], sampling.max_new_tokens)
+        runner = self._runner()
+        for sampled in runner.run(prompts, sampling, sample_seeds, batch_size, ends):
+            if any(logprob != logprob for _, _, logprob in sampled):
+                raise FloatingPointError("the logits of the model are NaN; its weights may have diverged")
+            yield sampled
+
+    def refresh(self, changed: Collection[nn.Module] | None = None) -> None:
+        """Recompute what was derived from the weights of these modules, or of all modules by default."""
+        if self._loop is None:
+            self._runner()  # the trial derives what it needs
+        else:
+            self._loop.model.packs.refresh(changed)
+
+    def release(self) -> None:
+        """Free the cache and all that was derived from the weights; the next call makes them again."""
+        if self._loop is not None:
+            self._loop.release()
+
+    def held(self) -> tuple[list[Tensor], int]:
+        """Return keys and values in the cache, and the bytes of copied weights."""
+        if self._loop is None:
+            return [], 0
+        return [] if self._loop.cache is None else self._loop.cache.tensors, self._loop.model.packs.bytes
+
+    @contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        """Run every step through the modules inside this context, so that their hooks see it."""
+        runner = self._runner()
+        if not isinstance(runner, DecodeLoop):
+            yield
+            return
+        before, runner.use_graphs = runner.use_graphs, False
+        try:
+            yield
+        finally:
+            runner.use_graphs = before
+
+    @property
+    def fallback(self) -> str | None:
+        """Why the decode loop does not serve this model; None if it does."""
+        self._runner()
+        return self._reason
+
+    @property
+    def mode(self) -> str:
+        """How this model generates: "slots", or "padded", "same length" or "no cache" with transformers' `generate`."""
+        runner = self._runner()
+        return "slots" if isinstance(runner, DecodeLoop) else runner.batching.name
+
+    def _runner(self) -> DecodeLoop | TransformersFallback:
+        """Return what generates; the first call tries the model. Raises ValueError if nothing gives its own logits."""
+        if self._loop is None and self._reason is None:
+            try:
+                self._loop = DecodeLoop(self.module, self.device, self.cache_bytes, use_graphs=self._use_graphs)
+            except UnsupportedModel as reason:
+                self._reason = str(reason)
+        if self._loop is not None:
+            return self._loop
+        if self._fallback is None:
+            self._fallback = TransformersFallback(self.module, self.device)
+            name, description = type(self.module).__name__, self._fallback.batching.description
+            if name not in _warned and dist.world().leads:
+                _warned.add(name)
+                log.warning("%s generates with transformers' generate %s: %s", name, description, self._reason)
+        return self._fallback
+
+    def _check_lengths(self, lengths: Sequence[int], new_tokens: int) -> None:
+        if min(lengths) < 1:
+            raise ValueError("a prompt must have at least one token")
+        limit = self._positions
+        if limit is not None and max(lengths) + new_tokens > limit:
+            same = "" if frequency_change(self.module) is None else " with the same rotary frequencies (longrope)"
+            raise ValueError(
+                f"a prompt of {max(lengths)} tokens and max_new_tokens={new_tokens} do not fit into the {limit} "
+                f"positions of the model{same}; use a smaller max_new_tokens or shorter prompts"
+            )

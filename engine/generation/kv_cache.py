@@ -1,0 +1,177 @@
+"""The key-value cache: prompt slots, which the samples of a prompt share, and answer slots, one per sequence.
+
+A prompt is cached once, however many answers it gets and whenever those begin. The tokens of an answer are in a slot of
+its own. Memory has a fixed size, tokens are written where they belong, and attention reads them there. The tokens of
+one key head are contiguous, so that one query streams through memory.
+"""
+
+import math
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.offload.direct_io import aligned
+
+CAPACITY_STEP = 64  # tokens; the capacity of a slot is a multiple of this
+PROMPTS_AHEAD = 2  # with little memory: prompt slots as a multiple of the prompts that fill the answer slots
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """How many slots a cache has and how many tokens each holds.
+
+    The last answer slot is scratch: rows that only pad a step to a fixed number of rows write there.
+    """
+
+    prompt_slots: int
+    prompt_capacity: int
+    answer_slots: int
+    answer_capacity: int
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences that can decode at a time."""
+        return self.answer_slots - 1
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_slots * self.prompt_capacity + self.answer_slots * self.answer_capacity
+
+
+@dataclass(frozen=True)
+class CacheDemand:
+    """What one call needs: its longest prompt and answer in tokens, its numbers of different prompts and of sequences.
+
+    `batch_size` is the number of sequences that should decode at a time.
+    """
+
+    prompt_tokens: int
+    answer_tokens: int
+    prompts: int
+    sequences: int
+    batch_size: int
+
+    def size_within(self, tokens: int) -> CacheSize:
+        """Return the largest useful size of at most `tokens` tokens; one sequence always fits."""
+        prompt, answer = _round_up(self.prompt_tokens), _round_up(self.answer_tokens)
+        batch = self.batch_size
+        while batch > 1 and (batch + 1) * answer + self._fewest_prompts(batch) * prompt > tokens:
+            batch -= 1
+        affordable = (tokens - (batch + 1) * answer) // prompt
+        prompt_slots = max(self._fewest_prompts(batch), min(affordable, batch, self.prompts))
+        return CacheSize(prompt_slots, prompt, batch + 1, answer)
+
+    def fits(self, size: CacheSize, sequences: int) -> bool:
+        """Return whether a cache of this size decodes so many sequences of this call, or the whole batch, at a time."""
+        batch = min(sequences, self.batch_size)
+        return (
+            size.prompt_capacity >= self.prompt_tokens
+            and size.answer_capacity >= self.answer_tokens
+            and size.sequences >= batch
+            and size.prompt_slots >= self._fewest_prompts(batch)
+        )
+
+    def _fewest_prompts(self, batch: int) -> int:
+        """Return the number of prompt slots with which sequences seldom wait for one."""
+        return min(batch, self.prompts, -(-PROMPTS_AHEAD * batch * self.prompts // self.sequences))
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer: keys and values (slots, key heads, capacity, head size). Head sizes of keys and values may differ."""
+
+    prompt_keys: Tensor
+    prompt_values: Tensor
+    answer_keys: Tensor
+    answer_values: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+    @property
+    def prompt_rows(self) -> tuple[Tensor, Tensor]:
+        """Prompt keys and values as views (key heads, rows, size): slot s begins at row s * key heads * capacity."""
+        return _as_rows(self.prompt_keys), _as_rows(self.prompt_values)
+
+
+class KVCache:
+    """Keys and values of all layers. The memory of a layer is allocated when its first token arrives."""
+
+    def __init__(self, size: CacheSize, device: torch.device) -> None:
+        self.size, self.device = size, device
+        self.layers: dict[int, LayerCache] = {}
+        self._logits: Tensor | None = None  # (prompt slots, V)
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> LayerCache:
+        """Return a layer; the first call allocates it for keys and values of shape (1, key heads, N, head size)."""
+        if index not in self.layers:
+            prompts = (self.size.prompt_slots, self.size.prompt_capacity)
+            answers = (self.size.answer_slots, self.size.answer_capacity)
+            self.layers[index] = LayerCache(
+                *(_allocate(*slots, states) for slots in (prompts, answers) for states in (key, value))
+            )
+        return self.layers[index]
+
+    def copy_prefix(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first tokens of one prompt slot to another."""
+        for layer in self.layers.values():
+            for states in (layer.prompt_keys, layer.prompt_values):
+                states[target, :, :tokens] = states[source, :, :tokens]
+
+    def store_logits(self, slots: Tensor, logits: Tensor) -> None:
+        """Keep the logits (n, V) after the prompts in these slots (n,): later samples of a prompt begin with them."""
+        if self._logits is None:
+            self._logits = logits.new_empty(self.size.prompt_slots, logits.shape[-1])
+        self._logits.index_copy_(0, slots, logits)
+
+    def logits_after(self, slots: Tensor) -> Tensor:
+        """Return the stored logits (n, V) of these prompt slots (n,)."""
+        assert self._logits is not None, "a prompt is complete before its samples begin"
+        return self._logits.index_select(0, slots)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for layer in self.layers.values() for tensor in layer.tensors]
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of one token over all layers."""
+        return sum(t[0, :, 0].numel() * t.element_size() for layer in self.layers.values() for t in layer.tensors[:2])
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how much memory a device can still provide, the unused memory of PyTorch's allocator included."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _allocate(slots: int, capacity: int, states: Tensor) -> Tensor:
+    """Allocate zeros: a mask multiplies hidden values by zero, which does not remove a NaN left in memory.
+
+    On CPUs the memory is in huge pages, because a step writes to as many pages as there are heads and slots.
+    """
+    _, heads, _, size = states.shape
+    shape = (slots, heads, capacity, size)
+    if states.device.type == "cpu":
+        return aligned(math.prod(shape), states.dtype).view(shape)
+    return states.new_zeros(shape)
+
+
+def _as_rows(cached: Tensor) -> Tensor:
+    slots, heads, capacity, size = cached.shape
+    rows = (slots * heads - heads + 1) * capacity
+    return cached.as_strided((heads, rows, size), (capacity * size, size, 1))
+
+
+def _round_up(tokens: int) -> int:
+    return -(-tokens // CAPACITY_STEP) * CAPACITY_STEP

@@ -1,0 +1,442 @@
+"""The decode loop: what runs when, what is shared, and that none of it changes an answer."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.generation import attention, decode_loop, packed
+from engine.generation.attention import Step
+from engine.generation.cuda_graph import bucket
+from engine.generation.decode_loop import DecodeLoop
+from engine.generation.decode_step import SlotModel
+from engine.generation.generator import Generation, Generator
+from engine.generation.kv_cache import CacheSize, KVCache
+from engine.generation.sampling import Sampling, under_seed, uniforms
+from engine.generation.scheduler import Chunk
+from engine.kernels.decode_rows import CACHED, ENDED, LIMIT, NOTHING, PROMPT, STREAM
+from engine.kernels.decode_rows import DRAWN as COUNT
+from tests.engine.generation.families import ENDS, VOCABULARY, attends_by, build, greedy_by_definition, ragged_prompts
+from tests.engine.generation.test_sampling import filtered
+
+PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
+SEEDS = [4, 9, 2, 7, 0, 11, 3, 5]
+STREAMS = list(range(len(PROMPTS)))
+GREEDY = Sampling(12, temperature=0, end_ids=ENDS)
+RANDOM = Sampling(12, temperature=0.8, end_ids=ENDS, seed=6)
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    return build("llama")
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """The steps that run."""
+    seen: list[Step] = []
+    call = SlotModel.__call__
+
+    def record(self: SlotModel, ids: Tensor, positions: Tensor, step: Step, columns: Tensor | None = None) -> Tensor:
+        assert len(ids) == step.decode_tokens + sum(len(chunk.tokens) for chunk in step.chunks)
+        seen.append(step)
+        return call(self, ids, positions, step, columns)
+
+    monkeypatch.setattr(SlotModel, "__call__", record)
+    return seen
+
+
+def loop_of(generator: Generator, *, windows: bool = False) -> DecodeLoop:
+    """The loop of a generator; with `windows` it launches several steps at a time, as it does with CUDA graphs."""
+    loop = generator._runner()
+    assert isinstance(loop, DecodeLoop)
+    loop.use_graphs = windows
+    return loop
+
+
+def by_windows(model: nn.Module, cache_bytes: int | None = None) -> Generator:
+    generator = Generator(model, "cpu", cache_bytes)
+    loop_of(generator, windows=True)
+    return generator
+
+
+def by_definition(model: nn.Module, prompts: Sequence[list[int]], answers: Sequence[Generation]) -> None:
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens, logprobs = greedy_by_definition(model, prompt, GREEDY.max_new_tokens)
+        assert answer.token_ids == tokens
+        assert answer.logprobs == pytest.approx(logprobs, abs=2e-4)
+
+
+def same(found: Sequence[Generation], expected: Sequence[Generation]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids == other.token_ids and one.finished == other.finished
+        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-4)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "mistral", "gemma2", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize(("slots", "chunk"), [(1, 1024), (3, 4), (5, 9)])
+@pytest.mark.parametrize("kernels", ["C", "torch"])
+def test_few_slots_and_chunked_prompts_say_the_same(
+    family: str, slots: int, chunk: int, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refilled slots hold other sequences' keys behind their own; chunks see what is cached, within the window."""
+    attends_by(kernels, monkeypatch)
+    if kernels == "torch":
+        monkeypatch.setattr(attention, "ragged_attention", lambda *_, **__: None)
+    monkeypatch.setitem(decode_loop.PREFILL_TOKENS, "cpu", chunk)
+    monkeypatch.setattr(attention, "MASKED_QUERIES", 3)
+    model = build(family)
+    by_definition(model, PROMPTS, Generator(model, "cpu").generate(PROMPTS, GREEDY, STREAMS, batch_size=slots))
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "mistral", "gemma2", "gemma3_text", "mixtral"])
+def test_windows_of_steps_say_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code that a GPU captures, run eagerly."""
+    monkeypatch.setitem(decode_loop.PREFILL_TOKENS, "cpu", 9)
+    model = build(family)
+    expected = Generator(model, "cpu").generate(PROMPTS, RANDOM, SEEDS, 3)
+    same(by_windows(model).generate(PROMPTS, RANDOM, SEEDS, 3), expected)
+
+
+@pytest.mark.parametrize("window", [1, 3, 8])
+@pytest.mark.parametrize("slots", [1, 5, 64])
+def test_the_host_may_look_as_seldom_as_it_likes(
+    llama: nn.Module, window: int, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_loop, "WINDOW", window)
+    expected = Generator(llama, "cpu").generate(PROMPTS, RANDOM, SEEDS, slots)
+    same(by_windows(llama).generate(PROMPTS, RANDOM, SEEDS, slots), expected)
+
+
+SETTINGS: list[Sampling] = [
+    replace(RANDOM, temperature=0),
+    replace(RANDOM, top_k=20, top_p=0.9),
+    replace(RANDOM, min_p=0.05, min_new_tokens=5),
+    replace(RANDOM, repetition_penalty=1.6),
+    replace(RANDOM, max_new_tokens=1),
+]
+
+
+def test_one_loop_under_many_settings(llama: nn.Module) -> None:
+    """State, steps and cache are those of the calls before; more settings than are kept."""
+    ours = by_windows(llama)
+    for sampling in [*SETTINGS, RANDOM, replace(RANDOM, seed=8), *SETTINGS[:2]]:
+        same(ours.generate(PROMPTS, sampling, SEEDS, 3), Generator(llama, "cpu").generate(PROMPTS, sampling, SEEDS, 3))
+    assert len(loop_of(ours)._steps) == decode_loop.MAX_STEPS
+
+
+def test_no_token_is_computed_twice_or_for_nothing(llama: nn.Module, steps: list[Step]) -> None:
+    answers = Generator(llama, "cpu").generate(PROMPTS, GREEDY, STREAMS, batch_size=3)
+    ran = steps[2:]  # the first two are the trial
+    tokens = [step.decode_tokens + sum(len(chunk.tokens) for chunk in step.chunks) for step in ran]
+    assert sum(tokens) == sum(len(p) + len(a.token_ids) - 1 for p, a in zip(PROMPTS, answers, strict=True))
+    busy = [step.decode_tokens + len(step.chunks) for step in ran]
+    assert max(busy) == 3
+    last_prompt = max(index for index, step in enumerate(ran) if step.chunks)
+    assert all(rows == 3 for rows in busy[: last_prompt + 1]), "a slot was idle while a prompt waited"
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "mistral", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize(("longest", "chunk"), [(30, 1024), (140, 60)])
+@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("kernels", ["C", "torch"])
+def test_samples_share_their_prompt(
+    family: str, longest: int, chunk: int, windows: bool, kernels: str, steps: list[Step],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A prompt runs once and is cached once, however many slots there are and whenever its samples begin."""
+    attends_by(kernels, monkeypatch)
+    monkeypatch.setitem(decode_loop.PREFILL_TOKENS, "cpu", chunk)
+    model = build(family, max_position_embeddings=160)
+    prompts = [[7], *ragged_prompts(longest, longest - 9)]
+    sampling = replace(RANDOM, repetition_penalty=1.6)
+    ours = Generator(model, "cpu")
+    loop = loop_of(ours, windows=windows)
+    steps.clear()
+    shared = ours.generate(prompts, sampling, list(range(21)), batch_size=5, samples=7)
+    assert sum(len(c.tokens) for step in steps for c in step.chunks) == sum(len(prompt) for prompt in prompts)
+    if chunk < longest:
+        assert any(step.chunks and step.decode_tokens for step in steps), "both kinds in one forward"
+    assert {step.rows.firsts is not None for step in steps if step.rows is not None} == {longest >= 128}
+    assert loop.cache is not None and loop.cache.size == CacheSize(3, 192 if longest > 128 else 64, 5 + 1, 64)
+    apart = [Generator(model, "cpu").generate([prompts[i // 7]], sampling, [i])[0] for i in range(21)]
+    same(shared, apart)
+    assert len({tuple(answer.token_ids) for answer in shared}) > 14
+
+
+def test_a_common_beginning_is_copied(llama: nn.Module, steps: list[Step]) -> None:
+    start, *rest = ragged_prompts(20, 3, 4, 5)
+    prompts = [start + end for end in rest]
+    by_definition(llama, prompts, Generator(llama, "cpu").generate(prompts, GREEDY, [0, 1, 2], batch_size=2))
+    assert sum(len(chunk.tokens) for step in steps[2:] for chunk in step.chunks) == 20 + 3 + 4 + 5
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_the_cache_stays_within_its_bound(llama: nn.Module, windows: bool) -> None:
+    """With little memory fewer prompts are kept, and fewer sequences run."""
+    token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, bytes
+    for blocks, sizes in ((3, (1, 2)), (7, (3, 4)), (99, (8, 9))):
+        ours = Generator(llama, "cpu", cache_bytes=blocks * 64 * token + 5)
+        loop = loop_of(ours, windows=windows)
+        assert loop.token_bytes == token
+        by_definition(llama, PROMPTS, ours.generate(PROMPTS, GREEDY, STREAMS, 8))
+        assert loop.cache is not None and (loop.cache.size.prompt_slots, loop.cache.size.answer_slots) == sizes
+        assert sum(tensor.nbytes for tensor in ours.held()[0]) <= blocks * 64 * token
+        ours.release()
+        assert loop.cache is None and ours.held() == ([], 0)
+
+
+def test_a_cache_too_small_for_a_sequence_runs_one_and_warns(
+    llama: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = Generator(llama, "cpu", cache_bytes=100)
+    for _ in range(2):
+        by_definition(llama, PROMPTS, ours.generate(PROMPTS, GREEDY, STREAMS))
+    (record,) = caplog.records
+    held = sum(tensor.nbytes for tensor in ours.held()[0])
+    assert f"may take 100 bytes (cache_bytes), and one sequence takes {held} bytes" in record.getMessage()
+
+
+ALL_SETTINGS = Sampling(
+    10, temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.4, min_new_tokens=3, end_ids=ENDS,
+    stop=("4>",), seed=5,
+)  # fmt: skip
+
+
+def text(token_ids: list[int]) -> str:
+    return "".join(f"<{token}>" for token in token_ids)
+
+
+def drawn_by_definition(
+    model: nn.Module, prompt: list[int], how: Sampling, sample_seed: int
+) -> tuple[list[int], list[float]]:
+    """Token by token in float64: penalty, ends forbidden, then what remains of the softmax, inverted at the
+    number of the sample seed, likeliest tokens first.
+    """
+    ids, logprobs = list(prompt), []
+    for place in range(how.max_new_tokens):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+        for token in set(ids):
+            logits[token] *= how.repetition_penalty ** (-1 if logits[token] > 0 else 1)
+        if place < how.min_new_tokens:
+            logits[list(how.end_ids)] = float("-inf")
+        if how.temperature == 0:
+            token, logprob = int(logits.argmax()), float(logits.log_softmax(-1).max())
+        else:
+            left = filtered(logits, how.temperature, how.top_k, how.top_p, how.min_p)
+            falling = left.argsort(descending=True)
+            number = uniforms(how.seed, torch.tensor([sample_seed]), place).double()
+            token = int(falling[(left[falling].cumsum(0) <= number).sum()])
+            logprob = float(left[token].log())
+        ids.append(token)
+        logprobs.append(logprob)
+        answer = ids[len(prompt) :]
+        if token in how.end_ids or (len(answer) >= how.min_new_tokens and text(answer).endswith(how.stop or ("none",))):
+            break
+    return ids[len(prompt) :], logprobs
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_all_settings_together_are_the_definition(family: str) -> None:
+    model = build(family)
+    for how in (Sampling(10, temperature=0, repetition_penalty=1.7), ALL_SETTINGS, replace(ALL_SETTINGS, end_ids=())):
+        answers = Generator(model, "cpu").generate(PROMPTS, how, STREAMS, batch_size=3, text=text)
+        for prompt, stream, answer in zip(PROMPTS, STREAMS, answers, strict=True):
+            tokens, logprobs = drawn_by_definition(model, prompt, how, stream)
+            assert answer.token_ids == tokens and answer.logprobs == pytest.approx(logprobs, abs=2e-4)
+        plain = Generator(model, "cpu").generate(PROMPTS, replace(how, repetition_penalty=1.0), STREAMS, text=text)
+        assert [a.token_ids for a in plain] != [a.token_ids for a in answers], "they repeat themselves without it"
+        assert any(a.finished for a in answers) == (how.temperature > 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_stop_strings_end_an_answer(family: str) -> None:
+    rollouts = Generator(build(family), "cpu")
+    whole = rollouts.generate(PROMPTS, Sampling(12, seed=5), STREAMS)
+    stop = tuple(f"<{a.token_ids[4]}><{a.token_ids[5]}>" for a in whole[:3])
+
+    cut = rollouts.generate(PROMPTS, Sampling(12, seed=5, stop=stop), STREAMS, batch_size=3, text=text)
+    for one, other in zip(cut, whole, strict=True):
+        ends = [n for n in range(1, 13) if text(other.token_ids[:n]).endswith(stop)]
+        assert one.token_ids == other.token_ids[: ends[0] if ends else 12] and one.finished == bool(ends)
+    assert sum(answer.finished for answer in cut) >= 3
+    said = list(rollouts.stream(PROMPTS[0], Sampling(12, seed=5, stop=stop), 0, text=text))
+    assert said == cut[0].token_ids
+
+
+def test_the_model_is_left_as_it_was(llama: nn.Module) -> None:
+    llama.config._attn_implementation = "sdpa"
+    stream = Generator(llama, "cpu").stream(PROMPTS[0], Sampling(9))
+    next(stream)
+    assert llama.config._attn_implementation == "sdpa"  # even while a stream waits
+    assert not any("forward" in module.__dict__ for module in llama.modules())
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_stream_that_is_left_leaves_nothing_behind(llama: nn.Module, windows: bool) -> None:
+    llama.config._attn_implementation = "sdpa"
+    ours = Generator(llama, "cpu")
+    loop_of(ours, windows=windows)
+    stream = ours.stream(PROMPTS[0], RANDOM, 1)
+    next(stream)
+    assert llama.config._attn_implementation == "sdpa"  # even while a stream waits
+    assert not any("forward" in module.__dict__ for module in llama.modules())
+    expected = Generator(llama, "cpu").generate(PROMPTS, RANDOM, SEEDS)
+    same(ours.generate(PROMPTS, RANDOM, SEEDS), expected)
+
+
+@pytest.mark.parametrize("window", [None, 3, 8])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_chunks_attend_as_the_definition(
+    window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that begin and prompts that continue, in one call of a kernel and in small masks."""
+    monkeypatch.setattr(attention, "MASKED_QUERIES", 4)
+    torch.manual_seed(0)
+    chunks = [Chunk(0, [0] * 10, 21), Chunk(1, [0] * 7, 0), Chunk(2, [0], 5), Chunk(3, [0] * 5, 2)]
+    query, key, value = torch.randn(1, 4, 23, 8), torch.randn(1, 2, 23, 8), torch.randn(1, 2, 23, 8)
+    found = []
+    for fast in (True, False):
+        if not fast:
+            monkeypatch.setattr(attention, "ragged_attention", lambda *_, **__: None)
+        cache = KVCache(CacheSize(4, 64, 2, 64), torch.device("cpu"))
+        layer = cache.layer(0, key, value)
+        generator = torch.Generator().manual_seed(1)
+        for states in (layer.prompt_keys, layer.prompt_values):
+            states.copy_(torch.randn(states.shape, generator=generator))
+        module = nn.Module()
+        module.layer_idx = 0
+        step = Step(cache, None, chunks)
+        how: dict[str, Any] = {"scaling": 0.4, "sliding_window": window, "softcap": softcap}
+        found.append(attention.slot_attention(module, query, key, value, step=step, **how)[0][0])
+        begin = 0
+        for chunk in chunks:
+            for place in range(chunk.start, chunk.end):
+                first = 0 if window is None else max(0, place - window + 1)
+                for head in range(4):
+                    k = layer.prompt_keys[chunk.slot, head // 2, first : place + 1].double()
+                    scores = 0.4 * (k @ query[0, head, begin].double())
+                    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+                    right = scores.softmax(0) @ layer.prompt_values[chunk.slot, head // 2, first : place + 1].double()
+                    torch.testing.assert_close(found[-1][begin, head].double(), right, atol=1e-5, rtol=0)
+                begin += 1
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_long_prompt_holds_nobody_up(llama: nn.Module, windows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the second prompt runs in ten chunks, who answers the first draws a token beside each."""
+    monkeypatch.setitem(decode_loop.PREFILL_TOKENS, "cpu", 5)
+    monkeypatch.setattr(decode_loop, "WINDOW", 1)
+    ours, how = Generator(llama, "cpu"), Sampling(40)
+    loop_of(ours, windows=windows)
+    sampled = [
+        {request for request, _, _ in step}
+        for step in ours.run([*ragged_prompts(20), ragged_prompts(20, 24)[1]], how, [0, 1], 2, lambda *_: False)
+    ]
+    began = next(index for index, requests in enumerate(sampled) if len(requests) == 2)
+    assert sampled[:began] == [sampled[0]] * began and 4 <= began <= 10
+
+
+def test_weights_at_other_addresses_get_new_steps(llama: nn.Module) -> None:
+    model = copy.deepcopy(llama)
+    ours = by_windows(model)
+    loop = loop_of(ours, windows=True)
+    ours.generate(PROMPTS, RANDOM, SEEDS)
+    before = loop._state
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    ours.refresh()
+    same(ours.generate(PROMPTS, RANDOM, SEEDS), Generator(model, "cpu").generate(PROMPTS, RANDOM, SEEDS))
+    assert loop._state is before
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    ours.refresh()
+    same(ours.generate(PROMPTS, RANDOM, SEEDS), Generator(model, "cpu").generate(PROMPTS, RANDOM, SEEDS))
+    assert loop._state is not before
+
+
+def test_a_sequence_that_has_ended_samples_nothing(llama: nn.Module) -> None:
+    ours = by_windows(llama)
+    ours.generate(ragged_prompts(3, 4), replace(RANDOM, temperature=0, end_ids=(), max_new_tokens=3), [0, 1])
+    loop = loop_of(ours, windows=True)
+    state = loop._state
+    assert state is not None
+    step = next(iter(loop._steps.values()))[0]
+    before = state.rows.clone()
+    assert before[:2, ENDED].tolist() == [1, 1] and before[:2, COUNT].tolist() == [3, 3]
+    assert sorted(before[:2, CACHED].tolist()) == [3 + 2, 4 + 2], "the last token is not cached"
+    state.clear()
+    state.rows[1, ENDED], state.rows[:2, LIMIT] = 0, 9
+    step(torch.tensor([[0, 1, 2, 2], [0, 1, 2, 3]]))
+    tokens = state.sampled.tokens
+    assert tokens[0, 0] == NOTHING and tokens[0, 1] != NOTHING and (tokens[1:] == NOTHING).all()
+    assert state.rows[0, CACHED:PROMPT].tolist() == [*before[0, CACHED:LIMIT].tolist(), 9, 1]
+    assert state.rows[1, CACHED:PROMPT].tolist() == [int(before[1, CACHED]) + 1, int(before[1, STREAM]), 4, 9, 0]
+    assert state.rows[2, ENDED] == 1
+
+
+def test_buckets() -> None:
+    assert [bucket(n) for n in (1, 2, 3, 5, 9, 17, 24, 25, 33, 49, 65, 97, 129)] == [
+        1, 2, 4, 8, 16, 24, 24, 32, 48, 64, 96, 128, 192
+    ]  # fmt: skip
+
+
+def test_a_seed_is_a_shift_of_the_sample_seeds() -> None:
+    sample_seeds, places = torch.tensor([[0], [5], [-3], [2**62]]), torch.arange(7)
+    for seed in (0, 1, 2**64 - 1, -9):
+        shifted = under_seed(seed, sample_seeds)
+        assert torch.equal(uniforms(0, shifted, places), uniforms(seed, sample_seeds, places))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_packed_weights_give_the_same_products(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not packed.available(dtype):
+        pytest.skip("this PyTorch packs no weights of this type here")
+    monkeypatch.setitem(packed.FEWEST_NUMBERS, dtype, 1)
+    model = copy.deepcopy(build(family)).to(dtype)
+    ids = torch.arange(24).remainder(VOCABULARY).view(2, 12)
+    packs = packed.PackedLinears(model)
+    with torch.no_grad():
+        plain = model(ids).logits
+        with packs.applied():
+            ours = model(ids).logits
+        again = model(ids).logits
+    layers = sum(type(module) in (nn.Linear, packed.Conv1D) for module in model.modules())
+    assert len(packs) == layers > 8
+    assert torch.equal(plain, again) and not any("forward" in module.__dict__ for module in model.modules())
+    torch.testing.assert_close(ours, plain, atol=3e-5 if dtype == torch.float32 else 0.3, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sliding_window": None}, "sliding window"),
+        ({"s_aux": torch.ones(4)}, "needs s_aux"),
+        ({"is_causal": False}, "not causal"),
+    ],
+)
+def test_what_the_slots_cannot_do_falls_back_with_a_warning(
+    changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build("mistral", sliding_window=6)
+    right = attention.slot_attention
+
+    def changed(module: nn.Module, *states: Tensor, **rest: Any) -> Any:
+        return right(module, *states, **(rest | changes))
+
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, changed)
+    monkeypatch.setattr("engine.generation.generator._warned", set())
+    for _ in range(2):
+        rollouts = Generator(model, "cpu")
+        assert rollouts.fallback is not None and reason in rollouts.fallback
+        rollouts.refresh()
+    assert [record.getMessage().count("padded batches") for record in caplog.records] == [1], "said once"
+    by_definition(model, PROMPTS, rollouts.generate(PROMPTS, GREEDY, STREAMS))

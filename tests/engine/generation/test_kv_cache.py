@@ -1,0 +1,32 @@
+"""How large a key-value cache becomes for a call, and what lies where."""
+
+import torch
+
+from engine.generation.kv_cache import CacheDemand, CacheSize, KVCache
+
+CPU = torch.device("cpu")
+
+
+def test_a_shared_prompt_is_counted_once() -> None:
+    """8 samples of each of 100 prompts; in short memory a fourth as many prompts as sequences: s (128 + 1024 / 4)."""
+    demand = CacheDemand(prompt_tokens=1000, answer_tokens=120, prompts=100, sequences=800, batch_size=800)
+    size = demand.size_within(1_000_000)
+    assert (size.sequences, size.prompt_slots) == (800, 100)
+    assert size.tokens < 206_000
+    short = demand.size_within(100_000)  # 86 sequences if each had its own prompt
+    assert (short.sequences, short.prompt_slots) == (260, 65)
+    assert demand.size_within(99_967).sequences == 259, "the scratch slot is counted"
+    assert demand.fits(short, short.sequences) and not demand.fits(short, 300)
+    assert demand.size_within(5).sequences == 1, "one sequence always fits"
+
+
+def test_rows_are_where_the_slots_say() -> None:
+    cache = KVCache(CacheSize(3, 64, 2, 64), CPU)
+    layer = cache.layer(0, torch.empty(1, 2, 1, 8), torch.empty(1, 2, 1, 4))
+    assert layer is cache.layer(0, torch.empty(0), torch.empty(0)) and cache.token_bytes == 2 * (8 + 4) * 4
+    layer.prompt_keys[2, 1, 5] = 7
+    keys, values = layer.prompt_rows
+    assert keys.shape[::2] == (2, 8) and values.shape[2] == 4
+    assert (keys[1, 2 * 2 * 64 + 5] == 7).all() and keys[0].abs().sum() == 0
+    cache.copy_prefix(2, 0, 6)
+    assert (layer.prompt_keys[0, 1, 5] == 7).all() and layer.prompt_keys[1].abs().sum() == 0

@@ -1,0 +1,82 @@
+"""The scheduler: who runs when, what is shared, and which slot becomes free when."""
+
+from engine.generation.scheduler import Plan, Scheduler
+
+LONG = list(range(40))
+
+
+def chunks(plan: Plan) -> list[tuple[int, int, int]]:
+    return [(chunk.slot, chunk.start, chunk.end) for chunk in plan.chunks]
+
+
+def starting(plan: Plan) -> list[tuple[int, int, int]]:
+    return [(sequence.request, sequence.slot, sequence.prompt.slot) for sequence in plan.starting]
+
+
+def test_a_freed_slot_goes_to_the_next_prompt() -> None:
+    scheduler = Scheduler([[1, 2], [3], [4, 5, 6]], slots=2, prompt_slots=2, prefill_tokens=100)
+    first = scheduler.plan()
+    assert chunks(first) == [(0, 0, 3), (1, 0, 2)] and first.completes == [True, True] and not first.decoding
+    scheduler.finish({2})
+    second = scheduler.plan()
+    assert chunks(second) == [(0, 0, 1)] and starting(second) == [(1, 0, 0)]
+    assert [sequence.request for sequence in second.decoding] == [0]
+
+
+def test_late_samples_run_no_token_of_their_prompt() -> None:
+    scheduler = Scheduler([LONG, LONG, [9], LONG], slots=2, prompt_slots=2, prefill_tokens=100)
+    assert scheduler.longest_shared_prompt == 40
+    first = scheduler.plan()
+    assert chunks(first) == [(0, 0, 40)] and starting(first) == [(0, 0, 0), (1, 1, 0)]
+    scheduler.finish({1})
+    second = scheduler.plan()
+    assert not second.chunks and starting(second) == [(3, 1, 0)]
+    scheduler.finish({0})
+    third = scheduler.plan()
+    assert chunks(third) == [(1, 0, 1)] and starting(third) == [(2, 0, 1)]
+    scheduler.finish({2, 3})
+    assert not scheduler.busy
+
+
+def test_a_prompt_stays_until_its_slot_is_needed_and_nothing_reads_it() -> None:
+    other, third = [99, *LONG], [98, *LONG]
+    scheduler = Scheduler([LONG, LONG, other, third], slots=2, prompt_slots=1, prefill_tokens=100)
+    assert chunks(scheduler.plan()) == [(0, 0, 41)], "the second prompt has no slot"
+    assert not scheduler.plan().chunks
+    scheduler.finish({scheduler.decoding[0].request})
+    assert chunks(scheduler.plan()) == [(0, 0, 41)]
+    scheduler.finish({scheduler.decoding[0].request})
+    assert chunks(scheduler.plan()) == [(0, 0, 40)] and [s.request for s in scheduler.decoding] == [0, 1]
+    scheduler.finish({0, 1})
+    assert not scheduler.busy
+
+
+def test_samples_wait_while_their_prompt_runs_in_chunks() -> None:
+    scheduler = Scheduler([LONG, LONG], slots=2, prompt_slots=1, prefill_tokens=20)
+    plan = scheduler.plan()
+    assert chunks(plan) == [(0, 0, 20)] and plan.completes == [False] and not plan.starting
+    plan = scheduler.plan()
+    assert chunks(plan) == [(0, 20, 40)] and plan.completes == [True]
+    assert starting(plan) == [(0, 0, 0), (1, 1, 0)]
+
+
+def test_a_common_beginning_is_copied_between_prompts() -> None:
+    scheduler = Scheduler([LONG, [*LONG[:30], 77, 78]], slots=2, prompt_slots=2, prefill_tokens=100)
+    plan = scheduler.plan()
+    assert plan.copies == [] and chunks(plan) == [(0, 0, 40)]
+    plan = scheduler.plan()
+    assert plan.copies == [(0, 1, 30)] and chunks(plan) == [(1, 30, 32)]
+
+
+def test_a_common_beginning_in_its_own_slot_is_not_copied() -> None:
+    scheduler = Scheduler([LONG, [*LONG[:30], 77, 78]], slots=1, prompt_slots=1, prefill_tokens=100)
+    scheduler.plan()
+    scheduler.finish({0})
+    plan = scheduler.plan()
+    assert plan.copies == [] and chunks(plan) == [(0, 30, 32)]
+
+
+def test_sequences_of_one_prompt_are_neighbours() -> None:
+    scheduler = Scheduler([LONG, [9], LONG], slots=3, prompt_slots=2, prefill_tokens=100)
+    scheduler.plan()
+    assert [sequence.request for sequence in scheduler.plan().decoding] == [0, 2, 1]
