@@ -30,7 +30,7 @@ from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes,
 from engine.offload import OffloadedOptimizer, parameter_values
 from engine.optimizers.ema import Average
 from engine.optimizers.onebit_adam import OneBitAdam
-from engine.parallel import dist, pipeline, traffic, zero
+from engine.parallel import comm_stats, dist, pipeline, zero
 from engine.passes import Learned, Passes
 from engine.pipelined import PipelinePasses
 
@@ -60,7 +60,7 @@ class Update:
     grad_norm: float
     lr: float
     skipped: bool
-    sent: traffic.Traffic
+    sent: comm_stats.Traffic
 
 
 class Engine:
@@ -270,7 +270,7 @@ class Engine:
         `engine.oom.PassOutOfMemory` if a pass runs out of memory.
         """
         self._check_arrangement()
-        before = traffic.sent()
+        before = comm_stats.sent()
         figures: dict[str, float | Tensor] = {}
         total: float | Tensor = 0.0
         for loss_sum, metrics in self._passes.learn(micro_batches, loss_fn, count):
@@ -286,7 +286,7 @@ class Engine:
         if before_step is not None:
             before_step(sums)
         done = self._step(squared_norm)
-        return Update(loss, sums, most, done.grad_norm, done.lr, done.skipped, traffic.sent() - before)
+        return Update(loss, sums, most, done.grad_norm, done.lr, done.skipped, comm_stats.sent() - before)
 
     def dry_run(self, micro_batch: Batch, loss_fn: "LossFn[Batch]") -> None:
         """Run forward and backward of a micro-batch and discard the result: weights and random state do not change.

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from engine.host_allocator import reuse_freed_memory
-from engine.parallel import last_words, stop_request
-from engine.parallel.traffic import count, count_all_reduce
+from engine.parallel import rank_errors, stop_signal
+from engine.parallel.comm_stats import count, count_all_reduce
 
 __all__ = [  # what other rooms may use; they import this module as `engine.distributed`
     "World",
@@ -126,7 +126,7 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         device_id=where if kind == "cuda" else None,
     )
     if size > 1:
-        last_words.install(dist.PrefixStore(namespace, store), rank)
+        rank_errors.install(dist.PrefixStore(namespace, store), rank)
     _host_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     _background_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     _world = World(rank, size, local_rank, where)
@@ -141,7 +141,7 @@ def stop() -> None:
     _world = _host_group = _background_group = _store = None
     _meshes.clear()
     _made.clear()
-    stop_request.forget()
+    stop_signal.forget()
 
 
 def arrange(*, tensor: int = 1, pipeline: int = 1, sequence: int = 1) -> World:
@@ -337,18 +337,18 @@ def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
     """Add up named numbers over the shares of the data, in float64. Every rank passes the same names.
 
     Ranks that have the same share (mates, pieces of a model) have the same numbers; these count once. Whether
-    any rank asks to stop (stop_request.py) all know then.
+    any rank asks to stop (stop_signal.py) all know then.
     """
     names = sorted(values)
     if world().size == 1:
-        stop_request.learn(stop_request.asked_here())
+        stop_signal.learn(stop_signal.asked_here())
         return dict(values)
     first = world().rank % world().mates == 0 and world().pipeline_rank == 0
     mine = [float(values[name]) if first else 0.0 for name in names]
-    total = torch.tensor([*mine, float(stop_request.asked_here())], dtype=torch.float64)
+    total = torch.tensor([*mine, float(stop_signal.asked_here())], dtype=torch.float64)
     dist.all_reduce(total, group=host_group())
     *sums, asking = total.tolist()
-    stop_request.learn(asking > 0)
+    stop_signal.learn(asking > 0)
     return dict(zip(names, sums, strict=True))
 
 

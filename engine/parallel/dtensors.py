@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from engine.parallel import dist
-from engine.parallel.traffic import count
+from engine.parallel.comm_stats import count
 
 _Dims = tuple[tuple[DeviceMesh, int], ...]  # a mesh and which of its dimensions, each
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from engine import kernels
-from engine.parallel import dist, dtensors, regions, tensor
+from engine.parallel import autograd_collectives, dist, dtensors, tensor
 
 
 def split_head(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -56,7 +56,7 @@ def _own_tokens(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
                 found = inner((ids - first).clamp(0, rows - 1))
         finally:
             embedding.padding_idx = padding  # initialisers of the whole module read it
-        return regions.summed(found.masked_fill(elsewhere[..., None], 0), group)
+        return autograd_collectives.summed(found.masked_fill(elsewhere[..., None], 0), group)
 
     embedding.forward = forward  # type: ignore[method-assign, assignment]
 

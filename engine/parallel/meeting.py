@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel import dist
-from engine.parallel.last_words import LostMate
+from engine.parallel.rank_errors import LostMate
 
 LINE = 64  # bytes: each rank's count has a line of the cache to itself
 KEEN = 2e-3  # seconds of looking without a break

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 # It has no public name, the same from torch 2.11 to 2.13.
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from engine.parallel import regions
+from engine.parallel import autograd_collectives
 
 
 def _called(name: str) -> ProcessGroup:
@@ -24,11 +24,11 @@ def define() -> None:
 
     @torch.library.custom_op("zerochat::sum_over_mates", mutates_args=())
     def summed(x: Tensor, group: str) -> Tensor:
-        return regions.sum_now(x, _called(group))
+        return autograd_collectives.sum_now(x, _called(group))
 
     @torch.library.custom_op("zerochat::join_over_mates", mutates_args=())
     def joined(x: Tensor, group: str) -> Tensor:
-        return regions.join_now(x, _called(group))
+        return autograd_collectives.join_now(x, _called(group))
 
     @summed.register_fake
     def _(x: Tensor, group: str) -> Tensor:

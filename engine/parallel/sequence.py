@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from engine.parallel import dist, regions
-from engine.parallel.traffic import count
+from engine.parallel import autograd_collectives, dist
+from engine.parallel.comm_stats import count
 
 
 def share_of(tokens: int) -> "Share | None":
@@ -72,7 +72,7 @@ class Share:
         The upstream gradient has to be the same on all ranks.
         """
         own = values.new_zeros(count).index_copy(0, which, values)
-        return regions.summed(own, dist.sequence_group())
+        return autograd_collectives.summed(own, dist.sequence_group())
 
     def by_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(1, heads, own tokens, size) each -> (1, own heads, all tokens, size), the filling among them.

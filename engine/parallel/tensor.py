@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
-from engine.parallel import dtensors, regions
+from engine.parallel import autograd_collectives, dtensors
 
 HEADS = {"num_attention_heads": "attention heads", "num_key_value_heads": "key-value heads"}
 HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "num_key_value_heads")
@@ -102,8 +102,8 @@ def column_wise(path: str, layer: nn.Linear, mesh: DeviceMesh, *, gather: bool) 
 
     def forward(x: Tensor) -> Tensor:
         bias = None if layer.bias is None else dtensors.local(layer.bias)
-        part = F.linear(regions.copied(x, group), dtensors.local(layer.weight), bias)
-        return regions.gathered(part, group) if gather else part
+        part = F.linear(autograd_collectives.copied(x, group), dtensors.local(layer.weight), bias)
+        return autograd_collectives.gathered(part, group) if gather else part
 
     layer.forward = forward  # type: ignore[method-assign, assignment]
 
@@ -113,8 +113,8 @@ def _row_wise(path: str, layer: nn.Linear, mesh: DeviceMesh, *, split: bool) -> 
     _distribute(path, layer, "weight", 1, mesh)
 
     def forward(x: Tensor) -> Tensor:
-        part = regions.split(x, group) if split else x
-        whole = regions.summed(F.linear(part, dtensors.local(layer.weight)), group)
+        part = autograd_collectives.split(x, group) if split else x
+        whole = autograd_collectives.summed(F.linear(part, dtensors.local(layer.weight)), group)
         return whole if layer.bias is None else whole + layer.bias
 
     layer.forward = forward  # type: ignore[method-assign, assignment]
@@ -125,7 +125,7 @@ def _own_norm(module: nn.Module, mesh: DeviceMesh) -> None:
     group, inner = mesh.get_group(), module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with seen_as(module, lambda p: regions.copied(p, group)):
+        with seen_as(module, lambda p: autograd_collectives.copied(p, group)):
             return inner(*args, **kwargs)
 
     module.forward = forward  # type: ignore[method-assign]
@@ -155,10 +155,10 @@ def _experts(path: str, module: nn.Module, plan: Mapping[str, str], mesh: Device
         _distribute(path, module, leaf, parameter.ndim + dim, mesh, pieces=pieces)
 
     def forward(hidden: Tensor, indices: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        hidden, weights = regions.copied(hidden, group), regions.copied(weights, group)
+        hidden, weights = autograd_collectives.copied(hidden, group), autograd_collectives.copied(weights, group)
         with seen_as(module, dtensors.local):
             part = inner(hidden, indices, weights, *args, **kwargs)
-        return regions.summed(part, group)
+        return autograd_collectives.summed(part, group)
 
     module.forward = forward  # type: ignore[method-assign]
 

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from engine.config import Compress
-from engine.parallel import alone as one_rank
-from engine.parallel import dist, dtensors, unused, wire
+from engine.parallel import comm_hooks, dist, dtensors, single_rank, unused_parameters
 
 
 def units(module: nn.Module) -> list[nn.Module]:
@@ -78,10 +77,10 @@ def shard(
 
     `offload` says that the shards live on the host, `pin` that they are pinned there.
     `apart` (stage 0) leaves every rank its own gradients: nothing is reduced. With `alone` there is one rank, and
-    parameters stay plain tensors (engine/parallel/alone.py).
+    parameters stay plain tensors (engine/parallel/single_rank.py).
     """
     if alone:
-        one_rank.attach(module, policy)
+        single_rank.attach(module, policy)
         return
     whole = layout(stage=stage, ranks=ranks)
     replicate = 1 if apart else whole["replicate"].size()
@@ -89,15 +88,15 @@ def shard(
     mesh = whole[("shard",) if replicate == 1 else ("replicate", "shard")]
     on_host = dist.world().device.type == "cpu"  # where there is no other place to bring them to
     where = CPUOffloadPolicy(pin_memory=pin) if offload and not on_host else OffloadPolicy()
-    sending = wire.Sending(replicate=replicate, shard=mesh["shard"].size(), compress=compress)
-    policy = wire.reducing(policy, sending, each_micro_batch=stage >= 2)
+    sending = comm_hooks.Sending(replicate=replicate, shard=mesh["shard"].size(), compress=compress)
+    policy = comm_hooks.reducing(policy, sending, each_micro_batch=stage >= 2)
     for part in [*units(module), module]:
         # Backward begins with the root: released after forward it would be gathered again at once.
         reshard = stage == 3 and part is not module
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=where)
-        wire.install(part, sending)
+        comm_hooks.install(part, sending)
     for group in _groups_of(module):
-        unused.watch(group)
+        unused_parameters.watch(group)
 
 
 def without_gradient(module: nn.Module) -> set[str]:
@@ -106,12 +105,12 @@ def without_gradient(module: nn.Module) -> set[str]:
     Every rank calls, once a step.
     """
     groups = _groups_of(module)
-    return unused.by_no_rank(module, map(unused.usage_of, groups)) if groups else set()
+    return unused_parameters.by_no_rank(module, map(unused_parameters.usage_of, groups)) if groups else set()
 
 
 def before_micro_batch(module: nn.Module, *, stage: int, last: bool) -> None:
     """Set what the coming backward does: keep or reduce gradients, keep or release parameters."""
-    stand_ins = one_rank.of(module)
+    stand_ins = single_rank.of(module)
     if stand_ins is not None:
         stand_ins.gather()
         return
@@ -122,14 +121,14 @@ def before_micro_batch(module: nn.Module, *, stage: int, last: bool) -> None:
 
 def after_micro_batch(module: nn.Module, *, last: bool) -> None:
     """What FSDP2 does by itself at the end of a backward."""
-    stand_ins = one_rank.of(module)
+    stand_ins = single_rank.of(module)
     if stand_ins is not None and last:
         stand_ins.release()
 
 
 def release(module: nn.Module) -> None:
     """Drop gathered parameters, so that the next use gathers what the optimizer wrote meanwhile."""
-    stand_ins = one_rank.of(module)
+    stand_ins = single_rank.of(module)
     if stand_ins is not None:
         stand_ins.release()
         return
@@ -143,7 +142,7 @@ def discard(module: nn.Module) -> None:
     FSDP2 has no public way back from the middle of a pass. What ends a backward there puts everything to rest, so that
     is called, with reducing off and nothing to reduce. Private names, the same from torch 2.11 to 2.13.
     """
-    stand_ins = one_rank.of(module)
+    stand_ins = single_rank.of(module)
     if stand_ins is not None:
         stand_ins.discard()
         return
@@ -159,7 +158,7 @@ def discard(module: nn.Module) -> None:
             parameter.sharded_param.grad = None
         group._partial_reduce_output = None
     for group in groups:
-        unused.usage_of(group).forget()
+        unused_parameters.usage_of(group).forget()
     root = module._get_fsdp_state()
     root._state_ctx.iter_forward_root = None
     root._comm_ctx.all_gather_state = None
@@ -175,7 +174,7 @@ def discard(module: nn.Module) -> None:
 
 def sharded(module: nn.Module) -> list[Tensor]:
     """The parameters as they are kept between uses, gathered now or not."""
-    stand_ins = one_rank.of(module)
+    stand_ins = single_rank.of(module)
     if stand_ins is not None:
         return [*(stand_ins.masters or module.parameters())]
     return [parameter.sharded_param for parameter in _parameters(module)]
@@ -183,7 +182,7 @@ def sharded(module: nn.Module) -> list[Tensor]:
 
 def gathered(module: nn.Module) -> list[Tensor]:
     """The buffers of whole parameters that are allocated now; those that were released have no bytes."""
-    stand_ins = one_rank.of(module)
+    stand_ins = single_rank.of(module)
     if stand_ins is not None:
         return list(stand_ins.copies)
     found: list[Tensor] = []
@@ -196,7 +195,7 @@ def gathered(module: nn.Module) -> list[Tensor]:
 
 def gradients(module: nn.Module) -> list[Tensor]:
     """Gradients that are held now: reduced ones, and whole ones that wait for their reduction."""
-    if one_rank.of(module) is not None:
+    if single_rank.of(module) is not None:
         return [parameter.grad for parameter in sharded(module) if parameter.grad is not None]
     found = []
     for parameter in _parameters(module):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine import Engine, distributed, oom
 from engine.checkpoint import Damaged, random_state, restore_random_state
-from engine.parallel import stop_request, traffic
+from engine.parallel import comm_stats, stop_signal
 from pipeline.config.schema import ProfileSection, StageSection
 from pipeline.errors import SharedError, UserError
 from pipeline.files import explained_disk, write_json
@@ -77,7 +77,7 @@ class StageRun:
         self._decides = decides if section.export == "best" else None
         self._best_step: int | None = None
         self._begun = 0  # the step before this process's first
-        self._sent = traffic.sent()
+        self._sent = comm_stats.sent()
         self._profile = _profile_of(folder, profile)
 
     @property
@@ -102,7 +102,7 @@ class StageRun:
                 restore_random_state(mine["random"])
             self._take(shared["extra"])
         self.clock.begin_lap()
-        self._begun, self._sent = step, traffic.sent()
+        self._begun, self._sent = step, comm_stats.sent()
         if distributed.world().leads:
             if step:
                 print(f"{self.folder.name}: continuing after step {step} of {self.steps}", flush=True)
@@ -135,7 +135,7 @@ class StageRun:
         """
         if self._profile is not None:
             self._profile.expect(self._begun + 1, self.steps)
-        with put_off(stop_request.ask):
+        with put_off(stop_signal.ask):
             for step in range(self._begun + 1, self.steps + 1):
                 if self._profile is not None:
                     self._profile.begin(step)
@@ -174,7 +174,7 @@ class StageRun:
         Where `save_every` is 0, every tenth of the stage, and wherever the last one is too long ago. If the run is to
         stop, which all ranks learned in the step's updates, one is due as well; when it is whole, Stopped is raised.
         """
-        stops = stop_request.agreed()
+        stops = stop_signal.agreed()
         regular = step > 0 and (step % self._save_every == 0 or self._overdue(step))
         if step != self._saved and (stops or regular or step in (self.steps, self._best_step)):
             self._write(step)
@@ -257,7 +257,7 @@ class StageRun:
     def _bytes_sent_by_step(self) -> dict[str, int]:
         """Mean bytes that this rank sends in a step, by what for; rollouts, scoring and evaluation are part of it."""
         steps = max(1, self.steps - self._begun)
-        return {kind: round(size / steps) for kind, size in asdict(traffic.sent() - self._sent).items()}
+        return {kind: round(size / steps) for kind, size in asdict(comm_stats.sent() - self._sent).items()}
 
     def finish(self, figures: Mapping[str, Any]) -> None:
         """Write summary.json: final and best figures, peak memory by rank, seconds by phase, tokens a second."""

@@ -20,7 +20,7 @@ from engine.checkpoint import checkpointer as checkpointer_module
 from engine.checkpoint.planner import HostCopy
 from engine.checkpoint.storage import Writer
 from engine.config import LossScale, Precision
-from engine.parallel import dist, dtensors, stop_request
+from engine.parallel import dist, dtensors, stop_signal
 from tests.ranks import run_ranks
 
 WIDTH, ROWS, STEPS = 6, 4, 5
@@ -96,8 +96,8 @@ def on_two_ranks(theirs: Path, ours: Path, broken: Path) -> dict[str, Any]:
     sums = {dist.sum_over_ranks({"a": 1.0, "b": float(dist.world().rank)})["b"] for _ in range(300)}
     checkpointer.wait()
     if dist.world().rank == 1:
-        stop_request.ask()
-    wishes = [(stop_request.agreed(), dist.sum_over_ranks({"a": 1.0}), stop_request.agreed())]
+        stop_signal.ask()
+    wishes = [(stop_signal.agreed(), dist.sum_over_ranks({"a": 1.0}), stop_signal.agreed())]
     again = engine_of(3, seed=9)
     _, own = Checkpointer({"net": again}).load(ours)
     continued = advance(again, 3, STEPS)

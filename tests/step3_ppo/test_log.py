@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import Update
-from engine.parallel.traffic import Traffic
+from engine.parallel.comm_stats import Traffic
 from pipeline.config.schema import PpoSection
 from step3_ppo.log import UpdateMetrics, explained_variance, log_generator_gap, mean_metrics, rollout_metrics
 from step3_ppo.rollout import Rollout

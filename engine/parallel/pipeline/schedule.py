@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from engine.parallel import dist, dtensors, zero
+from engine.parallel.comm_stats import count
 from engine.parallel.pipeline.chunk import Chunk
 from engine.parallel.pipeline.piece import Piece
 from engine.parallel.pipeline.stage import Stage
-from engine.parallel.traffic import count
 
 Kind = Literal["1f1b", "gpipe"]
 Guard = Callable[[bool, int, Callable[[], Any]], Any]  # (if it is a forward, number of the micro-batch, what to call)

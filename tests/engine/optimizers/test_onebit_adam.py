@@ -11,8 +11,8 @@ from engine import EngineConfig, OptimizerConfig
 from engine.engine import Engine
 from engine.optimizers.onebit_adam import pack, scale_of, unpack
 from engine.parallel import dist, dtensors
-from engine.parallel.traffic import Traffic
-from tests.engine.parallel.test_wire import NUMBERS, ROWS, WIDTH, Net, squared_error
+from engine.parallel.comm_stats import Traffic
+from tests.engine.parallel.test_comm_hooks import NUMBERS, ROWS, WIDTH, Net, squared_error
 from tests.ranks import run_ranks
 
 STEPS, FREEZE, LR, BETAS, EPS = 12, 5, 0.01, (0.9, 0.99), 1e-8

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.parallel import dist, mailbox, meeting
-from engine.parallel.last_words import LostMate
 from engine.parallel.mailbox import Mailbox
 from engine.parallel.meeting import LINE, Meeting
+from engine.parallel.rank_errors import LostMate
 from tests.ranks import run_ranks
 
 NUMBERS = 5000  # 10,000 bytes of bf16: three chunks of a gather, five of an exchange, the last ones short

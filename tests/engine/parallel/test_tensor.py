@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import Engine, EngineConfig, OptimizerConfig, initialize
 from engine.loading import copy_local
-from engine.parallel import dist, dtensors, operators, regions
+from engine.parallel import autograd_collectives, dist, dtensors, operators
 from tests.ranks import run_ranks
 
 STEPS, ROWS, VOCABULARY = 3, 4, 96
@@ -125,7 +125,7 @@ def compiled() -> list[tuple[Tensor, Tensor]]:
 
     @partial(torch.compile, backend="aot_eager")
     def summed(x: Tensor) -> Tensor:
-        return regions.summed(regions.copied(x, group).sin(), group)
+        return autograd_collectives.summed(autograd_collectives.copied(x, group).sin(), group)
 
     for tokens in (3, 5, 4):
         x = torch.arange(float(tokens), requires_grad=True)

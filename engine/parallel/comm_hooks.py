@@ -24,8 +24,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from engine.config import Compress
 from engine.parallel import dist, int8
 from engine.parallel import mailbox as mailboxes
+from engine.parallel.comm_stats import count, count_all_reduce
 from engine.parallel.mailbox import Mailbox
-from engine.parallel.traffic import count, count_all_reduce
 
 SUM_BLOCK = 2**17  # numbers added up at once, so that they stay in the cache
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, EngineConfig, OptimizerConfig, precision
-from engine.parallel import alone, dist, dtensors, zero
+from engine.parallel import dist, dtensors, single_rank, zero
 
 
 class Tied(nn.Module):
@@ -123,4 +123,4 @@ def ones(module: nn.Module) -> None:
 
 
 def test_other_modules_have_none() -> None:
-    assert alone.of(nn.Linear(2, 2)) is None
+    assert single_rank.of(nn.Linear(2, 2)) is None

@@ -5,8 +5,8 @@ import sys
 import pytest
 from torch.distributed import HashStore
 
-from engine.parallel import last_words
-from engine.parallel.last_words import LostMate, install
+from engine.parallel import rank_errors
+from engine.parallel.rank_errors import LostMate, install
 
 GLOO = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
@@ -22,7 +22,7 @@ def ends(store: HashStore, rank: int, problem: BaseException, monkeypatch: pytes
 
 
 def test_the_first_error_is_told_by_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(last_words, "PATIENCE", 0.0)
+    monkeypatch.setattr(rank_errors, "PATIENCE", 0.0)
     store = HashStore()
     assert ends(store, 3, GLOO, monkeypatch), "nobody has said why"
     assert ends(store, 2, KeyboardInterrupt(), monkeypatch)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from engine import EngineConfig, OptimizerConfig
 from engine.config import Compress
 from engine.engine import Engine
-from engine.parallel import dist, dtensors, int8, wire
-from engine.parallel.traffic import Traffic
+from engine.parallel import comm_hooks, dist, dtensors, int8
+from engine.parallel.comm_stats import Traffic
 from tests.ranks import run_ranks
 
 WIDTH, BLOCKS, ROWS, STEPS = 48, 3, 16, 30
@@ -110,9 +110,9 @@ def test_eight_bits_halve_the_bytes_of_bf16_and_train_alike(found: list[Found]) 
 
 def exchanged() -> tuple[Tensor, Tensor]:
     """The mean of two ranks' bf16 gradients by exchange, and what this rank put in."""
-    rank, numbers = dist.world().rank, 3 * wire.SUM_BLOCK // 2
+    rank, numbers = dist.world().rank, 3 * comm_hooks.SUM_BLOCK // 2
     mine = torch.randn(2 * numbers, generator=torch.Generator().manual_seed(rank)).bfloat16()
-    exchange, cpu = wire.Exchange(2), torch.device("cpu")
+    exchange, cpu = comm_hooks.Exchange(2), torch.device("cpu")
     given = exchange.allocate((2 * numbers,), dtype=torch.bfloat16, device=cpu).copy_(mine)
     out = exchange.allocate((numbers,), dtype=torch.bfloat16, device=cpu)
     exchange(out, given, dist.mesh(replicate=1, shard=2).get_group("shard"), torch.distributed.ReduceOp.AVG)
