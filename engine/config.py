@@ -95,8 +95,8 @@ class EngineConfig:
     `tensor_parallel` neighbouring ranks hold each matrix between them and see the same data; `tensor_plan` says which
     and how ({pattern of module names: style}, engine/parallel/tensor.py), None takes what came with the model.
 
-    `pipeline_parallel` ranks hold the blocks of a language model one after another (engine/parallel/pipeline), and pass
-    micro-batches on by `pipeline_schedule`: one forward, one backward in turn, or all forwards first.
+    `pipeline_parallel` ranks hold the blocks of a language model one after another (parallel/pipeline_parallel.py), and
+    pass micro-batches on by `pipeline_schedule`: one forward, one backward in turn, or all forwards first.
 
     `sequence_parallel` neighbouring ranks see the same rows and hold their tokens between them, where the module shares
     them out (engine/parallel/sequence.py); ZeRO lays it out over these ranks as over all others.

@@ -30,9 +30,10 @@ from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes,
 from engine.offload import OffloadedOptimizer, parameter_values
 from engine.optimizers.ema import Average
 from engine.optimizers.onebit_adam import OneBitAdam
-from engine.parallel import comm_stats, dist, pipeline, zero
+from engine.parallel import comm_stats, dist, zero
+from engine.parallel.pipeline_split import split_of
 from engine.passes import Learned, Passes
-from engine.pipelined import PipelinePasses
+from engine.pipeline_passes import PipelinePasses
 
 Batch = TypeVar("Batch")
 Score = TypeVar("Score")
@@ -111,10 +112,10 @@ class Engine:
             self.module.eval().requires_grad_(False)
 
     def _make_passes(self) -> Passes:
-        piece = pipeline.piece_of(self.module)
-        if piece is None:
+        split = split_of(self.module)
+        if split is None:
             return Passes(self.module, self.config, self.memory_tracker, self.scaler, self._discard)
-        return PipelinePasses(self.module, self.config, self.memory_tracker, self.scaler, self._discard, piece)
+        return PipelinePasses(self.module, self.config, self.memory_tracker, self.scaler, self._discard, split)
 
     def _build(self, config: OptimizerConfig) -> torch.optim.Optimizer | OffloadedOptimizer:
         if layout.offloads(self.config, config):

@@ -11,7 +11,8 @@ from engine import optim, precision
 from engine.config import EngineConfig, OptimizerConfig
 from engine.kernels.wide_linear import widen_linears
 from engine.offload import NvmeParameters
-from engine.parallel import dist, head, operators, pipeline, tensor, zero
+from engine.parallel import dist, head, operators, tensor, zero
+from engine.parallel.pipeline_split import split_model
 
 WAYS = 64
 """How often a block is compiled, at most. All of a model's share their code, and each way to call one is another: with
@@ -101,7 +102,7 @@ def _split(module: nn.Module, config: EngineConfig) -> None:
     )
     if config.pipeline_parallel > 1:
         dtype = precision.TORCH_DTYPE[config.dtype]
-        pipeline.cut(module, rank=world.pipeline_rank, size=world.pipeline, dtype=dtype, device=world.device)
+        split_model(module, rank=world.pipeline_rank, size=world.pipeline, dtype=dtype, device=world.device)
     if config.tensor_parallel > 1:
         mesh = zero.layout(stage=config.zero_stage, ranks=config.shard_ranks)["tensor"]
         tensor.parallelize(module, config.tensor_plan or tensor.plan_of(module), mesh)

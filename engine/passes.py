@@ -4,7 +4,7 @@ PPO scores a rollout with the models that learn, and then takes its first step o
 parameters: the forward of the scoring is the forward of the update. `score_to_learn` holds the graphs of all
 micro-batches until `learn` makes the losses and the backwards. The price is memory: the activations of a whole step.
 
-Pipeline parallelism runs several micro-batches at once: `engine/pipelined.py` overrides these methods.
+Pipeline parallelism runs several micro-batches at once: `engine/pipeline_passes.py` overrides these methods.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

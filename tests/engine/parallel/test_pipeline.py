@@ -249,14 +249,14 @@ def refused() -> list[str]:
 
 def test_what_cannot_be_is_refused_and_says_why() -> None:
     wanted = (
-        "Linear has 0",
+        "Linear has 0. Use zero_stage=3",
         "Sequential has 2",
-        "more than the 1 blocks",
-        "RwkvModel wants more of its blocks (not enough values to unpack (expected 3, got 1)); use zero_stage=3",
+        "more than the 1 blocks of the model",
+        "RwkvModel needs more from its blocks (not enough values to unpack (expected 3, got 1)). Use zero_stage=3",
         "pipeline_parallel=3 does not divide the 2 ranks",
         "zero_stage=0, 1 or 2, offload_optimizer=none",
         "tensor_parallel=1",
-        "a module alone is called without gradients",
+        "a module that is called outside of Engine.update supports no gradients",
         "call update",
         "input_ids",
         "input_ids",

@@ -1,4 +1,4 @@
-"""Passes through a pipeline: several micro-batches of a step at once, and the results on the last rank."""
+"""The passes of a pipeline-parallel module: several micro-batches at once, with the results on the last rank."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -12,14 +12,15 @@ from engine.figures import detached, on_host
 from engine.memory.tracker import MemoryTracker
 from engine.oom import watch_pass
 from engine.optim import Gradients
-from engine.parallel import dist, pipeline
-from engine.parallel.pipeline import Pipeline
+from engine.parallel import dist
+from engine.parallel.pipeline_parallel import Pipeline
+from engine.parallel.pipeline_split import PipelineSplit
 from engine.passes import Learned, LossFn, Passes, PassState, Work
 from engine.precision import TORCH_DTYPE, LossScaler
 
 
 class PipelinePasses(Passes):
-    """The passes of one stage of a pipeline."""
+    """The passes of this rank's stage of a pipeline."""
 
     def __init__(
         self,
@@ -28,24 +29,22 @@ class PipelinePasses(Passes):
         tracker: MemoryTracker,
         scaler: LossScaler,
         discard: Callable[[], None],
-        piece: pipeline.Piece,
+        split: PipelineSplit,
     ) -> None:
         super().__init__(module, config, tracker, scaler, discard)
-        dtype = TORCH_DTYPE[config.dtype]
-        self._pipeline = Pipeline(
-            module, piece, kind=config.pipeline_schedule, zero_stage=config.zero_stage, dtype=dtype
-        )
+        schedule, dtype = config.pipeline_schedule, TORCH_DTYPE[config.dtype]
+        self._pipeline = Pipeline(module, split, schedule=schedule, zero_stage=config.zero_stage, dtype=dtype)
 
     def learn(self, micro_batches: Sequence[Any], loss_fn: LossFn, count: float) -> list[Learned]:
         self._tracker.start_update()
         learned = self._train(micro_batches, loss_fn, self._scaler.scale * dist.world().data_size / count)
-        self._pipeline.add_up()
+        self._pipeline.finish_step()
         self._tracker.after_backward()
         return [each for each in learned if each is not None]
 
     def dry_run(self, micro_batch: Any, loss_fn: LossFn) -> None:
         before = PassState(self.module)
-        self._train([micro_batch] * self._pipeline.piece.size, loss_fn, 1.0)
+        self._train([micro_batch] * self._pipeline.split.size, loss_fn, 1.0)
         self._discard()
         before.restore()
 
@@ -55,7 +54,7 @@ class PipelinePasses(Passes):
 
         with watch_pass():
             results: list[Sequence[Any]] = self._run(micro_batches, scored)
-        return self._pipeline.from_last(on_host(results))
+        return self._pipeline.broadcast_from_last(on_host(results))
 
     def score_to_learn(self, micro_batches: Sequence[Any], work: Work) -> list[Sequence[Any]] | None:
         """Return None: forwards and backwards of a pipeline take turns."""
@@ -65,10 +64,10 @@ class PipelinePasses(Passes):
         return Gradients(self._pipeline.module, self._pipeline.squared_norm)
 
     def metrics_of_step(self, metrics: dict[str, float]) -> dict[str, float]:
-        return self._pipeline.from_last(metrics)
+        return self._pipeline.broadcast_from_last(metrics)
 
     def all_parameters(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return pipeline.everywhere(self._pipeline.piece, own)
+        return self._pipeline.all_parameters(own)
 
     def _train(self, micro_batches: Sequence[Any], loss_fn: LossFn, factor: float) -> list[Learned | None]:
         """Run all forwards and backwards; gradients are those of `factor` times the losses."""
@@ -85,13 +84,12 @@ class PipelinePasses(Passes):
         results: list[Any] = [None] * len(micro_batches)
         trains = torch.is_grad_enabled()
 
-        def one(index: int) -> Tensor:
+        def loss_of(index: int) -> Tensor:
             with self._tracker.training() if trains else nullcontext():
                 loss, results[index] = work(micro_batches[index])
             return loss
 
-        tokens = [_ids(micro_batch).numel() for micro_batch in micro_batches]
-        self._pipeline.run(one, tokens, lambda forward, index, part: part(), trains=trains, kind=self._pipeline.kind)
+        self._pipeline.run(loss_of, [_ids(micro_batch).numel() for micro_batch in micro_batches])
         return results
 
 

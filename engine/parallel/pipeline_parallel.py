@@ -1,0 +1,236 @@
+"""Pipeline parallelism with the stages and schedules of `torch.distributed.pipelining`.
+
+GPipe: Huang et al., 2019, arXiv:1811.06965; 1F1B: Narayanan et al., 2019, arXiv:1806.03377.
+
+Every rank gets the full micro-batches of a step and runs the model's own forward on them, so masks, positions and
+rotary angles are available everywhere. A rank replaces the input of its first block by the hidden states that it
+received. Behind its last block an exception ends the forward, as in `torch.utils.checkpoint`; the final norm, the head
+and the loss run on the last rank only. A schedule needs messages of one shape, so hidden states travel as rows of
+tokens, padded to the largest micro-batch of the step.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_map_only
+
+from engine.parallel import dist, dtensors, zero
+from engine.parallel.comm_stats import count
+from engine.parallel.pipeline_split import PipelineSplit
+
+Schedule = Literal["1f1b", "gpipe"]
+
+
+class _StageEnd(Exception):
+    """Ends a forward behind the last block of a rank; `hidden` goes to the next rank."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class Pipeline:
+    """Runs a split model. Every rank calls, with the same micro-batches on the ranks of one model.
+
+    A call of the module outside of `run` goes through all ranks in turn and returns the last rank's output on each of
+    them. It supports no gradients.
+    """
+
+    def __init__(
+        self, module: nn.Module, split: PipelineSplit, *, schedule: Schedule, zero_stage: int, dtype: torch.dtype
+    ) -> None:
+        """`module` is already sharded, so that FSDP2's hooks around blocks run inside those registered here."""
+        self.module, self.split = module, split
+        self._schedule, self._zero_stage, self._dtype = schedule, zero_stage, dtype
+        self._group, self._ends = dist.along_pipeline(), dist.ends_of_pipeline()
+        self._running = False
+        self._received: Tensor | None = None
+        self._max_tokens = 0  # rows of a message
+        module.forward = partial(self._forward, module.forward)  # type: ignore[method-assign]
+        if not split.is_first:
+            split.blocks[0].register_forward_pre_hook(self._insert_received, prepend=True, with_kwargs=True)
+        if not split.is_last:
+            split.blocks[-1].register_forward_hook(self._end_after_block)
+            module.register_forward_hook(self._end_after_module)
+
+    def run(self, loss_of: Callable[[int], Tensor], tokens: Sequence[int]) -> None:
+        """Run the forwards, and with gradients enabled the backwards, of micro-batches with `tokens` tokens each.
+
+        `loss_of(index)` calls the module once on a micro-batch and returns the loss. A step with gradients ends with
+        `finish_step`.
+        """
+        self._max_tokens, number = max(tokens), len(tokens)
+        trains = torch.is_grad_enabled()
+        indices = torch.arange(number)
+        # A schedule fits one message shape, so each step has its own.
+        hidden, loss = self._message(), torch.empty((), device="meta", requires_grad=True)
+        index = torch.empty(1, dtype=torch.long, device="meta")
+        stage = _Stage(
+            _StageModule(partial(self._run_stage, loss_of)),
+            self.split.rank,
+            self.split.size,
+            dist.world().device,
+            group=self._group,
+            input_args=index if self.split.is_first else hidden,
+            output_args=loss if self.split.is_last else hidden,
+        )
+        stage.before_backward = lambda index: self._prepare_backward(last=index == number - 1)
+        kind = Schedule1F1B if self._schedule == "1f1b" and trains and number >= self.split.size else ScheduleGPipe
+        schedule = kind(stage, number, _last_output if trains else None, scale_grads=False)
+        try:
+            if self.split.is_first:
+                schedule.step(indices, return_outputs=False)
+            else:
+                schedule.step(index=indices, target=indices if trains else None, return_outputs=False)
+        except RuntimeError as wrapped:
+            raise wrapped.__cause__ or wrapped from None
+        messages = (not self.split.is_last) + (trains and not self.split.is_first)
+        count("other", messages * number * hidden.nbytes)
+
+    def finish_step(self) -> None:
+        """End a step: add the gradients of a tied weight as embedding (first rank) and as head (last rank)."""
+        zero.after_micro_batch(self.module, last=True)
+        if self._ends is None:
+            return
+        for name, parameter in self.module.named_parameters():
+            if name in self.split.tied and parameter.grad is not None:
+                dist.all_reduce_sum(dtensors.local(parameter.grad), group=self._ends)
+
+    def squared_norm(self) -> float:
+        """Return the sum of squares of the full model's gradients, the same number on every rank."""
+        counted_elsewhere = frozenset() if self.split.is_first else self.split.tied
+        named = self.module.named_parameters()
+        gradients = [p.grad for name, p in named if p.grad is not None and name not in counted_elsewhere]
+        return dist.all_reduce_sum(dtensors.squared_norm(gradients), group=self._group).item()
+
+    def broadcast_from_last(self, value: Any) -> Any:
+        """Return the last rank's object on every rank."""
+        return dist.broadcast_object(value, source=self.split.size - 1, group=self._group)
+
+    def all_parameters(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full tensor) of all ranks on every rank, in the order of the ranks; tied tensors once.
+
+        `own` are the full tensors of this rank. It is consumed in this rank's turn, and may be collective among the
+        ranks that hold the same blocks.
+        """
+        device, seen = dist.world().device, set[str]()
+        for turn in range(self.split.size):
+            tensors = iter(own) if turn == self.split.rank else iter(())
+            while True:
+                found = next((each for each in tensors if each[0] not in seen), None)
+                header = None if found is None else (found[0], found[1].shape, found[1].dtype)
+                header = dist.broadcast_object(header, source=turn, group=self._group)
+                if header is None:
+                    break
+                name, shape, dtype = header
+                seen.add(name)
+                full = torch.empty(shape, dtype=dtype, device=device) if found is None else found[1].contiguous()
+                yield name, dist.broadcast(full, source=turn, group=self._group)
+
+    def _message(self) -> Tensor:
+        """Return the hidden states of a message on the meta device: (max_tokens, D)."""
+        shape = (self._max_tokens, self.split.hidden_size)
+        return torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
+
+    def _prepare_backward(self, *, last: bool) -> None:
+        zero.before_micro_batch(self.module, stage=self._zero_stage, last=last)
+
+    def _run_stage(self, loss_of: Callable[[int], Tensor], index: int, received: Tensor | None) -> Tensor:
+        """Return the loss () on the last rank, the message (max_tokens, D) on the others."""
+        self._running, self._received = True, received
+        try:
+            output = loss_of(index)
+        except _StageEnd as end:
+            output = end.hidden
+        finally:
+            self._running, self._received = False, None
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_()  # nothing on this rank is trained, but the schedule runs its backward
+        return output
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Replace the module's forward. It returns normally, so that FSDP2's hooks of the module run."""
+        if not self._running:
+            return self._forward_on_all_ranks(partial(forward, *args, **kwargs))
+        try:
+            return forward(*args, **kwargs)
+        except _StageEnd as end:
+            rows = end.hidden.flatten(0, -2).to(self._dtype)  # (B, T, D) -> (B T, D)
+            return pad(rows, (0, 0, 0, self._max_tokens - len(rows))).contiguous()
+
+    def _insert_received(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace the first input of a block, whose shape is right, by the received hidden states."""
+        received, self._received = self._received, None
+        if received is None:
+            raise ValueError(
+                "pipeline_parallel: the loss function called the module twice for one micro-batch. Call it once"
+            )
+        name = None if args else next(iter(kwargs))
+        placeholder = args[0] if name is None else kwargs[name]
+        like = placeholder[0] if isinstance(placeholder, tuple) else placeholder
+        hidden = received[: like.shape[:-1].numel()].view(like.shape)
+        return ((hidden, *args[1:]), kwargs) if name is None else (args, kwargs | {name: hidden})
+
+    def _end_after_block(self, block: nn.Module, args: Any, output: Any) -> None:
+        raise _StageEnd(output[0] if isinstance(output, tuple) else output)
+
+    def _end_after_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._running:
+            raise _StageEnd(output)
+
+    def _forward_on_all_ranks(self, forward: Callable[[], Any]) -> Any:
+        """Run the ranks in turn. All ranks raise the exception of any rank, so that none waits for a message."""
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "pipeline_parallel: a module that is called outside of Engine.update supports no gradients. Train with "
+                "Engine.update, or call the module under torch.no_grad()"
+            )
+        value: Any = None
+        for turn in range(self.split.size):
+            problem: Exception | None = None
+            if turn == self.split.rank:
+                self._received = None if value is None else value.flatten(0, -2)
+                try:
+                    value = forward()
+                except _StageEnd as end:
+                    value = end.hidden
+                except Exception as error:
+                    problem = error
+                self._received = None
+            on_cpu = tree_map_only(Tensor, Tensor.cpu, value)
+            on_cpu, problem = dist.broadcast_object((on_cpu, problem), source=turn, group=self._group)
+            if problem is not None:
+                raise problem
+            value = tree_map_only(Tensor, partial(Tensor.to, device=dist.world().device), on_cpu)
+        return value
+
+
+class _Stage(PipelineStage):
+    """Calls `before_backward(index)` before the backward of each micro-batch."""
+
+    before_backward: Callable[[int], None]
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self.before_backward(bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+class _StageModule(nn.Module):
+    """The module of a `PipelineStage`. Inputs: the index of a micro-batch and, after the first rank, a message."""
+
+    def __init__(self, run: Callable[[int, Tensor | None], Tensor]) -> None:
+        super().__init__()
+        self._run = run
+
+    def forward(self, first: Tensor, index: Tensor | None = None) -> Tensor:
+        return self._run(int(first), None) if index is None else self._run(int(index), first)
+
+
+def _last_output(loss: Tensor, target: Tensor) -> Tensor:
+    """Return the output of the last stage, which is the loss."""
+    return loss
