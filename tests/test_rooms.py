@@ -33,7 +33,6 @@ INNER_ENGINE_IMPORTS = {
     "engine.generation.attention",
     "engine.generation.parity_check",
     "engine.generation.supported",
-    "engine.generation.side_by_side",
     "engine.kernels.gae",
     "engine.kernels.varlen",
     "engine.kernels_cpu.ragged_attention",

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from benchmarks.gpu.ceilings import copy_rate
 from benchmarks.gpu.setting import Setting, failure
 from engine import Generator, Sampling
-from engine.generation.side_by_side import lay_out
 
 PUBLISHED_STEP_MS, PUBLISHED_BATCHES = (5.0, 5.6), range(1, 33)
 PUBLISHED_TOTAL_MS = {(8, 128): 360.8}  # by batch and new tokens
@@ -26,7 +25,6 @@ Generate = Callable[[nn.Module, list[list[int]], int], None]
 def run(setting: Setting) -> Iterator[dict[str, Any]]:
     """A row for each engine, batch and length; a row where one fails, saying why."""
     module = setting.build().eval()
-    lay_out(module)  # as the flip does, and the chat
     module.generation_config.eos_token_id = None  # type: ignore[union-attr]
     rollouts = Generator(module, setting.device)
     engines: dict[str, Generate] = {"ours": partial(_ours, setting, rollouts), "generate": _generate}

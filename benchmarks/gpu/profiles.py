@@ -11,7 +11,6 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.training import OPTIMIZER, TIERS, Policy, fill, negative_logprobs
 from engine import EngineConfig, Generator, Sampling
 from engine.engine import Engine
-from engine.generation.side_by_side import lay_out
 
 MOST_KERNELS = 15
 
@@ -28,7 +27,6 @@ def run(setting: Setting) -> Iterator[dict[str, Any]]:
 
 def _decoding(setting: Setting) -> Iterator[dict[str, Any]]:
     module = setting.build().eval()
-    lay_out(module)
     rollouts, new = Generator(module, setting.device), setting.of(65, 4)
     for batch in setting.of((1, 32), (2,)):
         prompts = torch.randint(10, setting.shape["vocab_size"], (batch, setting.of(256, 8))).tolist()

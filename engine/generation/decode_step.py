@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engine.generation.attention import DecodeRows, Step, attend_by_name
 from engine.generation.kv_cache import KVCache
-from engine.generation.packed import PackedLinears
+from engine.generation.prepacked_linears import PrepackedLinears
 from engine.generation.sampling import Sampling, penalise
 from engine.generation.scheduler import Plan
 from engine.kernels import note_rows, sample, take_rows
@@ -33,7 +33,7 @@ class SlotModel:
 
     def __init__(self, module: nn.Module, device: torch.device, *, computes_chosen_logits: bool) -> None:
         self.module, self.device = module, device
-        self.packs = PackedLinears(module)
+        self.packs = PrepackedLinears(module)
         self._computes_chosen_logits = computes_chosen_logits
 
     def __call__(self, token_ids: Tensor, positions: Tensor, step: Step, columns: Tensor | None = None) -> Tensor:

@@ -148,7 +148,7 @@ class InferenceModel:
             self._frozen.clear()
             sizes = {name: align(math.prod(shape) * self.dtype.itemsize) for name, shape in shapes.items()}
             memory, at = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self.device), 0
-            for name in _fusable_order(sizes):
+            for name in sizes:
                 end = at + math.prod(shapes[name]) * self.dtype.itemsize
                 self._buffers[name] = memory[at:end].view(self.dtype).view(shapes[name])
                 at += sizes[name]
@@ -252,18 +252,6 @@ def parameter_slots(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
 def align(size: int) -> int:
     """Round a number of bytes up to the alignment of parameters."""
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _fusable_order(names: Iterable[str]) -> list[str]:
-    """Put the weights of one block's layers next to each other in memory, and likewise their biases.
-
-    Linear layers that read the same input then need one product (`engine/generation/side_by_side.py`).
-    """
-    blocks: dict[str, dict[str, list[str]]] = {}
-    for name in names:
-        owner, _, leaf = name.rpartition(".")
-        blocks.setdefault(owner.rpartition(".")[0], {}).setdefault(leaf, []).append(name)
-    return [name for leaves in blocks.values() for same_leaf in leaves.values() for name in same_leaf]
 
 
 def _version(parameter: Tensor) -> tuple[int, int, int]:

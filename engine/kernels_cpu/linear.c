@@ -1,9 +1,9 @@
-/* Products of a few rows in bf16 with a large matrix, y = x W^T + b and its ReLU: linear.py says what is computed.
+/* Products of a few rows in bf16 with a large matrix, y = x W^T + b: linear.py describes the product.
 
-   Reading W is what takes the time, so each of its rows is read once, in order, as it lies, and is asked for before it
-   is needed. Tiles of 16 outputs (4 rows of x by 4 of W, and 2 by 8 and 1 by 16 for what is left) share what is loaded;
-   an output is summed in LANES parts over BLOCK numbers, those are added, and so block after block. The order is the
-   same whatever is computed beside it: no number of y depends on how many rows there are or on the threads. */
+   Reading W takes most of the time, so each of its rows is read once, in order, and prefetched. Tiles of 16 outputs
+   (4 rows of x by 4 of W, and 2 by 8 and 1 by 16 for the remaining rows) share loaded numbers. An output is the sum of
+   LANES partial sums over BLOCK inputs, added block after block. This order is always the same: no number of y depends
+   on the number of rows or of threads. */
 
 #include "numbers.h"
 #include <string.h>
@@ -19,20 +19,20 @@
 #define AHEAD 2    /* tiles that are asked for before they are needed */
 #define INLINE static inline __attribute__((always_inline))
 
-enum way { LEAVE, WIDEN, PAIRS };
+enum method { NONE, WIDEN, PAIRS };
 
-/* How numbers are multiplied here; LEAVE where PyTorch is faster (AMX) or nothing was measured. */
-int linear_way(void) {
+/* How numbers are multiplied here; NONE where PyTorch is faster (AMX) or nothing was measured. */
+int linear_method(void) {
 #ifdef __x86_64__
     unsigned a, b, c, d;
-    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1)) return LEAVE; /* AMX-BF16 */
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1)) return NONE; /* AMX-BF16 */
 #ifdef __AVX512BF16__
     return PAIRS;
 #elif defined(__AVX2__) && defined(__FMA__)
     return WIDEN;
 #endif
 #endif
-    return LEAVE;
+    return NONE;
 }
 
 /* `numbers` hold STEP numbers in bf16, `lanes` as many sums as are kept of an output. */
@@ -197,23 +197,14 @@ static void block(
         );
 }
 
-static void write(float (*sums)[SPAN], long rows, long from, long to, const bf16 *bias, int relu, bf16 *y, long outs) {
+static void write(float (*sums)[SPAN], long rows, long from, long to, const bf16 *bias, bf16 *y, long outs) {
     for (long r = 0; r < rows; r++)
-        for (long c = from; c < to; c++) {
-            float sum = bias ? sums[r][c] + widen(bias[c]) : sums[r][c];
-            y[r * outs + c] = narrow(relu && sum < 0 ? 0 : sum);
-        }
+        for (long c = from; c < to; c++) y[r * outs + c] = narrow(bias ? sums[r][c] + widen(bias[c]) : sums[r][c]);
 }
 
-/* One of the matrices that x is multiplied with: (outs, ins), at least TILE outs, and bias (outs) or none. */
-struct part {
-    const bf16 *w, *bias;
-    long outs;
-};
-
-/* Outputs `begin` to `end` of a part, for all rows of x. Of fewer than a tile those before are computed once more. */
+/* Outputs `begin` to `end` for all rows of x. If fewer than a tile are left, outputs before them are computed again. */
 static void share(
-    const struct part *part, long begin, long end, const bf16 *x, long rows, long ins, int relu, bf16 *y, long outs
+    const bf16 *w, const bf16 *bias, long begin, long end, const bf16 *x, long rows, long ins, bf16 *y, long outs
 ) {
     float sums[ROWS][SPAN];
     for (long c = begin; c < end;) {
@@ -224,28 +215,25 @@ static void share(
             memset(sums, 0, some * sizeof sums[0]);
             for (long k = 0; k < ins; k += BLOCK)
                 block(
-                    x + r * ins + k, ins, some, part->w + at * ins + k, ins, columns, ins - k < BLOCK ? ins - k : BLOCK,
+                    x + r * ins + k, ins, some, w + at * ins + k, ins, columns, ins - k < BLOCK ? ins - k : BLOCK,
                     r == 0, sums
                 );
-            write(sums, some, skip, columns, part->bias ? part->bias + at : 0, relu, y + r * outs + at, outs);
+            write(sums, some, skip, columns, bias ? bias + at : 0, y + r * outs + at, outs);
         }
         c = at + columns;
     }
 }
 
-/* y (rows, outs of all parts) of x (rows, ins), both contiguous; each thread has a row of tiles to itself. */
-void linear_rows(const struct part *parts, int count, const bf16 *x, bf16 *y, long rows, long ins, int relu, int threads) {
-    long outs = 0, tiles = 0;
-    for (int p = 0; p < count; p++) outs += parts[p].outs, tiles += (parts[p].outs + TILE - 1) / TILE;
+/* y (rows, outs) of x (rows, ins), w (outs, ins) and bias (outs) or none, all contiguous; outs is at least TILE. Each
+   thread computes a range of tiles. */
+void linear_rows(
+    const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, long rows, long ins, long outs, int threads
+) {
+    long tiles = (outs + TILE - 1) / TILE;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int thread = 0; thread < threads; thread++) {
-        long low = tiles * thread / threads, high = tiles * (thread + 1) / threads, before = 0, column = 0;
-        for (int p = 0; p < count; p++) {
-            long own = (parts[p].outs + TILE - 1) / TILE;
-            long begin = (low - before) * TILE, end = (high - before) * TILE;
-            begin = begin < 0 ? 0 : begin, end = end > parts[p].outs ? parts[p].outs : end;
-            if (begin < end) share(&parts[p], begin, end, x, rows, ins, relu, y + column, outs);
-            before += own, column += parts[p].outs;
-        }
+        long begin = tiles * thread / threads * TILE, end = tiles * (thread + 1) / threads * TILE;
+        end = end > outs ? outs : end;
+        if (begin < end) share(w, bias, begin, end, x, rows, ins, y, outs);
     }
 }

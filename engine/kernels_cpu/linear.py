@@ -1,17 +1,16 @@
-"""Linear layers in bf16 on CPUs, for few rows above all, on weights as they lie: `linear.c`.
+"""Linear layers in bf16 on CPUs, above all for few rows: binds `linear.c`.
 
-A product of a few rows with a large matrix takes as long as the matrix takes to be read. One of a thousand, as of
-prompts, takes a ninth longer than PyTorch's own; it is made here all the same, as what a model says would else depend
-on how many rows run together. Each output is one thread's sum in fp32, in an order that the number of inputs alone
-decides, and is rounded once, with its bias: a row's product is the same, bit for bit, whatever rows are computed with
-it and on however many threads.
+A product of a few rows with a large matrix takes as long as reading the matrix. Products of a thousand rows (prompts)
+take a ninth longer than PyTorch's own. They are computed here all the same, because the numbers of a model would
+otherwise depend on how many rows run together. Each output is one thread's fp32 sum, in an order that depends only on
+the number of inputs, and is rounded once, with its bias. So the product of a row is the same bit for bit, whichever
+rows are computed with it and however many threads compute.
 
-Processors with AMX are left to oneDNN's packed products (`engine/generation/packed.py`), which were measured there; so
-are those that aren't x86, where nothing was. Left out: fp32, in which oneDNN's packed products read as fast.
+Processors with AMX use oneDNN's packed products (`engine/generation/prepacked_linears.py`), which are faster there.
+Left out: fp32, which oneDNN's packed products read as fast, and processors other than x86, where nothing was measured.
 """
 
 import ctypes
-from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
 from typing import Any
@@ -21,67 +20,59 @@ from torch import Tensor
 
 from engine.kernels_cpu.library import library
 
-FEWEST_OUTS = 16  # of a matrix, as in linear.c
-_ARGUMENTS: list[Any] = (
-    [ctypes.c_void_p, ctypes.c_int] + [ctypes.c_void_p] * 2 + [ctypes.c_long] * 2 + [ctypes.c_int] * 2
-)
+MIN_OUTPUTS = 16  # of a matrix: TILE in linear.c
+_ARGUMENTS: list[Any] = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3 + [ctypes.c_int]
 
 
-class Way(IntEnum):
-    """How numbers are multiplied here: not at all, widened to fp32, or in bf16 by pairs (AVX512_BF16)."""
+class Method(IntEnum):
+    """How this processor multiplies: not with this kernel, widened to fp32, or bf16 in pairs (AVX512_BF16)."""
 
-    LEAVE = 0
+    NONE = 0
     WIDEN = 1
     PAIRS = 2
 
 
-class _Part(ctypes.Structure):
-    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outs", ctypes.c_long)]
-
-
 @cache
-def way() -> Way:
-    """What this processor is good at; LEAVE where there is no compiler, too."""
-    found = library("linear", exact=True)
-    return Way.LEAVE if found is None else Way(found.linear_way())
+def method() -> Method:
+    """Return the method of this processor; NONE also if there is no compiler."""
+    compiled = library("linear", exact=True)
+    return Method.NONE if compiled is None else Method(compiled.linear_method())
 
 
-def serves(weights: Sequence[Tensor]) -> bool:
-    """Whether these matrices (outs, ins) can be read here by `LinearRows`."""
-    alike = all(weight.dtype == torch.bfloat16 and weight.device.type == "cpu" for weight in weights)
-    return alike and min(len(weight) for weight in weights) >= FEWEST_OUTS and way() != Way.LEAVE
+def serves(weight: Tensor) -> bool:
+    """Return whether `LinearRows` can read this matrix (out, in) here."""
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.device.type == "cpu"
+        and len(weight) >= MIN_OUTPUTS
+        and method() != Method.NONE
+    )
 
 
 class LinearRows:
-    """x (..., ins) bf16 -> (..., sum of the outs): the products with several matrices side by side, without gradients.
+    """x (..., in) bf16 -> (..., out) bf16, without gradients.
 
-    `weights` are (outs, ins), contiguous, `biases` (outs,) or None, all bf16. They are read where they lie, at each
-    call; the tensors are kept alive, not copied.
+    weight (out, in), contiguous, and bias (out,) or None, both bf16. Each call reads them where they are.
+    Raises ValueError if x has another type or size.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-        assert serves(weights) and all(weight.is_contiguous() for weight in weights)
-        assert all(b is None or (b.dtype == torch.bfloat16 and b.is_contiguous()) for b in biases)
-        found = library("linear", exact=True)
-        assert found is not None
-        self._function: Any = found.linear_rows
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        assert serves(weight) and weight.is_contiguous()
+        assert bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous())
+        compiled = library("linear", exact=True)
+        assert compiled is not None
+        self._function: Any = compiled.linear_rows
         self._function.argtypes, self._function.restype = _ARGUMENTS, None
-        self._tensors = (*weights, *biases)
-        self.ins, self.outs = weights[0].shape[1], sum(len(weight) for weight in weights)
-        parts = [
-            _Part(weight.data_ptr(), None if bias is None else bias.data_ptr(), len(weight))
-            for weight, bias in zip(weights, biases, strict=True)
-        ]
-        self._parts, self._count = (_Part * len(parts))(*parts), len(parts)
+        self._tensors = weight, bias  # keeps their memory
+        self._pointers = weight.data_ptr(), None if bias is None else bias.data_ptr()
+        self.outs, self.ins = weight.shape
 
-    def __call__(self, x: Tensor, *, relu: bool = False) -> Tensor:
-        """The products; with `relu` nothing below zero."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product with the weight, plus the bias."""
         if x.dtype != torch.bfloat16 or x.shape[-1] != self.ins:
-            raise ValueError(f"a product of bf16 rows of {self.ins} numbers was given {x.dtype} {tuple(x.shape)}")
+            raise ValueError(f"x must be bf16 with rows of {self.ins} numbers, not {x.dtype} {tuple(x.shape)}")
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], self.outs)
-        rows = x.numel() // self.ins
-        self._function(
-            self._parts, self._count, x.data_ptr(), y.data_ptr(), rows, self.ins, relu, torch.get_num_threads()
-        )
+        rows, threads = x.numel() // self.ins, torch.get_num_threads()
+        self._function(*self._pointers, x.data_ptr(), y.data_ptr(), rows, self.ins, self.outs, threads)
         return y

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 
 from engine.generation.kv_cache import CacheDemand
-from engine.generation.packed import FEWEST_NUMBERS, copies
+from engine.generation.prepacked_linears import MIN_NUMEL, copies_weights
 from engine.memory.model_shape import ModelShape
 from engine.memory.states import BYTES
 from engine.memory.workload import Owners, Workload
@@ -61,12 +61,11 @@ def _weights(shape: ModelShape, work: Workload, load: GenerationLoad, trained: M
 
 def _prepacked(shape: ModelShape, work: Workload) -> int:
     """Return the bytes of linear layers that are copied into the layout of the CPU's matrix products."""
-    least = FEWEST_NUMBERS.get(TORCH_DTYPE[work.config.dtype])
+    least = MIN_NUMEL.get(TORCH_DTYPE[work.config.dtype])
     if not work.is_cpu or least is None:
         return 0
-    copied = (
-        layer.parameters for layer in shape.linears if layer.is_transposed or copies(TORCH_DTYPE[work.config.dtype])
-    )
+    copies_all = copies_weights(TORCH_DTYPE[work.config.dtype])
+    copied = (layer.parameters for layer in shape.linears if layer.is_transposed or copies_all)
     return BYTES[work.config.dtype] * sum(size for size in copied if size >= least)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from engine.config import Precision
-from engine.generation.packed import PackedLinears
+from engine.generation.prepacked_linears import PrepackedLinears
 from engine.kernels import token_logprobs
 from engine.kernels.wide_linear import widen_linears
 from engine.memory.activations import with_blocks
@@ -97,7 +97,7 @@ def _block_seconds(
         both = _seconds(lambda run=run: run(ids).backward())  # type: ignore[misc]
         with torch.no_grad():
             forward = _seconds(lambda run=run: run(ids))  # type: ignore[misc]
-            with PackedLinears(body).applied() if device.type == "cpu" else nullcontext():
+            with PrepackedLinears(body).applied() if device.type == "cpu" else nullcontext():
                 decode = _seconds(lambda run=run: run(next_ids))  # type: ignore[misc]
         times.append((forward, max(0.0, both - forward), decode))
         del body, run

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine import Generator, Sampling
-from engine.generation.side_by_side import lay_out
 from engine.generation.supported import max_positions
 from pipeline.chat.folder import ChatModel
 from pipeline.chat.screen import Detokenizer
@@ -112,8 +111,6 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> Voice:
     check_report(source, report)
     tokenizer = load_tokenizer(str(model.folder))
     module = module.eval().to(device)
-    if device.type == "cuda":
-        lay_out(module)
     rollouts = Generator(module, device)
     try:
         rollouts.refresh()  # tries a few tokens

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.generation import attention, decode_loop, packed
+from engine.generation import attention, decode_loop, prepacked_linears
 from engine.generation.attention import Step
 from engine.generation.cuda_graph import bucket
 from engine.generation.decode_loop import DecodeLoop
@@ -398,18 +398,18 @@ def test_a_seed_is_a_shift_of_the_sample_seeds() -> None:
 def test_packed_weights_give_the_same_products(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not packed.available(dtype):
+    if not prepacked_linears.is_available(dtype):
         pytest.skip("this PyTorch packs no weights of this type here")
-    monkeypatch.setitem(packed.FEWEST_NUMBERS, dtype, 1)
+    monkeypatch.setitem(prepacked_linears.MIN_NUMEL, dtype, 1)
     model = copy.deepcopy(build(family)).to(dtype)
     ids = torch.arange(24).remainder(VOCABULARY).view(2, 12)
-    packs = packed.PackedLinears(model)
+    packs = prepacked_linears.PrepackedLinears(model)
     with torch.no_grad():
         plain = model(ids).logits
         with packs.applied():
             ours = model(ids).logits
         again = model(ids).logits
-    layers = sum(type(module) in (nn.Linear, packed.Conv1D) for module in model.modules())
+    layers = sum(type(module) in (nn.Linear, prepacked_linears.Conv1D) for module in model.modules())
     assert len(packs) == layers > 8
     assert torch.equal(plain, again) and not any("forward" in module.__dict__ for module in model.modules())
     torch.testing.assert_close(ours, plain, atol=3e-5 if dtype == torch.float32 else 0.3, rtol=0.02)

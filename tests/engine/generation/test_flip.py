@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
-from engine.generation import packed, weight_sync
+from engine.generation import prepacked_linears, weight_sync
 from engine.generation.flip import PROMPT_TOKEN_COST, balance, states_on_host, storages_on_host
 from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
-from engine.generation.packed import available
+from engine.generation.prepacked_linears import is_available
 from engine.generation.sampling import Sampling
 from engine.parallel import dtensors, zero
 from engine.precision import policy
@@ -87,13 +87,13 @@ def frozen_and_freed() -> dict[str, Any]:
     engine = Engine(live, EngineConfig(zero_stage=3, dtype="bf16"), optimizer=OptimizerConfig(lr=0.05), rollout_path="")
     engine.flip.parity_check_every = 0
     found: dict[str, Any] = {"bytes": [], "packed": [], "answers": []}
-    made, fill = [0], packed.Pack.fill
+    made, prepare = [0], prepacked_linears._prepare
 
-    def counted(pack: packed.Pack) -> None:
+    def counted(layer: nn.Module) -> prepacked_linears.Product:
         made[0] += 1
-        fill(pack)
+        return prepare(layer)
 
-    packed.Pack.fill = counted  # type: ignore[method-assign]
+    prepacked_linears._prepare = counted
     for number in range(4):
         made[0] = 0
         with engine.generating(keep=number < 2) as rollouts:
@@ -102,7 +102,7 @@ def frozen_and_freed() -> dict[str, Any]:
             found["bytes"].append(engine.flip.bytes)
         ids = torch.tensor([PROMPTS[1]])
         engine.update([ids], lambda module, batch: (module(batch, labels=batch).loss, {}), 1)
-    packed.Pack.fill = fill  # type: ignore[method-assign]
+    prepacked_linears._prepare = prepare
     model = engine.flip._model
     assert model is not None
     packs = engine.flip._generator._loop.model.packs  # type: ignore[union-attr]
@@ -119,7 +119,7 @@ def test_what_is_frozen_is_gathered_and_packed_once(ranks: list[dict[str, Any]])
         assert 0 < second < first and second == third and fourth == first  # the fourth comes after a release
         made = found["packed"]
         assert made[3] == made[0] and made[1] == made[2] == made[0] // 2
-        assert made[0] or not available(torch.bfloat16)
+        assert made[0] or not is_available(torch.bfloat16)
         assert found["answers"][0] != found["answers"][1]
         assert found["freed"] and found["same"]
 

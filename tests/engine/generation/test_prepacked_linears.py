@@ -1,0 +1,98 @@
+"""Prepacked linear layers: both products give the layer's numbers, and each is used for the weights it serves."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from engine.generation.prepacked_linears import (
+    MAX_FP32_ROWS,
+    PrepackedLinears,
+    _OneDNNLinear,
+    copies_weights,
+    is_available,
+)
+from engine.kernels_cpu import linear
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(params=["our kernel", "oneDNN"])
+def in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether our kernel reads the weights."""
+    if request.param == "oneDNN":
+        monkeypatch.setattr(linear, "method", lambda: linear.Method.NONE)
+        if not is_available(BF16):
+            pytest.skip("this PyTorch cannot pack bf16 weights here")
+    elif linear.method() == linear.Method.NONE:
+        pytest.skip("no C compiler, or a processor that uses oneDNN")
+    return request.param == "our kernel"
+
+
+def layers() -> nn.ModuleList:
+    torch.manual_seed(0)
+    made = [nn.Linear(256, 128), nn.Linear(256, 96, bias=False), Conv1D(80, 256), nn.Linear(256, 64)]
+    nn.init.normal_(made[2].bias)
+    return nn.ModuleList(made).to(BF16)
+
+
+@torch.no_grad()
+def test_products_of_all_layers(in_place: bool) -> None:
+    module, x = layers(), torch.randn(2, 3, 256).to(BF16)
+    expected = [layer.double()(x.double()) for layer in layers()]
+    prepacked = PrepackedLinears(module)
+    with prepacked.applied():
+        assert len(prepacked) == 4
+        for layer, right in zip(module, expected, strict=True):
+            assert isinstance(layer.forward, linear.LinearRows if in_place else _OneDNNLinear)
+            torch.testing.assert_close(layer(x).double(), right, atol=1e-5, rtol=2**-8)
+    assert not any("forward" in layer.__dict__ for layer in module)
+
+
+@torch.no_grad()
+def test_weights_are_copied_only_where_necessary(in_place: bool) -> None:
+    module, x = layers(), torch.randn(4, 256).to(BF16)
+    prepacked = PrepackedLinears(module)
+
+    def products() -> list[torch.Tensor]:
+        with prepacked.applied():
+            return [layer(x) for layer in module]
+
+    def differ(before: list[torch.Tensor]) -> list[bool]:
+        return [not torch.equal(one, other) for one, other in zip(products(), before, strict=True)]
+
+    before = products()
+    copied = [2] if in_place else [0, 1, 2, 3]
+    assert prepacked.bytes == sum(module[index].weight.nbytes for index in copied)
+    for layer in module:
+        layer.weight.mul_(2)
+    assert differ(before) == ([True, True, False, True] if in_place else [False] * 4)
+    assert copies_weights(BF16) is not in_place and copies_weights(torch.float32)
+    prepacked.refresh([module[2]])
+    assert differ(before)[2]
+    prepacked.refresh()
+    assert all(differ(before))
+    prepacked.release()
+    assert len(prepacked) == prepacked.bytes == 0
+
+
+@torch.no_grad()
+def test_many_fp32_rows_use_pytorch() -> None:
+    if not is_available(torch.float32):
+        pytest.skip("this PyTorch cannot pack fp32 weights here")
+    module = nn.ModuleList([nn.Linear(1024, 512)])
+    x = torch.randn(MAX_FP32_ROWS + 1, 1024)
+    plain, prepacked = module[0](x), PrepackedLinears(module)
+    prepacked.refresh()
+    with prepacked.applied():
+        torch.testing.assert_close(module[0](x[:7]), plain[:7])
+        module[0].weight.zero_()
+        assert module[0](x[:7]).abs().max() > 1, "a copy"
+        assert torch.equal(module[0](x), module[0].bias.expand(len(x), -1)), "the weight itself"
+
+
+def test_matrices_of_few_outputs_are_not_read_by_our_kernel(in_place: bool) -> None:
+    narrow, wide = nn.Linear(1 << 14, 15).to(BF16), nn.Linear(1 << 10, 16).to(BF16)
+    with PrepackedLinears(nn.ModuleList([wide, narrow])).applied():
+        assert isinstance(wide.forward, linear.LinearRows) is in_place
+        assert not isinstance(narrow.forward, linear.LinearRows)
