@@ -92,18 +92,20 @@ def test_a_model_that_asks_the_device_is_called_and_says_so(
 ) -> None:
     """Asking for a number in a forward can't be captured; nothing is left in a bad state by the attempt."""
     monkeypatch.setattr(cuda_graph, "_warned", set())
-    model = on_device("llama")
-    expected = Generator(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5)
-    handle = model.model.layers[0].register_forward_pre_hook(lambda *_: float(model.lm_head.weight.sum()) and None)
+    model, asked = on_device("opt"), (PROMPTS[:2], replace(DRAWN, max_new_tokens=3), STREAMS[:2])
+    expected = Generator(model, DEVICE).generate(*asked)
+    handle = model.model.decoder.layers[0].register_forward_pre_hook(
+        lambda *_: float(model.lm_head.weight.sum()) and None
+    )
     asking = Generator(model, DEVICE)
     loop_of(asking)
     with caplog.at_level(logging.WARNING):
-        same(asking.generate(PROMPTS, DRAWN, STREAMS, 5), expected)
+        same(asking.generate(*asked), expected)
     handle.remove()
     if ON_GPU:
         assert not any(one.captures for one in graphed(asking))
         assert sum("without CUDA graphs" in record.getMessage() for record in caplog.records) == 1
-    same(Generator(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 5), expected)
+    same(Generator(model, DEVICE).generate(*asked), expected)
 
 
 def test_without_a_compiler_it_draws_the_same_and_says_so(
