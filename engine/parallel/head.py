@@ -52,7 +52,7 @@ def _own_tokens(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
         padding = embedding.padding_idx
         embedding.padding_idx = None if padding is None or not 0 <= padding - first < rows else padding - first
         try:
-            with tensor.seen_as(embedding, dtensors.local):
+            with tensor.replaced_parameters(embedding, dtensors.local):
                 found = inner((ids - first).clamp(0, rows - 1))
         finally:
             embedding.padding_idx = padding  # initialisers of the whole module read it

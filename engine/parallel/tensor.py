@@ -1,13 +1,13 @@
-"""Tensor parallelism: the matrices of a block split over the ranks of a tensor group (Shoeybi et al., 2019,
-arXiv:1909.08053), by a plan that says for each module name how.
+"""Tensor parallelism: the matrices of a block split over the ranks of a tensor group.
 
-transformers ships a plan with most families (`layers.*.self_attn.q_proj: colwise`). The parameters become DTensors on
-the mesh's `tensor` dimension, which FSDP2 then shards over the others; forwards work on the local parts, with a
-collective (`regions`) only where a part has to become whole. All ranks of a group see the same batch.
+Shoeybi et al., 2019, arXiv:1909.08053. A plan maps module name patterns to styles; transformers ships a plan with most
+families (`layers.*.self_attn.q_proj: colwise`). The split parameters become DTensors on the mesh's `tensor` dimension,
+and FSDP2 shards them over the other dimensions. Forwards compute with the local shards and call a collective
+(`autograd_collectives`) where they need full values. All ranks of a group get the same batch.
 
-A language model's head is split by engine/parallel/head.py, whatever the plan says of it. Norms, biases that are added
-to whole outputs, and embeddings that are not tied to the head stay whole on every rank. Left out: splitting the
-sequence, attention that compresses keys (MLA).
+`engine/parallel/head.py` splits the head of a language model, independently of the plan. Norms, biases that are added
+to full outputs, and embeddings that are not tied to the head are replicated. Not supported: sequence splitting inside a
+tensor group, and attention with compressed keys (MLA).
 """
 
 import re
@@ -31,24 +31,23 @@ WITH_PLAN = "Llama, Qwen, Mistral, Mixtral, Gemma, Phi, OLMo, GPT-NeoX and Starc
 
 
 def plan_of(module: nn.Module) -> Mapping[str, str]:
-    """The plan that came with the outermost submodule that has one. Raises ValueError where there is none."""
+    """Return the plan of the outermost submodule that has one. Raises ValueError if no submodule has one."""
     for child in module.modules():
         plan = getattr(child, "_tp_plan", None) or {}
-        if any("*" in pattern for pattern in plan):  # one without blocks names the head alone
+        if any("*" in pattern for pattern in plan):  # a plan without blocks describes only the head
             return dict(plan)
     models = (type(child).__name__ for child in module.modules() if hasattr(child, "config"))
     raise ValueError(
         f"tensor_parallel: {next(models, type(module).__name__)} comes without a tensor-parallel plan "
-        f"({WITH_PLAN}); give it one ({{PATTERN: STYLE}}; train.py takes model.tensor_plan), or take tensor_parallel=1 "
-        "and ZeRO stage 3"
+        f"({WITH_PLAN}). Set tensor_plan to {{PATTERN: STYLE}}, or use tensor_parallel=1 and zero_stage=3"
     )
 
 
 def parallelize(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Split a module, in place, over the one-dimensional `mesh`. Before it is sharded by FSDP2.
+    """Split a module in place over the one-dimensional `mesh`, before FSDP2 shards it.
 
-    A pattern names modules, or parameters of a module of experts, by the end of their path; `*` stands for a number.
-    Raises ValueError for a style or a shape that can't be split.
+    A pattern matches the end of a module's path, or of the path of an experts module's parameter; `*` matches a number.
+    Raises ValueError for an unknown style, and for a shape that the ranks do not divide.
     """
     inside = {pattern: style for pattern, style in plan.items() if "*" in pattern}
     modules = list(module.named_modules())
@@ -60,11 +59,11 @@ def parallelize(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) ->
             _apply(path, child, style, inside, mesh)
             applied += 1
     if not applied:
-        raise ValueError(f"tensor_parallel: no module is called like {next(iter(inside), 'what the plan names')}")
+        raise ValueError(f"tensor_parallel: no module matches tensor_plan ({next(iter(inside), 'which is empty')})")
 
 
 def style_of(path: str, plan: Mapping[str, str]) -> str | None:
-    """What a plan says of the module or parameter at `path`."""
+    """Return the style of the module or parameter at `path`; None if the plan has none."""
     generic = re.sub(r"\.\d+(?=\.|$)", ".*", path)
     return next((style for pattern, style in plan.items() if f".{generic}".endswith(f".{pattern}")), None)
 
@@ -72,38 +71,40 @@ def style_of(path: str, plan: Mapping[str, str]) -> str | None:
 def _apply(path: str, child: nn.Module, style: str, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     if style == "moe_tp_experts":
         _experts(path, child, plan, mesh)
-    elif style in WHOLE:
-        WHOLE[style](child, mesh)
+    elif style in MODULES:
+        MODULES[style](child, mesh)
     elif style in LINEAR:
         _linear(path, child, style, mesh)
     else:
-        known = ", ".join(sorted([*LINEAR, *WHOLE, "moe_tp_experts"]))
-        raise ValueError(f"tensor_parallel: {path} is planned {style}, which is not known here; known are {known}")
+        known = ", ".join(sorted([*LINEAR, *MODULES, "moe_tp_experts"]))
+        raise ValueError(
+            f"tensor_parallel: tensor_plan has the unknown style {style} for {path}. Known styles are {known}"
+        )
 
 
 def _linear(path: str, child: nn.Module, style: str, mesh: DeviceMesh) -> None:
     by_column = style in COLUMNS
-    if hasattr(child, "base_layer"):  # a LoRA layer: the side of the adapter that meets the split is split with it
+    if hasattr(child, "base_layer"):  # LoRA: split the matrix of the adapter that is next to the split dimension
         adapters = child.lora_B if by_column else child.lora_A
-        parts = [child.base_layer, *adapters.children()]  # type: ignore[union-attr]
+        layers = [child.base_layer, *adapters.children()]  # type: ignore[union-attr]
     else:
-        parts = [child]
-    for part in parts:
-        if not isinstance(part, nn.Linear):
-            raise ValueError(f"tensor_parallel: {path} is a {type(part).__name__}, and {style} splits linear layers")
-        LINEAR[style](path, part, mesh)
+        layers = [child]
+    for layer in layers:
+        if not isinstance(layer, nn.Linear):
+            raise ValueError(f"tensor_parallel: {path} is a {type(layer).__name__}, and {style} splits linear layers")
+        LINEAR[style](path, layer, mesh)
 
 
 def column_wise(path: str, layer: nn.Linear, mesh: DeviceMesh, *, gather: bool) -> None:
-    """Split a linear layer by its outputs; `gather` puts them together again."""
+    """Split a linear layer by its outputs; `gather` makes its forward return all of them."""
     group = mesh.get_group()
     for leaf in ("weight", "bias"):
         _distribute(path, layer, leaf, 0, mesh)
 
     def forward(x: Tensor) -> Tensor:
         bias = None if layer.bias is None else dtensors.local(layer.bias)
-        part = F.linear(autograd_collectives.copied(x, group), dtensors.local(layer.weight), bias)
-        return autograd_collectives.gathered(part, group) if gather else part
+        local = F.linear(autograd_collectives.copied(x, group), dtensors.local(layer.weight), bias)
+        return autograd_collectives.gathered(local, group) if gather else local
 
     layer.forward = forward  # type: ignore[method-assign, assignment]
 
@@ -113,52 +114,54 @@ def _row_wise(path: str, layer: nn.Linear, mesh: DeviceMesh, *, split: bool) -> 
     _distribute(path, layer, "weight", 1, mesh)
 
     def forward(x: Tensor) -> Tensor:
-        part = autograd_collectives.split(x, group) if split else x
-        whole = autograd_collectives.summed(F.linear(part, dtensors.local(layer.weight)), group)
-        return whole if layer.bias is None else whole + layer.bias
+        local = autograd_collectives.split(x, group) if split else x
+        full = autograd_collectives.summed(F.linear(local, dtensors.local(layer.weight)), group)
+        return full if layer.bias is None else full + layer.bias
 
     layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def _own_norm(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Whole parameters that work on each rank's own heads: their gradients are summed."""
+def _replicated_norm(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Sum the gradients of replicated parameters that each rank applies to its own heads."""
     group, inner = mesh.get_group(), module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with seen_as(module, lambda p: autograd_collectives.copied(p, group)):
+        with replaced_parameters(module, lambda p: autograd_collectives.copied(p, group)):
             return inner(*args, **kwargs)
 
     module.forward = forward  # type: ignore[method-assign]
 
 
-def _own_heads(module: nn.Module, mesh: DeviceMesh) -> None:
-    """For attention that counts its heads instead of leaving the number open."""
+def _local_head_counts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide the head counts of an attention module that stores them."""
     for name in HEAD_COUNTS:
         count = getattr(module, name, None)
         if isinstance(count, int):
-            setattr(module, name, _share(f"{type(module).__name__}.{name}", count, mesh.size()))
+            setattr(module, name, _divide(f"{type(module).__name__}.{name}", count, mesh.size()))
 
 
 def _experts(path: str, module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Every rank computes a share of every expert's inner width: tokens need not travel."""
+    """Split the inner width of every expert, so that tokens stay on their rank."""
     if hasattr(module, "base_layer"):
         raise ValueError(
-            f"tensor_parallel: {path} has an adapter, and adapters of experts are not split; name other modules for it "
-            "(lora.targets), or shard by zero_stage=3 alone"
+            f"tensor_parallel: {path} has an adapter, and adapters of experts cannot be split. Choose other target "
+            "modules for the adapter, or use tensor_parallel=1 and zero_stage=3"
         )
     group, inner = mesh.get_group(), module.forward
     for leaf, parameter in list(module.named_parameters(recurse=False)):
         style = style_of(f"{path}.{leaf}", plan)
         if style not in EXPERTS:
-            raise ValueError(f"tensor_parallel: {path}.{leaf} is planned {style}; {', '.join(EXPERTS)} are known")
-        dim, pieces = EXPERTS[style]
-        _distribute(path, module, leaf, parameter.ndim + dim, mesh, pieces=pieces)
+            raise ValueError(
+                f"tensor_parallel: tensor_plan has the style {style} for {path}.{leaf}. Use one of {', '.join(EXPERTS)}"
+            )
+        dim, matrices = EXPERTS[style]
+        _distribute(path, module, leaf, parameter.ndim + dim, mesh, matrices=matrices)
 
     def forward(hidden: Tensor, indices: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         hidden, weights = autograd_collectives.copied(hidden, group), autograd_collectives.copied(weights, group)
-        with seen_as(module, dtensors.local):
-            part = inner(hidden, indices, weights, *args, **kwargs)
-        return autograd_collectives.summed(part, group)
+        with replaced_parameters(module, dtensors.local):
+            local = inner(hidden, indices, weights, *args, **kwargs)
+        return autograd_collectives.summed(local, group)
 
     module.forward = forward  # type: ignore[method-assign]
 
@@ -172,58 +175,58 @@ LINEAR: dict[str, Callable[[str, nn.Linear, DeviceMesh], None]] = {
     "rowwise_rep": partial(_row_wise, split=True),
 }
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
-WHOLE: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
-    "replicated_with_grad_allreduce": _own_norm,
-    "local_heads": _own_heads,  # ours, for plans given by hand
+MODULES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
+    "replicated_with_grad_allreduce": _replicated_norm,
+    "local_heads": _local_head_counts,  # our own style, for plans of users
 }
 EXPERTS = {"packed_colwise": (-2, 2), "colwise": (-2, 1), "rowwise": (-1, 1)}
-"""Of (experts, out, in): the dimension that is split, and of how many matrices side by side each gives a share."""
+"""Of (experts, out, in): the split dimension, and the number of matrices that are concatenated along it."""
 
 
-def _distribute(path: str, owner: nn.Module, leaf: str, dim: int, mesh: DeviceMesh, *, pieces: int = 1) -> None:
-    """Make a parameter a DTensor that holds this rank's share of one dimension, in each of its `pieces`."""
-    whole = owner._parameters[leaf]
-    if whole is None:
+def _distribute(path: str, owner: nn.Module, leaf: str, dim: int, mesh: DeviceMesh, *, matrices: int = 1) -> None:
+    """Replace a parameter by a DTensor with this rank's shard of each of its `matrices`, concatenated along `dim`."""
+    full = owner._parameters[leaf]
+    if full is None:
         return
-    share = _share(f"{path}.{leaf} (dimension {dim})", whole.shape[dim] // pieces, mesh.size())
-    first = mesh.get_local_rank() * share
-    parts = [part.narrow(dim, first, share) for part in whole.detach().chunk(pieces, dim)]
-    placement = Shard(dim) if pieces == 1 else _interleaved(dim, pieces)
+    size = _divide(f"{path}.{leaf} (dimension {dim})", full.shape[dim] // matrices, mesh.size())
+    first = mesh.get_local_rank() * size
+    shards = [matrix.narrow(dim, first, size) for matrix in full.detach().chunk(matrices, dim)]
+    placement = Shard(dim) if matrices == 1 else _interleaved(dim, matrices)
     split = DTensor.from_local(
-        torch.cat(parts, dim), mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        torch.cat(shards, dim), mesh, [placement], run_check=False, shape=full.shape, stride=full.stride()
     )
-    owner._parameters[leaf] = nn.Parameter(split, requires_grad=whole.requires_grad)
+    owner._parameters[leaf] = nn.Parameter(split, requires_grad=full.requires_grad)
 
 
-def _interleaved(dim: int, pieces: int) -> Placement:
-    """Each rank has its share of every one of `pieces` equal parts: private in torch, the same from 2.11 to 2.13."""
+def _interleaved(dim: int, matrices: int) -> Placement:
+    """Return the placement of a shard of each matrix: private in torch, the same from 2.11 to 2.13."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    return _StridedShard(dim, split_factor=pieces)
+    return _StridedShard(dim, split_factor=matrices)
 
 
-def _share(what: str, count: int, ranks: int) -> int:
+def _divide(what: str, count: int, ranks: int) -> int:
     if count % ranks:
-        raise ValueError(f"tensor_parallel={ranks} does not divide {what}, {count}; choose a divisor of it")
+        raise ValueError(f"tensor_parallel={ranks} does not divide {what}, {count}. Use a divisor of {count}")
     return count // ranks
 
 
 def _check_heads(parent: nn.Module, style: str, ranks: int) -> None:
-    """Where the columns are heads, whole ones go to each rank."""
+    """Check that each rank gets full attention heads if the columns are heads."""
     config = getattr(parent, "config", None)
     if style == "colwise" and config is not None and (hasattr(parent, "head_dim") or hasattr(parent, "head_size")):
         for key, what in HEADS.items():
             count = getattr(config, key, None)
             if isinstance(count, int):
-                _share(f"the number of {what} ({key})", count, ranks)
+                _divide(f"the number of {what} ({key})", count, ranks)
 
 
 @contextmanager
-def seen_as(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Within the block the module's own parameters are what `change` makes of them."""
-    kept = dict(module._parameters)
-    module._parameters.update({name: None if p is None else change(p) for name, p in kept.items()})  # type: ignore[misc]
+def replaced_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside this context, the module's own parameters are the results of `change`."""
+    original = dict(module._parameters)
+    module._parameters.update({name: None if p is None else change(p) for name, p in original.items()})  # type: ignore[misc]
     try:
         yield
     finally:
-        module._parameters.update(kept)
+        module._parameters.update(original)

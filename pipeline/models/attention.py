@@ -23,7 +23,7 @@ from engine.generation.attention import attend, check_arguments
 from engine.generation.supported import UnsupportedModel
 from engine.kernels.varlen import fits, varlen_kernel, within_sequences
 from engine.kernels_cpu.ragged_attention import ragged_attention
-from engine.parallel.sequence import Share
+from engine.parallel.sequence import SequenceShard
 from pipeline.data.documents import Documents, Ragged
 
 NAME = "zerochat_documents"
@@ -57,7 +57,7 @@ def document_attention(
     attention_mask: Tensor | None = None,
     *,
     documents: Documents | None = None,
-    share: Share | None = None,
+    share: SequenceShard | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -78,7 +78,7 @@ def document_attention(
         return how.attend(query, key, value).transpose(1, 2), None
     if share is None:
         return _within(documents, query, key, value, how), None
-    return share.by_tokens(_within(documents, *share.by_heads(query, key, value), how)), None
+    return share.heads_to_tokens(_within(documents, *share.tokens_to_heads(query, key, value), how)), None
 
 
 @dataclass(frozen=True)

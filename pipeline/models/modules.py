@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from engine import distributed, token_logprobs
-from engine.parallel.sequence import Share, share_of
+from engine.parallel.sequence import SequenceShard, sequence_shard
 from pipeline.data.documents import Documents
 from pipeline.models.attention import NAME
 
@@ -64,9 +64,9 @@ class Policy(_Backed):
         inputs = _inputs(self.lm, input_ids, documents, share, positions)
         if share is None:
             return self._scored(inputs, targets, seen, temperature)
-        mine = share.mine(seen)
+        mine = share.local_indices(seen)
         logprobs, entropies = self._scored(inputs, targets[mine], seen[mine] - share.first, temperature)
-        return share.together(logprobs, mine, len(scored)), share.together(entropies, mine, len(scored))
+        return share.gather_scores(logprobs, mine, len(scored)), share.gather_scores(entropies, mine, len(scored))
 
     def _scored(
         self, inputs: dict[str, Any], targets: Tensor, seen: Tensor, temperature: float
@@ -120,15 +120,15 @@ class Scorer(_Backed):
         # fp32: a bf16 score has three digits, too few for the difference of two.
         values = F.linear(hidden.float(), weight.float()).squeeze(-1)
         if share is not None:
-            places = torch.arange(share.first, share.first + share.own, device=values.device)
-            values = share.together(values[0], places, share.own * share.ranks)[None, : share.tokens]
+            places = torch.arange(share.first, share.first + share.length, device=values.device)
+            values = share.gather_scores(values[0], places, share.length * share.ranks)[None, : share.tokens]
         return values.clone()  # FSDP2 hooks on the output: it must not be a view
 
 
-def _share(input_ids: Tensor, documents: Documents | None) -> Share | None:
+def _share(input_ids: Tensor, documents: Documents | None) -> SequenceShard | None:
     """This rank's share of a row; None where the rank computes all of it."""
     if documents is not None:
-        return share_of(input_ids.shape[1])
+        return sequence_shard(input_ids.shape[1])
     assert distributed.world().sequence == 1 or not torch.is_grad_enabled(), "only rows of documents are shared out"
     return None
 
@@ -137,7 +137,7 @@ def _inputs(
     model: PreTrainedModel,
     input_ids: Tensor,
     documents: Documents | None,
-    share: Share | None,
+    share: SequenceShard | None,
     positions: Tensor | None,
 ) -> dict[str, Any]:
     if documents is None:
@@ -146,16 +146,21 @@ def _inputs(
     return packed_inputs(input_ids, documents, share)
 
 
-def packed_inputs(input_ids: Tensor, documents: Documents, share: Share | None) -> dict[str, Any]:
+def packed_inputs(input_ids: Tensor, documents: Documents, share: SequenceShard | None) -> dict[str, Any]:
     """What the backbone takes of a row of documents (1, N), or of this rank's share of it."""
     if share is None:
         positions = documents.positions(input_ids.device)
         _lay_out(documents, input_ids.device)
         return {"input_ids": input_ids, "position_ids": positions, "documents": documents}
-    documents = documents.filled(share.filling)
-    positions = documents.positions(input_ids.device).narrow(1, share.first, share.own)
+    documents = documents.filled(share.padding)
+    positions = documents.positions(input_ids.device).narrow(1, share.first, share.length)
     _lay_out(documents, input_ids.device)
-    return {"input_ids": share.cut(input_ids), "position_ids": positions, "documents": documents, "share": share}
+    return {
+        "input_ids": share.local_tokens(input_ids),
+        "position_ids": positions,
+        "documents": documents,
+        "share": share,
+    }
 
 
 def _lay_out(documents: Documents, device: torch.device) -> None:

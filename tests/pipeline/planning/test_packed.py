@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from engine.kernels_cpu.library import library
 from engine.memory import activations, measure_shape
-from engine.parallel.sequence import share_of
+from engine.parallel.sequence import sequence_shard
 from pipeline.data.documents import Documents
 from pipeline.models.attention import use_documents
 from pipeline.models.modules import packed_inputs
@@ -38,7 +38,7 @@ def saved() -> int:
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         ids = torch.zeros(1, MANY * LENGTH, dtype=torch.long)
-        model.base_model(**packed_inputs(ids, documents, share_of(MANY * LENGTH)), use_cache=False)
+        model.base_model(**packed_inputs(ids, documents, sequence_shard(MANY * LENGTH)), use_cache=False)
     return sum(sizes.values())
 
 
