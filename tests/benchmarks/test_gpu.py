@@ -13,7 +13,7 @@ WITHOUT = f"""
 import sys
 sys.modules |= dict.fromkeys({LACKING!r})  # None there makes an import fail
 from benchmarks.gpu.__main__ import main
-import engine, engine.memory, engine.deepspeed
+import engine, engine.memory, engine.deepspeed_json
 sys.exit(main(["--device", "cpu", "--tiny"]))
 """
 

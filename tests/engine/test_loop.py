@@ -257,5 +257,5 @@ def test_running_statistics_and_unused_parameters_are_kept(tmp_path: Path) -> No
 
 def test_who_did_not_say_what_generates_is_told_how() -> None:
     engine = initialize(nn.Linear(2, 2), EngineConfig())
-    with pytest.raises(ValueError, match=r'rollout_path=NAME.* "" where it is the module itself'), engine.generating():
+    with pytest.raises(ValueError, match=r'rollout_path=NAME.* "" for the module itself'), engine.generating():
         pass

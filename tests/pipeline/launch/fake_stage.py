@@ -55,10 +55,10 @@ def act(behaviour):
 
 
 def without_torch():
-    """Put an empty process group where the engine's would be."""
-    engine, parallel, dist = (types.ModuleType(name) for name in ("engine", "engine.parallel", "engine.parallel.dist"))
-    dist.start, dist.stop, parallel.dist = (lambda namespace: None), (lambda: None), dist
-    sys.modules.update({"engine": engine, "engine.parallel": parallel, "engine.parallel.dist": dist})
+    """Replace the engine by a module whose process group does nothing."""
+    engine, distributed = types.ModuleType("engine"), types.ModuleType("engine.distributed")
+    distributed.start, distributed.stop, engine.distributed = (lambda namespace: None), (lambda: None), distributed
+    sys.modules.update({"engine": engine, "engine.distributed": distributed})
 
 
 if __name__ == "__main__":

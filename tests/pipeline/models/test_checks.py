@@ -230,8 +230,8 @@ def test_a_family_that_names_its_language_model_otherwise_is_one(tmp_path: Path)
     torch.testing.assert_close(scored(engine, ids), own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
     for _ in range(2):
         engine.update([ids], lambda module, batch: (-module(batch, after_first(batch))[0].sum(), {}), 16)
-    with engine.generating() as rollouts:  # which checks that it is the model
-        assert rollouts.way == "slots"
+    with engine.generating() as generator:  # the flip runs the parity check
+        assert generator.mode == "slots"
     classifier = AutoModelForSequenceClassification.from_config(config)
     classifier.save_pretrained(tmp_path / "reward")
     with pytest.raises(UserError, match=r"ForSequenceClassification, no language model .*as RUN/sft"):

@@ -111,12 +111,12 @@ def test_states_in_bf16_error_feedback_and_prepacked_linears(opt: ModelShape, mo
     def prepacked(shape: ModelShape, **keys: Any) -> int:
         return sft(shape, work(**keys)).phases["generate"]["prepacked_linears"]
 
-    monkeypatch.setattr(generator, "copies", lambda dtype: True)
+    monkeypatch.setattr(generator, "copies_weights", lambda dtype: True)
     # 12 blocks of 4 D x D and 2 D x 4D, and the head.
     every = 12 * 12 * 768 * 768 + 50272 * 768
     assert prepacked(opt, is_cpu=True) == 2 * every and prepacked(opt) == 0
     assert prepacked(opt, is_cpu=True, dtype="fp32") == 4 * every
-    monkeypatch.setattr(generator, "copies", lambda dtype: False)
+    monkeypatch.setattr(generator, "copies_weights", lambda dtype: False)
     assert prepacked(opt, is_cpu=True) == 0
     gpt2 = measure_shape("gpt2", GPT2Config(vocab_size=64, n_embd=64, n_layer=3, n_head=4, n_positions=80))
     assert prepacked(gpt2, is_cpu=True) == 2 * 3 * 8 * 64 * 64  # transposed ones of sufficient size
