@@ -92,7 +92,7 @@ def test_one_device_trains_in_bf16_and_goes_on_after_a_stop(on_cpu: Path, tmp_pa
         ppo=tiny_config(**SMALL, engine=offload),
     )  # fmt: skip
     told = run_on_devices(tmp_path, list(STAGES))
-    assert "padded" not in told and "engine=auto: as it is configured" in told
+    assert "padded" not in told and "engine=auto: as configured" in told
     for stage in ("sft", "reward", "dpo"):
         compare(tmp_path, on_cpu, stage, ("loss", "eval_loss"), rel=1e-2)
         compare(tmp_path, on_cpu, stage, ("grad_norm",), rel=1e-2, first=1)

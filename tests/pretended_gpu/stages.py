@@ -18,22 +18,25 @@ from pipeline.launch.worker import read_config
 from pipeline.stages.stage_run import StageRun
 
 
-class Watched(StageRun):
-    """Notes the waits of each step."""
+def watch_waits() -> None:
+    """Make every StageRun write where the host waited in each step that it logs."""
+    log = StageRun.log
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    def watched(self: StageRun, step: int, figures: Mapping[str, float]) -> None:
         waits = cuda.waits()
-        super().log(step, figures)
+        log(self, step, figures)
         if dist.world().leads:
             with (self.folder / "waits.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "waits": waits}) + "\n")
 
+    StageRun.log = watched  # type: ignore[method-assign]
+
 
 def main(run_dir: Path, stages: list[str]) -> None:
     dist.start("stages")
+    watch_waits()
     for stage in stages:
         module = import_module(f"{STAGES[stage].package}.train")
-        module.StageRun = Watched  # type: ignore[attr-defined]
         module.run(read_config(run_dir / stage), run_dir / stage)
         found = cuda.faults()
         assert not found, "\n".join(found)
