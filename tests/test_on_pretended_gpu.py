@@ -117,7 +117,7 @@ def test_a_step_waits_for_the_device_for_its_figures_only(tmp_path: Path) -> Non
     for stage in ("sft", "reward", "dpo"):
         assert waits(tmp_path, stage, step=2) == {"engine/figures.py:numbers": 1}, stage
     found = waits(tmp_path, "ppo", step=2)
-    rounds = found.pop("engine/generation/on_device/rounds.py:draws")
+    rounds = found.pop("engine/generation/decode_step.py:wait")
     assert rounds <= 2  # of 4 tokens
     updates = 2  # minibatches
     assert found == {
