@@ -13,7 +13,14 @@ NEEDED = ("pydantic", "hydra", "datasets")  # what a stage imports and the engin
 LACKING = [name for name in NEEDED if find_spec(name) is None]
 WITHOUT = ("engine", "benchmarks", "pipeline/models/test_on_gpu.py")
 # Files of more than half a minute. They begin, so that of processes that share out the files none is late.
-LONG = ("test_on_pretended_gpu.py", "engine/test_pretended_gpu.py", "test_resume.py", "test_parity.py")
+LONG = (
+    "engine/test_pretended_gpu.py",
+    "test_on_pretended_gpu.py",
+    "test_resume.py",
+    "test_parity.py",
+    "test_out_of_memory.py",
+    "test_wheel.py",
+)
 
 collect_ignore = [
     str(path.relative_to(HERE))

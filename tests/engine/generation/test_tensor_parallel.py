@@ -88,7 +88,7 @@ def too_many_heads() -> str:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    assert all("choose a divisor" in message for message in run_ranks(too_many_heads, 2))
+    assert all("Use a divisor of 3" in message for message in run_ranks(too_many_heads, 2))
 
 
 @pytest.mark.parametrize(("dim", "blocks"), [(0, 1), (1, 1), (1, 2)])
