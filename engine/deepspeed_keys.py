@@ -302,7 +302,7 @@ UNSUPPORTED_OPTIMIZERS = {
     "MuAdamW": f"{MUP} AdamW with the learning rate for this width",
     "MuSGD": f"{MUP} SGD with the learning rate for this width",
     **{
-        name: f"{optim.UNFIT[name.lower()]}; write AdamW or Lion"
+        name: f"{optim.UNSUPPORTED[name.lower()]}; write AdamW or Lion"
         for name in ("Muon", "LBFGS", "Adafactor", "SparseAdam", "Rprop")
     },
 }

@@ -1,7 +1,7 @@
-"""Optimizers by name, and the learning rate by step.
+"""Optimizers by name, and the learning rate of each step.
 
-AdamW: Loshchilov & Hutter, 2019, arXiv:1711.05101. Left out: optimizers that look at whole rows, columns or matrices of
-a parameter, or call the loss again; a rank holds shards, and a loss has been through backward when they step.
+AdamW: Loshchilov & Hutter, 2019, arXiv:1711.05101. Not supported: optimizers that need full rows, columns or matrices
+of a parameter, because a rank holds shards, and optimizers that evaluate the loss again.
 """
 
 import inspect
@@ -25,17 +25,17 @@ OURS: dict[str, type[torch.optim.Optimizer]] = {
     "onebitadam": OneBitAdam,
     "bfloat16adamw": BFloat16AdamW,
 }
-UNFIT = {
-    "lbfgs": "it calls the loss several times a step",
-    "sparseadam": "it wants sparse gradients",
-    "adafactor": "it averages over whole rows and columns, and a rank holds shards",
-    "rprop": "it writes by index, which shards do not take",
-    "muon": "it multiplies whole matrices, and a rank holds shards",
+UNSUPPORTED = {
+    "lbfgs": "it evaluates the loss several times per step",
+    "sparseadam": "it needs sparse gradients",
+    "adafactor": "it averages over full rows and columns, and a rank holds shards",
+    "rprop": "it writes by index, which DTensor does not support",
+    "muon": "it multiplies full matrices, and a rank holds shards",
 }
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up to the peak, then the schedule to the final ratio."""
+    """Return the learning rate of step `step` (from 0): linear warm-up to the peak, then decay to the final ratio."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant" or config.total_steps is None:
@@ -49,88 +49,88 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 def build(
     module: nn.Module, config: OptimizerConfig, *, states: Literal["fp32", "bf16"] = "fp32"
 ) -> torch.optim.Optimizer:
-    """The optimizer over the module's trainable parameters; with `decay="matrices"` vectors and scalars don't decay.
+    """Return the optimizer of a module's trainable parameters.
 
-    Adam's moments are made at once, so that memory is known before the first step. Raises ValueError for a name or an
-    option that does not exist or can't work on shards.
+    With `decay="matrices"` vectors and scalars have no weight decay. Adam's moments are allocated at once, so that
+    memory use is known before the first step. Raises ValueError for an unknown or unsupported name or option.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
-    if states == "bf16":  # which is AdamW's (layout.require_together)
+    if states == "bf16":  # `layout` has checked that the optimizer is AdamW
         config = replace(config, name=BFloat16AdamW.__name__)
-    optimizer = over(parts(trainable, config), config)
+    optimizer = with_groups(parameter_groups(trainable, config), config)
     if type(optimizer) in ADAMS.values():
         _make_moments(optimizer, trainable, ("exp_avg", "exp_avg_sq", *_third(config.options)))
     return optimizer
 
 
-def over(groups: Sequence[tuple[list[nn.Parameter], float]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer over groups of (parameters, their decay). Raises ValueError as `build` does."""
+def with_groups(groups: Sequence[tuple[list[nn.Parameter], float]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of groups of (parameters, weight decay). Raises ValueError like `build`."""
     kind = optimizer_class(config.name)
     keywords = {"lr": config.lr, **_own_keywords(config), **config.options}
     accepted = inspect.signature(kind).parameters
     for key in keywords:
         if key not in accepted:
-            raise ValueError(f"optimizer {config.name} has no option {key}; it has {', '.join(sorted(accepted))}")
+            raise ValueError(f"optimizer {config.name} has no option {key}. Use one of {', '.join(sorted(accepted))}")
     decays = "weight_decay" in accepted
     if config.weight_decay and not decays:
-        raise ValueError(f"optimizer {config.name} knows no weight decay: weight_decay=0, or adamw")
-    given: list[dict[str, Any]] = [
-        {"params": part, "weight_decay": rate} if decays else {"params": part} for part, rate in groups
+        raise ValueError(f"optimizer {config.name} has no weight decay. Set weight_decay=0, or use the optimizer adamw")
+    torch_groups: list[dict[str, Any]] = [
+        {"params": members, "weight_decay": rate} if decays else {"params": members} for members, rate in groups
     ]
-    optimizer: torch.optim.Optimizer = kind(given, **keywords)
+    optimizer: torch.optim.Optimizer = kind(torch_groups, **keywords)
     return optimizer
 
 
-def kinds(config: OptimizerConfig) -> list[str]:
-    """The names of the states that have a number for each of the parameter's: what one step leaves behind."""
-    return [name for name, shape in _probed(config).items() if shape == (2,)]
+def moment_names(config: OptimizerConfig) -> list[str]:
+    """Return the names of the states that have the shape of the parameter."""
+    return [name for name, shape in _state_shapes(config).items() if shape == (2,)]
 
 
 def state_names(config: OptimizerConfig) -> set[str]:
-    """The names of all states that are kept for a parameter, numbers too; without 1-bit Adam's errors."""
-    return {name for name in _probed(config) if not name.startswith(ERRORS)}
+    """Return the names of all states of a parameter, scalars included, without the errors of 1-bit Adam."""
+    return {name for name in _state_shapes(config) if not name.startswith(ERRORS)}
 
 
-def _probed(config: OptimizerConfig) -> dict[str, torch.Size]:
-    """The shapes of the states that one step of a parameter (2,) leaves behind."""
+def _state_shapes(config: OptimizerConfig) -> dict[str, torch.Size]:
+    """Return the shapes of the states after one step of a parameter (2,)."""
     probe = nn.Parameter(torch.ones(2))
-    optimizer = over([([probe], 0.0)], config)
+    optimizer = with_groups([([probe], 0.0)], config)
     probe.grad = torch.ones(2)
     optimizer.step()
     return {name: value.shape for name, value in optimizer.state[probe].items() if isinstance(value, Tensor)}
 
 
 def optimizer_class(name: str) -> Any:
-    """The class of an optimizer's name. Raises ValueError where there is none, or none that fits."""
+    """Return the class of an optimizer. Raises ValueError for an unknown or unsupported name."""
     low = name.lower()
     if low == BFloat16AdamW.__name__.lower() and name != BFloat16AdamW.__name__:
-        raise ValueError(f"optimizer {name} is adamw with states=bf16: name it so")
-    if low in UNFIT:
-        raise ValueError(f"optimizer {name}: {UNFIT[low]}; use adamw or lion")
+        raise ValueError(f"optimizer {name} is not a name to choose. Use the optimizer adamw with states=bf16")
+    if low in UNSUPPORTED:
+        raise ValueError(f"optimizer {name} is not supported: {UNSUPPORTED[low]}. Use adamw or lion")
     if low in OURS:
         return OURS[low]
     known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
     if low not in known:
-        names = ", ".join(sorted([*(key for key in known if key not in UNFIT), "lion", "onebitadam"]))
-        raise ValueError(f"there is no optimizer {name}; there are {names}")
+        names = ", ".join(sorted([*(key for key in known if key not in UNSUPPORTED), "lion", "onebitadam"]))
+        raise ValueError(f"there is no optimizer {name}. Use one of {names}")
     return known[low]
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients that a module's shards have; `norm` sums their squares where the module is a piece of a whole."""
+    """The gradients of a module's shards. `norm` replaces the sum of squares if the module is a pipeline stage."""
 
     module: nn.Module
     norm: Callable[[], float] | None = None
 
     def squared_norm(self) -> float | Tensor:
-        """The sum of squares, the same number on every rank; on the device where it was computed there."""
+        """Return the sum of squares, the same number on every rank, possibly on the device."""
         if self.norm is not None:
             return self.norm()
         return dtensors.squared_norm(self._tensors())
 
     def scale(self, factor: float) -> None:
-        """Multiply all of them."""
+        """Multiply all gradients."""
         torch._foreach_mul_([dtensors.local(gradient) for gradient in self._tensors()], factor)
 
     def _tensors(self) -> list[Tensor]:
@@ -142,7 +142,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _own_keywords(config: OptimizerConfig) -> dict[str, Any]:
-    """What the configuration's fields say to this class."""
+    """Return the fields of the configuration that this class accepts."""
     if config.name.lower() in ADAMS:
         return {"betas": config.betas, "eps": config.eps, "fused": True}
     if config.name.lower() in ("onebitadam", "bfloat16adamw"):
@@ -151,12 +151,12 @@ def _own_keywords(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def averages_itself(config: OptimizerConfig) -> bool:
-    """Whether the optimizer wants each rank's own gradients, and makes all ranks agree in its own way."""
+    """Return whether the optimizer takes local gradients and averages over ranks itself."""
     return config.name.lower() == "onebitadam"
 
 
-def parts(trainable: list[nn.Parameter], config: OptimizerConfig) -> list[tuple[list[nn.Parameter], float]]:
-    """Parameters and their decay; no part is empty."""
+def parameter_groups(trainable: list[nn.Parameter], config: OptimizerConfig) -> list[tuple[list[nn.Parameter], float]]:
+    """Return the groups (parameters, weight decay) that are not empty."""
     if config.decay == "all":
         return [(trainable, config.weight_decay)]
     matrices = [p for p in trainable if p.ndim >= 2]
@@ -176,7 +176,7 @@ def _make_moments(optimizer: torch.optim.Optimizer, parameters: list[nn.Paramete
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Make the states that an optimizer makes at its first step, to load into; parameters stay as they are."""
+    """Create the states that an optimizer creates in its first step, to load into them; parameters do not change."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if all(optimizer.state.get(p) for p in parameters):
         return
@@ -192,7 +192,7 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def states(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the optimizer's state as (kind.parameter name, tensor)."""
+    """Yield every tensor of the optimizer's state as ("kind.parameter name", tensor)."""
     for name, parameter in module.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):

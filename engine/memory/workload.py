@@ -8,7 +8,7 @@ from engine.kernels.token_logprobs import BLOCK_ELEMENTS
 from engine.memory.activations import activations
 from engine.memory.model_shape import ModelShape, pipeline_stages
 from engine.memory.states import BYTES, ModelStates, frozen_states, model_states, shard_count
-from engine.optim import averages_itself, kinds
+from engine.optim import averages_itself, moment_names
 
 Owners = dict[str, int]
 
@@ -77,7 +77,7 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
         ranks=work.ranks,
         trained=work.trained(shape.parameters),
         accumulates=work.accumulates,
-        moments=len(kinds(work.optimizer)),
+        moments=len(moment_names(work.optimizer)),
         has_average=work.has_average,
         has_error_feedback=averages_itself(work.optimizer),
         is_single_rank=work.ranks == 1 and shape.tensor == 1,

@@ -68,12 +68,12 @@ class OffloadedOptimizer:
         if self._is_nvme:
             return_freed_memory()
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        parts = optim.parts([p for _, p in named], config)
-        stand_ins = [([nn.Parameter(torch.zeros(1))], decay) for _, decay in parts]
-        self._torch = optim.over(stand_ins, config)
-        group = {id(p): index for index, (members, _) in enumerate(parts) for p in members}
+        groups = optim.parameter_groups([p for _, p in named], config)
+        stand_ins = [([nn.Parameter(torch.zeros(1))], decay) for _, decay in groups]
+        self._torch = optim.with_groups(stand_ins, config)
+        group = {id(p): index for index, (members, _) in enumerate(groups) for p in members}
         shards = [Shard(name, p, group[id(p)]) for name, p in named]
-        moments = optim.kinds(config)
+        moments = optim.moment_names(config)
         on_device, offloaded = _split(shards, engine.offload_ratio)
         self.tiers: list[Tier] = []
         for members in filter(None, (on_device, offloaded)):

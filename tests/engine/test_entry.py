@@ -145,7 +145,7 @@ def split(model: nn.Module, first: dict[str, Any], second: dict[str, Any]) -> to
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
     "class": (lambda m: Own(m.parameters()), "optimizer: .*Own is not of torch.optim; write OptimizerConfig"),
-    "unfit": (lambda m: torch.optim.LBFGS(m.parameters()), "calls the loss several times"),
+    "unfit": (lambda m: torch.optim.LBFGS(m.parameters()), "evaluates the loss several times"),
     "states": (stepped, "it has taken steps, whose states would be lost; pass a new optimizer"),
     "rates": (lambda m: split(m, {"lr": 1.0}, {}), r"groups differ in lr \(\[1.0, 0.1\]\); write one value"),
     "decay": (lambda m: split(m, {"weight_decay": 0.0}, {}), r"differ in weight_decay \(\[0.0, 0.01\]\); write one"),

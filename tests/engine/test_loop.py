@@ -215,11 +215,11 @@ def test_lion_by_hand() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"name": "adamx"}, "there is no optimizer adamx; there are .*adamw"),
-        ({"name": "LBFGS"}, "calls the loss several times"),
-        ({"name": "Muon"}, "whole matrices"),
+        ({"name": "adamx"}, r"there is no optimizer adamx\. Use one of .*adamw"),
+        ({"name": "LBFGS"}, "evaluates the loss several times"),
+        ({"name": "Muon"}, "full matrices"),
         ({"name": "Rprop"}, "writes by index"),
-        ({"name": "sgd", "options": {"momentun": 0.9}}, "has no option momentun; it has .*momentum"),
+        ({"name": "sgd", "options": {"momentun": 0.9}}, r"has no option momentun\. Use one of .*momentum"),
     ],
 )
 def test_optimizers_that_cannot_be_are_refused(keys: dict[str, Any], message: str) -> None:
