@@ -13,11 +13,11 @@ from pipeline.data.batch import (
     epoch_order,
     pack_pairs,
     pack_tokens,
-    plan,
     shared_tokens,
 )
 from pipeline.data.documents import Documents
 from pipeline.data.encode import PairItem, TokenItem
+from pipeline.data.microbatches import plan
 
 PAD = 9
 
