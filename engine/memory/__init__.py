@@ -1,23 +1,22 @@
 """Memory and speed of a model under the engine: predicted from its shape, and measured while it runs.
 
 `measure_shape` counts a model on the meta device. `Workload` describes its layout and micro-batches; the functions of
-`workload` and `generator` predict bytes by owner. `measure_speed` and `CostModel` predict seconds. `MemoryTracker`
-measures bytes by owner.
+`workload` predict bytes by owner. `measure_speed` and `CostModel` predict seconds. `MemoryTracker` measures bytes by
+owner.
 """
 
 from engine.memory.activations import Activations, activations
-from engine.memory.cost_model import CostModel
-from engine.memory.generator import RETAINED, GenerationLoad, generation_bytes
 from engine.memory.model_shape import ModelShape, measure_shape
-from engine.memory.probe import Probe, measure_speed
-from engine.memory.states import ModelStates, frozen_states, model_states
+from engine.memory.speed import CostModel, Probe, measure_speed
+from engine.memory.states import ModelStates, Owners, frozen_states, model_states
 from engine.memory.workload import (
-    Owners,
+    RETAINED,
+    GenerationLoad,
     Workload,
-    gathered_bytes,
+    generation_bytes,
     pipeline_training_bytes,
     resting_bytes,
-    scoring_logits,
+    scoring_bytes,
     scoring_states,
     trained_states,
     training_bytes,
@@ -35,14 +34,13 @@ __all__ = [
     "Workload",
     "activations",
     "frozen_states",
-    "gathered_bytes",
     "generation_bytes",
     "measure_shape",
     "measure_speed",
     "model_states",
     "pipeline_training_bytes",
     "resting_bytes",
-    "scoring_logits",
+    "scoring_bytes",
     "scoring_states",
     "trained_states",
     "training_bytes",

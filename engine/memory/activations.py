@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModel, PretrainedConfig
 
 from engine.config import Precision
-from engine.memory.model_shape import ModelShape, shrink_to_one_rank
+from engine.memory.model_shape import ModelShape
 from engine.memory.states import BYTES
 from engine.precision import TORCH_DTYPE
 
@@ -32,10 +32,8 @@ class Activations:
     blocks: int
 
     def total(self, *, checkpointing: bool) -> int:
-        """Return all bytes. Activation checkpointing saves the blocks' inputs and recomputes one block at a time."""
-        if checkpointing:
-            return self.outside + self.blocks * self.block_input + self.block
-        return self.outside + self.blocks * self.block
+        """Return the bytes from forward to backward; with activation checkpointing, a block's input only."""
+        return self.outside + self.blocks * (self.block_input if checkpointing else self.block)
 
 
 def activations(shape: ModelShape, *, tokens: int, length: int, dtype: Precision) -> Activations:
@@ -65,37 +63,41 @@ def with_blocks(config: PretrainedConfig, blocks: int) -> PretrainedConfig:
 
 @lru_cache(maxsize=64)
 def _saved_bytes(shape: ModelShape, blocks: int, length: int, dtype: Precision) -> int:
-    """Return the bytes that autograd saves for one sequence in a body of `blocks` blocks."""
+    """Return the bytes that autograd saves on one rank for one sequence in a body of `blocks` blocks.
+
+    With tensor parallelism a rank holds all numbers of tensors that are as wide as hidden states, and its share of the
+    others: heads, and the inner width of the MLP.
+    """
     with torch.device("meta"):
         body = AutoModel.from_config(with_blocks(shape.config, blocks), attn_implementation=shape.attention)
         body = body.to(TORCH_DTYPE[dtype]).train()
-        if shape.tensor > 1:
-            shrink_to_one_rank(body, shape.tensor, shape.plan)
-        ids = torch.zeros(1, length, dtype=torch.long)
-        positions = torch.arange(length)[None]
     own = {_storage(t) for t in [*body.parameters(), *body.buffers()]}
-    saved: dict[int, Tensor] = {}
+    saved: dict[int, int] = {}
+    references: list[Tensor] = []  # keep the addresses of storages unique
 
     def save(tensor: Tensor) -> Tensor:
         if _storage(tensor) not in own:
-            saved[_storage(tensor)] = tensor  # the reference keeps the storage's address unique
+            ranks = 1 if tensor.shape[-1:] == (shape.width,) else shape.tensor
+            saved.setdefault(_storage(tensor), tensor.untyped_storage().nbytes() // ranks)
+            references.append(tensor)
         return tensor
 
     with _fused_kernels_on_meta(), saved_tensors_hooks(save, lambda tensor: tensor):
-        _forward(body, ids, positions)
-    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+        _forward(body, length)
+    return sum(saved.values())
 
 
-def _forward(body: nn.Module, ids: Tensor, positions: Tensor) -> Any:
+def _forward(body: nn.Module, length: int) -> Any:
     # Without a mask some families read values to make one, and meta tensors have no values. Some families take no
     # positions, and Bloom takes a mask of shape (rows, length).
-    rows, length = ids.shape
-    mask = torch.zeros(rows, 1, length, length, dtype=torch.bool, device="meta")
-    attempts: list[dict[str, Tensor]] = [{"attention_mask": mask, "position_ids": positions}, {"attention_mask": mask}]
-    for inputs in attempts:
+    with torch.device("meta"):
+        ids = torch.zeros(1, length, dtype=torch.long)
+        positions = torch.arange(length)[None]
+        mask, plain_mask = torch.zeros(1, 1, length, length, dtype=torch.bool), torch.ones(1, length)
+    for inputs in ({"attention_mask": mask, "position_ids": positions}, {"attention_mask": mask}):
         with suppress(TypeError, ValueError, RuntimeError):
             return body(input_ids=ids, use_cache=False, **inputs)
-    return body(input_ids=ids, use_cache=False, attention_mask=torch.ones(rows, length, device="meta"))
+    return body(input_ids=ids, use_cache=False, attention_mask=plain_mask)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -1,30 +1,30 @@
-"""Sizes of a model, counted on the meta device: no weight is allocated and no file is read."""
+"""Count the parameters of a model on the meta device: no weight is allocated and no file is read."""
 
 import copy
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from engine.parallel import tensor, zero
+from engine.parallel import tensor as tensor_parallelism
+from engine.parallel import zero
 
 
 class Linear(NamedTuple):
-    """A linear layer. `is_transposed` marks a weight of shape (inputs, outputs), as in GPT-2."""
+    """A linear layer: its name, the shape of its weight, and whether it is the head."""
 
     name: str
-    inputs: int
-    outputs: int
-    is_transposed: bool
+    shape: tuple[int, ...]
     is_head: bool
 
     @property
     def parameters(self) -> int:
-        return self.inputs * self.outputs
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +33,8 @@ class ModelShape:
 
     parameters: all of them, tied ones once. root: those outside of the blocks. block: those of the largest block.
     embedding: those of embedding layers outside of the blocks. tied: those that the embedding shares with the head.
-    cache_per_token: numbers of one token's keys and values in all blocks. queries: width of a block's attention output.
-    vocabulary: rows of the head, 0 for a model that scores. Under tensor parallelism of `tensor` ranks, split by
-    `plan`, all counts are those of one rank.
+    cache_per_token: numbers of one token's keys and values in all blocks. vocabulary: rows of the head, 0 for a model
+    that scores. With tensor parallelism over `tensor` ranks, all counts but `linears` are those of one rank.
     """
 
     name: str
@@ -48,12 +47,10 @@ class ModelShape:
     width: int
     vocabulary: int
     cache_per_token: int
-    embedding: int = 0
-    tied: int = 0
-    linears: tuple[Linear, ...] = ()
-    tensor: int = 1
-    queries: int = 0
-    plan: Mapping[str, str] | None = None
+    embedding: int
+    tied: int
+    linears: tuple[Linear, ...]
+    tensor: int
 
 
 def measure_shape(
@@ -65,9 +62,11 @@ def measure_shape(
     *,
     scores: bool = False,
 ) -> ModelShape:
-    """Build the model on the meta device and count. `scores` replaces the head by a single output.
+    """Build the model on the meta device and count its parameters. `scores` replaces the head by a single output.
 
-    Raises ValueError for an architecture that transformers cannot build, or that `tensor` ranks cannot split.
+    Tensor parallelism splits the head and each matrix of a block over `tensor` ranks. `plan` is the model's
+    tensor-parallel plan, by default that of its class. Raises ValueError for an architecture that transformers cannot
+    build, and for a model that `tensor` ranks cannot split.
     """
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     if scores:
@@ -85,30 +84,36 @@ def measure_shape(
         raise ValueError(
             f"tensor_parallel={tensor} does not divide the heads of {name}: {heads} query heads, {groups} key heads"
         )
+    if tensor > 1 and not plan:
+        tensor_parallelism.plan_of(model)  # raises ValueError for a model without a plan
     head_width = _field(text, "head_dim") or (text.hidden_size // heads if heads else 0)
-    if tensor > 1:
-        shrink_to_one_rank(model, tensor, plan)
-    blocks = [_count(block) for block in zero.units(model)]
-    inside = {id(module) for block in zero.units(model) for module in block.modules()}
+    units = zero.units(model)
+    blocks = [_rank_parameters(block, tensor) for block in units]
+    inside = {id(module) for block in units for module in block.modules()}
     outer = {p for m in model.modules() if isinstance(m, nn.Embedding) and id(m) not in inside for p in m.parameters()}
     head = model.get_output_embeddings()
+    head_size = 0 if head is None else head.weight.numel()
+    head_ranks = tensor if head is not None and len(head.weight) % tensor == 0 else 1
+    root = _parameters(model) - sum(map(_parameters, units)) - head_size + head_size // head_ranks
     return ModelShape(
         name=name,
         config=config,
         attention=model.config._attn_implementation,
-        parameters=_count(model),
-        root=_count(model) - sum(blocks),
+        parameters=root + sum(blocks),
+        root=root,
         block=max(blocks, default=0),
         blocks=len(blocks),
         width=text.hidden_size,
-        vocabulary=0 if scores else text.vocab_size if head is None else len(head.weight),
+        vocabulary=0 if scores else text.vocab_size if head is None else len(head.weight) // head_ranks,
         cache_per_token=2 * text.num_hidden_layers * groups * head_width // tensor,
         embedding=sum(p.numel() for p in outer),
-        tied=head.weight.numel() if head is not None and head.weight in outer else 0,
-        linears=tuple(_linears(model, head)),
+        tied=head_size if head is not None and head.weight in outer else 0,
+        linears=tuple(
+            Linear(path, layer.weight.shape, layer is head or path == "score")
+            for path, layer in model.named_modules()
+            if isinstance(layer, nn.Linear | Conv1D)
+        ),
         tensor=tensor,
-        queries=heads * head_width // tensor,
-        plan=plan,
     )
 
 
@@ -130,43 +135,13 @@ def pipeline_stages(shape: ModelShape, ranks: int) -> tuple[ModelShape, ...]:
     return tuple(stages)
 
 
-def shrink_to_one_rank(module: nn.Module, ranks: int, plan: Mapping[str, str] | None = None) -> None:
-    """Shrink a module's parameters in place to one tensor-parallel rank's share, on the meta device, for counting.
-
-    Raises ValueError for a module without a tensor-parallel plan.
-    """
-    plan = plan or tensor.plan_of(module)
-    inside = {pattern: style for pattern, style in plan.items() if "*" in pattern}
-    for path, child in list(module.named_modules()):
-        style = tensor.style_of(path, inside)
-        if style in tensor.LINEAR:
-            by_column = style in tensor.COLUMNS
-            _shrink(child, "weight", 0 if by_column else 1, ranks)
-            if by_column:
-                _shrink(child, "bias", 0, ranks)
-        elif style == "moe_tp_experts":
-            for leaf, parameter in list(child.named_parameters(recurse=False)):
-                dim, _ = tensor.EXPERTS[str(tensor.style_of(f"{path}.{leaf}", inside))]
-                _shrink(child, leaf, parameter.ndim + dim, ranks)
-        elif style == "local_heads":
-            for name in tensor.HEAD_COUNTS:
-                if isinstance(count := getattr(child, name, None), int):
-                    setattr(child, name, count // ranks)
-    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None  # type: ignore[operator]
-    if type(head) is nn.Linear and len(head.weight) % ranks == 0:
-        embedding = module.get_input_embeddings()  # type: ignore[operator]
-        is_tied = embedding.weight is head.weight
-        _shrink(head, "weight", 0, ranks)
-        if is_tied:
-            embedding._parameters["weight"] = head.weight
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _shrink(owner: nn.Module, leaf: str, dim: int, ranks: int) -> None:
-    full: Tensor | None = owner._parameters[leaf]
-    if full is not None:
-        shape = list(full.shape)
-        shape[dim] //= ranks
-        owner._parameters[leaf] = nn.Parameter(torch.empty(shape, dtype=full.dtype, device="meta"), full.requires_grad)
+def _rank_parameters(block: nn.Module, ranks: int) -> int:
+    """Return a tensor-parallel rank's parameters of a block: a share of each matrix, and all norms and biases."""
+    return sum(p.numel() // (ranks if p.ndim > 1 else 1) for p in block.parameters())
 
 
 def _reason(error: ValueError, config: PretrainedConfig, *, scores: bool) -> str:
@@ -187,15 +162,3 @@ def _field(text: PretrainedConfig, name: str) -> int | None:
         per_layer = copy.deepcopy(text)
         per_layer.allow_global_per_layer_attribute_access = True
         return getattr(per_layer, name, None)
-
-
-def _linears(model: nn.Module, head: nn.Module | None) -> Iterator[Linear]:
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear | Conv1D):
-            is_transposed = isinstance(layer, Conv1D)
-            outputs, inputs = reversed(layer.weight.shape) if is_transposed else layer.weight.shape
-            yield Linear(name, inputs, outputs, is_transposed, layer is head or name == "score")
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

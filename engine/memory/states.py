@@ -14,10 +14,11 @@ where a step reduces once, otherwise 4P/N). On NVMe masters and moments are in f
 `SUB_GROUPS_IN_FLIGHT` sub-groups of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig, Precision
 
+Owners = dict[str, int]
 BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 SUB_GROUPS_IN_FLIGHT = 4
 
@@ -26,14 +27,14 @@ SUB_GROUPS_IN_FLIGHT = 4
 class ModelStates:
     """Bytes of one model on one rank, at the peak of a step.
 
-    On the device: `parameters` (shards in compute precision), `masters`, `moments`, `average` all the time; `gathered`
-    (of it `prefetched` belongs to the next block), `gradients` and `reduction` while the model trains. `overlap` bytes
-    of gathered copies are freed before the last gradients exist. `host` includes `host_gradients`; `nvme` is in files.
+    Between steps the device holds `parameters` (masters, or shards in compute precision), `optimizer` (moments) and
+    `average`. While the model trains, `gathered` (of it `prefetched` belongs to the next block), `gradients` and
+    `reduction` come on top; `overlap` bytes of gathered copies are freed before the last gradients exist. `host`
+    includes `host_gradients`; `nvme` is in files.
     """
 
     parameters: int = 0
-    masters: int = 0
-    moments: int = 0
+    optimizer: int = 0
     average: int = 0
     gathered: int = 0
     prefetched: int = 0
@@ -47,7 +48,7 @@ class ModelStates:
     @property
     def resting(self) -> int:
         """Bytes on the device between steps."""
-        return self.parameters + self.masters + self.moments + self.average
+        return self.parameters + self.optimizer + self.average
 
     @property
     def peak(self) -> int:
@@ -72,89 +73,61 @@ def model_states(
     moments: int = 2,
     has_average: bool = False,
     has_error_feedback: bool = False,
-    is_single_rank: bool | None = None,
 ) -> ModelStates:
     """Return the bytes of a model that trains.
 
     `root` and `block` are the parameters outside of the blocks, and of the largest block. `trained` parameters learn
     (default: all), with `moments` numbers each. `accumulates` means several micro-batches a step. `has_average` adds a
-    moving average, `has_error_feedback` the residuals of 1-bit Adam. `is_single_rank` is False inside tensor groups.
+    moving average, `has_error_feedback` the residuals of 1-bit Adam.
     """
-    size, shards = BYTES[config.dtype], shard_count(config, ranks)
-    stage, on_device = config.zero_stage, config.offload_optimizer == config.offload_parameters == "none"
+    size, shards, stage = BYTES[config.dtype], shard_count(config, ranks), config.zero_stage
     trained = parameters if trained is None else trained
-    each = 2 if config.states == "bf16" else 4
-    gathered, prefetched = _gathered(parameters, root, block, stage, size)
-    accumulates_full = stage == 0 or (stage == 1 and accumulates)
-    gradients = 4 * trained if accumulates_full else each * trained // shards
+    gathered, prefetched = _gathered_bytes(parameters, root, block, config)
     reduction = max(root, block) * (size + 4) if trained else 0
-    masters = each * parameters // shards
-    first_moments = each * moments * trained // shards
-    if has_error_feedback:
-        first_moments += 4 * trained + 4 * trained // ranks
-    average = has_average * each * trained // shards
-    is_single_rank = ranks == 1 if is_single_rank is None else is_single_rank
-    if is_single_rank and on_device and each == 4 and not has_error_feedback:
-        return ModelStates(
-            masters=masters,
-            moments=first_moments,
-            average=average,
-            gathered=size * parameters if size < 4 else 0,
-            gradients=4 * trained,
-            reduction=size * max(root, block) if trained else 0,
-        )
+    accumulates_full = accumulates and stage < 2
     if config.offload_optimizer != "none":
-        return _with_offloaded_optimizer(
-            config,
-            ModelStates(gathered=gathered, prefetched=prefetched, reduction=reduction),
-            parameters=parameters,
-            trained=trained,
-            shards=shards,
-            moments=moments,
-            accumulates=accumulates,
-            has_average=has_average,
-        )
+        states = _offloaded_states(parameters, trained, shards, moments, has_average, config, accumulates)
+        gradients = 4 * trained if accumulates_full else states.gradients
+        return replace(states, gathered=gathered, prefetched=prefetched, gradients=gradients, reduction=reduction)
+    each = 2 if config.states == "bf16" else 4
+    error_feedback = 4 * trained + 4 * trained // ranks if has_error_feedback else 0
+    states = ModelStates(
+        parameters=each * parameters // shards,
+        optimizer=each * moments * trained // shards + error_feedback,
+        average=each * has_average * trained // shards,
+        gathered=gathered,
+        prefetched=prefetched,
+        gradients=4 * trained if stage == 0 or accumulates_full else each * trained // shards,
+        reduction=reduction,
+    )
     if config.offload_parameters != "none":  # masters, moments and reduced gradients stay with the shards on the host
         reduced = 4 * trained // shards
         return ModelStates(
             gathered=gathered,
             prefetched=prefetched,
-            gradients=gradients if stage == 1 else 0,
+            gradients=states.gradients if stage == 1 else 0,
             reduction=reduction,
-            host=masters + first_moments + average + reduced,
+            host=states.resting + reduced,
             host_gradients=reduced,
         )
-    return ModelStates(
-        masters=masters,
-        moments=first_moments,
-        average=average,
-        gathered=gathered,
-        prefetched=prefetched,
-        gradients=gradients,
-        reduction=reduction,
-        # The last micro-batch frees the gathered copy of each block when the block's gradient exists.
-        overlap=min(gathered, gradients) if not accumulates and stage < 3 else 0,
-    )
+    if _is_plain(config, ranks) and each == 4 and not has_error_feedback:
+        copies = size * parameters if size < 4 else 0
+        return replace(states, gathered=copies, prefetched=0, reduction=size * max(root, block) if trained else 0)
+    # The last micro-batch frees the gathered copy of each block when the block's gradient exists.
+    is_freed = not accumulates and stage < 3
+    return replace(states, overlap=min(gathered, states.gradients) if is_freed else 0)
 
 
-def _with_offloaded_optimizer(
-    config: EngineConfig,
-    passing: ModelStates,
-    *,
-    parameters: int,
-    trained: int,
-    shards: int,
-    moments: int,
-    accumulates: bool,
-    has_average: bool,
+def _offloaded_states(
+    parameters: int, trained: int, shards: int, moments: int, has_average: bool, config: EngineConfig, accumulates: bool
 ) -> ModelStates:
     """Return the bytes where a share `offload_ratio` of the optimizer states is on the host or in files."""
     size = BYTES[config.dtype]
-    offloaded = config.offload_ratio * trained / shards
-    remaining = trained / shards - offloaded
-    states = 4 * (1 + moments + has_average)
+    offloaded = round(config.offload_ratio * trained / shards)
+    remaining = trained // shards - offloaded
     gradient = 4 if accumulates and config.zero_stage >= 2 else size
-    host, nvme = gradient * offloaded, 0.0
+    states = 4 * (1 + moments + has_average)
+    host, nvme = gradient * offloaded, 0
     if gradient < 4 and moments != 2:  # Adam reads 16-bit gradients; other optimizers get an fp32 copy of a sub-group
         host += 4 * min(offloaded, config.sub_group_size)
     if config.offload_optimizer == "cpu":
@@ -162,42 +135,40 @@ def _with_offloaded_optimizer(
     else:
         nvme += states * offloaded
         host += states * min(offloaded, SUB_GROUPS_IN_FLIGHT * config.sub_group_size)
-    shard = {config.offload_parameters: size * parameters / shards}
+    shard = {config.offload_parameters: size * parameters // shards}
     return ModelStates(
-        parameters=round(shard.get("none", 0)),
-        masters=round(4 * remaining),
-        moments=round(4 * moments * remaining),
-        average=round(4 * has_average * remaining),
-        gathered=passing.gathered,
-        prefetched=passing.prefetched,
-        gradients=round(4 * trained if accumulates and config.zero_stage < 2 else gradient * remaining),
-        reduction=passing.reduction,
-        host=round(host + shard.get("cpu", 0)),
-        host_gradients=round(gradient * offloaded),
-        nvme=round(nvme + shard.get("nvme", 0)),
+        parameters=shard.get("none", 0) + 4 * remaining,
+        optimizer=4 * moments * remaining,
+        average=4 * has_average * remaining,
+        gradients=gradient * remaining,
+        host=host + shard.get("cpu", 0),
+        host_gradients=gradient * offloaded,
+        nvme=nvme + shard.get("nvme", 0),
     )
 
 
-def frozen_states(
-    parameters: int, *, root: int, block: int, config: EngineConfig, ranks: int, is_single_rank: bool | None = None
-) -> ModelStates:
+def frozen_states(parameters: int, *, root: int, block: int, config: EngineConfig, ranks: int) -> ModelStates:
     """Return the bytes of a model that only scores: parameters in compute precision, gathered while they are used."""
-    size = BYTES[config.dtype]
-    shard = {config.offload_parameters: size * parameters // shard_count(config, ranks)}
-    gathered, prefetched = _gathered(parameters, root, block, config.zero_stage, size)
-    if (ranks == 1 if is_single_rank is None else is_single_rank) and "none" in shard:
-        gathered = prefetched = 0
+    shard = {config.offload_parameters: BYTES[config.dtype] * parameters // shard_count(config, ranks)}
+    gathered, prefetched = _gathered_bytes(parameters, root, block, config)
+    is_copied = not _is_plain(config, ranks) or config.offload_parameters != "none"
     return ModelStates(
         parameters=shard.get("none", 0),
-        gathered=gathered,
-        prefetched=prefetched,
+        gathered=gathered if is_copied else 0,
+        prefetched=prefetched if is_copied else 0,
         host=shard.get("cpu", 0),
         nvme=shard.get("nvme", 0),
     )
 
 
-def _gathered(parameters: int, root: int, block: int, stage: int, size: int) -> tuple[int, int]:
-    """Return the bytes of gathered copies, and the bytes among them of the prefetched block."""
-    if stage < 3:
+def _gathered_bytes(parameters: int, root: int, block: int, config: EngineConfig) -> tuple[int, int]:
+    """Return the bytes of gathered copies, and those of the prefetched block, which only stage 3 has."""
+    size = BYTES[config.dtype]
+    if config.zero_stage < 3:
         return size * parameters, 0
     return size * min(parameters, root + 2 * block), size * max(0, min(block, parameters - root - block))
+
+
+def _is_plain(config: EngineConfig, ranks: int) -> bool:
+    """Return whether the module stays as it is, without FSDP2."""
+    return ranks == 1 and config.tensor_parallel == 1

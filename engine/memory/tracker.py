@@ -20,7 +20,7 @@ from engine.parallel import dtensors, zero
 if TYPE_CHECKING:
     from engine.generation.flip import Flip
 
-FIRST, EVERY = 2, 50  # the updates that are sampled: the first two, and every fiftieth
+SAMPLED_FIRST, SAMPLED_EVERY = 2, 50  # the updates that are sampled: the first two, and every fiftieth
 
 
 class MemoryTracker:
@@ -29,8 +29,8 @@ class MemoryTracker:
     `peaks[phase][owner]` is the largest sample, in bytes. The phases are "train", "score" and "generate". `waiting`
     holds the bytes of forwards that wait for their backward (`Engine.score_to_learn`).
 
-    `other_owners` returns the bytes of what the module does not hold. `offloaded` maps an owner to "host" or "nvme"
-    where its tensors are offloaded. `hooks` is False where hooks would recompile compiled blocks.
+    `other_owners` returns the bytes of owners other than the module. `offloaded` maps an owner to "host" or "nvme" if
+    its tensors are offloaded. `hooks` is False if hooks would recompile compiled blocks.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class MemoryTracker:
 
     def start_update(self) -> None:
         """Decide whether the coming update is sampled."""
-        self._is_sampled = self._updates < FIRST or self._updates % EVERY == 0
+        self._is_sampled = self._updates < SAMPLED_FIRST or self._updates % SAMPLED_EVERY == 0
         self._updates += 1
 
     def training(self) -> AbstractContextManager[None]:
@@ -61,7 +61,7 @@ class MemoryTracker:
     def scoring(self) -> AbstractContextManager[None]:
         """Return the context of a scoring pass: sample the first ones."""
         self._scorings += 1
-        return self._forward("score") if self._scorings <= FIRST and self._hooks else nullcontext()
+        return self._forward("score") if self._scorings <= SAMPLED_FIRST and self._hooks else nullcontext()
 
     def after_backward(self) -> None:
         """Sample the gradients of a micro-batch."""
@@ -71,24 +71,24 @@ class MemoryTracker:
     def sample_waiting(self) -> None:
         """Sample the bytes of forwards that wait for their backward."""
         if self._is_sampled:
-            held = {"gathered": self._gathered(), "activations": self._activations()}
-            self.waiting = {owner: max(size, self.waiting.get(owner, 0)) for owner, size in held.items()}
+            sizes = {"gathered": self._gathered(), "activations": self._activations()}
+            self.waiting = {owner: max(size, self.waiting.get(owner, 0)) for owner, size in sizes.items()}
 
     def sample(self, phase: str) -> None:
         """Count the bytes of every owner now."""
         self._note(phase, {**self.holdings(), "activations": self._activations()})
 
     def holdings(self) -> dict[str, int]:
-        """Return the bytes of every owner now, activations left out."""
-        own = {
+        """Return the bytes of every owner now, without activations."""
+        sizes = {
             "parameters": storage_bytes(_shards(self._module)),
             "gathered": self._gathered(),
             "gradients": storage_bytes(zero.gradients(self._module)),
         }
-        found = Counter[str]()
-        for owner, size in [*own.items(), *self._other_owners().items()]:
-            found[self._offloaded.get(owner, owner)] += size
-        return {owner: size for owner, size in found.items() if size}
+        totals = Counter[str]()
+        for owner, size in [*sizes.items(), *self._other_owners().items()]:
+            totals[self._offloaded.get(owner, owner)] += size
+        return {owner: size for owner, size in totals.items() if size}
 
     @contextmanager
     def _forward(self, phase: str) -> Iterator[None]:
@@ -111,7 +111,7 @@ class MemoryTracker:
         return saved
 
     def _activations(self) -> int:
-        """Return the bytes that autograd keeps for backward. A recomputed block counts with its input alone."""
+        """Return the bytes that autograd holds for backward. Of a recomputed block, only the input counts."""
         parameters = [*zero.gathered(self._module), *_shards(self._module)]
         return storage_bytes((dtensors.local(saved.tensor) for saved in list(self._saved)), without=parameters)
 
@@ -141,8 +141,8 @@ def optimizer_bytes(optimizer: Any) -> dict[str, int]:
     if optimizer is None:
         return {}
     if not isinstance(optimizer, torch.optim.Optimizer):
-        found = dict(getattr(optimizer, "bytes", {}))
-        return {"optimizer": found.pop("device", 0), **found}
+        sizes = dict(getattr(optimizer, "bytes", {}))
+        return {"optimizer": sizes.pop("device", 0), **sizes}
     values = (value for state in optimizer.state.values() for value in state.values())
     return {"optimizer": storage_bytes(dtensors.local(value) for value in values if isinstance(value, Tensor))}
 
@@ -160,7 +160,7 @@ def average_bytes(average: Average) -> int:
 
 
 def storage_bytes(tensors: Iterable[Tensor], *, without: Iterable[Tensor] = ()) -> int:
-    """Return the bytes of the tensors' storages, each counted once, those of `without` left out."""
+    """Return the bytes of the tensors' storages, each counted once, without the storages of `without`."""
     sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     for tensor in without:
         sizes.pop(tensor.untyped_storage()._cdata, None)

@@ -1,16 +1,20 @@
-"""Bytes of one model on one rank, by owner, while it trains, scores or rests."""
+"""Predict the bytes of one model on one rank, by owner, while it trains, scores or generates."""
 
 import math
+import sys
 from dataclasses import dataclass, field, replace
 
 from engine.config import EngineConfig, OptimizerConfig
+from engine.generation.kv_cache import CacheDemand
+from engine.generation.prepacked_linears import MIN_NUMEL, copies_weights
 from engine.kernels.token_logprobs import BLOCK_ELEMENTS
 from engine.memory.activations import activations
 from engine.memory.model_shape import ModelShape, pipeline_stages
-from engine.memory.states import BYTES, ModelStates, frozen_states, model_states, shard_count
+from engine.memory.states import BYTES, ModelStates, Owners, frozen_states, model_states, shard_count
 from engine.optim import averages_itself, moment_names
+from engine.precision import TORCH_DTYPE
 
-Owners = dict[str, int]
+RETAINED = ("inference_model", "prepacked_linears", "cache")  # owners that `GenerationLoad.keep` holds between calls
 
 
 @dataclass(frozen=True)
@@ -53,58 +57,59 @@ class Workload:
         return max(self.config.pipeline_parallel, math.ceil(self.step_tokens / self.micro_batch_tokens))
 
     @property
-    def accumulates(self) -> bool:
-        """Whether a step has several micro-batches."""
-        return self.step_tokens == 0 or self.micro_batches > 1 or self.has_other_loss
-
-    @property
     def shards(self) -> int:
         """Shards of a model's states."""
         return shard_count(self.config, self.ranks)
 
-    def trained(self, parameters: int) -> int:
+    def trained(self, shape: ModelShape) -> int:
         """Return the trained parameters of a model."""
-        return self.adapters or parameters
+        return self.adapters or shape.parameters
+
+
+@dataclass(frozen=True)
+class GenerationLoad:
+    """One call of generation: `sequences` responses (0: as many as slots), `samples` a prompt, on `slots` slots.
+
+    keep, stream, park_optimizer, cache_bytes: as in the engine's `generating` and `Generator`. free_bytes: the device's
+    memory, of which the cache takes half of what is left over (None: unlimited).
+    """
+
+    prompt: int = 512
+    response: int = 256
+    slots: int = 64
+    sequences: int = 0
+    samples: int = 1
+    keep: bool = True
+    stream: bool = False
+    park_optimizer: bool = False
+    cache_bytes: int | None = None
+    free_bytes: int | None = None
 
 
 def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
-    """Return the states of a model that trains. On a CPU offloaded states count as host memory, at any ratio."""
-    states = model_states(
+    """Return the states of a model that trains."""
+    return model_states(
         shape.parameters + work.adapters,
         root=shape.root,
         block=shape.block,
         config=work.config,
         ranks=work.ranks,
-        trained=work.trained(shape.parameters),
-        accumulates=work.accumulates,
+        trained=work.trained(shape),
+        accumulates=work.step_tokens == 0 or work.micro_batches > 1 or work.has_other_loss,
         moments=len(moment_names(work.optimizer)),
         has_average=work.has_average,
         has_error_feedback=averages_itself(work.optimizer),
-        is_single_rank=work.ranks == 1 and shape.tensor == 1,
-    )
-    if not work.is_cpu or work.config.offload_optimizer == "none":
-        return states
-    reduced = 0 if work.accumulates and work.config.zero_stage < 2 else states.gradients
-    return replace(
-        states,
-        masters=0,
-        moments=0,
-        average=0,
-        gradients=states.gradients - reduced,
-        host=states.host + states.masters + states.moments + states.average + reduced,
-        host_gradients=states.host_gradients + reduced,
     )
 
 
 def scoring_states(shape: ModelShape, work: Workload) -> ModelStates:
     """Return the states of a frozen model."""
-    sizes = {"root": shape.root, "block": shape.block, "config": work.config, "ranks": work.ranks}
-    return frozen_states(shape.parameters, is_single_rank=work.ranks == 1 and shape.tensor == 1, **sizes)  # type: ignore[arg-type]
+    return frozen_states(shape.parameters, root=shape.root, block=shape.block, config=work.config, ranks=work.ranks)
 
 
 def resting_bytes(states: ModelStates) -> Owners:
-    """Return the bytes between steps."""
-    owners = {"parameters": states.parameters + states.masters, "optimizer": states.moments}
+    """Return the bytes on the device between steps."""
+    owners = {"parameters": states.parameters, "optimizer": states.optimizer}
     return owners | ({"average": states.average} if states.average else {})
 
 
@@ -112,57 +117,104 @@ def training_bytes(
     shape: ModelShape, work: Workload, states: ModelStates, *, has_logits: bool = True, forwards: int = 1
 ) -> Owners:
     """Return the bytes that training adds, where `forwards` micro-batches wait for their backward."""
-    saved = activations(
-        shape,
-        tokens=work.rank_tokens,
-        length=work.max_length,
-        dtype=work.config.dtype,
-    )
+    saved = activations(shape, tokens=work.rank_tokens, length=work.max_length, dtype=work.config.dtype)
     checkpointing = work.config.activation_checkpointing
-    recomputed = saved.block if checkpointing else 0
-    return {
-        **gathered_bytes(states),
+    owners = {
+        **_gathered_bytes(states),
         "gradients": states.gradients,
         "reduction": states.reduction,
-        "activations": forwards * (saved.total(checkpointing=checkpointing) - recomputed),
-        "recomputed": recomputed,
+        "activations": forwards * saved.total(checkpointing=checkpointing),
+        "recomputed": saved.block if checkpointing else 0,
         # A block of logits, its softmax and its gradient; and gradients of hidden states in fp32.
         "logits": 12 * _logits(shape, work) + 4 * work.rank_tokens * shape.width if has_logits else 0,
     }
+    return owners | ({"overlap": -states.overlap} if states.overlap else {})
 
 
-def gathered_bytes(states: ModelStates) -> Owners:
-    """Return the bytes of gathered parameters."""
-    return {"gathered": states.gathered - states.prefetched, "prefetched": states.prefetched}
+def scoring_bytes(shape: ModelShape, work: Workload, states: ModelStates) -> Owners:
+    """Return the bytes that scoring adds: gathered parameters, a block of logits and its softmax."""
+    return _gathered_bytes(states) | {"logits": 8 * _logits(shape, work)}
 
 
-def scoring_logits(shape: ModelShape, work: Workload) -> int:
-    """Return the bytes of a block of logits and its softmax."""
-    return 8 * _logits(shape, work)
-
-
-def pipeline_training_bytes(shape: ModelShape, work: Workload) -> list[tuple[Owners, ModelStates]]:
-    """Return the bytes of each pipeline stage at the peak of training, and its model states.
+def pipeline_training_bytes(shape: ModelShape, work: Workload) -> list[Owners]:
+    """Return the bytes of each pipeline stage at the peak of training.
 
     Of P stages, stage p holds the activations of P - p micro-batches (1F1B), or of all of a step's (GPipe). Buffers for
     messages exist for every micro-batch of a step.
     """
-    ranks, found = work.config.pipeline_parallel, list[tuple[Owners, ModelStates]]()
+    ranks, count, found = work.config.pipeline_parallel, work.micro_batches, list[Owners]()
     for rank, stage in enumerate(pipeline_stages(shape, ranks)):
-        own = replace(work, adapters=work.adapters * stage.blocks // shape.blocks)
-        states = trained_states(stage, own)
+        states = trained_states(stage, replace(work, adapters=work.adapters * stage.blocks // shape.blocks))
         is_last = rank == ranks - 1
-        count = work.micro_batches
         waiting = count if work.config.pipeline_schedule == "gpipe" else min(count, ranks - rank)
-        owners = resting_bytes(states) | training_bytes(stage, own, states, has_logits=is_last, forwards=waiting)
-        if not is_last:  # what is saved outside of the blocks belongs to the final norm
+        owners = resting_bytes(states) | training_bytes(stage, work, states, has_logits=is_last, forwards=waiting)
+        if not is_last:  # tensors that are saved outside of the blocks belong to the final norm
             saved = activations(stage, tokens=work.rank_tokens, length=work.max_length, dtype=work.config.dtype)
             owners["activations"] -= waiting * saved.outside
-        sides = (rank > 0) + (not is_last)
+        neighbors = (rank > 0) + (not is_last)
         message = work.rank_tokens * shape.width * BYTES[work.config.dtype]
-        owners["messages"] = message * (sides * count + (0 if is_last else waiting))
-        found.append((owners, states))
+        owners["messages"] = message * (neighbors * count + (0 if is_last else waiting))
+        found.append(owners)
     return found
+
+
+def generation_bytes(
+    shape: ModelShape, work: Workload, load: GenerationLoad, *, is_split: bool, resident: int
+) -> Owners:
+    """Return the bytes that generation adds: copied weights, prepacked linears, logits and the key-value cache.
+
+    `is_split` means that ranks share the parameters, so that generation needs a full copy; `resident` are the bytes
+    that other owners hold.
+    """
+    owners = {
+        "inference_model": _weight_bytes(shape, work, load, is_split=is_split or work.shards > 1),
+        "prepacked_linears": _prepacked_bytes(shape, work),
+        "logits": 4 * 2 * load.slots * shape.vocabulary,
+    }
+    return owners | {"cache": _cache_bytes(shape, work, load, resident + sum(owners.values()))}
+
+
+def _gathered_bytes(states: ModelStates) -> Owners:
+    return {"gathered": states.gathered - states.prefetched, "prefetched": states.prefetched}
+
+
+def _weight_bytes(shape: ModelShape, work: Workload, load: GenerationLoad, *, is_split: bool) -> int:
+    """Return the bytes of weights that the inference model cannot share with the trained model."""
+    config = work.config
+    is_offloaded = not work.is_cpu and config.offload_parameters != "none"
+    is_cast = config.dtype != "fp32" and config.offload_optimizer == "none" and config.states == "fp32"
+    if is_split or is_offloaded or is_cast:
+        copied = min(shape.parameters, shape.root + 2 * shape.block) if load.stream else shape.parameters
+    else:  # merged adapters alone
+        copied = min(work.adapted, 2 * shape.block) if load.stream else work.adapted
+    return BYTES[config.dtype] * copied
+
+
+def _prepacked_bytes(shape: ModelShape, work: Workload) -> int:
+    """Return the bytes of linear layers that are copied into the layout of the CPU's matrix products."""
+    dtype = TORCH_DTYPE[work.config.dtype]
+    if not work.is_cpu or dtype not in MIN_NUMEL or not copies_weights(dtype):
+        return 0
+    sizes = (layer.parameters // shape.tensor for layer in shape.linears)
+    return BYTES[work.config.dtype] * sum(size for size in sizes if size >= MIN_NUMEL[dtype])
+
+
+def _cache_bytes(shape: ModelShape, work: Workload, load: GenerationLoad, resident: int) -> int:
+    """Return the bytes of the cache: a slot for each sequence and for each prompt, or fewer where memory is short.
+
+    At least eight sequences have to fit. The samples of a prompt share its slot.
+    """
+    token = shape.cache_per_token * BYTES[work.config.dtype]
+    if not token:
+        return 0
+    sequences = load.sequences or load.slots
+    slots, prompts = min(load.slots, sequences), math.ceil(sequences / load.samples)
+    demand = CacheDemand(load.prompt, load.response, prompts=prompts, sequences=sequences, batch_size=slots)
+    limit = load.cache_bytes
+    if limit is None and load.free_bytes is not None:
+        few = CacheDemand(load.prompt, load.response, prompts=8, sequences=8, batch_size=min(8, slots))
+        limit = max(token * few.size_within(sys.maxsize).tokens, (load.free_bytes - resident) // 2)
+    return token * demand.size_within(sys.maxsize if limit is None else limit // token).tokens
 
 
 def _logits(shape: ModelShape, work: Workload) -> int:

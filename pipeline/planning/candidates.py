@@ -5,7 +5,7 @@ On a CPU host memory is the device's memory, so that only the NVMe tiers save me
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,40 +62,61 @@ def measure_capacity(settings: EngineSettings, ranks: int) -> Capacity:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Values of four keys of `engine`, and of the stage's `micro_batch_tokens`."""
+class Candidate:
+    """A setting: values of four keys of `engine`, and of the stage's `micro_batch_tokens`.
+
+    `changes` are the command-line overrides that lead from the stage's configuration to this setting. `seconds` are
+    those of a step by phase, empty without a probe.
+    """
 
     engine: dict[str, Any]
     micro_batch_tokens: int
+    changes: str
+    demand: Demand
+    seconds: dict[str, float]
+    fits: bool
 
-    def applied_to(self, task: StageTask) -> StageTask:
-        """Return the stage under this setting. Raises ValueError where the engine's other fields forbid the setting."""
-        config = replace(task.work.config, **self.engine)
-        return replace(task, work=replace(task.work, config=config, micro_batch_tokens=self.micro_batch_tokens))
-
-    def changes(self, task: StageTask) -> str:
-        """Return the command-line overrides that lead from a stage's configuration to this setting."""
-        config, work = task.work.config, task.work
-        changed = [(key, value) for key, value in self.engine.items() if value != getattr(config, key)]
-        overrides = [f"engine.{key}={str(value).lower()}" for key, value in changed]
-        if self.micro_batch_tokens != work.micro_batch_tokens:
-            overrides.append(f"{task.stage}.micro_batch_tokens={self.micro_batch_tokens}")
-        return " ".join(overrides) or "as configured"
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
 
 
-def settings(task: StageTask, *, is_gpu: bool) -> Iterator[tuple[Setting, StageTask]]:
-    """Yield every allowed setting with the stage under it. The micro-batch is halved down to one item."""
-    for engine in _layouts(task.work.ranks, is_gpu=is_gpu):
-        tokens = task.work.micro_batch_tokens
-        while True:
-            setting = Setting(engine, tokens)
-            try:
-                yield setting, setting.applied_to(task)
-            except ValueError:  # such as a pipeline with stage 3, or bf16 states with an offloaded optimizer
-                break
-            if tokens <= task.work.min_tokens:
-                break
-            tokens = max(task.work.min_tokens, tokens // 2)
+def candidates(task: StageTask, capacity: Capacity, probe: Probe | None = None) -> Iterator[Candidate]:
+    """Yield every allowed setting with its prediction. The micro-batch is halved down to one item."""
+    for engine in _layouts(task.work.ranks, is_gpu=capacity.is_gpu):
+        try:
+            config = replace(task.work.config, **engine)
+        except ValueError:  # such as a pipeline with stage 3, or bf16 states with an offloaded optimizer
+            continue
+        for tokens in _micro_batch_sizes(task.work.micro_batch_tokens, task.work.min_tokens):
+            changed = replace(task, work=replace(task.work, config=config, micro_batch_tokens=tokens))
+            demand, seconds = capacity.demand(changed), dict[str, float]()
+            if probe is not None:
+                seconds = predict_seconds(changed, probe, is_gpu=capacity.is_gpu, shares_forward=demand.shares_forward)
+            yield Candidate(engine, tokens, _changes(task, engine, tokens), demand, seconds, capacity.fits(demand))
+
+
+def fastest(found: Iterable[Candidate]) -> Candidate | None:
+    """Return the fastest candidate that fits; among equally fast ones (within 1 %), the first."""
+    fitting = [candidate for candidate in found if candidate.fits]
+    least = min((candidate.step_seconds for candidate in fitting), default=0.0)
+    return next((candidate for candidate in fitting if candidate.step_seconds <= 1.01 * least), None)
+
+
+def _micro_batch_sizes(tokens: int, least: int) -> Iterator[int]:
+    """Yield the configured size and its halves down to `least`, the tokens of one item."""
+    yield tokens
+    while tokens > least:
+        tokens = max(least, tokens // 2)
+        yield tokens
+
+
+def _changes(task: StageTask, engine: dict[str, Any], tokens: int) -> str:
+    config, work = task.work.config, task.work
+    overrides = [f"engine.{k}={str(value).lower()}" for k, value in engine.items() if value != getattr(config, k)]
+    if tokens != work.micro_batch_tokens:
+        overrides.append(f"{task.stage}.micro_batch_tokens={tokens}")
+    return " ".join(overrides) or "as configured"
 
 
 def _layouts(ranks: int, *, is_gpu: bool) -> Iterator[dict[str, Any]]:
@@ -120,37 +141,3 @@ def _layout(
         "offload_parameters": parameters,
         "activation_checkpointing": checkpointing,
     }
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A setting with its predicted bytes and seconds by phase."""
-
-    setting: Setting
-    demand: Demand
-    seconds: dict[str, float]
-    fits: bool
-
-    @property
-    def step_seconds(self) -> float:
-        return sum(self.seconds.values())
-
-
-def candidates(task: StageTask, capacity: Capacity, probe: Probe | None) -> list[Candidate]:
-    """Predict every setting, from the fastest to the leanest; without a probe, bytes alone."""
-    found = []
-    for setting, changed in settings(task, is_gpu=capacity.is_gpu):
-        demand = capacity.demand(changed)
-        seconds = {}
-        if probe is not None:
-            shared = demand.shares_forward
-            seconds = predict_seconds(changed, probe, is_gpu=capacity.is_gpu, shares_forward=shared)
-        found.append(Candidate(setting, demand, seconds, capacity.fits(demand)))
-    return found
-
-
-def fastest(found: list[Candidate]) -> Candidate | None:
-    """Return the fastest candidate that fits; among equally fast ones (within 1 %), the first."""
-    fitting = [candidate for candidate in found if candidate.fits]
-    least = min((candidate.step_seconds for candidate in fitting), default=0.0)
-    return next((candidate for candidate in fitting if candidate.step_seconds <= 1.01 * least), None)

@@ -4,8 +4,8 @@ All models of a stage rest, and one of them works on one micro-batch. The peak o
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from engine.memory import (
     RETAINED,
@@ -14,151 +14,142 @@ from engine.memory import (
     ModelStates,
     Owners,
     Probe,
-    gathered_bytes,
     generation_bytes,
     pipeline_training_bytes,
     resting_bytes,
-    scoring_logits,
+    scoring_bytes,
     scoring_states,
     trained_states,
     training_bytes,
 )
 from pipeline.planning.stage_task import StageTask
 
+TIERS = ("host", "nvme")  # owners of offloaded bytes: in host memory, and in files
+
 
 @dataclass(frozen=True)
 class Demand:
-    """Predicted bytes of one rank, by phase and owner.
+    """Predicted bytes of one rank at the peak of each phase, by owner.
 
-    `phases` are bytes on the device, `offloaded` those on the "host" and in files ("nvme"). `overlaps` are bytes of a
-    phase's owners that do not exist at the same time. `shares_forward`: PPO keeps scoring forwards to train on.
+    The owners in `TIERS` are offloaded, all others on the device. The owner "overlap" is negative: bytes of the others
+    that do not exist at the same time. `shares_forward`: PPO keeps scoring forwards to train on.
     """
 
     phases: dict[str, Owners]
-    offloaded: dict[str, Owners] = field(default_factory=dict)
-    overlaps: dict[str, int] = field(default_factory=dict)
     shares_forward: bool = False
 
-    def phase_bytes(self, phase: str) -> int:
+    def device_bytes(self, phase: str) -> int:
         """Return the bytes on the device at the peak of a phase."""
-        return sum(self.phases[phase].values()) - self.overlaps.get(phase, 0)
+        return sum(size for owner, size in self.phases[phase].items() if owner not in TIERS)
 
     @property
     def peak_phase(self) -> str:
-        return max(self.phases, key=self.phase_bytes)
+        return max(self.phases, key=self.device_bytes)
 
     @property
     def peak(self) -> int:
         """Bytes on the device at the peak of the stage."""
-        return self.phase_bytes(self.peak_phase)
+        return self.device_bytes(self.peak_phase)
 
     @property
     def host(self) -> int:
         """Offloaded bytes in host memory, at most."""
-        return max((owners.get("host", 0) for owners in self.offloaded.values()), default=0)
+        return max(owners.get("host", 0) for owners in self.phases.values())
 
     @property
     def nvme(self) -> int:
         """Offloaded bytes in files, at most."""
-        return max((owners.get("nvme", 0) for owners in self.offloaded.values()), default=0)
-
-    @property
-    def by_phase(self) -> dict[str, Owners]:
-        """Bytes by phase and owner, offloaded ones included."""
-        return {phase: owners | self.offloaded.get(phase, {}) for phase, owners in self.phases.items()}
+        return max(owners.get("nvme", 0) for owners in self.phases.values())
 
 
 def predict_bytes(task: StageTask, *, free_bytes: int | None = None, shares_forward: bool = False) -> Demand:
     """Predict a stage. `free_bytes` is the device's memory, which bounds the key-value cache."""
     load = replace(task.load, free_bytes=free_bytes)
-    if task.work.config.pipeline_parallel > 1:
-        return _pipeline_bytes(task, load)
-    return _ppo_bytes(task, load, shares_forward) if task.stage == "ppo" else _supervised_bytes(task, load)
+    if task.stage == "ppo":
+        return Demand(_ppo_phases(task, load, shares_forward), shares_forward)
+    return Demand(_supervised_phases(task, load))
 
 
-def _supervised_bytes(task: StageTask, load: GenerationLoad) -> Demand:
-    """SFT and DPO train, score and answer held-out prompts; the reward model trains and scores."""
-    is_lm = task.stage != "reward"
+def _supervised_phases(task: StageTask, load: GenerationLoad) -> dict[str, Owners]:
+    """SFT and DPO train, score and answer held-out prompts; the reward model trains and scores.
+
+    With pipeline parallelism each stage trains its blocks, and the full model answers held-out prompts.
+    """
     states = trained_states(task.policy, task.work)
     resting = resting_bytes(states)
-    phases = {
-        "train": resting | training_bytes(task.policy, task.work, states, has_logits=is_lm),
-        "score": resting | gathered_bytes(states),
-    }
-    if is_lm:
-        phases["score"]["logits"] = scoring_logits(task.policy, task.work)
-        phases["generate"] = resting | _generation(task, load, sum(resting.values()))
-    offloaded = {phase: _offloaded([states], states if phase == "train" else None) for phase in phases}
-    return Demand(phases, offloaded, {"train": states.overlap})
+    has_logits = task.stage != "reward"
+    if task.work.config.pipeline_parallel > 1:
+        stages = pipeline_training_bytes(task.policy, task.work)
+        phases = {f"train, stage {number}" if number > 1 else "train": each for number, each in enumerate(stages, 1)}
+        resting = {owner: max(each[owner] for each in stages) for owner in resting}
+    else:
+        train = training_bytes(task.policy, task.work, states, has_logits=has_logits)
+        phases = {
+            "train": resting | train | _offloaded([states], trains=states),
+            "score": resting | scoring_bytes(task.policy, task.work, states) | _offloaded([states]),
+        }
+    if has_logits:
+        generation = _generation_bytes(task, load, sum(resting.values()))
+        phases["generate"] = resting | generation | _offloaded([states])
+    return phases
 
 
-def _pipeline_bytes(task: StageTask, load: GenerationLoad) -> Demand:
-    """Each pipeline stage trains its blocks; the full model answers held-out prompts."""
-    stages = pipeline_training_bytes(task.policy, task.work)
-    names = ["train", *(f"train, stage {number}" for number in range(2, len(stages) + 1))]
-    phases = dict(zip(names, (owners for owners, _ in stages), strict=True))
-    resting = max((resting_bytes(states) for _, states in stages), key=lambda owners: sum(owners.values()))
-    phases["generate"] = resting | _generation(task, load, sum(resting.values()), is_gathered=True)
-    overlaps = dict(zip(names, (states.overlap for _, states in stages), strict=True))
-    return Demand(phases, overlaps=overlaps)
+def _generation_bytes(task: StageTask, load: GenerationLoad, resident: int) -> Owners:
+    shape, work = task.generates or task.policy, task.roles.get("actor", task.work)
+    is_split = max(shape.tensor, task.policy.tensor, work.config.pipeline_parallel) > 1
+    return generation_bytes(shape, work, load, is_split=is_split, resident=resident)
 
 
-def _generation(task: StageTask, load: GenerationLoad, resident: int, *, is_gathered: bool = False) -> Owners:
-    work = task.work
-    if is_gathered:  # the full model is a copy, as it is of a sharded one
-        work = replace(work, ranks=max(2, work.ranks), config=replace(work.config, zero_stage=1))
-    return generation_bytes(task.generates or task.policy, work, load, trained=task.policy, resident=resident)
-
-
-def _ppo_bytes(task: StageTask, load: GenerationLoad, shares_forward: bool) -> Demand:
+def _ppo_phases(task: StageTask, load: GenerationLoad, shares_forward: bool) -> dict[str, Owners]:
     """Actor and critic rest with their optimizers, reference and reward model in compute precision.
 
     Under adapters the reference is the actor. With `shares_forward` the forwards of all of a step's micro-batches wait
     for their backward, the critic's while the actor trains.
     """
-    actor_shape, scorer = task.policy, task.scorer or task.policy
+    policy, scorer = task.policy, task.scorer or task.policy
     work = {role: task.roles.get(role, task.work) for role in ("actor", "critic", "reference", "reward")}
     work["critic"] = replace(work["critic"], adapters=0, has_average=False, has_other_loss=False)
-    actor = trained_states(actor_shape, work["actor"])
+    actor = trained_states(policy, work["actor"])
     models = {"actor": actor}
     if task.has_critic:
         models["critic"] = trained_states(scorer, work["critic"])
     if task.has_reference and not task.work.adapters:
-        models["reference"] = scoring_states(actor_shape, work["reference"])
+        models["reference"] = scoring_states(policy, work["reference"])
     if task.has_reward:
         models["reward"] = scoring_states(scorer, work["reward"])
     resting = {role: states.resting for role, states in models.items()}
-    parked = actor.moments if load.park_optimizer and work["actor"].config.offload_optimizer == "none" else 0
-    generating = resting | {"actor": actor.resting - parked}
-    generation = _generation(replace(task, work=work["actor"]), load, sum(generating.values()))
+    parked = actor.optimizer if load.park_optimizer and work["actor"].config.offload_optimizer == "none" else 0
+    generation = _generation_bytes(task, load, sum(resting.values()) - parked)
     busy = resting | ({owner: generation[owner] for owner in RETAINED} if load.keep else {})
     scoring = max(models.values(), key=lambda states: states.gathered)
-    waiting = work["actor"].micro_batches if shares_forward and not task.work.has_other_loss else 1
+    waiting = {role: work[role].micro_batches if shares_forward else 1 for role in ("actor", "critic")}
+    if task.work.has_other_loss:
+        waiting["actor"] = 1
+    offloaded = _offloaded(models.values())
     phases = {
-        "generate": generating | generation,
-        "score": busy | gathered_bytes(scoring) | {"logits": scoring_logits(actor_shape, task.work)},
-        "train actor": busy | training_bytes(actor_shape, work["actor"], actor, forwards=waiting),
+        "generate": resting | {"actor": actor.resting - parked} | generation | offloaded,
+        "score": busy | scoring_bytes(policy, task.work, scoring) | offloaded,
+        "train actor": busy
+        | training_bytes(policy, work["actor"], actor, forwards=waiting["actor"])
+        | _offloaded(models.values(), trains=actor),
     }
-    training = {"train actor": actor}
-    if task.has_critic:
-        critic, critic_work = models["critic"], work["critic"]
-        waiting = critic_work.micro_batches if shares_forward else 1
-        owners = training_bytes(scorer, critic_work, critic, has_logits=False, forwards=waiting)
-        phases["train critic"] = busy | owners
-        training["train critic"] = critic
-        if shares_forward:  # between forward and backward stage 3 keeps the root alone gathered
-            at_least = scorer.root * (2 if critic_work.config.dtype != "fp32" else 4)
-            held = at_least if critic_work.config.zero_stage == 3 else critic.gathered
-            phases["train actor"]["gathered"] += min(held, critic.gathered)
-            phases["train actor"]["activations"] += owners["activations"]
-    offloaded = {phase: _offloaded([*models.values()], training.get(phase)) for phase in phases}
     if parked:
-        offloaded["generate"]["host"] = offloaded["generate"].get("host", 0) + parked
-    overlaps = {phase: states.overlap for phase, states in training.items()}
-    return Demand(phases, offloaded, overlaps, shares_forward)
+        phases["generate"]["host"] = offloaded.get("host", 0) + parked
+    if task.has_critic:
+        critic = models["critic"]
+        owners = training_bytes(scorer, work["critic"], critic, has_logits=False, forwards=waiting["critic"])
+        phases["train critic"] = busy | owners | _offloaded(models.values(), trains=critic)
+        if shares_forward:
+            config = work["critic"].config
+            held = critic.gathered
+            if config.zero_stage == 3:  # only the root stays gathered between forward and backward
+                held = min(held, scorer.root * (4 if config.dtype == "fp32" else 2))
+            phases["train actor"]["gathered"] += held
+            phases["train actor"]["activations"] += owners["activations"]
+    return phases
 
 
-def _offloaded(models: Sequence[ModelStates], trains: ModelStates | None) -> Owners:
+def _offloaded(models: Collection[ModelStates], trains: ModelStates | None = None) -> Owners:
     """Return the offloaded bytes of all models; gradients exist for the model that trains."""
     host = sum(states.host - (0 if states is trains else states.host_gradients) for states in models)
     found = {"host": host, "nvme": sum(states.nvme for states in models)}
@@ -166,29 +157,23 @@ def _offloaded(models: Sequence[ModelStates], trains: ModelStates | None) -> Own
 
 
 def predict_seconds(task: StageTask, probe: Probe, *, is_gpu: bool, shares_forward: bool = False) -> dict[str, float]:
-    """Predict the seconds by phase of one step with sequences of full length (PPO: one rollout and its updates).
-
-    The probe ran a block of the policy; critic and reward model scale with the size of their blocks.
-    """
+    """Predict the seconds by phase of one step with sequences of full length (PPO: one rollout and its updates)."""
     work, scorer = task.work, task.scorer or task.policy
-    length = work.max_length
-    tokens = math.ceil(task.sequences * work.config.sequence_parallel / work.ranks) * length
-    response_share = task.load.response / length if task.stage == "ppo" else 1.0  # of tokens: those with a log-prob
+    tokens = math.ceil(task.sequences * work.config.sequence_parallel / work.ranks) * work.max_length
     policy = CostModel(task.policy, work, probe, is_gpu, tokens)
-    judge_work = replace(work, adapters=0)
-    judge = CostModel(scorer, judge_work, probe, is_gpu, tokens, scorer.block / (task.policy.block or 1))
-    phases: dict[str, float] = {}
+    trained, response_share, phases = [policy], 1.0, dict[str, float]()
     if task.stage == "ppo":
+        response_share = task.load.response / work.max_length  # of tokens: those with a log-probability
+        judge = CostModel(scorer, replace(work, adapters=0), probe, is_gpu, tokens)
         rounds = math.ceil(task.sequences / work.ranks / task.load.slots)
-        steps = rounds * task.load.response
         phases["generate"] = policy.generation_seconds(
-            steps=steps, slots=task.load.slots, prompt_share=1 - response_share
+            steps=rounds * task.load.response, slots=task.load.slots, prompt_share=1 - response_share
         )
         policies = 1 + task.has_reference - shares_forward
-        scorers = task.has_critic + task.has_reward - (shares_forward and task.has_critic)
+        judges = task.has_critic + task.has_reward - (shares_forward and task.has_critic)
         phases["score"] = policies * policy.scoring_seconds(head_share=response_share)
-        phases["score"] += scorers * judge.scoring_seconds()
-    trained = [policy, judge] if task.stage == "ppo" and task.has_critic else [policy]
+        phases["score"] += judges * judge.scoring_seconds()
+        trained += [judge] if task.has_critic else []
     phases["train"] = task.passes * sum(m.training_seconds(task.updates, head_share=response_share) for m in trained)
     phases["step"] = task.passes * task.updates * sum(model.optimizer_seconds() for model in trained)
     return phases

@@ -1,7 +1,7 @@
 """Before a stage starts: predict whether it fits in memory, and choose the setting with `engine=auto`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from pipeline.distributed import barrier, broadcast_from_rank_zero, device, is_r
 from pipeline.errors import UserError
 from pipeline.files import write_whole
 from pipeline.models.source import ModelSource
-from pipeline.planning.candidates import Capacity, Setting, candidates, fastest, measure_capacity, settings
-from pipeline.planning.demand import Demand
+from pipeline.planning.candidates import Candidate, Capacity, candidates, fastest, measure_capacity
+from pipeline.planning.demand import TIERS, Demand
 from pipeline.planning.stage_task import StageTask, stage_task
 from pipeline.report.axes import format_bytes
 from pipeline.report.data import PLAN
@@ -22,20 +22,21 @@ from pipeline.stages.memory_limits import within_limits
 
 @dataclass(frozen=True)
 class Plan:
-    """The prediction of one stage. `advice` is the first setting that fits where the configured one does not."""
+    """The prediction of one stage. `advice` is the first setting that fits if the configured one does not."""
 
     task: StageTask
     demand: Demand
     capacity: Capacity
     fits: bool
-    advice: Setting | None
+    advice: Candidate | None
 
     @property
     def summary(self) -> str:
         """One line: predicted bytes, the device's bytes, and the largest owners at the peak."""
         need = self.demand.peak + (0 if self.capacity.is_gpu else self.demand.host)
         phase = self.demand.peak_phase
-        largest = sorted(self.demand.phases[phase].items(), key=lambda item: -item[1])[:4]
+        on_device = [item for item in self.demand.phases[phase].items() if item[0] not in TIERS]
+        largest = sorted(on_device, key=lambda item: -item[1])[:4]
         owners = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in largest)
         available = format_bytes(self.capacity.device)
         return f"memory: about {format_bytes(need)} of {available} a device ({phase}: {owners})"
@@ -56,19 +57,18 @@ def plan(
     demand = capacity.demand(task)
     fits, advice = capacity.fits(demand), None
     if not fits:
-        tried = settings(task, is_gpu=capacity.is_gpu)
-        advice = next((setting for setting, changed in tried if capacity.fits(capacity.demand(changed))), None)
+        advice = next((candidate for candidate in candidates(task, capacity) if candidate.fits), None)
     return Plan(task, demand, capacity, fits, advice)
 
 
 def announce(
     config: RunConfig, stage: str, folder: Path, *, policy: ModelSource, reward: ModelSource | None = None
 ) -> tuple[RunConfig, dict[str, dict[str, int]]]:
-    """Print the prediction of a stage, and refuse on a GPU what does not fit. Every rank calls.
+    """Print the prediction of a stage; on a GPU, raise UserError if the stage does not fit. Every rank calls.
 
     Return the configuration to run with, and the predicted bytes by phase and owner (empty for a model that cannot be
-    predicted; the stage runs all the same). `engine=auto` first chooses the fastest setting that fits, or takes the one
-    that the stage's folder was started with. Limits that an earlier start found by running out of memory apply
+    predicted, which trains without a prediction). `engine=auto` chooses the fastest setting that fits; a stage that
+    resumes uses the setting that it started with. Limits that an earlier start found by running out of memory apply
     (`pipeline.stages.memory_limits`).
     """
     try:
@@ -89,7 +89,8 @@ def announce(
     if stage == "ppo":
         section = config.ppo.model_copy(update={"shared_forward": found.demand.shares_forward})
         config = config.model_copy(update={"ppo": section})
-    return config, found.demand.by_phase
+    phases = found.demand.phases.items()
+    return config, {phase: {owner: size for owner, size in sizes.items() if size >= 0} for phase, sizes in phases}
 
 
 def check_fit(found: Plan, *, refuse: bool) -> list[str]:
@@ -98,7 +99,7 @@ def check_fit(found: Plan, *, refuse: bool) -> list[str]:
         return [found.summary]
     advice = f"No engine setting fits; use {more_memory(found.task.stage)}"
     if found.advice is not None:
-        advice = f"This setting fits: {found.advice.changes(found.task)}"
+        advice = f"This setting fits: {found.advice.changes}"
     is_close = found.demand.peak <= found.capacity.device
     if refuse and not is_close:
         raise UserError(f"{found.summary}: the stage does not fit. {advice}")
@@ -129,28 +130,34 @@ def _choose_setting(
     record: dict[str, Any] | None = broadcast_from_rank_zero(_read(folder / PLAN))
     if record is not None and record["ranks"] == ranks:
         _print([f"engine=auto: the setting that this stage started with: {record['words']}"])
-        return _configured(config, stage, Setting(record["engine"], record["micro_batch_tokens"]))
+        return _configured(config, stage, record)
     capacity = measure_capacity(config.engine, ranks)
     task = stage_task(config, stage, policy=policy, reward=reward, ranks=ranks, is_cpu=not capacity.is_gpu)
     probe = measure(config, task)
-    best = broadcast_from_rank_zero(fastest(candidates(task, capacity, probe)))
+    best: Candidate | None = broadcast_from_rank_zero(fastest(candidates(task, capacity, probe)))
     if best is None:
         size = format_bytes(capacity.device)
         raise UserError(f"engine=auto: no setting fits in {size} a device; use {more_memory(stage)}")
-    setting: Setting = best.setting
-    changes, peak = setting.changes(task), format_bytes(best.demand.peak)
-    _print([f"engine=auto: {changes} ({peak}, about {best.step_seconds:.1f} s a step with full-length sequences)"])
+    peak = format_bytes(best.demand.peak)
+    _print([f"engine=auto: {best.changes} ({peak}, about {best.step_seconds:.1f} s a step with full-length sequences)"])
+    record = {
+        "ranks": ranks,
+        "words": best.changes,
+        "engine": best.engine,
+        "micro_batch_tokens": best.micro_batch_tokens,
+        "seconds": best.seconds,
+        "bytes": best.demand.phases,
+        "probe": asdict(probe),
+    }
     if is_rank_zero():
-        record = {"ranks": ranks, "words": changes, **asdict(setting)}
-        record |= {"seconds": best.seconds, "bytes": best.demand.phases, "probe": asdict(probe)}
         write_whole(folder / PLAN, json.dumps(record, indent=1) + "\n")
     barrier()
-    return _configured(config, stage, setting)
+    return _configured(config, stage, record)
 
 
-def _configured(config: RunConfig, stage: str, setting: Setting) -> RunConfig:
-    engine = EngineSettings.model_validate({**config.engine.model_dump(), **setting.engine, "auto": False})
-    section = getattr(config, stage).model_copy(update={"micro_batch_tokens": setting.micro_batch_tokens})
+def _configured(config: RunConfig, stage: str, record: Mapping[str, Any]) -> RunConfig:
+    engine = EngineSettings.model_validate({**config.engine.model_dump(), **record["engine"], "auto": False})
+    section = getattr(config, stage).model_copy(update={"micro_batch_tokens": record["micro_batch_tokens"]})
     return config.model_copy(update={"engine": engine, stage: section})
 
 

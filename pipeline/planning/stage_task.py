@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engine import EngineConfig, OptimizerConfig
+from engine.config import EngineConfig, OptimizerConfig
 from engine.memory import GenerationLoad, ModelShape, Workload, measure_shape
 from pipeline.config.engines import engine_settings
 from pipeline.config.schema import ROLE_ENGINES, EngineSettings, LoraConfig, RunConfig, StageSection
@@ -68,7 +68,6 @@ def stage_task(
             settings = engine_settings(config.engine, own)
             roles[key.removesuffix("_engine")] = workload(config, stage, ranks, settings, shape, is_cpu=is_cpu)
     may_share = stage == "ppo" and ppo.minibatches == 1 and config.engine.pipeline_parallel == 1
-    rows = _rows(config, stage)
     return StageTask(
         stage,
         shape,
@@ -81,7 +80,7 @@ def stage_task(
         has_reference=ppo.asks_reference,
         has_reward=ppo.reward_model,
         shares_forward=ppo.shared_forward if may_share else False,
-        sequences=rows,
+        sequences=_rows(config, stage),
         passes=ppo.update_epochs if stage == "ppo" else 1,
         updates=ppo.minibatches if stage == "ppo" else 1,
     )
@@ -137,13 +136,13 @@ def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> tuple[int, int]:
         return any(name == target or name.endswith(f".{target}") for target in lora.targets)
 
     layers = [layer for layer in shape.linears if is_target(layer.name, layer.is_head)]
-    return lora.rank * sum(layer.inputs + layer.outputs for layer in layers), sum(layer.parameters for layer in layers)
+    return lora.rank * sum(sum(layer.shape) for layer in layers), sum(layer.parameters for layer in layers)
 
 
 def _generation_load(config: RunConfig, stage: str, ranks: int) -> GenerationLoad:
     rollout = config.rollout
-    asked = _rows(config, stage) if stage == "ppo" else config.evaluation.prompts
-    sequences = math.ceil(asked / _data_ranks(config.engine, ranks)) * rollout.tensor_parallel
+    answers = _rows(config, stage) if stage == "ppo" else config.evaluation.prompts
+    sequences = math.ceil(answers / _data_ranks(config.engine, ranks)) * rollout.tensor_parallel
     return GenerationLoad(
         prompt=rollout.max_prompt_tokens,
         response=rollout.max_new_tokens,

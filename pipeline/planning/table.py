@@ -9,8 +9,8 @@ from pipeline.distributed import is_rank_zero, rank_count
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import base_source
-from pipeline.planning.candidates import Candidate, Capacity, Setting, candidates, fastest
-from pipeline.planning.demand import predict_seconds
+from pipeline.planning.candidates import Candidate, Capacity, candidates, fastest
+from pipeline.planning.demand import TIERS, predict_seconds
 from pipeline.planning.planner import Plan, measure, more_memory, plan
 
 GIB = 2**30
@@ -69,13 +69,13 @@ def describe(
         seconds = predict_seconds(task, probe, is_gpu=capacity.is_gpu)
         phases = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items())
         yield f"  seconds a step with full-length sequences: {sum(seconds.values()):.2f} ({phases})"
-    found_candidates = candidates(task, capacity, probe)
+    found_candidates = [*candidates(task, capacity, probe)]
     yield from _settings(found_candidates)
     best = fastest(found_candidates)
     if best is None:
         yield f"  no setting fits; use {more_memory(stage)}"
     else:
-        yield f"  the {'fastest' if is_here else 'first'} that fits: {best.setting.changes(task)}"
+        yield f"  the {'fastest' if is_here else 'first'} that fits: {best.changes}"
 
 
 def _owners(found: Plan) -> Iterator[str]:
@@ -83,10 +83,10 @@ def _owners(found: Plan) -> Iterator[str]:
     phases = found.demand.phases
     width = max(14, 2 + max(len(phase) for phase in phases))
     yield "  as configured, GiB" + "".join(f"{phase:>{width}}" for phase in phases)
-    for owner in dict.fromkeys(owner for owners in phases.values() for owner in owners):
+    for owner in dict.fromkeys(owner for owners in phases.values() for owner in owners if owner not in TIERS):
         cells = "".join(f"{owners.get(owner, 0) / GIB:{width}.3f}" for owners in phases.values())
-        yield f"    {owner:16}{cells}"
-    yield f"    {'total':16}" + "".join(f"{found.demand.phase_bytes(phase) / GIB:{width}.3f}" for phase in phases)
+        yield f"    {owner:18}{cells}"
+    yield f"    {'total':18}" + "".join(f"{found.demand.device_bytes(phase) / GIB:{width}.3f}" for phase in phases)
     verdict = "it fits" if found.fits else "it does not fit"
     yield f"    host {found.demand.host / GIB:.3f}, files {found.demand.nvme / GIB:.3f}; {verdict}"
 
@@ -96,19 +96,19 @@ def _settings(found: Sequence[Candidate]) -> Iterator[str]:
     yield "  from fastest to leanest:    GiB    host   files   seconds"
     layouts: dict[str, list[Candidate]] = {}
     for candidate in found:
-        layouts.setdefault(str(candidate.setting.engine), []).append(candidate)
+        layouts.setdefault(str(candidate.engine), []).append(candidate)
     for group in layouts.values():
         shown = next((candidate for candidate in group if candidate.fits), group[-1])
         demand = shown.demand
         yield (
             f"    {'fits' if shown.fits else 'no  '} {demand.peak / GIB:22.2f}{demand.host / GIB:8.2f}"
-            f"{demand.nvme / GIB:8.2f}{shown.step_seconds:10.2f}   {_name(shown.setting)}"
+            f"{demand.nvme / GIB:8.2f}{shown.step_seconds:10.2f}   {_name(shown)}"
         )
 
 
-def _name(setting: Setting) -> str:
+def _name(candidate: Candidate) -> str:
     """Return a short name, such as "zero2, optimizer on cpu, micro-batches of 4096"."""
-    engine = setting.engine
+    engine = candidate.engine
     offloaded = [
         f"{name} on {engine[key]}"
         for name, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_parameters"))
@@ -116,4 +116,4 @@ def _name(setting: Setting) -> str:
     ]
     checkpointing = ["checkpointing"] if engine["activation_checkpointing"] else []
     words = [f"zero{engine['zero_stage']}", *offloaded, *checkpointing]
-    return ", ".join([*words, f"micro-batches of {setting.micro_batch_tokens}"])
+    return ", ".join([*words, f"micro-batches of {candidate.micro_batch_tokens}"])

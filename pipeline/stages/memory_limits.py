@@ -1,8 +1,8 @@
-"""What a stage found out by running out of memory: limits that its next start keeps to.
+"""Limits of a stage that ran out of memory, for its next start.
 
-`STAGE/out_of_memory.json` holds them. A stage whose pass runs out of memory writes smaller limits and ends with
-`RestartStage`; the launcher starts it again, and it resumes from its newest checkpoint. Delete the file to let the next
-start try the configured sizes again.
+The limits are in `STAGE/out_of_memory.json`. A stage whose pass runs out of memory writes smaller limits and ends with
+`RestartStage`. The launcher then starts the stage again, and the stage resumes from its newest checkpoint. Delete the
+file to try the configured sizes again.
 """
 
 import json
@@ -21,8 +21,10 @@ FILE = "out_of_memory.json"
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """micro_batch_tokens: at most so many, None without a limit; shared_forward: whether PPO may hold the graphs of a
-    whole step; restarts: how often the stage ran out of memory and was started again.
+    """Limits that a stage found.
+
+    micro_batch_tokens: the largest size, None without a limit. shared_forward: whether PPO may hold the graphs of all
+    micro-batches of a step. restarts: how often the stage ran out of memory and was started again.
     """
 
     micro_batch_tokens: int | None = None
@@ -31,7 +33,7 @@ class MemoryLimits:
 
 
 def read_limits(folder: Path) -> MemoryLimits:
-    """Return the limits of a stage's folder; without a file there are none."""
+    """Return the limits in a stage's folder, or no limits if it has no file. Raises UserError for a damaged file."""
     try:
         return MemoryLimits(**json.loads((folder / FILE).read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -41,7 +43,7 @@ def read_limits(folder: Path) -> MemoryLimits:
 
 
 def write_limits(folder: Path, limits: MemoryLimits) -> None:
-    """Write the limits for the next start. Several ranks may write the same at the same time."""
+    """Write the limits for the next start. Several ranks may write the same limits at the same time."""
     write_json(folder / FILE, asdict(limits))
 
 
@@ -58,10 +60,10 @@ def within_limits(config: RunConfig, stage: str, folder: Path) -> RunConfig:
 
 
 def restart(folder: Path, problem: oom.PassOutOfMemory, *, tokens: int, longest: int) -> RestartStage:
-    """Write smaller limits after a pass ran out of memory, and return the exception that has the stage started again.
+    """Write smaller limits after a pass ran out of memory; return the exception that makes the launcher restart.
 
-    tokens: the budget of the micro-batches; longest: tokens of a micro-batch of one sequence, the longest one.
-    Raises UserError if the micro-batches cannot be made smaller.
+    tokens: the size of the micro-batches. longest: tokens of a micro-batch of one sequence, the longest one.
+    Raises UserError if the micro-batches cannot be smaller.
     """
     stage, limits = folder.name, read_limits(folder)
     if problem.holds_graphs:

@@ -1,7 +1,8 @@
-"""What a stage held in memory: this rank's bytes by owner and phase, and its peak."""
+"""Memory that a stage used: this rank's bytes by owner and phase, and its peak."""
 
 import resource
 import sys
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -9,42 +10,47 @@ import torch
 from engine import Engine
 from pipeline.distributed import device, rank
 
-RESTING = ("parameters", "optimizer", "average")  # owners of what is held between steps
-HELD = ("inference_model", "prepacked_linears", "cache")  # what an engine generates with, and may keep
-ALONE = ("generate", "score")  # phases that are one, whichever engine is at work
-ELSEWHERE = ("host", "nvme")  # of which all engines have theirs at once
+RESTING = ("parameters", "optimizer", "average")  # owners that an engine holds between steps
+SHARED_PHASES = ("generate", "score")  # phases with the same name for all engines
+# Owners that an engine may hold while another engine works: offloaded bytes, and what it generates with.
+HELD_MEANWHILE = ("host", "nvme", "inference_model", "prepacked_linears", "cache")
 
 
 def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
-    """This rank's bytes by owner at the height of each phase; beside a working engine the others rest.
+    """Return this rank's bytes by owner at the peak of each phase.
 
-    With one engine phases and owners are those of the prediction; with several a phase is "train actor", and what an
-    engine keeps between steps has its name. While one trains, forwards of those that train after it may wait.
+    With one engine, phases and owners are those of its tracker. With several engines, a phase is "train actor", and the
+    bytes that an engine holds between steps have its name as the owner. While one engine trains, forwards of the
+    engines after it may wait for their backward.
     """
+    if len(engines) == 1:
+        (engine,) = engines.values()
+        return {phase: dict(owners) for phase, owners in engine.memory_tracker.peaks.items()}
+    holdings = {name: engine.memory_tracker.holdings() for name, engine in engines.items()}
+    resting = {name: sum(owners.get(owner, 0) for owner in RESTING) for name, owners in holdings.items()}
     found: dict[str, dict[str, int]] = {}
-    now = {name: engine.memory_tracker.holdings() for name, engine in engines.items()}
-    resting = {name: sum(owners.get(o, 0) for o in RESTING) for name, owners in now.items()}
-    for place, (name, engine) in enumerate(engines.items()):
-        waiting = [other.memory_tracker.waiting for other in [*engines.values()][place + 1 :]]
+    for index, (name, engine) in enumerate(engines.items()):
+        others = Counter[str]()
+        for other, owners in holdings.items():
+            if other != name:
+                others.update({owner: owners[owner] for owner in HELD_MEANWHILE if owners.get(owner)})
+        waiting = Counter[str]()
+        for later in [*engines.values()][index + 1 :]:
+            waiting.update(later.memory_tracker.waiting)
         for phase, owners in engine.memory_tracker.peaks.items():
-            if len(engines) == 1:
-                found[phase] = dict(owners)
-                continue
-            working = {owner: count for owner, count in owners.items() if owner not in RESTING}
-            for owner in (*ELSEWHERE, *HELD):
-                others = sum(owners.get(owner, 0) for other, owners in now.items() if other != name)
-                if others:
-                    working[owner] = working.get(owner, 0) + others
-            for owner, count in (each for held in waiting for each in held.items()) if phase == "train" else ():
-                working[owner] = working.get(owner, 0) + count
-            label = phase if phase in ALONE else f"{phase} {name}"
-            before = found.setdefault(label, dict(resting))
-            found[label] = before | {owner: max(count, before.get(owner, 0)) for owner, count in working.items()}
+            sizes = Counter({owner: size for owner, size in owners.items() if owner not in RESTING})
+            sizes.update(others)
+            if phase == "train":
+                sizes.update(waiting)
+            label = phase if phase in SHARED_PHASES else f"{phase} {name}"
+            peaks = found.setdefault(label, dict(resting))
+            for owner, size in sizes.items():
+                peaks[owner] = max(size, peaks.get(owner, 0))
     return found
 
 
 def peak_memory() -> dict[str, int]:
-    """This rank's peak: bytes on the device (allocated by torch) and resident on the host."""
+    """Return this rank's peak: bytes on the device (allocated by torch) and resident on the host."""
     device_bytes = torch.cuda.max_memory_allocated() if device().type == "cuda" else 0
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
     host_bytes = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 
 WIDTH = 160
 CASES = [(stage, dtype, "") for stage in range(4) for dtype in ("fp32", "bf16")]
-CASES += [*((stage, "bf16", "lean") for stage in range(4)), (0, "fp32", "errors"), (0, "bf16", "errors")]
+CASES += [(2, "bf16", "lean"), (0, "bf16", "errors")]
 
 
 class Block(nn.Module):
@@ -161,10 +161,10 @@ def states_of(engine: dict[str, Any], **keys: Any) -> ModelStates:
 
 def test_optimizer_adapters_and_offload() -> None:
     adam = states_of({"zero_stage": 2})
-    assert (adam.masters, adam.moments, adam.gathered, adam.gradients) == (10**6, 2 * 10**6, 2 * 10**6, 10**6)
-    assert states_of({"zero_stage": 2}, moments=1).moments == 10**6
+    assert (adam.parameters, adam.optimizer, adam.gathered, adam.gradients) == (10**6, 2 * 10**6, 2 * 10**6, 10**6)
+    assert states_of({"zero_stage": 2}, moments=1).optimizer == 10**6
     lora = states_of({"zero_stage": 2}, trained=10_000)
-    assert (lora.masters, lora.moments, lora.gradients) == (10**6, 20_000, 10_000)
+    assert (lora.parameters, lora.optimizer, lora.gradients) == (10**6, 20_000, 10_000)
     host = states_of({"zero_stage": 3, "offload_parameters": "cpu"})
     assert (host.resting, host.host, host.gathered) == (0, 4 * 10**6, 1_400_000)
     offloaded = states_of({"zero_stage": 2, "offload_optimizer": "cpu"})

@@ -12,6 +12,7 @@ from engine.parallel import dist
 from tests.ranks import run_ranks
 
 WIDTH, ROWS, BLOCKS = 32, 16, 3
+CASES = [(0, "fp32"), (2, "bf16"), (3, "fp32")]
 TOTAL = (BLOCKS + 1) * (WIDTH * WIDTH + WIDTH)
 
 
@@ -42,15 +43,15 @@ def heights(stage: int, dtype: str) -> dict[str, int]:
 
 def on_two_ranks() -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    return [heights(stage, dtype) for stage in (0, 2, 3) for dtype in ("fp32", "bf16")]
+    return [heights(*case) for case in CASES]
 
 
 def check(found: dict[str, int], stage: int, dtype: str, ranks: int) -> None:
     block = WIDTH * WIDTH + WIDTH
     config = EngineConfig(zero_stage=stage, dtype=dtype)  # type: ignore[arg-type]
     states = model_states(TOTAL, root=block, block=block, config=config, ranks=ranks)
-    assert found["parameters"] == pytest.approx(states.masters, rel=0.05)
-    assert found["optimizer"] == pytest.approx(states.moments, rel=0.05)
+    assert found["parameters"] == pytest.approx(states.parameters, rel=0.05)
+    assert found["optimizer"] == pytest.approx(states.optimizer, rel=0.05)
     size = 4 if dtype == "fp32" else 2
     # The stem's and each block's linear map keep their input, each tanh its output, which is the next one's input.
     wanted = ROWS * WIDTH * (2 + 2 * BLOCKS - BLOCKS) * size
@@ -64,8 +65,7 @@ def test_one_rank() -> None:
 
 def test_two_ranks() -> None:
     for rank in run_ranks(on_two_ranks, 2):
-        cases = [(stage, dtype) for stage in (0, 2, 3) for dtype in ("fp32", "bf16")]
-        for (stage, dtype), found in zip(cases, rank, strict=True):
+        for (stage, dtype), found in zip(CASES, rank, strict=True):
             check(found, stage, dtype, 2)
 
 
@@ -92,6 +92,6 @@ def test_what_is_on_the_host_and_in_files_is_counted_there(places: dict[str, Any
     found = engine.memory_tracker.peaks["train"]
     states = model_states(total, root=total, block=block, ranks=1, config=config)
     assert found.get("parameters", 0) == pytest.approx(states.parameters, rel=0.05)
-    assert found.get("optimizer", 0) == states.moments
+    assert found.get("optimizer", 0) == states.optimizer
     assert found.get("host", 0) == pytest.approx(states.host, rel=0.05)
     assert found.get("nvme", 0) == pytest.approx(states.nvme, rel=0.05)

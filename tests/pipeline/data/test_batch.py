@@ -17,7 +17,7 @@ from pipeline.data.batch import (
 )
 from pipeline.data.documents import Documents
 from pipeline.data.encode import PairItem, TokenItem
-from pipeline.data.microbatches import plan
+from pipeline.data.microbatch import divide_batch
 
 PAD = 9
 
@@ -34,10 +34,10 @@ def test_plans_use_every_index_once_within_the_budget(ranks: int, packing: bool)
         n, longest = rng.randrange(0, 40), rng.choice([4, 30, 300])
         lengths = [rng.randint(1, longest) for _ in range(n)]
         budget = rng.choice([8, 64, 512])
-        cut = plan(lengths, ranks=ranks, budget=budget, packing=packing)
+        cut = divide_batch(lengths, ranks=ranks, budget=budget, packing=packing)
         assert len(cut) == ranks and len({len(batches) for batches in cut}) == 1
         assert sorted(index for batches in cut for batch in batches for index in batch) == list(range(n))
-        assert cut == plan(lengths, ranks=ranks, budget=budget, packing=packing)
+        assert cut == divide_batch(lengths, ranks=ranks, budget=budget, packing=packing)
         for batches in cut:
             assert all(batches[i] or not any(batches[i:]) for i in range(len(batches)))  # empty ones at the end
             for batch in batches:
@@ -58,33 +58,35 @@ def shape(batch: list[int], lengths: list[int], packing: bool) -> int:
 
 
 def test_empty_micro_batches_are_the_last_resort() -> None:
-    assert plan([5], ranks=2, budget=8, packing=False) == [[[0]], [[]]]
+    assert divide_batch([5], ranks=2, budget=8, packing=False) == [[[0]], [[]]]
     # rank 0 holds the long one and needs 1 micro-batch, rank 1 would need 2
-    cut = plan([40, 9, 9, 9, 9, 9], ranks=2, budget=40, packing=False)
+    cut = divide_batch([40, 9, 9, 9, 9, 9], ranks=2, budget=40, packing=False)
     assert [len(batches) for batches in cut] == [2, 2]
     assert cut[0] == [[0], []]
-    cut = plan([8, 8, 8, 8, 8, 8], ranks=1, budget=16, packing=False)
+    cut = divide_batch([8, 8, 8, 8, 8, 8], ranks=1, budget=16, packing=False)
     assert cut == [[[0, 1], [2, 3], [4, 5]]]
     # rank 1's row of two documents is halved, to keep step with rank 0, whose two don't fit one row
-    cut = plan([8, 7, 3, 3], ranks=2, budget=10, packing=True)
+    cut = divide_batch([8, 7, 3, 3], ranks=2, budget=10, packing=True)
     assert cut == [[[0], [3]], [[1], [2]]]
 
 
 def test_the_largest_micro_batch_runs_first() -> None:
-    assert plan([6, 5, 5], ranks=1, budget=10, packing=False) == [[[1, 2], [0]]]
+    assert divide_batch([6, 5, 5], ranks=1, budget=10, packing=False) == [[[1, 2], [0]]]
 
 
 def test_similar_lengths_share_a_micro_batch() -> None:
-    cut = plan([100, 3, 98, 2, 4, 99], ranks=1, budget=300, packing=False)
+    cut = divide_batch([100, 3, 98, 2, 4, 99], ranks=1, budget=300, packing=False)
     assert cut == [[[0, 5, 2], [4, 1, 3]]]
 
 
 def test_packing_fills_micro_batches_evenly() -> None:
-    assert plan([6, 5, 4, 3, 2], ranks=1, budget=11, packing=True) == [[[0, 3, 4], [1, 2]]]
-    assert plan([6, 5, 4, 3, 2], ranks=1, budget=10, packing=True) == [[[0, 2], [1, 3, 4]]]  # even ones do not fit
-    assert plan([12, 5], ranks=1, budget=10, packing=True) == [[[0], [1]]]
+    assert divide_batch([6, 5, 4, 3, 2], ranks=1, budget=11, packing=True) == [[[0, 3, 4], [1, 2]]]
+    assert divide_batch([6, 5, 4, 3, 2], ranks=1, budget=10, packing=True) == [
+        [[0, 2], [1, 3, 4]]
+    ]  # even ones do not fit
+    assert divide_batch([12, 5], ranks=1, budget=10, packing=True) == [[[0], [1]]]
     lengths = [random.Random(i).randint(1, 50) for i in range(200)]
-    (cut,) = plan(lengths, ranks=1, budget=640, packing=True)
+    (cut,) = divide_batch(lengths, ranks=1, budget=640, packing=True)
     assert len(cut) == -(-sum(lengths) // 640)
     tokens = [sum(lengths[index] for index in batch) for batch in cut]
     assert max(tokens) - min(tokens) <= 2

@@ -9,7 +9,7 @@ from transformers import OPTConfig
 from pipeline.config.schema import LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
-from pipeline.planning.candidates import Capacity, settings
+from pipeline.planning.candidates import Capacity, candidates
 from pipeline.planning.demand import Demand
 from pipeline.planning.planner import check_fit, plan
 from pipeline.planning.stage_task import adapter_parameters, micro_batch_tokens, stage_task
@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_refused_with_what_does(stage: str) -> None:
         check_fit(tight, refuse=True)
     assert len(check_fit(tight, refuse=False)) == 2
     # Taking the advice makes it fit.
-    words = dict(word.split("=") for word in tight.advice.changes(tight.task).split())
+    words = dict(word.split("=") for word in tight.advice.changes.split())
     engine = {key[7:]: yaml.safe_load(value) for key, value in words.items() if key.startswith("engine.")}
     tokens = words.get(f"{stage}.micro_batch_tokens", 8192)
     taken = tiny_config(**{"engine": engine, stage: {"micro_batch_tokens": tokens}})
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_refused_with_what_does(stage: str) -> None:
 def test_pairs_are_not_cut() -> None:
     for stage, sides in {"sft": 1, "reward": 2, "dpo": 2}.items():
         task = stage_task(tiny_config(), stage, policy=source(), ranks=1, is_cpu=False)
-        least = min(setting.micro_batch_tokens for setting, _ in settings(task, is_gpu=True))
+        least = min(candidate.micro_batch_tokens for candidate in candidates(task, gpu(GIB)))
         assert least == sides * task.work.max_length < task.work.micro_batch_tokens
 
 
