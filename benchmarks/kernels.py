@@ -16,7 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.measure import in_turn, median, spread
 from benchmarks.record import Result
 from engine import kernels
-from engine.generation.sampling import Sampling
 
 CASES = ("logprobs", "logprobs_backward", "attention", "sample", "sample_filtered", "gae")
 
@@ -118,8 +117,7 @@ def _attention(device: torch.device, shrink: int) -> Work:
 def _sample(device: torch.device, shrink: int, top_p: float = 1.0) -> Work:
     """64 rows of 50,272 logits."""
     logits = 3 * torch.randn(64, 50272 // shrink, device=device)
-    streams, places = torch.arange(64, device=device), torch.zeros(64, dtype=torch.int64, device=device)
-    how = Sampling(1, top_p=top_p)
+    uniforms = torch.rand(64, device=device)
 
     def plain() -> Tensor:
         probabilities = logits.softmax(-1)
@@ -130,7 +128,7 @@ def _sample(device: torch.device, shrink: int, top_p: float = 1.0) -> Work:
         tokens = torch.multinomial(probabilities, 1)
         return logits.log_softmax(-1).gather(-1, tokens)
 
-    return Work(lambda: kernels.sample(logits, streams, places, how), plain, 4 * logits.numel())
+    return Work(lambda: kernels.sample(logits, uniforms, top_p=top_p), plain, 4 * logits.numel())
 
 
 def _gae(device: torch.device, shrink: int) -> Work:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from engine.generation.attention import DecodeRows, Step, attend_by_name
 from engine.generation.kv_cache import KVCache
 from engine.generation.prepacked_linears import PrepackedLinears
-from engine.generation.sampling import Sampling, penalise
+from engine.generation.sampling import Sampling, penalise, uniforms
 from engine.generation.scheduler import Plan
 from engine.kernels import note_rows, sample, take_rows
 from engine.kernels.decode_rows import COLUMNS, DRAWN, ENDED, NOTHING, STREAM, Said, Told
@@ -194,5 +194,6 @@ class DecodeStep:
             logits = logits.masked_fill(self._forbidden & too_short[:, None], float("-inf"))
         if self._seen is not None:
             logits = penalise(logits, self._seen.index_select(0, slots), self.sampling.repetition_penalty)
-        tokens, logprobs = sample(logits, sample_seeds, sampled, self.sampling)
+        numbers = uniforms(self.sampling.seed, sample_seeds, sampled)
+        tokens, logprobs = sample(logits, numbers, **self.sampling.filters)
         note_rows(self.state.rows, slots, tokens, logprobs, self._end_ids, self.state.sampled, self._seen)

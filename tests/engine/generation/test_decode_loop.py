@@ -21,7 +21,7 @@ from engine.generation.scheduler import Chunk
 from engine.kernels.decode_rows import CACHED, ENDED, LIMIT, NOTHING, PROMPT, STREAM
 from engine.kernels.decode_rows import DRAWN as COUNT
 from tests.engine.generation.families import ENDS, VOCABULARY, attends_by, build, greedy_by_definition, ragged_prompts
-from tests.engine.generation.test_sampling import filtered
+from tests.engine.kernels.test_sample import filtered
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
 SEEDS = [4, 9, 2, 7, 0, 11, 3, 5]

@@ -9,6 +9,8 @@ from engine.kernels.decode_attention import Prompts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+PLAIN: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # `sample` without filters
+
 Leaves = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -102,6 +104,26 @@ def attention_in_float64(
                 scores = scores + alibi[h].double() * torch.arange(begin - n + 1, 1, device=scores.device)
             out[b, h] = torch.softmax(scores, 0) @ v
     return out
+
+
+def probability_and_border(
+    tokens: Tensor, logits: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor]:
+    """The filtered probability of each token, and the sum of the probabilities before it, float64, (B,) each."""
+    p = (logits.double() / temperature).softmax(-1)
+    order = torch.arange(p.shape[-1], device=p.device).expand_as(p)
+    if top_k or top_p < 1:
+        order = logits.argsort(dim=-1, descending=True, stable=True)
+        p = p.gather(-1, order)
+    if top_k:
+        p[:, top_k:] = 0
+        p /= p.sum(-1, keepdim=True)
+    p[p.cumsum(-1) - p >= (top_p if top_p < 1 else 2)] = 0
+    p[p < min_p * p.amax(-1, keepdim=True)] = 0
+    p /= p.sum(-1, keepdim=True)
+    rank = (order == tokens[:, None]).int().argmax(-1, keepdim=True)
+    probability = p.gather(-1, rank)[:, 0]
+    return probability, p.cumsum(-1).gather(-1, rank)[:, 0] - probability
 
 
 def ragged_rows(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
