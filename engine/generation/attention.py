@@ -22,13 +22,15 @@ from transformers import AttentionInterface
 
 from engine.generation.kv_cache import KVCache, LayerCache
 from engine.generation.scheduler import Chunk
-from engine.generation.supported import UnsupportedModel
+from engine.generation.supported import UnsupportedModel, max_positions
 from engine.kernels import decode_attention, write_tokens
 from engine.kernels.decode_attention import Prompts
-from engine.kernels.varlen import fits, varlen_kernel, within_sequences
+from engine.kernels.varlen import varlen_fits, varlen_kernel, within_sequences
 from engine.kernels_cpu import decode_attention as host
 from engine.kernels_cpu.ragged_attention import Families, ragged_attention
 from engine.uploads import upload
+
+__all__ = ["UnsupportedModel", "attend", "check_arguments", "max_positions"]  # as `engine.attention`
 
 NAME = "zerochat_slots"
 UNSUPPORTED_ARGUMENTS = ("position_bias", "s_aux", "head_mask", "alibi")
@@ -171,7 +173,7 @@ def _attend_chunks(
         out = ragged_attention(query.transpose(0, 1), *layer.prompt_rows, chunks, scale=scale, window=window)
         if out is not None:
             return out
-    kernel = varlen_kernel() if softcap is None and query.is_cuda and fits(query, value) else None
+    kernel = varlen_kernel() if softcap is None and query.is_cuda and varlen_fits(query, value) else None
     if kernel is not None:
         if any(chunk.start for chunk in step.chunks):
             key, value = (_gather(cached, step.chunks) for cached in (layer.prompt_keys, layer.prompt_values))

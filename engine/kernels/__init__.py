@@ -22,18 +22,25 @@ from engine.kernels.split_logprobs import Pieces, Reduce
 from engine.kernels.split_logprobs import split_token_logprobs as _split_token_logprobs
 from engine.kernels.token_logprobs import gradients, statistics
 from engine.kernels.token_logprobs import token_logprobs as _token_logprobs
+from engine.kernels.varlen import varlen_fits, varlen_kernel, within_sequences
 from engine.kernels_cpu import decode_attention as _host_decode_attention
+from engine.kernels_cpu.ragged_attention import Families, ragged_attention
 from engine.kernels_triton.device import has_triton
 
 __all__ = [
+    "Families",
     "Reduce",
     "decode_attention",
     "gae",
     "note_rows",
+    "ragged_attention",
     "sample",
     "split_token_logprobs",
     "take_rows",
     "token_logprobs",
+    "varlen_fits",
+    "varlen_kernel",
+    "within_sequences",
     "write_tokens",
 ]
 
