@@ -1,7 +1,7 @@
 """How a global batch is divided: over the ranks evenly by tokens, and on each rank into micro-batches.
 
 A micro-batch has at most `budget` tokens, padding included. Every rank gets the same number of micro-batches, because
-each forward and backward pass contains collectives. The division is deterministic, so every rank computes it on its own.
+each forward and backward pass contains collectives. The division is deterministic, so every rank computes it itself.
 """
 
 import heapq
