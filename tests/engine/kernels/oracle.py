@@ -124,30 +124,3 @@ def probability_and_border(
     rank = (order == tokens[:, None]).int().argmax(-1, keepdim=True)
     probability = p.gather(-1, rank)[:, 0]
     return probability, p.cumsum(-1).gather(-1, rank)[:, 0] - probability
-
-
-def ragged_rows(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards, values and mask (6, 37): rows of all lengths, one with a hole, NaN outside the mask."""
-    torch.manual_seed(3)
-    mask = torch.arange(37) < torch.tensor([37, 1, 0, 16, 17, 30])[:, None]
-    mask[5, 11] = False
-    rewards, values = (torch.randn(6, 37).masked_fill(~mask, float("nan")).to(DEVICE, dtype) for _ in range(2))
-    return rewards, values, mask.to(DEVICE)
-
-
-def gae_in_float64(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum that the recursion stands for, token by token: A_t = sum_k (gamma lam)^k delta_{t+k} up to the mask."""
-    r, v = (torch.where(mask, x.double(), 0) for x in (rewards, values))
-    after = torch.nn.functional.pad(v, (0, 1))[:, 1:]
-    delta = r + gamma * after - v
-    advantages = torch.zeros_like(delta)
-    for row, t in mask.nonzero().tolist():
-        k = 0
-        while t + k < mask.shape[1] and mask[row, t + k]:
-            advantages[row, t] += (gamma * lam) ** k * delta[row, t + k]
-            k += 1
-    counted = advantages[mask]
-    moments = torch.stack([mask.sum().double(), counted.mean(), (counted - counted.mean()).square().sum()])
-    return advantages, advantages + v, moments

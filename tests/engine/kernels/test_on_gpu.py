@@ -10,7 +10,6 @@ from torch import Tensor
 from engine import kernels
 from engine.kernels.decode_attention import Prompts
 from engine.kernels.decode_attention import decode_attention as plain_attention
-from engine.kernels.gae import gae as plain_gae
 from engine.kernels.token_logprobs import token_logprobs as plain_logprobs
 from tests.engine.kernels.oracle import PLAIN, probability_and_border
 from tests.gpu import DEVICE, ON_GPU, needs_gpu
@@ -107,12 +106,3 @@ def test_sample(settings: dict) -> None:
     numbers = uniforms.double()
     assert (probability > 0).all() and ((below - 3e-6 <= numbers) & (numbers <= below + probability + 3e-6)).all()
     torch.testing.assert_close(logprobs.double(), probability.log(), atol=1e-3, rtol=0)
-
-
-def test_gae() -> None:
-    torch.manual_seed(0)
-    mask = torch.arange(1500, device=DEVICE) < torch.randint(1, 1501, (64, 1), device=DEVICE)
-    rewards, values = torch.randn(2, 64, 1500, device=DEVICE)
-    found = kernels.gae(rewards, values, mask, gamma=0.99, lam=0.95)
-    for ours, theirs in zip(found, plain_gae(rewards, values, mask, gamma=0.99, lam=0.95), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

@@ -17,8 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels_triton import decode_attention as attention
-from engine.kernels_triton import decode_rows as books
-from engine.kernels_triton import gae, sample
+from engine.kernels_triton import sample
 from engine.kernels_triton import token_logprobs as logprobs
 from engine.kernels_triton.device import H200, Card
 
@@ -56,7 +55,7 @@ def variants() -> list[tuple[Variant, Card]]:
     Kernels with tile products need shared memory, so they are also compiled for the GPU that has the least.
     """
     products = [(variant, on) for on in (H200, SMALL) for variant in (*_token_logprobs(on), *_decode_attention(on))]
-    return [*products, *((variant, H200) for variant in (*_sample(), *_gae()))]
+    return [*products, *((variant, H200) for variant in _sample())]
 
 
 def check(variant: Variant, on: Card) -> str | None:
@@ -148,13 +147,6 @@ def _decode_attention(on: Card) -> Iterator[Variant]:
     types = {**_pointers("fp32", "partial", "highest", "totals"), "out": "*bf16"}
     constants = {"SPLITS": attention.MOST_SPLITS, "BV": 128, "num_warps": 4}
     yield _variant("decode_attention join", attention.join_kernel, types, constants)
-    types = _pointers("bf16", "key", "value", "keys", "values") | _pointers("i64", "slots", "positions")
-    yield _variant("write_tokens, heads of 64", books.write_kernel, types, books.write_options(64, 64))
-    types = _pointers("i64", "rows", "slots", "place", "told", "tokens", "ends", "said")
-    types |= {**_pointers("fp32", "logprobs", "said_logprobs"), "seen": "*i1"}
-    yield _variant("take_rows", books.take_kernel, types, {"BLOCK": books.BLOCK, "num_warps": 4})
-    constants = {"HAS_SEEN": True, "BLOCK": books.BLOCK, "num_warps": 4}
-    yield _variant("note_rows", books.note_kernel, types, constants)
 
 
 def _sample() -> Iterator[Variant]:
@@ -170,15 +162,6 @@ def _sample() -> Iterator[Variant]:
     ):
         constants = {**kinds, **dict.fromkeys(used, True), "TILE": sample.TILE, "num_warps": 16}
         yield _variant(f"sample, {label}", sample.row_kernel, types, constants)
-
-
-def _gae() -> Iterator[Variant]:
-    types = {
-        **_pointers("fp32", "rewards", "values", "advantages", "returns", "moments", "of_rows"), "mask": "*i1",
-        "gamma": "fp32", "decay": "fp32",
-    }  # fmt: skip
-    yield _variant("gae rows", gae.row_kernel, types, {"TILE": gae.TILE, "num_warps": 4})
-    yield _variant("gae moments", gae.moments_kernel, types, {"TILE": 1024, "num_warps": 4})
 
 
 if __name__ == "__main__":
