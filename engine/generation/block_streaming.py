@@ -1,10 +1,10 @@
 """Block streaming: generate with a model that does not fit, whose blocks have parameters only while they run.
 
-Two stretches of memory, each as large as the largest block, take turns. While one block computes for the whole batch, a
-thread gathers the parameters of the next block into the other stretch. A forward costs the larger of computing and of
-reading all parameters once, so a larger batch makes a token cheaper (Sheng et al., 2023, "FlexGen", arXiv:2303.06865).
+There are two buffers, each as large as the largest block. While one block computes for the batch, a thread gathers the
+parameters of the next block into the other buffer. A forward costs the larger of computing and of reading all
+parameters once, so a larger batch makes a token cheaper (Sheng et al., 2023, "FlexGen", arXiv:2303.06865).
 
-Gathering sharded parameters is collective. A rank that has no prompts left takes part in the forwards of the others.
+Gathering sharded parameters is collective. A rank without remaining prompts joins the forwards of the other ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ ALIGNMENT = 64  # bytes
 
 
 class BlockStream:
-    """The blocks of a module, whose parameters come and go. Each forward runs all blocks once, in order."""
+    """The blocks of a module, which have parameters only while they run. A forward runs all blocks once, in order."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         self.blocks = zero.units(module)
@@ -61,7 +61,7 @@ class BlockStream:
         self._collective = dist.world().size > 1 and sharded
 
     def finish(self) -> None:
-        """Take part in the forwards of other ranks until no rank generates. Collective."""
+        """Gather for the forwards of other ranks until no rank generates. Collective."""
         while self._collective and dist.max_over_ranks(0.0) > 0:
             for index in range(len(self.blocks)):
                 self._load(index).result()
@@ -78,7 +78,7 @@ class BlockStream:
         return -(-weight_copy.target.numel() * self._dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
     def _assign_memory(self, index: int, block: Sequence[tuple[str, WeightCopy]]) -> None:
-        """Give each parameter of a block its memory in one of the two stretches."""
+        """Assign memory in one of the two buffers to each parameter of a block."""
         memory, at = self.memory[index % 2], 0
         self._copies[index], self._parameters[index] = [], []
         for name, weight_copy in block:
@@ -91,7 +91,7 @@ class BlockStream:
             self._parameters[index].append((self._module.get_submodule(owner), leaf, parameter))
 
     def _before_forward(self, *_: Any) -> None:
-        """Announce a forward, so that ranks without prompts take part."""
+        """Announce a forward, so that ranks without prompts gather too."""
         self._wait()
         if self._collective:
             dist.max_over_ranks(1.0)
@@ -108,7 +108,7 @@ class BlockStream:
             owner._parameters[leaf] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
 
     def _load(self, index: int) -> "Future[None]":
-        """Start to gather a block's parameters, on GPUs after the work that reads the stretch has been done."""
+        """Start to gather a block's parameters, on GPUs after the work that reads the buffer."""
         read = torch.cuda.current_stream(self._device).record_event() if self._stream is not None else None
         return self._thread.submit(self._gather, index, read)
 

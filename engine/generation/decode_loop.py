@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from engine.generation.attention import DecodeRows, Step
 from engine.generation.cuda_graph import GraphedStep
 from engine.generation.decode_step import DecodeState, DecodeStep, SlotModel
-from engine.generation.decode_table import NOTHING
 from engine.generation.kv_cache import CacheDemand, CacheSize, KVCache, free_bytes
 from engine.generation.parity_check import counts_from_zero, far_apart, fixed_prompts, plain_logits
 from engine.generation.sampling import Sampled, Sampling, under_seed
 from engine.generation.scheduler import ActiveSequence, Chunk, Scheduler
 from engine.generation.supported import UnsupportedModel, check_model, has_window
+from engine.kernels.decode_rows import NOTHING
 from engine.oom import is_out_of_memory
 from engine.parallel import dist
 from engine.uploads import upload
@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
 WINDOW = 8  # replays of a CUDA graph between two looks of the host
 MIN_SHARED_PROMPT = 128  # tokens; reading a shorter prompt once for several rows does not pay for the further launch
-MAX_STEPS = 4  # sampling settings whose steps and graphs are kept
+MAX_STEPS = 4  # sampling settings whose steps and graphs exist at a time
 
 
 class DecodeLoop:
-    """A model with its key-value cache and its steps, which are kept between calls.
+    """A model with its key-value cache and its steps, which remain between calls.
 
     The constructor tries the model with a few tokens. Raises UnsupportedModel if the cache does not support the model.
     `cache_bytes` bounds keys and values (default: half of the free memory). `use_graphs` False runs every step through
@@ -76,7 +76,7 @@ class DecodeLoop:
         batch_size: int,
         ends: Callable[[int, int], bool],
     ) -> Iterator[list[Sampled]]:
-        """Answer the prompts; yield what each step sampled. `ends` tells whether a token ends a request's answer."""
+        """Answer the prompts; yield the tokens of each step. `ends` returns whether a token ends a request's answer."""
         batch_size = min(batch_size, len(prompts))
         longest, different = max(len(prompt) for prompt in prompts), len({tuple(prompt) for prompt in prompts})
         cache = self._cache_for(CacheDemand(longest, sampling.max_new_tokens, different, len(prompts), batch_size))
@@ -116,7 +116,7 @@ class DecodeLoop:
         found = self._steps.pop((settings, shares_reads), None)
         if found is None:
             step = DecodeStep(self.model, cache, self._state, settings, shares_reads=shares_reads)
-            found = step, GraphedStep(step, self._state.sampled.step, scratch=cache.size.sequences)
+            found = step, GraphedStep(step, self._state.sampled.place, scratch=cache.size.sequences)
         self._steps[settings, shares_reads] = found
         while len(self._steps) > MAX_STEPS:
             del self._steps[next(iter(self._steps))]
@@ -145,7 +145,7 @@ class DecodeLoop:
                 logits.append(self.model(token_ids[:last], positions[:last], chunk))
             logits.append(self.model(token_ids[last:], positions[last:], row))
             plain = plain_logits(module, device, prompt)
-            told_positions = counts_from_zero(module, device)
+            are_from_zero = counts_from_zero(module, device)
         except Exception as error:  # any message of a forward that needs other arguments
             if is_out_of_memory(error):
                 raise
@@ -155,8 +155,8 @@ class DecodeLoop:
             raise UnsupportedModel(f"only {len(cache.layers)} of its {layers} layers call the registered attention")
         if has_window(module) and row.windows == {None}:
             raise UnsupportedModel("its layers do not pass their sliding window to the registered attention")
-        if not told_positions:
-            raise UnsupportedModel("it numbers positions in a way of its own")
+        if not are_from_zero:
+            raise UnsupportedModel("its own positions do not count from 0")
         if far_apart(module, torch.cat(logits), plain):
             raise UnsupportedModel("its logits differ from those of its plain forward")
         return cache.token_bytes
@@ -173,9 +173,9 @@ class _Launch:
     def sampled(self) -> Iterator[list[Sampled]]:
         """Yield what each step sampled. Waits for the device."""
         tokens, logprobs = (each[: self.steps].tolist() for each in self.wait())
-        for some, theirs in zip(tokens, logprobs, strict=True):
-            found = [(request, some[slot], theirs[slot]) for slot, request in self.requests.items()]
-            yield [one for one in found if one[1] != NOTHING]
+        for step_tokens, step_logprobs in zip(tokens, logprobs, strict=True):
+            sampled = [(request, step_tokens[slot], step_logprobs[slot]) for slot, request in self.requests.items()]
+            yield [each for each in sampled if each[1] != NOTHING]
 
 
 class _Call:

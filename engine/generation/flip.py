@@ -34,7 +34,7 @@ class Flip:
     ) -> None:
         """See `InferenceModel`, which takes over the blueprint at the first flip."""
         self.stream = False  # gather the parameters of a block only while it runs
-        self.tensor_parallel = 1  # neighbouring ranks that generate together
+        self.tensor_parallel = 1  # neighbouring ranks that share a generator
         self.cache_bytes: int | None = None  # bound of the key-value cache
         self.parity_check_every = 50  # flips; 0 switches the check off
         self.checked: list[CheckedAnswer] = []
@@ -100,7 +100,7 @@ class Flip:
                 f"tensor_parallel={self.tensor_parallel} for generation needs a model that the slot cache supports, "
                 f"and {self._generator.fallback}; use 1"
             )
-        self._generator.refresh(self._model.changed)
+        self._generator.refresh()
         self._count += 1
         self.bytes = self._model.bytes
         return self._generator
@@ -195,6 +195,6 @@ def storages_on_host(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _common_cache_bytes(device: torch.device) -> int:
-    """Return cache memory that every rank has: ranks that generate together run equally many sequences."""
+    """Return cache memory that every rank has: ranks that share a generator run equally many sequences."""
     sharers = dist.world().size if device.type == "cpu" else 1
     return -int(dist.max_over_ranks(-float(free_bytes(device) // (2 * sharers))))

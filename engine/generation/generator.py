@@ -1,13 +1,13 @@
 """The generator: answers sampled from a causal language model.
 
 Models that support attention over the key-value cache run in the decode loop (`decode_loop.py`): no padding, and a free
-slot is taken at once. Other models use transformers' `generate` (`transformers_fallback.py`); a log line reports that.
-In both cases an answer depends on its prompt, the sampling settings and its sample seed only: not on the order of the
-prompts, the batch size or the world size.
+slot is used in the next step. Other models use transformers' `generate` (`transformers_fallback.py`), and a log line
+reports that. In both cases an answer depends on its prompt, the sampling settings and its sample seed only: not on the
+order of the prompts, the batch size or the world size.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -71,7 +71,7 @@ class Generator:
         samples: int = 1,
         text: Callable[[list[int]], str] | None = None,
     ) -> list[Generation]:
-        """Return `samples` answers per prompt (token ids), in the order of the prompts, those of one prompt together.
+        """Return `samples` answers per prompt (token ids), in the order of the prompts.
 
         sample_seeds: one integer per answer; the same sample seed, `sampling.seed` and prompt give the same answer.
         batch_size: how many answers are decoded at a time. text: turns token ids into text, for stop strings.
@@ -113,7 +113,7 @@ class Generator:
     ) -> Iterator[list[Sampled]]:
         """Yield what each step sampled: (index of the prompt, token, log-probability) of each sequence that did.
 
-        ends: called with the index and each token, tells whether the answer ends with it.
+        ends: called with the index and each token; returns whether the answer ends with this token.
         """
         if not prompts:
             return
@@ -124,12 +124,12 @@ class Generator:
                 raise FloatingPointError("the logits of the model are NaN; its weights may have diverged")
             yield sampled
 
-    def refresh(self, changed: Collection[nn.Module] | None = None) -> None:
-        """Recompute what was derived from the weights of these modules, or of all modules by default."""
+    def refresh(self) -> None:
+        """Recompute the copies that were derived from the weights."""
         if self._loop is None:
             self._runner()  # the trial derives what it needs
         else:
-            self._loop.model.packs.refresh(changed)
+            self._loop.model.packs.refresh()
 
     def release(self) -> None:
         """Free the cache and all that was derived from the weights; the next call makes them again."""

@@ -3,15 +3,14 @@
 The training module is sharded, has hooks, and keeps full precision. The inference model has full parameters in the
 compute precision and no hooks. `sync` brings the live weights into it. A live parameter that is not sharded, has no
 adapter, and has the right precision and device is shared, not copied. All others are copied by `weight_sync.py` into
-one stretch of memory that `sync` allocates once. Frozen parameters are copied once. The live module is only read.
+one block of memory that `sync` allocates once. The live module is only read.
 
 With `stream` the parameters of a block exist only while the block runs (`block_streaming.py`). With `tensor_parallel`
-neighbouring ranks generate together, and each rank receives its slice of the split matrices only.
+neighbouring ranks share a generator, and each rank receives its slice of the split matrices only.
 """
 
 import copy
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -36,8 +35,7 @@ ALIGNMENT = 64  # bytes
 class InferenceModel:
     """The copy of a training module that generates: `module`, after `sync`.
 
-    After each sync, `bytes` is the number of bytes that were copied (0 if everything is shared), and `changed` contains
-    the modules whose parameters may have other values than before.
+    After each sync, `bytes` is the number of bytes that were copied (0 if everything is shared).
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class InferenceModel:
         """
         self.device = device or dist.world().device
         self.dtype, self.bytes = dtype, 0
-        self.changed: set[nn.Module] = set()
         self.module = strip_for_inference(blueprint)
         self._slices: Mapping[str, Slice] = {}
         if tensor_parallel > 1:
@@ -68,7 +65,6 @@ class InferenceModel:
         self.stream = BlockStream(self.module, dtype, self.device) if stream else None
         self._source = source
         self._buffers: dict[str, Tensor] = {}
-        self._frozen: dict[str, tuple[int, int, int]] = {}  # versions of the frozen parameters at the last sync
         self.release()
         live = live_parameters(source)
         missing = [name for name, _, _ in parameter_slots(self.module) if name not in live]
@@ -91,21 +87,16 @@ class InferenceModel:
         if self.stream is not None:
             self.stream.start({name: self._copy_of(name, to_copy.pop(name)) for name in streamed})
         buffers = self._buffers_for(to_copy)
-        unchanged = self._unchanged_since_last_sync(unique)
-        due = [name for name in to_copy if name not in unchanged]
-        self.bytes = copy_weights([self._copy_of(name, to_copy[name], buffers[name]) for name in due])
+        self.bytes = copy_weights([self._copy_of(name, live, buffers[name]) for name, live in to_copy.items()])
         assigned = {
             name: nn.Parameter(buffers.get(name, dtensors.local(parameter.parameter.detach())), requires_grad=False)
             for name, parameter in unique.items()
             if name not in streamed
         }
-        self.changed = set()
         for name, owner, leaf in parameter_slots(self.module):
             first = first_name[live[name]]
             if first in assigned:
                 owner._parameters[leaf] = assigned[first]
-                if first not in unchanged:
-                    self.changed.add(owner)
         self._share_module_buffers()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -116,7 +107,6 @@ class InferenceModel:
             self.stream.release()
         move_to_meta(self.module)
         self._buffers = {}
-        self._frozen.clear()
 
     def tensors(self) -> list[Tensor]:
         """Return the parameters that are in memory, shared live ones included, and the memory of streamed blocks."""
@@ -145,7 +135,6 @@ class InferenceModel:
         shapes = {name: self.module.get_parameter(name).shape for name in names}
         if self._buffers.keys() != shapes.keys():
             self._buffers = {}  # free the old memory before the new is allocated
-            self._frozen.clear()
             sizes = {name: align(math.prod(shape) * self.dtype.itemsize) for name, shape in shapes.items()}
             memory, at = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self.device), 0
             for name in sizes:
@@ -153,18 +142,6 @@ class InferenceModel:
                 self._buffers[name] = memory[at:end].view(self.dtype).view(shapes[name])
                 at += sizes[name]
         return self._buffers
-
-    def _unchanged_since_last_sync(self, live: Mapping[str, LiveParameter]) -> set[str]:
-        """Return the frozen parameters that nobody wrote to since the last sync, on any rank. Collective."""
-        versions = {
-            name: _version(each.parameter)
-            for name, each in live.items()
-            if each.lora is None and not each.parameter.requires_grad
-        }
-        unchanged = sorted(name for name, version in versions.items() if self._frozen.get(name) == version)
-        self._frozen = versions
-        checksums = dist.gather_objects(zlib.crc32(" ".join(unchanged).encode()))
-        return set(unchanged) if len(set(checksums)) == 1 else set()
 
     def _share_module_buffers(self) -> None:
         """Use the live module's buffers (rotary frequencies, for example) where they have values."""
@@ -176,8 +153,8 @@ class InferenceModel:
         for path, owner in self.module.named_modules(remove_duplicate=False):
             for leaf, own in owner._buffers.items():
                 if own is not None:
-                    theirs = live.get(base_name(path, leaf))
-                    used = own if theirs is None or theirs.is_meta else theirs.detach()
+                    shared = live.get(base_name(path, leaf))
+                    used = own if shared is None or shared.is_meta else shared.detach()
                     owner._buffers[leaf] = used.to(self.device)
 
 
@@ -204,8 +181,7 @@ class AssembledModel:
         """
         for name, full in parameters:
             slots = self._slots.get(name.removeprefix(f"{self._path}.") if self._path else name, [])
-            # A new parameter that is not frozen: the inference model copies it at each sync.
-            parameter = nn.Parameter(full.to(device, self._dtype), requires_grad=True) if slots else None
+            parameter = nn.Parameter(full.to(device, self._dtype), requires_grad=False) if slots else None
             for owner, leaf in slots:
                 owner._parameters[leaf] = parameter
         try:
@@ -252,9 +228,3 @@ def parameter_slots(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
 def align(size: int) -> int:
     """Round a number of bytes up to the alignment of parameters."""
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _version(parameter: Tensor) -> tuple[int, int, int]:
-    """Return a value that changes if a parameter, or this rank's shard of it, is written to in place or moves."""
-    shard = dtensors.local(parameter)
-    return shard.data_ptr(), shard._version, parameter._version

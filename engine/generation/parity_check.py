@@ -73,8 +73,8 @@ def compare_logprobs(
 
     `eight_bits` says that `source` gathered its weights in 8 bits. Raises ValueError if they differ.
     """
-    for one, theirs in zip(checked, logprobs, strict=True):
-        gap = (torch.tensor(one.answer.logprobs) - theirs.float().cpu()).abs()
+    for one, expected in zip(checked, logprobs, strict=True):
+        gap = (torch.tensor(one.answer.logprobs) - expected.float().cpu()).abs()
         tolerance = one.eight_bit_tolerance if eight_bits else one.tolerance
         if not bool((gap <= 2 * tolerance).all() and gap.mean() <= tolerance):
             raise ValueError(
@@ -148,13 +148,13 @@ def tolerance_of(module: nn.Module, logits: Tensor, *, eight_bits: bool = False)
     return rounding * (ROUTING_FACTOR if (eight_bits or dtype != torch.float32) and _has_routing(module) else 1.0)
 
 
-def far_apart(module: nn.Module, mine: Tensor, plain: Tensor) -> bool:
-    """Return whether logits (n, V) differ by more than rounding explains, relative to their norms, in any of n rows.
+def far_apart(module: nn.Module, logits: Tensor, plain: Tensor) -> bool:
+    """Return whether two logits (n, V) differ by more than rounding explains, relative to their norms, in a row.
 
     If rounding may send a token to another expert, more than half of the rows must differ.
     """
     dtype = _precision(module)
-    gaps = (mine.double() - plain.double()).norm(dim=-1) / plain.double().norm(dim=-1)
+    gaps = (logits.double() - plain.double()).norm(dim=-1) / plain.double().norm(dim=-1)
     may_reroute = dtype != torch.float32 and _has_routing(module)
     return not bool((gaps.median() if may_reroute else gaps.max()) <= LOGIT_TOLERANCE.get(dtype, 1e-1))
 

@@ -13,7 +13,7 @@ that are stored transposed (GPT-2's).
 Left out: expert matrices, which are not linear layers, and quantized weights.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,15 +54,11 @@ class PrepackedLinears:
         self.module = module
         self._products: dict[nn.Module, Product] = {}
 
-    def refresh(self, changed: Collection[nn.Module] | None = None) -> None:
-        """Prepare the weights of layers that are not prepared, and of `changed` layers (default: all) again.
-
-        One layer at a time, so that each copy can use the memory of the one before.
-        """
+    def refresh(self) -> None:
+        """Prepare the weights of all layers, one at a time, so that each copy can use the memory of the one before."""
         for layer in list(self._products or _eligible(self.module)):
-            if changed is None or layer in changed or layer not in self._products:
-                self._products.pop(layer, None)  # free first: new memory costs more than packing
-                self._products[layer] = _prepare(layer)
+            self._products.pop(layer, None)  # free first: new memory costs more than packing
+            self._products[layer] = _prepare(layer)
 
     def release(self) -> None:
         """Free the copies; the next use makes them again."""

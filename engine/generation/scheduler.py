@@ -136,7 +136,6 @@ class Scheduler:
         """Give free slots to waiting requests; return the copies to make."""
         copies: list[tuple[int, int, int]] = []
         left = self.prefill_tokens - sum(len(prompt.tokens) - prompt.cached for prompt in self._filling)
-        postponed: list[int] = []
         while self._waiting and self._free:
             request = self._waiting.pop()
             tokens = self.prompts[request]
@@ -147,16 +146,12 @@ class Scheduler:
                     self._waiting.append(request)
                     break
                 source, common = self._longest_cached_prefix(tokens)
-                if self._arrives_soon(tokens, common):
-                    postponed.append(request)
-                    continue
                 prompt = self._place(tokens, slot, common)
                 if common and source != slot:
                     copies.append((source, slot, common))
                 left -= len(tokens) - common
             prompt.readers += 1
             self._admitted.append(ActiveSequence(request, heapq.heappop(self._free), prompt))
-        self._waiting.extend(reversed(postponed))
         return copies
 
     def _free_prompt_slot(self) -> int | None:
@@ -174,11 +169,6 @@ class Scheduler:
         prompt = self._prompt_in[slot] = self._cached[tuple(tokens)] = CachedPrompt(tokens, slot, cached)
         self._filling.append(prompt)
         return prompt
-
-    def _arrives_soon(self, tokens: Sequence[int], common: int) -> bool:
-        """Return whether the prompts that run now bring much more of this prompt's beginning than `common` tokens."""
-        soon = max((min(_common(tokens, other.tokens), len(tokens) - 1) for other in self._filling), default=0)
-        return soon - common >= max(MIN_PREFIX, len(tokens) // 2)
 
     def _longest_cached_prefix(self, tokens: Sequence[int]) -> tuple[int, int]:
         """Return the prompt slot with most of the beginning, and its length; the last token always runs."""

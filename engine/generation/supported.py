@@ -1,4 +1,4 @@
-"""Which models the slot cache supports, as far as their configuration tells, and how long their sequences may be."""
+"""Check by a model's configuration whether the slot cache supports it, and how long its sequences may be."""
 
 import inspect
 from typing import Any
@@ -29,8 +29,8 @@ def check_model(module: nn.Module) -> bool:
 def max_positions(module: nn.Module) -> int | None:
     """Return how many tokens a sequence may have; None if the configuration does not limit it.
 
-    Some families reserve the first rows of their position table for padding, which no configuration tells. Models whose
-    rotary frequencies change in longer sequences end there (`frequency_change`).
+    Some families reserve the first rows of their position table for padding, which no configuration field contains.
+    Models whose rotary frequencies change in longer sequences end there (`frequency_change`).
     """
     text, change = _text_config(module), frequency_change(module)
     if change is not None:
@@ -38,9 +38,9 @@ def max_positions(module: nn.Module) -> int | None:
     rows: int | None = getattr(text, "max_position_embeddings", None)
     if rows is not None and rows < 1:  # XLNet has -1
         return None
-    for part in module.modules():
-        if isinstance(part, nn.Embedding) and part.num_embeddings == rows != text.vocab_size:
-            return rows if part.padding_idx is None else rows - part.padding_idx - 1
+    for child in module.modules():
+        if isinstance(child, nn.Embedding) and child.num_embeddings == rows != text.vocab_size:
+            return rows if child.padding_idx is None else rows - child.padding_idx - 1
     return rows
 
 

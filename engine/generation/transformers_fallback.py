@@ -1,9 +1,9 @@
 """Generation by transformers' `generate`, for models that the slot cache does not support.
 
 Sampling, penalties and ends are our own: a logits processor samples the tokens of a batch and leaves each as the only
-possible token of its row, so `generate` only runs the model and its cache. The batches are made in the first of three
-ways that gives the logits of the plain forward: padded on the left; prompts of one length; prompts of one length
-without a cache, which runs the whole sequence again for each token.
+possible token of its row, so `generate` only runs the model and its cache. The first of three batching
+methods that reproduces the logits of the plain forward is used: padded on the left; prompts of one length; prompts of
+one length without a cache, which runs the complete sequence again for each token.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from engine.generation.parity_check import NEW_TOKENS, counts_from_zero, far_apart, fixed_prompts, plain_logits
-from engine.generation.sampling import Sampled, Sampling, forbid, penalise, uniforms
+from engine.generation.sampling import Sampled, Sampling, forbid, penalise
 from engine.kernels import sample
 from engine.oom import is_out_of_memory
 
@@ -40,12 +40,12 @@ class Batching:
 BATCHINGS = (
     Batching("padded", True, True, "in padded batches, more slowly"),
     Batching("same length", False, True, "in batches of prompts of one length, more slowly"),
-    Batching("no cache", False, False, "by running whole sequences for each token, many times more slowly"),
+    Batching("no cache", False, False, "by running complete sequences for each token, many times more slowly"),
 )
 
 
 class TransformersFallback:
-    """A model with the way to batch its prompts. Raises ValueError if no way gives the logits of its plain forward."""
+    """A model and its batching method. Raises ValueError if no method reproduces the logits of its plain forward."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module, self.device = module, device
@@ -67,7 +67,7 @@ class TransformersFallback:
         batch_size: int,
         ends: Callable[[int, int], bool],
     ) -> Iterator[list[Sampled]]:
-        """Answer the prompts; yield what each step sampled. `ends` tells whether a token ends a request's answer."""
+        """Answer the prompts; yield the tokens of each step. `ends` returns whether a token ends a request's answer."""
         lengths = [len(prompt) for prompt in prompts]
         for requests in batches(lengths, batch_size, sampling.max_new_tokens, pads=self.batching.pads):
             seeds = [sample_seeds[request] for request in requests]
@@ -156,9 +156,9 @@ class TransformersFallback:
     def _matches_plain_forward(self, batching: Batching, prompts: Sequence[list[int]]) -> bool:
         found = self._generate(prompts, batching, NEW_TOKENS, 0, returns_logits=True)
         logits = torch.stack(found.logits, dim=1)  # (b, NEW_TOKENS, V)
-        for prompt, answer, mine in zip(prompts, found.sequences[:, -NEW_TOKENS:].tolist(), logits, strict=True):
+        for prompt, answer, own in zip(prompts, found.sequences[:, -NEW_TOKENS:].tolist(), logits, strict=True):
             plain = plain_logits(self.module, self.device, prompt + answer)[len(prompt) - 1 : -1]
-            if far_apart(self.module, mine, plain) and not bool(plain.isnan().any()):  # sampling reports NaN
+            if far_apart(self.module, own, plain) and not bool(plain.isnan().any()):  # sampling reports NaN
                 return False
         return True
 
@@ -185,12 +185,12 @@ class _Batch(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """scores (b, V): the logits; returns 0 for the sampled token of each row, -inf for all others."""
-        how, logits = self.sampling, scores
-        if self._steps < how.min_new_tokens:
-            logits = forbid(logits.clone(), how.end_ids)
-        if how.repetition_penalty != 1:
-            logits = penalise(logits, self._mark_seen(input_ids[:, -1:], logits), how.repetition_penalty)
-        tokens, logprobs = sample(logits, uniforms(how.seed, self._seeds, self._steps), **how.filters)
+        sampling, logits = self.sampling, scores
+        if self._steps < sampling.min_new_tokens:
+            logits = forbid(logits.clone(), sampling.end_ids)
+        if sampling.repetition_penalty != 1:
+            logits = penalise(logits, self._mark_seen(input_ids[:, -1:], logits), sampling.repetition_penalty)
+        tokens, logprobs = sample(logits, self._seeds, torch.full_like(self._seeds, self._steps), sampling)
         self._steps += 1
         rows = zip(self.requests, tokens.tolist(), logprobs.tolist(), strict=True)
         live = [row for row in rows if row[0] not in self.ended]

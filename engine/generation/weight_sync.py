@@ -87,7 +87,7 @@ class WeightCopy:
 def live_parameters(source: nn.Module) -> dict[str, LiveParameter]:
     """Return the live parameters of a training module under the names that they have without adapters.
 
-    Raises ValueError for an adapter that is not W + scaling * B @ A: merging a part of its update would be wrong.
+    Raises ValueError for an adapter that is not W + scaling * B @ A: an incomplete update would be wrong.
     """
     lora = {path: layer for path, layer in source.named_modules(remove_duplicate=False) if hasattr(layer, "lora_A")}
     for path, layer in lora.items():
@@ -207,19 +207,19 @@ def _row_numel(parameter: Tensor) -> int:
 
 
 def _buckets(copies: Sequence[WeightCopy]) -> Iterator[list[_ShardRows]]:
-    """Yield what to gather together: rows of several small parameters, or some rows of a large one."""
+    """Yield the rows of each all-gather: of several small parameters, or some of a large one."""
     bucket: list[_ShardRows] = []
-    room = limit = 0
+    free = limit = 0  # numbers per rank
     for copy in copies:
-        limit = BUCKET_BYTES // (dtensors.shards(copy.parameter) * copy.target.element_size())  # numbers per rank
+        limit = BUCKET_BYTES // (dtensors.shards(copy.parameter) * copy.target.element_size())
         rows, width = _rows_per_rank(copy.parameter), _row_numel(copy.parameter)
         step = max(1, limit // width)
         for begin in range(0, rows, step):
             chunk = _ShardRows(copy, begin, min(begin + step, rows))
-            if bucket and chunk.numel > room:
+            if bucket and chunk.numel > free:
                 yield bucket
                 bucket = []
-            room = (room if bucket else limit) - chunk.numel
+            free = (free if bucket else limit) - chunk.numel
             bucket.append(chunk)
     if bucket:
         yield bucket

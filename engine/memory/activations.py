@@ -122,7 +122,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Save what `grouped_mm` (experts) saves; the meta device implements that product for bf16 alone."""
+    """Save what `grouped_mm` (experts) saves; the meta device has that product for bf16 only."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrices: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ def _weight_bytes(shape: ModelShape, work: Workload, load: GenerationLoad, *, is
     is_cast = config.dtype != "fp32" and config.offload_optimizer == "none" and config.states == "fp32"
     if is_split or is_offloaded or is_cast:
         copied = min(shape.parameters, shape.root + 2 * shape.block) if load.stream else shape.parameters
-    else:  # merged adapters alone
+    else:  # only weights with merged adapters are copies
         copied = min(work.adapted, 2 * shape.block) if load.stream else work.adapted
     return BYTES[config.dtype] * copied
 

@@ -1,1 +1,1 @@
-"""Before a stage: what it will need, how long it will take, and the fastest setting that fits."""
+"""Predict the memory and the time of a stage before it starts, and choose the fastest setting that fits."""

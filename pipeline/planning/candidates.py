@@ -18,7 +18,7 @@ from pipeline.config.schema import EngineSettings
 from pipeline.planning.demand import Demand, predict_bytes, predict_seconds
 from pipeline.planning.stage_task import StageTask
 
-HEADROOM = 0.92  # the share of memory that a prediction may fill; fragmentation and libraries need the rest
+HEADROOM = 0.92  # the share of memory that a prediction may fill; fragmentation and libraries need the remainder
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Predict bytes by owner and seconds by phase of each stage: SFT, reward model, DPO, PPO with its four models.
 
-All models of a stage rest, and one of them works on one micro-batch. The peak of a phase adds both.
+All models of a stage hold their states, and one of them works on one micro-batch. The peak of a phase adds both.
 """
 
 import math
@@ -101,7 +101,7 @@ def _generation_bytes(task: StageTask, load: GenerationLoad, resident: int) -> O
 
 
 def _ppo_phases(task: StageTask, load: GenerationLoad, shares_forward: bool) -> dict[str, Owners]:
-    """Actor and critic rest with their optimizers, reference and reward model in compute precision.
+    """Actor and critic have optimizer states; reference and reward model are in compute precision.
 
     Under adapters the reference is the actor. With `shares_forward` the forwards of all of a step's micro-batches wait
     for their backward, the critic's while the actor trains.

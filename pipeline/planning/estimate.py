@@ -2,7 +2,8 @@
 
     python -m pipeline.planning.estimate model=opt-13b ranks=8 gib=80
 
-`gib` is the memory of one GPU; all other keys are those of train.py. The pages are those of `stage=plan`, bytes alone.
+`gib` is the memory of one GPU; all other keys are those of train.py. The tables are those of `stage=plan`, without
+seconds.
 """
 
 import sys
@@ -23,7 +24,7 @@ UNLIMITED = 2**50  # bytes of host memory and disk
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the pages; return 2 for a user's mistake."""
+    """Print the tables; return 2 for a user's mistake."""
     try:
         capacity = Capacity(_device_bytes(arguments), UNLIMITED, UNLIMITED, is_gpu=True)
         overrides = [word for word in arguments if not word.startswith("gib=")]

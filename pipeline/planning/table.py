@@ -34,7 +34,7 @@ def run(config: RunConfig, folder: Path) -> None:
 
 
 def planned_stages(config: RunConfig) -> list[str]:
-    """Return the stages of a run that have a plan: with pipeline parallelism SFT alone."""
+    """Return the stages of a run that have a plan: with pipeline parallelism only SFT."""
     if config.engine.pipeline_parallel > 1:
         return ["sft"]
     return [stage for stage in METHODS[config.method] if stage != "reward" or config.ppo.reward_model]
@@ -51,7 +51,7 @@ def describe(
 ) -> Iterator[str]:
     """Yield the lines of one stage; every rank calls.
 
-    With `ranks` and `capacity` the plan is for another machine: bytes alone, without seconds.
+    With `ranks` and `capacity` the plan is for another machine, and has no seconds.
     """
     is_here, ranks = capacity is None, ranks or rank_count()
     reward = reward if stage == "ppo" else None

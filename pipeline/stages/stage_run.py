@@ -16,7 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from engine import Engine, checkpoint, distributed, oom
+from engine import Engine, distributed, oom
+from engine.checkpoint import Damaged, random_state, restore_random_state
+from engine.parallel import comm_stats, stop_signal
 from pipeline.config.schema import ProfileSection, StageSection
 from pipeline.errors import SharedError, UserError
 from pipeline.files import explained_disk, write_json
@@ -75,7 +77,7 @@ class StageRun:
         self._decides = decides if section.export == "best" else None
         self._best_step: int | None = None
         self._begun = 0  # the step before this process's first
-        self._sent = distributed.bytes_sent()
+        self._sent = comm_stats.sent()
         self._profile = _profile_of(folder, profile)
 
     @property
@@ -97,10 +99,10 @@ class StageRun:
             self.best, self.last = shared["best"], shared["last"]
             self._best_step = shared.get("best_step")
             if mine is not None:
-                checkpoint.restore_random_state(mine["random"])
+                restore_random_state(mine["random"])
             self._take(shared["extra"])
         self.clock.begin_lap()
-        self._begun, self._sent = step, distributed.bytes_sent()
+        self._begun, self._sent = step, comm_stats.sent()
         if distributed.world().leads:
             if step:
                 print(f"{self.folder.name}: continuing after step {step} of {self.steps}", flush=True)
@@ -133,7 +135,7 @@ class StageRun:
         """
         if self._profile is not None:
             self._profile.expect(self._begun + 1, self.steps)
-        with put_off(distributed.request_stop):
+        with put_off(stop_signal.ask):
             for step in range(self._begun + 1, self.steps + 1):
                 if self._profile is not None:
                     self._profile.begin(step)
@@ -172,7 +174,7 @@ class StageRun:
         Where `save_every` is 0, every tenth of the stage, and wherever the last one is too long ago. If the run is to
         stop, which all ranks learned in the step's updates, one is due as well; when it is whole, Stopped is raised.
         """
-        stops = distributed.stop_requested()
+        stops = stop_signal.agreed()
         regular = step > 0 and (step % self._save_every == 0 or self._overdue(step))
         if step != self._saved and (stops or regular or step in (self.steps, self._best_step)):
             self._write(step)
@@ -195,7 +197,7 @@ class StageRun:
             "extra": self._extra(),
         }
         with self.clock.phase("save"):
-            self._checkpoints.save(step, shared, {"random": checkpoint.random_state()}, keep=self._best_step)
+            self._checkpoints.save(step, shared, {"random": random_state()}, keep=self._best_step)
         self._saved, self._saved_at = step, time.monotonic()
 
     def _overdue(self, step: int) -> bool:
@@ -233,7 +235,7 @@ class StageRun:
         else:
             try:
                 self._checkpoints.load(place)
-            except checkpoint.Damaged as problem:
+            except Damaged as problem:
                 raise UserError(
                     f"{place} is damaged ({problem.reason}); it has {told}. Put a sound copy back; or delete it, and "
                     "the same command exports the last step"
@@ -255,7 +257,7 @@ class StageRun:
     def _bytes_sent_by_step(self) -> dict[str, int]:
         """Mean bytes that this rank sends in a step, by what for; rollouts, scoring and evaluation are part of it."""
         steps = max(1, self.steps - self._begun)
-        return {kind: round(size / steps) for kind, size in asdict(distributed.bytes_sent() - self._sent).items()}
+        return {kind: round(size / steps) for kind, size in asdict(comm_stats.sent() - self._sent).items()}
 
     def finish(self, figures: Mapping[str, Any]) -> None:
         """Write summary.json: final and best figures, peak memory by rank, seconds by phase, tokens a second."""

@@ -5,13 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.checksums import Checksum, checksum_of, write_file
+from engine.checkpoint import checksums
+from engine.checkpoint.checksums import Checksum, HashedFile, checksum_of
 
 
-@pytest.mark.parametrize("sizes", [(), (0,), (9500, 700, 3)])
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 4096)
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (1, 2), (4096, 1), (9500, 700, 3)])
 def test_a_written_file_has_its_bytes_and_its_checksum(sizes: tuple[int, ...], tmp_path: Path) -> None:
     parts = [random.Random(size).randbytes(size) for size in sizes]
-    found = write_file(tmp_path / "file", parts)
+    file = HashedFile(tmp_path / "file")
+    for part in parts:
+        file.write(part)
+    found = file.close()
     assert (tmp_path / "file").read_bytes() == b"".join(parts)
     assert found == checksum_of(tmp_path / "file") and found.bytes == sum(sizes)
 

@@ -61,7 +61,7 @@ def test_samples_wait_while_their_prompt_runs_in_chunks() -> None:
 
 
 def test_a_common_beginning_is_copied_between_prompts() -> None:
-    scheduler = Scheduler([LONG, [*LONG[:30], 77, 78]], slots=2, prompt_slots=2, prefill_tokens=100)
+    scheduler = Scheduler([LONG, [*LONG[:30], 77, 78]], slots=2, prompt_slots=2, prefill_tokens=40)
     plan = scheduler.plan()
     assert plan.copies == [] and chunks(plan) == [(0, 0, 40)]
     plan = scheduler.plan()

@@ -121,7 +121,7 @@ def test_positions_of_its_own_are_seen_in_any_precision(dtype: torch.dtype) -> N
     with torch.no_grad():
         model.get_parameter("roberta.embeddings.position_embeddings.weight").mul_(0.05)
     rollouts = Generator(model.to(dtype), "cpu")
-    assert rollouts.mode != "padded" and rollouts.fallback == "it numbers positions in a way of its own"
+    assert rollouts.mode != "padded" and rollouts.fallback == "its own positions do not count from 0"
 
 
 def test_positions_kept_for_padding_are_none_to_use() -> None:
