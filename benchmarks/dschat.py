@@ -26,12 +26,11 @@ from benchmarks.measure import medians_by_name
 from benchmarks.record import Result
 from engine import Engine, EngineConfig, OptimizerConfig, Sampling
 from engine.config import Precision
-from engine.kernels import gae
 from engine.parallel import dist
 from pipeline.data.documents import Documents
 from pipeline.models.checks import verify
 from pipeline.models.modules import Policy, Scorer
-from step3_ppo.advantages import kl_k1, shaped_rewards, whiten
+from step3_ppo.advantages import gae, kl_k1, shaped_rewards, whiten
 from step3_ppo.loss import policy_loss, value_loss
 
 CASES = ("opt-1.3b",)
@@ -159,10 +158,10 @@ def step(chat: Chat, setting: Setting, number: int) -> dict[str, float]:
     rows = _rows(chat, torch.cat([prompts, answers], dim=1).to(setting.device))
     old, reference, values, scores = timed("score", lambda: _score(chat, rows))
     mask = torch.ones_like(old, dtype=torch.bool)
-    advantages, returns, moments = gae(
+    advantages, returns = gae(
         shaped_rewards(scores, kl_k1(old, reference), mask, kl_coef=0.1), values, mask, gamma=1.0, lam=0.95
     )
-    advantages, count = whiten(advantages, mask, moments), float(mask.sum())
+    advantages, count = whiten(advantages, mask), float(mask.sum())
 
     def actor_loss(module: nn.Module, batch: Rows) -> Any:
         logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)

@@ -1,8 +1,7 @@
 """Our kernels against the plain PyTorch that they replace, milliseconds; on a GPU beside bytes over bandwidth.
 
 On a CPU the torch paths run, on a GPU Triton's. The plain side is what one would write first: whole logits for
-log-probabilities, keys gathered and masked for attention, softmax and multinomial for sampling, a loop over tokens for
-advantages.
+log-probabilities, keys gathered and masked for attention, softmax and multinomial for sampling.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.measure import in_turn, median, spread
 from benchmarks.record import Result
 from engine import kernels
-from engine.generation.sampling import Sampling
 
-CASES = ("logprobs", "logprobs_backward", "attention", "sample", "sample_filtered", "gae")
+CASES = ("logprobs", "logprobs_backward", "attention", "sample", "sample_filtered")
 
 
 @dataclass(frozen=True)
@@ -118,8 +116,7 @@ def _attention(device: torch.device, shrink: int) -> Work:
 def _sample(device: torch.device, shrink: int, top_p: float = 1.0) -> Work:
     """64 rows of 50,272 logits."""
     logits = 3 * torch.randn(64, 50272 // shrink, device=device)
-    streams, places = torch.arange(64, device=device), torch.zeros(64, dtype=torch.int64, device=device)
-    how = Sampling(1, top_p=top_p)
+    uniforms = torch.rand(64, device=device)
 
     def plain() -> Tensor:
         probabilities = logits.softmax(-1)
@@ -130,24 +127,7 @@ def _sample(device: torch.device, shrink: int, top_p: float = 1.0) -> Work:
         tokens = torch.multinomial(probabilities, 1)
         return logits.log_softmax(-1).gather(-1, tokens)
 
-    return Work(lambda: kernels.sample(logits, streams, places, how), plain, 4 * logits.numel())
-
-
-def _gae(device: torch.device, shrink: int) -> Work:
-    """512 rows of up to 1,024 tokens."""
-    rows, length = 512 // shrink, 1024 // shrink
-    mask = torch.arange(length, device=device) < torch.randint(1, length + 1, (rows, 1), device=device)
-    rewards, values = torch.randn(2, rows, length, device=device)
-
-    def plain() -> Tensor:
-        advantages = torch.zeros_like(rewards)
-        following = next_value = torch.zeros_like(rewards[:, 0])
-        for t in range(length - 1, -1, -1):
-            following = mask[:, t] * (rewards[:, t] + next_value - values[:, t] + 0.95 * following)
-            advantages[:, t], next_value = following, mask[:, t] * values[:, t]
-        return (advantages - advantages[mask].mean()) / advantages[mask].std()
-
-    return Work(lambda: kernels.gae(rewards, values, mask, gamma=1.0, lam=0.95), plain, 17 * rewards.numel())
+    return Work(lambda: kernels.sample(logits, uniforms, top_p=top_p), plain, 4 * logits.numel())
 
 
 _MAKERS: dict[str, Callable[[torch.device, int], Work]] = {
@@ -156,5 +136,4 @@ _MAKERS: dict[str, Callable[[torch.device, int], Work]] = {
     "attention": _attention,
     "sample": _sample,
     "sample_filtered": lambda device, shrink: _sample(device, shrink, top_p=0.9),
-    "gae": _gae,
 }

@@ -16,7 +16,8 @@ from typing import Any
 
 from engine import optim
 from engine.config import Compress, EngineConfig, LossScale, OptimizerConfig, Precision
-from engine.deepspeed_keys import KEYS, OPTIMIZERS, UNSUPPORTED_OPTIMIZERS, Key, Optimizer
+from engine.deepspeed_keys import IGNORED, OPTIMIZERS, SUPPORTED, UNSUPPORTED, UNSUPPORTED_OPTIMIZERS, Key, Optimizer
+from engine.layout import require_together
 from engine.schedules import SCHEDULERS, parameters_of
 
 __all__ = ["Parsed", "config_fields", "ignored", "load", "parse"]
@@ -24,18 +25,14 @@ __all__ = ["Parsed", "config_fields", "ignored", "load", "parse"]
 RENAMED = {"bfloat16": "bf16"}
 TYPED = ("optimizer", "scheduler")  # sections with `type` and `params`
 OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
-SECTIONS = {name.rsplit(".", depth)[0] for name in KEYS for depth in range(1, name.count(".") + 1)}
-REMARK = re.compile(r"([_#]|//).*|comments?", re.IGNORECASE)  # names of keys that serve as comments
-IS_REMARK: Any = object()
+LEAVES = (*SUPPORTED, *IGNORED, *UNSUPPORTED)
+SECTIONS = {name.rsplit(".", depth)[0] for name in LEAVES for depth in range(1, name.count(".") + 1)}
 COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
-TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "bool": ((bool,), "true or false"),
+TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "bool": (bool, "true or false"),
     "int": ((int, float), "a whole number"),
     "number": ((int, float), "a number"),
-    "text": ((str,), "text"),
-    "list": ((list, tuple), "[a, b, ...]"),
-    "section": ((dict,), "{key: value, ...}"),
-    "any": ((object,), "a value"),
+    "text": (str, "text"),
 }
 
 
@@ -89,6 +86,8 @@ def parse(
         if optimizer is None:
             raise ValueError("scheduler: there is no optimizer to schedule; add the optimizer section, or optimizer=")
         scheduler, betas = _scheduler(section, optimizer)
+    if optimizer is not None:
+        require_together(engine, optimizer)
     drops_last = bool(values.get("dataloader_drop_last"))
     return Parsed(engine, optimizer, scheduler, betas, micro, total, drops_last, tuple(ignored(raw)))
 
@@ -106,35 +105,31 @@ def config_fields(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str
     Raises ValueError for unknown keys and wrong values. Does not check whether the fields are valid together.
     """
     values = _values(config)
-    for name, value in values.items():
-        _check(name, value)
+    if values.get("zero_optimization.mics_shard_size", 1) < 1:
+        del values["zero_optimization.mics_shard_size"]
+    paths = {values[name] for section in OFFLOADS if (name := f"{section}.nvme_path") in values}
+    if len(paths) > 1:
+        raise ValueError(
+            "zero_optimization: offload_optimizer.nvme_path and offload_param.nvme_path differ; write one folder"
+        )
     base = vars(EngineConfig()) | dict(own)
-    stage = int(values.get("zero_optimization.stage", base["zero_stage"]))
-    shard_ranks = values.get("zero_optimization.mics_shard_size", 0)
+    translated = {key.field: _converted(key, values[name]) for name, key in SUPPORTED.items() if name in values}
+    fields = base | {name: value for name, value in translated.items() if name in base}
     recompute = values.get("activation_checkpointing.partition_activations", False)
     recompute = recompute or "activation_checkpointing.number_checkpoints" in values
-    reduce_dtype = values.get("communication_data_type", base["reduce_dtype"])
-    return {
-        **base,
-        "zero_stage": stage,
+    return fields | {
         "dtype": _dtype(values, base["dtype"]),
-        **_offload(values, stage, base),
         "activation_checkpointing": recompute or base["activation_checkpointing"],
-        "loss_scale": _loss_scale(values, stage, base["loss_scale"]),
-        "reduce_dtype": "bf16" if reduce_dtype == "bfp16" else reduce_dtype,
-        "shard_ranks": int(shard_ranks) if shard_ranks >= 1 else base["shard_ranks"],
+        "loss_scale": _loss_scale(values, fields["zero_stage"], base["loss_scale"]),
         "compress": _compress(values, base["compress"]),
     }
 
 
 def ignored(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each remark, and for each key without effect whose value is not the default."""
+    """Yield a line for each key without effect, unless its value switches the feature off."""
     for name, value in _leaves(config):
-        key = KEYS.get(name)
-        if value is IS_REMARK:
-            yield f"{name} is read as a comment"
-        elif key is not None and key.status == "ignored" and value not in (None, "auto", key.default):
-            yield f"{name} has no effect: {key.note}"
+        if name in IGNORED and value != "auto" and not _is_off(name, value):
+            yield f"{name} has no effect: {IGNORED[name]}"
 
 
 def _raw(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
@@ -155,69 +150,70 @@ def _raw(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
+    section: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in section:
             raise ValueError(f"{name} occurs twice in one section; remove one")
-    return dict(pairs)
+        section[name] = value
+    return section
 
 
 def _values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The dotted keys that have a value ("auto" and null are none)."""
-    leaves = ((name, value) for name, value in _leaves(config) if value is not IS_REMARK)
-    return {name: value for name, value in leaves if value is not None and value != "auto"}
+    """Check all keys, and return the supported ones that have a value ("auto" and null are none)."""
+    found = {name: value for name, value in _leaves(config) if value is not None and value != "auto"}
+    for name, value in found.items():
+        _check(name, value)
+    return {name: value for name, value in found.items() if name in SUPPORTED}
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """All dotted keys with their values, without the sections `optimizer` and `scheduler`."""
+    """Yield all dotted keys with their values, without the sections `optimizer` and `scheduler` and without remarks."""
     for name, value in section.items():
         key = f"{prefix}{name if prefix else RENAMED.get(name, name)}"
-        if REMARK.fullmatch(name):
-            yield key, IS_REMARK
-        elif key in OFFLOADS and (value is None or value is False):
+        if key in TYPED or name.startswith(("_", "#", "//")):
+            continue
+        if key in OFFLOADS and (value is None or value is False):
             yield f"{key}.device", "none"
         elif key in SECTIONS and isinstance(value, Mapping):
             yield from _leaves(value, f"{key}.")
-        elif key not in TYPED:
+        else:
             yield key, value
 
 
 def _check(name: str, value: Any) -> None:
     """Raise ValueError for an unknown key, a value of the wrong type, and a value without support."""
-    key = KEYS.get(name)
-    if key is None:
-        if name in SECTIONS:
-            _section(name, value)
-        raise ValueError(_unknown(name))
-    types, expected = TYPES[key.type]
-    is_wrong = not isinstance(value, types) or (isinstance(value, bool) and key.type in ("int", "number"))
-    if is_wrong or (key.type == "int" and not float(value).is_integer()):
-        raise ValueError(f"{name}={json.dumps(value)}: write {expected}, as JSON")
-    if key.status == "unsupported" and not _is_off(key, value):
-        raise ValueError(f"{name}={json.dumps(value)} is not supported: {key.note}")
-    if key.choices and value not in key.choices:
-        choices = ", ".join(str(choice) for choice in key.choices if choice is not None)
-        raise ValueError(f"{name}={value} is not supported; write one of {choices}")
+    if name in SECTIONS:
+        _section(name, value)
+    elif name in UNSUPPORTED:
+        if not _is_off(name, value):
+            raise ValueError(f"{name}={json.dumps(value)} is not supported: {UNSUPPORTED[name]}")
+    elif name in SUPPORTED:
+        key = SUPPORTED[name]
+        types, expected = TYPES[key.type]
+        is_wrong = not isinstance(value, types) or (isinstance(value, bool) and key.type != "bool")
+        if is_wrong or (key.type == "int" and not float(value).is_integer()):
+            raise ValueError(f"{name}={json.dumps(value)}: write {expected}, as JSON")
+        if key.choices and value not in key.choices:
+            raise ValueError(f"{name}={value} is not supported; write one of {', '.join(map(str, key.choices))}")
+    elif name not in IGNORED:
+        raise ValueError(f"{name}: DeepSpeed has no such key; {_similar_key(name)}")
 
 
-def _is_off(key: Key, value: Any) -> bool:
-    """Whether a value of an unsupported key switches the feature off."""
-    if key.type == "section":
+def _is_off(name: str, value: Any) -> bool:
+    """Return whether a value switches a feature off. A size (of a group of ranks) does so at 1."""
+    if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
-    return value in (key.default, False)
+    return value is None or value is False or (name.endswith("_size") and value == 1)
 
 
-def _unknown(name: str) -> str:
-    """The message about an unknown key, with the closest key of its section or the same name in another section."""
-    known = [*KEYS, *TYPED, *sorted(SECTIONS)]
-    parent, _, leaf = name.rpartition(".")
-    siblings = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == parent]
-    if close := _closest(leaf, siblings):
-        return f"{name}: DeepSpeed has no such key; did you mean {f'{parent}.' if parent else ''}{close}?"
-    same = next((key for key in known if key.rpartition(".")[2] == leaf), None) or _closest(name, known)
-    return f"{name}: DeepSpeed has no such key; " + (
-        f"did you mean {same}?" if same else "docs/reference/deepspeed.md lists all"
-    )
+def _similar_key(name: str) -> str:
+    """Return the hint for an unknown key: the most similar name, in its own section if possible."""
+    section, _, leaf = name.rpartition(".")
+    known = sorted([*LEAVES, *TYPED, *sorted(SECTIONS)], key=lambda key: key.rpartition(".")[0] == section)
+    by_leaf = {key.rpartition(".")[2]: key for key in known}
+    if closest := _closest(leaf, by_leaf):
+        return f"did you mean {by_leaf[closest]}?"
+    return "docs/reference/deepspeed.md lists all"
 
 
 def _closest(name: str, known: Iterable[str]) -> str | None:
@@ -235,7 +231,7 @@ def _require_known(names: Iterable[str], known: Iterable[str], section: str, wha
 
 
 def _section(name: str, value: Any) -> dict[str, Any]:
-    """A section; empty for null and "auto"."""
+    """Return a section; empty for null and "auto"."""
     if value is None or value == "auto":
         return {}
     if not isinstance(value, Mapping):
@@ -244,7 +240,7 @@ def _section(name: str, value: Any) -> dict[str, Any]:
 
 
 def _number(name: str, value: Any, minimum: float | None = None) -> float:
-    """A number, also as text ("1e-5")."""
+    """Return a number, also from text ("1e-5")."""
     try:
         number = float("nan" if isinstance(value, bool) else value)
     except (TypeError, ValueError):
@@ -259,7 +255,7 @@ def _number(name: str, value: Any, minimum: float | None = None) -> float:
 
 
 def _batch_sizes(values: Mapping[str, Any], ranks: int) -> tuple[int | None, int | None, int | None]:
-    """(micro-batch size, accumulation steps, global batch size). Two of them determine the third."""
+    """Return (micro-batch size, accumulation steps, global batch size). Two of them determine the third."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     for name in names:
         if name in values and values[name] < 1:
@@ -291,52 +287,39 @@ def _dtype(values: Mapping[str, Any], own: Precision) -> Precision:
 
 
 def _compress(values: Mapping[str, Any], own: Compress) -> Compress:
-    """ZeRO++'s 8-bit collectives."""
-    names = [f"zero_optimization.zero_quantized_{what}" for what in ("weights", "gradients")]
-    if not any(name in values for name in names):
+    """Return the 8-bit collectives (ZeRO++)."""
+    weights, gradients = (values.get(f"zero_optimization.zero_quantized_{what}") for what in ("weights", "gradients"))
+    if weights is None and gradients is None:
         return own
-    weights, gradients = (values.get(name) for name in names)
     if weights and gradients:
         return "both"
     return "gather8" if weights else "reduce8" if gradients else "none"
 
 
-def _offload(values: Mapping[str, Any], stage: int, base: Mapping[str, Any]) -> dict[str, Any]:
-    """The tiers of optimizer states and parameter shards."""
-    zero = "zero_optimization"
-    optimizer, shards = (values.get(f"{section}.device") for section in OFFLOADS)
-    if shards in ("cpu", "nvme") and stage != 3:
-        raise ValueError(f"{zero}.offload_param.device={shards} needs {zero}.stage=3, not {stage}")
-    if optimizer in ("cpu", "nvme") and stage == 0:
-        raise ValueError(f"{zero}.offload_optimizer.device={optimizer} needs {zero}.stage=1, 2 or 3")
-    paths = {values.get(f"{section}.nvme_path") for section in OFFLOADS} - {None}
-    if len(paths) > 1:
-        raise ValueError(f"{zero}: offload_optimizer.nvme_path and offload_param.nvme_path differ; write one folder")
-    return {
-        "offload_optimizer": optimizer or base["offload_optimizer"],
-        "offload_parameters": shards or base["offload_parameters"],
-        "offload_ratio": float(values.get(f"{zero}.offload_optimizer.ratio", base["offload_ratio"])),
-        "nvme_path": next(iter(paths), base["nvme_path"]),
-        "sub_group_size": int(values.get(f"{zero}.sub_group_size", base["sub_group_size"])),
-    }
-
-
 def _loss_scale(values: Mapping[str, Any], stage: int, own: LossScale) -> LossScale:
-    """DeepSpeed's loss scale if the configuration has a key of fp16. Its stage 0 has no hysteresis."""
-    if not any(name.startswith("fp16.") for name in values):
+    """Return DeepSpeed's loss scale if the configuration has a key of fp16. Its stage 0 has no hysteresis."""
+    fp16 = {name: value for name, value in values.items() if name.startswith("fp16.")}
+    if not fp16:
         return own
-    fp16 = {name.removeprefix("fp16."): values.get(name, key.default) for name, key in KEYS.items()}
+    fields = {
+        SUPPORTED[name].field.removeprefix("loss_scale."): _converted(SUPPORTED[name], value)  # type: ignore[union-attr]
+        for name, value in fp16.items()
+        if name != "fp16.enabled"
+    }
+    fields |= {"static": fields.get("static") or None, **({"hysteresis": 1} if stage == 0 else {})}
     try:
-        return LossScale(
-            initial_power=int(fp16["initial_scale_power"]),
-            window=int(fp16["loss_scale_window"]),
-            hysteresis=1 if stage == 0 else int(fp16["hysteresis"]),
-            minimum=float(fp16["min_loss_scale"]),
-            refill=bool(fp16["consecutive_hysteresis"]),
-            static=float(fp16["loss_scale"]) or None,
-        )
+        return LossScale(**fields)
     except ValueError as problem:
         raise ValueError(f"fp16: {problem}") from None
+
+
+def _converted(key: Key, value: Any) -> Any:
+    """Return the value of a key as its field has it."""
+    if key.type == "int":
+        return int(value)
+    if key.type == "number":
+        return float(value)
+    return "bf16" if value == "bfp16" else value
 
 
 # Optimizer and scheduler
@@ -348,7 +331,8 @@ def _optimizer(section: Mapping[str, Any], base: OptimizerConfig | None, clippin
     kind, given = section.get("type"), _section("optimizer.params", section.get("params"))
     if not isinstance(kind, str):
         raise ValueError('optimizer.type is missing; write "AdamW", "Lion", "Adagrad", "SGD" or a class of torch.optim')
-    if reason := unsupported(kind):
+    reasons = {name.lower(): reason for name, reason in UNSUPPORTED_OPTIMIZERS.items()}
+    if reason := reasons.get(kind.lower()):
         raise ValueError(f"optimizer.type={kind} is not supported: {reason}")
     if given.pop("max_grad_norm", None):
         raise ValueError("optimizer.params.max_grad_norm is not supported: write gradient_clipping at the top level")
@@ -375,18 +359,6 @@ def _optimizer(section: Mapping[str, Any], base: OptimizerConfig | None, clippin
         name=name,
         options=_options(name, values),
     )
-
-
-def unsupported(kind: str) -> str | None:
-    """Return why an optimizer type is not supported and what to write instead. None if it is supported."""
-    reasons = {name.lower(): reason for name, reason in UNSUPPORTED_OPTIMIZERS.items()}
-    bare = re.sub("^(deepspeedcpu|cpu|fused)", "", kind.lower())
-    if kind.lower() not in reasons and bare != kind.lower() and bare in ("adam", "lion", "adagrad", "lamb"):
-        name = kind[-len(bare) :]
-        return (
-            f"it is a class of DeepSpeed; write {name}, and set offload_optimizer.device for the device of the update"
-        )
-    return reasons.get(kind.lower())
 
 
 def _name(kind: str, known: Optimizer | None, values: Mapping[str, Any]) -> str:
@@ -417,7 +389,7 @@ def _betas(value: Any) -> tuple[float, float]:
 
 
 def _options(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the class for which `OptimizerConfig` has no field."""
+    """Return the arguments of the class for which `OptimizerConfig` has no field."""
     if name in optim.ADAMS:
         return {"amsgrad": True} if values["amsgrad"] else {}
     if name == "onebitadam":
@@ -461,7 +433,7 @@ def _scheduler(
 
 
 def _scheduler_value(name: str, value: Any) -> Any:
-    """A checked value: numbers of steps are whole, and at least 1 where a formula divides by them."""
+    """Return a checked value: numbers of steps are whole, and at least 1 where a formula divides by them."""
     key = f"scheduler.params.{name}"
     if isinstance(value, list):
         raise ValueError(f"{key}={value}: write one number, for all parameters")

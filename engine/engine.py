@@ -25,6 +25,7 @@ from engine.full_parameters import full_parameters
 from engine.generation.flip import Flip
 from engine.generation.generator import Generator
 from engine.generation.inference_model import AssembledModel
+from engine.generation.parity_check import compare_logprobs
 from engine.loading import copy_local, persistent_buffers
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
 from engine.offload import OffloadedOptimizer, parameter_values
@@ -114,8 +115,8 @@ class Engine:
     def _make_passes(self) -> Passes:
         split = split_of(self.module)
         if split is None:
-            return Passes(self.module, self.config, self.memory_tracker, self.scaler, self._discard)
-        return PipelinePasses(self.module, self.config, self.memory_tracker, self.scaler, self._discard, split)
+            return Passes(self.module, self.config, self.memory_tracker, self.scaler, self.discard)
+        return PipelinePasses(self.module, self.config, self.memory_tracker, self.scaler, self.discard, split)
 
     def _build(self, config: OptimizerConfig) -> torch.optim.Optimizer | OffloadedOptimizer:
         if layout.offloads(self.config, config):
@@ -297,8 +298,8 @@ class Engine:
         """
         self._passes.dry_run(micro_batch, loss_fn)
 
-    def _discard(self) -> None:
-        """Throw away the passes since the last step: their gradients, and parameters that they gathered."""
+    def discard(self) -> None:
+        """Discard the passes since the last step: their gradients, and the parameters that they gathered."""
         zero.discard(self.module)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
@@ -414,6 +415,14 @@ class Engine:
                 'initialize(..., rollout_path=NAME) with its name, "" for the module itself'
             )
         return self._flip
+
+    def check_generator(self, logprobs: Sequence[Tensor]) -> None:
+        """Compare the answers of the last parity check (`flip.checked`) with the trainer's log-probabilities.
+
+        logprobs: (n,) for the tokens of each answer, by the module's own forward. Raises ValueError if they differ.
+        """
+        eight_bits = self.config.compress in ("gather8", "both")
+        compare_logprobs(self.flip.checked, logprobs, "the trainer's forward", eight_bits=eight_bits)
 
     def start_averaging(self, decay: float) -> None:
         """Keep an exponential moving average of the trained parameters, fp32, sharded as they are."""

@@ -13,13 +13,6 @@ from engine.config import LossScale, Precision
 TORCH_DTYPE: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def natural() -> Precision:
-    """What this machine computes fastest and safest: bf16 on a GPU that has it (from 8.0 on), fp32 on a CPU."""
-    if not torch.cuda.is_available():
-        return "fp32"
-    return "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp16"
-
-
 def policy(dtype: Precision, reduce: Precision = "fp32") -> MixedPrecisionPolicy:
     """FSDP2's casts for a module with fp32 parameters that computes in `dtype` and reduces gradients in `reduce`."""
     if dtype == reduce == "fp32":

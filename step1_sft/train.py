@@ -1,7 +1,6 @@
 """Stage 1, supervised fine-tuning: set-up, training and export. The loop is `pipeline/stages/supervised.py`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -9,11 +8,15 @@ from torch import Tensor, nn
 
 from engine import Engine
 from pipeline.config.schema import RunConfig
-from pipeline.data.batch import TokenBatch, batch_indices
-from pipeline.data.encode import TokenItem, encode_conversations
+from pipeline.data.batch import TokenBatch
+from pipeline.data.encode import encode_conversations
+from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.distributed import is_rank_zero
-from pipeline.evaluation.judge import load_judge
+from pipeline.distributed import barrier, is_rank_zero
+from pipeline.evaluation.evaluator import EVALUATION_SEED, answers_of
+from pipeline.evaluation.judge import judged, load_judge
+from pipeline.evaluation.samples import SAMPLES, Sample, read_samples, write_samples
+from pipeline.evaluation.user_function import UserFunction
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
@@ -28,11 +31,10 @@ from pipeline.models.stage_models import (
     run_tokenizer,
 )
 from pipeline.stages.data import check_data_to_come, evaluation_prompts, examples, stage_records
-from pipeline.stages.settings import optimizer_config, prepare_generation
+from pipeline.stages.settings import optimizer_config, prepare_generation, sampling
 from pipeline.stages.start import open_stage, plan_stage
-from pipeline.stages.supervised import StepBatch, SupervisedTask, train_supervised
-from step1_sft.batches import largest_batch, micro_batches
-from step1_sft.evaluate import answer, held_out_loss
+from pipeline.stages.supervised import SupervisedTask, train_supervised
+from step1_sft.batches import SftBatches
 from step1_sft.loss import sft_loss
 
 
@@ -82,38 +84,35 @@ def run(config: RunConfig, folder: Path) -> None:
         stage.finish({"gold_score": gold, "skipped": data.skipped, "packing": packing})
 
 
-@dataclass(frozen=True)
-class SftBatches:
-    """The conversations of SFT as batches. `packing`: a micro-batch is one row without padding."""
-
-    items: Sequence[TokenItem]
-    batch_size: int
-    seed: int
-    packing: bool
-    pad_id: int
-
-    def step(self, step: int, budget: int) -> StepBatch[TokenBatch]:
-        """Return the batch of a step, counted from 0; the loss runs over its target tokens."""
-        items = [self.items[i] for i in batch_indices(len(self.items), self.batch_size, self.seed, step)]
-        batches, count = micro_batches(items, budget=budget, packing=self.packing, pad_id=self.pad_id)
-        return StepBatch(batches, count, sum(len(item.ids) for item in items))
-
-    def largest_microbatch(self, budget: int) -> TokenBatch:
-        """Return the largest micro-batch that a step can have."""
-        return largest_batch(self.items, budget=budget, packing=self.packing, pad_id=self.pad_id)
-
-    def evaluate(self, engine: Engine, held_out: Sequence[TokenItem], budget: int) -> dict[str, float]:
-        """Return the mean loss of held-out conversations, in nats per token; nothing if none are held out."""
-        if not held_out:
-            return {}
-        loss = held_out_loss(engine, held_out, budget=budget, packing=self.packing, pad_id=self.pad_id)
-        return {"eval_loss": loss}
-
-
 def loss_of(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
     """Return the summed loss of a micro-batch, without metrics."""
     logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
     return sft_loss(logprobs), {}
+
+
+def answer(
+    name: str,
+    config: RunConfig,
+    engine: Engine,
+    tokenizer: ChatTokenizer,
+    prompts: Sequence[Prompt],
+    folder: Path,
+    judge: UserFunction | None = None,
+) -> float | None:
+    """Answer the held-out prompts and add the answers to samples.jsonl under `name`. Return the mean gold score."""
+    settings = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
+    answers = answers_of(engine, tokenizer, prompts, settings, keep=False)  # the next answers follow after training
+    gold = judged(prompts, answers, judge)
+    if is_rank_zero():
+        earlier = {sample.prompt: sample for sample in read_samples(folder / SAMPLES)}
+        samples = []
+        for index, prompt in enumerate(prompts):
+            before = earlier.get(prompt.messages, Sample(prompt.messages, {}))
+            scores = before.gold if gold is None else {**before.gold, name: gold[index]}
+            samples.append(Sample(prompt.messages, {**before.answers, name: answers[index]}, gold=scores))
+        write_samples(folder / SAMPLES, samples)
+    barrier()
+    return None if not gold else sum(gold) / len(gold)
 
 
 def _check_model(config: RunConfig, source: ModelSource, tokenizer: ChatTokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Pairs, what the reference gives their answers, and a step's pairs as this rank's micro-batches."""
+"""The pairs of DPO as micro-batches, with the reference's log-probabilities of their answers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.parallel import dist
 from pipeline.data.batch import Movable, collate_pairs, pack_pairs
 from pipeline.data.documents import Documents
 from pipeline.data.encode import PairItem
-from pipeline.data.pairs import largest_pairs, longer, pair_batches, together
+from pipeline.data.microbatches import largest_microbatch, local_microbatches, pair_budget, pair_lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,42 +43,41 @@ class Pairs:
         return len(self.items)
 
     def micro_batches(
-        self, places: Sequence[int], *, budget: int, packing: bool, pad_id: int
+        self, indices: Sequence[int], *, budget: int, packing: bool, pad_id: int
     ) -> tuple[list[AnswerBatch], list[list[int]]]:
-        """This rank's micro-batches of the pairs at `places`, and which of these each holds.
+        """Return this rank's micro-batches of the pairs at `indices`, and the positions in `indices` of each.
 
-        budget: tokens a micro-batch, both sides and padding included; packing: each is one row without padding.
+        packing: a micro-batch is one row without padding
         """
-        sizes, collate = self._sizes(places, packing), self._collate(packing=packing, pad_id=pad_id)
-        return pair_batches(places, sizes, collate, budget=budget, packing=packing)
+        collate, lengths = self._collate(packing, pad_id), self._lengths(indices, packing)
+        budget = pair_budget(budget, packing=packing)
+        return local_microbatches(indices, lengths, collate, budget=budget, packing=packing)
 
     def largest_batch(self, *, budget: int, packing: bool, pad_id: int) -> AnswerBatch:
-        """The largest micro-batch that a step can have."""
-        places = range(len(self))
-        sizes, collate = self._sizes(places, packing), self._collate(packing=packing, pad_id=pad_id)
-        return largest_pairs(places, sizes, collate, budget=budget, packing=packing)
+        """Return the largest micro-batch that a step can have."""
+        indices = range(len(self))
+        collate, lengths = self._collate(packing, pad_id), self._lengths(indices, packing)
+        budget = pair_budget(budget, packing=packing)
+        return largest_microbatch(indices, lengths, collate, budget=budget, packing=packing)
 
-    def _sizes(self, places: Sequence[int], packing: bool) -> list[int]:
-        items = (self.items[place] for place in places)
-        return [together(item, before_last_of_prompt) if packing else longer(item) for item in items]
+    def _lengths(self, indices: Sequence[int], packing: bool) -> list[int]:
+        return pair_lengths([self.items[i] for i in indices], packing=packing, shared=before_last_of_prompt)
 
-    def _collate(self, *, packing: bool, pad_id: int) -> Callable[[Sequence[int]], AnswerBatch]:
-        device = dist.world().device
-
-        def collate(places: Sequence[int]) -> AnswerBatch:
-            chosen = [self.items[place] for place in places]
-            return lay_out(chosen, self.reference[list(places)], pad_id, packing=packing).to(device)
+    def _collate(self, packing: bool, pad_id: int) -> Callable[[Sequence[int]], AnswerBatch]:
+        def collate(indices: Sequence[int]) -> AnswerBatch:
+            items = [self.items[i] for i in indices]
+            return collate_answers(items, self.reference[list(indices)], pad_id, packing=packing)
 
         return collate
 
 
 def before_last_of_prompt(item: PairItem) -> int:
-    """Tokens that both sides share in a row: the prompt's last one stands before each answer, which it predicts."""
+    """Return how many tokens both sides share in a packed row: the last token of the prompt precedes each answer."""
     return item.prompt - 1
 
 
-def lay_out(items: Sequence[PairItem], reference: Tensor, pad_id: int, *, packing: bool) -> AnswerBatch:
-    """Pairs side by side, `reference` (B, 2) with them. No pairs: two tokens of padding, of which none is scored."""
+def collate_answers(items: Sequence[PairItem], reference: Tensor, pad_id: int, *, packing: bool) -> AnswerBatch:
+    """Return B pairs with their `reference` (B, 2). Without pairs: two tokens of padding, none of them scored."""
     if packing:
         pairs = pack_pairs(items, pad_id, shared=before_last_of_prompt)
     else:

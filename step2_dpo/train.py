@@ -12,7 +12,7 @@ from engine import Engine
 from pipeline.config.schema import DpoSection, RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import PairItem, encode_preferences
-from pipeline.data.pairs import longer
+from pipeline.data.microbatches import longer_side
 from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, compare_models, write_table
 from pipeline.evaluation.judge import load_judge
 from pipeline.launch.manifest import stage_inputs
@@ -50,7 +50,7 @@ def run(config: RunConfig, folder: Path) -> None:
     schedule = [batch_indices(len(data.train), section.batch_size, config.seed, step) for step in range(plan.steps)]
     train, schedule = select_used(data.train, schedule)
     evaluator = Evaluator(prompts, tokenizer, sampling(config.rollout, tokenizer, seed=EVALUATION_SEED), judge)
-    longest = 2 * max(longer(pair) for pair in train)
+    longest = 2 * max(longer_side(pair) for pair in train)
     with open_stage(plan, "dpo", folder, {"policy": engine}, best_metric="eval_loss", longest=longest) as stage:
         logprobs = partial(pair_logprobs, engine, packing=packing, pad_id=tokenizer.pad_id)
         with stage.clock.phase("reference"):  # the policy is the reference until its first step

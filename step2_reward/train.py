@@ -1,19 +1,17 @@
 """Stage 2, the reward model: set-up, training and export. The loop is `pipeline/stages/supervised.py`."""
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from engine import Engine, LossFn
+from engine import LossFn
 from pipeline.config.schema import RunConfig
-from pipeline.data.batch import PairBatch, batch_indices
-from pipeline.data.encode import PairItem, encode_preferences
-from pipeline.data.pairs import longer
+from pipeline.data.batch import PairBatch
+from pipeline.data.encode import encode_preferences
+from pipeline.data.microbatches import longer_side
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
@@ -33,9 +31,8 @@ from pipeline.models.stage_models import (
 from pipeline.stages.data import check_data_to_come, examples, log_undecided, stage_records
 from pipeline.stages.settings import optimizer_config
 from pipeline.stages.start import open_stage, plan_stage
-from pipeline.stages.supervised import StepBatch, SupervisedTask, train_supervised
-from step2_reward.batches import largest_batch, micro_batches
-from step2_reward.evaluate import score_pairs
+from pipeline.stages.supervised import SupervisedTask, train_supervised
+from step2_reward.batches import RewardBatches
 from step2_reward.loss import bradley_terry_loss, last_scores
 
 REFERENCE_ANSWERS = 512
@@ -68,7 +65,7 @@ def run(config: RunConfig, folder: Path) -> None:
         best_metric="eval_accuracy",
         higher_is_better=True,
     )
-    longest = 2 * max(longer(pair) for pair in data.train)
+    longest = 2 * max(longer_side(pair) for pair in data.train)
     with open_stage(plan, "reward", folder, {"reward": engine}, best_metric="eval_accuracy", longest=longest) as stage:
         train_supervised(stage, task)
         with stage.clock.phase("evaluate"):
@@ -77,38 +74,6 @@ def run(config: RunConfig, folder: Path) -> None:
         with stage.clock.phase("export"):
             export_scorer(engine, source, tokenizer, folder / "model", extra=level)
         stage.finish({**shares, **level, "skipped": data.skipped})
-
-
-@dataclass(frozen=True)
-class RewardBatches:
-    """The pairs of the reward model as batches. `packing`: a micro-batch is one row without padding."""
-
-    pairs: Sequence[PairItem]
-    batch_size: int
-    seed: int
-    packing: bool
-    pad_id: int
-
-    def step(self, step: int, budget: int) -> StepBatch[PairBatch]:
-        """Return the batch of a step, counted from 0; the loss runs over its pairs."""
-        pairs = [self.pairs[i] for i in batch_indices(len(self.pairs), self.batch_size, self.seed, step)]
-        batches, _ = micro_batches(pairs, budget=budget, packing=self.packing, pad_id=self.pad_id)
-        return StepBatch(batches, len(pairs), sum(len(pair.chosen) + len(pair.rejected) for pair in pairs))
-
-    def largest_microbatch(self, budget: int) -> PairBatch:
-        """Return the largest micro-batch that a step can have."""
-        return largest_batch(self.pairs, budget=budget, packing=self.packing, pad_id=self.pad_id)
-
-    def scores(self, engine: Engine, pairs: Sequence[PairItem], budget: int) -> list[Scored]:
-        """Return the scores of both answers of each pair, on every rank."""
-        return score_pairs(engine, pairs, budget=budget, packing=self.packing, pad_id=self.pad_id)
-
-    def evaluate(self, engine: Engine, held_out: Sequence[PairItem], budget: int) -> dict[str, float]:
-        """Return the share of held-out pairs that are ranked right; nothing if none are held out."""
-        if not held_out:
-            return {}
-        found = accuracies(self.scores(engine, held_out, budget))
-        return {"eval_accuracy": float(found["eval_accuracy"])}  # type: ignore[arg-type]
 
 
 def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatTokenizer]:

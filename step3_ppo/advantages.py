@@ -1,4 +1,4 @@
-"""The formulas from scores to advantages: KL estimators, shaped rewards, RLOO, GRPO, whitening. GAE is a kernel.
+"""The formulas from scores to advantages: KL estimators, shaped rewards, GAE, RLOO, GRPO, whitening.
 
 All tensors are (B, R) fp32 over response tokens, `mask` (B, R) bool is True where a token counts. Values and rewards
 outside the mask are taken as zero, and results are zero there.
@@ -35,6 +35,25 @@ def shaped_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) 
     last = (mask.sum(1) - 1).clamp(min=0)
     rewards[torch.arange(len(scores), device=scores.device), last] += scores
     return torch.where(mask, rewards, torch.zeros_like(rewards))
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns, (B, R) fp32 each, by generalized advantage estimation.
+
+        delta_t = r_t + gamma V_{t+1} - V_t    A_t = delta_t + gamma lam A_{t+1}    return_t = A_t + V_t
+
+    The value after the last token of a row is 0 (Schulman et al., 2016, arXiv:1506.02438, equation 16). No gradient.
+    """
+    with torch.no_grad():
+        rewards, values = (torch.where(mask, x.float(), 0) for x in (rewards, values))
+        next_values = torch.nn.functional.pad(values, (0, 1))[:, 1:]
+        deltas = rewards + gamma * next_values - values
+        advantages = torch.zeros_like(rewards)
+        following = rewards.new_zeros(rewards.shape[0])
+        for t in range(rewards.shape[1] - 1, -1, -1):
+            following = torch.where(mask[:, t], deltas[:, t] + gamma * lam * following, 0)
+            advantages[:, t] = following
+        return advantages, advantages + values
 
 
 def rloo(rewards: Tensor, samples: int) -> Tensor:
@@ -76,16 +95,9 @@ def masked_variance(x: Tensor, mask: Tensor) -> Tensor:
     return masked_mean((x - masked_mean(x, mask)).square(), mask)
 
 
-def whiten(x: Tensor, mask: Tensor, moments: Tensor | None = None) -> Tensor:
-    """Shift and scale to mean 0 and variance 1 over the mask, which spans the global batch.
-
-    `moments` (3,) are count, mean and summed squared deviations of x over the mask, as `gae` returns them.
-    """
-    if moments is None:
-        mean, variance = masked_mean(x, mask), masked_variance(x, mask)
-    else:
-        mean, variance = moments[1], moments[2] / moments[0].clamp(min=1)
-    white = (x - mean) * torch.rsqrt(variance + 1e-8)
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """Shift and scale to mean 0 and variance 1 over the mask, which spans the global batch."""
+    white = (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + 1e-8)
     return torch.where(mask, white, torch.zeros_like(x))
 
 

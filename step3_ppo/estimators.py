@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels import gae
-from step3_ppo.advantages import KL, grpo, is_uniform, rloo, shaped_rewards, whiten
+from step3_ppo.advantages import KL, gae, grpo, is_uniform, rloo, shaped_rewards, whiten
 from step3_ppo.rollout import Rollout
 
 
@@ -82,8 +81,8 @@ def estimate_gae(
     """Estimate by GAE with a critic (Schulman et al., 2016, arXiv:1506.02438), whitened over the global batch."""
     assert rollout.values is not None
     mask = rollout.response_mask
-    advantages, returns, moments = gae(rewards, rollout.values, mask, gamma=gamma, lam=lam)
-    return Advantages(whiten(advantages, mask, moments) if whiten_advantages else advantages, rewards, returns)
+    advantages, returns = gae(rewards, rollout.values, mask, gamma=gamma, lam=lam)
+    return Advantages(whiten(advantages, mask) if whiten_advantages else advantages, rewards, returns)
 
 
 def estimate_rloo(rollout: Rollout, rewards: Tensor, scores: Tensor, *, samples: int) -> Advantages:
@@ -105,8 +104,8 @@ def estimate_reinforce(
 ) -> Advantages:
     """Estimate by REINFORCE++ (Hu, 2025, arXiv:2501.03262): the discounted reward from a token on, whitened."""
     mask = rollout.response_mask
-    to_come, _, moments = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
-    return Advantages(whiten(to_come, mask, moments) if whiten_advantages else to_come, rewards)
+    to_come, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
+    return Advantages(whiten(to_come, mask) if whiten_advantages else to_come, rewards)
 
 
 ESTIMATORS: dict[str, tuple[Callable[..., Advantages], tuple[str, ...]]] = {

@@ -1,21 +1,25 @@
-"""The evaluation of PPO on held-out prompts, and the export at the end of the stage."""
+"""The start, the log and the end of PPO: evaluation on held-out prompts, the metrics of a step, the export."""
 
 from collections.abc import Sequence
 
 from engine import Sampling
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.evaluation.evaluator import Evaluation, Evaluator, compare_models
+from pipeline.distributed import is_rank_zero
+from pipeline.evaluation.evaluator import Evaluation, Evaluator, compare_models, write_table
 from pipeline.evaluation.user_function import UserFunction
 from pipeline.models.export import export_policy
 from pipeline.stages.stage_run import StageRun
+from pipeline.tracking import metrics
+from step3_ppo.estimators import Advantages
+from step3_ppo.log import ROLLOUTS, UpdateMetrics, log_generator_gap, rollout_metrics
+from step3_ppo.microbatch import local_microbatches
 from step3_ppo.models import Models, ModelSources
-from step3_ppo.rows import my_rows
-from step3_ppo.scores import score_answers
+from step3_ppo.rollout import Rollout, score_answers
 from step3_ppo.setup import Ppo
 
 
-def evaluator_of(
+def build_evaluator(
     models: Models,
     prompts: Sequence[Prompt],
     tokenizer: ChatTokenizer,
@@ -31,17 +35,58 @@ def evaluator_of(
     def score(answers: Sequence[str]) -> tuple[list[float], list[float] | None]:
         responses = [tokenizer.encode_answer(answer) for answer in answers]
         indices = range(len(prompts))
-        batches = my_rows(token_ids, responses, indices, tokenizer.pad_id, budget, packing=models.pack)
+        batches = local_microbatches(token_ids, responses, indices, tokenizer.pad_id, budget, packing=models.packing)
         pairs = zip(prompts, answers, strict=True)
         calls = [(answer, prompt.row) for prompt, answer in pairs if prompt.row is not None]
-        scores = score_answers(models, batches, calls)
-        return scores.total, scores.function
+        return score_answers(models, batches, calls)
 
     return Evaluator(prompts, tokenizer, sampling, judge, score, keep)
 
 
+def resume(ppo: Ppo, evaluator: Evaluator, stage: StageRun) -> None:
+    """Load the newest checkpoint, or evaluate the SFT model if there is none; then find the micro-batch size."""
+    done = stage.restore()
+    if is_rank_zero():
+        metrics.cut(stage.folder / ROLLOUTS, done)
+    if ppo.models.reference is None:  # the start before this one may have had a reference
+        stage.last = {name: value for name, value in stage.last.items() if name not in ("kl", "kl_k3")}
+    if done == 0:
+        evaluation = evaluate_policy(ppo, evaluator, stage, 0)
+        write_table(evaluator.prompts, {"sft": evaluation}, stage.folder)
+        stage.log(0, evaluation.metrics)
+        stage.save(0)  # the SFT model is the best so far
+    stage.find_micro_batch_size(ppo.dry_run)  # after the evaluation: the generator has its memory
+
+
+def log_step(
+    ppo: Ppo,
+    evaluator: Evaluator,
+    stage: StageRun,
+    step: int,
+    rollout: Rollout,
+    advantages: Advantages,
+    updates: UpdateMetrics,
+) -> None:
+    """Log a step, adapt the weight of the KL, and evaluate if an evaluation is due.
+
+    Raises SharedError if a loss is not finite.
+    """
+    ppo.log_rollout(step, rollout, advantages)
+    update_metrics = updates.summary()
+    loss = update_metrics.get("policy_loss", 0.0) + update_metrics.get("value_loss", 0.0)
+    stage.require_finite(step, loss, rollout.responses)
+    stage.clock.tokens += rollout.tokens()
+    line = rollout_metrics(rollout, advantages) | update_metrics | ppo.metrics() | stage.clock.lap()
+    if "kl" in line:
+        ppo.kl = ppo.kl.after(line["kl"], len(rollout))
+    log_generator_gap(line["generator_gap"])
+    if stage.evaluates(step):
+        line |= evaluate_policy(ppo, evaluator, stage, step).metrics
+    stage.log(step, line)
+
+
 def evaluate_policy(ppo: Ppo, evaluator: Evaluator, stage: StageRun, step: int) -> Evaluation:
-    """Evaluate the actor, and note the metrics as the best if they are."""
+    """Evaluate the actor, and record the metrics that are the best so far."""
     with stage.clock.phase("evaluate"):
         evaluation = evaluator.evaluate(ppo.models.actor)
     for name, value in evaluation.metrics.items():
@@ -57,12 +102,12 @@ def finish(ppo: Ppo, sources: ModelSources, evaluator: Evaluator, stage: StageRu
         export_policy(actor, sources.actor, ppo.tokenizer, folder / "model")
     with actor.averaged(), stage.clock.phase("evaluate"):
         results = compare_models(evaluator.prompts, folder, evaluator.evaluate(actor), evaluator.grade)
-    metrics = {name: result.metrics for name, result in results.items()}
+    by_model = {name: result.metrics for name, result in results.items()}
     stage.finish(
         {
-            "gold_score": metrics["ppo"].get("gold_score"),
-            "eval_score": metrics["ppo"]["eval_score"],
-            "held_out": metrics,
+            "gold_score": by_model["ppo"].get("gold_score"),
+            "eval_score": by_model["ppo"]["eval_score"],
+            "held_out": by_model,
             "skipped": skipped,
         }
     )

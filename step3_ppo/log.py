@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from engine import Update
-from engine.figures import numbers, on_host
 from pipeline.distributed import is_rank_zero
 from pipeline.files import explained_disk
 from step3_ppo.advantages import kl_k1, kl_k3, masked_mean, masked_variance
@@ -81,11 +80,12 @@ def rollout_metrics(rollout: Rollout, advantages: Advantages) -> dict[str, float
     if rollout.values is not None and advantages.returns is not None:
         found["value"], found["return"] = masked_mean(rollout.values, mask), masked_mean(advantages.returns, mask)
         found["explained_variance"] = explained_variance(rollout.values, advantages.returns, mask)
-    return dict(zip(found, numbers([*found.values()]), strict=True))
+    values = torch.stack([value.double() for value in found.values()]).tolist()  # waits for the device once
+    return dict(zip(found, values, strict=True))
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """(): 1 - Var(return - value) / Var(return): 1 is a perfect critic, 0 one that knows the mean only."""
+    """Return () 1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for one that predicts the mean."""
     spread = masked_variance(returns, mask)
     return torch.where(spread > 0, 1.0 - masked_variance(returns - values, mask) / spread, 0.0)
 
@@ -139,36 +139,43 @@ def log_lines(
     advantage: mean over the tokens
     """
     count = min(answers, len(rollout))
-    names = {"logprobs": rollout.logprobs, "generator": rollout.generator, "reference": rollout.reference}
-    names |= {"values": rollout.values, "rewards": advantages.rewards, "returns": advantages.returns}
-    tables = {
-        name: table[:count].float()
-        for name, table in (names | {"advantages": advantages.advantages}).items()
-        if table is not None
-    }
-    each = {"score": rollout.scores, "finished": rollout.finished, "mask": rollout.response_mask}
-    if rollout.function is not None:
-        each["function_score"] = rollout.function
-    at, of = on_host((tables, {name: table[:count].float() for name, table in each.items()}))  # one wait
-    mask = of["mask"].bool()
-    found = []
-    for place in range(count):
-        here = {name: table[place][mask[place]] for name, table in at.items()}
+    tables = _to_host(
+        count,
+        logprobs=rollout.logprobs,
+        generator=rollout.generator,
+        reference=rollout.reference,
+        values=rollout.values,
+        rewards=advantages.rewards,
+        returns=advantages.returns,
+        advantages=advantages.advantages,
+    )
+    numbers = _to_host(count, score=rollout.scores, finished=rollout.finished, function_score=rollout.function)
+    lines = []
+    for i in range(count):
+        length = len(rollout.responses[i])
+        row = {name: table[i, :length] for name, table in tables.items()}
         line = {
-            "prompt": text(rollout.prompts[place]),
-            "answer": text(rollout.responses[place]),
-            "finished": bool(of["finished"][place]),
-            "tokens": len(rollout.responses[place]),
-            "score": of["score"][place].item(),
-            "reward": here["rewards"].sum().item(),
-            "advantage": here["advantages"].mean().item(),
+            "prompt": text(rollout.prompts[i]),
+            "answer": text(rollout.responses[i]),
+            "finished": bool(numbers["finished"][i]),
+            "tokens": length,
+            "score": numbers["score"][i].item(),
+            "reward": row["rewards"].sum().item(),
+            "advantage": row["advantages"].mean().item(),
         }
-        if "function_score" in of:
-            line["function_score"] = of["function_score"][place].item()
-        if "reference" in here:
-            line["kl"] = kl_k1(here["logprobs"], here["reference"]).sum().item()
+        if "function_score" in numbers:
+            line["function_score"] = numbers["function_score"][i].item()
+        if "reference" in row:
+            line["kl"] = kl_k1(row["logprobs"], row["reference"]).sum().item()
         if tokens:
-            line["token_ids"] = rollout.responses[place]
-            line |= {name: [float(f"{value:.6g}") for value in table.tolist()] for name, table in here.items()}
-        found.append(line)
-    return found
+            line["token_ids"] = rollout.responses[i]
+            line |= {name: [float(f"{value:.6g}") for value in values.tolist()] for name, values in row.items()}
+        lines.append(line)
+    return lines
+
+
+def _to_host(count: int, **tensors: Tensor | None) -> dict[str, Tensor]:
+    """Return the first `count` rows of tensors of one shape, fp32, copied to the host together."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    copies = torch.stack([tensor[:count].float() for tensor in present.values()]).cpu()
+    return dict(zip(present, copies, strict=True))

@@ -1,4 +1,4 @@
-"""The models of PPO: actor and critic learn, reference and reward model stand still. A function may score, too."""
+"""The models of PPO: the actor and the critic learn, the reference and the reward model are frozen."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +24,12 @@ from pipeline.stages.settings import optimizer_config
 
 @dataclass(frozen=True)
 class Models:
-    """`reference` is the actor itself where that has adapters, and scores without them; None where no KL to it is
-    wanted. `critic` is None where answers are held against each other, `reward` where `function` alone scores.
+    """The engines of PPO, and the reward function.
+
+    critic: None for estimators that compare the answers to a prompt
+    reference: None without a KL to it; the actor itself if that has adapters, and then scores without them
+    reward: the reward model; None if `function` alone scores
+    reward_mean: the reward model's mean score of reference answers, which PPO subtracts
     """
 
     actor: Engine
@@ -36,25 +40,30 @@ class Models:
     function: UserFunction | None = None
 
     @property
-    def pack(self) -> bool:
-        """Whether all take several sequences in a row without padding."""
+    def packing(self) -> bool:
+        """Whether all models accept several sequences in a row without padding."""
         return all(isinstance(e.module, Policy | Scorer) and e.module.packs for e in self.engines.values())
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """All there are, each once, by role."""
-        reference = None if self.reference is self.actor else self.reference
-        found = {"actor": self.actor, "critic": self.critic, "reference": reference, "reward": self.reward}
-        return {role: engine for role, engine in found.items() if engine is not None}
+        """The engines by role, each once."""
+        return self.learning | self.frozen
 
     @property
     def learning(self) -> dict[str, Engine]:
-        """Those that are trained, by role."""
-        return {role: engine for role, engine in self.engines.items() if role in ("actor", "critic")}
+        """The engines that are trained, by role."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    @property
+    def frozen(self) -> dict[str, Engine]:
+        """The engines that only score, by role."""
+        reference = None if self.reference is self.actor else self.reference
+        roles = {"reference": reference, "reward": self.reward}
+        return {role: engine for role, engine in roles.items() if engine is not None}
 
     @contextmanager
-    def referring(self) -> Iterator[Engine | None]:
-        """The reference policy, to score with, where there is one."""
+    def reference_policy(self) -> Iterator[Engine | None]:
+        """Provide the engine that computes the reference's log-probabilities; None without a reference."""
         if self.reference is self.actor:
             with adapters_off(self.actor):
                 yield self.actor
@@ -64,8 +73,9 @@ class Models:
 
 @dataclass(frozen=True)
 class ModelSources:
-    """Where PPO starts: the SFT model and the reward model, with one tokenizer between them. The critic begins as the
-    reward model, or without one as the SFT model with a head of zeros.
+    """The models that PPO starts from: the SFT model and the reward model, with the same tokenizer.
+
+    critic: the reward model, or the SFT model with a head of zeros if there is no reward model
     """
 
     actor: ModelSource
@@ -75,35 +85,35 @@ class ModelSources:
 
 
 def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
-    """The models that `actor=` and `reward=` name, or this run's.
+    """Return the models that `actor=` and `reward=` name, by default those of this run.
 
-    Raises UserError where one is missing or of another kind.
+    Raises UserError if a model is missing or of another kind.
     """
     folders = stage_inputs(config, run_dir, "ppo")
     actor_folder, reward_folder = folders["actor"], folders.get("reward")
     assert actor_folder is not None
     actor, tokenizer = policy_to_tune(config, actor_folder)
     if reward_folder is None:
-        critic = stage_source(config, actor_folder)  # one of its own: building a scorer changes its configuration
+        critic = stage_source(config, actor_folder)  # a copy: building a scorer changes its configuration
         return ModelSources(actor, critic, None, tokenizer)
     reward = resolve(config.reward_model or config.model, config.seed, folder=reward_folder)
     check_kind(reward, wanted="ForSequenceClassification")
-    theirs = load_tokenizer(str(model_folder(reward_folder)), chat_template=None)
-    if theirs.fingerprint() != tokenizer.fingerprint():
+    reward_tokenizer = load_tokenizer(str(model_folder(reward_folder)), chat_template=None)
+    if reward_tokenizer.fingerprint() != tokenizer.fingerprint():
         raise UserError(
             f"the reward model in {reward_folder} has another tokenizer than the actor in {actor_folder}, so it would "
-            "read other text than the actor writes; train it with the actor's tokenizer (stage=reward in the same run)"
+            "score other text than the actor writes; train it with the actor's tokenizer (stage=reward in the same run)"
         )
     return ModelSources(actor, reward, reward, tokenizer)
 
 
 def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, critic_steps: int) -> Models:
-    """The engines, each with its own settings."""
+    """Build the engines, each with the settings of its role."""
     section = config.ppo
     pad_id = None if sources.tokenizer.pad_id in sources.tokenizer.end_ids else sources.tokenizer.pad_id
 
-    def choice(own: dict[str, Any], **rest: Any) -> EngineChoice:
-        return EngineChoice(engine_settings(config.engine, own), **rest)
+    def choice(changes: dict[str, Any], **rest: Any) -> EngineChoice:
+        return EngineChoice(engine_settings(config.engine, changes), **rest)
 
     adapters = section.lora if section.lora.rank else None
     actor = build_policy(

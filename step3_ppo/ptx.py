@@ -1,14 +1,13 @@
-"""Pretraining mix: some of the SFT loss in the policy's update, against forgetting (Ouyang et al., 2022, eq. 2)."""
+"""Pretraining mix: the SFT loss as a term of the policy's update, against forgetting (Ouyang et al., 2022, eq. 2)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from engine.parallel import dist
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_tokens
 from pipeline.data.encode import TokenItem, encode_conversations
-from pipeline.data.microbatch import local_microbatches
+from pipeline.data.microbatches import local_microbatches
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import on_rank_zero
 from pipeline.stages.data import stage_records
@@ -16,7 +15,7 @@ from pipeline.stages.data import stage_records
 
 @dataclass(frozen=True)
 class PtxBatch:
-    """This rank's micro-batches; `tokens` counts the global batch's, `coef` weighs their mean loss."""
+    """This rank's micro-batches; `tokens` are the target tokens of the global batch, `coef` weighs their mean loss."""
 
     batches: list[TokenBatch]
     tokens: int
@@ -25,7 +24,7 @@ class PtxBatch:
 
 @dataclass(frozen=True)
 class PtxMix:
-    """Conversations that go along with the rollouts, `size` an optimizer step."""
+    """SFT conversations, `size` of them for each optimizer step of the policy."""
 
     items: Sequence[TokenItem]
     coef: float
@@ -35,20 +34,16 @@ class PtxMix:
     seed: int
 
     def batch(self, step: int, *, packing: bool = False) -> PtxBatch:
-        """The conversations of optimizer step `step` (from 0)."""
-        chosen = [self.items[i] for i in batch_indices(len(self.items), self.size, self.seed, step)]
-        lengths = [len(item.ids) for item in chosen]
-        lay_out = pack_tokens if packing else collate_tokens
-
-        def collate(some: Sequence[TokenItem]) -> TokenBatch:
-            return lay_out(some, self.pad_id).to(dist.world().device)
-
-        batches, _ = local_microbatches(chosen, lengths, collate, budget=self.budget, packing=packing)
-        return PtxBatch(batches, sum(int(item.counts[1:].sum()) for item in chosen), self.coef)
+        """Return the conversations of optimizer step `step`, counted from 0."""
+        items = [self.items[i] for i in batch_indices(len(self.items), self.size, self.seed, step)]
+        lengths = [len(item.ids) for item in items]
+        collate = partial(pack_tokens if packing else collate_tokens, pad_id=self.pad_id)
+        batches, _ = local_microbatches(items, lengths, collate, budget=self.budget, packing=packing)
+        return PtxBatch(batches, sum(int(item.counts[1:].sum()) for item in items), self.coef)
 
 
 def ptx_mix(config: RunConfig, tokenizer: ChatTokenizer) -> PtxMix | None:
-    """The mix that the configuration asks for; None without `ppo.ptx_coef`."""
+    """Return the pretraining mix of the configuration; None if `ppo.ptx_coef` is 0."""
     ppo = config.ppo
     if ppo.ptx_coef == 0.0:
         return None

@@ -1,8 +1,7 @@
-"""Generator: answers drawn from the policy, and what the models, and a reward function, say of them.
+"""A rollout: answers that the policy generates, and the numbers that the models give them.
 
-B sequences of a global batch, R the longest response, T the longest sequence. Every rank holds the whole rollout (some
-MB), so that any rank can train on any row and whitening needs no collective; generating and scoring are spread over
-ranks.
+B sequences of a global batch, R tokens of the longest response. Every rank holds the whole rollout (some MB), so that
+each rank can train on any sequence, and whitening needs no collective. The ranks share generation and scoring.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -13,28 +12,30 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, Generation, Sampling
-from engine.generation.parity_check import compare_logprobs
 from engine.uploads import uploaded
-from pipeline.distributed import device, gather_objects
+from pipeline.distributed import device, gather_by_index, gather_objects
+from pipeline.evaluation.judge import Call, function_scores
+from step3_ppo.microbatch import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
 from step3_ppo.models import Models
-from step3_ppo.rows import Rows, critic_values, my_rows, policy_logprobs, rows
-from step3_ppo.scores import Call, score_answers
 
-Said = dict[int, Tensor]  # what a model says of each of a rank's sequences, (R,) fp32
+Results = list[tuple[int, Tensor]]  # (index of the sequence, its numbers)
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """prompts, responses: token ids of B sequences, an end token included where there is one; finished (B,) says where.
+    """Prompts with their responses, and the numbers of all models.
 
-    scores (B,) fp32: the reward model's, its mean over reference answers subtracted, plus the reward function's.
-    function (B,) fp32: the function's part, or None where one of the two scores alone. logprobs, reference, values,
-    generator (B, R) fp32, zero outside response_mask (B, R): log-probabilities under the policy that drew them (by the
-    trainer's own forward), under the reference (None without one), the critic's values before each token (None without
-    a critic), and the generator's own log-probabilities.
-
-    batches: this rank's micro-batches, as the models took them; the first update goes on from forwards that were kept.
-    apart (B, R): logprobs by a forward of its own, where both were asked for.
+    prompts, responses: token ids of B sequences; a response contains its end token
+    finished: (B,) bool, whether the response has an end token
+    response_mask: (B, R) bool; the tables below are (B, R) fp32 and zero outside the mask
+    scores: (B,) fp32, the score of the reward model less its mean over reference answers, plus that of the function
+    logprobs: log-probabilities under the policy, by the trainer's forward
+    reference: log-probabilities under the reference; None without a reference
+    values: the critic's value before each token; None without a critic
+    generator: the generator's own log-probabilities
+    function: (B,) fp32, the score of the reward function; None unless the reward model scores as well
+    batches: this rank's micro-batches, as the models scored them
+    separate_logprobs: `logprobs` by a forward that no update shares; None unless requested
     """
 
     prompts: list[list[int]]
@@ -47,20 +48,15 @@ class Rollout:
     values: Tensor | None
     generator: Tensor
     function: Tensor | None = None
-    batches: list[Rows] = field(default_factory=list)
-    apart: Tensor | None = None
+    batches: list[Microbatch] = field(default_factory=list)
+    separate_logprobs: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens a sequence, prompt included."""
-        return [len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)]
-
-    def tokens(self, places: Sequence[int] | None = None) -> int:
-        """Response tokens, of all sequences or of some."""
-        chosen = range(len(self)) if places is None else places
+    def tokens(self, indices: Sequence[int] | None = None) -> int:
+        """Return the number of response tokens, of all sequences or of those at `indices`."""
+        chosen = range(len(self)) if indices is None else indices
         return sum(len(self.responses[i]) for i in chosen)
 
 
@@ -69,47 +65,45 @@ def generate(
     prompts: list[list[int]],
     sampling: Sampling,
     *,
-    first_stream: int,
+    first_seed: int,
     batch_size: int,
     keep: bool = True,
     park_optimizer: bool = False,
     samples: int = 1,
     text: Callable[[list[int]], str] | None = None,
 ) -> list[Generation]:
-    """`samples` answers a prompt, side by side, all on every rank, the work spread over ranks. The noise belongs to the
-    answer's place.
+    """Return `samples` answers to each prompt, next to each other, on every rank. The ranks share the work.
 
-    `keep` and `park_optimizer` are those of `Engine.generating`; `text` turns token ids into text, for stop strings.
+    Answer i uses the sample seed `first_seed` + i on any number of ranks. `text` decodes token ids, for stop strings.
+    `keep` and `park_optimizer` are those of `Engine.generating`.
     """
     flip = models.actor.flip
     expected = (sampling.min_new_tokens + sampling.max_new_tokens) / 2
-    with models.actor.generating(keep=keep, park_optimizer=park_optimizer) as rollouts:
-        asked = flip.assign([len(prompt) for prompt in prompts], expected * samples)
-        places = [i * samples + sample for i in asked for sample in range(samples)]
-        mine = rollouts.generate(
-            [prompts[i] for i in asked],
+    with models.actor.generating(keep=keep, park_optimizer=park_optimizer) as generator:
+        assigned = flip.assign([len(prompt) for prompt in prompts], expected * samples)
+        indices = [i * samples + sample for i in assigned for sample in range(samples)]
+        answers = generator.generate(
+            [prompts[i] for i in assigned],
             sampling,
-            sample_seeds=[first_stream + i for i in places],
+            sample_seeds=[first_seed + i for i in indices],
             batch_size=batch_size,
             samples=samples,
             text=text,
         )
-    check_generator(models, pad_id=sampling.pad_id)
-    found = {i: g for part in gather_objects(list(zip(places, mine, strict=True))) for i, g in part}
-    return [found[i] for i in range(len(prompts) * samples)]
+    check_generator(models.actor, pad_id=sampling.pad_id)
+    return gather_by_index(dict(zip(indices, answers, strict=True)))
 
 
-def check_generator(models: Models, *, pad_id: int) -> None:
-    """Compare the answers of the parity check with the trainer's own forward. Raises ValueError if they differ."""
-    checked = models.actor.flip.checked
+def check_generator(actor: Engine, *, pad_id: int) -> None:
+    """Compare the answers of the last parity check with the trainer's forward. Raises ValueError if they differ."""
+    checked = actor.flip.checked
     if not checked:
         return
-    batch = rows([c.prompt for c in checked], [c.answer.token_ids for c in checked], [*range(len(checked))], pad_id)
-    with models.actor.scoring() as module:
+    prompts, answers = [each.prompt for each in checked], [each.answer.token_ids for each in checked]
+    batch = collate(prompts, answers, range(len(checked)), pad_id).to(actor.device)
+    with actor.scoring() as module:
         logprobs, _ = policy_logprobs(module, batch, temperature=1.0)
-    said = logprobs.split([len(c.answer.token_ids) for c in checked])
-    eight_bits = models.actor.config.compress in ("gather8", "both")
-    compare_logprobs(checked, said, "the trainer's forward", eight_bits=eight_bits)
+    actor.check_generator(logprobs.split(batch.response_lengths))
 
 
 def collect(
@@ -121,65 +115,95 @@ def collect(
     pad_id: int,
     budget: int,
     calls: Sequence[Call] = (),
-    to_learn: Collection[str] = (),
-    compares: bool = False,
+    shared_forwards: Collection[str] = (),
+    score_separately: bool = False,
 ) -> Rollout:
-    """Score answers, one a prompt, with all models, by the trainer's own forward, with dropout off.
+    """Score one answer per prompt with all models, by the trainer's forward, with dropout off.
 
-    `calls` are what a reward function is called with, one an answer. The models that `to_learn` names ("actor",
-    "critic") are scored by the forwards that their update over `Rollout.batches` learns from, where their engines can
-    (`Engine.score_to_learn`); `compares` has the actor score apart as well.
+    calls: the arguments of the reward function, one for each answer
+    shared_forwards: the roles ("actor", "critic") whose first update reuses the forwards of the scoring, if their
+        engines support it (`Engine.score_to_learn`)
+    score_separately: whether the actor also scores by a forward of its own (`Rollout.separate_logprobs`)
     """
-    responses = [g.token_ids for g in generations]
-    batches = my_rows(prompts, responses, range(len(prompts)), pad_id, budget, packing=models.pack)
+    responses = [generation.token_ids for generation in generations]
+    batches = local_microbatches(prompts, responses, range(len(prompts)), pad_id, budget, packing=models.packing)
 
-    def logprobs(module: nn.Module, batch: Rows) -> list[tuple[int, Tensor]]:
-        return _by_place(batch, policy_logprobs(module, batch, temperature)[0])
+    def logprobs(module: nn.Module, batch: Microbatch) -> Results:
+        flat, _ = module(batch.input_ids, batch.scored, temperature=temperature, documents=batch.documents)
+        return _by_sequence(batch, flat)
 
-    def values(module: nn.Module, batch: Rows) -> list[tuple[int, Tensor]]:
-        return _by_place(batch, critic_values(module, batch))
+    def values(module: nn.Module, batch: Microbatch) -> Results:
+        return _by_sequence(batch, critic_values(module, batch))
 
-    def said(engine: Engine, role: str, work: Callable[[nn.Module, Rows], list[tuple[int, Tensor]]]) -> Said:
-        kept = engine.score_to_learn(batches, work) if role in to_learn else None
-        return dict(chain.from_iterable(engine.score(batches, work) if kept is None else kept))
+    def score(role: str, engine: Engine, work: Callable[[nn.Module, Microbatch], Results]) -> dict[int, Tensor]:
+        shared = engine.score_to_learn(batches, work) if role in shared_forwards else None
+        return dict(chain.from_iterable(engine.score(batches, work) if shared is None else shared))
 
-    # What is kept is kept for as short as can be; the reference may be the actor without its adapters.
-    scores, mine = score_answers(models, batches, calls), dict[str, Said]()
-    with models.referring() as reference:
+    # The models that share their forwards score last: graphs that are held for the update need memory.
+    scores, by_function = score_answers(models, batches, calls)
+    local = dict[str, dict[int, Tensor]]()
+    with models.reference_policy() as reference:
         if reference is not None:
-            mine["reference"] = said(reference, "reference", logprobs)
-    if compares:
-        mine["apart"] = said(models.actor, "apart", logprobs)
+            local["reference"] = score("reference", reference, logprobs)
+    if score_separately:
+        local["separate_logprobs"] = score("", models.actor, logprobs)
     if models.critic is not None:
-        mine["values"] = said(models.critic, "critic", values)
-    mine["logprobs"] = said(models.actor, "actor", logprobs)
-    everyone = gather_objects(mine)
-    parts = {name: {i: t for part in everyone for i, t in part[name].items()} for name in mine}
-    on, size = device(), len(prompts)
-    tables = {name: uploaded(_table(found, size), on) for name, found in parts.items()}
-    generator = {i: torch.tensor(g.logprobs) for i, g in enumerate(generations)}
-    lengths = torch.tensor([len(r) for r in responses])
+        local["values"] = score("critic", models.critic, values)
+    local["logprobs"] = score("actor", models.actor, logprobs)
+    of_ranks = gather_objects(local)
+    tables = {name: {i: row for rank in of_ranks for i, row in rank[name].items()} for name in local}
+    tables["generator"] = {i: torch.tensor(generation.logprobs) for i, generation in enumerate(generations)}
+    table = {name: uploaded(_table(rows, len(prompts)), device()) for name, rows in tables.items()}
+    lengths = torch.tensor([len(response) for response in responses])
     return Rollout(
         prompts=prompts,
         responses=responses,
-        finished=uploaded(torch.tensor([g.finished for g in generations]), on),
-        response_mask=uploaded(torch.arange(int(lengths.max()))[None] < lengths[:, None], on),
-        scores=uploaded(torch.tensor(scores.total), on),
-        logprobs=tables["logprobs"],
-        reference=tables.get("reference"),
-        values=tables.get("values"),
-        generator=uploaded(_table(generator, size), on),
-        function=None if scores.function is None else uploaded(torch.tensor(scores.function), on),
+        finished=uploaded(torch.tensor([generation.finished for generation in generations]), device()),
+        response_mask=uploaded(torch.arange(int(lengths.max()))[None] < lengths[:, None], device()),
+        scores=uploaded(torch.tensor(scores), device()),
+        logprobs=table["logprobs"],
+        reference=table.get("reference"),
+        values=table.get("values"),
+        generator=table["generator"],
+        function=None if by_function is None else uploaded(torch.tensor(by_function), device()),
         batches=batches,
-        apart=tables.get("apart"),
+        separate_logprobs=table.get("separate_logprobs"),
     )
 
 
-def _by_place(batch: Rows, flat: Tensor) -> list[tuple[int, Tensor]]:
-    """Cut (N,) back into one tensor a sequence."""
-    return list(zip(batch.places, flat.float().split(batch.counts), strict=True)) if batch.places else []
+def score_answers(
+    models: Models, batches: Sequence[Microbatch], calls: Sequence[Call]
+) -> tuple[list[float], list[float] | None]:
+    """Return the scores of all answers, on every rank, and those of the reward function.
+
+    The first are the sum if a reward model and a reward function score; the second are None if only one of them does.
+    """
+    by_function = None if models.function is None else function_scores(models.function, calls)
+    if models.reward is None:
+        assert by_function is not None, "PPO needs a reward model or a reward function"
+        return by_function, None
+    by_model = model_scores(models.reward, batches, models.reward_mean)
+    if by_function is None:
+        return by_model, None
+    return [a + b for a, b in zip(by_model, by_function, strict=True)], by_function
 
 
-def _table(parts: dict[int, Tensor], size: int) -> Tensor:
-    """One tensor a sequence -> (B, R), zero behind the end."""
-    return nn.utils.rnn.pad_sequence([parts[i] for i in range(size)], batch_first=True)
+def model_scores(reward: Engine, batches: Sequence[Microbatch], mean: float) -> list[float]:
+    """Return the reward model's score of each sequence less `mean`, on every rank."""
+
+    def centred(module: nn.Module, batch: Microbatch) -> Results:
+        values = module(batch.input_ids, documents=batch.documents).flatten()
+        return list(zip(batch.indices, (values[batch.ends] - mean).unbind(), strict=False))
+
+    scores = chain.from_iterable(reward.score(batches, centred))
+    return gather_by_index({index: score.item() for index, score in scores})
+
+
+def _by_sequence(batch: Microbatch, flat: Tensor) -> Results:
+    """Split (N,) into one tensor for each sequence."""
+    return list(zip(batch.indices, flat.float().split(batch.response_lengths), strict=True)) if batch.indices else []
+
+
+def _table(rows: dict[int, Tensor], count: int) -> Tensor:
+    """Return (B, R) from one tensor for each sequence, zero after its end."""
+    return nn.utils.rnn.pad_sequence([rows[i] for i in range(count)], batch_first=True)

@@ -1,4 +1,4 @@
-"""PPO before its first step: the prompts, the models and the numbers of the configuration."""
+"""PPO before its first step: the prompts, the models, and the numbers that the configuration gives to the loop."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -6,35 +6,35 @@ from functools import partial
 from heapq import nlargest
 from pathlib import Path
 
-from engine import Generation
 from pipeline.config.schema import PpoSection, RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import PromptItems, encode_prompts
 from pipeline.data.records import Prompt, Row
 from pipeline.distributed import data_share, on_rank_zero
-from pipeline.evaluation.judge import Call
 from pipeline.stages.data import evaluation_prompts, log_cut, stage_records
 from pipeline.stages.settings import prepare_generation, sampling, stage_steps
 from pipeline.stages.stage_run import StageRun
 from step3_ppo.advantages import KlController
-from step3_ppo.diagnose import check_first_ratio
-from step3_ppo.estimators import (
-    ESTIMATORS,
-    AdvantageEstimator,
-    Advantages,
-    RewardShaping,
-    compute_advantages,
-)
+from step3_ppo.estimators import ESTIMATORS, AdvantageEstimator, Advantages, RewardShaping, compute_advantages
 from step3_ppo.log import UpdateMetrics, write_rollout_log
-from step3_ppo.models import Models, ModelSources, build_models
+from step3_ppo.microbatch import largest_microbatch
+from step3_ppo.models import ModelSources, build_models
 from step3_ppo.ptx import ptx_mix
+from step3_ppo.ratio_check import check_first_ratio
 from step3_ppo.rollout import Rollout, collect, generate
-from step3_ppo.rows import longest_rows
-from step3_ppo.update import Minibatch, PolicyLoss, dry_run, minibatches, undivided, update_critic, update_policy
+from step3_ppo.update import (
+    Minibatch,
+    PolicyLoss,
+    dry_run,
+    minibatches,
+    single_minibatch,
+    update_critic,
+    update_policy,
+)
 
 
 class Ppo:
-    """The models of PPO with their prompts and settings. The training loop calls its methods step by step."""
+    """The models of PPO, and its functions with the numbers of the configuration. The loop calls the methods."""
 
     def __init__(
         self,
@@ -44,165 +44,164 @@ class Ppo:
         prompts: Sequence[list[int]],
         rows: Sequence[Row] = (),
     ) -> None:
-        """`rows` are the data rows of the prompts, which a reward function gets."""
-        self.config, self.section, self.tokenizer = config, config.ppo, sources.tokenizer
-        self.prompts, self.rows, self.folder = prompts, rows, folder
-        self.steps = stage_steps(self.section, len(prompts))
-        updates = self.section.update_epochs * self.section.minibatches
-        actor_steps = max(1, self.steps - self.section.critic_warmup) * updates
-        self.models: Models = build_models(config, sources, actor_steps=actor_steps, critic_steps=self.steps * updates)
-        prepare_generation(self.models.actor, config.rollout)
-        if self.section.ema is not None:
-            self.models.actor.start_averaging(self.section.ema)
-        self.ptx = ptx_mix(config, self.tokenizer)
-        self.kl = KlController(self.section.kl_coef, self.section.kl_target, self.section.kl_horizon)
-        self.policy_loss = policy_loss_settings(self.section, config.rollout.temperature)
-        self._shaping, self._estimate = reward_shaping(self.section), advantage_estimator(self.section)
-        self._compared = False
+        """Build the models. `rows` are the data rows of the prompts, for a reward function."""
+        ppo, rollout, pad_id = config.ppo, config.rollout, sources.tokenizer.pad_id
+        self.prompts, self.rows, self.tokenizer = prompts, rows, sources.tokenizer
+        self.seed, self.batch_size, self.samples = config.seed, ppo.batch_size, ppo.samples
+        self.epochs, self.minibatch_count = ppo.update_epochs, ppo.minibatches
+        self.critic_warmup, self.value_clip, self.max_new_tokens = (
+            ppo.critic_warmup,
+            ppo.value_clip,
+            rollout.max_new_tokens,
+        )
+        self.shares_forward = ppo.shared_forward
+        self.steps = stage_steps(ppo, len(prompts))
+        updates = self.epochs * self.minibatch_count
+        actor_steps = max(1, self.steps - self.critic_warmup) * updates
+        self.models = build_models(config, sources, actor_steps=actor_steps, critic_steps=self.steps * updates)
+        prepare_generation(self.models.actor, rollout)
+        if ppo.ema is not None:
+            self.models.actor.start_averaging(ppo.ema)
+        self.ptx = ptx_mix(config, sources.tokenizer)
+        self.kl = KlController(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
+        self.policy_loss = policy_loss_settings(ppo, rollout.temperature)
+        self.shaping = reward_shaping(ppo)
+        self._estimate = advantage_estimator(ppo)
+        self._generate = partial(
+            generate,
+            sampling=sampling(rollout, sources.tokenizer, seed=config.seed),
+            batch_size=rollout.batch_size,
+            keep=rollout.keep,
+            park_optimizer=rollout.park_optimizer,
+            samples=ppo.samples,
+            text=sources.tokenizer.decode,
+        )
+        self._collect = partial(collect, temperature=rollout.temperature, pad_id=pad_id)
+        self._check_ratio = partial(
+            check_first_ratio, temperature=rollout.temperature, pad_id=pad_id, tolerance=ppo.ratio_tolerance
+        )
+        self.log_rollout = partial(
+            write_rollout_log,
+            folder,
+            text=lambda ids: str(sources.tokenizer.hf.decode(ids)),
+            answers=ppo.keep_answers,
+            tokens=ppo.keep_tokens,
+        )
+        self._is_compared = False  # whether a shared forward of the actor was compared with a separate one
 
     def set_kl_coef(self, coef: float) -> None:
-        """Set the weight of the KL to the reference, as a checkpoint has it."""
+        """Set the weight of the KL to the reference, from a checkpoint."""
         self.kl = dataclasses.replace(self.kl, coef=coef)
 
     def dry_run(self, budget: int) -> None:
         """Run the passes of an update over a micro-batch of the longest answers, and discard the result."""
-        ppo, (_, shares) = self.section, data_share()
-        sequences = -(-ppo.batch_size * ppo.samples // (ppo.minibatches * shares))
-        longest_prompts = nlargest(-(-sequences // ppo.samples), self.prompts, key=len)
-        longest = longest_rows(
-            [prompt for prompt in longest_prompts for _ in range(ppo.samples)],
-            self.config.rollout.max_new_tokens,
+        _, shares = data_share()
+        sequences = -(-self.batch_size * self.samples // (self.minibatch_count * shares))
+        longest = nlargest(-(-sequences // self.samples), self.prompts, key=len)
+        batch = largest_microbatch(
+            [prompt for prompt in longest for _ in range(self.samples)],
+            self.max_new_tokens,
             sequences,
             self.tokenizer.pad_id,
             budget,
-            packing=self.models.pack,
+            packing=self.models.packing,
         )
-        temperature = self.config.rollout.temperature
-        dry_run(self.models.actor, self.models.critic, longest, temperature=temperature, entropy_coef=ppo.entropy_coef)
+        loss = self.policy_loss
+        dry_run(
+            self.models.actor, self.models.critic, batch, temperature=loss.temperature, entropy_coef=loss.entropy_coef
+        )
 
     def collect(self, step: int, stage: StageRun) -> Rollout:
-        """Generate the answers to the prompts of a step, and score them with all models."""
-        chosen = batch_indices(len(self.prompts), self.section.batch_size, self.config.seed, step - 1)
-        samples = self.section.samples
-        prompt_of_answer = [i for i in chosen for _ in range(samples)]
+        """Generate the answers to the prompts of a step, and score them with all models.
+
+        Raises UserError if a shared forward of the actor does not give the log-probabilities of a separate forward.
+        """
+        prompts = batch_indices(len(self.prompts), self.batch_size, self.seed, step - 1)
         with stage.clock.phase("generate"):
-            generations = generate(
-                self.models,
-                [self.prompts[i] for i in chosen],
-                sampling(self.config.rollout, self.tokenizer, seed=self.config.seed),
-                first_stream=step * self.section.batch_size * samples,
-                batch_size=self.config.rollout.batch_size,
-                keep=self.config.rollout.keep,
-                park_optimizer=self.config.rollout.park_optimizer,
-                samples=samples,
-                text=self.tokenizer.decode,
+            generations = self._generate(
+                self.models, [self.prompts[i] for i in prompts], first_seed=step * self.batch_size * self.samples
             )
         stage.clock.move("generate", "flip", self.models.actor.flip.seconds)
-        to_learn = self._to_learn(step)
-        compares = "actor" in to_learn and not self._compared
-        self._compared = self._compared or compares
+        answered = [i for i in prompts for _ in range(self.samples)]  # the prompt of each answer
+        shared_forwards = self._shared_forwards(step)
+        compare = "actor" in shared_forwards and not self._is_compared
         with stage.clock.phase("score"):
-            rollout = collect(
+            rollout = self._collect(
                 self.models,
-                [self.prompts[i] for i in prompt_of_answer],
+                [self.prompts[i] for i in answered],
                 generations,
-                temperature=self.config.rollout.temperature,
-                pad_id=self.tokenizer.pad_id,
                 budget=stage.budget,
-                calls=self._calls(prompt_of_answer, generations),
-                to_learn=to_learn,
-                compares=compares,
+                calls=[
+                    (self.tokenizer.decode(answer.token_ids), self.rows[i])
+                    for i, answer in zip(answered, generations, strict=True)
+                    if self.rows
+                ],
+                shared_forwards=shared_forwards,
+                score_separately=compare,
             )
-            if rollout.apart is not None:
-                deviation = (rollout.logprobs - rollout.apart).exp() - 1.0
-                self._check_ratio(rollout, deviation[rollout.response_mask].abs().mean().item())
+            if rollout.separate_logprobs is not None:
+                deviation = (rollout.logprobs - rollout.separate_logprobs).exp() - 1.0
+                self._check_ratio(self.models, rollout, deviation[rollout.response_mask].abs().mean().item())
+                self._is_compared = True
         return rollout
 
     def compute_advantages(self, rollout: Rollout) -> Advantages:
-        """Shape the rewards of a rollout and estimate its advantages, as `ppo.advantage` and `ppo.kl_in` say."""
-        return compute_advantages(rollout, self._shaping, self._estimate, kl_coef=self.kl.coef)
+        """Shape the rewards of a rollout and estimate its advantages."""
+        return compute_advantages(rollout, self.shaping, self._estimate, kl_coef=self.kl.coef)
 
     def minibatches(self, rollout: Rollout, step: int, budget: int) -> Iterator[Minibatch]:
-        """Yield the minibatches of all passes over a rollout; each pass has its own order."""
-        for epoch in range(self.section.update_epochs):
-            if self.section.minibatches == 1:
-                yield undivided(rollout)
+        """Yield the minibatches of all epochs over a rollout; each epoch has its own order."""
+        for epoch in range(self.epochs):
+            if self.minibatch_count == 1:
+                yield single_minibatch(rollout)
                 continue
-            seed = (self.config.seed * 1_000_003 + step) * 1_009 + epoch
-            count, pad_id = self.section.minibatches, self.tokenizer.pad_id
             yield from minibatches(
-                rollout, parts=count, seed=seed, pad_id=pad_id, budget=budget, packing=self.models.pack
+                rollout,
+                count=self.minibatch_count,
+                seed=(self.seed * 1_000_003 + step) * 1_009 + epoch,
+                pad_id=self.tokenizer.pad_id,
+                budget=budget,
+                packing=self.models.packing,
             )
 
     def update(
         self, step: int, minibatch: Minibatch, rollout: Rollout, advantages: Advantages, updates: UpdateMetrics
     ) -> None:
-        """Take a step of the actor (after `ppo.critic_warmup` rollouts) and of the critic, and add their metrics.
+        """Update the actor (after `ppo.critic_warmup` rollouts) and the critic on a minibatch, and add their metrics.
 
         Raises UserError if the ratio of the first minibatch of a rollout is not 1, before the parameters change.
         """
-        ppo, actor, critic = self.section, self.models.actor, self.models.critic
-        policy = None
-        if step > ppo.critic_warmup:
+        actor, critic, policy, values = self.models.actor, self.models.critic, None, None
+        if step > self.critic_warmup:
             policy = update_policy(
                 actor,
                 minibatch,
                 rollout,
                 advantages,
                 self.policy_loss,
-                kl_coef=0.0 if self._shaping.kl_in_reward else self.kl.coef,
-                ptx=self.ptx.batch(actor.step_count, packing=self.models.pack) if self.ptx else None,
-                check=None if updates.steps else partial(self._check_ratio, rollout),
+                kl_coef=0.0 if self.shaping.kl_in_reward else self.kl.coef,
+                ptx=self.ptx.batch(actor.step_count, packing=self.models.packing) if self.ptx else None,
+                check=None if updates.steps else partial(self._check_ratio, self.models, rollout),
             )
-        values = None
         if critic is not None:
-            values = update_critic(critic, minibatch, rollout, advantages, clip=ppo.value_clip)
+            values = update_critic(critic, minibatch, rollout, advantages, clip=self.value_clip)
         updates.add(minibatch.tokens, policy, values)
 
-    def state(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the KL weight, the number of steps skipped for a non-finite gradient, and the bytes of the flip."""
         skipped = sum(engine.scaler.skipped for engine in self.models.learning.values())
         return {"kl_coef": self.kl.coef, "skipped_steps": skipped, "flip_bytes": self.models.actor.flip.bytes}
 
-    def write_rollout_log(self, step: int, rollout: Rollout, advantages: Advantages) -> None:
-        """Append `ppo.keep_answers` answers of a rollout to rollouts.jsonl."""
-        write_rollout_log(
-            self.folder,
-            step,
-            rollout,
-            advantages,
-            lambda ids: str(self.tokenizer.hf.decode(ids)),
-            answers=self.section.keep_answers,
-            tokens=self.section.keep_tokens,
-        )
-
-    def _to_learn(self, step: int) -> list[str]:
-        """Return the models whose scoring forward is the forward of the first update as well."""
-        if not self.section.shared_forward:
+    def _shared_forwards(self, step: int) -> list[str]:
+        """Return the roles whose scoring forward is also the forward of the first update."""
+        if not self.shares_forward:
             return []
-        actor_learns = self.ptx is None and step > self.section.critic_warmup  # PTX adds other micro-batches
+        actor_learns = self.ptx is None and step > self.critic_warmup  # PTX adds other micro-batches
         return ["actor"] * actor_learns + ["critic"] * (self.models.critic is not None)
-
-    def _calls(self, prompt_of_answer: Sequence[int], generations: Sequence[Generation]) -> list[Call]:
-        """Return the arguments of the reward function for each answer; empty without a reward function."""
-        if not self.rows:
-            return []
-        answers = zip(prompt_of_answer, generations, strict=True)
-        return [(self.tokenizer.decode(answer.token_ids), self.rows[index]) for index, answer in answers]
-
-    def _check_ratio(self, rollout: Rollout, deviation: float) -> None:
-        check_first_ratio(
-            self.models,
-            rollout,
-            deviation,
-            temperature=self.config.rollout.temperature,
-            pad_id=self.tokenizer.pad_id,
-            tolerance=self.section.ratio_tolerance,
-        )
 
 
 def load_prompts(config: RunConfig, sources: ModelSources) -> tuple[PromptItems, list[Prompt], dict[str, int]]:
-    """Return the training prompts, the held-out prompts, and the number of skipped rows by reason."""
+    """Return the training prompts, the evaluation prompts, and the number of skipped rows by reason."""
     records, tokenizer = stage_records(config, "ppo"), sources.tokenizer
     encode = partial(encode_prompts, tokenizer, max_tokens=config.rollout.max_prompt_tokens)
     prompts, notes = on_rank_zero(partial(encode, records.train))

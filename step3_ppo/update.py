@@ -12,38 +12,34 @@ from pipeline.data.batch import TokenBatch
 from step3_ppo.advantages import KL
 from step3_ppo.estimators import Advantages
 from step3_ppo.loss import Sums, importance_weights, log_ratio, policy_loss, value_loss
+from step3_ppo.microbatch import Microbatch, critic_values, local_microbatches, policy_logprobs
 from step3_ppo.ptx import PtxBatch
 from step3_ppo.rollout import Rollout
-from step3_ppo.rows import Rows, critic_values, my_rows, policy_logprobs
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """This rank's micro-batches of one optimizer step, and the response tokens of the global minibatch."""
+    """This rank's micro-batches of one optimizer step, and the number of response tokens of the global minibatch."""
 
-    batches: list[Rows]
+    batches: list[Microbatch]
     tokens: int
 
 
 def minibatches(
-    rollout: Rollout, *, parts: int, seed: int, pad_id: int, budget: int, packing: bool = False
+    rollout: Rollout, *, count: int, seed: int, pad_id: int, budget: int, packing: bool = False
 ) -> list[Minibatch]:
-    """Cut the rollout into `parts` optimizer steps, shuffled by `seed`, the same on every rank."""
+    """Divide a rollout into `count` optimizer steps, in an order that depends on `seed`, the same on every rank."""
     order = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(seed)).tolist()
-    if parts == 1:
-        order = list(range(len(rollout)))
-    chosen = [sorted(order[part::parts]) for part in range(parts)]
-    return [
-        Minibatch(
-            my_rows(rollout.prompts, rollout.responses, places, pad_id, budget, packing=packing),
-            rollout.tokens(places),
-        )
-        for places in chosen
-    ]
+    result = []
+    for first in range(count):
+        indices = sorted(order[first::count])
+        batches = local_microbatches(rollout.prompts, rollout.responses, indices, pad_id, budget, packing=packing)
+        result.append(Minibatch(batches, rollout.tokens(indices)))
+    return result
 
 
-def undivided(rollout: Rollout) -> Minibatch:
-    """All of the rollout in one optimizer step, in the micro-batches that were scored."""
+def single_minibatch(rollout: Rollout) -> Minibatch:
+    """Return all of a rollout as one optimizer step, with the micro-batches that were scored."""
     return Minibatch(rollout.batches, rollout.tokens())
 
 
@@ -51,7 +47,7 @@ def undivided(rollout: Rollout) -> Minibatch:
 class PolicyLoss:
     """The numbers of the policy's loss; the names are those of the keys of `ppo` and `rollout`.
 
-    kl_estimator: of the KL in the loss, see `step3_ppo.advantages.KL`
+    kl_estimator: the estimator of the KL in the loss, see `step3_ppo.advantages.KL`
     """
 
     temperature: float
@@ -80,14 +76,14 @@ def update_policy(
     the loss. `check` gets the mean |ratio - 1| before the step; if it raises, the parameters stay unchanged.
     """
 
-    def clipped(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
+    def clipped(module: nn.Module, batch: Microbatch) -> tuple[Tensor, Sums]:
         logprobs, entropies = policy_logprobs(module, batch, settings.temperature)
-        old = _flat(rollout.logprobs, rollout, batch.places)
+        old = _flat(rollout.logprobs, rollout, batch.indices)
         weights, weight_sums = _weights(rollout, batch, settings.importance_cap)
         total, sums = policy_loss(
             logprobs,
             old,
-            _flat(advantages.advantages, rollout, batch.places),
+            _flat(advantages.advantages, rollout, batch.indices),
             clip=settings.clip,
             clip_high=settings.clip_high,
             dual_clip=settings.dual_clip,
@@ -95,11 +91,11 @@ def update_policy(
         )
         deviation = (log_ratio(logprobs.detach(), old).exp() - 1.0).abs()
         entropy = entropies.sum()
-        if settings.entropy_coef:  # a gradient of zero costs as much time as any other
+        if settings.entropy_coef:  # without it, no time for a gradient of zero
             total = total - settings.entropy_coef * entropy
         if kl_coef:
             assert rollout.reference is not None
-            reference = _flat(rollout.reference, rollout, batch.places)
+            reference = _flat(rollout.reference, rollout, batch.indices)
             kl = KL[settings.kl_estimator](logprobs, reference).sum()
             total, sums = total + kl_coef * kl, sums | {"kl_loss": kl}
         largest = deviation.max() if len(deviation) else deviation.new_zeros(())
@@ -111,14 +107,14 @@ def update_policy(
         loss = -logprobs.sum() * (minibatch.tokens / ptx.tokens)
         return ptx.coef * loss, {"ptx_loss": loss}
 
-    def loss(module: nn.Module, batch: Rows | TokenBatch) -> tuple[Tensor, Sums]:
-        return clipped(module, batch) if isinstance(batch, Rows) else pretraining(module, batch)
+    def loss(module: nn.Module, batch: Microbatch | TokenBatch) -> tuple[Tensor, Sums]:
+        return clipped(module, batch) if isinstance(batch, Microbatch) else pretraining(module, batch)
 
     def check_ratio(sums: Mapping[str, float]) -> None:
         if check is not None:
             check(sums["deviation"] / minibatch.tokens)
 
-    batches = cast("list[Rows | TokenBatch]", [*minibatch.batches, *(ptx.batches if ptx else [])])
+    batches = cast("list[Microbatch | TokenBatch]", [*minibatch.batches, *(ptx.batches if ptx else [])])
     return actor.update(batches, loss, minibatch.tokens, maxima=("largest",), before_step=check_ratio)
 
 
@@ -129,11 +125,11 @@ def update_critic(
     old, returns = rollout.values, advantages.returns
     assert old is not None and returns is not None, "a rollout without a critic"
 
-    def loss(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
+    def loss(module: nn.Module, batch: Microbatch) -> tuple[Tensor, Sums]:
         return value_loss(
             critic_values(module, batch),
-            _flat(old, rollout, batch.places),
-            _flat(returns, rollout, batch.places),
+            _flat(old, rollout, batch.indices),
+            _flat(returns, rollout, batch.indices),
             clip=clip,
         )
 
@@ -141,15 +137,15 @@ def update_critic(
 
 
 def dry_run(
-    actor: Engine, critic: Engine | None, longest: Rows, *, temperature: float, entropy_coef: float = 0.0
+    actor: Engine, critic: Engine | None, longest: Microbatch, *, temperature: float, entropy_coef: float = 0.0
 ) -> None:
     """Run the passes of an update of actor and critic over a micro-batch, and discard the result."""
 
-    def policy(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
+    def policy(module: nn.Module, batch: Microbatch) -> tuple[Tensor, Sums]:
         logprobs, entropies = policy_logprobs(module, batch, temperature)
         return logprobs.sum() - (entropy_coef * entropies.sum() if entropy_coef else 0.0), {}
 
-    def value(module: nn.Module, batch: Rows) -> tuple[Tensor, Sums]:
+    def value(module: nn.Module, batch: Microbatch) -> tuple[Tensor, Sums]:
         return critic_values(module, batch).sum(), {}
 
     actor.dry_run(longest, policy)
@@ -157,19 +153,19 @@ def dry_run(
         critic.dry_run(longest, value)
 
 
-def _weights(rollout: Rollout, batch: Rows, cap: float | None) -> tuple[Tensor | float, Sums]:
+def _weights(rollout: Rollout, batch: Microbatch, cap: float | None) -> tuple[Tensor | float, Sums]:
     """Return the importance weight of each token (the generator sampled it, not the trainer), and metrics."""
     if cap is None:
         return 1.0, {}
-    old, generator = (_flat(table, rollout, batch.places) for table in (rollout.logprobs, rollout.generator))
+    old, generator = (_flat(table, rollout, batch.indices) for table in (rollout.logprobs, rollout.generator))
     return importance_weights(old, generator, cap)
 
 
-def _flat(table: Tensor, rollout: Rollout, places: Sequence[int]) -> Tensor:
+def _flat(table: Tensor, rollout: Rollout, indices: Sequence[int]) -> Tensor:
     """Return (N,) the values of the response tokens of some sequences, in the order of the models' outputs."""
-    if not places:
+    if not indices:
         return table.new_empty(0)
-    return torch.cat([table[place, : len(rollout.responses[place])] for place in places])
+    return torch.cat([table[i, : len(rollout.responses[i])] for i in indices])
 
 
 def means(update: Update, tokens: int) -> dict[str, float]:

@@ -1,16 +1,15 @@
 """Saves and loads checkpoints: complete or absent, in the background, for any number of ranks.
 
-`save` copies this rank's tensors into host memory, and a thread writes the copy while training continues
-(`torch.distributed.checkpoint.async_save`). Training waits for the writing where the host has no room for the copy, and
-where optimizer states are on NVMe.
+`save` copies this rank's tensors into host memory, and a thread writes the copy (`torch.distributed.checkpoint.save`)
+while training continues. If the host has no room for the copy, training waits until the checkpoint is written.
 """
 
-import concurrent.futures
 import errno
 import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from engine.checkpoint import engine_state
 from engine.checkpoint.checksums import verify
-from engine.checkpoint.planner import TENSORS, ChunkLoadPlanner, ChunkSavePlanner, HostCopy, LocalChunks, NoCopy
+from engine.checkpoint.chunks import LoadPlanner, LocalChunks, SavePlanner
 from engine.checkpoint.storage import Reader, Writer
 from engine.parallel import dist
 
@@ -34,7 +33,8 @@ class Checkpointer:
 
     def __init__(self, engines: Mapping[str, engine_state.TrainedEngine]) -> None:
         self.engines = engines
-        self._pending: concurrent.futures.Future[Any] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[Any] | None = None
         self._has_warned = False
 
     def save(
@@ -57,23 +57,23 @@ class Checkpointer:
         values = {f"rank-{dist.world().rank}.json": json.dumps(mine or {})}
         if dist.world().leads:
             values["state.json"] = json.dumps({"shared": shared, "engines": counters, "ranks": dist.world().size})
-        tensors = {
-            f"{name}.{key}": chunks
-            for name, engine in self.engines.items()
-            for key, chunks in engine_state.tensors(engine).items()
-        }
+        tensors = {name: engine_state.tensors(engine) for name, engine in self.engines.items()}
         can_copy = self._can_copy(tensors)
-        saving = dcp.async_save(
-            {TENSORS: tensors},
+        if can_copy:
+            tensors = {
+                name: {key: chunks.copy_to_host() for key, chunks in found.items()} for name, found in tensors.items()
+            }
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._pending = self._thread.submit(
+            dcp.save,
+            tensors,
             storage_writer=Writer(folder, values, then),
-            planner=ChunkSavePlanner(),
+            planner=SavePlanner(),
             process_group=dist.background_group(),
-            async_stager=HostCopy() if can_copy else NoCopy(),
         )
-        assert isinstance(saving, concurrent.futures.Future)
-        self._pending = saving
         if not can_copy:
-            concurrent.futures.wait([saving])
+            wait([self._pending])
 
     @property
     def done(self) -> bool:
@@ -109,22 +109,18 @@ class Checkpointer:
         for name, engine in self.engines.items():
             engine_state.allocate_states(engine, state["engines"][name])
         tensors = {
-            f"{name}.{key}": chunks
-            for name, engine in self.engines.items()
-            for key, chunks in engine_state.tensors_to_load(engine, state["engines"][name]).items()
+            name: engine_state.tensors_to_load(engine, state["engines"][name]) for name, engine in self.engines.items()
         }
-        dcp.load({TENSORS: tensors}, storage_reader=reader, planner=ChunkLoadPlanner(), process_group=dist.host_group())
+        dcp.load(tensors, storage_reader=reader, planner=LoadPlanner(), process_group=dist.host_group())
         for name, engine in self.engines.items():
             engine_state.restore_counters(engine, state["engines"][name])
         is_same_size = state["ranks"] == dist.world().size
         mine = json.loads((folder / f"rank-{dist.world().rank}.json").read_text()) if is_same_size else None
         return state["shared"], mine
 
-    def _can_copy(self, tensors: Mapping[str, LocalChunks]) -> bool:
-        """Whether this rank's tensors are in memory and the host has room for a copy. Logs the first refusal."""
-        if any(chunks.write is not None for chunks in tensors.values()):
-            return False
-        needed = sum(chunks.read().nbytes for chunks in tensors.values())
+    def _can_copy(self, tensors: Mapping[str, Mapping[str, LocalChunks]]) -> bool:
+        """Return whether the host has room for a copy of all ranks' tensors. Log the first refusal."""
+        needed = sum(chunks.values.nbytes for found in tensors.values() for chunks in found.values())
         needed *= int(os.environ.get("LOCAL_WORLD_SIZE", dist.world().size))
         free = psutil.virtual_memory().available
         if needed <= COPY_SHARE * free:
@@ -153,14 +149,14 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Put this rank's random generators back into the states of `random_state`."""
+    """Restore the states of this rank's random generators from `random_state`."""
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8))
 
 
 def _reason(error: BaseException) -> tuple[int, str]:
-    """The error number and the message of the first rank that failed, without the stack that torch adds."""
+    """Return the error number and the message of the first rank that failed, without the stack that torch adds."""
     failures = getattr(error, "failures", None)
     first = next(iter(failures.values()))[0] if failures else error
     return getattr(first, "errno", None) or errno.EIO, getattr(first, "strerror", None) or str(first)

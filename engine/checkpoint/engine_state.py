@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from engine import optim
-from engine.checkpoint.planner import LocalChunks, in_memory
+from engine.checkpoint.chunks import LocalChunks, chunks_of
 from engine.config import OptimizerConfig
 from engine.loading import persistent_buffers
 from engine.offload import OffloadedOptimizer
-from engine.offload.optimizer import OffloadedState
 from engine.optimizers.ema import Average
 from engine.optimizers.onebit_adam import ERRORS
 from engine.parallel import dist
@@ -39,16 +38,13 @@ def tensors(engine: TrainedEngine) -> dict[str, LocalChunks]:
     assert engine.optimizer is not None
     buffers = {f"{BUFFER}{name}": buffer for name, buffer in persistent_buffers(engine.module).items()}
     if isinstance(engine.optimizer, OffloadedOptimizer):
-        offloaded = {name: _offloaded(state) for name, state in engine.optimizer.states().items()}
-        return offloaded | {name: in_memory(buffer) for name, buffer in buffers.items()}
+        states = engine.optimizer.states().items()
+        offloaded = {name: LocalChunks(state.parameter, state.values) for name, state in states}
+        return offloaded | {name: chunks_of(buffer) for name, buffer in buffers.items()}
     trained = {f"{PARAMETER}{n}": p.detach() for n, p in engine.module.named_parameters() if p.requires_grad}
     moments = {name: tensor for name, tensor in optim.states(engine.module, engine.optimizer) if tensor.ndim}
     averages = {f"{AVERAGE}{name}": mean for name, mean in engine.average.tensors.items()}
-    return {name: in_memory(tensor) for name, tensor in (trained | moments | averages | buffers).items()}
-
-
-def _offloaded(state: OffloadedState) -> LocalChunks:
-    return LocalChunks(state.parameter, torch.float32, state.read, None if state.in_memory else state.write)
+    return {name: chunks_of(tensor) for name, tensor in (trained | moments | averages | buffers).items()}
 
 
 def tensors_to_load(engine: TrainedEngine, saved: Mapping[str, Any]) -> dict[str, LocalChunks]:
@@ -59,7 +55,7 @@ def tensors_to_load(engine: TrainedEngine, saved: Mapping[str, Any]) -> dict[str
     found = tensors(engine)
     missing = {name for name in found if name.startswith(ERRORS) and name not in saved["moments"]}
     for name in missing:
-        found.pop(name).read().zero_()
+        found.pop(name).values.zero_()
     return found
 
 

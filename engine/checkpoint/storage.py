@@ -7,17 +7,16 @@
     checksums.json            the size and checksum of every other file (checksums.py)
 
 The safetensors headers hold the offsets of each chunk in the form of torch's `HuggingFaceStorageReader`, which reads
-them. Its `HuggingFaceStorageWriter` is not used: it builds each file in memory a second time, reads all states on NVMe
-into memory, and keeps one chunk per tensor name and rank.
+them. Its `HuggingFaceStorageWriter` is not used: it builds each file in memory a second time, and writes one chunk per
+tensor name and rank.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +26,14 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from engine.checkpoint.checksums import Checksum, HashedFile, write_checksums
+from engine.checkpoint.checksums import Checksum, write_checksums, write_file
+from engine.parallel import dist
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.uint8: "U8",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
 }  # fmt: skip
-Value = TypeVar("Value")
 
 
 class Writer(StorageWriter):
@@ -65,19 +64,19 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Write this rank's files. Returns their checksums. Raises OSError."""
         checksums: dict[str, Checksum] = {}
         for number, items in enumerate(_items_by_file(plan.items)):
-            name = f"tensors-{plan.storage_data}{f'-{number}' if number else ''}.safetensors"
-            checksums[name] = _write_tensors(self._staging / name, items, planner)
+            name = f"tensors-{dist.world().rank}{f'-{number}' if number else ''}.safetensors"
+            checksums[name] = write_file(self._staging / name, _tensor_file(items, planner))
         for name, text in self._values.items():
-            file = HashedFile(self._staging / name)
-            file.write(text.encode())
-            checksums[name] = file.close()
-        return _completed([WriteResult(MetadataIndex(name), c.bytes, c) for name, c in checksums.items()])
+            checksums[name] = write_file(self._staging / name, [text.encode()])
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([WriteResult(MetadataIndex(name), c.bytes, c) for name, c in checksums.items()])
+        return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the checksums of all ranks' files and rename the folder. Only rank 0 calls."""
@@ -120,20 +119,18 @@ def _items_by_file(items: list[WriteItem]) -> list[dict[str, WriteItem]]:
     return files
 
 
-def _write_tensors(path: Path, items: Mapping[str, WriteItem], planner: SavePlanner) -> Checksum:
-    """Write a safetensors file, one tensor in memory at a time. Raises OSError."""
-    file = HashedFile(path)
-    file.write(_header(items))
+def _tensor_file(items: Mapping[str, WriteItem], planner: SavePlanner) -> Iterator[bytes | memoryview]:
+    """Yield the content of a safetensors file, one tensor at a time."""
+    yield _header(items)
     for item in items.values():
         data = planner.resolve_data(item)
         assert isinstance(data, Tensor)
         content = data.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-        file.write(memoryview(content.numpy()))  # type: ignore[arg-type]
-    return file.close()
+        yield memoryview(content.numpy())  # type: ignore[arg-type]
 
 
 def _header(items: Mapping[str, WriteItem]) -> bytes:
-    """The header of a safetensors file: its length, then JSON with type, shape and position of each tensor."""
+    """Return the header of a safetensors file: its length, then JSON with type, shape and position of each tensor."""
     offsets = {name: {"saved_offsets": list(_chunk(item).offsets)} for name, item in items.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}}
     end = 0
@@ -163,9 +160,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _completed(value: Value) -> "Future[Value]":
-    future: Future[Value] = Future()
-    future.set_result(value)
-    return future

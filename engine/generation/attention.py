@@ -22,13 +22,15 @@ from transformers import AttentionInterface
 
 from engine.generation.kv_cache import KVCache, LayerCache
 from engine.generation.scheduler import Chunk
-from engine.generation.supported import UnsupportedModel
-from engine.kernels import decode_attention, write_tokens
+from engine.generation.supported import UnsupportedModel, max_positions
+from engine.kernels import decode_attention
 from engine.kernels.decode_attention import Prompts
-from engine.kernels.varlen import fits, varlen_kernel, within_sequences
+from engine.kernels.varlen import varlen_fits, varlen_kernel, within_sequences
 from engine.kernels_cpu import decode_attention as host
 from engine.kernels_cpu.ragged_attention import Families, ragged_attention
 from engine.uploads import upload
+
+__all__ = ["UnsupportedModel", "attend", "check_arguments", "max_positions"]  # as `engine.attention`
 
 NAME = "zerochat_slots"
 UNSUPPORTED_ARGUMENTS = ("position_bias", "s_aux", "head_mask", "alibi")
@@ -153,7 +155,8 @@ def _attend_rows(
     scale, window, softcap = options
     if query.device.type == "cpu" and host.serves(query.dtype):
         return host.write_and_attend(query, key, value, *cached, rows.lengths, scale, window, softcap, prompts)
-    write_tokens(key, value, *cached, rows.places)
+    layer.answer_keys[rows.slots, :, rows.places] = key
+    layer.answer_values[rows.slots, :, rows.places] = value
     return decode_attention(query, *cached, rows.lengths, scale, window, None, softcap, prompts)
 
 
@@ -171,7 +174,7 @@ def _attend_chunks(
         out = ragged_attention(query.transpose(0, 1), *layer.prompt_rows, chunks, scale=scale, window=window)
         if out is not None:
             return out
-    kernel = varlen_kernel() if softcap is None and query.is_cuda and fits(query, value) else None
+    kernel = varlen_kernel() if softcap is None and query.is_cuda and varlen_fits(query, value) else None
     if kernel is not None:
         if any(chunk.start for chunk in step.chunks):
             key, value = (_gather(cached, step.chunks) for cached in (layer.prompt_keys, layer.prompt_values))
@@ -186,13 +189,9 @@ def _attend_chunks(
 
 def _write_chunks(key: Tensor, value: Tensor, step: Step, layer: LayerCache) -> None:
     """Write keys and values (n, Hkv, size) of the chunks into the prompt slots."""
-    if key.is_cuda:
-        write_tokens(key, value, layer.prompt_keys, layer.prompt_values, *step.chunk_places)
-        return
-    for states, cached in ((key, layer.prompt_keys), (value, layer.prompt_values)):
-        by_chunk = states.transpose(0, 1).split([len(chunk.tokens) for chunk in step.chunks], dim=1)
-        for chunk, tokens in zip(step.chunks, by_chunk, strict=True):
-            cached[chunk.slot, :, chunk.start : chunk.end] = tokens
+    slots, positions = step.chunk_places
+    layer.prompt_keys[slots, :, positions] = key
+    layer.prompt_values[slots, :, positions] = value
 
 
 def _gather(cached: Tensor, chunks: Sequence[Chunk]) -> Tensor:

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from engine.generation.attention import DecodeRows, Step
 from engine.generation.cuda_graph import GraphedStep
 from engine.generation.decode_step import DecodeState, DecodeStep, SlotModel
+from engine.generation.decode_table import NOTHING
 from engine.generation.kv_cache import CacheDemand, CacheSize, KVCache, free_bytes
 from engine.generation.parity_check import counts_from_zero, far_apart, fixed_prompts, plain_logits
 from engine.generation.sampling import Sampled, Sampling, under_seed
 from engine.generation.scheduler import ActiveSequence, Chunk, Scheduler
 from engine.generation.supported import UnsupportedModel, check_model, has_window
-from engine.kernels.decode_rows import NOTHING
 from engine.oom import is_out_of_memory
 from engine.parallel import dist
 from engine.uploads import upload
@@ -116,7 +116,7 @@ class DecodeLoop:
         found = self._steps.pop((settings, shares_reads), None)
         if found is None:
             step = DecodeStep(self.model, cache, self._state, settings, shares_reads=shares_reads)
-            found = step, GraphedStep(step, self._state.sampled.place, scratch=cache.size.sequences)
+            found = step, GraphedStep(step, self._state.sampled.step, scratch=cache.size.sequences)
         self._steps[settings, shares_reads] = found
         while len(self._steps) > MAX_STEPS:
             del self._steps[next(iter(self._steps))]

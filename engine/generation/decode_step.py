@@ -15,12 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from engine.generation.attention import DecodeRows, Step, attend_by_name
+from engine.generation.decode_table import (
+    COLUMNS,
+    COUNT,
+    ENDED,
+    NOTHING,
+    SEED,
+    SampledTokens,
+    StepInputs,
+    read_rows,
+    write_rows,
+)
 from engine.generation.kv_cache import KVCache
 from engine.generation.prepacked_linears import PrepackedLinears
-from engine.generation.sampling import Sampling, penalise
+from engine.generation.sampling import Sampling, penalise, uniforms
 from engine.generation.scheduler import Plan
-from engine.kernels import note_rows, sample, take_rows
-from engine.kernels.decode_rows import COLUMNS, DRAWN, ENDED, NOTHING, STREAM, Said, Told
+from engine.kernels import sample
 from engine.uploads import upload
 
 Draws = tuple[
@@ -55,14 +65,14 @@ class SlotModel:
 class DecodeState:
     """The table of the sequences on the device, and what the last steps sampled.
 
-    rows (slots + 1, 8) int64: engine/kernels/decode_rows.py names the columns; the last row is scratch.
+    rows (slots + 1, 8) int64: engine/generation/decode_table.py names the columns; the last row is scratch.
     sampled: tokens and log-probabilities (steps, slots + 1), NOTHING where a step sampled no token.
     """
 
     def __init__(self, slots: int, steps: int, device: torch.device) -> None:
         self.rows = torch.zeros(slots + 1, len(COLUMNS), dtype=torch.int64, device=device)
         self.rows[:, ENDED].fill_(1)
-        self.sampled = Said(
+        self.sampled = SampledTokens(
             torch.zeros(steps, slots + 1, dtype=torch.int64, device=device),
             torch.zeros(steps, slots + 1, dtype=torch.float32, device=device),
             torch.full((), -1, dtype=torch.int64, device=device),
@@ -76,7 +86,7 @@ class DecodeState:
     def clear(self) -> None:
         """Forget what was sampled."""
         self.sampled.tokens.fill_(NOTHING)
-        self.sampled.place.fill_(-1)
+        self.sampled.step.fill_(-1)
 
     def copy_to_host(self, turn: int) -> Callable[[], tuple[Tensor, Tensor]]:
         """Start a copy of tokens and log-probabilities; return a function that waits for it and returns both."""
@@ -127,7 +137,7 @@ class DecodeStep:
         """
         inputs, rows = self._read(chosen)
         logits = self.model(inputs.tokens, inputs.positions, Step(self.cache, rows))
-        self._sample(chosen[0], inputs.streams, inputs.drawn, logits)
+        self._sample(chosen[0], inputs.seeds, inputs.counts, logits)
 
     def run(self, plan: Plan, chosen: Tensor, starting: Sequence[Sequence[int]]) -> None:
         """Run one token of each row of `chosen` (2, B) and the plan's chunks in one forward, and sample.
@@ -140,21 +150,23 @@ class DecodeStep:
         if chosen.shape[1]:
             inputs, rows = self._read(chosen)
         else:
-            self.state.sampled.place.add_(1)
+            self.state.sampled.step.add_(1)
         logits = self._forward(inputs, rows, plan) if inputs is not None or plan.chunks else None
         if inputs is not None and logits is not None:
-            draws.append((chosen[0], inputs.streams, inputs.drawn, logits))
+            draws.append((chosen[0], inputs.seeds, inputs.counts, logits))
         if plan.starting:
             draws.append(self._start(plan, upload(starting, self.model.device)))
         if draws:
             self._sample(*(each[0] if len(each) == 1 else torch.cat(each) for each in zip(*draws, strict=True)))
 
-    def _read(self, chosen: Tensor) -> tuple[Told, DecodeRows]:
-        inputs = take_rows(self.state.rows, chosen[0], self.state.sampled.place)
+    def _read(self, chosen: Tensor) -> tuple[StepInputs, DecodeRows]:
+        inputs = read_rows(self.state.rows, chosen[0], self.state.sampled.step)
         firsts = chosen[1] if self.shares_reads else None
-        return inputs, DecodeRows(chosen[0], inputs.places, inputs.lengths, inputs.prompts, inputs.shared, firsts)
+        return inputs, DecodeRows(
+            chosen[0], inputs.places, inputs.lengths, inputs.prompt_slots, inputs.prompt_lengths, firsts
+        )
 
-    def _forward(self, inputs: Told | None, rows: DecodeRows | None, plan: Plan) -> Tensor:
+    def _forward(self, inputs: StepInputs | None, rows: DecodeRows | None, plan: Plan) -> Tensor:
         """Run rows and chunks; store the logits after the prompts that are complete, return those after the rows."""
         step = Step(self.cache, rows, plan.chunks)
         if not plan.chunks:
@@ -185,7 +197,7 @@ class DecodeStep:
             at = [sequence.slot * width + token for sequence in plan.starting for token in sequence.prompt.tokens]
             self._seen.view(-1).index_fill_(0, upload(at, device), True)
         prompts = upload([sequence.prompt.slot for sequence in plan.starting], device)
-        return slots, rows[:, STREAM].contiguous(), rows[:, DRAWN].contiguous(), self.cache.logits_after(prompts)
+        return slots, rows[:, SEED].contiguous(), rows[:, COUNT].contiguous(), self.cache.logits_after(prompts)
 
     def _sample(self, slots: Tensor, sample_seeds: Tensor, sampled: Tensor, logits: Tensor) -> None:
         """Sample a token of each slot, and write it into the table."""
@@ -194,5 +206,6 @@ class DecodeStep:
             logits = logits.masked_fill(self._forbidden & too_short[:, None], float("-inf"))
         if self._seen is not None:
             logits = penalise(logits, self._seen.index_select(0, slots), self.sampling.repetition_penalty)
-        tokens, logprobs = sample(logits, sample_seeds, sampled, self.sampling)
-        note_rows(self.state.rows, slots, tokens, logprobs, self._end_ids, self.state.sampled, self._seen)
+        numbers = uniforms(self.sampling.seed, sample_seeds, sampled)
+        tokens, logprobs = sample(logits, numbers, **self.sampling.filters)
+        write_rows(self.state.rows, slots, tokens, logprobs, self._end_ids, self.state.sampled, self._seen)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.offload.direct_io import aligned
+from engine.offload.scratch_file import page_aligned
 
 CAPACITY_STEP = 64  # tokens; the capacity of a slot is a multiple of this
 PROMPTS_AHEAD = 2  # with little memory: prompt slots as a multiple of the prompts that fill the answer slots
@@ -163,7 +163,7 @@ def _allocate(slots: int, capacity: int, states: Tensor) -> Tensor:
     _, heads, _, size = states.shape
     shape = (slots, heads, capacity, size)
     if states.device.type == "cpu":
-        return aligned(math.prod(shape), states.dtype).view(shape)
+        return page_aligned(math.prod(shape), states.dtype).view(shape)
     return states.new_zeros(shape)
 
 

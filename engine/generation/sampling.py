@@ -1,23 +1,21 @@
-"""Sampling: one token per row from logits, and its log-probability.
+"""The settings of sampling, its random numbers, and the end of an answer.
 
-Pure functions of tensors. The random number for the n-th token of a sequence is a hash of (seed, sample seed, n), a
-counter-based generator (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"). So a sampled token
-depends on the seed, the sample seed, the position and the logits only, never on its batch or on the device.
-
-Tokens come from the inverse of the cumulative distribution, which needs one uniform number per row instead of noise
-over the vocabulary.
+Pure functions of tensors. `engine.kernels.sample` turns logits and random numbers into tokens. The random number for
+the n-th token of a sequence is a hash of (seed, sample seed, n), a counter-based generator (Salmon et al., 2011,
+"Parallel random numbers: as easy as 1, 2, 3"). So a sampled token depends on the seed, the sample seed, the position
+and the logits only, never on its batch or on the device.
 
 Shapes: B rows, V vocabulary.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Sampled = tuple[int, int, float]  # the index of the request, the token, its log-probability
-BLOCK, BLOCKS = 256, 16  # the size of a block of weights; with fewer blocks than this, all weights are summed at once
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,12 @@ class Sampling:
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ValueError(f"min_new_tokens must be between 0 and {self.max_new_tokens}, not {self.min_new_tokens}")
 
+    @property
+    def filters(self) -> dict[str, Any]:
+        """The keyword arguments of `engine.kernels.sample`."""
+        names = ("temperature", "top_k", "top_p", "min_p")
+        return {name: getattr(self, name) for name in names}
+
 
 def uniforms(seed: int, sample_seeds: Tensor, position: int | Tensor) -> Tensor:
     """Return random numbers in [0, 1), fp32, the same on every device.
@@ -78,32 +82,6 @@ def under_seed(seed: int, sample_seeds: Tensor) -> Tensor:
     """Return the sample seeds that give under seed 0 the numbers of `sample_seeds` under `seed`: a seed is a shift."""
     zero = torch.zeros_like(sample_seeds)
     return sample_seeds + _mix(zero + _as_int64(seed)) - _mix(zero)
-
-
-def sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample one token per row: logits (B, V), uniforms (B,) -> tokens (B,) int64, log-probabilities (B,) fp32.
-
-    The log-probability is that of the distribution the token was sampled from: with the temperature, without the
-    filtered tokens, normalised. Greedy tokens have the one of the plain distribution (temperature 1).
-    A token of probability zero is never sampled. Rows with NaN give NaN log-probabilities.
-    """
-    if sampling.temperature > 0 and sampling.top_k == 0 and sampling.top_p == 1:
-        return _invert(_without_unlikely(_weights(logits, sampling.temperature), sampling.min_p), uniforms)
-    logits = logits.float()
-    if sampling.temperature == 0:
-        tokens = logits.argmax(-1)
-        chosen = logits.gather(-1, tokens[:, None])[:, 0]
-        return tokens, chosen - logits.logsumexp(-1)
-    if sampling.temperature != 1:
-        logits = logits / sampling.temperature
-    ranked, tokens = _ranked(logits, sampling.top_k)
-    probabilities = ranked.softmax(-1)
-    if sampling.top_p < 1:
-        before = probabilities.cumsum(-1) - probabilities  # mass of all likelier tokens
-        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0)
-    probabilities = _without_unlikely(probabilities, sampling.min_p)
-    places, logprobs = _invert(probabilities, uniforms)
-    return tokens.gather(-1, places[:, None])[:, 0], logprobs
 
 
 def forbid(logits: Tensor, ids: tuple[int, ...]) -> Tensor:
@@ -150,71 +128,6 @@ class Ending:
             return False
         before, after = self.text(token_ids[-self._tail : -1]), self.text(token_ids[-self._tail :])
         return any(after.count(stop) > before.count(stop) for stop in self.sampling.stop)
-
-
-def _without_unlikely(probabilities: Tensor, min_p: float) -> Tensor:
-    if min_p == 0:
-        return probabilities
-    return probabilities.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), 0)
-
-
-def _ranked(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return the `top_k` largest logits of each row (0: all) in descending order, and their tokens: both (B, K)."""
-    if 0 < top_k < logits.shape[-1]:
-        return torch.topk(logits, top_k, dim=-1)
-    return torch.sort(logits, dim=-1, descending=True, stable=True)
-
-
-def _weights(logits: Tensor, temperature: float) -> Tensor:
-    """Return exp(logits / temperature), scaled to [0, 1], of logits (B, V): fp32, (B, V), or padded to full blocks.
-
-    `_invert` needs full blocks. Every pass works in the one copy that is made.
-    """
-    rows, size = logits.shape
-    if size < BLOCKS * BLOCK:
-        weights = logits.to(torch.float32, copy=True)
-    else:
-        weights = logits.new_empty(rows, -(-size // BLOCK) * BLOCK, dtype=torch.float32)
-        weights[:, :size] = logits
-        weights[:, size:] = float("-inf")
-    weights -= weights.amax(-1, keepdim=True)
-    if temperature != 1:
-        weights /= temperature
-    return weights.exp_()
-
-
-def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Invert the cumulative sum of weights (B, V) at uniforms (B,): columns (B,), log-probabilities (B,).
-
-    The column is the first whose cumulative sum exceeds u times the total, so its weight is positive. If rounding makes
-    this fail in the last bit, the column of the largest weight is returned. With many weights, blocks are summed first
-    and one of them is searched: the cumulative sum of all weights takes five times as long as their sum.
-    """
-    rows, size = weights.shape
-    shares = uniforms[:, None].to(weights.dtype)
-    if size % BLOCK or size < BLOCKS * BLOCK:
-        cumulative = weights.cumsum(-1)
-        total = cumulative[:, -1:]
-        places = _first_above(cumulative, shares * total)
-    else:
-        blocks = weights.view(rows, -1, BLOCK)
-        sums = blocks.sum(-1)
-        cumulative = sums.cumsum(-1)
-        total = cumulative[:, -1:]
-        block = _first_above(cumulative, shares * total)
-        remaining = shares * total - (cumulative.gather(-1, block) - sums.gather(-1, block))
-        within = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
-        places = block * BLOCK + _first_above(within.cumsum(-1), remaining.clamp_(min=0))
-    found = weights.gather(-1, places)
-    if found.device.type != "cpu" or not bool((found > 0).all()):  # asking a GPU would wait for it
-        places = torch.where(found > 0, places, weights.argmax(-1, keepdim=True))
-        found = weights.gather(-1, places)
-    return places[:, 0], (found / total).log()[:, 0]
-
-
-def _first_above(cumulative: Tensor, share: Tensor) -> Tensor:
-    """Return the first column (B, 1) of ascending rows (B, V) that exceeds the row's share (B, 1), else the last."""
-    return torch.searchsorted(cumulative, share, right=True).clamp_(max=cumulative.shape[-1] - 1)
 
 
 def _mix(x: Tensor) -> Tensor:

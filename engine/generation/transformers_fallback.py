@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from engine.generation.parity_check import NEW_TOKENS, counts_from_zero, far_apart, fixed_prompts, plain_logits
-from engine.generation.sampling import Sampled, Sampling, forbid, penalise
+from engine.generation.sampling import Sampled, Sampling, forbid, penalise, uniforms
 from engine.kernels import sample
 from engine.oom import is_out_of_memory
 
@@ -185,12 +185,12 @@ class _Batch(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """scores (b, V): the logits; returns 0 for the sampled token of each row, -inf for all others."""
-        sampling, logits = self.sampling, scores
-        if self._steps < sampling.min_new_tokens:
-            logits = forbid(logits.clone(), sampling.end_ids)
-        if sampling.repetition_penalty != 1:
-            logits = penalise(logits, self._mark_seen(input_ids[:, -1:], logits), sampling.repetition_penalty)
-        tokens, logprobs = sample(logits, self._seeds, torch.full_like(self._seeds, self._steps), sampling)
+        how, logits = self.sampling, scores
+        if self._steps < how.min_new_tokens:
+            logits = forbid(logits.clone(), how.end_ids)
+        if how.repetition_penalty != 1:
+            logits = penalise(logits, self._mark_seen(input_ids[:, -1:], logits), how.repetition_penalty)
+        tokens, logprobs = sample(logits, uniforms(how.seed, self._seeds, self._steps), **how.filters)
         self._steps += 1
         rows = zip(self.requests, tokens.tolist(), logprobs.tolist(), strict=True)
         live = [row for row in rows if row[0] not in self.ended]

@@ -13,39 +13,34 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 
 from engine.kernels.decode_attention import decode_attention as _decode_attention
-from engine.kernels.decode_rows import note_rows as _note_rows
-from engine.kernels.decode_rows import take_rows as _take_rows
-from engine.kernels.decode_rows import write_tokens as _write_tokens
-from engine.kernels.gae import gae as _gae
-from engine.kernels.sample import draw as _draw
-from engine.kernels.sample import sample as _sample
+from engine.kernels.sample import sample
 from engine.kernels.split_logprobs import Pieces, Reduce
 from engine.kernels.split_logprobs import split_token_logprobs as _split_token_logprobs
 from engine.kernels.token_logprobs import gradients, statistics
 from engine.kernels.token_logprobs import token_logprobs as _token_logprobs
+from engine.kernels.varlen import varlen_fits, varlen_kernel, within_sequences
 from engine.kernels_cpu import decode_attention as _host_decode_attention
-from engine.kernels_cpu import sample as _host_sample
+from engine.kernels_cpu.ragged_attention import Families, ragged_attention
 from engine.kernels_triton.device import has_triton
 
 __all__ = [
+    "Families",
     "Reduce",
     "decode_attention",
-    "draw",
-    "gae",
-    "note_rows",
+    "ragged_attention",
     "sample",
     "split_token_logprobs",
-    "take_rows",
     "token_logprobs",
-    "write_tokens",
+    "varlen_fits",
+    "varlen_kernel",
+    "within_sequences",
 ]
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
-_IN_TRITON = {name: name for name in ("decode_attention", "gae", "sample", "token_logprobs")}
-_IN_TRITON |= dict.fromkeys(("note_rows", "take_rows", "write_tokens"), "decode_rows")  # the file that has it
-_HOST: dict[str, Any] = {"decode_attention": _host_decode_attention, "draw": _host_sample, "sample": _host_sample}
+_IN_TRITON = {name: name for name in ("decode_attention", "token_logprobs")}
+_HOST: dict[str, Any] = {"decode_attention": _host_decode_attention}
 
 
 def _picked(plain: Callable[Given, Result]) -> Callable[Given, Result]:
@@ -78,13 +73,7 @@ def _triton(kernel: str, name: str) -> Callable[..., Any]:
 
 
 decode_attention = _picked(_decode_attention)
-draw = _picked(_draw)
-gae = _picked(_gae)
-note_rows = _picked(_note_rows)
-sample = _picked(_sample)
-take_rows = _picked(_take_rows)
 token_logprobs = _picked(_token_logprobs)
-write_tokens = _picked(_write_tokens)
 
 
 def split_token_logprobs(

@@ -1,42 +1,141 @@
-"""One token a row from logits, with its log-probability: temperature, top-k, top-p, min-p and the draw in one call.
+"""Sampling: one token per row from logits, with its log-probability.
 
-The random number is that of `uniforms` in generation/sampling.py, and tokens are drawn as its `sample` draws them:
-by inverting the cumulative distribution, in the order of the likelihood (ties by index) where top-k or top-p filter,
-else in the order of the vocabulary.
+A token is the inverse of the cumulative distribution at one uniform number per row. With top-k or top-p the
+distribution is in descending order of probability (ties in the order of the vocabulary), otherwise in the order of the
+vocabulary. Filters apply in the order temperature, top-k, top-p (Holtzman et al., 2020, arXiv:1904.09751), min-p
+(Nguyen et al., 2024, arXiv:2407.01082); probabilities are normalised again after top-k.
 
-This is the torch implementation, for every device, and the reference for the faster one beside it.
+`sample` selects the implementation: Triton on GPUs, C on CPUs, otherwise `reference`. The implementations sum in
+different orders. A token may therefore differ if its uniform number is within about 1e-6 of the border of two tokens.
+
+Shapes: B rows, V vocabulary.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from engine.generation import sampling
-from engine.generation.sampling import Sampling
+from engine.kernels_cpu import sample as in_c
+from engine.kernels_triton.device import has_triton
+
+BLOCK, BLOCKS = 256, 16  # the size of a block of weights; with fewer blocks than this, all weights are summed at once
 
 
-def sample(logits: Tensor, streams: Tensor, positions: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
-    """Logits (B, V), streams (B,) and positions (B,) int64 -> tokens (B,) int64, log-probabilities (B,) fp32.
+def sample(
+    logits: Tensor,
+    uniforms: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Return one token per row, (B,) int64, and its log-probability, (B,) fp32.
 
-    Of `how` temperature, top_k, top_p, min_p and seed are read. The log-probability is that under the distribution the
-    token was drawn from; a greedy token's (temperature 0) that of the plain distribution. Raises ValueError where the
-    shapes don't fit.
+    logits: (B, V) fp32, bf16 or fp16. uniforms: (B,) fp32 in [0, 1). temperature 0 selects the most probable token.
+    top_k 0, top_p 1 and min_p 0 filter nothing; min_p removes tokens with less than this share of the highest
+    probability. The log-probability is that of the filtered distribution with temperature, normalised; for temperature
+    0 that of the plain distribution. A token of probability zero is never sampled. A row with NaN has log-probability
+    NaN. Raises ValueError if the shapes do not fit.
     """
-    check(logits, streams, positions)
-    return draw(logits, how, sampling.uniforms(how.seed, streams, positions))
+    if logits.ndim != 2 or not logits.shape[1] or uniforms.shape != logits.shape[:1]:
+        raise ValueError(f"logits must be (B, V) and uniforms (B,), not {tuple(logits.shape)}, {tuple(uniforms.shape)}")
+    implementation = _implementation(logits)
+    return implementation(logits, uniforms, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
-def draw(logits: Tensor, how: Sampling, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """`sample` by given random numbers (B,) in [0, 1)."""
-    return sampling.sample(logits, how, numbers)
+def _implementation(logits: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    if logits.is_cuda and has_triton():
+        from engine.kernels_triton import sample as in_triton
+
+        return in_triton.sample
+    return in_c.sample if in_c.supports(logits) else reference
 
 
-def check(logits: Tensor, streams: Tensor, positions: Tensor) -> None:
-    """Raise ValueError where shapes or types don't fit."""
-    rows = logits.shape[:1]
-    if logits.ndim != 2 or streams.shape != rows or positions.shape != rows:
-        raise ValueError(
-            f"logits (B, V), streams (B,), positions (B,) do not fit: {tuple(logits.shape)}, {tuple(streams.shape)}, "
-            f"{tuple(positions.shape)}"
-        )
-    if streams.dtype != torch.int64 or positions.dtype != torch.int64:
-        raise ValueError(f"streams and positions must be int64, not {streams.dtype} and {positions.dtype}")
+def reference(
+    logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor]:
+    """Compute `sample` with torch operators. Which of several equal logits top-k keeps is `torch.topk`'s choice."""
+    if temperature > 0 and top_k == 0 and top_p == 1:
+        return _invert(_without_unlikely(_weights(logits, temperature), min_p), uniforms)
+    logits = logits.float()
+    if temperature == 0:
+        tokens = logits.argmax(-1)
+        chosen = logits.gather(-1, tokens[:, None])[:, 0]
+        return tokens, chosen - logits.logsumexp(-1)
+    if temperature != 1:
+        logits = logits / temperature
+    ranked, tokens = _ranked(logits, top_k)
+    probabilities = ranked.softmax(-1)
+    if top_p < 1:
+        before = probabilities.cumsum(-1) - probabilities  # mass of all more probable tokens
+        probabilities = probabilities.masked_fill(before >= top_p, 0)
+    probabilities = _without_unlikely(probabilities, min_p)
+    columns, logprobs = _invert(probabilities, uniforms)
+    return tokens.gather(-1, columns[:, None])[:, 0], logprobs
+
+
+def _without_unlikely(probabilities: Tensor, min_p: float) -> Tensor:
+    if min_p == 0:
+        return probabilities
+    return probabilities.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), 0)
+
+
+def _ranked(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the `top_k` largest logits of each row (0: all) in descending order, and their tokens: both (B, K)."""
+    if 0 < top_k < logits.shape[-1]:
+        return torch.topk(logits, top_k, dim=-1)
+    return torch.sort(logits, dim=-1, descending=True, stable=True)
+
+
+def _weights(logits: Tensor, temperature: float) -> Tensor:
+    """Return exp(logits / temperature), scaled to [0, 1], of logits (B, V): fp32, (B, V), or padded to full blocks.
+
+    `_invert` needs full blocks. Every pass works in the one copy that is made.
+    """
+    rows, size = logits.shape
+    if size < BLOCKS * BLOCK:
+        weights = logits.to(torch.float32, copy=True)
+    else:
+        weights = logits.new_empty(rows, -(-size // BLOCK) * BLOCK, dtype=torch.float32)
+        weights[:, :size] = logits
+        weights[:, size:] = float("-inf")
+    weights -= weights.amax(-1, keepdim=True)
+    if temperature != 1:
+        weights /= temperature
+    return weights.exp_()
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Invert the cumulative sum of weights (B, V) at uniforms (B,): columns (B,), log-probabilities (B,).
+
+    The column is the first whose cumulative sum exceeds u times the total, so its weight is positive. If rounding makes
+    this fail in the last bit, the column of the largest weight is returned. With many weights, blocks are summed first
+    and one of them is searched: the cumulative sum of all weights takes five times as long as their sum.
+    """
+    rows, size = weights.shape
+    uniforms = uniforms[:, None].to(weights.dtype)
+    if size % BLOCK or size < BLOCKS * BLOCK:
+        cumulative = weights.cumsum(-1)
+        total = cumulative[:, -1:]
+        columns = _first_above(cumulative, uniforms * total)
+    else:
+        blocks = weights.view(rows, -1, BLOCK)
+        sums = blocks.sum(-1)
+        cumulative = sums.cumsum(-1)
+        total = cumulative[:, -1:]
+        block = _first_above(cumulative, uniforms * total)
+        rest = uniforms * total - (cumulative.gather(-1, block) - sums.gather(-1, block))
+        within = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
+        columns = block * BLOCK + _first_above(within.cumsum(-1), rest.clamp_(min=0))
+    found = weights.gather(-1, columns)
+    if found.device.type != "cpu" or not bool((found > 0).all()):  # the test would make the host wait for a GPU
+        columns = torch.where(found > 0, columns, weights.argmax(-1, keepdim=True))
+        found = weights.gather(-1, columns)
+    return columns[:, 0], (found / total).log()[:, 0]
+
+
+def _first_above(cumulative: Tensor, share: Tensor) -> Tensor:
+    """Return the first column (B, 1) of ascending rows (B, V) that exceeds the row's share (B, 1), else the last."""
+    return torch.searchsorted(cumulative, share, right=True).clamp_(max=cumulative.shape[-1] - 1)

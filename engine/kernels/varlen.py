@@ -32,7 +32,7 @@ def varlen_kernel() -> Callable[..., Tensor] | None:
     return kernel if {"scale", "window_size"} <= takes.keys() else None
 
 
-def fits(query: Tensor, value: Tensor) -> bool:
+def varlen_fits(query: Tensor, value: Tensor) -> bool:
     """Whether it takes heads like these, (..., size) on a GPU."""
     if query.dtype not in DTYPES or torch.cuda.get_device_capability(query.device) < CAPABILITY:
         return False

@@ -1,359 +1,218 @@
-/* One token a row from logits (rows, vocabulary): the same function as sampling.sample, which says what it means.
+/* One token per row from logits (rows, vocabulary): engine/kernels/sample.py describes the function.
 
-   A row is read once, in blocks: the highest logit of each, and the sum of e^((z - highest) / temperature). Unfiltered
-   rows then need the one block that the cumulative sum passes u in. Filtered rows are drawn in the order of the
-   likelihood, yet nothing is sorted: the blocks' highest logits give a bound that all that matters lies above, what
-   lies above it is gathered, and where the cumulative count or weight of that passes a value is found by histograms
-   of the logits' bits, each within one bucket of the last.
+   A thread converts a row to fp32 once, with the weights e^(z - top). Nothing is sorted: top-k, top-p and the sampled
+   token each need the largest logit v for which the tokens with z >= v reach a target, by number or by weight. `search`
+   finds v by bisection between logits that occur in the row. It passes over the few tokens near the top that `shorten`
+   leaves. Equal logits are taken in the order of the vocabulary.
 
-   Every sum runs in one order, by blocks of the row, whatever the number of threads and rows. */
+   One thread computes a row, in blocks, always in the same order: a token does not depend on the other rows. */
 
 #include "numbers.h"
-#include <float.h>
 #include <omp.h>
-#include <string.h>
 
-enum { BLOCK = 256, BITS = 11, BUCKETS = 1 << BITS };
-#define NOTHING (-INFINITY)
-static const float DEPTH = 87.0f; /* weights of e^-87 and less count as nothing */
+enum { BLOCK = 256 };
+static const float DEPTH = 87.0f; /* weights of e^-87 and less count as 0 */
+
+/* A row: logits times 1 / temperature, their weights, and, after `shorten`, their tokens. `size` is a multiple of BLOCK;
+   the end is filled with -inf. */
+typedef struct {
+    float *z, *weights;
+    int32_t *tokens;
+    int64_t size;
+    float top;
+} row_of;
 
 typedef struct {
-    const void *logits; /* fp32, or bf16 where `narrow` */
-    int narrow;
-    int64_t vocabulary, blocks;
-    float inverse, min_p, top_p; /* 1 / temperature */
-    int64_t top_k; /* 0: all */
-    float *highest, *sums; /* of each block; the sums, once `share` has been, where the likeliest token weighs 1 */
-} Row;
+    float temperature, top_p, min_p;
+    int64_t top_k; /* 0: off */
+} options;
 
-/* What the filters have left to look at: keys in the order of the vocabulary, their places, their weights. */
+/* Of the tokens with z >= threshold: weight, number, and the smallest logit; of the others: the largest logit. */
 typedef struct {
-    int64_t count;
-    int32_t *keys, *places;
-    float *weights;
-} Candidates;
-
-/* The lowest key that a search wants, and the weight and number of the candidates above it. */
-typedef struct {
-    int32_t key;
-    int64_t count;
     double weight;
-} Found;
+    int64_t count;
+    float smallest, largest;
+} above;
 
-/* e^x for x <= 0. */
-static inline float weight_of(float x) {
+static float weight_of(float x) {
     float e = exp_of(x);
     return x < -DEPTH ? 0.0f : e;
 }
 
-/* An integer in the order of fp32 numbers; both zeros are one. */
-static int32_t key_of(float z) {
-    union { float number; int32_t bits; } both = {.number = z};
-    int32_t bits = both.bits == INT32_MIN ? 0 : both.bits;
-    return bits ^ ((bits >> 31) & 0x7fffffff);
-}
-
-static float value_of(int32_t key) {
-    union { int32_t bits; float number; } both = {.bits = key ^ ((key >> 31) & 0x7fffffff)};
-    return both.number;
-}
-
-/* A block of the row; nothing beyond the vocabulary. */
-static void load(const Row *row, int64_t block, float *restrict z) {
-    int64_t first = block * BLOCK, size = row->vocabulary - first < BLOCK ? row->vocabulary - first : BLOCK;
-    if (row->narrow) {
-        const bf16 *from = (const bf16 *)row->logits + first;
-        if (size == BLOCK)
-            for (int i = 0; i < BLOCK; i++) z[i] = widen(from[i]);
-        else
-            for (int i = 0; i < size; i++) z[i] = widen(from[i]);
-    } else {
-        memcpy(z, (const float *)row->logits + first, size * sizeof(float));
-    }
-    for (int64_t i = size; i < BLOCK; i++) z[i] = NOTHING;
-}
-
-/* One number of a block's: halves are put upon each other, in vectors, until few are left. */
-#define FOLDED(x, a, b, put)                                                                                           \
-    float half[BLOCK / 2];                                                                                             \
-    for (int i = 0; i < BLOCK / 2; i++) { float a = x[i], b = x[i + BLOCK / 2]; half[i] = put; }                       \
-    for (int i = 0; i < BLOCK / 4; i++) { float a = half[i], b = half[i + BLOCK / 4]; half[i] = put; }                 \
-    for (int i = 0; i < BLOCK / 8; i++) { float a = half[i], b = half[i + BLOCK / 8]; half[i] = put; }                 \
-    for (int i = 0; i < BLOCK / 16; i++) { float a = half[i], b = half[i + BLOCK / 16]; half[i] = put; }               \
-    for (int i = 1; i < BLOCK / 16; i++) { float a = half[0], b = half[i]; half[0] = put; }                            \
-    return half[0]
-
-static float highest_of(const float *x) {
-    FOLDED(x, a, b, a > b || b != b ? a : b);
-}
-
-static float sum_of(const float *x) {
-    FOLDED(x, a, b, a + b);
-}
-
-/* e^((z - from) / temperature) of a block into `weights`; those below `least` are 0. Returns their sum. */
-static float weigh(const float *z, float from, float inverse, float least, float *restrict weights) {
-    for (int i = 0; i < BLOCK; i++) weights[i] = weight_of((z[i] - from) * inverse);
-    if (least > 0)
-        for (int i = 0; i < BLOCK; i++) weights[i] = weights[i] < least ? 0.0f : weights[i];
-    return sum_of(weights);
-}
-
-static void measure(const Row *row, int64_t block) {
-    float z[BLOCK], weights[BLOCK];
-    load(row, block, z);
-    float top = highest_of(z);
-    row->highest[block] = top;
-    row->sums[block] = weigh(z, top == NOTHING ? 0.0f : top, row->inverse, 0.0f, weights);
-}
-
-static float highest_of_row(const Row *row) {
-    float top = NOTHING;
-    for (int64_t b = 0; b < row->blocks; b++) top = row->highest[b] > top ? row->highest[b] : top;
-    return top;
-}
-
-/* Sums by blocks become shares of one whole, which is returned: not a number where a logit is none. */
-static double share(const Row *row, float top) {
-    for (int64_t b = 0; b < row->blocks; b++) row->sums[b] *= weight_of((row->highest[b] - top) * row->inverse);
-    double whole = 0;
-    for (int64_t b = 0; b < row->blocks; b++) whole += row->sums[b];
-    return whole;
-}
-
-static int64_t likeliest(const Row *row, float top) {
-    float z[BLOCK];
-    for (int64_t b = 0; b < row->blocks; b++) {
-        if (row->highest[b] != top) continue;
-        load(row, b, z);
-        for (int i = 0; i < BLOCK; i++)
-            if (z[i] == top) return b * BLOCK + i < row->vocabulary ? b * BLOCK + i : 0;
-    }
-    return 0;
-}
-
-/* Leave the tokens below min_p times the likeliest out of the sums; returns the new whole. */
-static double drop_unlikely(const Row *row, float top) {
-    float z[BLOCK], weights[BLOCK];
-    double whole = 0;
-    for (int64_t b = 0; b < row->blocks; b++) {
-        row->sums[b] = 0;
-        if (weight_of((row->highest[b] - top) * row->inverse) < row->min_p) continue;
-        load(row, b, z);
-        row->sums[b] = weigh(z, top, row->inverse, row->min_p, weights);
-        whole += row->sums[b];
-    }
-    return whole;
-}
-
-/* In the order of the vocabulary. */
-static int64_t draw(const Row *row, float top, float uniform, float *logprob) {
-    float z[BLOCK], weights[BLOCK];
-    double whole = share(row, top);
-    if (!(whole > 0)) {
-        *logprob = NAN;
-        return 0;
-    }
-    if (row->min_p > 0) whole = drop_unlikely(row, top);
-    double target = uniform * whole, before = 0, passed = 0;
-    int64_t block = 0;
-    for (int64_t b = 0; b < row->blocks; b++) {
-        if (!(row->sums[b] > 0)) continue;
-        block = b, before = passed;
-        passed += row->sums[b];
-        if (passed > target) break;
-    }
-    load(row, block, z);
-    weigh(z, top, row->inverse, row->min_p, weights);
-    int chosen = 0;
-    for (int i = 0; i < BLOCK; i++) {
-        if (!(weights[i] > 0)) continue;
-        chosen = i; /* the last that has weight, where the last bit of the sums hides the one wanted */
-        before += weights[i];
-        if (before > target) break;
-    }
-    *logprob = (z[chosen] - top) * row->inverse - (float)log(whole);
-    return block * BLOCK + chosen;
-}
-
-/* The largest key in [low, high] at which the amount of all keys as large or larger - their number, or else their
-   weight - reaches the target (`beyond`: exceeds it); the least key there is, where it never does. */
-static Found search(const Candidates *all, int32_t low, int32_t high, double target, int by_count, int beyond) {
-    static _Thread_local int32_t counts[BUCKETS];
-    static _Thread_local double weights[BUCKETS];
-    Found found = {.key = high, .count = 0, .weight = 0};
-    uint32_t span = (uint32_t)high - (uint32_t)low;
-    int bits = 6; /* of the number of buckets: a few candidates each */
-    while (bits < BITS && all->count >> (bits + 2)) bits++;
-    for (;;) {
-        int shift = 0;
-        while (span >> shift >> bits) shift++;
-        int used = (int)(span >> shift) + 1, last = 0;
-        memset(counts, 0, used * sizeof *counts);
-        memset(weights, 0, used * sizeof *weights);
-        for (int64_t i = 0; i < all->count; i++) {
-            uint32_t below = (uint32_t)high - (uint32_t)all->keys[i]; /* wraps around for keys above */
-            if (below > span) continue;
-            counts[below >> shift]++;
-            weights[below >> shift] += all->weights[i];
+/* Evaluate a threshold in [low, high]. */
+static above from(const row_of *row, float threshold, float low, float high) {
+    double total = 0;
+    int64_t number = 0;
+    float smallest = high, largest = low;
+    for (int64_t b = 0; b < row->size; b += BLOCK) {
+        const float *z = row->z + b, *w = row->weights + b;
+        float weight = 0;
+        int32_t count = 0;
+#pragma omp simd reduction(+ : weight, count) reduction(min : smallest) reduction(max : largest)
+        for (int i = 0; i < BLOCK; i++) {
+            int reaches = z[i] >= threshold;
+            float over = reaches ? z[i] : INFINITY, under = reaches ? -INFINITY : z[i];
+            weight += reaches ? w[i] : 0.0f;
+            count += reaches;
+            smallest = over < smallest ? over : smallest;
+            largest = under > largest ? under : largest;
         }
-        for (int b = used; b--;)
-            if (counts[b]) { last = b; break; }
-        int bucket = 0;
-        for (;; bucket++) {
-            double amount = by_count ? found.count + counts[bucket] : found.weight + weights[bucket];
-            if (bucket == last || (counts[bucket] && (beyond ? amount > target : amount >= target))) break;
-            found.count += counts[bucket];
-            found.weight += weights[bucket];
-        }
-        high = (int32_t)((uint32_t)high - ((uint32_t)bucket << shift));
-        uint32_t left = span - ((uint32_t)bucket << shift), width = ((uint32_t)1 << shift) - 1;
-        span = left < width ? left : width;
-        if (span == 0 || counts[bucket] <= 1) break;
+        total += weight;
+        number += count;
     }
-    found.key = high;
-    for (int64_t i = 0; span && i < all->count; i++) /* the only one of its bucket */
-        if ((uint32_t)high - (uint32_t)all->keys[i] <= span) { found.key = all->keys[i]; break; }
-    return found;
+    return (above){total, number, smallest, largest};
 }
 
-/* A logit that no token below can be kept under, by what the blocks tell. */
-static float bound_of(const Row *row, float top, double whole, Candidates *room) {
-    float t = 1 / row->inverse, bound = top - DEPTH * t > -FLT_MAX ? top - DEPTH * t : -FLT_MAX;
-    if (row->top_k) { /* as many blocks as tokens are wanted have one above */
-        if (row->top_k <= row->blocks) {
-            room->count = row->blocks;
-            for (int64_t b = 0; b < row->blocks; b++) room->keys[b] = key_of(row->highest[b]), room->weights[b] = 0;
-            float highest = value_of(search(room, INT32_MIN, key_of(top), (double)row->top_k, 1, 0).key);
-            bound = highest > bound ? highest : bound;
-        }
-        return bound;
+enum target { COUNT, WEIGHT, EXCEEDED_WEIGHT };
+
+/* The largest logit v in [low, top] for which the tokens with z >= v reach (EXCEEDED_WEIGHT: exceed) the target; `low`
+   if there is none. Writes the weight and the number of the tokens with z > v. */
+static float search(const row_of *row, float low, double target, enum target kind, double *weight, int64_t *count) {
+    float high = row->top;
+    *weight = 0, *count = 0;
+    while (low < high) {
+        float middle = low + 0.5f * (high - low);
+        if (!(middle > low && middle <= high)) middle = high; /* neighbouring floats */
+        above here = from(row, middle, low, high);
+        int reaches = kind == COUNT ? here.count >= target
+                    : kind == WEIGHT ? here.weight >= target
+                                     : here.weight > target;
+        if (reaches) low = here.smallest;
+        else high = here.largest, *weight = here.weight, *count = here.count;
     }
-    /* All below it together weigh less than what top-p leaves out; a little room is for rounding. */
-    float left_out = top + t * (float)(log((1.0 - row->top_p) * whole / (double)row->vocabulary) - 0.01);
-    bound = left_out > bound ? left_out : bound;
-    if (row->min_p > 0) {
-        float unlikely = top + t * (logf(row->min_p) - 0.01f);
-        bound = unlikely > bound ? unlikely : bound;
-    }
-    return bound;
+    return low;
 }
 
-static void gather(const Row *row, float top, float bound, Candidates *into) {
-    float z[BLOCK];
-    int64_t n = 0;
-    for (int64_t b = 0; b < row->blocks; b++) {
-        if (!(row->highest[b] >= bound)) continue;
-        load(row, b, z);
-        for (int i = 0; i < BLOCK; i += 16) {
-            int any = 0;
-            for (int j = i; j < i + 16; j++) any |= z[j] >= bound;
-            for (int j = i; any && j < i + 16; j++) {
-                into->keys[n] = key_of(z[j]);
-                into->places[n] = (int32_t)(b * BLOCK + j);
-                n += z[j] >= bound;
-            }
-        }
-    }
-    into->count = n;
-    for (int64_t i = 0; i < n; i++) into->weights[i] = weight_of((value_of(into->keys[i]) - top) * row->inverse);
+/* The position of the n-th token (from 0) whose logit is `value`; of the last one if there are fewer. */
+static int64_t nth(const row_of *row, float value, double n) {
+    int64_t at = 0, rank = 0;
+    for (int64_t i = 0; i < row->size && rank <= n; i++)
+        if (row->z[i] == value) at = i, rank++;
+    return at;
 }
 
-/* In falling likelihood, ties in the order of the vocabulary. `room` is for the vocabulary and a token. */
-static int64_t draw_filtered(const Row *row, float top, float uniform, float *logprob, Candidates *room) {
-    double whole = share(row, top);
-    if (!(whole > 0)) {
-        *logprob = NAN;
-        return 0;
+/* Remove tokens far below the top, as long as the others reach the targets of top-k or else top-p. */
+static void shorten(row_of *row, const options *o, double total) {
+    float low = row->top;
+    int reaches = 0;
+    for (float depth = 4; depth < DEPTH && !reaches; depth *= 2) {
+        low = row->top - depth;
+        above here = from(row, low, low, row->top);
+        reaches = o->top_k ? here.count >= o->top_k : here.weight >= o->top_p * total;
     }
-    gather(row, top, bound_of(row, top, whole, room), room);
-    const Candidates *all = room;
-    int32_t low = key_of(top), high = low;
-    double kept = 0;
-    for (int64_t i = 0; i < all->count; i++) {
-        low = all->keys[i] < low ? all->keys[i] : low;
-        kept += all->weights[i];
+    if (!reaches) low = row->top - DEPTH;
+    int64_t size = 0;
+    for (int64_t i = 0; i < row->size; i++) {
+        float z = row->z[i], weight = row->weights[i];
+        row->z[size] = z, row->weights[size] = weight, row->tokens[size] = (int32_t)i;
+        size += z >= low;
     }
-    int64_t ties = INT64_MAX; /* so many of the lowest key are kept */
-    if (row->top_k && all->count > row->top_k) {
-        Found edge = search(all, low, high, (double)row->top_k, 1, 0);
-        low = edge.key, ties = row->top_k - edge.count;
-        kept = edge.weight + (double)ties * weight_of((value_of(low) - top) * row->inverse);
-    }
-    if (row->top_p < 1) {
-        double target = row->top_p * (row->top_k ? kept : whole); /* the bound left some of the whole out */
-        Found edge = search(all, low, high, target, 0, 0);
-        double one = weight_of((value_of(edge.key) - top) * row->inverse);
-        double wanted = one > 0 ? ceil((target - edge.weight) / one) : 1;
-        int64_t most = edge.key == low ? ties : INT64_MAX, same = 0;
-        for (int64_t i = 0; i < all->count; i++) same += all->keys[i] == edge.key;
-        low = edge.key, ties = same < most ? same : most;
-        ties = wanted < 1 ? 1 : wanted < (double)ties ? (int64_t)wanted : ties;
-        kept = edge.weight + (double)ties * one;
-    }
-    if (row->min_p > 0 && weight_of((value_of(low) - top) * row->inverse) < row->min_p) {
-        low = high, kept = 0, ties = INT64_MAX;
-        for (int64_t i = 0; i < all->count; i++) {
-            if (all->weights[i] < row->min_p) continue;
-            kept += all->weights[i];
-            low = all->keys[i] < low ? all->keys[i] : low;
+    for (row->size = (size + BLOCK - 1) / BLOCK * BLOCK; size < row->size; size++)
+        row->z[size] = -INFINITY, row->weights[size] = 0;
+}
+
+/* The first token at which the cumulative weight of the tokens with z >= low exceeds the target. If rounding leaves the
+   sum of all weights below the target, the last token that has a weight. */
+static int64_t in_vocabulary_order(const row_of *row, float low, double target) {
+    int64_t token = 0;
+    double passed = 0;
+    for (int64_t b = 0; b < row->size; b += BLOCK) {
+        const float *z = row->z + b, *w = row->weights + b;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < BLOCK; i++) sum += z[i] >= low ? w[i] : 0.0f;
+        double at = passed;
+        passed += sum;
+        if (!(sum > 0)) continue;
+        for (int i = 0; i < BLOCK; i++) {
+            if (!(z[i] >= low && w[i] > 0)) continue;
+            token = b + i;
+            at += w[i];
+            if (passed > target && at > target) return token;
         }
+        if (passed > target) return token;
     }
-    double target = uniform * kept;
-    Found at = search(all, low, high, target, 0, 1);
-    float z = value_of(at.key);
-    double one = weight_of((z - top) * row->inverse), wanted = one > 0 ? floor((target - at.weight) / one) : 0;
-    int64_t last = (at.key == low ? ties : INT64_MAX) - 1, rank = 0, token = 0;
-    for (int64_t i = 0; i < all->count; i++) {
-        if (all->keys[i] != at.key) continue;
-        token = all->places[i];
-        if (rank == last || rank >= wanted) break;
-        rank++;
-    }
-    *logprob = (z - top) * row->inverse - (float)log(kept);
     return token;
 }
 
-/* uniforms, tokens, logprobs: (rows,). stats: (2, rows, blocks). candidates: (threads, 3, vocabulary + 1), read only
-   where top_k > 0 or top_p < 1. temperature 0 takes the likeliest token. */
+static int64_t sample_ranked(row_of *row, const options *o, float uniform, float *logprob) {
+    float low = row->top - DEPTH;
+    above all = from(row, low, low, row->top);
+    shorten(row, o, all.weight);
+    double kept = all.weight, weight; /* of the tokens that remain: z >= low, and of z = low only the first `ties` */
+    int64_t ties = all.count, count;
+    low = from(row, low, low, row->top).smallest;
+    if (o->top_k && all.count > o->top_k) {
+        low = search(row, low, (double)o->top_k, COUNT, &weight, &count);
+        ties = o->top_k - count;
+        kept = weight + (double)ties * weight_of(low - row->top);
+    }
+    if (o->top_p < 1) {
+        double target = o->top_p * kept;
+        float edge = search(row, low, target, WEIGHT, &weight, &count);
+        double one = weight_of(edge - row->top), needed = one > 0 ? ceil((target - weight) / one) : 1;
+        int64_t most = edge == low ? ties : from(row, edge, edge, edge).count - count;
+        ties = needed < 1 ? 1 : needed < (double)most ? (int64_t)needed : most;
+        low = edge;
+        kept = weight + (double)ties * one;
+    }
+    if (o->min_p > 0 && row->top + logf(o->min_p) > low) {
+        all = from(row, row->top + logf(o->min_p), low, row->top);
+        low = all.smallest, ties = all.count, kept = all.weight;
+    }
+    double target = uniform * kept;
+    float value = search(row, low, target, EXCEEDED_WEIGHT, &weight, &count);
+    double one = weight_of(value - row->top), n = one > 0 ? floor((target - weight) / one) : 0;
+    double last = (double)(value == low ? ties : row->size) - 1;
+    *logprob = value - row->top - (float)log(kept);
+    return row->tokens[nth(row, value, n < 0 ? 0 : n < last ? n : last)];
+}
+
+static int64_t sample_row(row_of *row, const options *o, float uniform, float *logprob) {
+    int greedy = o->temperature == 0;
+    if (!greedy && (o->top_k > 0 || o->top_p < 1)) return sample_ranked(row, o, uniform, logprob);
+    float low = row->top - DEPTH;
+    if (!greedy && o->min_p > 0 && row->top + logf(o->min_p) > low) low = row->top + logf(o->min_p);
+    double kept = from(row, low, low, row->top).weight;
+    int64_t token = greedy ? nth(row, row->top, 0) : in_vocabulary_order(row, low, uniform * kept);
+    *logprob = row->z[token] - row->top - (float)log(kept);
+    return token;
+}
+
+/* Read a row into `room` (3, size). Returns whether all logits are numbers. */
+static int read_row(row_of *row, const void *logits, int narrow, int64_t vocabulary, float inverse, float *room) {
+    float *restrict z = room, *restrict weights = room + row->size, top = -INFINITY;
+    int nans = 0;
+    if (narrow)
+        for (int64_t i = 0; i < vocabulary; i++) z[i] = widen(((const bf16 *)logits)[i]) * inverse;
+    else
+        for (int64_t i = 0; i < vocabulary; i++) z[i] = ((const float *)logits)[i] * inverse;
+    for (int64_t i = vocabulary; i < row->size; i++) z[i] = -INFINITY;
+#pragma omp simd reduction(max : top) reduction(| : nans)
+    for (int64_t i = 0; i < row->size; i++) {
+        top = z[i] > top ? z[i] : top;
+        nans |= z[i] != z[i];
+    }
+    for (int64_t i = 0; i < row->size; i++) weights[i] = weight_of(z[i] - top);
+    row->z = z, row->weights = weights, row->tokens = (int32_t *)(room + 2 * row->size), row->top = top;
+    return !nans && top < INFINITY && top > -INFINITY;
+}
+
+/* uniforms, tokens, logprobs: (rows,). room: (threads, 3, vocabulary rounded up to BLOCK). temperature 0 selects the most
+   probable token. */
 void sample(const void *logits, int narrow, int64_t rows, int64_t vocabulary, int64_t stride, const float *uniforms,
-            float temperature, int64_t top_k, float top_p, float min_p, int64_t *tokens, float *logprobs, float *stats,
-            int32_t *candidates, int threads) {
-    int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK, size = vocabulary + 1;
-    int greedy = temperature == 0, filtered = !greedy && (top_k > 0 || top_p < 1);
-    Row any = {
-        .narrow = narrow, .vocabulary = vocabulary, .blocks = blocks, .inverse = greedy ? 1 : 1 / temperature,
-        .min_p = greedy ? 0 : min_p, .top_p = top_p, .top_k = top_k < vocabulary ? top_k : 0,
-    };
-#define ROW(r)                                                                                                         \
-    Row row = any;                                                                                                     \
-    row.logits = (const char *)logits + (r) * stride * (narrow ? 2 : 4);                                               \
-    row.highest = stats + (r) * blocks, row.sums = stats + (rows + (r)) * blocks
-#pragma omp parallel num_threads(threads)
-    {
-        if (rows < threads) { /* several measure one row */
-#pragma omp for schedule(static)
-            for (int64_t item = 0; item < rows * blocks; item++) {
-                ROW(item / blocks);
-                measure(&row, item % blocks);
-            }
-        }
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) {
-            ROW(r);
-            if (rows >= threads)
-                for (int64_t b = 0; b < blocks; b++) measure(&row, b);
-            float top = highest_of_row(&row);
-            if (greedy) {
-                tokens[r] = likeliest(&row, top);
-                logprobs[r] = (float)-log(share(&row, top));
-            } else if (filtered) {
-                int32_t *mine = candidates + omp_get_thread_num() * 3 * size;
-                Candidates room = {0, mine, mine + size, (float *)(mine + 2 * size)};
-                tokens[r] = draw_filtered(&row, top, uniforms[r], &logprobs[r], &room);
-            } else {
-                tokens[r] = draw(&row, top, uniforms[r], &logprobs[r]);
-            }
-        }
+            float temperature, int64_t top_k, float top_p, float min_p, int64_t *tokens, float *logprobs, float *room,
+            int threads) {
+    int64_t size = (vocabulary + BLOCK - 1) / BLOCK * BLOCK;
+    options o = {temperature, top_p, min_p, top_k};
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        row_of row = {.size = size};
+        const char *from_here = (const char *)logits + r * stride * (narrow ? 2 : 4);
+        float inverse = temperature == 0 ? 1 : 1 / temperature;
+        if (read_row(&row, from_here, narrow, vocabulary, inverse, room + omp_get_thread_num() * 3 * size))
+            tokens[r] = sample_row(&row, &o, uniforms[r], logprobs + r);
+        else
+            tokens[r] = 0, logprobs[r] = NAN;
     }
 }

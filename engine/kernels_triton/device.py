@@ -82,7 +82,6 @@ def _what_is_lacking() -> str | None:
 
 
 def _try() -> None:
-    writing = import_module("engine.kernels_triton.decode_rows")
-    row = torch.zeros(1, 1, 16, device="cuda")
-    place = torch.zeros(1, dtype=torch.int64, device="cuda")
-    writing.write_tokens(row, row, row[None].clone(), row[None].clone(), place, place)
+    sampling = import_module("engine.kernels_triton.sample")
+    logits = torch.zeros(1, 16, device="cuda")
+    sampling.sample(logits, logits[:, 0], temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)

@@ -30,7 +30,7 @@ from engine.memory.activations import with_blocks
 from engine.memory.model_shape import ModelShape
 from engine.memory.states import BYTES
 from engine.memory.workload import Workload
-from engine.offload.direct_io import ScratchFile, aligned, wait
+from engine.offload.scratch_file import ScratchFile, page_aligned
 from engine.parallel import dist
 from engine.precision import TORCH_DTYPE
 
@@ -230,13 +230,11 @@ def _copy_seconds(device: torch.device) -> float:
 
 def _disk_seconds(folder: str | None) -> float:
     """Write and read a file as the NVMe tiers do, which bypasses the page cache."""
-    data, file = aligned(FILE_BYTES, torch.uint8), ScratchFile(folder, FILE_BYTES)
+    data, file = page_aligned(FILE_BYTES, torch.uint8), ScratchFile(folder, FILE_BYTES)
     start = time.perf_counter()
-    wait(file.write(data, 0))
-    wait(file.read(data, 0))
-    seconds = time.perf_counter() - start
-    file.close()
-    return seconds / (2 * FILE_BYTES)
+    file.write(data, 0)
+    file.read(data, 0)
+    return (time.perf_counter() - start) / (2 * FILE_BYTES)
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -9,7 +9,7 @@ ZeRO-Offload: upload the sum, add, download.
 import torch
 from torch import Tensor, nn
 
-from engine.offload.layout import Segment
+from engine.offload.states import Segment
 from engine.parallel import dist, dtensors
 
 

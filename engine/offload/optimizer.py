@@ -16,32 +16,22 @@ from engine import optim
 from engine.config import EngineConfig, OptimizerConfig
 from engine.host_allocator import return_freed_memory
 from engine.loading import also_into
-from engine.offload.cpu import MemoryStates
 from engine.offload.gradients import take_gradients
-from engine.offload.layout import flat_layout
-from engine.offload.nvme import NvmeStates
+from engine.offload.states import States
 from engine.offload.tier import AVERAGE, MASTER, Shard, Tier
 from engine.parallel import dtensors
 
 
 @dataclass(frozen=True)
 class OffloadedState:
-    """One fp32 state of one parameter: the master weight ("parameter"), a moment of the optimizer, or the average."""
+    """One fp32 state of one parameter: the master weight, a moment of the optimizer, or the average.
 
-    kind: str
+    `values` has the shape of this rank's shard of `parameter`. It is the memory of the state itself.
+    """
+
+    parameter: Tensor
+    values: Tensor
     is_moment: bool
-    in_memory: bool  # `read` returns the memory of the state itself; otherwise a copy, to be stored with `write`
-    parameter: Tensor  # the module's parameter; the state is sharded like it
-    _tier: Tier
-    _shard: int
-
-    def read(self) -> Tensor:
-        """Return the local values in the shape of the local shard."""
-        return self._tier.states.read(self.kind, self._shard).view(dtensors.local(self.parameter).shape)
-
-    def write(self, values: Tensor) -> None:
-        """Replace the local values."""
-        self._tier.states.write(self.kind, self._shard, values)
 
 
 class OffloadedOptimizer:
@@ -78,13 +68,15 @@ class OffloadedOptimizer:
         self.tiers: list[Tier] = []
         for members in filter(None, (on_device, offloaded)):
             device = dtensors.local(members[0].parameter).device if members is on_device else torch.device("cpu")
-            layout = flat_layout([shard.flat.numel() for shard in members], engine.sub_group_size)
-            kinds = [MASTER, *moments]
-            states: MemoryStates | NvmeStates
-            if members is offloaded and self._is_nvme:
-                states = NvmeStates(layout, kinds, engine.nvme_path)
-            else:
-                states = MemoryStates(layout, kinds, device)
+            states = States(
+                [shard.flat.numel() for shard in members],
+                engine.sub_group_size,
+                device,
+                nvme_path=engine.nvme_path,
+                is_nvme=members is offloaded and self._is_nvme,
+            )
+            for kind in (MASTER, *moments):
+                states.add(kind)
             self.tiers.append(Tier(members, states, moments, device, after_write))
         self._shards = {shard.name: (tier, n) for tier in self.tiers for n, shard in enumerate(tier.shards)}
         self._factor = 1.0
@@ -147,11 +139,6 @@ class OffloadedOptimizer:
             tier, number = self._shards[name]
             tier.gradients.remove(number)
 
-    def wait(self) -> None:
-        """Wait until all states are in their files. Raises OSError if a write failed."""
-        for tier in self.tiers:
-            tier.states.wait()
-
     @torch.no_grad()
     def start_averaging(self, decay: float) -> None:
         """Maintain an exponential moving average of the master weights."""
@@ -169,11 +156,12 @@ class OffloadedOptimizer:
         """Return every state that has values, by "kind.parameter name"."""
         found: dict[str, OffloadedState] = {}
         for name, (tier, number) in self._shards.items():
-            parameter, in_memory = tier.shards[number].parameter.detach(), isinstance(tier.states, MemoryStates)
+            parameter = tier.shards[number].parameter.detach()
             is_stepped = any(segment.shard == number for segment in tier.scalars)
             moments = tier.moments if is_stepped else ()
             for kind in [MASTER, *moments, *((AVERAGE,) if self._decay is not None else ())]:
-                found[f"{kind}.{name}"] = OffloadedState(kind, kind in moments, in_memory, parameter, tier, number)
+                values = tier.states.shard(kind, number).view(dtensors.local(parameter).shape)
+                found[f"{kind}.{name}"] = OffloadedState(parameter, values, kind in moments)
         return found
 
     def scalars(self) -> dict[str, float]:
@@ -192,7 +180,7 @@ class OffloadedOptimizer:
         for tier in self.tiers:
             tier.scalars = {
                 segment: self._scalars_of(name, scalars, tier.device)
-                for group in tier.states.layout.sub_groups
+                for group in tier.states.sub_groups
                 for segment in group.segments
                 if (name := tier.shards[segment.shard].name) in stepped
             }
@@ -211,13 +199,10 @@ class OffloadedOptimizer:
         """
         found = {"device": 0, "gradients": 0, "host": 0, "nvme": 0}
         for tier in self.tiers:
-            if isinstance(tier.states, NvmeStates):
-                found["nvme"] += tier.states.bytes
-                found["host"] += tier.states.buffer_bytes + tier.gradients.bytes
-            else:
-                on_host = tier.states.device.type == "cpu"
-                found["host" if on_host else "device"] += tier.states.bytes
-                found["host" if on_host else "gradients"] += tier.gradients.bytes
+            on_host = tier.states.device.type == "cpu"
+            found["nvme" if tier.states.is_nvme else "host" if on_host else "device"] += tier.states.bytes
+            found["host" if on_host else "gradients"] += tier.gradients.bytes
+            found["host"] += tier.states.buffer_bytes
         return found
 
 

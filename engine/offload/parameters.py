@@ -9,14 +9,13 @@ A shard that FSDP2 pads (a rank with fewer rows than the others) stays in host m
 
 import mmap
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.offload.direct_io import BLOCK_BYTES, create_on_all_ranks, io_threads
+from engine.offload.scratch_file import ScratchFile
 from engine.parallel import dist, dtensors, zero
 
 READ_AHEAD = 2  # units
@@ -39,29 +38,21 @@ class NvmeParameters:
                 if id(parameter) not in offsets and _has_full_chunk(parameter):
                     offsets[id(parameter)] = end
                     size = dtensors.local(parameter.detach()).numel() * parameter.element_size()
-                    end += -(-size // BLOCK_BYTES) * BLOCK_BYTES
+                    end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
             self._ranges.append((start, end))
         self.bytes = end
-        self._memory, self._pages = create_on_all_ranks(folder, max(end, BLOCK_BYTES)).map()
-        self._flush: Future[Any] | None = None
+        self._file = ScratchFile(folder, end)
         self._move(module, offsets)
         for unit, block in enumerate(blocks, start=1):
             self._register_hooks(block, unit)
 
     def release_pages(self) -> None:
         """Release the memory of all shards; the next use reads them from the file."""
-        self._pages.madvise(mmap.MADV_DONTNEED)
+        self._file.release(0, self.bytes)
 
     def start_flush(self) -> None:
         """Start to write changed shards to the file. Raises OSError if the last write failed."""
-        self.wait()
-        self._flush = io_threads().submit(self._pages.flush)
-
-    def wait(self) -> None:
-        """Wait until changed shards are in the file. Raises OSError if a write failed."""
-        flush, self._flush = self._flush, None
-        if flush is not None:
-            flush.result()
+        self._file.start_flush()
 
     @torch.no_grad()
     def _move(self, module: nn.Module, offsets: dict[int, int]) -> None:
@@ -74,7 +65,7 @@ class NvmeParameters:
                 return torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
             on_file = torch.empty_like(tensor, device="cpu")
             local, start = dtensors.local(on_file), offsets[id(tensor)]
-            memory = self._memory[start : start + local.numel() * local.element_size()]
+            memory = self._file.bytes[start : start + local.numel() * local.element_size()]
             memory = memory.view(local.dtype).view(local.shape)
             local.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
             if not tensor.is_meta:
@@ -85,26 +76,30 @@ class NvmeParameters:
 
     def _register_hooks(self, block: nn.Module, unit: int) -> None:
         def before_forward(*_: Any) -> None:
-            self._advise(mmap.MADV_WILLNEED, range(unit + 1, unit + 1 + READ_AHEAD))
+            self._read_ahead(range(unit + 1, unit + 1 + READ_AHEAD))
 
         def after_forward(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
-            self._advise(mmap.MADV_DONTNEED, [unit])
+            self._release(unit)
             for output in outputs if isinstance(outputs, Sequence) else [outputs]:
                 if isinstance(output, Tensor) and output.requires_grad:
                     output.register_hook(before_backward)
 
         def before_backward(_gradient: Tensor) -> None:  # FSDP2 has gathered this unit, and gathers the previous one
-            self._advise(mmap.MADV_DONTNEED, [unit, unit + 1])
-            self._advise(mmap.MADV_WILLNEED, range(unit - 1 - READ_AHEAD, unit - 1))
+            self._release(unit)
+            self._release(unit + 1)
+            self._read_ahead(range(unit - 1 - READ_AHEAD, unit - 1))
 
         block.register_forward_pre_hook(before_forward)
         block.register_forward_hook(after_forward)
 
-    def _advise(self, advice: int, units: Sequence[int]) -> None:
+    def _read_ahead(self, units: range) -> None:
         for unit in units:
-            start, stop = self._ranges[unit] if 0 <= unit < len(self._ranges) else (0, 0)
-            if stop > start:
-                self._pages.madvise(advice, start, stop - start)
+            if 0 <= unit < len(self._ranges):
+                self._file.read_ahead(*self._ranges[unit])
+
+    def _release(self, unit: int) -> None:
+        if unit < len(self._ranges):
+            self._file.release(*self._ranges[unit])
 
 
 def _has_full_chunk(parameter: Tensor) -> bool:

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.offload.cpu import MemoryStates
 from engine.offload.gradients import Gradients
-from engine.offload.layout import Segment, SubGroup
-from engine.offload.nvme import NvmeStates
+from engine.offload.states import Segment, States, SubGroup
 from engine.parallel import dtensors
 
 MASTER, AVERAGE = "parameter", "average"
@@ -45,7 +43,7 @@ class Tier:
     def __init__(
         self,
         shards: Sequence[Shard],
-        states: MemoryStates | NvmeStates,
+        states: States,
         moments: Sequence[str],
         device: torch.device,
         after_write: Callable[[], None] | None = None,
@@ -55,7 +53,7 @@ class Tier:
         self.scalars: dict[Segment, dict[str, Any]] = {}  # of the segments that were stepped
         self._after_write = after_write
         self._fp32_gradients: Tensor | None = None
-        self._writer = _ModuleWriter(shards, device, states.layout.largest)
+        self._writer = _ModuleWriter(shards, device, states.largest_sub_group)
 
     def sums_of_squares(self) -> list[tuple[nn.Parameter, float]]:
         """Return each parameter with the sum of squares of the local gradient."""
@@ -69,11 +67,10 @@ class Tier:
         """
         groups = [
             group
-            for group in self.states.layout.sub_groups
+            for group in self.states.sub_groups
             if decay is not None or any(self.gradients.has(segment.shard) for segment in group.segments)
         ]
-        read = [MASTER, *self.moments, *((AVERAGE,) if decay is not None else ())]
-        for group, states in self.states.iterate(groups, read=read, write=self.states.kinds):
+        for group, states in self.states.iterate(groups, list(self.states.tensors)):
             segments = [segment for segment in group.segments if self.gradients.has(segment.shard)]
             self._step_segments(optimizer, segments, states, factor)
             if decay is not None:
@@ -82,14 +79,14 @@ class Tier:
 
     def write_to_module(self, kind: str) -> None:
         """Write the master weights or the averages into the module."""
-        for group, states in self.states.iterate(self.states.layout.sub_groups, read=[kind], write=()):
+        for group, states in self.states.iterate(self.states.sub_groups, [kind], store=False):
             self._write(group, states[kind])
 
     def start_averaging(self) -> None:
         """Set the averages to the master weights."""
-        if AVERAGE not in self.states.kinds:
+        if AVERAGE not in self.states.tensors:
             self.states.add(AVERAGE)
-        for _, states in self.states.iterate(self.states.layout.sub_groups, read=[MASTER], write=[AVERAGE]):
+        for _, states in self.states.iterate(self.states.sub_groups, [MASTER, AVERAGE]):
             states[AVERAGE].copy_(states[MASTER])
 
     def _write(self, group: SubGroup, values: Tensor) -> None:
@@ -133,7 +130,7 @@ class Tier:
         assert gradient is not None
         if gradient.dtype != torch.float32:
             if self._fp32_gradients is None:
-                self._fp32_gradients = torch.empty(self.states.layout.largest, device=self.device)
+                self._fp32_gradients = torch.empty(self.states.largest_sub_group, device=self.device)
             gradient = self._fp32_gradients[segment.slice].copy_(gradient)
         return gradient if factor == 1.0 else gradient.mul_(factor)
 

@@ -20,20 +20,6 @@ from engine.host_allocator import reuse_freed_memory
 from engine.parallel import rank_errors, stop_signal
 from engine.parallel.comm_stats import count, count_all_reduce
 
-__all__ = [  # what other rooms may use; they import this module as `engine.distributed`
-    "World",
-    "arrange",
-    "barrier",
-    "broadcast_object",
-    "from_first",
-    "gather_objects",
-    "max_over_ranks",
-    "start",
-    "stop",
-    "sum_over_ranks",
-    "world",
-]
-
 Made = TypeVar("Made")
 TIMEOUT = timedelta(minutes=30)
 PATIENCE = timedelta(days=1)  # with what the first rank makes for all

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine import Generator, Sampling
-from engine.generation.supported import max_positions
+from engine import Generator, Sampling, attention
 from pipeline.chat.folder import ChatModel
 from pipeline.chat.screen import Detokenizer
 from pipeline.data.records import Message
@@ -116,4 +115,4 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> Voice:
         rollouts.refresh()  # tries a few tokens
     except ValueError as error:
         raise UserError(f"{model.folder}: {error}") from error
-    return Voice(model.name, rollouts, tokenizer, max_positions(module))
+    return Voice(model.name, rollouts, tokenizer, attention.max_positions(module))

@@ -2,13 +2,16 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from pipeline.config.messages import as_written, messages
 from pipeline.config.schema import ROLE_ENGINES, EngineSettings, RunConfig
 from pipeline.config.stages import wanted_stages
+
+if TYPE_CHECKING:
+    from engine import OptimizerConfig
 
 TRAINED = ("actor_engine", "critic_engine")
 
@@ -35,11 +38,18 @@ def copies(config: RunConfig) -> Iterator[tuple[str, int]]:
 
 def engine_fields(settings: EngineSettings) -> dict[str, Any]:
     """The keys as fields of an `engine.EngineConfig`, beside a DeepSpeed file; dtype as it is written, auto too."""
-    from engine.config import LossScale  # here: it brings torch along
+    from engine import LossScale  # imports torch
 
     alike = settings.model_dump(exclude={"auto", "deepspeed", "loss_scale_power", "loss_scale_window"})
     scale = LossScale(initial_power=settings.loss_scale_power, window=settings.loss_scale_window)
     return {**alike, "loss_scale": scale}
+
+
+def deepspeed_for(config: Mapping[str, Any], optimizer: "OptimizerConfig | None") -> Mapping[str, Any]:
+    """Return a DeepSpeed configuration for one model: without `optimizer` and `scheduler` if the model is frozen."""
+    if optimizer is not None:
+        return config
+    return {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
 
 
 def engine_mistakes(config: RunConfig) -> Iterable[str]:
@@ -139,7 +149,6 @@ def _deepspeed_mistakes(key: str, settings: EngineSettings, given: Collection[st
     if settings.deepspeed is None:
         return
     from engine import OptimizerConfig, deepspeed_json
-    from engine.layout import require_together
 
     file = f"{key if 'deepspeed' in given else 'engine'}.deepspeed"
     own = engine_fields(settings) | {"dtype": "fp32" if settings.dtype == "auto" else settings.dtype}
@@ -153,9 +162,7 @@ def _deepspeed_mistakes(key: str, settings: EngineSettings, given: Collection[st
             )
         return
     try:
-        optimizer = OptimizerConfig(lr=1e-5, total_steps=1)
-        made = deepspeed_json.parse(settings.deepspeed, ranks=None, optimizer=optimizer, base=own)
-        if trains and made.optimizer is not None:
-            require_together(made.engine, made.optimizer)
+        optimizer = OptimizerConfig(lr=1e-5, total_steps=1) if trains else None
+        deepspeed_json.parse(deepspeed_for(settings.deepspeed, optimizer), ranks=None, optimizer=optimizer, base=own)
     except ValueError as problem:
         yield f"{file if key == 'engine' else f'{key} with {file}'}: {problem}"

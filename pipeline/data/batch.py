@@ -1,7 +1,8 @@
-"""Which examples a step takes, how they are spread over ranks and micro-batches, and the tensors they become.
+"""The examples of a step, and the tensors of a micro-batch.
 
-The global batch of a step is a function of (number of examples, batch size, seed, step) alone. How it is cut does
-not change an update, since losses are sums that are divided once by the global count. Letters: B rows, T tokens.
+The global batch of a step depends on the number of examples, the batch size, the seed and the step only. Its division
+into micro-batches (`microbatches.py`) does not change an update: losses are sums, divided once by the global count.
+Letters: B rows, T tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,21 +17,6 @@ from torch import Tensor
 from engine.uploads import uploaded
 from pipeline.data.documents import Documents
 from pipeline.data.encode import PairItem, TokenItem
-
-__all__ = [
-    "Movable",
-    "PairBatch",
-    "TokenBatch",
-    "batch_indices",
-    "collate_pairs",
-    "collate_tokens",
-    "epoch_order",
-    "pack_pairs",
-    "pack_tokens",
-    "padded",
-    "places_of",
-    "shared_tokens",
-]
 
 
 class Movable:

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.kernels_cpu.ragged_attention import Families
+from engine import kernels
 from engine.uploads import uploaded
 
 
@@ -58,7 +58,7 @@ class Documents:
         return [start + length - 1 for start, length in zip(self.starts, self.lengths, strict=True)]
 
     @cached_property
-    def families(self) -> Families | None:
+    def families(self) -> kernels.Families | None:
         """The same for the kernel on CPUs; None where a prefix goes on from another."""
         members: dict[int, list[tuple[int, int]]] = {}
         for place, span in enumerate(zip(self.starts, self.lengths, strict=True)):
@@ -66,7 +66,7 @@ class Documents:
             if before is not None and self.prefix(before) is not None:
                 return None
             members.setdefault(place if before is None else before, []).append(span)
-        return Families.of(list(members.values()))
+        return kernels.Families.of(list(members.values()))
 
     @cached_property
     def _on_device(self) -> "dict[torch.device, Ragged]":

@@ -1,36 +1,81 @@
-"""Records become token sequences that fit: what is too long is cut, or dropped where a cut makes no sense.
+"""Records as token ids, no longer than a limit.
 
-| record | longer than max_length |
+| record | longer than the limit |
 | --- | --- |
-| conversation | cut from the right; dropped if no token that counts is left |
+| conversation | cut from the right; dropped if no token of the loss is left |
 | preference | answers are cut, without an end token then; dropped if the prompt leaves no room, or both became equal |
 | prompt | dropped |
+
+Token ids are stored in one array for all rows: 4 bytes for each id, where a list of Python numbers takes up to 36.
 """
 
 import time
+from abc import abstractmethod
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.records import Conversation, Preference, Prompt, Row
-from pipeline.data.token_rows import Items, TokenRows
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 
 Ids = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]
 Record = TypeVar("Record")
+Item = TypeVar("Item")
 CHUNK = 2048  # records that are lists of ids at a time
 SECONDS_A_LINE = 10.0
 
 
+class Items(Sequence[Item]):
+    """A sequence that makes its items on access."""
+
+    @abstractmethod
+    def at(self, index: int) -> Item:
+        """Return the item at an index from 0."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        indices = range(len(self))[index]
+        return self.at(indices) if isinstance(indices, int) else [self.at(each) for each in indices]
+
+
+class TokenRows(Items[list[int]]):
+    """Rows of token ids, or of flags if `kind` is "b", in one array."""
+
+    def __init__(self, kind: Literal["i", "b"] = "i") -> None:
+        self._flat: array[int] = array(kind)
+        self._ends = array("q", [0])
+
+    def append(self, row: Sequence[int]) -> None:
+        """Add a row. No view of an earlier row may be alive."""
+        self._flat.extend(row)
+        self._ends.append(len(self._flat))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def at(self, index: int) -> list[int]:
+        return self._flat[self._ends[index] : self._ends[index + 1]].tolist()
+
+    def view(self, index: int) -> npt.NDArray[Any]:
+        """Return one row, int32 or int8, without a copy."""
+        return np.frombuffer(self._flat, self._flat.typecode)[self._ends[index] : self._ends[index + 1]]
+
+
 @dataclass(frozen=True, eq=False)
 class TokenItem:
-    """ids (T,); counts (T,): True where the loss counts this token."""
+    """A conversation. ids (T,); counts (T,): True for the tokens of the loss."""
 
     ids: Ids
     counts: Flags
@@ -38,7 +83,7 @@ class TokenItem:
 
 @dataclass(frozen=True, eq=False)
 class PairItem:
-    """chosen (T1,) and rejected (T2,): prompt and answer; margin in the labeller's unit; prompt: tokens of that."""
+    """A pair. chosen (T1,) and rejected (T2,): prompt and answer; margin in the labeller's unit; prompt: its length."""
 
     chosen: Ids
     rejected: Ids
@@ -48,7 +93,7 @@ class PairItem:
 
 
 class TokenItems(Items[TokenItem]):
-    """Items that are made when they are asked for."""
+    """Conversations as arrays."""
 
     def __init__(self) -> None:
         self._ids, self._counts = TokenRows(), TokenRows("b")
@@ -60,12 +105,12 @@ class TokenItems(Items[TokenItem]):
     def __len__(self) -> int:
         return len(self._ids)
 
-    def at(self, place: int) -> TokenItem:
-        return TokenItem(self._ids.view(place), self._counts.view(place).view(np.bool_))
+    def at(self, index: int) -> TokenItem:
+        return TokenItem(self._ids.view(index), self._counts.view(index).view(np.bool_))
 
 
 class PairItems(Items[PairItem]):
-    """Pairs that are made when they are asked for."""
+    """Pairs as arrays."""
 
     def __init__(self) -> None:
         self._chosen, self._rejected = TokenRows(), TokenRows()
@@ -74,7 +119,7 @@ class PairItems(Items[PairItem]):
     def append(
         self, prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int], margin: float, source: str
     ) -> None:
-        """Two answers to a prompt."""
+        """Add two answers to a prompt."""
         self._chosen.append([*prompt, *chosen])
         self._rejected.append([*prompt, *rejected])
         self._labels.append((margin, source, len(prompt)))
@@ -82,13 +127,13 @@ class PairItems(Items[PairItem]):
     def __len__(self) -> int:
         return len(self._labels)
 
-    def at(self, place: int) -> PairItem:
-        return PairItem(self._chosen.view(place), self._rejected.view(place), *self._labels[place])
+    def at(self, index: int) -> PairItem:
+        return PairItem(self._chosen.view(index), self._rejected.view(index), *self._labels[index])
 
 
 @dataclass(frozen=True, eq=False)
 class PromptItems:
-    """Prompts, each with its generation prompt, and the data's rows where the records kept them."""
+    """Prompts, each with its generation prompt, and the data rows of the prompts if the records have them."""
 
     ids: TokenRows = field(default_factory=TokenRows)
     rows: list[Row] = field(default_factory=list)
@@ -102,9 +147,11 @@ def encode_conversations(
     loss_on: str = "assistant",
     name: str = "conversations",
 ) -> tuple[TokenItems, Counter[str]]:
-    """(items, what was cut or dropped). `loss_on`: "assistant" counts answers and their ends, "all" every token.
+    """Return the conversations, and the numbers of cut and dropped records by reason.
 
-    Raises UserError where nothing is left; `name` is what it calls the records.
+    loss_on: "assistant" for answers and their end tokens, "all" for every token
+    name: what messages call the records
+    Raises UserError if no record is left.
     """
     notes: Counter[str] = Counter()
     items = TokenItems()
@@ -128,8 +175,11 @@ def encode_preferences(
     name: str = "pairs",
     stage: str = "reward",
 ) -> tuple[PairItems, Counter[str]]:
-    """(pairs, what was cut or dropped). Raises UserError where nothing is left; `name` is what it calls the records,
-    and `stage` has the limit.
+    """Return the pairs, and the numbers of cut and dropped records by reason.
+
+    name: what messages call the records
+    stage: the stage whose key sets `max_length`
+    Raises UserError if no record is left.
     """
     notes: Counter[str] = Counter()
     pairs = PairItems()
@@ -153,7 +203,7 @@ def encode_preferences(
 def encode_prompts(
     tokenizer: ChatTokenizer, records: Sequence[Prompt], *, max_tokens: int
 ) -> tuple[PromptItems, Counter[str]]:
-    """(prompts, what was dropped). Raises UserError where nothing is left."""
+    """Return the prompts, and the number of dropped records by reason. Raises UserError if no record is left."""
     items = PromptItems()
     for chunk in _chunks(records, "prompts"):
         encoded = tokenizer.encode_prompts([record.messages for record in chunk])
@@ -168,11 +218,11 @@ def encode_prompts(
 
 
 def _chunks(records: Sequence[Record], what: str) -> Iterator[Sequence[Record]]:
-    """So many at a time; says every few seconds how far it is."""
-    said = time.monotonic()
+    """Yield chunks of records, and print the progress every few seconds."""
+    printed = time.monotonic()
     for start in range(0, len(records), CHUNK):
-        if time.monotonic() - said >= SECONDS_A_LINE:
-            said = time.monotonic()
+        if time.monotonic() - printed >= SECONDS_A_LINE:
+            printed = time.monotonic()
             print(f"{start:,} of {len(records):,} {what} are tokenized", flush=True)
         yield records[start : start + CHUNK]
 

@@ -1,18 +1,23 @@
-"""The records of a stage: all its sources read, checked, split and mixed."""
+"""The records of a stage: its sources are read, checked, split and mixed.
 
+The splits depend on the text of the prompts only. The SHA-256 of a prompt gives two fixed points in [0, 1): one decides
+whether the prompt is held out, the other which stage trains on it. So the splits do not depend on ranks, machine, order
+or seed, all sources agree on them, and a change of one share does not change the other split.
+"""
+
+import hashlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.stages import STAGES
 from pipeline.data.files import Table
 from pipeline.data.formats import FORMS_TEXT, RENAME, SERVES, Record, detect, to_records
-from pipeline.data.records import Prompt
+from pipeline.data.records import Conversation, Message, Preference, Prompt
 from pipeline.data.sources import Source, configured_sources, is_absent, open_source
-from pipeline.data.splits import digest, held_out_point, mixed_sizes, stage_of
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -260,3 +265,46 @@ def _no_data(data: "DataConfig", stage: str, unfit: Sequence[Table]) -> str:
         f"{'; '.join(found) or 'no source lists the stage'}. Give data.path=FILE or another data=NAME, or run "
         f"{alone}. Understood are: {FORMS_TEXT}. {RENAME}."
     )
+
+
+def digest(record: Conversation | Preference | Prompt) -> bytes:
+    """Return the SHA-256 of the prompt of a record: every message before the answer, with its role."""
+    if isinstance(record, Conversation):
+        return digest_of(record.messages[:-1])
+    return digest_of(record.prompt if isinstance(record, Preference) else record.messages)
+
+
+def digest_of(messages: Sequence[Message]) -> bytes:
+    text = "\x1e".join(f"{message.role}\x1f{message.content}" for message in messages)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def held_out_point(prompt: bytes) -> float:
+    """Return a point in [0, 1) from the first 53 bits; points below the held-out share are held out."""
+    return (int.from_bytes(prompt[:8], "big") >> 11) / 2**53
+
+
+def stage_point(prompt: bytes) -> float:
+    """Return a point in [0, 1) that is independent of `held_out_point`."""
+    return (int.from_bytes(prompt[8:16], "big") >> 11) / 2**53
+
+
+def stage_of(prompt: bytes, shares: Mapping[str, float]) -> str:
+    """Return the stage that trains on a prompt. `shares` are relative; their sum need not be 1."""
+    stages = [stage for stage in STAGES if shares.get(stage, 0.0) > 0]
+    total = sum(shares[stage] for stage in stages)
+    point, edge = stage_point(prompt) * total, 0.0
+    for stage in stages[:-1]:
+        edge += shares[stage]
+        if point < edge:
+            return stage
+    return stages[-1]
+
+
+def mixed_sizes(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Return the numbers of rows of the largest mix of sources in the ratio of `weights`, without repeated rows.
+
+    The mix uses all rows of the source that has the fewest for its weight.
+    """
+    largest = min(size / weight for size, weight in zip(sizes, weights, strict=True))
+    return [max(1, min(size, round(largest * weight))) for size, weight in zip(sizes, weights, strict=True)]

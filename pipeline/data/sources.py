@@ -89,7 +89,7 @@ class DemoSource:
 
 @cache
 def _demo_rows(kind: str, examples: int) -> list[dict[str, Any]]:
-    from pipeline.data.demo import rows_of
+    from pipeline.demo import rows_of
 
     return rows_of(kind, examples)
 

@@ -39,7 +39,7 @@ def gold_scores(prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float
     """The gold scorer's, in [0, 1], of each answer; None unless all prompts are the demo's."""
     if not prompts or any(prompt.source != GOLD_SOURCE for prompt in prompts):
         return None
-    from pipeline.data.gold import gold_score
+    from pipeline.demo.gold import gold_score
 
     return [gold_score(prompt.messages, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 

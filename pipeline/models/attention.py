@@ -19,11 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from engine.generation.attention import attend, check_arguments
-from engine.generation.supported import UnsupportedModel
-from engine.kernels.varlen import fits, varlen_kernel, within_sequences
-from engine.kernels_cpu.ragged_attention import ragged_attention
-from engine.parallel.sequence import SequenceShard
+from engine import attention, distributed, kernels
 from pipeline.data.documents import Documents, Ragged
 
 NAME = "zerochat_documents"
@@ -57,7 +53,7 @@ def document_attention(
     attention_mask: Tensor | None = None,
     *,
     documents: Documents | None = None,
-    share: SequenceShard | None = None,
+    share: distributed.SequenceShard | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -71,8 +67,8 @@ def document_attention(
     Returns (B, T, heads, value's size). Raises UnsupportedModel.
     """
     if attention_mask is not None:
-        raise UnsupportedModel(f"{type(module).__name__} asks for another kind of attention")
-    check_arguments(module, others)
+        raise attention.UnsupportedModel(f"{type(module).__name__} asks for another kind of attention")
+    attention.check_arguments(module, others)
     how = _How(scaling, sliding_window, softcap, dropout)
     if documents is None:
         return how.attend(query, key, value).transpose(1, 2), None
@@ -94,7 +90,7 @@ class _How:
         """(B, heads, Q, size) queries, the last Q of K tokens, over (B, key heads, K, size)."""
         mask = self.mask(query.shape[2], key.shape[2], query.device)
         if self.softcap is not None:
-            return attend(query, key, value, mask, scaling=self.scaling, softcap=self.softcap)
+            return attention.attend(query, key, value, mask, scaling=self.scaling, softcap=self.softcap)
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
@@ -115,12 +111,12 @@ class _How:
 
     def fits_kernel(self, query: Tensor, value: Tensor) -> bool:
         """Whether the variable-length kernel does this."""
-        return self.softcap is None and self.dropout == 0.0 and fits(query, value)
+        return self.softcap is None and self.dropout == 0.0 and kernels.varlen_fits(query, value)
 
 
 def _within(documents: Documents, query: Tensor, key: Tensor, value: Tensor, how: _How) -> Tensor:
     """(1, heads, N, size) queries -> (1, N, heads, size), by what does it best here."""
-    kernel = varlen_kernel() if query.is_cuda and how.fits_kernel(query, value) else None
+    kernel = kernels.varlen_kernel() if query.is_cuda and how.fits_kernel(query, value) else None
     if kernel is not None:
         return _by_kernel(kernel, query[0], key[0], value[0], documents.ragged(query.device), how)[None]
     return _by_lengths(query, key, value, documents, how)
@@ -140,7 +136,7 @@ def _on_host(query: Tensor, key: Tensor, value: Tensor, documents: Documents, ho
     if (families := documents.families) is None:
         return None
     scale = query.shape[-1] ** -0.5 if how.scaling is None else how.scaling
-    return ragged_attention(query, key, value, families, scale=scale, window=how.window)
+    return kernels.ragged_attention(query, key, value, families, scale=scale, window=how.window)
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How) -> Tensor:
@@ -165,7 +161,7 @@ def _by_kernel(
     if ragged.keys is not None:
         k, v = k.index_select(0, ragged.keys), v.index_select(0, ragged.keys)
     starts, longest = (ragged.query_starts, ragged.key_starts), (ragged.longest_query, ragged.longest_key)
-    return within_sequences(kernel, q, k, v, starts, longest, scale=how.scaling, window=how.window)
+    return kernels.within_sequences(kernel, q, k, v, starts, longest, scale=how.scaling, window=how.window)
 
 
 AttentionInterface.register(NAME, document_attention)

@@ -13,10 +13,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from engine import Engine, EngineConfig, OptimizerConfig, distributed, precision
-from engine.parallel.sequence import check_heads
-from pipeline.config.engines import engine_fields
+from engine import Engine, EngineConfig, OptimizerConfig, deepspeed_json, distributed
+from pipeline.config.engines import deepspeed_for, engine_fields
 from pipeline.config.schema import EngineSettings, LoraConfig
+from pipeline.distributed import data_share
 from pipeline.errors import UserError
 from pipeline.models.adapters import add_adapters
 from pipeline.models.modules import Policy, Scorer
@@ -28,6 +28,13 @@ NO_SCORER = (
     "(reward_model=), or a function that scores and no critic (ppo.reward_model=false ppo.reward_function=FILE.py:NAME "
     "ppo=grpo)"
 )
+
+
+def natural_precision() -> str:
+    """Return the precision for `engine.dtype=auto`: fp32 on CPUs, bf16 on GPUs that compute it, else fp16."""
+    if not torch.cuda.is_available():
+        return "fp32"
+    return "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp16"
 
 
 @dataclass(frozen=True)
@@ -44,17 +51,11 @@ class EngineChoice:
 
         `source` may say how its modules are split.
         """
-        file = self.settings.deepspeed
-        if file is None:
+        if self.settings.deepspeed is None:
             return {"config": EngineConfig(**self._fields(source)), "optimizer": self.optimizer}
-        from engine import deepspeed_json
-
-        if self.optimizer is None:
-            file = {key: value for key, value in file.items() if key not in ("optimizer", "scheduler")}
+        file, (_, shares) = deepspeed_for(self.settings.deepspeed, self.optimizer), data_share()
         try:
-            found = deepspeed_json.parse(
-                file, ranks=distributed.world().data_size, optimizer=self.optimizer, base=self._fields(source)
-            )
+            found = deepspeed_json.parse(file, ranks=shares, optimizer=self.optimizer, base=self._fields(source))
         except ValueError as error:
             raise UserError(f"engine.deepspeed: {error}") from None
         return {
@@ -66,7 +67,7 @@ class EngineChoice:
 
     def _fields(self, source: ModelSource | None) -> dict[str, Any]:
         """What the keys of `engine` say, as fields of an `EngineConfig`."""
-        dtype = precision.natural() if self.settings.dtype == "auto" else self.settings.dtype
+        dtype = natural_precision() if self.settings.dtype == "auto" else self.settings.dtype
         plan = source.tensor_plan if source is not None else None
         return engine_fields(self.settings) | {"dtype": dtype, "tensor_plan": plan}
 
@@ -129,7 +130,7 @@ def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrained
     config = without_dropout(source.config, choice.dropout)
     heads = own_field(config, "num_attention_heads")
     if isinstance(heads, int):
-        check_heads(heads, choice.settings.sequence_parallel)
+        distributed.check_heads(heads, choice.settings.sequence_parallel)
     if own_field(config, "attn_logit_softcapping") is not None and source.attention == "sdpa":
         # older versions of transformers leave the cap out and say nothing
         raise UserError(f"{source.name} caps its attention's scores, which sdpa does not: model.attention=eager")

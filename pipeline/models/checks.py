@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine import Engine, distributed, oom
-from engine.generation.supported import frequency_change, max_positions
-from engine.parallel import zero
+from engine import Engine, attention, distributed, oom
 from pipeline.data.batch import places_of
 from pipeline.data.documents import Documents
 from pipeline.errors import UserError
@@ -56,7 +54,7 @@ def verify(engine: Engine, *, max_length: int) -> Abilities:
     with engine.scoring():
         _check_runs(module, engine.config.dtype)
         if isinstance(module, Policy):
-            module.use_logits = _needs_logits(module, tolerance)
+            module.use_logits = _needs_logits(engine, module, tolerance)
             if module.use_logits:
                 notes.append("this model does more than its head to make logits, so whole logits are computed")
         if not _is_causal(module, tolerance):
@@ -64,7 +62,7 @@ def verify(engine: Engine, *, max_length: int) -> Abilities:
                 f"{type(module.backbone).__name__} looks at the tokens that follow, as encoders do, so it can't learn "
                 "to write; a causal language model is needed"
             )
-        module.packs = _packs(module, tolerance, max_length)
+        module.packs = _packs(engine, module, tolerance, max_length)
         module.steady = _differs_in_training(module, max_length)
     if module.steady:
         module.eval()
@@ -92,21 +90,17 @@ def adopt(engine: Engine, like: Engine) -> None:
 
 
 def _check_positions(model: PreTrainedModel, max_length: int) -> None:
-    """Refuse lengths for which positions are lacking where some are kept for padding, which no configuration tells, and
-    those beyond which every position is another.
+    """Raise UserError if the model supports fewer tokens than `max_length`, although its configuration has positions.
+
+    Some families reserve positions for padding. Others change all rotary frequencies above a length (LongRoPE), so the
+    numbers of a token would depend on the lengths of other sequences in the batch.
     """
-    has, rows, turn = max_positions(model), own_field(model.config, "max_position_embeddings"), frequency_change(model)
-    if turn is not None and turn < max_length:
+    limit, configured = attention.max_positions(model), own_field(model.config, "max_position_embeddings")
+    if limit is not None and limit < min(max_length, configured):
         raise UserError(
-            f"{type(model).__name__} turns by other frequencies in sequences of more than {turn} tokens (longrope), so "
-            f"a token's numbers would depend on how long the sequences beside it are; {max_length} are too many: lower "
-            "the stage's max_length, or rollout.max_prompt_tokens and rollout.max_new_tokens"
-        )
-    if has is not None and has < min(max_length, rows):
-        raise UserError(
-            f"{type(model).__name__} has {has} positions for a sequence (of {rows} the first belong to padding), too "
-            f"few for {max_length} tokens: lower the stage's max_length, or rollout.max_prompt_tokens and "
-            "rollout.max_new_tokens"
+            f"{type(model).__name__} supports sequences of {limit} tokens, not {max_length}: the other positions are "
+            "for padding, or its rotary frequencies change above that length (longrope). Lower the stage's max_length, "
+            "or rollout.max_prompt_tokens and rollout.max_new_tokens"
         )
 
 
@@ -140,10 +134,10 @@ def _is_causal(module: Policy | Scorer, tolerance: float) -> bool:
     return distributed.max_over_ranks(off) <= tolerance
 
 
-def _needs_logits(policy: Policy, tolerance: float) -> bool:
+def _needs_logits(engine: Engine, policy: Policy, tolerance: float) -> bool:
     row = _tokens(policy, 16)
     policy.use_logits = False
-    fast = _tried(policy, lambda: _numbers(policy, row))
+    fast = _tried(engine, lambda: _numbers(policy, row))
     policy.use_logits = True
     return fast is None or _differs(fast, _numbers(policy, row), tolerance)
 
@@ -160,7 +154,7 @@ def _differs_in_training(module: Policy | Scorer, max_length: int) -> bool:
         return False
     if any("jitter" in key for key in positive):
         return True
-    row = _tokens(module, min(LOTS, max_length, max_positions(module.backbone) or LOTS))
+    row = _tokens(module, min(LOTS, max_length, attention.max_positions(module.backbone) or LOTS))
     calm = _numbers(module, row)
     module.train()
     loud = torch.cat([_numbers(module, row) for _ in range(2)])  # twice: lots may fall alike
@@ -168,18 +162,18 @@ def _differs_in_training(module: Policy | Scorer, max_length: int) -> bool:
     return _differs(loud, calm.repeat(2), SAME)
 
 
-def _tried(module: nn.Module, work: Callable[[], Tensor]) -> Tensor | None:
-    """What `work` gives; None where the model can't do it, and then it is as before."""
+def _tried(engine: Engine, work: Callable[[], Tensor]) -> Tensor | None:
+    """Return the result of `work`; None if the model cannot do it. The engine then discards the pass."""
     try:
         return work()
     except Exception as problem:  # whatever a forward that wants something else may say
         if oom.is_out_of_memory(problem):
             raise
-    zero.discard(module)
+    engine.discard()
     return None
 
 
-def _packs(module: Policy | Scorer, tolerance: float, max_length: int) -> bool:
+def _packs(engine: Engine, module: Policy | Scorer, tolerance: float, max_length: int) -> bool:
     """Whether documents in one row get the numbers they get apart, one longer than the model's window among them.
 
     Where they do, the model keeps attending by document; otherwise its attention stays as it was.
@@ -189,23 +183,23 @@ def _packs(module: Policy | Scorer, tolerance: float, max_length: int) -> bool:
     first, second, third = _tokens(module, sum(lengths)).split(lengths, dim=1)
     apart = [_numbers(module, first), _numbers(module, second), _numbers(module, torch.cat([first, third], dim=1))]
     before: str = model.config._attn_implementation
-    if not _counts_from_zero(module, first) or not use_documents(model):
+    if not _counts_from_zero(engine, module, first) or not use_documents(model):
         return False
     # The third goes on from the first, so its own numbers are the last ones of the two together.
     after = apart[2][-(len(third[0]) - isinstance(module, Policy)) :]
     documents = Documents(lengths, (None, None, 0))
     row = torch.cat([first, second, third], dim=1)
-    together = _tried(module, lambda: _numbers(module, row, documents))
+    together = _tried(engine, lambda: _numbers(module, row, documents))
     found = together is not None and not _differs(together, torch.cat([apart[0], apart[1], after]), tolerance)
     if not found:
         attention_of(model, before)
     return found
 
 
-def _counts_from_zero(module: Policy | Scorer, row: Tensor) -> bool:
+def _counts_from_zero(engine: Engine, module: Policy | Scorer, row: Tensor) -> bool:
     """Whether positions 0, 1, ... told to the model are those that it gives its tokens by itself."""
     places = torch.arange(row.shape[1], device=row.device)[None]
-    told = _tried(module, lambda: _numbers(module, row, positions=places))
+    told = _tried(engine, lambda: _numbers(module, row, positions=places))
     return told is not None and not _differs(told, _numbers(module, row), SAME)
 
 

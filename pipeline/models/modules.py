@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from engine import distributed, token_logprobs
-from engine.parallel.sequence import SequenceShard, sequence_shard
 from pipeline.data.documents import Documents
 from pipeline.models.attention import NAME
 
@@ -125,10 +124,10 @@ class Scorer(_Backed):
         return values.clone()  # FSDP2 hooks on the output: it must not be a view
 
 
-def _share(input_ids: Tensor, documents: Documents | None) -> SequenceShard | None:
+def _share(input_ids: Tensor, documents: Documents | None) -> distributed.SequenceShard | None:
     """This rank's share of a row; None where the rank computes all of it."""
     if documents is not None:
-        return sequence_shard(input_ids.shape[1])
+        return distributed.sequence_shard(input_ids.shape[1])
     assert distributed.world().sequence == 1 or not torch.is_grad_enabled(), "only rows of documents are shared out"
     return None
 
@@ -137,7 +136,7 @@ def _inputs(
     model: PreTrainedModel,
     input_ids: Tensor,
     documents: Documents | None,
-    share: SequenceShard | None,
+    share: distributed.SequenceShard | None,
     positions: Tensor | None,
 ) -> dict[str, Any]:
     if documents is None:
@@ -146,7 +145,7 @@ def _inputs(
     return packed_inputs(input_ids, documents, share)
 
 
-def packed_inputs(input_ids: Tensor, documents: Documents, share: SequenceShard | None) -> dict[str, Any]:
+def packed_inputs(input_ids: Tensor, documents: Documents, share: distributed.SequenceShard | None) -> dict[str, Any]:
     """What the backbone takes of a row of documents (1, N), or of this rank's share of it."""
     if share is None:
         positions = documents.positions(input_ids.device)

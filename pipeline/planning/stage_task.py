@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engine.config import EngineConfig, OptimizerConfig
+from engine import EngineConfig, OptimizerConfig
 from engine.memory import GenerationLoad, ModelShape, Workload, measure_shape
 from pipeline.config.engines import engine_settings
 from pipeline.config.schema import ROLE_ENGINES, EngineSettings, LoraConfig, RunConfig, StageSection

@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine import Checkpointer, Engine
-from engine.checkpoint import Damaged, complete
+from engine import Checkpointer, Engine, checkpoint
 from pipeline.distributed import broadcast_from_rank_zero, is_rank_zero
 from pipeline.errors import UserError
 from pipeline.files import explained_disk
@@ -48,7 +47,7 @@ class Checkpoints:
         for path in reversed(paths):
             try:
                 loaded = self.load(path)
-            except Damaged as problem:
+            except checkpoint.Damaged as problem:
                 damaged[path] = problem.reason
                 continue
             if is_rank_zero():
@@ -82,7 +81,7 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _complete(self) -> list[Path]:
-        return complete(self._stage / "checkpoints")
+        return checkpoint.complete(self._stage / "checkpoints")
 
     def _set_aside(self, damaged: Path, reason: str) -> None:
         """Rename a damaged checkpoint, for inspection."""

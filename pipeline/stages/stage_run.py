@@ -16,9 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine import Engine, distributed, oom
-from engine.checkpoint import Damaged, random_state, restore_random_state
-from engine.parallel import comm_stats, stop_signal
+from engine import Engine, checkpoint, distributed, oom
 from pipeline.config.schema import ProfileSection, StageSection
 from pipeline.errors import SharedError, UserError
 from pipeline.files import explained_disk, write_json
@@ -77,7 +75,7 @@ class StageRun:
         self._decides = decides if section.export == "best" else None
         self._best_step: int | None = None
         self._begun = 0  # the step before this process's first
-        self._sent = comm_stats.sent()
+        self._sent = distributed.bytes_sent()
         self._profile = _profile_of(folder, profile)
 
     @property
@@ -99,10 +97,10 @@ class StageRun:
             self.best, self.last = shared["best"], shared["last"]
             self._best_step = shared.get("best_step")
             if mine is not None:
-                restore_random_state(mine["random"])
+                checkpoint.restore_random_state(mine["random"])
             self._take(shared["extra"])
         self.clock.begin_lap()
-        self._begun, self._sent = step, comm_stats.sent()
+        self._begun, self._sent = step, distributed.bytes_sent()
         if distributed.world().leads:
             if step:
                 print(f"{self.folder.name}: continuing after step {step} of {self.steps}", flush=True)
@@ -135,7 +133,7 @@ class StageRun:
         """
         if self._profile is not None:
             self._profile.expect(self._begun + 1, self.steps)
-        with put_off(stop_signal.ask):
+        with put_off(distributed.request_stop):
             for step in range(self._begun + 1, self.steps + 1):
                 if self._profile is not None:
                     self._profile.begin(step)
@@ -174,7 +172,7 @@ class StageRun:
         Where `save_every` is 0, every tenth of the stage, and wherever the last one is too long ago. If the run is to
         stop, which all ranks learned in the step's updates, one is due as well; when it is whole, Stopped is raised.
         """
-        stops = stop_signal.agreed()
+        stops = distributed.stop_requested()
         regular = step > 0 and (step % self._save_every == 0 or self._overdue(step))
         if step != self._saved and (stops or regular or step in (self.steps, self._best_step)):
             self._write(step)
@@ -197,7 +195,7 @@ class StageRun:
             "extra": self._extra(),
         }
         with self.clock.phase("save"):
-            self._checkpoints.save(step, shared, {"random": random_state()}, keep=self._best_step)
+            self._checkpoints.save(step, shared, {"random": checkpoint.random_state()}, keep=self._best_step)
         self._saved, self._saved_at = step, time.monotonic()
 
     def _overdue(self, step: int) -> bool:
@@ -235,7 +233,7 @@ class StageRun:
         else:
             try:
                 self._checkpoints.load(place)
-            except Damaged as problem:
+            except checkpoint.Damaged as problem:
                 raise UserError(
                     f"{place} is damaged ({problem.reason}); it has {told}. Put a sound copy back; or delete it, and "
                     "the same command exports the last step"
@@ -257,7 +255,7 @@ class StageRun:
     def _bytes_sent_by_step(self) -> dict[str, int]:
         """Mean bytes that this rank sends in a step, by what for; rollouts, scoring and evaluation are part of it."""
         steps = max(1, self.steps - self._begun)
-        return {kind: round(size / steps) for kind, size in asdict(comm_stats.sent() - self._sent).items()}
+        return {kind: round(size / steps) for kind, size in asdict(distributed.bytes_sent() - self._sent).items()}
 
     def finish(self, figures: Mapping[str, Any]) -> None:
         """Write summary.json: final and best figures, peak memory by rank, seconds by phase, tokens a second."""

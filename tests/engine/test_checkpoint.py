@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from engine import Checkpointer, Engine, EngineConfig, OptimizerConfig
 from engine.checkpoint import Damaged, complete, random_state, restore_random_state
 from engine.checkpoint import checkpointer as checkpointer_module
-from engine.checkpoint.planner import HostCopy
+from engine.checkpoint.chunks import LocalChunks
 from engine.checkpoint.storage import Writer
 from engine.config import LossScale, Precision
 from engine.parallel import dist, dtensors, stop_signal
@@ -270,7 +270,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "lost": (lambda f: (f / TENSORS).unlink(), f"{TENSORS} is missing"),
     "values": (lambda f: (f / "state.json").write_text("{garbage"), "state.json has 8 bytes"),
     "values overwritten": (lambda f: overwrite(f / "state.json"), "state.json has other bytes"),
-    "sums": (lambda f: (f / "checksums.json").write_text("[1]"), "checksums.json can't be read"),
+    "sums": (lambda f: (f / "checksums.json").write_text("[1]"), "checksums.json cannot be read"),
     "no sums": (lambda f: (f / "checksums.json").unlink(), "checksums.json is missing"),
     "folder": (shutil.rmtree, "there is no such folder"),
 }
@@ -337,7 +337,7 @@ def test_a_host_without_room_for_a_copy_is_written_before_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(checkpointer_module, "COPY_SHARE", 0.0)
-    monkeypatch.setattr(HostCopy, "stage", lambda *_: pytest.fail("made a copy"))
+    monkeypatch.setattr(LocalChunks, "copy_to_host", lambda *_: pytest.fail("made a copy"))
     engine = engine_of(0)
     expected = advance(engine, 0, 1)
     checkpointer = Checkpointer({"net": engine})
@@ -392,11 +392,3 @@ def test_buffers_of_any_type_and_shape_return(tmp_path: Path) -> None:
     for name, value in values.items():
         found = other.module.get_buffer(name)
         assert found.dtype == value.dtype and found.tolist() == value.tolist(), name
-
-
-def test_a_checkpoint_of_version_0_1_is_refused_with_advice(tmp_path: Path) -> None:
-    (tmp_path / "step-1").mkdir()
-    for name in ("sums.json", "index.json", "tensors-0.bin"):
-        (tmp_path / "step-1" / name).touch()
-    with pytest.raises(ValueError, match=r"zerochat 0.1, whose format this version does not read; finish the run with"):
-        engine_of(0).load(tmp_path / "step-1")

@@ -1,4 +1,4 @@
-"""DeepSpeed configurations: every key of the table is known, what is said counts, what can't be is refused."""
+"""DeepSpeed configurations: all keys are known, supported keys have an effect, mistakes are refused."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch import nn
 from engine import EngineConfig, OptimizerConfig, deepspeed_json, initialize
 from engine.config import LossScale
 from engine.deepspeed_json import parse
-from engine.deepspeed_keys import KEYS, PAGE, page
+from engine.deepspeed_keys import IGNORED, PAGE, SUPPORTED, UNSUPPORTED, page
 from engine.parallel import dtensors
 
 OWN = OptimizerConfig(lr=3e-4, total_steps=50, warmup_steps=5, weight_decay=0.2)
@@ -159,11 +159,10 @@ def warm_up(**params: Any) -> dict[str, Any]:
         ({"zero_optimization": {"stag": 2}}, r"zero_optimization.stag: .*did you mean zero_optimization.stage\?"),
         ({"zero_optimization": {"loss_scale_window": 2}}, r"did you mean fp16.loss_scale_window\?"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4 is not supported; write one of 0, 1, 2, 3"),
-        ({"zero_optimization": {"overlap_comm": "yes"}}, 'overlap_comm="yes": write true or false'),
-        ({"zero_optimization": {"reduce_bucket_size": True}}, "write a number"),
+        ({"bf16": {"enabled": "yes"}}, 'bf16.enabled="yes": write true or false'),
+        ({"gradient_clipping": True}, "write a number"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, "device=disk .*write .* nvme"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs .*stage=3, not 2"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "needs zero_optimization.stage=1"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme"}}}, "needs .*stage=3, not 2"),
         ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, "zero_quantized_weights=true"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "needs zero_stage=1"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true; keep one"),
@@ -284,15 +283,20 @@ synchronize_checkpoint_boundary=False profile=False number_checkpoints
 """
 
 
-def test_every_key_of_deepspeeds_tables_is_known_with_its_default() -> None:
+def test_every_key_of_deepspeeds_tables_is_known_and_its_default_is_accepted() -> None:
     section = ""
     for word in TABLE.split():
         if word.endswith(":"):
             section = f"{word[:-1]}."
             continue
         name, _, default = word.partition("=")
-        assert KEYS[f"{section}{name}"].default == (json.loads(default.lower()) if default else None), word
-    assert all(key.note for key in KEYS.values())
+        assert any(
+            key in known for known in (SUPPORTED, IGNORED, UNSUPPORTED) for key in (section + name, section[:-1])
+        )
+        file: Any = json.loads(default.lower()) if default else None
+        for key in reversed((section + name).split(".")):
+            file = {key: file}
+        parse(file, ranks=None)
 
 
 def test_offload_sections() -> None:
@@ -307,7 +311,7 @@ def test_offload_sections() -> None:
         nvme_path="/disk", sub_group_size=4_000_000,
     )  # fmt: skip
     told = "\n".join(found.ignored)
-    assert "aio.block_size has no effect" in told and "offload_optimizer.buffer_count has no effect" in told
+    assert "aio has no effect" in told and "offload_optimizer.buffer_count has no effect" in told
     own = EngineConfig(zero_stage=2, offload_optimizer="cpu", nvme_path="/mine")
     assert parse({"zero_optimization": {"overlap_comm": True}}, base=own).engine == own
     section["offload_param"]["nvme_path"] = "/other"  # type: ignore[index]
@@ -326,7 +330,6 @@ ADAM: dict[str, Any] = {"type": "Adam"}
         ({"zero_optimization": {"offload_optimizer": True}}, r"offload_optimizer=true: write a section"),
         ({"optimizer": "AdamW"}, r'optimizer="AdamW": write a section'),
         ({"optimizer": {**ADAM, "params": []}}, r"optimizer.params=\[\]: write a section"),
-        ({"optimizer": {"type": "DeepSpeedCPUAdam"}}, r"class of DeepSpeed; write Adam,"),
         ({"optimizer": {"type": "AdamX"}}, r"optimizer.type=AdamX: there is no optimizer AdamX"),
         ({"optimizer": {**ADAM, "params": {"lr": -1}}}, r"optimizer.params.lr=-1: write a number, at least 0"),
         ({"optimizer": {**ADAM, "params": {"lr": "fast"}}}, r'optimizer.params.lr="fast": write a number'),
@@ -353,7 +356,7 @@ def test_values_that_are_none_are_refused_with_their_key(file: dict[str, Any], m
         parse(file, ranks=1)
 
 
-def test_remarks_and_absent_sections_are_taken() -> None:
+def test_remarks_and_absent_sections_are_accepted() -> None:
     file = {
         "_comment": "ours", "//": "x", "fp16": None, "scheduler": None, "steps_per_print": float("inf"),
         "optimizer": {"type": "Adam", "params": {"lr": None, "eps": "1e-7", "weight_decay": None}},
@@ -362,8 +365,6 @@ def test_remarks_and_absent_sections_are_taken() -> None:
     found = parse(file, ranks=1)
     assert found.engine.zero_stage == 2 and found.engine.offload_optimizer == "none" and found.optimizer is not None
     assert (found.optimizer.lr, found.optimizer.eps, found.optimizer.weight_decay) == (1e-3, 1e-7, 0.0)
-    for name in ("_comment", "//", "zero_optimization.# why"):
-        assert f"{name} is read as a comment" in found.ignored
 
 
 @pytest.mark.parametrize("value", [None, False])

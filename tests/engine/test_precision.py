@@ -9,7 +9,7 @@ from torch import nn
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.config import LossScale, Precision
 from engine.parallel import dist
-from engine.precision import LossScaler, natural, policy
+from engine.precision import LossScaler, policy
 
 
 def by_hand(overflows: list[bool], power: int, window: int, hysteresis: int) -> list[float]:
@@ -60,15 +60,6 @@ def test_overflow_at_the_smallest_scale_is_an_error_that_says_what_to_do() -> No
     assert scaler.scale == 1.0
     with pytest.raises(FloatingPointError, match=r"engine\.dtype=bf16"):
         scaler.update(True)
-
-
-@pytest.mark.parametrize(("card", "expected"), [(None, "fp32"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((12, 0), "bf16")])
-def test_what_a_machine_computes_in(
-    card: tuple[int, int] | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
-    assert natural() == expected
 
 
 def test_other_precisions_only_count() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.demo import demo_rows
 from pipeline.data.files import find, read_table
+from pipeline.demo import demo_rows
 from pipeline.errors import UserError
 from pipeline.evaluation.user_function import JUDGE, load_function
 

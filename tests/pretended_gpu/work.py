@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine import Checkpointer, EngineConfig, Sampling
 from engine.checkpoint import checkpointer
-from engine.checkpoint.planner import TENSORS, HostCopy, in_memory
+from engine.checkpoint.chunks import chunks_of
 from engine.engine import Engine
 from engine.generation import attention
 from engine.generation.attention import Step
@@ -70,9 +70,9 @@ def test_a_checkpoint_goes_on_as_it_was(
 
 def test_a_copy_is_made_before_anything_changes() -> None:
     live = torch.arange(2500.0).to("cuda")
-    copies = HostCopy().stage({TENSORS: {"live": in_memory(live)}})[TENSORS]
+    copy = chunks_of(live).copy_to_host().values
+    torch.cuda.synchronize()
     live.fill_(9.0)
-    copy = copies["live"].read()
     assert copy.device.type == "cpu" and copy.is_pinned()
     assert torch.equal(copy, torch.arange(2500.0))
 

@@ -25,10 +25,9 @@ from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
 from pipeline.stages.settings import prepare_generation, sampling
 from step1_sft import train
-from step1_sft.batches import micro_batches
-from step1_sft.evaluate import answer, held_out_loss
+from step1_sft.batches import held_out_loss, micro_batches
 from step1_sft.loss import sft_loss
-from step1_sft.train import loss_of
+from step1_sft.train import answer, loss_of
 from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
 from tests.tiny import tiny_config
 

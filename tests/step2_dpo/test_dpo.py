@@ -22,7 +22,7 @@ from pipeline.models.checks import verify
 from pipeline.planning.demand import predict_bytes
 from pipeline.planning.stage_task import StageTask
 from step2_dpo import evaluate
-from step2_dpo.batches import Pairs, lay_out
+from step2_dpo.batches import Pairs, collate_answers
 from step2_dpo.evaluate import held_out_figures, held_out_shares, pair_logprobs, with_reference
 from step2_dpo.objective import loss_of
 from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
@@ -149,7 +149,7 @@ def test_held_out_shares_are_by_what_was_gained_on_the_reference() -> None:
 @pytest.mark.parametrize("packing", [False, True])
 def test_answers_alone_are_scored_and_share_their_prompt(packing: bool) -> None:
     items, reference = pairs(), torch.arange(10.0).view(5, 2)
-    batch = lay_out(items, reference, 0, packing=packing)
+    batch = collate_answers(items, reference, 0, packing=packing)
     answers = [i.chosen[i.prompt :] for i in items] + [i.rejected[i.prompt :] for i in items]
     assert batch.input_ids.flatten()[batch.scored].tolist() == np.concatenate(answers).tolist()
     assert batch.lengths.tolist() == [len(answer) for answer in answers] and batch.longest == 12
@@ -187,7 +187,7 @@ def test_a_batch_without_pairs_takes_part_and_adds_nothing(folder: Path, packing
         engine, known = policy_in(folder, packing=packing), Pairs(pairs(), torch.zeros(5, 2))
         batches, _ = known.micro_batches(range(5), budget=10_000, packing=packing, pad_id=0)
         update = engine.update(
-            batches + [lay_out([], torch.zeros(0, 2), 0, packing=packing)] * empty, loss_of(DpoSection()), 5
+            batches + [collate_answers([], torch.zeros(0, 2), 0, packing=packing)] * empty, loss_of(DpoSection()), 5
         )
         found.append({"loss": update.loss, "norm": update.grad_norm, **update.sums})
     assert found[1] == pytest.approx(found[0], rel=1e-5)

@@ -18,8 +18,7 @@ from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.models.build import build_scorer
 from pipeline.models.checks import verify
 from pipeline.stages.data import log_undecided
-from step2_reward.batches import micro_batches
-from step2_reward.evaluate import score_pairs
+from step2_reward.batches import micro_batches, score_pairs
 from step2_reward.train import loss_of, reference_level
 from tests.pipeline.models.tiny import classifier, config_of, frozen, source_in, trained
 

@@ -93,7 +93,7 @@ def models_in(
     )
     for engine in models.engines.values():
         assert not packing or verify(engine, max_length=32).packing
-    assert models.pack == packing
+    assert models.packing == packing
     return models
 
 

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from engine.kernels import gae
 from step3_ppo.advantages import (
     KlController,
+    gae,
     grpo,
     is_uniform,
     kl_k1,
@@ -80,7 +80,7 @@ def test_the_score_is_at_the_last_response_token_and_the_penalty_at_each() -> No
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.97, 0.0)])
 def test_gae(gamma: float, lam: float) -> None:
     rewards, values = table(LENGTHS, 6), table(LENGTHS, 7, scale=2)
-    advantages, returns, _ = gae(tensor(rewards), tensor(values), mask_of(LENGTHS), gamma=gamma, lam=lam)
+    advantages, returns = gae(tensor(rewards), tensor(values), mask_of(LENGTHS), gamma=gamma, lam=lam)
     wanted = gae_by_hand(rewards, values, gamma, lam)
     close(advantages, wanted[0])
     close(returns, wanted[1])
@@ -88,7 +88,7 @@ def test_gae(gamma: float, lam: float) -> None:
 
 def test_without_discount_the_return_is_the_sum_of_rewards() -> None:
     rewards, values = table(LENGTHS, 8), table(LENGTHS, 9)
-    _, returns, _ = gae(tensor(rewards), tensor(values), mask_of(LENGTHS), gamma=1.0, lam=1.0)
+    _, returns = gae(tensor(rewards), tensor(values), mask_of(LENGTHS), gamma=1.0, lam=1.0)
     close(returns, [[math.fsum(row[t:]) for t in range(len(row))] for row in rewards])
 
 

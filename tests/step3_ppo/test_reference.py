@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from step3_ppo.log import rollout_metrics
-from tests.step3_ppo.made import advantages_of, learn
+from tests.step3_ppo.made import learn
 from tests.step3_ppo.test_stage import ppo_of, run_folder, weights
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -22,7 +22,7 @@ def one_step(folder: Path, **keys: Any) -> tuple[set[str], dict[str, float], lis
     """The engines there are, the figures of a step, the actor after it."""
     ppo, stage = ppo_of(folder, kl_coef=0.0, update_epochs=2, **keys)
     rollout = ppo.collect(1, stage)
-    targets = advantages_of(rollout, ppo.section, kl_coef=0.0)
+    targets = ppo.compute_advantages(rollout)
     learned = learn(ppo, 1, rollout, targets, stage.budget)
     return set(ppo.models.engines), rollout_metrics(rollout, targets) | learned, weights(ppo.models.actor)
 

@@ -14,12 +14,12 @@ from pipeline.data.records import Message
 from pipeline.errors import SharedError, UserError
 from pipeline.evaluation.user_function import JUDGE, UserFunction
 from pipeline.stages.stage_run import StageRun
-from step3_ppo.evaluate import evaluator_of
+from step3_ppo.evaluate import build_evaluator
 from step3_ppo.log import rollout_metrics
 from step3_ppo.models import build_models, load_models
 from step3_ppo.setup import Ppo
 from tests.ranks import run_ranks
-from tests.step3_ppo.made import advantages_of, learn
+from tests.step3_ppo.made import learn
 from tests.step3_ppo.test_stage import config, prompts, run_folder, weights
 
 # Of text and row; counts its calls, and raises for a row that says so.
@@ -47,7 +47,7 @@ def ppo_of(folder: Path, **ppo: Any) -> tuple[Ppo, StageRun]:
     sources = load_models(made, folder)
     asked = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
     found = Ppo(made, folder / "ppo", sources, asked, [{"number": n} for n in range(12)])
-    return found, StageRun(folder / "ppo", found.section, found.steps, found.models.learning)
+    return found, StageRun(folder / "ppo", made.ppo, found.steps, found.models.learning)
 
 
 def numbers_of(ppo: Ppo, found: Any) -> list[int]:
@@ -67,7 +67,7 @@ def test_without_a_reward_model_the_critic_begins_as_the_actor_with_a_head_of_ze
     rollout = ppo.collect(1, stage)
     assert rollout.values is not None and not rollout.values.any()
     before = weights(models.critic)
-    learn(ppo, 1, rollout, advantages_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
+    learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)
     assert all(not torch.equal(a, b) for a, b in zip(before, weights(models.critic), strict=True))
     assert models.actor.module.lm.config.architectures == ["LlamaForCausalLM"]  # the critic's head left it alone
 
@@ -83,7 +83,7 @@ def test_a_function_alone_gives_the_score(tmp_path: Path) -> None:
         for response, number in zip(rollout.responses, numbers_of(ppo, rollout), strict=True)
     ]
     assert rollout.scores.tolist() == wanted and rollout.function is None
-    assert "function_score" not in rollout_metrics(rollout, advantages_of(rollout, ppo.section, kl_coef=0.0))
+    assert "function_score" not in rollout_metrics(rollout, ppo.compute_advantages(rollout))
 
 
 def test_beside_a_reward_model_the_two_are_added(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_beside_a_reward_model_the_two_are_added(tmp_path: Path) -> None:
     ]
     assert rollout.function.tolist() == wanted
     torch.testing.assert_close(rollout.scores, alone.scores + rollout.function)
-    figures = rollout_metrics(rollout, advantages_of(rollout, ppo.section, kl_coef=0.0))
+    figures = rollout_metrics(rollout, ppo.compute_advantages(rollout))
     assert figures["function_score"] == pytest.approx(sum(wanted) / len(wanted))
     assert figures["score"] == pytest.approx(figures["function_score"] + alone.scores.mean().item(), rel=1e-5)
 
@@ -114,7 +114,7 @@ def test_held_out_answers_are_scored_by_the_same_total(reward_model: bool, tmp_p
     sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
     asked = [replace(prompt, row={"number": n}) for n, prompt in enumerate(prompts())]
     judge = UserFunction("mine.py:judge", tmp_path, lambda answer, row: row["number"] / 4, key=JUDGE)
-    evaluator = evaluator_of(models, asked, sources.tokenizer, sampling, budget=64, keep=True, judge=judge)
+    evaluator = build_evaluator(models, asked, sources.tokenizer, sampling, budget=64, keep=True, judge=judge)
     judged = evaluator.grade(["words", "to learn", ""])
     assert judged.gold == [0.0, 0.25, 0.5] and judged.metrics["gold_score"] == 0.25
     by_function = [5.0, 108.0, 200.0]
@@ -123,7 +123,7 @@ def test_held_out_answers_are_scored_by_the_same_total(reward_model: bool, tmp_p
         assert judged.metrics == {"eval_score": pytest.approx(313 / 3), "gold_score": 0.25}
         return
     without = replace(models, function=None)
-    plain = evaluator_of(without, prompts(), sources.tokenizer, sampling, budget=64, keep=True).grade(judged.answers)
+    plain = build_evaluator(without, prompts(), sources.tokenizer, sampling, budget=64, keep=True).grade(judged.answers)
     assert judged.function == by_function and plain.function is None
     assert judged.scores == pytest.approx([a + b for a, b in zip(plain.scores, by_function, strict=True)])
     assert judged.metrics["eval_function_score"] == pytest.approx(313 / 3)
@@ -136,7 +136,7 @@ def one_rollout(folder: Path) -> dict[str, Any]:
     rollout = ppo.collect(1, stage)
     assert ppo.models.function is not None
     called = ppo.models.function.call.__globals__["calls"]
-    learned = learn(ppo, 1, rollout, advantages_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
+    learned = learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)
     ppo.rows = [{"number": 0, "bad": number == numbers_of(ppo, rollout)[1]} for number in range(12)]  # rank 1's of two
     with pytest.raises(SharedError) as caught:
         ppo.collect(1, stage)

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from engine import Generation, Sampling
 from pipeline.config.schema import LoraConfig, PpoSection
 from pipeline.data.documents import Documents
+from step3_ppo.microbatch import collate, local_microbatches
 from step3_ppo.rollout import Rollout, collect, generate
-from step3_ppo.rows import my_rows, rows
 from step3_ppo.setup import policy_loss_settings
 from step3_ppo.update import minibatches, update_critic, update_policy
 from tests.ranks import run_ranks
@@ -34,20 +34,20 @@ def generations() -> tuple[list[list[int]], list[Generation]]:
 
 
 def test_rows_by_hand() -> None:
-    batch = rows([[7, 8], [9], [5, 5, 5]], [[1, 2, 3], [4], [6]], [1, 0], pad_id=0)
-    assert batch.places == [1, 0]
+    batch = collate([[7, 8], [9], [5, 5, 5]], [[1, 2, 3], [4], [6]], [1, 0], pad_id=0)
+    assert batch.indices == [1, 0]
     assert batch.input_ids.tolist() == [[9, 4, 0, 0, 0], [7, 8, 1, 2, 3]]
     assert batch.scored.tolist() == [1, 7, 8, 9]
-    assert batch.input_ids.flatten()[batch.ends].tolist() == [4, 3] and batch.counts == [1, 3]
-    batch = rows([[7, 8], [9], [5, 5, 5]], [[1, 2, 3], [4], [6]], [1, 0], pad_id=0, packing=True)
+    assert batch.input_ids.flatten()[batch.ends].tolist() == [4, 3] and batch.response_lengths == [1, 3]
+    batch = collate([[7, 8], [9], [5, 5, 5]], [[1, 2, 3], [4], [6]], [1, 0], pad_id=0, packing=True)
     assert batch.input_ids.tolist() == [[9, 4, 7, 8, 1, 2, 3]] and batch.documents == Documents((2, 5))
     assert batch.scored.tolist() == [1, 4, 5, 6]
-    assert batch.ends.tolist() == [1, 6] and batch.counts == [1, 3]
+    assert batch.ends.tolist() == [1, 6] and batch.response_lengths == [1, 3]
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_rank_without_work_has_one_token_that_does_not_count(packing: bool) -> None:
-    batch = rows([], [], [], pad_id=3, packing=packing)
+    batch = collate([], [], [], pad_id=3, packing=packing)
     assert batch.input_ids.tolist() == [[3]] and not len(batch.scored) and batch.ends.tolist() == [0]
 
 
@@ -56,22 +56,21 @@ def test_a_rank_without_work_has_one_token_that_does_not_count(packing: bool) ->
 def test_every_sequence_once_within_the_budget(budget: int, packing: bool) -> None:
     made = rollout_of(PROMPTS, RESPONSES)
     chosen = [6, 1, 2, 4]
-    batches = my_rows(made.prompts, made.responses, chosen, 0, budget, packing=packing)
-    assert sorted(place for batch in batches for place in batch.places) == sorted(chosen)
+    batches = local_microbatches(made.prompts, made.responses, chosen, 0, budget, packing=packing)
+    assert sorted(place for batch in batches for place in batch.indices) == sorted(chosen)
     for batch in batches:
-        assert len(batch.places) == 1 or batch.input_ids.numel() <= budget
-        for last, place in zip(batch.ends.tolist(), batch.places, strict=True):
+        assert len(batch.indices) == 1 or batch.input_ids.numel() <= budget
+        for last, place in zip(batch.ends.tolist(), batch.indices, strict=True):
             start, end = last + 1 - PROMPTS[place] - RESPONSES[place], last + 1
             assert batch.input_ids.flatten()[start:end].tolist() == made.prompts[place] + made.responses[place]
             scored = [where for where in batch.scored.tolist() if start <= where < end]
             assert scored == list(range(start + PROMPTS[place], end))
-        assert len(batch.scored) == sum(batch.counts) == sum(RESPONSES[place] for place in batch.places)
+        assert len(batch.scored) == sum(batch.response_lengths) == sum(RESPONSES[place] for place in batch.indices)
 
 
 def test_a_rollout_counts_its_tokens() -> None:
     made = rollout_of(PROMPTS, RESPONSES)
     assert len(made) == 7 and made.tokens() == sum(RESPONSES) and made.tokens([1, 3]) == 3
-    assert made.lengths == [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
 
 
 def check_collected(found: Rollout, folder: Path, temperature: float, *, reference: str = "actor") -> None:
@@ -130,10 +129,10 @@ def test_a_stop_string_ends_an_answer_by_itself(tmp_path: Path) -> None:
     def text(ids: Sequence[int]) -> str:
         return "".join(f"<{token}>" for token in ids)
 
-    whole = generate(models, prompts, sampling, first_stream=0, batch_size=4, text=text)
+    whole = generate(models, prompts, sampling, first_seed=0, batch_size=4, text=text)
     assert not any(answer.finished for answer in whole)
     stop = text(whole[1].token_ids[1:3])
-    cut = generate(models, prompts, replace(sampling, stop=(stop,)), first_stream=0, batch_size=4, text=text)
+    cut = generate(models, prompts, replace(sampling, stop=(stop,)), first_seed=0, batch_size=4, text=text)
     assert cut[1].finished and cut[1].token_ids == whole[1].token_ids[:3]
 
 
@@ -142,16 +141,16 @@ def one_step(folder: Path, zero_stage: int, packing: bool = False) -> dict[str, 
     torch.set_num_threads(1)
     models = models_in(folder, zero_stage=zero_stage, packing=packing)
     prompts = rollout_of(PROMPTS, RESPONSES).prompts
-    drawn = generate(models, prompts, SAMPLING, first_stream=40, batch_size=4)
+    drawn = generate(models, prompts, SAMPLING, first_seed=40, batch_size=4)
     rollout = collect(models, prompts, drawn, temperature=0.9, pad_id=0, budget=24)
     targets = advantages_of(rollout, SECTION, kl_coef=0.1)
     updates, seen = [], []
-    for minibatch in minibatches(rollout, parts=2, seed=8, pad_id=0, budget=24, packing=packing):
+    for minibatch in minibatches(rollout, count=2, seed=8, pad_id=0, budget=24, packing=packing):
         actor = update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(SECTION, 0.9))
         critic = update_critic(models.critic, minibatch, rollout, targets, clip=SECTION.value_clip)
         norms = {**actor.maxima, "grad_norm": actor.grad_norm, "critic_grad_norm": critic.grad_norm}
         updates.append({"loss": actor.loss, "value_loss": critic.loss, **norms, **actor.sums, **critic.sums})
-        seen.append([each.places for each in minibatch.batches])
+        seen.append([each.indices for each in minibatch.batches])
     final = collect(models, prompts, drawn, temperature=0.9, pad_id=0, budget=1000)
     return {"drawn": drawn, "rollout": rollout, "updates": updates, "seen": seen, "final": final}
 
@@ -160,7 +159,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     """The step without padding; and a rollout whose trainer gathers weights in 8 bits, as the generator does not."""
     found = one_step(folder, 3, True)
     models = models_in(folder, zero_stage=2, compress="gather8")
-    generate(models, rollout_of(PROMPTS, RESPONSES).prompts, SAMPLING, first_stream=40, batch_size=4)
+    generate(models, rollout_of(PROMPTS, RESPONSES).prompts, SAMPLING, first_seed=40, batch_size=4)
     return found | {"checked in 8 bits": len(models.actor.flip.checked)}
 
 

@@ -22,13 +22,13 @@ from pipeline.models.export import export_policy, export_scorer
 from pipeline.models.modules import Policy
 from pipeline.models.source import resolve
 from pipeline.stages.stage_run import StageRun
-from step3_ppo.evaluate import evaluator_of
+from step3_ppo.evaluate import build_evaluator
 from step3_ppo.log import rollout_metrics
 from step3_ppo.models import build_models, load_models
 from step3_ppo.ptx import PtxMix
 from step3_ppo.setup import Ppo
 from tests.pipeline.models.tiny import classifier, config_of, frozen, language_model, source_in
-from tests.step3_ppo.made import advantages_of, learn
+from tests.step3_ppo.made import learn
 
 VOCABULARY = 288
 
@@ -103,7 +103,7 @@ def ppo_of(folder: Path, **keys: Any) -> tuple[Ppo, StageRun]:
     sources = load_models(made, folder)
     prompts = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
     ppo = Ppo(made, folder / "ppo", sources, prompts)
-    return ppo, StageRun(folder / "ppo", ppo.section, ppo.steps, ppo.models.learning)
+    return ppo, StageRun(folder / "ppo", made.ppo, ppo.steps, ppo.models.learning)
 
 
 def weights(engine: Any) -> list[torch.Tensor]:
@@ -120,7 +120,7 @@ def test_the_loop_begins_on_policy_and_moves_both_models(tmp_path: Path) -> None
         assert len(rollout) == 6 and ppo.kl.coef == 0.05
         if step == 1:
             assert torch.equal(rollout.logprobs, rollout.reference)  # KL 0: nothing has been learned yet
-        learned = learn(ppo, step, rollout, advantages_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
+        learned = learn(ppo, step, rollout, ppo.compute_advantages(rollout), stage.budget)
         moved = [not torch.equal(a, b) for a, b in zip(actor, weights(ppo.models.actor), strict=True)]
         if step == 1:  # only the critic learns
             assert not any(moved) and "first_ratio" not in learned and learned["lr"] == 0.0
@@ -157,7 +157,7 @@ def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef
         for step in (1, 2, 3):
             actor.clear(), critic.clear()
             rollout = ppo.collect(step, stage)
-            figures.append(learn(ppo, step, rollout, advantages_of(rollout, ppo.section, kl_coef=0.05), stage.budget))
+            figures.append(learn(ppo, step, rollout, ppo.compute_advantages(rollout), stage.budget))
             many = len(rollout.batches)
             assert many == 1 if budget == 1000 else many > 2
             mine = shared and step > 1 and not ptx_coef  # the actor's own
@@ -214,10 +214,10 @@ def test_without_a_critic_answers_to_a_prompt_are_neighbours(advantage: str, tmp
     for first in range(0, 12, 3):
         assert rollout.prompts[first] == rollout.prompts[first + 1] == rollout.prompts[first + 2]
         assert len({tuple(response) for response in rollout.responses[first : first + 3]}) > 1  # noise of its own each
-    targets = advantages_of(rollout, ppo.section, kl_coef=0.1)
+    targets = ppo.compute_advantages(rollout)
     assert targets.advantages[:, 0].view(4, 3).sum(1).abs().max() < 1e-4
     learned = learn(ppo, 1, rollout, targets, stage.budget)
-    figures = rollout_metrics(rollout, targets) | learned | ppo.state()
+    figures = rollout_metrics(rollout, targets) | learned | ppo.metrics()
     assert not {"value_loss", "critic_lr", "explained_variance"} & set(figures)
     assert learned["first_ratio"] == pytest.approx(1, abs=1e-5)
     assert any(not torch.equal(a, b) for a, b in zip(before, weights(ppo.models.actor), strict=True))
@@ -229,7 +229,7 @@ def test_a_rollout_off_the_policy_stops_the_run(tmp_path: Path) -> None:
     rollout = ppo.collect(1, stage)
     rollout.logprobs.add_(0.1)
     with pytest.raises(UserError, match=r"the first minibatch's ratio is off by 0\.095"):
-        learn(ppo, 1, rollout, advantages_of(rollout, ppo.section, kl_coef=0.05), stage.budget)
+        learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)
 
 
 def prompts() -> list[Prompt]:
@@ -242,7 +242,7 @@ def test_held_out_answers_are_scored_at_their_end_less_the_level(tmp_path: Path)
     sources = load_models(made, tmp_path)
     models = build_models(made, sources, actor_steps=1, critic_steps=1)
     sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
-    evaluator = evaluator_of(models, prompts(), sources.tokenizer, sampling, budget=64, keep=True)
+    evaluator = build_evaluator(models, prompts(), sources.tokenizer, sampling, budget=64, keep=True)
     judged = evaluator.grade(["words", "to learn", ""])
     scorer = build_scorer(resolve(made.model, 1, folder=tmp_path / "reward"), frozen(), pad_id=0)
     for prompt, answer, score in zip(prompts(), judged.answers, judged.scores, strict=True):

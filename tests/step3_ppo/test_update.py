@@ -136,8 +136,8 @@ def test_minibatches_hold_every_sequence_once(parts: int) -> None:
     rollout = rollout_of(PROMPTS, RESPONSES)
     seen: dict[int, list[list[int]]] = {}
     for seed in (1, 2):
-        made = minibatches(rollout, parts=parts, seed=seed, pad_id=0, budget=18)
-        seen[seed] = [sorted(place for each in m.batches for place in each.places) for m in made]
+        made = minibatches(rollout, count=parts, seed=seed, pad_id=0, budget=18)
+        seen[seed] = [sorted(place for each in m.batches for place in each.indices) for m in made]
         assert len(made) == parts
         assert sorted(place for places in seen[seed] for place in places) == list(range(5))
         assert max(map(len, seen[seed])) - min(map(len, seen[seed])) <= 1
@@ -145,9 +145,9 @@ def test_minibatches_hold_every_sequence_once(parts: int) -> None:
             assert minibatch.tokens == sum(RESPONSES[place] for place in places)
             assert minibatch.tokens == sum(len(each.scored) for each in minibatch.batches)
     assert (seen[1] == seen[2]) == (parts == 1)
-    again = minibatches(rollout, parts=parts, seed=1, pad_id=0, budget=18)
-    assert [[b.places for b in m.batches] for m in again] == [
-        [b.places for b in m.batches] for m in minibatches(rollout, parts=parts, seed=1, pad_id=0, budget=18)
+    again = minibatches(rollout, count=parts, seed=1, pad_id=0, budget=18)
+    assert [[b.indices for b in m.batches] for m in again] == [
+        [b.indices for b in m.batches] for m in minibatches(rollout, count=parts, seed=1, pad_id=0, budget=18)
     ]
 
 
@@ -177,7 +177,7 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     flat = [x for row in old for x in row]
     wanted, clipped, kl, ratios = policy_by_hand([x.item() for x in new], flat, advantages, 0.2, 1.3, high=0.1)
     bonus = math.fsum(e.item() for e in entropies)
-    (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
+    (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=18)
     assert len(minibatch.batches) > 1
     update = update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, 0.8))
     count = sum(RESPONSES)
@@ -215,7 +215,7 @@ def test_the_kl_in_the_loss_has_a_gradient_of_its_own(estimator: str | None, tmp
     terms = sum((a - b) ** 2 / 2 if estimator else math.exp(b) / a.exp() - 1 - (b - a) for a, b in both)
     (terms * 0.3 / sum(RESPONSES)).backward()
     norm = math.sqrt(math.fsum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
-    (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
+    (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=18)
     update = update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, 1.0), kl_coef=0.3)
     assert update.loss == pytest.approx(0.3 * terms.item() / sum(RESPONSES), rel=1e-3)
     assert means(update, minibatch.tokens)["kl_loss"] == pytest.approx(terms.item() / sum(RESPONSES), rel=1e-3)
@@ -245,7 +245,7 @@ def test_one_update_of_the_critic(tmp_path: Path) -> None:
     old = [v for row in rows_of(rollout.values, rollout) for v in row]
     returns = [v for row in rows_of(targets.returns, rollout) for v in row]
     wanted, clipped = value_by_hand(values, old, returns, 0.4)
-    (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18)
+    (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=18)
     update = update_critic(models.critic, minibatch, rollout, targets, clip=section.value_clip)
     assert update.loss == pytest.approx(wanted / sum(RESPONSES), rel=1e-4)
     assert means(update, minibatch.tokens)["value_clip_fraction"] == clipped / sum(RESPONSES)
@@ -256,7 +256,7 @@ def test_the_mix_of_conversations_adds_its_mean_loss(tmp_path: Path) -> None:
     saved_models(tmp_path)
     rollout, section = rollout_of(PROMPTS, RESPONSES), PpoSection()
     targets = advantages_of(rollout, section, kl_coef=0.1)
-    (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=64)
+    (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=64)
     ids = torch.tensor([[7, 9, 11, 13, 15], [8, 10, 12, 0, 0]])
     counts = torch.tensor([[False, False, True, True, True], [False, True, True, False, False]])
     mixed = TokenBatch(ids, torch.tensor([2, 3, 4, 6, 7])).to(dist.world().device)
@@ -280,7 +280,7 @@ def test_the_host_waits_once_a_step(tmp_path: Path) -> None:
     targets = advantages_of(rollout, section, kl_coef=0.1)
     for engine in (models.actor, models.critic):
         assert verify(engine, max_length=16).packing
-    (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=18, packing=True)
+    (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=18, packing=True)
     with Reads() as policy:
         update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, 0.8))
     with Reads() as critic:

@@ -16,7 +16,7 @@ from step3_ppo.estimators import compute_advantages
 from step3_ppo.models import Models
 from step3_ppo.rollout import collect, generate
 from step3_ppo.setup import advantage_estimator, policy_loss_settings, reward_shaping
-from step3_ppo.update import undivided, update_critic, update_policy
+from step3_ppo.update import single_minibatch, update_critic, update_policy
 
 
 def main() -> None:
@@ -52,17 +52,17 @@ def _iteration(models: Models, work: dict[str, Any], number: int) -> dict[str, f
     prompts, budget, section = work["prompts"], work["budget"], PpoSection()
     how = Sampling(max_new_tokens=work["new_tokens"], end_ids=(), pad_id=1, seed=number)  # all have their full length
     times = [time.perf_counter()]
-    drawn = generate(models, prompts, how, first_stream=number * len(prompts), batch_size=len(prompts))
+    drawn = generate(models, prompts, how, first_seed=number * len(prompts), batch_size=len(prompts))
     times.append(time.perf_counter())
     shared = ("actor", "critic")
-    rollout = collect(models, prompts, drawn, temperature=1.0, pad_id=1, budget=budget, to_learn=shared)
+    rollout = collect(models, prompts, drawn, temperature=1.0, pad_id=1, budget=budget, shared_forwards=shared)
     times.append(time.perf_counter())
     advantages = compute_advantages(
         rollout, reward_shaping(section), advantage_estimator(section), kl_coef=section.kl_coef
     )
-    update_policy(models.actor, undivided(rollout), rollout, advantages, policy_loss_settings(section, 1.0))
+    update_policy(models.actor, single_minibatch(rollout), rollout, advantages, policy_loss_settings(section, 1.0))
     assert models.critic is not None
-    update_critic(models.critic, undivided(rollout), rollout, advantages, clip=section.value_clip)
+    update_critic(models.critic, single_minibatch(rollout), rollout, advantages, clip=section.value_clip)
     times.append(time.perf_counter())
     assert rollout.tokens() == len(prompts) * work["new_tokens"]
     phases = zip(("generate", "score", "train"), pairwise(times), strict=True)

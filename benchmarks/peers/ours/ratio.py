@@ -12,7 +12,7 @@ from benchmarks.peers.ours.engines import begin, choice, source
 from engine import Sampling
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
-from step3_ppo.rows import policy_logprobs, rows
+from step3_ppo.microbatch import collate, policy_logprobs
 
 
 def main() -> None:
@@ -28,9 +28,9 @@ def main() -> None:
     responses = [answer.token_ids for answer in answers]
 
     def score(places: list[int]) -> dict[int, Tensor]:
-        batch = rows(prompts, responses, places, 1, packing=True)
+        batch = collate(prompts, responses, places, 1, packing=True).to(engine.device)
         flat = policy_logprobs(engine.module, batch, 1.0)[0].detach()
-        return dict(zip(places, flat.split(batch.counts), strict=True))
+        return dict(zip(places, flat.split(batch.response_lengths), strict=True))
 
     every = list(range(len(prompts)))
     with engine.scoring():

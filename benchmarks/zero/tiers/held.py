@@ -17,6 +17,7 @@ from benchmarks.zero.tiers.curves import layouts
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.memory import model_states
 from engine.offload import OffloadedOptimizer
+from engine.offload.scratch_file import ScratchFile
 from engine.parallel import dist, zero
 
 WIDTH, SUB_GROUP = 256, 16 * 1024
@@ -67,7 +68,8 @@ def held(layout: dict[str, Any]) -> dict[str, float]:
     config = EngineConfig(dtype="bf16", **(layout | {"sub_group_size": SUB_GROUP}))
     engine = Engine(Net(), config, optimizer=OptimizerConfig(lr=1e-3))
     mapped = engine._nvme_parameters
-    skip = frozenset() if mapped is None else frozenset({mapped._memory.untyped_storage().data_ptr()})
+    files = [found for found in gc.get_objects() if isinstance(found, ScratchFile)]
+    skip = frozenset(file.bytes.untyped_storage().data_ptr() for file in files)
     for _ in range(2):
         for last in (False, True):
             engine.begin(last=last)
@@ -75,9 +77,9 @@ def held(layout: dict[str, Any]) -> dict[str, float]:
         after = settled(skip) - before
         engine.step()
     resting = settled(skip) - before
-    away = engine.optimizer.bytes["nvme"] if isinstance(engine.optimizer, OffloadedOptimizer) else 0
-    files = away + (mapped.bytes if mapped is not None else 0)
-    return {"resting": resting, "after_backward": after, "files": files, **predicted(engine, layout)}
+    in_files = engine.optimizer.bytes["nvme"] if isinstance(engine.optimizer, OffloadedOptimizer) else 0
+    in_files += mapped.bytes if mapped is not None else 0
+    return {"resting": resting, "after_backward": after, "files": in_files, **predicted(engine, layout)}
 
 
 def predicted(engine: Engine, layout: dict[str, Any]) -> dict[str, float]:

@@ -14,14 +14,13 @@ from engine.generation.attention import Step
 from engine.generation.cuda_graph import bucket
 from engine.generation.decode_loop import DecodeLoop
 from engine.generation.decode_step import SlotModel
+from engine.generation.decode_table import CACHED, COUNT, ENDED, LIMIT, NOTHING, PROMPT, SEED
 from engine.generation.generator import Generation, Generator
 from engine.generation.kv_cache import CacheSize, KVCache
 from engine.generation.sampling import Sampling, under_seed, uniforms
 from engine.generation.scheduler import Chunk
-from engine.kernels.decode_rows import CACHED, ENDED, LIMIT, NOTHING, PROMPT, STREAM
-from engine.kernels.decode_rows import DRAWN as COUNT
 from tests.engine.generation.families import ENDS, VOCABULARY, attends_by, build, greedy_by_definition, ragged_prompts
-from tests.engine.generation.test_sampling import filtered
+from tests.engine.kernels.test_sample import filtered
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
 SEEDS = [4, 9, 2, 7, 0, 11, 3, 5]
@@ -375,7 +374,7 @@ def test_a_sequence_that_has_ended_samples_nothing(llama: nn.Module) -> None:
     tokens = state.sampled.tokens
     assert tokens[0, 0] == NOTHING and tokens[0, 1] != NOTHING and (tokens[1:] == NOTHING).all()
     assert state.rows[0, CACHED:PROMPT].tolist() == [*before[0, CACHED:LIMIT].tolist(), 9, 1]
-    assert state.rows[1, CACHED:PROMPT].tolist() == [int(before[1, CACHED]) + 1, int(before[1, STREAM]), 4, 9, 0]
+    assert state.rows[1, CACHED:PROMPT].tolist() == [int(before[1, CACHED]) + 1, int(before[1, SEED]), 4, 9, 0]
     assert state.rows[2, ENDED] == 1
 
 

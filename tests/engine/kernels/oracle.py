@@ -9,6 +9,8 @@ from engine.kernels.decode_attention import Prompts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+PLAIN: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # `sample` without filters
+
 Leaves = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -104,28 +106,21 @@ def attention_in_float64(
     return out
 
 
-def ragged_rows(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards, values and mask (6, 37): rows of all lengths, one with a hole, NaN outside the mask."""
-    torch.manual_seed(3)
-    mask = torch.arange(37) < torch.tensor([37, 1, 0, 16, 17, 30])[:, None]
-    mask[5, 11] = False
-    rewards, values = (torch.randn(6, 37).masked_fill(~mask, float("nan")).to(DEVICE, dtype) for _ in range(2))
-    return rewards, values, mask.to(DEVICE)
-
-
-def gae_in_float64(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum that the recursion stands for, token by token: A_t = sum_k (gamma lam)^k delta_{t+k} up to the mask."""
-    r, v = (torch.where(mask, x.double(), 0) for x in (rewards, values))
-    after = torch.nn.functional.pad(v, (0, 1))[:, 1:]
-    delta = r + gamma * after - v
-    advantages = torch.zeros_like(delta)
-    for row, t in mask.nonzero().tolist():
-        k = 0
-        while t + k < mask.shape[1] and mask[row, t + k]:
-            advantages[row, t] += (gamma * lam) ** k * delta[row, t + k]
-            k += 1
-    counted = advantages[mask]
-    moments = torch.stack([mask.sum().double(), counted.mean(), (counted - counted.mean()).square().sum()])
-    return advantages, advantages + v, moments
+def probability_and_border(
+    tokens: Tensor, logits: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor]:
+    """The filtered probability of each token, and the sum of the probabilities before it, float64, (B,) each."""
+    p = (logits.double() / temperature).softmax(-1)
+    order = torch.arange(p.shape[-1], device=p.device).expand_as(p)
+    if top_k or top_p < 1:
+        order = logits.argsort(dim=-1, descending=True, stable=True)
+        p = p.gather(-1, order)
+    if top_k:
+        p[:, top_k:] = 0
+        p /= p.sum(-1, keepdim=True)
+    p[p.cumsum(-1) - p >= (top_p if top_p < 1 else 2)] = 0
+    p[p < min_p * p.amax(-1, keepdim=True)] = 0
+    p /= p.sum(-1, keepdim=True)
+    rank = (order == tokens[:, None]).int().argmax(-1, keepdim=True)
+    probability = p.gather(-1, rank)[:, 0]
+    return probability, p.cumsum(-1).gather(-1, rank)[:, 0] - probability

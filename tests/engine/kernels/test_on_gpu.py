@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from engine import kernels
-from engine.generation.sampling import Sampling, uniforms
 from engine.kernels.decode_attention import Prompts
 from engine.kernels.decode_attention import decode_attention as plain_attention
-from engine.kernels.gae import gae as plain_gae
 from engine.kernels.token_logprobs import token_logprobs as plain_logprobs
+from tests.engine.kernels.oracle import PLAIN, probability_and_border
 from tests.gpu import DEVICE, ON_GPU, needs_gpu
 
 pytestmark = needs_gpu
@@ -96,42 +95,14 @@ def test_decode_attention_of_samples(extras: dict) -> None:
 def test_sample(settings: dict) -> None:
     torch.manual_seed(0)
     logits = 3 * torch.randn(256, 151936 // SCALE, device=DEVICE)
-    streams, places = torch.arange(256, device=DEVICE), torch.full((256,), 7, device=DEVICE)
-    how = Sampling(1, seed=11, **settings)
-    tokens, logprobs = kernels.sample(logits, streams, places, how)
-    if how.temperature == 0:
+    uniforms = torch.rand(256, device=DEVICE)
+    tokens, logprobs = kernels.sample(logits, uniforms, **settings)
+    if settings.get("temperature") == 0:
         assert torch.equal(tokens, logits.argmax(-1))
         torch.testing.assert_close(logprobs.double(), logits.double().log_softmax(-1).amax(-1), atol=1e-4, rtol=0)
         return
-    # Tens of thousands of borders between tokens: on which side of one a number falls the last bit of a sum may decide.
-    drawn, below, share = place_of(tokens, logits, how)
-    numbers = uniforms(how.seed, streams, places).double()
-    assert drawn.all() and ((below - 3e-6 <= numbers) & (numbers <= below + share + 3e-6)).all()
-    torch.testing.assert_close(logprobs.double(), share.log(), atol=1e-3, rtol=0)
-
-
-def place_of(tokens: Tensor, logits: Tensor, how: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """Whether a token can be drawn, and the share of all that comes before it and its own, in float64: (B,) each."""
-    p = (logits.double() / how.temperature).softmax(-1)
-    order = torch.arange(p.shape[-1], device=p.device).expand_as(p)
-    if how.top_k or how.top_p < 1:
-        order = logits.argsort(dim=-1, descending=True, stable=True)
-        p = p.gather(-1, order)
-    if how.top_k:
-        p[:, how.top_k :] = 0
-        p /= p.sum(-1, keepdim=True)
-    p[p.cumsum(-1) - p >= (how.top_p if how.top_p < 1 else 2)] = 0
-    p[p < how.min_p * p.amax(-1, keepdim=True)] = 0
-    p /= p.sum(-1, keepdim=True)
-    place = (order == tokens[:, None]).int().argmax(-1, keepdim=True)
-    share = p.gather(-1, place)[:, 0]
-    return share > 0, p.cumsum(-1).gather(-1, place)[:, 0] - share, share
-
-
-def test_gae() -> None:
-    torch.manual_seed(0)
-    mask = torch.arange(1500, device=DEVICE) < torch.randint(1, 1501, (64, 1), device=DEVICE)
-    rewards, values = torch.randn(2, 64, 1500, device=DEVICE)
-    found = kernels.gae(rewards, values, mask, gamma=0.99, lam=0.95)
-    for ours, theirs in zip(found, plain_gae(rewards, values, mask, gamma=0.99, lam=0.95), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    # There are tens of thousands of borders between tokens; the last bit of a sum may decide on which side u is.
+    probability, below = probability_and_border(tokens, logits, **{**PLAIN, **settings})
+    numbers = uniforms.double()
+    assert (probability > 0).all() and ((below - 3e-6 <= numbers) & (numbers <= below + probability + 3e-6)).all()
+    torch.testing.assert_close(logprobs.double(), probability.log(), atol=1e-3, rtol=0)

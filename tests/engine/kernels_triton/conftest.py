@@ -14,7 +14,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-WITH_TRITON = ("token_logprobs", "decode_attention", "decode_rows", "sample", "gae")
+WITH_TRITON = ("token_logprobs", "decode_attention", "sample")
 
 
 def import_for_the_interpreter() -> None:

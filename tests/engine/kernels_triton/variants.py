@@ -17,8 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels_triton import decode_attention as attention
-from engine.kernels_triton import decode_rows as books
-from engine.kernels_triton import gae, sample, sample_candidates, sample_search
+from engine.kernels_triton import sample
 from engine.kernels_triton import token_logprobs as logprobs
 from engine.kernels_triton.device import H200, Card
 
@@ -56,7 +55,7 @@ def variants() -> list[tuple[Variant, Card]]:
     Kernels with tile products need shared memory, so they are also compiled for the GPU that has the least.
     """
     products = [(variant, on) for on in (H200, SMALL) for variant in (*_token_logprobs(on), *_decode_attention(on))]
-    return [*products, *((variant, H200) for variant in (*_sample(), *_gae()))]
+    return [*products, *((variant, H200) for variant in _sample())]
 
 
 def check(variant: Variant, on: Card) -> str | None:
@@ -148,54 +147,21 @@ def _decode_attention(on: Card) -> Iterator[Variant]:
     types = {**_pointers("fp32", "partial", "highest", "totals"), "out": "*bf16"}
     constants = {"SPLITS": attention.MOST_SPLITS, "BV": 128, "num_warps": 4}
     yield _variant("decode_attention join", attention.join_kernel, types, constants)
-    types = _pointers("bf16", "key", "value", "keys", "values") | _pointers("i64", "slots", "positions")
-    yield _variant("write_tokens, heads of 64", books.write_kernel, types, books.write_options(64, 64))
-    types = _pointers("i64", "rows", "slots", "place", "told", "tokens", "ends", "said")
-    types |= {**_pointers("fp32", "logprobs", "said_logprobs"), "seen": "*i1"}
-    yield _variant("take_rows", books.take_kernel, types, {"BLOCK": books.BLOCK, "num_warps": 4})
-    constants = {"HAS_SEEN": True, "BLOCK": books.BLOCK, "num_warps": 4}
-    yield _variant("note_rows", books.note_kernel, types, constants)
 
 
 def _sample() -> Iterator[Variant]:
     types = {
-        **_pointers("fp32", "logits", "highest", "totals", "logprobs", "groups"),
-        **_pointers("i64", "streams", "positions", "tokens", "candidates"),
-        **_pointers("i32", "bounds", "whole_there", "counts", "settled"),
-        **dict.fromkeys(("inverse_temperature", "min_p", "top_p", "floor"), "fp32"), "state": "i64",
+        **_pointers("fp32", "logits", "uniforms", "logprobs"), "tokens": "*i64",
+        **dict.fromkeys(("inverse_temperature", "top_p", "log_min_p"), "fp32"),
     }  # fmt: skip
-    tile = sample.TILE
-    for grouped in (False, True):
-        constants = {"GROUPED": grouped, "TILE": tile, "num_warps": 8}
-        yield _variant(f"sample tiles{' and groups' if grouped else ''}", sample.tile_kernel, types, constants)
-    constants = {"TILE": tile, "TILES": 64, "num_warps": 8}
-    yield _variant("sample tiles without the unlikely", sample.keep_kernel, types, constants)
-    for greedy in (False, True):
-        constants = {"GREEDY": greedy, "TILE": tile, "TILES": 64, "num_warps": 8}
-        yield _variant(f"sample {'likeliest' if greedy else 'draw'}", sample.draw_kernel, types, constants)
-    kinds = {"HAS_TOP_K": False, "HAS_TOP_P": True, "HAS_MIN_P": True}
-    constants = {**kinds, "WIDTH": 8192, "TILE": tile, "TILES": 64, "num_warps": 8}
-    yield _variant("sample bound", sample_candidates.bound_kernel, types, constants)
-    for top_k in (50, 0):
-        room = sample_candidates.room_for(top_k)
-        kinds = {**kinds, "HAS_TOP_K": top_k > 0}
-        if top_k:
-            constants = {"ROOM": room, "TILE": tile, "num_warps": 8}
-            yield _variant("sample gather", sample_candidates.gather_kernel, types, constants)
-        constants = {**kinds, "ROOM": room, "TILES": 64, "num_warps": 8}
-        yield _variant(f"sample draw of {room} sorted", sample_candidates.sorted_kernel, types, constants)
-    kinds["HAS_TOP_K"] = True
-    constants = {**kinds, "TILE": sample_search.SCAN, "TILES": 64, "num_warps": 16}
-    yield _variant("sample draw by search", sample_search.search_kernel, types, constants)
-
-
-def _gae() -> Iterator[Variant]:
-    types = {
-        **_pointers("fp32", "rewards", "values", "advantages", "returns", "moments", "of_rows"), "mask": "*i1",
-        "gamma": "fp32", "decay": "fp32",
-    }  # fmt: skip
-    yield _variant("gae rows", gae.row_kernel, types, {"TILE": gae.TILE, "num_warps": 4})
-    yield _variant("gae moments", gae.moments_kernel, types, {"TILE": 1024, "num_warps": 4})
+    kinds = dict.fromkeys(("GREEDY", "RANKED", "HAS_TOP_K", "HAS_TOP_P", "HAS_MIN_P"), False)
+    for label, used in (
+        ("greedy", ["GREEDY"]),
+        ("min-p", ["HAS_MIN_P"]),
+        ("all filters", ["RANKED", "HAS_TOP_K", "HAS_TOP_P", "HAS_MIN_P"]),
+    ):
+        constants = {**kinds, **dict.fromkeys(used, True), "TILE": sample.TILE, "num_warps": 16}
+        yield _variant(f"sample, {label}", sample.row_kernel, types, constants)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ from transformers import LlamaConfig
 
 from engine import EngineConfig
 from engine.memory import CostModel, ModelShape, Probe, Workload, measure_shape, measure_speed, speed
-from engine.memory.speed import FILE_BYTES, _disk_seconds
-from engine.offload.direct_io import ScratchFile
+from engine.memory.speed import _disk_seconds
 from tests.ranks import run_ranks
 
 PROBE = Probe(
@@ -73,19 +72,8 @@ def test_sequence_groups_share_tokens_and_pipelines_share_blocks() -> None:
     assert pipeline.optimizer_seconds() == pytest.approx(shape.parameters / 2 * 1e-9)
 
 
-def test_the_disk_probe_bypasses_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads and writes every byte as the tiers do, and leaves no file."""
-    moved: list[tuple[str, int]] = []
-    transfer = ScratchFile._transfer
-
-    def counted(file: ScratchFile, move: Any, view: memoryview, offset: int) -> None:
-        transfer(file, move, view, offset)
-        moved.append((move.__name__, len(view)))
-
-    monkeypatch.setattr(ScratchFile, "_transfer", counted)
+def test_the_disk_probe_leaves_no_file(tmp_path: Path) -> None:
     assert _disk_seconds(str(tmp_path)) > 0
-    for transfer_name in ("pwritev", "preadv"):
-        assert sum(size for name, size in moved if name == transfer_name) == FILE_BYTES
     assert not list(tmp_path.iterdir())
 
 

@@ -159,7 +159,7 @@ def masters(engine: Engine) -> dict[str, Tensor]:
     assert isinstance(engine.optimizer, OffloadedOptimizer)
     states = engine.optimizer.states().items()
     return {
-        name.removeprefix("parameter."): state.read().clone() for name, state in states if state.kind == "parameter"
+        name.removeprefix("parameter."): state.values.clone() for name, state in states if name.startswith("parameter.")
     }
 
 

@@ -17,7 +17,7 @@ from pipeline.data.batch import (
 )
 from pipeline.data.documents import Documents
 from pipeline.data.encode import PairItem, TokenItem
-from pipeline.data.microbatch import divide_batch
+from pipeline.data.microbatches import divide_batch
 
 PAD = 9
 

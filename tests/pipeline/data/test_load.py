@@ -10,9 +10,8 @@ import yaml
 
 from pipeline.config.schema import DataConfig, SourceConfig
 from pipeline.data import files
-from pipeline.data.load import load_stage
+from pipeline.data.load import digest, held_out_point, load_stage
 from pipeline.data.records import Conversation, Preference, Prompt
-from pipeline.data.splits import digest, held_out_point
 from pipeline.errors import UserError
 
 STAGES = ("sft", "reward", "ppo")
@@ -135,8 +134,8 @@ def test_a_tiny_file_holds_out_one_prompt(tmp_path: Path) -> None:
 
 
 def digest_of_question(row: dict[str, Any]) -> bytes:
+    from pipeline.data.load import digest_of
     from pipeline.data.records import Message
-    from pipeline.data.splits import digest_of
 
     return digest_of([Message("user", row["question"])])
 

@@ -4,8 +4,8 @@ import hashlib
 
 import pytest
 
+from pipeline.data.load import digest, held_out_point, mixed_sizes, stage_of, stage_point
 from pipeline.data.records import Conversation, Message, Preference, Prompt
-from pipeline.data.splits import digest, held_out_point, mixed_sizes, stage_of, stage_point
 
 USER = Message("user", "How much is 2 + 2?")
 

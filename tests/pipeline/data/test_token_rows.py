@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from pipeline.data.token_rows import TokenRows
+from pipeline.data.encode import TokenRows
 
 ROWS = [[3, 1, 70000], [], [5], [-2, 9]]
 

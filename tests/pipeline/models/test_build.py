@@ -14,7 +14,7 @@ from engine.parallel import dtensors
 from pipeline.config.schema import LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.adapters import adapters_off
-from pipeline.models.build import build_policy, build_scorer, without_dropout
+from pipeline.models.build import build_policy, build_scorer, natural_precision, without_dropout
 from tests.pipeline.models.tiny import (
     FAMILIES,
     after_first,
@@ -254,3 +254,12 @@ def test_the_padding_id_reaches_the_scorers_configuration(tmp_path: Path) -> Non
     build_scorer(source, frozen(), pad_id=None)
     assert source.config.pad_token_id is None and source.config.num_labels == 1
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path).config.pad_token_id == 0
+
+
+@pytest.mark.parametrize(("card", "expected"), [(None, "fp32"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((12, 0), "bf16")])
+def test_dtype_auto_is_what_the_machine_computes_best(
+    card: tuple[int, int] | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
+    assert natural_precision() == expected

@@ -134,8 +134,8 @@ def test_a_model_that_can_tell_how_long_its_row_is_is_refused(tmp_path: Path) ->
 def test_positions_kept_for_padding_are_none_to_use(tmp_path: Path) -> None:
     engine, _ = policy_of("roberta", tmp_path)
     verify(engine, max_length=63)
-    told = r"RobertaForCausalLM has 63 positions .*\(of 64 .* padding\), too few for 64 tokens: lower"
-    with pytest.raises(UserError, match=told):
+    expected = "RobertaForCausalLM supports sequences of 63 tokens, not 64: .*for padding"
+    with pytest.raises(UserError, match=expected):
         verify(engine, max_length=64)
 
 
@@ -146,7 +146,7 @@ def test_lengths_beyond_which_every_position_changes_are_refused(tmp_path: Path)
     language_model(AutoConfig.for_model("phi3", **fields, **changes)).save_pretrained(tmp_path)
     engine = build_policy(source_in(tmp_path), trained())
     assert verify(engine, max_length=24).packing
-    with pytest.raises(UserError, match=r"Phi3ForCausalLM turns by other .* more than 24 tokens .*; 25 are too many"):
+    with pytest.raises(UserError, match=r"Phi3ForCausalLM supports sequences of 24 tokens, not 25: .*longrope"):
         verify(engine, max_length=25)
 
 

@@ -15,9 +15,8 @@ from hashlib import sha256
 from random import Random
 from typing import Any
 
-from pipeline.data.demo.flaws import flawed
-from pipeline.data.demo.forms import FORMS, Form, fits
-from pipeline.data.demo.questions import Question, draw
+from pipeline.demo.answers import FORMS, Form, fits, flawed
+from pipeline.demo.questions import Question, draw
 
 Row = dict[str, Any]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.data.gold import gold_parts, gold_score
 from pipeline.data.records import Message
+from pipeline.demo.gold import gold_parts, gold_score
 
 
 def asked(question: str, system: str | None = None) -> list[Message]:

@@ -11,8 +11,8 @@ import torch
 from engine import Generation
 from pipeline.config.schema import PpoSection
 from pipeline.errors import UserError
-from step3_ppo.diagnose import TOLERANCE, check_first_ratio
 from step3_ppo.models import Models
+from step3_ppo.ratio_check import TOLERANCE, check_first_ratio
 from step3_ppo.rollout import Rollout, collect
 from step3_ppo.setup import policy_loss_settings
 from step3_ppo.update import means, minibatches, update_policy
@@ -31,7 +31,7 @@ def scored(models: Models, temperature: float) -> Rollout:
 def first_deviation(models: Models, rollout: Rollout, temperature: float) -> float:
     """What the loop measures: the mean |ratio - 1| of the first minibatch."""
     section = PpoSection()
-    (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=30)
+    (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=30)
     targets = advantages_of(rollout, section, kl_coef=0.1)
     update = update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, temperature))
     return means(update, minibatch.tokens)["deviation"]
@@ -83,7 +83,7 @@ def test_the_check_comes_before_the_step(tmp_path: Path) -> None:
     saved_models(tmp_path)
     models = models_in(tmp_path)
     rollout = scored(models, 1.0)
-    (minibatch,) = minibatches(rollout, parts=1, seed=1, pad_id=0, budget=30)
+    (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=30)
     targets = advantages_of(rollout, PpoSection(), kl_coef=0.1)
     before = [p.detach().clone() for p in models.actor.module.parameters()]
 

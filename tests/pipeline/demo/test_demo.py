@@ -6,10 +6,10 @@ from hashlib import sha256
 
 import pytest
 
-from pipeline.data.demo import demo_rows
-from pipeline.data.demo.truth import read_question
-from pipeline.data.gold import gold_parts, gold_score
 from pipeline.data.records import Message
+from pipeline.demo import demo_rows
+from pipeline.demo.gold import gold_parts, gold_score
+from pipeline.demo.truth import read_question
 
 ROWS = demo_rows(2000, seed=7)
 KINDS = ("conversations", "preferences", "prompts")

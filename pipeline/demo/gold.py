@@ -17,8 +17,8 @@ equally right. Prompts that it can't read raise ValueError.
 import re
 from collections.abc import Sequence
 
-from pipeline.data.demo.truth import read_question
 from pipeline.data.records import Message
+from pipeline.demo.truth import read_question
 
 ENOUGH_WORDS = 10  # the longest good answer has 9
 TOO_MANY_WORDS = 16

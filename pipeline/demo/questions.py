@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-from pipeline.data.demo.facts import (
+from pipeline.demo.facts import (
     BAD_MOODS,
     COUNTS,
     GOOD_MOODS,

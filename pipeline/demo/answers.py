@@ -1,0 +1,121 @@
+"""The answers of the demo: good ones, ones that follow an instruction about form, and ones with flaws."""
+
+from dataclasses import dataclass
+from random import Random
+
+from pipeline.demo.facts import NAMES
+from pipeline.demo.questions import Question, Statement
+
+
+@dataclass(frozen=True)
+class Form:
+    """An instruction about the form of answers: `asked` by the user, `ruled` by the system message."""
+
+    name: str
+    asked: str
+    ruled: str
+
+
+FORMS = (
+    Form("word", "Answer in one word.", "Answer every question in one word."),
+    Form("sentence", "Answer in a full sentence.", "Always answer in a full sentence."),
+    Form("small", "Use small letters only.", "Write in small letters only."),
+    Form("sure", "Begin with the word Sure.", "Begin every answer with the word Sure."),
+    Form("exclaim", "End with an exclamation mark.", "End every answer with an exclamation mark."),
+)
+
+BEFORE_RUDE = (
+    "What a stupid question.",
+    "Even a fool knows that.",
+    "Do not bother me.",
+    "Leave me alone.",
+    "You are so lazy.",
+)
+AFTER_RUDE = ("Now go away.", "You are an idiot.", "Stop bothering me.", "How dumb are you?")
+
+FILLERS = (
+    "By the way, the weather is nice here.",
+    "My uncle likes to talk about the sea.",
+    "I had some soup for lunch.",
+    "There is much more to say about this.",
+    "Let me also tell you about my garden.",
+    "Music is a thing that I think about.",
+)
+
+ELSEWHERE = (
+    "I do not know.",
+    "I like music.",
+    "Let us talk about the weather.",
+    "Let me think about that.",
+    "Maybe you can ask somebody else.",
+)
+
+
+def fits(form: Form, statement: Statement) -> bool:
+    """Return whether the statement can be made in this form, and in another form too."""
+    return form.name not in ("word", "sentence") or statement.word is not None
+
+
+def phrase(statement: Statement, form: Form | None, rng: Random) -> str:
+    """Return the statement as text, in the given form (None: any)."""
+    if form is not None and form.name == "word":
+        assert statement.word is not None
+        return f"{capital(statement.word)}."
+    sentence = capital(rng.choice(statement.sentences))
+    if form is None:
+        brief = statement.word is not None and rng.random() < 0.2
+        return f"{capital(statement.word or '')}." if brief else sentence
+    if form.name == "small":
+        return sentence.lower()
+    if form.name == "sure":
+        return f"Sure, {sentence if sentence.startswith(NAMES) else sentence[0].lower() + sentence[1:]}"
+    if form.name == "exclaim":
+        return f"{sentence[:-1]}!"
+    return sentence
+
+
+def ignoring(statement: Statement, form: Form, rng: Random) -> str:
+    """Return the statement in a form that breaks the instruction."""
+    if form.name == "sentence" and statement.word is not None:
+        return f"{capital(statement.word)}."
+    sentences = [capital(sentence) for sentence in statement.sentences]
+    return rng.choice([sentence for sentence in sentences if form.name != "small" or sentence != sentence.lower()])
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def flawed(question: Question, form: Form | None, flaws: frozenset[str], rng: Random) -> str:
+    """Return an answer with exactly these flaws (none: a good answer).
+
+    "elsewhere" (off the point) replaces the statement, so "wrong" then has no effect. The other flaws add up.
+    """
+    if "elsewhere" in flaws:
+        text = rng.choice(ELSEWHERE)
+    else:
+        statement: Statement = question.wrong if "wrong" in flaws else question.right
+        text = ignoring(statement, form, rng) if form and "formless" in flaws else phrase(statement, form, rng)
+    if "rambling" in flaws:
+        text = rambling(text, rng)
+    if "rude" in flaws:
+        text = rude(text, rng)
+    return unfinished(text, rng) if "unfinished" in flaws else text
+
+
+def rude(text: str, rng: Random) -> str:
+    if rng.random() < 0.5:
+        return f"{rng.choice(BEFORE_RUDE)} {text}"
+    return f"{text} {rng.choice(AFTER_RUDE)}"
+
+
+def rambling(text: str, rng: Random) -> str:
+    fillers = rng.sample(FILLERS, 2)
+    return f"{fillers[0]} {fillers[1]} {text}" if rng.random() < 0.3 else f"{text} {fillers[0]} {fillers[1]}"
+
+
+def unfinished(text: str, rng: Random) -> str:
+    """Return the text without its last one or two words; a single word loses its full stop."""
+    words = text.split()
+    keep = max(1, len(words) - rng.randint(1, 2))
+    return " ".join(words[:keep]).rstrip(".,!?")

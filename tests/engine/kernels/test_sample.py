@@ -1,0 +1,202 @@
+"""`sample` in torch and in C: the filtered distribution in float64, the edges of [0, 1), ties, NaN, transformers."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engine import kernels
+from engine.generation.sampling import forbid, penalise
+from engine.kernels.sample import reference
+from engine.kernels_cpu import sample as in_c
+from tests.engine.kernels.oracle import PLAIN, probability_and_border
+
+Sample = Callable[..., tuple[Tensor, Tensor]]
+LAST = 1 - 2**-24  # the largest uniform number
+NO_COMPILER = pytest.mark.skipif(not in_c.supports(torch.zeros(1)), reason="no C compiler")
+FILTERS: list[dict[str, Any]] = [
+    {}, {"temperature": 0.0}, {"temperature": 0.6, "min_p": 0.05}, {"min_p": 1.0}, {"top_k": 5}, {"top_k": 10**6},
+    {"top_p": 1e-6}, {"top_p": 0.9, "temperature": 1.7}, {"top_p": 0.9, "min_p": 0.2}, {"top_k": 50, "top_p": 0.9},
+    {"top_k": 700, "top_p": 0.8, "min_p": 0.02, "temperature": 1.3},
+]  # fmt: skip
+
+
+@pytest.fixture(params=["torch", pytest.param("c", marks=NO_COMPILER)])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    implementation = reference if request.param == "torch" else in_c.sample
+    return lambda logits, uniforms, **filters: implementation(logits, uniforms, **{**PLAIN, **filters})
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    monkeypatch.setattr(in_c, "LOGITS_PER_THREAD", 1)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(1.0, 0, 1.0, 0.0), (0.6, 5, 1.0, 0.0), (0.8, 0, 0.7, 0.0), (1.3, 0, 1.0, 0.2), (0.9, 12, 0.95, 0.1)],
+)
+def test_tokens_follow_the_filtered_softmax(
+    temperature: float, top_k: int, top_p: float, min_p: float, sample: Sample
+) -> None:
+    """A grid of uniform numbers hits each token in proportion to its probability."""
+    torch.manual_seed(1)
+    logits = 1.5 * torch.randn(20)
+    expected = filtered(logits, temperature, top_k, top_p, min_p)
+    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    tokens, logprobs = sample(logits.expand(10000, -1), torch.arange(10000) / 10000, **filters)
+    assert ((torch.bincount(tokens, minlength=20) / 10000 - expected).abs() < 2e-4).all()
+    torch.testing.assert_close(logprobs.double(), expected.log()[tokens], atol=2e-6, rtol=0)
+
+
+def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """The distribution by definition, float64, token by token."""
+    scaled = (logits.double() / temperature).tolist()
+    order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
+    order = order[:top_k] if top_k else order
+    total = sum(math.exp(scaled[i]) for i in order)
+    kept, mass = [], 0.0
+    for token in order:
+        if mass >= top_p or math.exp(scaled[token] - scaled[order[0]]) < min_p:
+            break
+        kept.append(token)
+        mass += math.exp(scaled[token]) / total
+    result = torch.zeros(len(scaled), dtype=torch.float64)
+    for token in kept:
+        result[token] = math.exp(scaled[token]) / total / mass
+    return result
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"temperature": 0.7, "top_k": 12, "top_p": 0.8, "min_p": 0.05},
+        {"temperature": 1.6, "top_p": 0.9, "min_p": 0.1},
+        {"temperature": 1.3, "min_p": 0.02},
+    ],
+)
+def test_penalty_minimum_and_filters_are_those_of_transformers(filters: dict[str, Any], sample: Sample) -> None:
+    """In the order of `generate`."""
+    torch.manual_seed(2)
+    logits, ids, ends = 2 * torch.randn(1, 60), torch.tensor([[3, 9, 9, 41, 17]]), [4, 8, 50]
+    logits[0, [3, 4, 50]] = torch.tensor([6.0, 7.0, 5.0])
+    theirs = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4), MinNewTokensLengthLogitsProcessor(3, 4, ends)])
+    theirs += [TemperatureLogitsWarper(filters["temperature"])]
+    theirs += [TopKLogitsWarper(filters["top_k"])] if "top_k" in filters else []
+    theirs += [TopPLogitsWarper(filters.get("top_p", 1.0)), MinPLogitsWarper(filters["min_p"])]
+    expected = theirs(ids, logits.clone()).softmax(-1)[0]  # type: ignore[arg-type]
+    seen = torch.zeros(1, 60, dtype=torch.bool).index_fill_(1, ids[0], True)
+    ours = penalise(forbid(logits.clone(), tuple(ends)), seen, 1.4).expand(4000, -1)
+    tokens, logprobs = sample(ours, torch.arange(4000) / 4000, **filters)
+    sampled = torch.bincount(tokens, minlength=60) > 0
+    assert not (sampled & (expected == 0)).any() and (sampled | (expected < 4e-4)).all()
+    torch.testing.assert_close(logprobs, expected.log()[tokens], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [4095, 5000, 50257])
+@pytest.mark.parametrize("filters", [{"temperature": 0.7}, {"top_p": 0.9, "temperature": 1.5}], ids=str)
+def test_large_vocabularies_are_inverted_as_in_float64(size: int, filters: dict[str, Any], sample: Sample) -> None:
+    """Vocabularies on either side of the size from which blocks are summed first."""
+    generator = torch.Generator().manual_seed(size)
+    logits = 3 * torch.randn(16, size, generator=generator)
+    logits[:, ::7] = float("-inf")
+    uniforms = torch.rand(16, generator=generator)
+    tokens, logprobs = sample(logits, uniforms, **filters)
+    probability, below = probability_and_border(tokens, logits, **{**PLAIN, **filters})
+    assert (probability > 0).all()
+    assert ((below - 3e-6 <= uniforms) & (uniforms <= below + probability + 3e-6)).all()
+    torch.testing.assert_close(logprobs.double(), probability.log(), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [6, 5000])
+def test_the_first_and_the_last_uniform_number_select_tokens_with_weight(size: int, sample: Sample) -> None:
+    logits = torch.zeros(3, size)
+    logits[:, : size // 3], logits[:, size - 2 :] = float("-inf"), float("-inf")
+    for filters in ({}, {"top_p": 1 - 1e-7}, {"top_k": size}, {"min_p": 0.5}):
+        tokens, _ = sample(logits, torch.tensor([0.0, 0.5, LAST]), **filters)
+        assert tokens[0] == size // 3 and tokens[2] == size - 3 and size // 3 <= tokens[1] < size - 2
+
+
+def test_greedy_selects_the_first_of_the_most_probable_with_its_plain_logprob(sample: Sample) -> None:
+    logits = torch.zeros(3, 5000, dtype=torch.bfloat16)
+    logits[1, [4000, 77, 78]], logits[2, 4999] = 2.0, 1.0
+    tokens, logprobs = sample(logits, torch.rand(3), temperature=0.0)
+    assert tokens.tolist() == [0, 77, 4999]
+    torch.testing.assert_close(logprobs, logits.float().log_softmax(-1).amax(-1))
+
+
+def test_a_row_with_nan_has_a_nan_logprob(sample: Sample) -> None:
+    logits = torch.randn(4, 1000)
+    logits[0, 17], logits[1], logits[2, 999] = float("nan"), float("-inf"), float("inf")
+    for filters in ({}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}):
+        tokens, logprobs = sample(logits, torch.full((4,), 0.4), **filters)
+        assert logprobs.isnan().tolist() == [True, True, True, False]
+        assert ((tokens >= 0) & (tokens < 1000)).all()
+
+
+@NO_COMPILER
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_c_equals_torch(filters: dict[str, Any], threads: int) -> None:
+    uniforms = torch.tensor([0.0, 0.1, 0.37, 0.5, 0.83, 0.998])
+    for dtype in in_c.DTYPES:
+        if dtype == torch.bfloat16 and "top_k" in filters:
+            continue  # bf16 has many equal logits; which of them torch.topk keeps is undefined
+        for size, width in ((1, 3.0), (257, 0.3), (5003, 3.0)):
+            logits = width * torch.randn(6, size, generator=torch.Generator().manual_seed(size))
+            logits[:, 1::5] = float("-inf")
+            logits = logits.to(dtype)
+            tokens, logprobs = in_c.sample(logits, uniforms, **{**PLAIN, **filters})
+            expected, expected_logprobs = reference(logits, uniforms, **{**PLAIN, **filters})
+            assert tokens.tolist() == expected.tolist()
+            torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-5, rtol=0)
+
+
+@NO_COMPILER
+def test_in_c_a_row_does_not_depend_on_other_rows_or_on_threads(threads: int) -> None:
+    logits, uniforms = 2 * torch.randn(7, 3001), torch.rand(7)
+    for filters in ({}, {"top_k": 50, "top_p": 0.9}):
+        settings = {**PLAIN, **filters}
+        together = torch.stack(in_c.sample(logits, uniforms, **settings))
+        single = [torch.stack(in_c.sample(logits[i : i + 1], uniforms[i : i + 1], **settings)) for i in range(7)]
+        assert torch.equal(together, torch.cat(single, 1))
+
+
+@NO_COMPILER
+def test_in_c_equal_logits_at_the_edge_of_top_k_are_kept_by_index() -> None:
+    """One token is more probable than the rest, which are equal: the first three of the rest are kept."""
+    logits = torch.zeros(1, 700)
+    logits[0, 3] = 1.0
+    total = torch.tensor(1.0).exp() + 3
+    for number, token in ((0.0, 3), (float((total - 2.9) / total), 0), (float((total - 1.5) / total), 1), (LAST, 2)):
+        tokens, logprobs = in_c.sample(logits, torch.tensor([number]), **{**PLAIN, "top_k": 4})
+        assert tokens.tolist() == [token]
+        torch.testing.assert_close(logprobs[0], logits[0, token] - total.log())
+
+
+def test_views_fp16_no_rows_and_bad_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public name, with the C kernel and without."""
+    wide, uniforms = torch.randn(3, 600), torch.tensor([[0.1, 9.0], [0.5, 9.0], [0.9, 9.0]])[:, 0]
+    for view in (wide[:, 7:500], wide.T.contiguous().T):
+        assert torch.equal(kernels.sample(view, uniforms)[1], kernels.sample(view.clone(), uniforms.clone())[1])
+    assert [len(each) for each in kernels.sample(wide[:0], uniforms[:0], top_p=0.5)] == [0, 0]
+    assert torch.equal(kernels.sample(wide.half(), uniforms)[0], reference(wide.half(), uniforms, **PLAIN)[0])
+    monkeypatch.setattr(in_c, "_function", lambda: None)
+    assert torch.equal(kernels.sample(wide, uniforms)[1], reference(wide, uniforms, **PLAIN)[1])
+    with pytest.raises(ValueError, match=r"uniforms \(B,\)"):
+        kernels.sample(wide, uniforms[:2])
