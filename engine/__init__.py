@@ -22,7 +22,7 @@ from engine.entry import initialize
 from engine.generation import attention
 from engine.generation.generator import Generation, Generator
 from engine.generation.sampling import Sampling
-from engine.parallel.head import token_logprobs
+from engine.parallel.tensor import token_logprobs
 
 __all__ = [
     "Checkpointer",

@@ -1,7 +1,7 @@
-"""What the engine is told: plain frozen values, checked where they are made.
+"""The configuration of an engine: frozen values that are validated when they are created.
 
-The vocabulary is ZeRO's (Rajbhandari et al., 2020, arXiv:1910.02054): stage 0 replicates, 1 shards
-optimizer states, 2 gradients as well, 3 parameters as well.
+The ZeRO stages are those of Rajbhandari et al., 2020, arXiv:1910.02054. Stage 0 replicates, stage 1 shards optimizer
+states, stage 2 also gradients, stage 3 also parameters.
 """
 
 from collections.abc import Mapping
@@ -13,14 +13,15 @@ Compress = Literal["none", "gather8", "reduce8", "both"]
 Schedule = Literal["constant", "linear", "cosine"]
 PipelineSchedule = Literal["1f1b", "gpipe"]
 Tier = Literal["none", "cpu", "nvme"]
-LARGEST_POWER = 32  # of two, that a loss scale begins at: fp16's largest number is below 2**16
+MAX_INITIAL_POWER = 32  # the largest fp16 number is below 2**16
 
 
 @dataclass(frozen=True)
 class LossScale:
     """Dynamic loss scaling of fp16: start at 2**initial_power, halve on overflow, double after `window` good steps.
 
-    `refill` fills the hysteresis after every good step. `static` is a scale that never changes instead.
+    An overflow costs one unit of `hysteresis`; the scale halves when none is left. `refill` restores the hysteresis
+    after every good step. `static` is a constant scale instead.
     """
 
     initial_power: int = 16
@@ -31,8 +32,8 @@ class LossScale:
     static: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.initial_power <= LARGEST_POWER:
-            raise ValueError(f"the first loss scale is 2**n with n from 0 to {LARGEST_POWER}, not {self.initial_power}")
+        if not 0 <= self.initial_power <= MAX_INITIAL_POWER:
+            raise ValueError(f"initial_power must be from 0 to {MAX_INITIAL_POWER}, not {self.initial_power}")
         if self.window < 1 or self.hysteresis < 1:
             raise ValueError(f"window and hysteresis must be at least 1, not {self.window} and {self.hysteresis}")
         if self.minimum <= 0 or (self.static is not None and self.static <= 0):
@@ -41,14 +42,15 @@ class LossScale:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """An optimizer, its learning rate over optimizer steps, and the clipping before it.
+    """An optimizer, its learning rate by optimizer step, and the clipping before it.
 
-    `name` is adamw (decoupled decay; Loshchilov & Hutter, 2019), adam, lion, onebitadam or any class of torch.optim, in
-    any case of letters; `betas` and `eps` are those of the first four, `options` further arguments of the class.
-    `decay` says who decays: `matrices` leaves biases and norms alone.
+    `name` is adamw (decoupled decay; Loshchilov & Hutter, 2019), adam, lion, onebitadam or a class of torch.optim, in
+    upper or lower case. `betas` and `eps` belong to the first four; `options` are further arguments of the class.
+    `decay="matrices"` applies weight decay to matrices only, not to biases and norms.
 
-    `lr` is the peak rate; `warmup_steps` rise linearly to it, then `schedule` falls to `lr * final_lr_ratio` at
-    `total_steps`. Without `total_steps` the rate stays. `max_grad_norm` is the global L2 norm; 0 turns clipping off.
+    `lr` is the peak rate. It is reached after `warmup_steps` linear steps and falls by `schedule` to
+    `lr * final_lr_ratio` at `total_steps`. Without `total_steps` it stays constant. `max_grad_norm` is the global L2
+    norm for clipping; 0 disables clipping.
     """
 
     lr: float
@@ -70,36 +72,36 @@ class OptimizerConfig:
         if self.total_steps is not None and self.total_steps < 1:
             raise ValueError(f"total_steps must be at least 1, not {self.total_steps}")
         if self.max_grad_norm < 0:
-            raise ValueError(f"max_grad_norm must be at least 0, which does not clip, not {self.max_grad_norm}")
+            raise ValueError(f"max_grad_norm must be at least 0 (0 disables clipping), not {self.max_grad_norm}")
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How a module is laid out over the ranks, and in which precision it computes.
+    """How a module is sharded over the ranks, and in which precision it computes.
 
-    `offload_optimizer` keeps fp32 masters and moments in host memory or in files and steps there; the share
-    `offload_ratio` of the parameters does, the rest steps on the device. `offload_parameters` keeps the shards there,
-    and brings a unit to the device when it is needed. Files are made under `nvme_path` (the temporary folder by
-    default); `sub_group_size` parameters are stepped together. `shard_ranks` are the neighbouring ranks that share one
-    copy of the model (HSDP); None is all of them. `gradient_accumulation` is the
-    micro-batches of one step in a loop that calls `backward` and `step`; `update` counts its own. Gradients are reduced
-    in `reduce_dtype`.
+    `offload_optimizer` puts fp32 masters and moments into host memory or files and runs the optimizer on the host, for
+    the share `offload_ratio` of the parameters. `offload_parameters` puts the parameter shards there too; a unit comes
+    to the device when it computes. Files are created in `nvme_path` (default: the temporary folder). One optimizer call
+    steps `sub_group_size` parameters.
 
-    `compress` sends 8 bits a number: in gathers of parameters, reductions of gradients, or both (parallel/wire.py).
+    `shard_ranks` consecutive ranks share one copy of the model (HSDP); None means all ranks. `gradient_accumulation` is
+    the number of micro-batches per step for `backward` and `step`; `update` counts its own. Gradients are reduced in
+    `reduce_dtype`. `compress` sends parameter gathers, gradient reductions, or both in 8 bits
+    (engine/parallel/comm_hooks.py).
 
     `states` are fp32 masters and moments, or bf16 parameters and moments without masters
     (engine/optimizers/bf16_adamw.py).
 
-    `tensor_parallel` neighbouring ranks hold each matrix between them and see the same data; `tensor_plan` says which
-    and how ({pattern of module names: style}, engine/parallel/tensor.py), None takes what came with the model.
+    `tensor_parallel` consecutive ranks share each matrix and get the same data. `tensor_plan` says how ({pattern of
+    module names: style}, engine/parallel/tensor.py); None uses the plan of the model's class.
 
-    `pipeline_parallel` ranks hold the blocks of a language model one after another (parallel/pipeline_parallel.py), and
-    pass micro-batches on by `pipeline_schedule`: one forward, one backward in turn, or all forwards first.
+    `pipeline_parallel` is the number of stages that share the blocks of a language model
+    (engine/parallel/pipeline_parallel.py), with the schedule `pipeline_schedule`.
 
-    `sequence_parallel` neighbouring ranks see the same rows and hold their tokens between them, where the module shares
-    them out (engine/parallel/sequence.py); ZeRO lays it out over these ranks as over all others.
+    `sequence_parallel` consecutive ranks share the tokens of a row (engine/parallel/sequence.py). ZeRO shards over
+    these ranks too.
     """
 
     zero_stage: int = 0
@@ -128,47 +130,54 @@ class EngineConfig:
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {self.zero_stage}")
         if self.compress not in ("none", "gather8", "reduce8", "both"):
             raise ValueError(f"compress must be none, gather8, reduce8 or both, not {self.compress}")
-        if self.compress != "none" and self.zero_stage == 0:
-            raise ValueError(
-                f"compress={self.compress} needs zero_stage=1, 2 or 3; at stage 0 the optimizer onebitadam sends less"
-            )
-        elsewhere = self.offload_optimizer != "none" or self.tensor_parallel > 1
-        if self.states == "bf16" and (self.dtype != "bf16" or elsewhere):
-            raise ValueError("states=bf16 needs dtype=bf16, offload_optimizer=none and tensor_parallel=1")
-        if self.shard_ranks is not None and self.shard_ranks < 1:
-            raise ValueError(f"shard_ranks must be at least 1, not {self.shard_ranks}")
-        if self.tensor_parallel < 1:
-            raise ValueError(f"tensor_parallel must be at least 1, not {self.tensor_parallel}")
-        if self.gradient_accumulation < 1:
-            raise ValueError(f"gradient_accumulation must be at least 1, not {self.gradient_accumulation}")
-        if self.offload_parameters == "nvme" and self.zero_stage != 3:
-            raise ValueError(f"offload_parameters=nvme needs zero_stage=3, not {self.zero_stage}")
+        if self.pipeline_schedule not in ("1f1b", "gpipe"):
+            raise ValueError(f"pipeline_schedule must be 1f1b or gpipe, not {self.pipeline_schedule}")
+        for key in (
+            "shard_ranks",
+            "tensor_parallel",
+            "pipeline_parallel",
+            "sequence_parallel",
+            "gradient_accumulation",
+        ):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"{key} must be at least 1, not {value}")
         if not 0.0 <= self.offload_ratio <= 1.0:
             raise ValueError(f"offload_ratio must be between 0 and 1, not {self.offload_ratio}")
         if self.sub_group_size < 1024:
             raise ValueError(f"sub_group_size must be at least 1024 parameters, not {self.sub_group_size}")
-        if self.pipeline_parallel < 1:
-            raise ValueError(f"pipeline_parallel must be at least 1, not {self.pipeline_parallel}")
-        if self.pipeline_schedule not in ("1f1b", "gpipe"):
-            raise ValueError(f"pipeline_schedule must be 1f1b or gpipe, not {self.pipeline_schedule}")
-        if self.pipeline_parallel > 1 and (other := self._beside_pipeline()):
-            raise ValueError(f"pipeline_parallel={self.pipeline_parallel} needs {', '.join(other)}")
-        if self.sequence_parallel < 1:
-            raise ValueError(f"sequence_parallel must be at least 1, not {self.sequence_parallel}")
-        beside = ("tensor_parallel", 1), ("pipeline_parallel", 1), ("compile_blocks", False)
-        if self.sequence_parallel > 1 and (wanted := [f"{k}={v}" for k, v in beside if getattr(self, k) != v]):
-            raise ValueError(f"sequence_parallel={self.sequence_parallel} needs {', '.join(wanted)}")
+        self._check_combinations()
 
-    def _beside_pipeline(self) -> list[str]:
-        """What has to be set to which value for the pieces of a pipeline."""
-        wanted: dict[str, object] = {
-            "offload_optimizer": "none",
-            "offload_parameters": "none",
-            "compile_blocks": False,
-            "compress": "none",
-            "states": "fp32",
-            "tensor_parallel": 1,
-            "gradient_accumulation": 1,
-        }
-        changed = [f"{key}={value}" for key, value in wanted.items() if getattr(self, key) != value]
-        return (["zero_stage=0, 1 or 2"] if self.zero_stage == 3 else []) + changed
+    def _check_combinations(self) -> None:
+        if self.compress != "none" and self.zero_stage == 0:
+            raise ValueError(
+                f"compress={self.compress} needs zero_stage=1, 2 or 3. With zero_stage=0, the optimizer onebitadam "
+                "sends fewer bytes"
+            )
+        if self.offload_parameters == "nvme" and self.zero_stage != 3:
+            raise ValueError(f"offload_parameters=nvme needs zero_stage=3, not {self.zero_stage}")
+        if self.states == "bf16":
+            self._require("states=bf16", dtype="bf16", offload_optimizer="none", tensor_parallel=1)
+        if self.sequence_parallel > 1:
+            key = f"sequence_parallel={self.sequence_parallel}"
+            self._require(key, tensor_parallel=1, pipeline_parallel=1, compile_blocks=False)
+        if self.pipeline_parallel > 1:
+            key = f"pipeline_parallel={self.pipeline_parallel}"
+            if self.zero_stage == 3:
+                raise ValueError(f"{key} needs zero_stage=0, 1 or 2")
+            self._require(
+                key,
+                offload_optimizer="none",
+                offload_parameters="none",
+                compile_blocks=False,
+                compress="none",
+                states="fp32",
+                tensor_parallel=1,
+                gradient_accumulation=1,
+            )
+
+    def _require(self, key: str, **values: object) -> None:
+        """Raise ValueError if other fields do not have the values that `key` needs."""
+        wrong = [f"{name}={value}" for name, value in values.items() if getattr(self, name) != value]
+        if wrong:
+            raise ValueError(f"{key} needs {', '.join(wrong)}")

@@ -17,8 +17,8 @@ from typing import Any
 from engine import optim
 from engine.config import Compress, EngineConfig, LossScale, OptimizerConfig, Precision
 from engine.deepspeed_keys import IGNORED, OPTIMIZERS, SUPPORTED, UNSUPPORTED, UNSUPPORTED_OPTIMIZERS, Key, Optimizer
-from engine.layout import require_together
 from engine.schedules import SCHEDULERS, parameters_of
+from engine.sharding import check_optimizer
 
 __all__ = ["Parsed", "config_fields", "ignored", "load", "parse"]
 
@@ -87,7 +87,7 @@ def parse(
             raise ValueError("scheduler: there is no optimizer to schedule; add the optimizer section, or optimizer=")
         scheduler, betas = _scheduler(section, optimizer)
     if optimizer is not None:
-        require_together(engine, optimizer)
+        check_optimizer(engine, optimizer)
     drops_last = bool(values.get("dataloader_drop_last"))
     return Parsed(engine, optimizer, scheduler, betas, micro, total, drops_last, tuple(ignored(raw)))
 

@@ -1,21 +1,20 @@
 """Forward and backward passes of one module over the micro-batches of a step.
 
 PPO scores a rollout with the models that learn, and then takes its first step on the same sequences with the same
-parameters: the forward of the scoring is the forward of the update. `score_to_learn` holds the graphs of all
-micro-batches until `learn` makes the losses and the backwards. The price is memory: the activations of a whole step.
+parameters. The forward of the scoring is then also the forward of the update: `score_to_learn` holds the graphs of all
+micro-batches until `train` computes the losses and the backwards. This needs memory for the activations of a full step.
 
 Pipeline parallelism runs several micro-batches at once: `engine/pipeline_passes.py` overrides these methods.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from engine.config import EngineConfig
-from engine.figures import detached, on_host
 from engine.loading import persistent_buffers
 from engine.memory.tracker import MemoryTracker
 from engine.oom import watch_pass
@@ -23,13 +22,14 @@ from engine.optim import Gradients
 from engine.parallel import dist, zero
 from engine.precision import LossScaler
 
-Learned = tuple[Tensor, dict[str, float | Tensor]]  # the loss and the metrics of a micro-batch, all of them sums
-LossFn = Callable[[nn.Module, Any], Learned]
-Work = Callable[[nn.Module, Any], Sequence[Any]]  # the results of a micro-batch, one for each row
+Tree = TypeVar("Tree")
+LossAndMetrics = tuple[Tensor, dict[str, float | Tensor]]  # of a micro-batch, all of them sums
+LossFn = Callable[[nn.Module, Any], LossAndMetrics]
+ScoreFn = Callable[[nn.Module, Any], Sequence[Any]]  # the results of a micro-batch, one for each row
 
 
 class Passes:
-    """The passes of one module. `discard` throws away the gradients and the gathered parameters of half a step."""
+    """The passes of one module. `discard` drops the gradients and the gathered parameters of an unfinished step."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Passes:
         self._before = PassState(module)  # before their forwards
 
     def prepare(self, *, last: bool) -> None:
-        """Prepare the coming forward and backward. `last` is True for the last micro-batch of a step."""
+        """Prepare the next backward. `last` is True for the last micro-batch of a step."""
         zero.before_micro_batch(self.module, stage=self._config.zero_stage, last=last)
 
     def backward(self, loss: Tensor, factor: float, *, last: bool) -> None:
@@ -54,36 +54,36 @@ class Passes:
         (loss * (factor * self._scaler.scale)).backward()
         zero.after_micro_batch(self.module, last=last)
 
-    def learn(self, micro_batches: Sequence[Any], loss_fn: LossFn, count: float) -> list[Learned]:
-        """Run forward and backward of all micro-batches of a step; their gradients are those of the sum over `count`.
+    def train(self, micro_batches: Sequence[Any], loss_fn: LossFn, count: float) -> list[LossAndMetrics]:
+        """Run forward and backward of all micro-batches of a step. The gradients are those of the sum over `count`.
 
         Micro-batches that `score_to_learn` has just scored need no second forward.
         """
         if self._scored and [id(batch) for batch in self._scored] != [id(batch) for batch in micro_batches]:
-            self.forget()
+            self.discard_scored()
         outputs, self._scored, self._outputs = self._outputs, [], []
-        held = bool(outputs)
-        if not held:
+        holds_graphs = bool(outputs)
+        if not holds_graphs:
             self._tracker.start_update()
-        learned = list[Learned]()
-        with watch_pass(holds_graphs=held):
+        results = list[LossAndMetrics]()
+        with watch_pass(holds_graphs=holds_graphs):
             for index, micro_batch in enumerate(micro_batches):
                 last = index == len(micro_batches) - 1
                 self.prepare(last=last)
-                if held:
-                    loss, metrics = loss_fn(cast("nn.Module", _Replayed(outputs.pop(0))), micro_batch)
+                if holds_graphs:
+                    loss, metrics = loss_fn(cast("nn.Module", _RecordedOutput(outputs.pop(0))), micro_batch)
                 else:
                     with self._tracker.training():
                         loss, metrics = loss_fn(self.module, micro_batch)
                 self.backward(loss, dist.world().zero_size / count, last=last)
                 self._tracker.after_backward()
-                learned.append((loss.detach(), detached(metrics)))
+                results.append((loss.detach(), detach_metrics(metrics)))
                 del loss, metrics  # the graph is freed before the next forward
-        return learned
+        return results
 
     def dry_run(self, micro_batch: Any, loss_fn: LossFn) -> None:
         """Run forward and backward of a micro-batch and discard the result. Raises PassOutOfMemory."""
-        self.forget()
+        self.discard_scored()
         before, fits = PassState(self.module), False
         try:
             with watch_pass():
@@ -99,14 +99,14 @@ class Passes:
         loss, _ = loss_fn(self.module, micro_batch)
         self.backward(loss, 1.0, last=True)
 
-    def score(self, micro_batches: Sequence[Any], work: Work) -> list[Sequence[Any]]:
-        """Return `work` of each micro-batch, with its tensors on the host."""
+    def score(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]]:
+        """Return `score_fn` of each micro-batch, with its tensors on the host."""
         with watch_pass():
-            return on_host([work(self.module, micro_batch) for micro_batch in micro_batches])
+            return to_host([score_fn(self.module, micro_batch) for micro_batch in micro_batches])
 
-    def score_to_learn(self, micro_batches: Sequence[Any], work: Work) -> list[Sequence[Any]] | None:
-        """Return `work` of each micro-batch, and hold the graphs for `learn`. None if that is not supported."""
-        self.forget()
+    def score_to_learn(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]] | None:
+        """Return `score_fn` of each micro-batch, and hold the graphs for `train`. None if that is not supported."""
+        self.discard_scored()
         zero.release(self.module)
         self._before = PassState(self.module)
         self._tracker.start_update()
@@ -117,36 +117,36 @@ class Passes:
                 for index, micro_batch in enumerate(micro_batches):
                     self.prepare(last=index == len(micro_batches) - 1)
                     with self._tracker.training():
-                        results.append(tree_map_only(Tensor, Tensor.detach, work(self.module, micro_batch)))
+                        results.append(tree_map_only(Tensor, Tensor.detach, score_fn(self.module, micro_batch)))
         finally:
             hook.remove()
-        assert len(self._outputs) == len(micro_batches), "work calls the module once for each micro-batch"
+        assert len(self._outputs) == len(micro_batches), "score_fn must call the module once for each micro-batch"
         self._tracker.sample_waiting()
         self._scored = list(micro_batches)
-        return on_host(results)
+        return to_host(results)
 
-    def forget(self) -> None:
-        """Discard the forwards of `score_to_learn`: random state and buffers are as before them."""
+    def discard_scored(self) -> None:
+        """Discard the forwards of `score_to_learn`, and restore random state and buffers from before them."""
         if self._scored:
             self._scored, self._outputs = [], []
             self._discard()
             self._before.restore()
 
     def gradients(self) -> Gradients:
-        """Return the gradients of this rank's parameters; their norm is that of the whole model."""
+        """Return the gradients of this rank's parameters, with the norm of the full model."""
         return Gradients(self.module)
 
     def metrics_of_step(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of this rank's micro-batches, on every rank that computed a part of them."""
+        """Return the metrics of this rank's micro-batches on every rank that computed them together."""
         return metrics
 
     def all_parameters(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) of the whole model on every rank; `own` are those of this rank's module."""
+        """Yield (name, full tensor) of the full model on every rank; `own` are those of this rank's module."""
         return iter(own)
 
 
-class _Replayed:
-    """A stand-in for the module: returns what the module returned for the same micro-batch before."""
+class _RecordedOutput:
+    """Replaces the module in a loss function: returns the module's recorded output for the same micro-batch."""
 
     def __init__(self, output: Any) -> None:
         self._output = output
@@ -172,3 +172,27 @@ class PassState:
             torch.cuda.set_rng_state(self._device_random)
         for name, buffer in persistent_buffers(self._module).items():
             buffer.copy_(self._buffers[name])
+
+
+def to_numbers(values: Sequence[float | Tensor]) -> list[float]:
+    """Return values as Python numbers. The host waits for the device once, not once per tensor."""
+    tensors = [value.detach().to(dist.world().device, torch.float64) for value in values if isinstance(value, Tensor)]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [next(numbers) if isinstance(value, Tensor) else float(value) for value in values]
+
+
+def detach_metrics(metrics: Mapping[str, float | Tensor]) -> dict[str, float | Tensor]:
+    """Return metrics that hold no autograd graph."""
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+
+
+def to_host(tree: Tree) -> Tree:
+    """Return nested lists, tuples and dictionaries with their tensors on the host, with one wait per dtype."""
+    leaves, spec = tree_flatten(tree)
+    on_device = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.device.type != "cpu"]
+    for dtype in dict.fromkeys(leaves[index].dtype for index in on_device):
+        indices = [index for index in on_device if leaves[index].dtype == dtype]
+        values = torch.cat([leaves[index].detach().flatten() for index in indices]).cpu()
+        for index, flat in zip(indices, values.split([leaves[index].numel() for index in indices]), strict=True):
+            leaves[index] = flat.view(leaves[index].shape)
+    return cast(Tree, tree_unflatten(leaves, spec))

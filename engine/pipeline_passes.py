@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import EngineConfig
-from engine.figures import detached, on_host
 from engine.memory.tracker import MemoryTracker
 from engine.oom import watch_pass
 from engine.optim import Gradients
 from engine.parallel import dist
 from engine.parallel.pipeline_parallel import Pipeline
 from engine.parallel.pipeline_split import PipelineSplit
-from engine.passes import Learned, LossFn, Passes, PassState, Work
+from engine.passes import LossAndMetrics, LossFn, Passes, PassState, ScoreFn, detach_metrics, to_host
 from engine.precision import TORCH_DTYPE, LossScaler
 
 
@@ -35,12 +34,12 @@ class PipelinePasses(Passes):
         schedule, dtype = config.pipeline_schedule, TORCH_DTYPE[config.dtype]
         self._pipeline = Pipeline(module, split, schedule=schedule, zero_stage=config.zero_stage, dtype=dtype)
 
-    def learn(self, micro_batches: Sequence[Any], loss_fn: LossFn, count: float) -> list[Learned]:
+    def train(self, micro_batches: Sequence[Any], loss_fn: LossFn, count: float) -> list[LossAndMetrics]:
         self._tracker.start_update()
-        learned = self._train(micro_batches, loss_fn, self._scaler.scale * dist.world().data_size / count)
+        results = self._train(micro_batches, loss_fn, self._scaler.scale * dist.world().data_size / count)
         self._pipeline.finish_step()
         self._tracker.after_backward()
-        return [each for each in learned if each is not None]
+        return [each for each in results if each is not None]
 
     def dry_run(self, micro_batch: Any, loss_fn: LossFn) -> None:
         before = PassState(self.module)
@@ -48,15 +47,15 @@ class PipelinePasses(Passes):
         self._discard()
         before.restore()
 
-    def score(self, micro_batches: Sequence[Any], work: Work) -> list[Sequence[Any]]:
+    def score(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]]:
         def scored(micro_batch: Any) -> tuple[Tensor, Sequence[Any]]:
-            return torch.zeros((), device=dist.world().device), work(self._pipeline.module, micro_batch)
+            return torch.zeros((), device=dist.world().device), score_fn(self._pipeline.module, micro_batch)
 
         with watch_pass():
             results: list[Sequence[Any]] = self._run(micro_batches, scored)
-        return self._pipeline.broadcast_from_last(on_host(results))
+        return self._pipeline.broadcast_from_last(to_host(results))
 
-    def score_to_learn(self, micro_batches: Sequence[Any], work: Work) -> list[Sequence[Any]] | None:
+    def score_to_learn(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]] | None:
         """Return None: forwards and backwards of a pipeline take turns."""
         return None
 
@@ -69,12 +68,12 @@ class PipelinePasses(Passes):
     def all_parameters(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return self._pipeline.all_parameters(own)
 
-    def _train(self, micro_batches: Sequence[Any], loss_fn: LossFn, factor: float) -> list[Learned | None]:
+    def _train(self, micro_batches: Sequence[Any], loss_fn: LossFn, factor: float) -> list[LossAndMetrics | None]:
         """Run all forwards and backwards; gradients are those of `factor` times the losses."""
 
-        def loss_of(micro_batch: Any) -> tuple[Tensor, Learned]:
+        def loss_of(micro_batch: Any) -> tuple[Tensor, LossAndMetrics]:
             loss, metrics = loss_fn(self._pipeline.module, micro_batch)
-            return loss * factor, (loss.detach(), detached(metrics))
+            return loss * factor, (loss.detach(), detach_metrics(metrics))
 
         with watch_pass():
             return self._run(micro_batches, loss_of)

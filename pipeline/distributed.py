@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 def is_rank_zero() -> bool:
     """Return True on the one rank that prints and writes files."""
-    return distributed.world().leads
+    return distributed.world().is_rank_zero
 
 
 def rank() -> int:
@@ -66,7 +66,7 @@ def on_rank_zero(make: Callable[[], T]) -> T:
         except UserError as problem:
             return None, str(problem)
 
-    result, problem = distributed.from_first(attempt)
+    result, problem = distributed.run_on_rank_zero(attempt)
     if problem is not None:
         raise UserError(problem)
     return cast(T, result)

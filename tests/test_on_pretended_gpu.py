@@ -115,15 +115,17 @@ def test_a_step_waits_for_the_device_for_its_figures_only(tmp_path: Path) -> Non
     lay_out(tmp_path, tiny_config(**{**UNCHECKED, **three}))
     run_on_devices(tmp_path, list(STAGES))
     for stage in ("sft", "reward", "dpo"):
-        assert waits(tmp_path, stage, step=2) == {"engine/figures.py:numbers": 1}, stage
+        assert waits(tmp_path, stage, step=2) == {"engine/passes.py:to_numbers": 1}, stage
     found = waits(tmp_path, "ppo", step=2)
     rounds = found.pop("engine/generation/decode_step.py:wait")
     assert rounds <= 2  # of 4 tokens
     updates = 2  # minibatches
     assert found == {
-        "engine/figures.py:numbers": 2 * updates + 1,  # actor, critic; the rollout's figures
-        "engine/figures.py:on_host": 5,  # actor, reference, critic, reward model; answers to keep
+        "engine/passes.py:to_numbers": 2 * updates,  # actor, critic
+        "engine/passes.py:to_host": 4,  # actor, reference, critic, reward model
         "engine/generation/inference_model.py:sync": 1,
+        "step3_ppo/log.py:rollout_metrics": 1,
+        "step3_ppo/log.py:_to_host": 1,
         "pipeline/tracking/clock.py:phase": 3,
     }
 
@@ -149,7 +151,7 @@ def test_two_devices_walk_the_curves_of_one_cpu(on_cpu: Path, tmp_path: Path) ->
     run_on_devices(tmp_path, list(STAGES), ranks=2)
     for stage in STAGES:
         compare(tmp_path, on_cpu, stage, CURVES[stage], rel=1e-4)
-    assert waits(tmp_path, "sft", step=2) == waits(tmp_path, "reward", step=2) == {"engine/figures.py:numbers": 1}
+    assert waits(tmp_path, "sft", step=2) == waits(tmp_path, "reward", step=2) == {"engine/passes.py:to_numbers": 1}
 
 
 def test_two_devices_hold_a_model_in_turn(on_cpu: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def run_stages(parent: str, layouts: list[dict[str, Any]]) -> None:
         steps = {"sft": {"steps": 4}, "reward": {"steps": 4}, "dpo": {"steps": 3}}
         config = tiny_config(engine={"dtype": "fp32", **layout}, **steps)
         config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"steps": 3, "ptx_coef": 0.1})})
-        if dist.world().leads:
+        if dist.world().is_rank_zero:
             lay_out(run_dir, config)
         dist.barrier()
         for name, stage in STAGES.items():
@@ -65,7 +65,7 @@ def run_ppo(parent: str, layout: int, names: dict[str, bool]) -> None:
         made = read_config(whole / "ppo")
         own = {"steps": 3, "ptx_coef": 0.0, "minibatches": 1, "shared_forward": shared, "micro_batch_tokens": 256}
         made = made.model_copy(update={"ppo": made.ppo.model_copy(update=own)})
-        if dist.world().leads:
+        if dist.world().is_rank_zero:
             lay_out(run_dir, made)
             for stage in ("sft", "reward"):
                 shutil.copytree(whole / stage, run_dir / stage, dirs_exist_ok=True)

@@ -55,7 +55,7 @@ class Checkpointer:
         self.wait()
         counters = {name: engine_state.counters(engine) for name, engine in self.engines.items()}
         values = {f"rank-{dist.world().rank}.json": json.dumps(mine or {})}
-        if dist.world().leads:
+        if dist.world().is_rank_zero:
             values["state.json"] = json.dumps({"shared": shared, "engines": counters, "ranks": dist.world().size})
         tensors = {name: engine_state.tensors(engine) for name, engine in self.engines.items()}
         can_copy = self._can_copy(tensors)

@@ -57,7 +57,7 @@ class BlockStream:
             self.memory = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
         for index, block in enumerate(by_block):
             self._assign_memory(index, block)
-        sharded = any(not dtensors.is_whole(each.parameter) for each in copies.values())
+        sharded = any(not dtensors.is_full(each.parameter) for each in copies.values())
         self._collective = dist.world().size > 1 and sharded
 
     def finish(self) -> None:

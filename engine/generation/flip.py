@@ -5,8 +5,8 @@ first flips, and every `parity_check_every`-th flip, compare the generator with 
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,18 @@ class Flip:
     """
 
     def __init__(
-        self, blueprint: nn.Module, source: nn.Module, dtype: torch.dtype, plan: Mapping[str, str] | None = None
+        self,
+        blueprint: nn.Module,
+        source: nn.Module,
+        dtype: torch.dtype,
+        plan: Mapping[str, str] | None = None,
+        *,
+        fill: Callable[[torch.device], AbstractContextManager[None]] | None = None,
     ) -> None:
-        """See `InferenceModel`, which takes over the blueprint at the first flip."""
+        """See `InferenceModel`, which takes over the blueprint at the first flip.
+
+        `fill(device)` is a context in which `source` has values on the device, if it has none otherwise.
+        """
         self.stream = False  # gather the parameters of a block only while it runs
         self.tensor_parallel = 1  # neighbouring ranks that share a generator
         self.cache_bytes: int | None = None  # bound of the key-value cache
@@ -40,6 +49,7 @@ class Flip:
         self.checked: list[CheckedAnswer] = []
         self.seconds, self.bytes = 0.0, 0
         self._blueprint, self._source, self._dtype, self._plan = blueprint, source, dtype, plan
+        self._fill = fill
         self._model: InferenceModel | None = None
         self._generator: Generator | None = None
         self._count = 0
@@ -55,6 +65,8 @@ class Flip:
             began = time.perf_counter()
             if park is not None:
                 stack.enter_context(states_on_host(park))
+            if self._fill is not None:
+                stack.enter_context(self._fill(torch.device("cpu") if self.stream else dist.world().device))
             generator = self._sync()
             self.seconds = time.perf_counter() - began
             try:

@@ -179,7 +179,7 @@ class Generator:
         if self._fallback is None:
             self._fallback = TransformersFallback(self.module, self.device)
             name, description = type(self.module).__name__, self._fallback.batching.description
-            if name not in _warned and dist.world().leads:
+            if name not in _warned and dist.world().is_rank_zero:
                 _warned.add(name)
                 log.warning("%s generates with transformers' generate %s: %s", name, description, self._reason)
         return self._fallback

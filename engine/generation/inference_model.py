@@ -125,7 +125,7 @@ class InferenceModel:
         return (
             live.lora is None
             and name not in self._slices
-            and dtensors.is_whole(parameter)
+            and dtensors.is_full(parameter)
             and parameter.dtype == self.dtype
             and dtensors.local(parameter.detach()).device == self.device
         )

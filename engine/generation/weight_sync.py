@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.full_parameters import LoraFactors, lora_factors, lora_update
 from engine.loading import local_rows
-from engine.parallel import dist, dtensors, tensor
+from engine.parallel import dist, dtensors, meshes, tensor
 
 BUCKET_BYTES = 64 << 20  # of all ranks together
 
@@ -116,7 +116,7 @@ def copy_weights(copies: Sequence[WeightCopy]) -> int:
     factors = _gather_factors([copy.live.lora for copy in copies if copy.live.lora is not None])
     sharded_by_rows = []
     for copy in copies:
-        if dtensors.in_rows(copy.parameter):
+        if dtensors.is_row_sharded(copy.parameter):
             sharded_by_rows.append(copy)
         else:  # full on each rank, or split by training's tensor parallelism
             full = dtensors.full_tensor(copy.parameter)
@@ -137,7 +137,7 @@ def tensor_parallel_slices(module: nn.Module, ranks: int, plan: Mapping[str, str
 
     `plan` defaults to the plan of the model's class. Raises ValueError if the module cannot be split.
     """
-    mesh = dist.neighbours(ranks)
+    mesh = meshes.tensor_mesh(ranks)
     tensor.parallelize(module, plan or tensor.plan_of(module), mesh)
     slices = {}
     for path, owner in module.named_modules():
@@ -199,7 +199,7 @@ class _ShardRows:
 
 
 def _rows_per_rank(parameter: Tensor) -> int:
-    return -(-len(parameter) // dtensors.shards(parameter))
+    return -(-len(parameter) // dtensors.shard_count(parameter))
 
 
 def _row_numel(parameter: Tensor) -> int:
@@ -211,7 +211,7 @@ def _buckets(copies: Sequence[WeightCopy]) -> Iterator[list[_ShardRows]]:
     bucket: list[_ShardRows] = []
     free = limit = 0  # numbers per rank
     for copy in copies:
-        limit = BUCKET_BYTES // (dtensors.shards(copy.parameter) * copy.target.element_size())
+        limit = BUCKET_BYTES // (dtensors.shard_count(copy.parameter) * copy.target.element_size())
         rows, width = _rows_per_rank(copy.parameter), _row_numel(copy.parameter)
         step = max(1, limit // width)
         for begin in range(0, rows, step):

@@ -31,7 +31,7 @@ from engine.memory.model_shape import ModelShape
 from engine.memory.states import BYTES
 from engine.memory.workload import Workload
 from engine.offload.scratch_file import ScratchFile, page_aligned
-from engine.parallel import dist
+from engine.parallel import collectives, dist
 from engine.precision import TORCH_DTYPE
 
 TOKENS = {"cpu": 1024, "cuda": 4096}  # the largest micro-batch of the probe
@@ -219,7 +219,7 @@ def _adam_seconds(device: torch.device) -> float:
 
 def _all_reduce_seconds(device: torch.device) -> float:
     message = torch.zeros(MESSAGE_BYTES // 4, device=device)
-    return _seconds(lambda: dist.all_reduce_sum(message)) / MESSAGE_BYTES
+    return _seconds(lambda: collectives.all_reduce_sum(message)) / MESSAGE_BYTES
 
 
 def _copy_seconds(device: torch.device) -> float:

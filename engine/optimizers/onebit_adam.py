@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
-from engine.parallel import dist, dtensors
+from engine.parallel import collectives, dist, dtensors, meshes
 
 BUCKET = 2**24  # elements averaged in one collective
 ERRORS = ("worker_error_of_", "server_error_of_")  # prefixes of the state names; the number of ranks follows
@@ -54,7 +55,7 @@ class OneBitAdam(torch.optim.Optimizer):
             self.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 **{name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")},
-                **{n: dist.rank_rows(local.new_zeros(1, size)) for n, size in zip(self._errors, sizes, strict=True)},
+                **{n: _rank_rows(local.new_zeros(1, size)) for n, size in zip(self._errors, sizes, strict=True)},
             }
 
     @property
@@ -76,10 +77,10 @@ class OneBitAdam(torch.optim.Optimizer):
         """
         gradients = self._gradients()
         if self.is_warming_up:
-            dist.average(gradients, bucket=BUCKET)
+            collectives.average(gradients, bucket=BUCKET)
             return dtensors.squared_norm(gradients).item()
         squared = dtensors.squared_norm(gradients)
-        dist.average([squared], bucket=1)
+        collectives.average([squared], bucket=1)
         return squared.item()
 
     def scale(self, factor: float) -> None:
@@ -188,17 +189,28 @@ def _chunk(size: int, ranks: int) -> int:
     return -(-size // (8 * ranks)) * 8
 
 
+def _rank_rows(row: Tensor) -> Tensor:
+    """Return the rows (1, n) of all ranks as one tensor (ranks, n), so that a checkpoint has all of them."""
+    ranks = meshes.mesh(replicate=dist.world().zero_size, shard=1)["replicate"]
+    return DTensor.from_local(row, ranks, [Shard(0)], run_check=False)
+
+
 def _exchange(scales: list[Tensor], signs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Send row r of each (ranks, n) tensor to rank r; return the received rows, in the same shapes."""
-    sent = dist.exchange_rows(torch.cat(scales, 1).contiguous()), dist.exchange_rows(torch.cat(signs, 1))
-    return _split(sent, scales, signs)
+    rows = torch.cat(scales, 1).contiguous(), torch.cat(signs, 1)
+    return _split([collectives.all_to_all(each, kind="reduce") for each in rows], scales, signs)
 
 
 def _gather(scales: list[Tensor], signs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the (1, n) rows of all ranks as (ranks, n)."""
-    return _split((dist.gather_rows(torch.cat(scales, 1)), dist.gather_rows(torch.cat(signs, 1))), scales, signs)
+    gathered = []
+    for row in (torch.cat(scales, 1), torch.cat(signs, 1)):
+        rows = row.new_empty(dist.world().size, row.shape[1])
+        collectives.all_gather(rows.view(-1), row.view(-1), kind="reduce")
+        gathered.append(rows)
+    return _split(gathered, scales, signs)
 
 
-def _split(rows: tuple[Tensor, Tensor], scales: list[Tensor], signs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _split(rows: Sequence[Tensor], scales: list[Tensor], signs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     widths = ([each.shape[1] for each in scales], [each.shape[1] for each in signs])
     return list(rows[0].split(widths[0], 1)), list(rows[1].split(widths[1], 1))

@@ -1,44 +1,44 @@
-"""Parallelism from outside the module. The names in `__all__` are what other rooms use, as `engine.distributed`.
+"""Parallelism outside of the module. Other rooms use the names in `__all__`, as `engine.distributed`.
 
-- The process group: `start`, `stop`, `arrange`, `world`, `World`.
-- Collectives over all ranks: `barrier`, `broadcast_object`, `from_first`, `gather_objects`, `max_over_ranks`,
+- The process group: `start`, `stop`, `set_parallelism`, `world`, `World`.
+- Collectives over all ranks: `barrier`, `broadcast_object`, `gather_objects`, `max_over_ranks`, `run_on_rank_zero`,
   `sum_over_ranks`.
 - Sequence parallelism inside a module: `sequence_shard`, `SequenceShard`, `check_heads`.
 - `request_stop` and `stop_requested`: a stop of all ranks after the same step.
-- `bytes_sent`: the bytes that this rank has sent so far, by purpose.
+- `bytes_sent`: the bytes that this rank has sent since its start, by purpose.
 """
 
-from engine.parallel.comm_stats import sent as bytes_sent
+from engine.parallel.collectives import bytes_sent
 from engine.parallel.dist import (
     World,
-    arrange,
     barrier,
     broadcast_object,
-    from_first,
     gather_objects,
     max_over_ranks,
+    request_stop,
+    run_on_rank_zero,
+    set_parallelism,
     start,
     stop,
+    stop_requested,
     sum_over_ranks,
     world,
 )
 from engine.parallel.sequence import SequenceShard, check_heads, sequence_shard
-from engine.parallel.stop_signal import agreed as stop_requested
-from engine.parallel.stop_signal import ask as request_stop
 
 __all__ = [
     "SequenceShard",
     "World",
-    "arrange",
     "barrier",
     "broadcast_object",
     "bytes_sent",
     "check_heads",
-    "from_first",
     "gather_objects",
     "max_over_ranks",
     "request_stop",
+    "run_on_rank_zero",
     "sequence_shard",
+    "set_parallelism",
     "start",
     "stop",
     "stop_requested",

@@ -1,12 +1,13 @@
-"""Where a tensor crosses between being whole on every rank of a tensor-parallel group and being a part on each.
+"""Collectives with gradients, for tensors that are full on every rank of a group or split over its ranks.
 
-Megatron's f and g (Shoeybi et al., 2019, arXiv:1909.08053, section 3) and their likes for outputs that are gathered.
-Each backward is the transpose of its forward, so the gradient of a whole tensor is whole, and the same on all ranks.
+Megatron's f and g (Shoeybi et al., 2019, arXiv:1909.08053, section 3), and the same for gathered outputs. Each backward
+is the transpose of its forward. The gradient of a full tensor is therefore full, and equal on all ranks.
 
-In compiled blocks the collectives are operators (operators.py).
+In compiled blocks the collectives are custom operators, which the compiler does not trace into.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,69 +15,90 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from engine.parallel import dist
+# Has no public name; the same from torch 2.11 to 2.13.
+from torch.distributed.distributed_c10d import _resolve_process_group
 
-Map = Callable[[Tensor, ProcessGroup], Tensor]
+from engine.parallel import collectives
+
+LinearMap = Callable[[Tensor, ProcessGroup], Tensor]
 
 
-class _Crossing(Function):
-    """A linear map `there` of a tensor, whose gradient goes `back` by the transpose of it."""
+class _LinearFunction(Function):
+    """A linear map of a tensor, with its transpose as backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Map, back: Map, group: ProcessGroup) -> Tensor:
-        ctx.back, ctx.group = back, group
-        return there(x, group)
+    def forward(ctx: Any, x: Tensor, forward: LinearMap, backward: LinearMap, group: ProcessGroup) -> Tensor:
+        ctx.backward_map, ctx.group = backward, group
+        return forward(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return ctx.back(gradient, ctx.group), None, None, None
+        return ctx.backward_map(gradient, ctx.group), None, None, None
+
+
+def _apply(x: Tensor, forward: LinearMap, backward: LinearMap, group: ProcessGroup) -> Tensor:
+    return _LinearFunction.apply(x, forward, backward, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def copied(x: Tensor, group: ProcessGroup) -> Tensor:
-    """A whole tensor that each rank goes on to use differently: its gradients are summed over ranks."""
-    return _Crossing.apply(x, _same, _sum, group)  # type: ignore[no-any-return, no-untyped-call]
+    """Return a full tensor that each rank uses differently. Its gradients are summed over ranks."""
+    return _apply(x, _identity, _sum, group)
 
 
 def summed(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The whole of which each rank has a summand."""
-    return _Crossing.apply(x, _sum, _same, group)  # type: ignore[no-any-return, no-untyped-call]
+    """Return the sum of the ranks' tensors."""
+    return _apply(x, _sum, _identity, group)
 
 
 def gathered(x: Tensor, group: ProcessGroup) -> Tensor:
-    """(..., K) -> (..., K x ranks): the whole of which each rank has some of the last dimension, in rank order."""
-    return _Crossing.apply(x, _join, _own_columns, group)  # type: ignore[no-any-return, no-untyped-call]
+    """Concatenate the last dimension of the ranks' tensors, in rank order: (..., K) -> (..., K * ranks)."""
+    return _apply(x, _concatenate, _own_columns, group)
 
 
 def split(x: Tensor, group: ProcessGroup) -> Tensor:
-    """(..., K) -> (..., K / ranks): this rank's share of the last dimension of a whole tensor."""
-    return _Crossing.apply(x, _own_columns, _join, group).contiguous()  # type: ignore[no-any-return, no-untyped-call]
+    """Return this rank's part of the last dimension of a full tensor: (..., K) -> (..., K / ranks)."""
+    return _apply(x, _own_columns, _concatenate, group).contiguous()
 
 
-def _same(x: Tensor, group: ProcessGroup) -> Tensor:
+def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.view_as(x)
 
 
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
-        return torch.ops.zerochat.sum_over_mates(x, group.group_name)  # type: ignore[no-any-return]
-    return sum_now(x, group)
+        return torch.ops.zerochat.sum_over_group(x, group.group_name)  # type: ignore[no-any-return]
+    return collectives.all_reduce_sum(x.clone(), group)  # a copy: autograd may hold the same tensor
 
 
-def _join(x: Tensor, group: ProcessGroup) -> Tensor:
+def _concatenate(x: Tensor, group: ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
-        return torch.ops.zerochat.join_over_mates(x, group.group_name)  # type: ignore[no-any-return]
-    return join_now(x, group)
+        return torch.ops.zerochat.concatenate_over_group(x, group.group_name)  # type: ignore[no-any-return]
+    return torch.cat(collectives.gather_tensors(x, group), dim=-1)
 
 
 def _own_columns(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.chunk(group.size(), dim=-1)[group.rank()]
 
 
-def sum_now(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over ranks."""
-    return dist.all_reduce_sum(x.clone(), group)  # a copy: autograd may hold the same tensor elsewhere
+@cache
+def define_operators() -> None:
+    """Define the custom operators of compiled blocks, before the first block is compiled."""
 
+    def group_of(name: str) -> ProcessGroup:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
 
-def join_now(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Every rank's last dimension, one after another."""
-    return torch.cat(dist.gather_tensors(x, group), dim=-1)
+    @torch.library.custom_op("zerochat::sum_over_group", mutates_args=())
+    def sum_over_group(x: Tensor, group: str) -> Tensor:
+        return _sum(x, group_of(group))
+
+    @torch.library.custom_op("zerochat::concatenate_over_group", mutates_args=())
+    def concatenate_over_group(x: Tensor, group: str) -> Tensor:
+        return _concatenate(x, group_of(group))
+
+    @sum_over_group.register_fake
+    def _(x: Tensor, group: str) -> Tensor:
+        return torch.empty_like(x)
+
+    @concatenate_over_group.register_fake
+    def _(x: Tensor, group: str) -> Tensor:
+        return x.new_empty(*x.shape[:-1], x.shape[-1] * group_of(group).size())

@@ -19,8 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
-from engine.parallel import dist, dtensors, zero
-from engine.parallel.comm_stats import count
+from engine.parallel import collectives, dist, dtensors, meshes, zero
 from engine.parallel.pipeline_split import PipelineSplit
 
 Schedule = Literal["1f1b", "gpipe"]
@@ -47,7 +46,7 @@ class Pipeline:
         """`module` is already sharded, so that FSDP2's hooks around blocks run inside those registered here."""
         self.module, self.split = module, split
         self._schedule, self._zero_stage, self._dtype = schedule, zero_stage, dtype
-        self._group, self._ends = dist.along_pipeline(), dist.ends_of_pipeline()
+        self._group, self._ends = meshes.pipeline_group(), meshes.first_and_last_stage_group()
         self._running = False
         self._received: Tensor | None = None
         self._max_tokens = 0  # rows of a message
@@ -90,7 +89,7 @@ class Pipeline:
         except RuntimeError as wrapped:
             raise wrapped.__cause__ or wrapped from None
         messages = (not self.split.is_last) + (trains and not self.split.is_first)
-        count("other", messages * number * hidden.nbytes)
+        collectives.count_bytes("other", messages * number * hidden.nbytes)
 
     def finish_step(self) -> None:
         """End a step: add the gradients of a tied weight as embedding (first rank) and as head (last rank)."""
@@ -99,14 +98,14 @@ class Pipeline:
             return
         for name, parameter in self.module.named_parameters():
             if name in self.split.tied and parameter.grad is not None:
-                dist.all_reduce_sum(dtensors.local(parameter.grad), group=self._ends)
+                collectives.all_reduce_sum(dtensors.local(parameter.grad), group=self._ends)
 
     def squared_norm(self) -> float:
         """Return the sum of squares of the full model's gradients, the same number on every rank."""
         counted_elsewhere = frozenset() if self.split.is_first else self.split.tied
         named = self.module.named_parameters()
         gradients = [p.grad for name, p in named if p.grad is not None and name not in counted_elsewhere]
-        return dist.all_reduce_sum(dtensors.squared_norm(gradients), group=self._group).item()
+        return collectives.all_reduce_sum(dtensors.squared_norm(gradients), group=self._group).item()
 
     def broadcast_from_last(self, value: Any) -> Any:
         """Return the last rank's object on every rank."""
@@ -130,7 +129,7 @@ class Pipeline:
                 name, shape, dtype = header
                 seen.add(name)
                 full = torch.empty(shape, dtype=dtype, device=device) if found is None else found[1].contiguous()
-                yield name, dist.broadcast(full, source=turn, group=self._group)
+                yield name, collectives.broadcast(full, source=turn, group=self._group)
 
     def _message(self) -> Tensor:
         """Return the hidden states of a message on the meta device: (max_tokens, D)."""

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from engine.parallel import autograd_collectives, dist
-from engine.parallel.comm_stats import count
+from engine.parallel import autograd_collectives, collectives, dist, meshes
 
 
 def sequence_shard(tokens: int) -> "SequenceShard | None":
     """Return this rank's shard of a row of `tokens` tokens; None without sequence parallelism."""
-    group = dist.sequence_group() if dist.world().sequence > 1 else None
+    group = meshes.sequence_group() if dist.world().sequence > 1 else None
     return None if group is None else SequenceShard(tokens, group.rank(), group.size())
 
 
@@ -72,7 +71,7 @@ class SequenceShard:
         The upstream gradient must be the same on all ranks.
         """
         local = values.new_zeros(count).index_copy(0, indices, values)
-        return autograd_collectives.summed(local, dist.sequence_group())
+        return autograd_collectives.summed(local, meshes.sequence_group())
 
     def tokens_to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange (1, heads, own tokens, size) for (1, own heads, all tokens, size), padding included.
@@ -121,8 +120,4 @@ def _exchanged(rows: Tensor) -> Tensor:
 
 
 def _received(rows: Tensor) -> Tensor:
-    rows = rows.contiguous()
-    count("other", rows[0].nbytes * (len(rows) - 1))
-    received = torch.empty_like(rows)
-    dist.all_to_all(received, rows, dist.sequence_group())
-    return received
+    return collectives.all_to_all(rows.contiguous(), meshes.sequence_group(), kind="other")

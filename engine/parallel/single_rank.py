@@ -1,10 +1,9 @@
-"""One rank has nothing to send: its module stays as it is, with stand-ins for its parameters while it computes.
+"""Mixed precision on one rank without FSDP2.
 
-FSDP2 on one rank gathers into buffers and reduces through others all the same: each gradient is copied four times, each
-parameter twice a micro-batch (profiled on a CPU, OPT-125M in bf16: copies took a third of a training step). Here a
-module that computes in the precision of its parameters is left alone. Otherwise each fp32 master has a copy in compute
-precision that takes its place in the module from `gather` to `release`; gradients go to the masters, in fp32, as they
-arrive.
+On one rank, FSDP2 still gathers into buffers and reduces through others: it copies each gradient four times and each
+parameter twice per micro-batch. Here a module that computes in the precision of its parameters stays as it is.
+Otherwise a copy of each fp32 master in compute precision replaces the master in the module from `gather` to `release`.
+Gradients are added to the masters in fp32. Results equal those of FSDP2 bit for bit.
 """
 
 from collections.abc import Sequence
@@ -18,87 +17,87 @@ from torch.utils._pytree import tree_map
 
 
 def attach(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Let a module compute as `policy` says, whole. Its parameters may be on the meta device still."""
-    vars(module)["stand_ins"] = StandIns(module, policy.param_dtype)  # with the module: what refers to it goes with it
+    """Let a module compute in the precision of `policy`. Its parameters may still be on the meta device."""
+    vars(module)["compute_copies"] = ComputeCopies(module, policy.param_dtype)
 
 
-def of(module: nn.Module) -> "StandIns | None":
-    """The stand-ins of a module that `attach` was called for; None for others."""
-    return vars(module).get("stand_ins")
+def compute_copies(module: nn.Module) -> "ComputeCopies | None":
+    """Return the copies of a module for which `attach` was called; None for others."""
+    return vars(module).get("compute_copies")
 
 
-class StandIns:
-    """The copies of one module's parameters."""
+class ComputeCopies:
+    """Copies of a module's parameters in compute precision; none if `dtype` is None."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         self._module, self._dtype = module, dtype
-        self._places: list[tuple[nn.Module, str]] = []
+        self._slots: list[tuple[nn.Module, str, int]] = []  # owner, name, and index of the master
         self.masters: list[nn.Parameter] = []
         self.copies: list[nn.Parameter] = []
-        self._in_place = False
+        self._is_gathered = False
         if dtype is not None:
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
-    def _before_forward(self, module: nn.Module, inputs: Any, keywords: Any) -> Any:
-        """As FSDP2 does: parameters and inputs that are not whole numbers in compute precision."""
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Cast parameters and floating-point inputs, as FSDP2 does."""
         self.gather()
-        return tree_map(self._cast, (inputs, keywords))
+        return tree_map(self._cast, (args, kwargs))
 
     def _cast(self, value: Any) -> Any:
         return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def gather(self) -> None:
-        """Put fresh copies in the masters' places, where they are not in place yet."""
-        if self._dtype is None or self._in_place:
+        """Replace the masters by new copies, unless copies are already in the module."""
+        if self._dtype is None or self._is_gathered:
             return
-        self._find()
+        if not self._slots:
+            self._find_masters()
         for copy in self.copies:
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
         with torch.no_grad():
             torch._foreach_copy_([*self.copies], [*self.masters])
-        self._put(self.copies)
-        self._in_place = True
+        self._set_parameters(self.copies)
+        self._is_gathered = True
 
     def release(self) -> None:
-        """Put the masters back."""
-        if self._in_place:
-            self._put(self.masters)
-            self._in_place = False
+        """Put the masters back and free the copies."""
+        if self._is_gathered:
+            self._set_parameters(self.masters)
+            self._is_gathered = False
             for copy in self.copies:
                 copy.grad = None
                 copy.untyped_storage().resize_(0)
 
     def discard(self) -> None:
-        """Put the masters back, and forget all gradients."""
+        """Put the masters back and drop all gradients."""
         self.release()
         for parameter in self._module.parameters():
             parameter.grad = None
 
-    def _find(self) -> None:
-        """The masters as they are now, and where each stands; tied ones stand in several places."""
-        if self._places:
-            return
-        number: dict[int, int] = {}
+    def _find_masters(self) -> None:
+        """Find the parameters with another precision, and all their slots; tied parameters have several."""
+        indices: dict[int, int] = {}
         for owner in self._module.modules():
             for name, parameter in owner._parameters.items():
-                if parameter is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:
-                    self._places.append((owner, name))
-                    if number.setdefault(id(parameter), len(self.masters)) == len(self.masters):
-                        self.masters.append(parameter)
-        self._owners = [number[id(owner._parameters[name])] for owner, name in self._places]
+                if parameter is None or not parameter.is_floating_point() or parameter.dtype == self._dtype:
+                    continue
+                if id(parameter) not in indices:
+                    indices[id(parameter)] = len(self.masters)
+                    self.masters.append(parameter)
+                self._slots.append((owner, name, indices[id(parameter)]))
         for master in self.masters:
             copy = nn.Parameter(torch.empty_like(master, dtype=self._dtype), requires_grad=master.requires_grad)
             if master.requires_grad:
-                copy.register_post_accumulate_grad_hook(partial(_hand_over, master))
+                copy.register_post_accumulate_grad_hook(partial(_move_gradient, master))
             self.copies.append(copy)
 
-    def _put(self, parameters: Sequence[nn.Parameter]) -> None:
-        for (owner, name), which in zip(self._places, self._owners, strict=True):
-            owner._parameters[name] = parameters[which]
+    def _set_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
+        for owner, name, index in self._slots:
+            owner._parameters[name] = parameters[index]
 
 
-def _hand_over(master: nn.Parameter, copy: Tensor) -> None:
-    """Add a copy's gradient to its master's, in fp32."""
+def _move_gradient(master: nn.Parameter, copy: Tensor) -> None:
+    """Add the gradient of a copy to that of its master, in fp32."""
     assert copy.grad is not None
     if master.grad is None:
         master.grad = copy.grad.to(master.dtype)

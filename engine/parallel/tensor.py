@@ -5,9 +5,9 @@ families (`layers.*.self_attn.q_proj: colwise`). The split parameters become DTe
 and FSDP2 shards them over the other dimensions. Forwards compute with the local shards and call a collective
 (`autograd_collectives`) where they need full values. All ranks of a group get the same batch.
 
-`engine/parallel/head.py` splits the head of a language model, independently of the plan. Norms, biases that are added
-to full outputs, and embeddings that are not tied to the head are replicated. Not supported: sequence splitting inside a
-tensor group, and attention with compressed keys (MLA).
+The head of a language model is split by rows of the vocabulary, independently of the plan: no rank has all logits.
+Norms, biases that are added to full outputs, and embeddings that are not tied to the head are replicated. Not
+supported: sequence splitting inside a tensor group, and attention with compressed keys (MLA).
 """
 
 import re
@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
-from engine.parallel import autograd_collectives, dtensors
+from engine import kernels
+from engine.parallel import autograd_collectives, collectives, dtensors
 
 HEADS = {"num_attention_heads": "attention heads", "num_key_value_heads": "key-value heads"}
 HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "num_key_value_heads")
@@ -230,3 +231,76 @@ def replaced_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -
         yield
     finally:
         module._parameters.update(original)
+
+
+def split_head(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Split the head of the outermost language model by rows of the vocabulary, in place, over the 1-D `mesh`.
+
+    A tied embedding is split with it. The forward of the head still returns all logits. The head stays replicated if
+    the ranks do not divide its rows, if it is not a plain linear layer, or if another module shares its weight.
+    """
+    for path, model in module.named_modules():
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+        if head is not None:
+            embedding = model.get_input_embeddings()  # type: ignore[operator]
+            if _can_split_head(module, head, embedding, mesh.size()):
+                is_tied = embedding.weight is head.weight
+                column_wise(f"{path}: the head", head, mesh, gather=True)
+                if is_tied:
+                    embedding._parameters["weight"] = head.weight
+                    _split_embedding(embedding, mesh)
+            return
+
+
+def _can_split_head(module: nn.Module, head: nn.Module, embedding: nn.Module, ranks: int) -> bool:
+    if type(head) is not nn.Linear or len(head.weight) % ranks:
+        return False
+    owners = [child for child in module.modules() if any(p is head.weight for p in child._parameters.values())]
+    return all(owner is head or (owner is embedding and isinstance(owner, nn.Embedding)) for owner in owners)
+
+
+def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
+    """Look up the tokens of this rank's rows, and sum over ranks."""
+    group, inner = mesh.get_group(), embedding.forward
+    rows = dtensors.local(embedding.weight.detach()).shape[0]
+    first = mesh.get_local_rank() * rows
+
+    def forward(ids: Tensor) -> Tensor:
+        is_other = (ids < first) | (ids >= first + rows)
+        padding = embedding.padding_idx
+        embedding.padding_idx = None if padding is None or not 0 <= padding - first < rows else padding - first
+        try:
+            with replaced_parameters(embedding, dtensors.local):
+                vectors = inner((ids - first).clamp(0, rows - 1))
+        finally:
+            embedding.padding_idx = padding  # initializers of the full module read it
+        return autograd_collectives.summed(vectors.masked_fill(is_other[..., None], 0), group)
+
+    embedding.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of `targets` and entropies, (N,) fp32 each, from a full head or a split one.
+
+    hidden: (N, D); weight: (V, D); targets: (N,) int64; bias: (V,). `softcap` c bounds logits to c tanh(logit / c)
+    (Gemma 2). For a split head, every rank of the group calls with the same hidden states, and in backward with the
+    same upstream gradients. Formulas and precision: engine/kernels/token_logprobs.py. Raises ValueError if shapes do
+    not fit or the temperature is not positive.
+    """
+    if not isinstance(weight, DTensor):
+        return kernels.token_logprobs(hidden, weight, targets, temperature, bias, softcap)
+    mesh, rows = weight.device_mesh, dtensors.local(weight)
+    group: Any = mesh.get_group()
+    reduce = kernels.Reduce(
+        partial(collectives.all_reduce_max, group=group), partial(collectives.all_reduce_sum, group=group)
+    )
+    local_bias = None if bias is None else dtensors.local(bias)
+    first = mesh.get_local_rank() * len(rows)
+    return kernels.split_token_logprobs(hidden, rows, targets, first, reduce, temperature, local_bias, softcap)

@@ -1,11 +1,11 @@
-"""Parameters that a rank's backward gave no gradient, of units that other ranks may have used whole.
+"""Parameters without a gradient on some ranks, such as the experts that no token of a rank was routed to.
 
-FSDP2 reduces the gradients that there are, so ranks that disagree on them would wait for each other, or add up other
-parameters' numbers; and a unit that a step used in its last micro-batch alone has gradients in two precisions. So what
-is missing is sent as zeros, and at the step all ranks agree on what none of them used: that has no gradient then, as
-without ranks. Left out: a unit whose forward only some ranks run, since those would gather it alone.
+FSDP2 reduces the gradients that exist. Ranks with different gradients would wait for each other or sum gradients of
+different parameters. A unit used only in the last micro-batch would have gradients in two precisions. Therefore zeros
+replace missing gradients in each reduction. At the step, the ranks find the parameters that none of them used: these
+have no gradient, as on one rank. Not supported: a unit whose forward only some ranks run.
 
-Names of FSDP2 that are private, the same from torch 2.11 to 2.13.
+Uses private names of FSDP2, which are the same from torch 2.11 to 2.13.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,73 +17,73 @@ from torch import nn
 from engine.parallel import dist
 
 
-class Usage:
-    """Which parameters of one FSDP group had a gradient since `forget`, and which had none and were sent as zeros."""
+class ParameterUsage:
+    """The parameters of one FSDP group that had a gradient since `reset`, and those whose gradient became zeros."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._inner: Callable[..., None] = group.post_backward
+        self._post_backward: Callable[..., None] = group.post_backward
         self._used: dict[int, Any] = {}
         self._filled: dict[int, Any] = {}
-        group.post_backward = self._post_backward
+        group.post_backward = self._fill_and_post_backward
 
-    def _post_backward(self, *unused: Any) -> None:
+    def _fill_and_post_backward(self, *args: Any) -> None:
         if self._group.reduce_grads:
-            self._complete()
-        self._inner(*unused)
+            self._fill_missing()
+        self._post_backward(*args)
 
     @torch.no_grad()
-    def _complete(self) -> None:
-        """Give all parameters a gradient, of one precision; those that no forward gathered yet are left out."""
-        trained = [p for p in self._group.fsdp_params if hasattr(p, "_unsharded_param")]
-        trained = [p for p in trained if p._unsharded_param.requires_grad]
+    def _fill_missing(self) -> None:
+        """Give all gathered parameters a gradient in one precision."""
+        gathered = [p for p in self._group.fsdp_params if hasattr(p, "_unsharded_param")]
+        trained = [p for p in gathered if p._unsharded_param.requires_grad]
         accumulates = any(p.unsharded_accumulated_grad is not None for p in trained)
         for parameter in trained:
-            whole = parameter._unsharded_param
-            if not whole.numel():  # FSDP2 can't send nothing
-                whole.grad = parameter.unsharded_accumulated_grad = None
+            full = parameter._unsharded_param
+            if not full.numel():  # FSDP2 cannot reduce empty gradients
+                full.grad = parameter.unsharded_accumulated_grad = None
                 continue
-            if parameter.unsharded_accumulated_grad is None and whole.grad is None:
-                whole.grad = torch.zeros_like(whole)
+            if parameter.unsharded_accumulated_grad is None and full.grad is None:
+                full.grad = torch.zeros_like(full)
                 self._filled[id(parameter)] = parameter
             else:
                 self._used[id(parameter)] = parameter
             if accumulates and parameter.unsharded_accumulated_grad is None:
-                parameter.unsharded_accumulated_grad = whole.grad.to(parameter.reduce_dtype)
-                whole.grad = None
+                parameter.unsharded_accumulated_grad = full.grad.to(parameter.reduce_dtype)
+                full.grad = None
 
     def used(self) -> list[nn.Parameter]:
-        """The shards of those that had a gradient."""
+        """Return the shards of the parameters that had a gradient."""
         return [parameter.sharded_param for parameter in self._used.values()]
 
-    def missing(self) -> list[nn.Parameter]:
-        """The shards of those that never had one."""
+    def unused(self) -> list[nn.Parameter]:
+        """Return the shards of the parameters that had no gradient."""
         return [parameter.sharded_param for key, parameter in self._filled.items() if key not in self._used]
 
-    def forget(self) -> None:
-        """Begin anew."""
+    def reset(self) -> None:
+        """Start a new step."""
         self._used.clear()
         self._filled.clear()
 
 
 def watch(group: Any) -> None:
-    """Keep account of an FSDP group, with the group itself: so that the two go together."""
-    group.usage = Usage(group)
+    """Record the usage of an FSDP group's parameters, as an attribute of the group."""
+    group.parameter_usage = ParameterUsage(group)
 
 
-def usage_of(group: Any) -> Usage:
-    found: Usage = group.usage
-    return found
+def usage_of(group: Any) -> ParameterUsage:
+    usage: ParameterUsage = group.parameter_usage
+    return usage
 
 
-def by_no_rank(module: nn.Module, usages: Iterable[Usage]) -> set[str]:
-    """Names of the parameters that were sent as zeros by all ranks that have them. Every rank calls, once a step."""
+def unused_on_all_ranks(module: nn.Module, usages: Iterable[ParameterUsage]) -> set[str]:
+    """Return the names of the parameters that no rank used since the last call. Every rank calls, once per step."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    used, missing = set[str](), set[str]()
+    used, unused = set[str](), set[str]()
     for usage in usages:
         used.update(names[id(shard)] for shard in usage.used())
-        missing.update(names[id(shard)] for shard in usage.missing())
-        usage.forget()
-    if dist.max_over_ranks(float(len(missing))) == 0.0:
+        unused.update(names[id(shard)] for shard in usage.unused())
+        usage.reset()
+    if dist.max_over_ranks(float(len(unused))) == 0.0:
         return set()
-    return missing.difference(*dist.gather_objects(used))
+    return unused.difference(*dist.gather_objects(used))

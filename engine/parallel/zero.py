@@ -1,7 +1,8 @@
-"""ZeRO stages 0 to 3 as four settings of FSDP2 (`torch.distributed.fsdp.fully_shard`).
+"""ZeRO stages 0 to 3 as settings of FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-Stage 0 replicates on a mesh (W, 1); stages 1 to 3 shard on a mesh (1, W) and differ in how long gathered parameters and
-whole gradients live. FSDP2 always keeps optimizer states with the shard.
+Stage 0 replicates on a mesh (W, 1). Stages 1 to 3 shard on a mesh (1, W). They differ in how long gathered parameters
+and unreduced gradients live. FSDP2 always keeps the optimizer states with the shards. On one rank without offload,
+`engine/parallel/single_rank.py` replaces FSDP2; all functions here support both.
 """
 
 from collections import Counter
@@ -9,30 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from engine.config import Compress
-from engine.parallel import comm_hooks, dist, dtensors, single_rank, unused_parameters
-
-
-def units(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a module, each one FSDP unit: the elements of its outermost ModuleLists, each once.
-
-    One that shares a parameter with what is outside of it is none: its parameters come with the root's.
-    """
-    owners = Counter(id(p) for child in module.modules() for p in child._parameters.values())
-
-    def closed(block: nn.Module) -> bool:
-        inside = Counter(id(p) for child in block.modules() for p in child._parameters.values() if p is not None)
-        return bool(inside) and all(owners[parameter] == count for parameter, count in inside.items())
-
-    return [block for block in blocks(module) if closed(block)]
+from engine.parallel import comm_hooks, dist, dtensors, meshes, single_rank, unused_parameters
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The elements of a module's outermost ModuleLists that have parameters, in order, each once; of a container in
-    such a list its own.
+    """Return the repeated blocks of a module: the elements of its outermost ModuleLists, in order, each once.
+
+    Elements without parameters are left out. If an element is a container, its own elements are the blocks.
     """
     found: dict[nn.Module, None] = {}
     for child in module.children():
@@ -43,22 +30,21 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 
 def _elements(container: nn.Module) -> Iterator[nn.Module]:
     for element in container.children():
-        if type(element).forward is nn.Module.forward:  # a list or a dictionary, which nobody calls
+        if type(element).forward is nn.Module.forward:  # a list or a dictionary, which has no forward
             yield from _elements(element)
         elif any(True for _ in element.parameters()):
             yield element
 
 
-def layout(*, stage: int, ranks: int | None = None) -> DeviceMesh:
-    """The mesh of a stage. `ranks` neighbours (a tensor group is one) share a copy from stage 1 on, all by default.
+def units(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks that are FSDP units: those that share no parameter with a module outside of them."""
+    uses = Counter(id(p) for child in module.modules() for p in child._parameters.values())
 
-    Raises ValueError where the world does not divide by it.
-    """
-    size = dist.world().zero_size
-    together = 1 if stage == 0 else ranks or size
-    if size % together:
-        raise ValueError(f"shard_ranks={together} does not divide the {size} ranks")
-    return dist.mesh(replicate=size // together, shard=together)
+    def is_closed(block: nn.Module) -> bool:
+        inside = Counter(id(p) for child in block.modules() for p in child._parameters.values() if p is not None)
+        return bool(inside) and all(uses[parameter] == count for parameter, count in inside.items())
+
+    return [block for block in blocks(module) if is_closed(block)]
 
 
 def shard(
@@ -66,53 +52,48 @@ def shard(
     *,
     stage: int,
     policy: MixedPrecisionPolicy,
-    offload: bool,
+    offload: bool = False,
     pin: bool = True,
-    ranks: int | None = None,
+    shard_ranks: int | None = None,
     compress: Compress = "none",
-    apart: bool = False,
-    alone: bool = False,
+    local_gradients: bool = False,
 ) -> None:
-    """Lay a module out over the ranks, in place. Its parameters become DTensors on `layout`'s mesh.
+    """Shard a module over the ranks, in place. Its parameters become DTensors on the mesh of the stage.
 
-    `offload` says that the shards live on the host, `pin` that they are pinned there.
-    `apart` (stage 0) leaves every rank its own gradients: nothing is reduced. With `alone` there is one rank, and
-    parameters stay plain tensors (engine/parallel/single_rank.py).
+    `offload` keeps the shards on the host, and `pin` pins them there. `local_gradients` (stage 0) reduces nothing, so
+    that each rank has its own gradients.
     """
-    if alone:
-        single_rank.attach(module, policy)
-        return
-    whole = layout(stage=stage, ranks=ranks)
-    replicate = 1 if apart else whole["replicate"].size()
-    # Where nothing is replicated FSDP2 is told so: else it holds all reduced fp32 gradients until backward ends.
-    mesh = whole[("shard",) if replicate == 1 else ("replicate", "shard")]
-    on_host = dist.world().device.type == "cpu"  # where there is no other place to bring them to
-    where = CPUOffloadPolicy(pin_memory=pin) if offload and not on_host else OffloadPolicy()
-    sending = comm_hooks.Sending(replicate=replicate, shard=mesh["shard"].size(), compress=compress)
-    policy = comm_hooks.reducing(policy, sending, each_micro_batch=stage >= 2)
-    for part in [*units(module), module]:
-        # Backward begins with the root: released after forward it would be gathered again at once.
-        reshard = stage == 3 and part is not module
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=where)
-        comm_hooks.install(part, sending)
+    zero_mesh = meshes.zero_mesh(stage=stage, shard_ranks=shard_ranks)
+    replicate = 1 if local_gradients else zero_mesh["replicate"].size()
+    # With a replicate dimension of size 1, FSDP2 would hold all reduced fp32 gradients until backward ends.
+    mesh = zero_mesh[("shard",) if replicate == 1 else ("replicate", "shard")]
+    offloads = offload and dist.world().device.type != "cpu"
+    offload_policy = CPUOffloadPolicy(pin_memory=pin) if offloads else OffloadPolicy()
+    communication = comm_hooks.Communication(replicate=replicate, shard=mesh["shard"].size(), compress=compress)
+    policy = comm_hooks.reduction_policy(policy, communication, each_micro_batch=stage >= 2)
+    for unit in [*units(module), module]:
+        # Backward starts with the root: released after forward, it would be gathered again at once.
+        reshard = stage == 3 and unit is not module
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload_policy)
+        comm_hooks.install(unit, communication)
     for group in _groups_of(module):
         unused_parameters.watch(group)
 
 
-def without_gradient(module: nn.Module) -> set[str]:
-    """Names of the parameters that no rank's backward reached in this step; each of them has zeros as its gradient.
+def unused_on_all_ranks(module: nn.Module) -> set[str]:
+    """Return the names of the parameters that no rank used in this step. Their gradients are zeros.
 
-    Every rank calls, once a step.
+    Every rank calls, once per step.
     """
     groups = _groups_of(module)
-    return unused_parameters.by_no_rank(module, map(unused_parameters.usage_of, groups)) if groups else set()
+    return unused_parameters.unused_on_all_ranks(module, map(unused_parameters.usage_of, groups)) if groups else set()
 
 
 def before_micro_batch(module: nn.Module, *, stage: int, last: bool) -> None:
-    """Set what the coming backward does: keep or reduce gradients, keep or release parameters."""
-    stand_ins = single_rank.of(module)
-    if stand_ins is not None:
-        stand_ins.gather()
+    """Set whether the next backward reduces gradients and releases parameters."""
+    copies = single_rank.compute_copies(module)
+    if copies is not None:
+        copies.gather()
         return
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(last or stage >= 2)
@@ -120,31 +101,31 @@ def before_micro_batch(module: nn.Module, *, stage: int, last: bool) -> None:
 
 
 def after_micro_batch(module: nn.Module, *, last: bool) -> None:
-    """What FSDP2 does by itself at the end of a backward."""
-    stand_ins = single_rank.of(module)
-    if stand_ins is not None and last:
-        stand_ins.release()
+    """Release the compute copies of one rank after the last backward. FSDP2 releases by itself."""
+    copies = single_rank.compute_copies(module)
+    if copies is not None and last:
+        copies.release()
 
 
 def release(module: nn.Module) -> None:
-    """Drop gathered parameters, so that the next use gathers what the optimizer wrote meanwhile."""
-    stand_ins = single_rank.of(module)
-    if stand_ins is not None:
-        stand_ins.release()
+    """Release gathered parameters, so that the next use gathers the values of the last step."""
+    copies = single_rank.compute_copies(module)
+    if copies is not None:
+        copies.release()
         return
     for unit in _fsdp_modules(module):
         unit.reshard()
 
 
 def discard(module: nn.Module) -> None:
-    """Forget a pass that was left half done, with all its gradients: the module is as before its forward.
+    """Reset a module in the middle of a pass to its state before the forward, without gradients.
 
-    FSDP2 has no public way back from the middle of a pass. What ends a backward there puts everything to rest, so that
-    is called, with reducing off and nothing to reduce. Private names, the same from torch 2.11 to 2.13.
+    FSDP2 has no public function for this. Its callback at the end of a backward resets its state; it runs here with
+    nothing to reduce. Uses private names, which are the same from torch 2.11 to 2.13.
     """
-    stand_ins = single_rank.of(module)
-    if stand_ins is not None:
-        stand_ins.discard()
+    copies = single_rank.compute_copies(module)
+    if copies is not None:
+        copies.discard()
         return
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(False)
@@ -157,51 +138,50 @@ def discard(module: nn.Module) -> None:
                 parameter._unsharded_param.grad = None
             parameter.sharded_param.grad = None
         group._partial_reduce_output = None
-    for group in groups:
-        unused_parameters.usage_of(group).forget()
+        unused_parameters.usage_of(group).reset()
     root = module._get_fsdp_state()
     root._state_ctx.iter_forward_root = None
     root._comm_ctx.all_gather_state = None
-    if root._is_root:  # None before its first forward
+    if root._is_root:  # None before the first forward
         root._root_post_backward_final_callback()
     for group in groups:
         if not group.is_sharded:
             group._to_sharded()
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
-                parameter.to_sharded()  # one that failed between gathering and use is not known to its group
+                parameter.to_sharded()  # also those that failed between gathering and use
 
 
 def sharded(module: nn.Module) -> list[Tensor]:
-    """The parameters as they are kept between uses, gathered now or not."""
-    stand_ins = single_rank.of(module)
-    if stand_ins is not None:
-        return [*(stand_ins.masters or module.parameters())]
+    """Return the parameters as they are stored between uses, whether gathered now or not."""
+    copies = single_rank.compute_copies(module)
+    if copies is not None:
+        return [*(copies.masters or module.parameters())]
     return [parameter.sharded_param for parameter in _parameters(module)]
 
 
 def gathered(module: nn.Module) -> list[Tensor]:
-    """The buffers of whole parameters that are allocated now; those that were released have no bytes."""
-    stand_ins = single_rank.of(module)
-    if stand_ins is not None:
-        return list(stand_ins.copies)
-    found: list[Tensor] = []
+    """Return the buffers of gathered parameters. Released buffers have no bytes."""
+    copies = single_rank.compute_copies(module)
+    if copies is not None:
+        return list(copies.copies)
+    buffers: list[Tensor] = []
     for parameter in _parameters(module):
-        found += getattr(parameter, "all_gather_outputs", [])
+        buffers += getattr(parameter, "all_gather_outputs", [])
         if hasattr(parameter, "_unsharded_param"):
-            found.append(dtensors.local(parameter._unsharded_param.detach()))
-    return found
+            buffers.append(dtensors.local(parameter._unsharded_param.detach()))
+    return buffers
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
-    """Gradients that are held now: reduced ones, and whole ones that wait for their reduction."""
-    if single_rank.of(module) is not None:
+    """Return all current gradients: reduced ones, and full ones that wait for their reduction."""
+    if single_rank.compute_copies(module) is not None:
         return [parameter.grad for parameter in sharded(module) if parameter.grad is not None]
     found = []
     for parameter in _parameters(module):
-        whole = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
-        held = (parameter.sharded_param.grad, whole, parameter.unsharded_accumulated_grad)
-        found += [dtensors.local(gradient) for gradient in held if gradient is not None]
+        full = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+        each = (parameter.sharded_param.grad, full, parameter.unsharded_accumulated_grad)
+        found += [dtensors.local(gradient) for gradient in each if gradient is not None]
     return found
 
 
@@ -214,9 +194,9 @@ def _groups_of(module: nn.Module) -> list[Any]:
 
 
 def _groups(state: Any) -> list[Any]:
-    """The parameter groups of an FSDP state: a list since torch 2.12, one or None before."""
-    found = getattr(state, "_fsdp_param_groups", None)
-    return list(found) if found is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+    """Return the parameter groups of an FSDP state: a list since torch 2.12, one or None before."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups) if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
 
 
 def _fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:

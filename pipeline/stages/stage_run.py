@@ -101,7 +101,7 @@ class StageRun:
             self._take(shared["extra"])
         self.clock.begin_lap()
         self._begun, self._sent = step, distributed.bytes_sent()
-        if distributed.world().leads:
+        if distributed.world().is_rank_zero:
             if step:
                 print(f"{self.folder.name}: continuing after step {step} of {self.steps}", flush=True)
             metrics.cut(self.folder / METRICS, step)
@@ -146,7 +146,7 @@ class StageRun:
         line: dict[str, float] = {"step": step, "seconds": round(self.seconds, 3), "tokens": self.clock.tokens}
         line.update({name: value for name, value in figures.items() if name not in NORMS or math.isfinite(value)})
         self.last.update(line)
-        if not distributed.world().leads:
+        if not distributed.world().is_rank_zero:
             return
         if step % self._section.log_every == 0 or step == self.steps or step == 1:
             metrics.append(self.folder / METRICS, line)
@@ -178,7 +178,7 @@ class StageRun:
             self._write(step)
         if stops:
             self.settle()
-            if distributed.world().leads:
+            if distributed.world().is_rank_zero:
                 print(f"{self.folder.name}: step {step} of {self.steps} is saved", flush=True)
             raise Stopped
 
@@ -238,7 +238,7 @@ class StageRun:
                     f"{place} is damaged ({problem.reason}); it has {told}. Put a sound copy back; or delete it, and "
                     "the same command exports the last step"
                 ) from problem
-        if distributed.world().leads:
+        if distributed.world().is_rank_zero:
             print(f"{self.folder.name}: exports {told}", flush=True)
 
     def require_finite(self, step: int, loss: float, batch: Any) -> None:
@@ -260,7 +260,7 @@ class StageRun:
     def finish(self, figures: Mapping[str, Any]) -> None:
         """Write summary.json: final and best figures, peak memory by rank, seconds by phase, tokens a second."""
         memory = distributed.gather_objects(peak_memory())
-        if distributed.world().leads:
+        if distributed.world().is_rank_zero:
             for engine in self._engines.values():
                 if engine.step_count and engine.scaler.skipped == engine.step_count:
                     print(f"warning: {self.folder.name}: {_unlearned(engine)}", file=sys.stderr, flush=True)
@@ -303,7 +303,7 @@ def _unlearned(engine: Engine) -> str:
 
 def _profile_of(folder: Path, section: ProfileSection | None) -> Profile | None:
     """What records this rank's steps, where that is wanted."""
-    if section is None or section.steps is None or (section.ranks == "first" and not distributed.world().leads):
+    if section is None or section.steps is None or (section.ranks == "first" and not distributed.world().is_rank_zero):
         return None
     first, last = section.steps
     return Profile(folder, first, last)

@@ -51,7 +51,7 @@ def plan_stage(
 def arrange_ranks(config: RunConfig) -> None:
     """Group the ranks that hold one model between them, and seed torch; ranks of a tensor group share the seed."""
     settings = config.engine
-    world = distributed.arrange(
+    world = distributed.set_parallelism(
         tensor=settings.tensor_parallel, pipeline=settings.pipeline_parallel, sequence=settings.sequence_parallel
     )
     torch.manual_seed(config.seed * 1_000_003 + world.rank // world.tensor)

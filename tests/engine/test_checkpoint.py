@@ -20,7 +20,7 @@ from engine.checkpoint import checkpointer as checkpointer_module
 from engine.checkpoint.chunks import LocalChunks
 from engine.checkpoint.storage import Writer
 from engine.config import LossScale, Precision
-from engine.parallel import dist, dtensors, stop_signal
+from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
 WIDTH, ROWS, STEPS = 6, 4, 5
@@ -96,15 +96,15 @@ def on_two_ranks(theirs: Path, ours: Path, broken: Path) -> dict[str, Any]:
     sums = {dist.sum_over_ranks({"a": 1.0, "b": float(dist.world().rank)})["b"] for _ in range(300)}
     checkpointer.wait()
     if dist.world().rank == 1:
-        stop_signal.ask()
-    wishes = [(stop_signal.agreed(), dist.sum_over_ranks({"a": 1.0}), stop_signal.agreed())]
+        dist.request_stop()
+    wishes = [(dist.stop_requested(), dist.sum_over_ranks({"a": 1.0}), dist.stop_requested())]
     again = engine_of(3, seed=9)
     _, own = Checkpointer({"net": again}).load(ours)
     continued = advance(again, 3, STEPS)
     through = advance(engine, 3, STEPS)
-    shutil.copytree(ours, ours.with_name("other"), dirs_exist_ok=True) if dist.world().leads else None
+    shutil.copytree(ours, ours.with_name("other"), dirs_exist_ok=True) if dist.world().is_rank_zero else None
     dist.barrier()
-    if dist.world().leads:
+    if dist.world().is_rank_zero:
         overwrite(ours.with_name("other") / "tensors-1.safetensors")
     dist.barrier()
     return {

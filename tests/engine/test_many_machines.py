@@ -11,7 +11,7 @@ import torch
 
 from engine import EngineConfig
 from engine.engine import Engine
-from engine.parallel import dist, zero
+from engine.parallel import dist, meshes
 from tests import hosts
 from tests.engine.test_zero import OPTIMIZER, ROWS, data, seeded_net, squared_error
 
@@ -33,11 +33,11 @@ def train(shard_ranks: int | None) -> list[float]:
 def main(result: Path) -> None:
     """One rank on one of the hosts."""
     dist.start("hosts", device="cpu")
-    mesh = zero.layout(stage=3, ranks=RANKS_A_HOST)
+    mesh = meshes.zero_mesh(stage=3, shard_ranks=RANKS_A_HOST)
     losses = train(RANKS_A_HOST)
     namespace = os.stat("/proc/self/ns/net").st_ino
     found = dist.gather_objects((namespace, mesh["shard"].mesh.tolist(), losses))
-    if dist.world().leads:
+    if dist.world().is_rank_zero:
         result.write_text(json.dumps(found))
     dist.stop()
 

@@ -108,7 +108,7 @@ except torch.OutOfMemoryError:
     cuda.limit()
 torch.distributed.init_process_group("cpu:gloo,cuda:nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
 x, y = torch.ones(4, device="cuda"), torch.empty(4, device="cuda")
-work = dist.all_gather(y, x, async_op=True)
+work = collectives.all_gather(y, x, async_op=True)
 y.sum()
 assert any("reads what all_gather wrote" in found for found in cuda.faults())
 work.wait()

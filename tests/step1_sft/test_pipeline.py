@@ -20,13 +20,13 @@ SFT = {"steps": 4, "save_every": 2, "micro_batch_tokens": 400, "eval_examples": 
 def stage(folder: str, layout: dict[str, Any], again: bool) -> None:
     """The stage; `again` takes it up once more after its second step."""
     run_dir = Path(folder)
-    if dist.world().leads:
+    if dist.world().is_rank_zero:
         lay_out(run_dir, tiny_config(engine={"dtype": "fp32", **layout}, sft=SFT, evaluation={"prompts": 4}))
     dist.barrier()
     run(read_config(run_dir / "sft"), run_dir / "sft")
     if again:
         dist.barrier()
-        if dist.world().leads:
+        if dist.world().is_rank_zero:
             shutil.copytree(run_dir / "sft" / "model", run_dir / "left alone")
             shutil.rmtree(run_dir / "sft" / "checkpoints" / "step-4")
         dist.barrier()

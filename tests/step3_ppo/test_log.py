@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import Update
-from engine.parallel.comm_stats import Traffic
+from engine.parallel.collectives import SentBytes
 from pipeline.config.schema import PpoSection
 from step3_ppo.log import UpdateMetrics, explained_variance, log_generator_gap, mean_metrics, rollout_metrics
 from step3_ppo.rollout import Rollout
@@ -105,7 +105,7 @@ def test_means_over_the_steps_of_a_rollout() -> None:
 
 
 def step(sums: dict[str, float], *, loss: float, norm: float, lr: float, **maxima: float) -> Update:
-    return Update(loss, sums, maxima, norm, lr, skipped=False, sent=Traffic())
+    return Update(loss, sums, maxima, norm, lr, skipped=False, sent=SentBytes())
 
 
 def test_learned_figures() -> None:

@@ -285,4 +285,6 @@ def test_the_host_waits_once_a_step(tmp_path: Path) -> None:
         update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, 0.8))
     with Reads() as critic:
         update_critic(models.critic, minibatch, rollout, targets, clip=section.value_clip)
-    assert not policy.found and not critic.found  # what is read at the end is all read at once (test_figures.py)
+    assert (
+        not policy.found and not critic.found
+    )  # what is read at the end is all read at once (tests/engine/test_engine.py)

@@ -41,7 +41,7 @@ def main() -> None:
     models.actor.flip.parity_check_every = 0
     clocks = [_iteration(models, work, number) for number in range(work["warmup"] + work["steps"])]
     measured = clocks[work["warmup"] :]
-    if dist.world().leads:
+    if dist.world().is_rank_zero:
         phases = {name: median([clock[name] for clock in measured]) for name in measured[0]}
         tokens = float(len(work["prompts"]) * work["new_tokens"])
         report([sum(clock.values()) for clock in measured], [tokens] * len(measured), phases=phases)

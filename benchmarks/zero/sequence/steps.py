@@ -39,7 +39,7 @@ def main(rounds: int) -> None:
     found: dict[str, Any] = {name: {"seconds": []} for name in WAYS}
     for round_ in range(rounds + 1):
         for name, engine in engines.items():
-            dist.arrange(sequence=WAYS[name])
+            dist.set_parallelism(sequence=WAYS[name])
             dist.barrier()
             began = time.perf_counter()
             update = engine.update(_rows(), loss_of, ROWS * (TOKENS - 1))

@@ -34,7 +34,7 @@ def everything() -> dict[str, Any]:
 
 
 def sharded(module: nn.Module, stage: int = 3, ranks: int | None = None) -> nn.Module:
-    zero.shard(module, stage=stage, policy=policy("bf16"), offload=False, ranks=ranks)
+    zero.shard(module, stage=stage, policy=policy("bf16"), shard_ranks=ranks)
     return module
 
 

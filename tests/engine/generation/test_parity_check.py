@@ -9,7 +9,7 @@ from torch import nn
 
 from engine.generation import attention, parity_check
 from engine.generation.generator import Generator
-from engine.parallel import int8
+from engine.parallel import comm_hooks
 from tests.engine.generation.families import FAMILIES, build
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -99,9 +99,7 @@ def test_a_trainer_with_weights_of_8_bits_is_not_refused_for_them() -> None:
     rounded = copy.deepcopy(model)
     for parameter in rounded.parameters():
         numbers = parameter.data.view(-1)
-        row = torch.empty(int8.row_bytes(len(numbers)), dtype=torch.uint8)
-        int8.encode(numbers, row)
-        int8.decode(row, numbers)
+        numbers.copy_(comm_hooks.decode(comm_hooks.encode(numbers), len(numbers)))
     said = [logprobs_of(rounded, one) for one in checked]
     with pytest.raises(ValueError, match="the trainer gives"):
         parity_check.compare_logprobs(checked, said, "the trainer")

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.kernels import Reduce, split_token_logprobs
 from engine.kernels import token_logprobs as by_name
-from engine.parallel import dist
+from engine.parallel import collectives, dist
 from tests.engine.kernels.oracle import close, in_float64, make
 from tests.ranks import run_ranks
 
@@ -24,7 +24,7 @@ def whole(dtype: torch.dtype, bias: bool) -> tuple[tuple[Tensor, Tensor, Tensor 
 def on_ranks() -> list[list[Tensor]]:
     """Per case: log-probabilities, entropies, gradients of hidden, rows and bias; uneven shares."""
     torch.set_num_threads(1)
-    reduce = Reduce(dist.all_reduce_max, dist.all_reduce_sum)
+    reduce = Reduce(collectives.all_reduce_max, collectives.all_reduce_sum)
     first, last = ((0, 200), (200, VOCABULARY))[dist.world().rank]
     results = []
     for dtype, temperature, softcap, bias in CASES:

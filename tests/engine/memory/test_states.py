@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from engine import EngineConfig, OptimizerConfig
 from engine.engine import Engine
 from engine.memory import ModelStates, frozen_states, model_states
-from engine.parallel import dist, mailbox, zero
+from engine.parallel import dist, zero
 from tests.ranks import run_ranks
 
 WIDTH = 160
@@ -90,7 +90,6 @@ def held(stage: int, dtype: str, special: str) -> dict[str, int]:
     x = torch.randn(1, WIDTH)
     found: dict[str, int] = {}
     for last in (False, True):
-        engine.begin(last=last)
         Block.heights = []
         loss = engine(x).float().square().sum()
         found["forward"] = max(Block.heights) - before
@@ -114,7 +113,6 @@ def held(stage: int, dtype: str, special: str) -> dict[str, int]:
 
 def held_all() -> list[dict[str, int]]:
     torch.set_num_threads(1)
-    mailbox.of_world()  # what ranks talk through belongs to no model
     gc.collect()
     gc.freeze()  # what is there already need not be looked at again and again
     try:

@@ -11,7 +11,7 @@ from engine import EngineConfig, OptimizerConfig
 from engine.engine import Engine
 from engine.optimizers.onebit_adam import pack, scale_of, unpack
 from engine.parallel import dist, dtensors
-from engine.parallel.comm_stats import Traffic
+from engine.parallel.collectives import SentBytes
 from tests.engine.parallel.test_comm_hooks import NUMBERS, ROWS, WIDTH, Net, squared_error
 from tests.ranks import run_ranks
 
@@ -83,7 +83,7 @@ def optimize(size: int) -> list[float]:
 SIZES = (3, 40)
 
 
-def on_a_rank(folder: str) -> tuple[list[list[float]], list[tuple[list[float], torch.Tensor, Traffic]]]:
+def on_a_rank(folder: str) -> tuple[list[list[float]], list[tuple[list[float], torch.Tensor, SentBytes]]]:
     return [optimize(size) for size in SIZES], beside_adam(folder)
 
 
@@ -93,7 +93,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(kept: Path) -> list[tuple[list[list[float]], list[tuple[list[float], torch.Tensor, Traffic]]]]:
+def found(kept: Path) -> list[tuple[list[list[float]], list[tuple[list[float], torch.Tensor, SentBytes]]]]:
     return run_ranks(on_a_rank, 2, str(kept))
 
 
@@ -110,7 +110,7 @@ def test_before_the_freeze_it_is_adam() -> None:
     torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
-def regression(config: OptimizerConfig, steps: int, keep: str | None) -> tuple[list[float], torch.Tensor, Traffic]:
+def regression(config: OptimizerConfig, steps: int, keep: str | None) -> tuple[list[float], torch.Tensor, SentBytes]:
     """Losses, final weights and the last step's bytes; with `keep`, saved and taken up by a new engine half way."""
     torch.set_num_threads(1)
     torch.manual_seed(3)
@@ -130,7 +130,7 @@ def regression(config: OptimizerConfig, steps: int, keep: str | None) -> tuple[l
     return losses, weights, update.sent
 
 
-def beside_adam(folder: str) -> list[tuple[list[float], torch.Tensor, Traffic]]:
+def beside_adam(folder: str) -> list[tuple[list[float], torch.Tensor, SentBytes]]:
     adam = OptimizerConfig(lr=3e-3, betas=BETAS, max_grad_norm=1.0)
     one_bit = OptimizerConfig(lr=3e-3, betas=BETAS, max_grad_norm=1.0, name="onebitadam", options={"freeze_step": 20})
     return [regression(adam, 60, None), regression(one_bit, 60, None), regression(one_bit, 60, folder)]

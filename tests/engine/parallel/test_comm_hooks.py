@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from engine import EngineConfig, OptimizerConfig
 from engine.config import Compress
 from engine.engine import Engine
-from engine.parallel import comm_hooks, dist, dtensors, int8
-from engine.parallel.comm_stats import Traffic
+from engine.parallel import comm_hooks, dist, dtensors, meshes
+from engine.parallel.collectives import SentBytes
 from tests.ranks import run_ranks
 
 WIDTH, BLOCKS, ROWS, STEPS = 48, 3, 16, 30
@@ -38,7 +38,7 @@ def squared_error(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tens
     return (module(batch[0]).float() - batch[1]).square().sum(), {}
 
 
-def train(stage: int, dtype: str, compress: Compress, steps: int) -> tuple[list[float], Traffic, Tensor]:
+def train(stage: int, dtype: str, compress: Compress, steps: int) -> tuple[list[float], SentBytes, Tensor]:
     """Losses of regression on a fixed map, what the last step sent, and all final weights in a row."""
     torch.set_num_threads(1)
     torch.manual_seed(3)
@@ -59,8 +59,8 @@ def train(stage: int, dtype: str, compress: Compress, steps: int) -> tuple[list[
 class Found:
     """What one of two ranks came to."""
 
-    sent: list[Traffic]
-    compressed: list[tuple[list[float], Traffic, Tensor]]
+    sent: list[SentBytes]
+    compressed: list[tuple[list[float], SentBytes, Tensor]]
     exchanged: tuple[Tensor, Tensor]
     poisoned: tuple[list[bool], bool]
 
@@ -74,7 +74,7 @@ def found() -> list[Found]:
     return run_ranks(on_a_rank, 2)
 
 
-def sent_at_each_stage() -> list[Traffic]:
+def sent_at_each_stage() -> list[SentBytes]:
     return [train(stage, dtype, "none", 2)[1] for stage, dtype in ((0, "fp32"), (2, "fp32"), (2, "bf16"), (3, "bf16"))]
 
 
@@ -89,14 +89,14 @@ def test_bytes_are_those_counted_by_hand(found: list[Found]) -> None:
         assert 0 < fp32.other < 100  # the loss, and the norm
 
 
-def compressed() -> list[tuple[list[float], Traffic, Tensor]]:
+def compressed() -> list[tuple[list[float], SentBytes, Tensor]]:
     kinds: tuple[Compress, ...] = ("none", "gather8", "reduce8", "both")
     return [train(2, "bf16", compress, STEPS) for compress in kinds]
 
 
 def test_eight_bits_halve_the_bytes_of_bf16_and_train_alike(found: list[Found]) -> None:
     ranks = [rank.compressed for rank in found]
-    row = int8.row_bytes(ROOT_NUMBERS // 2) + BLOCKS * int8.row_bytes(BLOCK_NUMBERS // 2)
+    row = comm_hooks.encoded_size(ROOT_NUMBERS // 2) + BLOCKS * comm_hooks.encoded_size(BLOCK_NUMBERS // 2)
     (plain, before, _), *others = ranks[0]
     assert before.gather / row > 1.95
     for (losses, sent, _), (gather, reduce) in zip(others, ((row, NUMBERS), (NUMBERS, row), (row, row)), strict=True):
@@ -110,12 +110,12 @@ def test_eight_bits_halve_the_bytes_of_bf16_and_train_alike(found: list[Found]) 
 
 def exchanged() -> tuple[Tensor, Tensor]:
     """The mean of two ranks' bf16 gradients by exchange, and what this rank put in."""
-    rank, numbers = dist.world().rank, 3 * comm_hooks.SUM_BLOCK // 2
+    rank, numbers = dist.world().rank, 1000
     mine = torch.randn(2 * numbers, generator=torch.Generator().manual_seed(rank)).bfloat16()
     exchange, cpu = comm_hooks.Exchange(2), torch.device("cpu")
     given = exchange.allocate((2 * numbers,), dtype=torch.bfloat16, device=cpu).copy_(mine)
     out = exchange.allocate((numbers,), dtype=torch.bfloat16, device=cpu)
-    exchange(out, given, dist.mesh(replicate=1, shard=2).get_group("shard"), torch.distributed.ReduceOp.AVG)
+    exchange(out, given, meshes.mesh(replicate=1, shard=2).get_group("shard"), torch.distributed.ReduceOp.AVG)
     return out, mine
 
 
@@ -144,6 +144,41 @@ def poisoned() -> tuple[list[bool], bool]:
             equal = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert engine.scaler.skipped == 1
     return skipped, equal
+
+
+def round_trip(values: Tensor) -> Tensor:
+    row = comm_hooks.encode(values)
+    assert len(row) == comm_hooks.encoded_size(len(values))
+    return comm_hooks.decode(row, len(values))
+
+
+@pytest.mark.parametrize("count", [1, 255, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_error_is_at_most_half_a_step_of_its_block(count: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(count)
+    scales = 10.0 ** torch.randint(-6, 6, (-(-count // comm_hooks.BLOCK),), generator=generator)
+    values = torch.randn(count, generator=generator) * scales.repeat_interleave(comm_hooks.BLOCK)[:count]
+    values = values.to(dtype)
+    error = (round_trip(values).double() - values.double()).abs()
+    for block, errors in zip(values.double().split(comm_hooks.BLOCK), error.split(comm_hooks.BLOCK), strict=True):
+        largest = block.abs().max()
+        assert errors.max() <= largest / 127 / 2 + largest * 2.0**-22
+
+
+def test_int8_is_exact_for_zeros_and_the_largest_value() -> None:
+    values = torch.zeros(512)
+    values[300] = -3.0
+    assert torch.equal(round_trip(values), values)
+    assert comm_hooks.encoded_size(256 * 100) == 256 * 100 + 4 * 100 and comm_hooks.encoded_size(1) == 8
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_int8_keeps_non_finite_values_in_their_block(bad: float) -> None:
+    values = torch.ones(3 * comm_hooks.BLOCK)
+    values[comm_hooks.BLOCK + 7] = bad
+    first, second, third = round_trip(values).split(comm_hooks.BLOCK)
+    assert not torch.isfinite(second).all()
+    assert torch.equal(first, torch.ones(comm_hooks.BLOCK)) and torch.equal(third, torch.ones(comm_hooks.BLOCK))
 
 
 def test_compression_needs_shards() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import EngineConfig, initialize, token_logprobs
-from engine.parallel import dist, dtensors
+from engine.parallel import collectives, dtensors
 from tests.engine.parallel.test_tensor import OPT_PLAN, SGD, VOCABULARY, batch, made, same, weights
 from tests.ranks import run_ranks
 
@@ -64,15 +64,15 @@ def case(ranks: int, family: str, more: dict[str, Any], layout: dict[str, Any]) 
     config = EngineConfig(dtype="fp32", tensor_parallel=ranks, tensor_plan=plan, **layout)
     engine = initialize(Scored(made(family, **more)), config, optimizer=SGD)
     lm: Any = engine.module.lm
-    gather, gathered = dist.gather_tensors, [0]
+    gather, gathered = collectives.gather_tensors, [0]
 
     def watched(tensor: Tensor, group: Any) -> list[Tensor]:
         gathered.append(tensor.numel())
         return gather(tensor, group)
 
-    dist.gather_tensors = watched
+    collectives.gather_tensors = watched
     updates = [engine.update([batch(step)], loss_of, 4) for step in range(3)]
-    dist.gather_tensors = gather
+    collectives.gather_tensors = gather
     with engine.scoring() as module:
         logits = module(batch(0), whole=True)
     rows = len(dtensors.local(lm.get_output_embeddings().weight.detach()))

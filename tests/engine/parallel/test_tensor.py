@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import Engine, EngineConfig, OptimizerConfig, initialize
 from engine.loading import copy_local
-from engine.parallel import autograd_collectives, dist, dtensors, operators
+from engine.parallel import autograd_collectives, dist, dtensors, meshes
 from tests.ranks import run_ranks
 
 STEPS, ROWS, VOCABULARY = 3, 4, 96
@@ -120,8 +120,8 @@ def all_cases(tensor_parallel: int, cases: list[tuple[str, dict[str, Any]]]) -> 
 
 def compiled() -> list[tuple[Tensor, Tensor]]:
     """The sines of rows of several lengths, summed over the ranks in compiled code, and their gradients."""
-    group, found = dist.neighbours(2).get_group(), []
-    operators.define()
+    group, found = meshes.tensor_mesh(2).get_group(), []
+    autograd_collectives.define_operators()
 
     @partial(torch.compile, backend="aot_eager")
     def summed(x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def overflowed() -> bool:
     def infinite(module: nn.Module, args: Any, output: Tensor) -> None:
         output.register_hook(lambda gradient: gradient * torch.inf)
 
-    if not dist.world().leads:
+    if not dist.world().is_rank_zero:
         engine.module.get_submodule("model.embed_tokens").register_forward_hook(infinite)
     return engine.update([batch(0)], loss_of, ROWS).skipped
 

@@ -65,10 +65,14 @@ ONE_BIT = {"optimizer": {"type": "OneBitAdam"}}
 @pytest.mark.parametrize(
     ("file", "engine", "message"),
     [
-        (ONE_BIT, {"compress": "both"}, "engine.deepspeed: compress=both needs zero_stage=1, 2 or 3; at stage 0 the"),
-        (ONE_BIT, {"zero_stage": 2}, "engine.deepspeed: onebitadam wants whole parameters: zero_stage=0"),
-        (ONE_BIT, {"tensor_parallel": 2}, "engine.deepspeed: onebitadam wants whole parameters: zero_stage=0"),
-        (FILE, {"states": "bf16", "dtype": "bf16"}, "engine.deepspeed: states=bf16 is for adamw; lion needs states="),
+        (ONE_BIT, {"compress": "both"}, "engine.deepspeed: compress=both needs zero_stage=1, 2 or 3"),
+        (ONE_BIT, {"zero_stage": 2}, "engine.deepspeed: the optimizer onebitadam needs full parameters"),
+        (ONE_BIT, {"tensor_parallel": 2}, "engine.deepspeed: the optimizer onebitadam needs full parameters"),
+        (
+            FILE,
+            {"states": "bf16", "dtype": "bf16"},
+            "engine.deepspeed: states=bf16 supports only the optimizer adamw",
+        ),
         (FILE | {"optimizer": {"type": "AdamW"}}, {"states": "bf16"}, "engine.deepspeed: states=bf16 needs dtype=bf16"),
     ],
 )

@@ -129,8 +129,8 @@ def refused() -> list[str]:
     engine = built("llama", sequence_parallel=2)
     with pytest.raises(AssertionError, match="only rows of documents are shared out"):
         engine(ids_of(1, 4), torch.tensor([1]))
-    dist.arrange()
-    with pytest.raises(ValueError, match="side by side"):
+    dist.set_parallelism()
+    with pytest.raises(ValueError, match="another engine of this process"):
         engine.backward(torch.zeros(()))
     return said
 

@@ -18,7 +18,7 @@ from engine import Engine, EngineConfig, OptimizerConfig
 from engine.checkpoint.storage import Writer
 from engine.config import LossScale
 from engine.oom import PassOutOfMemory
-from engine.parallel import dist, stop_signal
+from engine.parallel import dist
 from pipeline.config.schema import SftSection
 from pipeline.errors import RestartStage, UserError
 from pipeline.files import explained_disk, write_json, write_whole
@@ -172,7 +172,7 @@ def test_a_signal_to_stop_is_heeded_when_a_step_is_done(tmp_path: Path) -> None:
                     os.kill(os.getpid(), signal.SIGTERM)
                 work(stage, engine, step, step)
     finally:
-        stop_signal.forget()
+        dist.stop()
     assert names(tmp_path) == ["step-2"] and len(lines(tmp_path)) == 2
     fresh, _ = stage_of(tmp_path, save_every=5)
     assert fresh.restore() == 2
@@ -191,7 +191,7 @@ def test_a_stop_between_the_last_step_and_the_end_keeps_that_step(at_once: bool,
             with stop_signals.handled(stop_signals.stop):
                 os.kill(os.getpid(), signal.SIGUSR1)
     finally:
-        stop_signal.forget()
+        dist.stop()
     assert names(tmp_path)[-1] == "step-6"
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 

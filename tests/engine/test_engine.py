@@ -1,4 +1,4 @@
-"""What an update reads from the device: everything at once."""
+"""An update reads all its numbers from the device at once."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from torch import Tensor, nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine import engine as engine_file
-from engine.figures import numbers
 from engine.parallel import dist
+from engine.passes import to_numbers
 from tests.reads import Reads
 
 
 def test_numbers_of_both_kinds_in_order() -> None:
     dist.start("test")
     values = [1.5, torch.tensor(2.0**-30), torch.tensor(3), 4, torch.tensor(True)]
-    assert numbers(values) == [1.5, 2.0**-30, 3.0, 4.0, 1.0]
-    assert numbers([]) == []
+    assert to_numbers(values) == [1.5, 2.0**-30, 3.0, 4.0, 1.0]
+    assert to_numbers([]) == []
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -31,14 +31,14 @@ def test_an_update_waits_for_the_device_once(dtype: Any, monkeypatch: pytest.Mon
 
     def counted(values: Any) -> list[float]:
         calls.append(len(values))
-        return numbers(values)
+        return to_numbers(values)
 
     def loss(module: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
         out = module(batch)
         sums = {"above": (out > 0).sum(), "rows": 1.0, "shares": 1.0 / len(batch)}
         return out.square().sum(), {"largest": out.detach().max(), **sums}
 
-    monkeypatch.setattr(engine_file, "numbers", counted)
+    monkeypatch.setattr(engine_file, "to_numbers", counted)
     reads = Reads()
     with reads:
         update = engine.update([rows[:1], rows[1:2], rows[2:]], loss, 4.0, maxima=("largest", "shares"))

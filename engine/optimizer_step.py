@@ -1,0 +1,108 @@
+"""One optimizer step: gradient norm, loss scale, clipping, learning rate, and the moving average of the weights."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from engine import optim
+from engine.config import OptimizerConfig
+from engine.offload import OffloadedOptimizer
+from engine.optimizers.ema import Average
+from engine.optimizers.onebit_adam import OneBitAdam
+from engine.parallel import dist, zero
+from engine.parallel.collectives import SentBytes
+from engine.precision import LossScaler
+
+Optimizer = torch.optim.Optimizer | OffloadedOptimizer
+Gradients = optim.Gradients | OffloadedOptimizer | OneBitAdam
+
+
+@dataclass(frozen=True)
+class Step:
+    """The gradient norm of an optimizer step before clipping, its learning rate, and whether it was skipped."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class Update:
+    """The results of `Engine.update`.
+
+    `loss` is the mean over the items of the global batch. `sums` are the metrics summed over micro-batches and ranks,
+    `maxima` the largest values of the metrics that were named as maxima. `sent` are the bytes that this rank sent.
+    """
+
+    loss: float
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    grad_norm: float
+    lr: float
+    skipped: bool
+    sent: SentBytes
+
+
+class OptimizerStep:
+    """The optimizer steps of one module.
+
+    `scheduler` and `betas` map the number of steps that were not skipped to a learning rate and to betas. Without
+    `scheduler`, the optimizer configuration has the schedule.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        config: OptimizerConfig,
+        scaler: LossScaler,
+        average: Average,
+        scheduler: Callable[[int], float] | None,
+        betas: Callable[[int], tuple[float, float]] | None,
+    ) -> None:
+        self._module, self._optimizer, self._config = module, optimizer, config
+        self._scaler, self._average, self._scheduler, self._betas = scaler, average, scheduler, betas
+
+    def run(self, gradients: Gradients, squared_norm: float, number: int) -> Step:
+        """Clip, update the parameters, and drop the gradients. `number` counts steps from 0.
+
+        A step with a non-finite gradient is skipped, on all ranks. `squared_norm` is that of the scaled gradients.
+        """
+        if dist.world().tensor > 1:  # replicated parameters have a gradient on each rank; one of them may overflow
+            squared_norm = dist.mean_over_ranks(squared_norm)
+        norm = math.sqrt(squared_norm) / self._scaler.scale
+        lr = self._set_hyperparameters(number)
+        skipped = not math.isfinite(norm)
+        unused = zero.unused_on_all_ranks(self._module)
+        if not skipped:
+            factor = 1.0 / self._scaler.scale
+            if self._config.max_grad_norm > 0:
+                factor *= min(1.0, self._config.max_grad_norm / (norm + 1e-6))
+            if factor != 1.0:
+                gradients.scale(factor)
+            self._remove_gradients(unused)
+            self._optimizer.step()
+            self._average.update()
+        self._optimizer.zero_grad()
+        self._scaler.update(skipped)
+        return Step(norm, lr, skipped)
+
+    def _set_hyperparameters(self, number: int) -> float:
+        """Set and return the learning rate of a step, and set its betas if they are scheduled."""
+        not_skipped = number - self._scaler.skipped
+        lr = self._scheduler(not_skipped) if self._scheduler else optim.learning_rate(self._config, number)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+            if self._betas is not None and "betas" in group:
+                group["betas"] = self._betas(not_skipped)
+        return lr
+
+    def _remove_gradients(self, names: set[str]) -> None:
+        if isinstance(self._optimizer, OffloadedOptimizer):
+            self._optimizer.remove_gradients(names)
+        for name, parameter in self._module.named_parameters() if names else ():
+            if name in names:
+                parameter.grad = None

@@ -1,0 +1,131 @@
+"""Collectives of tensors in a pass or a step, with a count of the bytes that this rank sends.
+
+The count assumes that every byte takes the shortest path: a gather sends the own shard to each other rank, a reduction
+sends each other rank its part, and an all-reduce does both. `Kind` is the purpose: parameters (gather), gradients
+(reduce), or anything else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from engine.parallel import dist
+
+Kind = Literal["gather", "reduce", "other"]
+
+
+@dataclass(frozen=True)
+class SentBytes:
+    """The bytes that a rank sent: for parameters, for gradients, and for anything else."""
+
+    gather: int = 0
+    reduce: int = 0
+    other: int = 0
+
+    def __sub__(self, before: "SentBytes") -> "SentBytes":
+        return SentBytes(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
+
+    @property
+    def total(self) -> int:
+        return self.gather + self.reduce + self.other
+
+
+_sent = SentBytes()
+
+
+def bytes_sent() -> SentBytes:
+    """Return the bytes that this process has sent since it started."""
+    return _sent
+
+
+def count_bytes(kind: Kind, size: int) -> None:
+    """Count `size` bytes that another library sends."""
+    global _sent
+    _sent = replace(_sent, **{kind: getattr(_sent, kind) + size})
+
+
+def count_all_reduce(kind: Kind, tensor: Tensor, ranks: int) -> None:
+    """Count an all-reduce of a tensor over `ranks` ranks."""
+    count_bytes(kind, 2 * tensor.nbytes * (ranks - 1) // ranks)
+
+
+def all_reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Sum over ranks, in place; return the tensor."""
+    return _all_reduce(tensor, torch_dist.ReduceOp.SUM, group)
+
+
+def all_reduce_max(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Compute the elementwise maximum over ranks, in place; return the tensor."""
+    return _all_reduce(tensor, torch_dist.ReduceOp.MAX, group)
+
+
+def _all_reduce(tensor: Tensor, op: Any, group: ProcessGroup | None) -> Tensor:
+    if dist.world().size > 1:
+        count_all_reduce("other", tensor, group.size() if group is not None else dist.world().size)
+        torch_dist.all_reduce(tensor, op=op, group=group)
+    return tensor
+
+
+def average(tensors: Sequence[Tensor], *, bucket: int) -> None:
+    """Compute the means of gradients over all ranks, in place, in collectives of about `bucket` elements."""
+    ranks = dist.world().size
+    if ranks == 1:
+        return
+    waiting: list[Tensor] = []
+    for index, tensor in enumerate(tensors):
+        waiting.append(tensor)
+        if index + 1 == len(tensors) or sum(t.numel() for t in waiting) >= bucket:
+            flat = torch.cat([t.reshape(-1) for t in waiting]).div_(ranks)
+            count_all_reduce("reduce", flat, ranks)
+            torch_dist.all_reduce(flat)
+            for each, mean in zip(waiting, flat.split([t.numel() for t in waiting]), strict=True):
+                each.copy_(mean.view(each.shape))
+            waiting = []
+
+
+def gather_tensors(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """Return the tensors of all ranks of a group in rank order. They have the same shape. Not counted."""
+    gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    torch_dist.all_gather(gathered, tensor.contiguous(), group=group)
+    return gathered
+
+
+def all_gather(
+    output: Tensor, local: Tensor, group: ProcessGroup | None = None, *, kind: Kind = "gather", async_op: bool = False
+) -> Work | None:
+    """Write the tensors (n,) of all ranks to `output` (ranks * n,), in rank order."""
+    count_bytes(kind, output.nbytes - local.nbytes)
+    gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor  # renamed in 2.13
+    work: Work | None = gather(output, local, group=group, async_op=async_op)
+    return work
+
+
+def reduce_scatter(
+    output: Tensor, full: Tensor, group: ProcessGroup, op: Any, *, async_op: bool = False
+) -> Work | None:
+    """Write this rank's part (n,) of the sum or mean of gradients (ranks * n,) to `output`."""
+    count_bytes("reduce", output.nbytes * (group.size() - 1))
+    scatter = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor  # renamed in 2.13
+    work: Work | None = scatter(output, full, op=op, group=group, async_op=async_op)
+    return work
+
+
+def all_to_all(rows: Tensor, group: ProcessGroup | None = None, *, kind: Kind) -> Tensor:
+    """Send row r of `rows` (ranks, ...) to rank r; return the received rows in rank order, in the same shape."""
+    count_bytes(kind, rows[0].nbytes * (len(rows) - 1))
+    received = torch.empty_like(rows)
+    torch_dist.all_to_all_single(received, rows, group=group)
+    return received
+
+
+def broadcast(tensor: Tensor, *, source: int, group: ProcessGroup) -> Tensor:
+    """Overwrite a contiguous tensor with that of rank `source` of the group; return the tensor."""
+    if group.rank() == source:
+        count_bytes("other", tensor.nbytes * (group.size() - 1))
+    torch_dist.broadcast(tensor, group=group, group_src=source)
+    return tensor

@@ -1,0 +1,74 @@
+"""Device meshes and groups: the ranks that share a module, a row of tokens, or the stages of a pipeline."""
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from engine.parallel import dist
+
+
+def mesh(*, replicate: int, shard: int) -> DeviceMesh:
+    """Return the mesh (pipeline, replicate, shard, tensor) without `pipeline` and `tensor` if these are 1.
+
+    replicate * shard must be `World.zero_size`. Each shape has one mesh: torch combines only tensors of one mesh.
+    """
+    world = dist.world()
+    sizes = {"pipeline": world.pipeline, "replicate": replicate, "shard": shard, "tensor": world.tensor}
+    dims = {name: size for name, size in sizes.items() if size > 1 or name in ("replicate", "shard")}
+    key = ("mesh", *sizes.values())
+    return dist.cached(
+        key, lambda: init_device_mesh(world.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    )
+
+
+def zero_mesh(*, stage: int, shard_ranks: int | None = None) -> DeviceMesh:
+    """Return the mesh of a ZeRO stage. From stage 1 on, `shard_ranks` ranks (default: all) share a copy of the model.
+
+    Raises ValueError if `shard_ranks` does not divide the ranks.
+    """
+    size = dist.world().zero_size
+    shard = 1 if stage == 0 else shard_ranks or size
+    if size % shard:
+        raise ValueError(f"shard_ranks={shard} does not divide the {size} ranks. Use a divisor of {size}")
+    return mesh(replicate=size // shard, shard=shard)
+
+
+def tensor_mesh(ranks: int) -> DeviceMesh:
+    """Return the mesh (tensor,) of this rank's group of `ranks` consecutive ranks, which need not be `World.tensor`.
+
+    Raises ValueError if `ranks` does not divide the number of ranks.
+    """
+    world = dist.world()
+    if world.size % ranks:
+        raise ValueError(f"tensor_parallel={ranks} does not divide the {world.size} ranks. Use a divisor")
+    shape = (world.size // ranks, ranks)
+    return dist.cached(
+        ("tensor", ranks), lambda: init_device_mesh(world.device.type, shape, mesh_dim_names=("group", "tensor"))
+    )["tensor"]
+
+
+def sequence_group() -> ProcessGroup:
+    """Return the ranks that share the tokens of this rank's rows. The first call is collective.
+
+    It is a group of its own: if it has all ranks, the group of a mesh would be the one that FSDP2 uses.
+    """
+    world, size = dist.world(), dist.world().sequence
+    groups = dist.cached(
+        ("sequence", size), lambda: [dist.new_group([*range(r, r + size)]) for r in range(0, world.size, size)]
+    )
+    return groups[world.rank // size]
+
+
+def pipeline_group() -> ProcessGroup:
+    """Return the ranks of the stages of this rank's model, in the order of the stages."""
+    return mesh(replicate=dist.world().data_size, shard=1).get_group("pipeline")
+
+
+def first_and_last_stage_group() -> ProcessGroup | None:
+    """Return the ranks of the first and the last stage of this rank's model; None on other ranks. Every rank calls."""
+    world = dist.world()
+    stage_size = world.size // world.pipeline
+    pairs = [[rank, world.size - stage_size + rank] for rank in range(stage_size)]
+    ends = dist.cached(
+        ("ends", world.pipeline), lambda: DeviceMesh(world.device.type, pairs, mesh_dim_names=("model", "ends"))
+    )
+    return ends.get_group("ends") if world.pipeline_rank in (0, world.pipeline - 1) else None

@@ -1,0 +1,159 @@
+"""Apply a layout to a module: its precision, tensor and pipeline parallelism, ZeRO shards, and their memory."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch import _dynamo as dynamo
+from torch.utils.checkpoint import checkpoint
+
+from engine import optim, precision
+from engine.config import EngineConfig, OptimizerConfig
+from engine.kernels.wide_linear import widen_linears
+from engine.offload import NvmeParameters
+from engine.parallel import autograd_collectives, dist, meshes, single_rank, tensor, zero
+from engine.parallel.pipeline_split import split_model
+
+MAX_COMPILED_VARIANTS = 64
+"""The limit of compilations of a block. The blocks of a model share their code, and gradients, dropout, padding and row
+lengths each need another variant. PyTorch's limit of 8 is too low for that.
+"""
+
+
+def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | None) -> NvmeParameters | None:
+    """Cast, split, shard and allocate a module, in place. Return the files of its shards if they are on NVMe.
+
+    Trained parameters are fp32 masters, except with an offloaded optimizer (which has the masters) or `states="bf16"`.
+    All others are in compute precision. Meta parameters get memory, but no values. Raises ValueError for a layout that
+    is not possible.
+    """
+    is_trained, has_tier = optimizer is not None, uses_offload(config, optimizer)
+    if optimizer is not None:
+        check_optimizer(config, optimizer)
+    if not is_trained or has_tier or config.states == "bf16":
+        _cast_parameters(module, precision.TORCH_DTYPE[config.dtype])
+    else:
+        _make_masters(module, also_frozen=config.dtype == "fp32")
+    _split(module, config)
+    if config.dtype == "fp32" and dist.world().device.type == "cpu":
+        widen_linears(module)
+    if config.activation_checkpointing and is_trained:
+        for block in zero.blocks(module):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    if config.compile_blocks:
+        _compile_blocks(module)
+    offloads_parameters = config.offload_parameters != "none"
+    device = torch.device("cpu") if offloads_parameters else dist.world().device
+    is_on_meta = any(p.is_meta for p in module.parameters())
+    if not is_on_meta:
+        module.to(device)
+    local_gradients = optimizer is not None and optim.averages_itself(optimizer)
+    policy = precision.policy(config.dtype, config.reduce_dtype) if is_trained else precision.policy("fp32")
+    is_plain = config.states == "fp32" and not (offloads_parameters or has_tier or local_gradients)
+    if is_plain and dist.world().zero_size * dist.world().tensor == 1:
+        single_rank.attach(module, policy)
+    else:
+        zero.shard(
+            module,
+            stage=config.zero_stage,
+            policy=policy,
+            offload=offloads_parameters,
+            pin=config.offload_parameters == "cpu",
+            shard_ranks=config.shard_ranks,
+            compress=config.compress,
+            local_gradients=local_gradients,
+        )
+    if config.offload_parameters == "nvme":
+        return NvmeParameters(module, config.nvme_path)
+    if is_on_meta:
+        _allocate(module, device)
+    return None
+
+
+def check_optimizer(config: EngineConfig, optimizer: OptimizerConfig) -> None:
+    """Raise ValueError if a module with this layout cannot be trained with this optimizer."""
+    if config.offload_parameters == "nvme" and config.offload_optimizer == "none":
+        raise ValueError(
+            "offload_parameters=nvme needs offload_optimizer=cpu or nvme, because fp32 masters would stay on the device"
+        )
+    if config.states == "bf16" and optimizer.name.lower() != "adamw":
+        raise ValueError(f"states=bf16 supports only the optimizer adamw, not {optimizer.name}. Set states=fp32")
+    splits = config.tensor_parallel * config.pipeline_parallel > 1
+    if optim.averages_itself(optimizer) and (config.zero_stage or config.offload_optimizer != "none" or splits):
+        raise ValueError(
+            f"the optimizer {optimizer.name} needs full parameters on every rank. Set zero_stage=0, "
+            "offload_optimizer=none, tensor_parallel=1 and pipeline_parallel=1"
+        )
+
+
+def uses_offload(config: EngineConfig, optimizer: OptimizerConfig | None) -> bool:
+    """Return whether the optimizer states are offloaded. Otherwise masters and moments are next to the shards."""
+    return optimizer is not None and config.offload_optimizer != "none"
+
+
+def offloaded_owners(config: EngineConfig, optimizer: OptimizerConfig | None) -> dict[str, str]:
+    """Return where the memory of each owner is between uses, if not on the device: "host" or "nvme"."""
+    if config.offload_parameters == "none":
+        return {}
+    owners = ("parameters",) if uses_offload(config, optimizer) else ("parameters", "optimizer", "gradients")
+    return dict.fromkeys(owners, "host" if config.offload_parameters == "cpu" else "nvme")
+
+
+def _split(module: nn.Module, config: EngineConfig) -> None:
+    """Apply tensor or pipeline parallelism. Sequence parallelism splits no parameters."""
+    world = dist.set_parallelism(
+        tensor=config.tensor_parallel, pipeline=config.pipeline_parallel, sequence=config.sequence_parallel
+    )
+    if config.sequence_parallel > 1:
+        meshes.sequence_group()  # made now: in the middle of a pass, other collectives may be in flight
+    if config.pipeline_parallel > 1:
+        dtype = precision.TORCH_DTYPE[config.dtype]
+        split_model(module, rank=world.pipeline_rank, size=world.pipeline, dtype=dtype, device=world.device)
+    if config.tensor_parallel > 1:
+        mesh = meshes.zero_mesh(stage=config.zero_stage, shard_ranks=config.shard_ranks)["tensor"]
+        tensor.parallelize(module, config.tensor_plan or tensor.plan_of(module), mesh)
+        tensor.split_head(module, mesh)
+
+
+def _compile_blocks(module: nn.Module) -> None:
+    autograd_collectives.define_operators()
+    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MAX_COMPILED_VARIANTS)
+    for block in zero.blocks(module):
+        block.compile()
+
+
+def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters only: rotary frequencies, which are buffers, need fp32."""
+    module._apply(lambda t: t.to(dtype) if isinstance(t, nn.Parameter) and t.is_floating_point() else t)
+
+
+def _make_masters(module: nn.Module, *, also_frozen: bool) -> None:
+    """Cast trained 16-bit parameters to fp32, with `also_frozen` all of them."""
+
+    def cast(t: Tensor) -> Tensor:
+        is_16_bit = isinstance(t, nn.Parameter) and t.is_floating_point() and t.itemsize < 4
+        return t.float() if is_16_bit and (also_frozen or t.requires_grad) else t
+
+    module._apply(cast)
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    """Give meta parameters memory on `device`, and move buffers to the device that computes.
+
+    `to_empty` would also clear the buffers. Tied parameters stay tied.
+    """
+    for name, buffer in module.named_buffers():
+        assert not buffer.is_meta, f"buffer {name} has no values"
+    slots = [(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
+    first = {id(owner._parameters[name]): (owner, name) for owner, name in reversed(slots)}
+    ties = [(owner, name, *first[id(owner._parameters[name])]) for owner, name in slots]
+    compute_device = dist.world().device
+
+    def allocated(t: Tensor) -> Tensor:
+        if t.is_meta:
+            return torch.empty_like(t, device=device)
+        return t.to(device if isinstance(t, nn.Parameter) else compute_device)  # a tied parameter comes twice
+
+    module._apply(allocated)
+    for owner, name, first_owner, first_name in ties:  # `_apply` separates the ties of plain modules
+        owner._parameters[name] = first_owner._parameters[first_name]
