@@ -1,6 +1,6 @@
-"""Fill a sharded module: each rank reads its own slices of a safetensors folder, or makes them from a seed.
+"""Parameters of a sharded module: each rank reads its own slices of a safetensors folder, or computes them from a seed.
 
-No rank holds more of a file than its shard, and one whole parameter at most where values are drawn at random.
+A rank holds its shard only, and one full parameter at most while random values are initialized.
 """
 
 import hashlib
@@ -22,32 +22,32 @@ __all__ = [
     "Region",
     "SafetensorsFolder",
     "TensorFolder",
-    "cut",
-    "draw_parameters",
+    "initialize_parameters",
     "persistent_buffers",
     "read_parameters",
+    "read_region",
 ]
 
 Region = tuple[tuple[slice, ...], ...]
-"""Part of a tensor: for each dimension one slice, or several that stand side by side (in one dimension at most)."""
+"""A region of a tensor: for each dimension one slice, or several that are concatenated (in one dimension at most)."""
 
 
 class TensorFolder(Protocol):
-    """Tensors by name, of which parts can be read."""
+    """Tensors by name, of which regions can be read."""
 
     @property
     def folder(self) -> Path:
-        """Where the files are."""
+        """Return the folder of the files."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """What there is."""
+        """Return the full shape of each tensor."""
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Part of one tensor (all of a scalar)."""
+        """Return a region of a tensor."""
 
     def copy(self, name: str, region: Region, target: Tensor) -> None:
-        """The same into a tensor of that shape."""
+        """Copy a region of a tensor into `target`."""
 
 
 class SafetensorsFolder:
@@ -64,7 +64,7 @@ class SafetensorsFolder:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What there is. Opens each file once."""
+        """Return the full shape of each tensor. Opens each file once."""
         found: dict[str, tuple[int, ...]] = {}
         for file in sorted(set(self.files.values())):
             with safe_open(self.folder / file, framework="pt") as tensors:
@@ -73,139 +73,136 @@ class SafetensorsFolder:
         return {name: found[name] for name in self.files}
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Part of one tensor (all of a scalar)."""
+        """Return a region of a tensor."""
         with safe_open(self.folder / self.files[name], framework="pt") as file:
             view = file.get_slice(name)
-            return cut(view, region) if view.get_shape() else file.get_tensor(name)
+            return read_region(view, region) if view.get_shape() else file.get_tensor(name)
 
     def copy(self, name: str, region: Region, target: Tensor) -> None:
-        """The same into a tensor of that shape."""
+        """Copy a region of a tensor into `target`."""
         target.copy_(self.read(name, region))
 
 
 def local_region(parameter: Tensor) -> Region:
-    """Which part of the whole parameter this rank holds.
+    """Return the region of the full parameter that this rank holds.
 
-    A tensor group splits first (engine/parallel/tensor.py), then FSDP2 cuts the rows of what is left into chunks.
+    A tensor group splits first (engine/parallel/tensor.py). FSDP2 then cuts the rows of each rank's slice into chunks.
     """
     region = [[range(length)] for length in parameter.shape]
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        for at, name in reversed(list(enumerate(mesh.mesh_dim_names or ()))):
-            placement: Any = parameter.placements[at]
+        for dim, name in reversed(list(enumerate(mesh.mesh_dim_names or ()))):
+            placement: Any = parameter.placements[dim]
             if not placement.is_replicate():
-                # FSDP2 calls its chunks strided where a tensor group split the same dimension; plain chunks they are.
-                pieces = getattr(placement, "split_factor", 1) if name == "tensor" else 1
-                rank, size = mesh.get_local_rank(at), mesh.size(at)
-                region[placement.dim] = [_chunk(part, rank, size) for part in _pieces(region[placement.dim], pieces)]
-    return tuple(tuple(slice(part.start, part.stop) for part in parts) for parts in region)
+                # FSDP2 marks its chunks as strided if a tensor group split the same dimension. They are contiguous.
+                blocks = getattr(placement, "split_factor", 1) if name == "tensor" else 1
+                rank, size = mesh.get_local_rank(dim), mesh.size(dim)
+                rows = _equal_blocks(region[placement.dim], blocks)
+                region[placement.dim] = [_chunk(block, rank, size) for block in rows]
+    return tuple(tuple(slice(rows.start, rows.stop) for rows in ranges) for ranges in region)
 
 
 def local_rows(parameter: Tensor) -> slice:
-    """The rows this rank holds of a parameter that is cut by rows only."""
+    """Return the rows that this rank holds of a parameter that is sharded by rows only."""
     return local_region(parameter)[0][0] if parameter.shape else slice(None)
 
 
-def _pieces(parts: list[range], count: int) -> list[range]:
-    assert len(parts) == 1, "a dimension in several pieces is not cut again"
-    length = len(parts[0]) // count
-    return [parts[0][i * length : (i + 1) * length] for i in range(count)]
+def _equal_blocks(ranges: list[range], count: int) -> list[range]:
+    assert len(ranges) == 1, "a dimension in several ranges is not split again"
+    length = len(ranges[0]) // count
+    return [ranges[0][i * length : (i + 1) * length] for i in range(count)]
 
 
-def _chunk(part: range, rank: int, ranks: int) -> range:
-    length = -(-len(part) // ranks)
-    return part[rank * length : (rank + 1) * length]
+def _chunk(rows: range, rank: int, ranks: int) -> range:
+    length = -(-len(rows) // ranks)
+    return rows[rank * length : (rank + 1) * length]
 
 
-def cut(whole: Any, region: Region) -> Tensor:
-    """The region of a tensor, or of anything that is sliced like one."""
+def read_region(tensor: Any, region: Region) -> Tensor:
+    """Return a region of a tensor, or of an object with a tensor's indexing."""
     if max(map(len, region)) == 1:
-        return whole[tuple(part for (part,) in region)]  # type: ignore[no-any-return]
-    (dim,) = (at for at, parts in enumerate(region) if len(parts) > 1)
-    rest = [parts[0] for parts in region]
-    return torch.cat([whole[(*rest[:dim], part, *rest[dim + 1 :])] for part in region[dim]], dim)
+        return tensor[tuple(rows for (rows,) in region)]  # type: ignore[no-any-return]
+    (dim,) = (dim for dim, ranges in enumerate(region) if len(ranges) > 1)
+    first = [ranges[0] for ranges in region]
+    return torch.cat([tensor[(*first[:dim], rows, *first[dim + 1 :])] for rows in region[dim]], dim)
 
 
-_also: dict[int, Callable[[Tensor], None]] = {}
+_observers: dict[int, Callable[[Tensor], None]] = {}
 
 
 @contextmanager
-def also_into(keepers: Mapping[int, Callable[[Tensor], None]]) -> Iterator[None]:
-    """Within the block `keepers[id(parameter)]` sees what is written into a parameter, before it is rounded to it."""
-    _also.update(keepers)
+def observe_writes(observers: Mapping[int, Callable[[Tensor], None]]) -> Iterator[None]:
+    """Inside this context, call `observers[id(parameter)]` with each value written to a parameter, before rounding."""
+    _observers.update(observers)
     try:
         yield
     finally:
-        _also.clear()
+        _observers.clear()
 
 
 def _write(parameter: Tensor, values: Tensor) -> None:
-    """This rank's part of it."""
+    """Write this rank's region of a parameter."""
     dtensors.local(parameter).copy_(values)
-    keep = _also.get(id(parameter))
-    if keep is not None:
-        keep(values)
+    if id(parameter) in _observers:
+        _observers[id(parameter)](values)
 
 
 @torch.no_grad()
-def copy_local(parameter: Tensor, whole: Tensor) -> None:
-    """Take this rank's part of a whole tensor."""
+def copy_local(parameter: Tensor, full: Tensor) -> None:
+    """Copy this rank's region of a full tensor into a parameter."""
     if dtensors.local(parameter).numel():
-        _write(parameter, cut(whole, local_region(parameter)) if whole.ndim else whole)
+        _write(parameter, read_region(full, local_region(parameter)) if full.ndim else full)
 
 
 @torch.no_grad()
 def read_parameters(parameters: Mapping[str, Tensor], folder: TensorFolder, source_name: Mapping[str, str]) -> None:
-    """Fill parameters from a folder; `source_name` maps a parameter's name to the file's. Shapes must agree."""
+    """Fill parameters from a folder; `source_name` maps a parameter's name to the file's.
+
+    Raises ValueError if a shape differs.
+    """
     for name, parameter in parameters.items():
-        there = source_name[name]
-        if folder.shapes[there] != tuple(parameter.shape):
+        stored = source_name[name]
+        if folder.shapes[stored] != tuple(parameter.shape):
             raise ValueError(
-                f"{folder.folder}: {there} has shape {folder.shapes[there]}, the model wants {tuple(parameter.shape)}; "
+                f"{folder.folder}: {stored} has shape {folder.shapes[stored]}, the model wants {tuple(parameter.shape)}; "
                 "its config.json does not belong to these weights"
             )
         local, region = dtensors.local(parameter), local_region(parameter)
         if not local.numel():
             continue
-        if id(parameter) in _also:
-            _write(parameter, folder.read(there, region))
+        if id(parameter) in _observers:
+            _write(parameter, folder.read(stored, region))
         else:
-            folder.copy(there, region, local)
+            folder.copy(stored, region, local)
 
 
 @torch.no_grad()
-def draw_parameters(
+def initialize_parameters(
     root: nn.Module, names: Iterable[str], seed: int, initialize: Callable[[nn.Module, str], None]
 ) -> None:
     """Fill parameters with random values that do not depend on how they are sharded.
 
-    Each module that owns some of `names` is copied with whole parameters on the host, `initialize(copy, name)` writes
-    them as it does for a plain model, and each rank takes its part. The seed is that of (seed, module name).
+    Each module that owns some of `names` is copied with full parameters on the host. `initialize(copy, name)` writes
+    them as for a plain model, and each rank copies its region. The seed is a hash of (seed, module name).
     """
-    wanted: dict[str, list[str]] = {}
+    by_owner: dict[str, list[str]] = {}
     for name in names:
         owner, _, leaf = name.rpartition(".")
-        wanted.setdefault(owner, []).append(leaf)
-    for owner, leaves in wanted.items():
+        by_owner.setdefault(owner, []).append(leaf)
+    for owner, leaves in by_owner.items():
         live = root.get_submodule(owner)
-        whole = _twin(live)
-        whole._parameters = {
+        full = object.__new__(type(live))  # `copy` would call the constructor of an FSDP unit
+        vars(full).update(vars(live))
+        full._parameters = {
             key: None if p is None else nn.Parameter(torch.zeros(p.shape)) for key, p in live._parameters.items()
         }
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{owner}".encode()).digest()[:7], "big"))
-            initialize(whole, owner)
+            initialize(full, owner)
         for leaf in leaves:
-            drawn, parameter = whole._parameters[leaf], live._parameters[leaf]
-            assert drawn is not None and parameter is not None
-            copy_local(parameter, drawn)
-
-
-def _twin(module: nn.Module) -> nn.Module:
-    """A copy that shares what it holds, of its very type: `copy` would construct the class of an FSDP unit anew."""
-    twin = object.__new__(type(module))
-    vars(twin).update(vars(module))
-    return twin
+            values, parameter = full._parameters[leaf], live._parameters[leaf]
+            assert values is not None and parameter is not None
+            copy_local(parameter, values)
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -1,13 +1,15 @@
-"""Optimizers by name, and the learning rate of each step.
+"""Optimizers by name, Lion, and the learning rate of each step.
 
-AdamW: Loshchilov & Hutter, 2019, arXiv:1711.05101. Not supported: optimizers that need full rows, columns or matrices
-of a parameter, because a rank holds shards, and optimizers that evaluate the loss again.
+AdamW: Loshchilov & Hutter, 2019, arXiv:1711.05101. Lion: Chen et al., 2023, arXiv:2302.06675.
+
+Not supported: optimizers that need full rows, columns or matrices of a parameter, because a rank holds shards, and
+optimizers that evaluate the loss again.
 """
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -15,16 +17,46 @@ from torch import Tensor, nn
 
 from engine.config import OptimizerConfig
 from engine.optimizers.bf16_adamw import BFloat16AdamW
-from engine.optimizers.lion import Lion
 from engine.optimizers.onebit_adam import ERRORS, OneBitAdam
 from engine.parallel import dtensors
 
+
+class Lion(torch.optim.Optimizer):
+    """The sign of an interpolated momentum (program 1 of the paper). The state `exp_avg` is like the parameter.
+
+    u = sign(b1 m + (1 - b1) g)      p <- p - lr (u + decay p)      m <- b2 m + (1 - b2) g
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            (first, second), lr = group["betas"], group["lr"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if not self.state[parameter]:
+                    self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+                momentum = self.state[parameter]["exp_avg"]
+                direction = momentum.lerp(parameter.grad, 1 - first).sign_()
+                parameter.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
+                momentum.lerp_(parameter.grad, 1 - second)
+
+
 ADAMS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
-OURS: dict[str, type[torch.optim.Optimizer]] = {
-    "lion": Lion,
-    "onebitadam": OneBitAdam,
-    "bfloat16adamw": BFloat16AdamW,
-}
+OURS: dict[str, type[torch.optim.Optimizer]] = {"lion": Lion, "onebitadam": OneBitAdam}
+CONFIG_FIELDS = {
+    "adamw": ("betas", "eps"), "adam": ("betas", "eps"), "onebitadam": ("betas", "eps"), "lion": ("betas",),
+}  # fmt: skip
 UNSUPPORTED = {
     "lbfgs": "it evaluates the loss several times per step",
     "sparseadam": "it needs sparse gradients",
@@ -55,18 +87,27 @@ def build(
     memory use is known before the first step. Raises ValueError for an unknown or unsupported name or option.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
-    if states == "bf16":  # `layout` has checked that the optimizer is AdamW
-        config = replace(config, name=BFloat16AdamW.__name__)
-    optimizer = with_groups(parameter_groups(trainable, config), config)
-    if type(optimizer) in ADAMS.values():
-        _make_moments(optimizer, trainable, ("exp_avg", "exp_avg_sq", *_third(config.options)))
+    kind = BFloat16AdamW if states == "bf16" else optimizer_class(config.name)  # `layout` allows bf16 for AdamW only
+    optimizer = with_groups(parameter_groups(trainable, config), config, kind)
+    if kind in ADAMS.values():
+        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if config.options.get("amsgrad") else ()))
+        for parameter in trainable:
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in names}
+            optimizer.state[parameter] = {"step": step, **moments}
     return optimizer
 
 
-def with_groups(groups: Sequence[tuple[list[nn.Parameter], float]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of groups of (parameters, weight decay). Raises ValueError like `build`."""
-    kind = optimizer_class(config.name)
-    keywords = {"lr": config.lr, **_own_keywords(config), **config.options}
+def with_groups(
+    groups: Sequence[tuple[list[nn.Parameter], float]], config: OptimizerConfig, kind: Any = None
+) -> torch.optim.Optimizer:
+    """Return the optimizer of groups of (parameters, weight decay). `kind` is its class, by default that of the name.
+
+    Raises ValueError like `build`.
+    """
+    kind = kind or optimizer_class(config.name)
+    own = {field: getattr(config, field) for field in CONFIG_FIELDS.get(config.name.lower(), ())}
+    keywords = {"lr": config.lr, **own, **({"fused": True} if kind in ADAMS.values() else {}), **config.options}
     accepted = inspect.signature(kind).parameters
     for key in keywords:
         if key not in accepted:
@@ -103,8 +144,6 @@ def _state_shapes(config: OptimizerConfig) -> dict[str, torch.Size]:
 def optimizer_class(name: str) -> Any:
     """Return the class of an optimizer. Raises ValueError for an unknown or unsupported name."""
     low = name.lower()
-    if low == BFloat16AdamW.__name__.lower() and name != BFloat16AdamW.__name__:
-        raise ValueError(f"optimizer {name} is not a name to choose. Use the optimizer adamw with states=bf16")
     if low in UNSUPPORTED:
         raise ValueError(f"optimizer {name} is not supported: {UNSUPPORTED[low]}. Use adamw or lion")
     if low in OURS:
@@ -141,15 +180,6 @@ def _is_optimizer(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
 
 
-def _own_keywords(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the fields of the configuration that this class accepts."""
-    if config.name.lower() in ADAMS:
-        return {"betas": config.betas, "eps": config.eps, "fused": True}
-    if config.name.lower() in ("onebitadam", "bfloat16adamw"):
-        return {"betas": config.betas, "eps": config.eps}
-    return {"betas": config.betas} if config.name.lower() == "lion" else {}
-
-
 def averages_itself(config: OptimizerConfig) -> bool:
     """Return whether the optimizer takes local gradients and averages over ranks itself."""
     return config.name.lower() == "onebitadam"
@@ -162,17 +192,6 @@ def parameter_groups(trainable: list[nn.Parameter], config: OptimizerConfig) -> 
     matrices = [p for p in trainable if p.ndim >= 2]
     found = [(matrices, config.weight_decay), ([p for p in trainable if p.ndim < 2], 0.0)]
     return [(members, decay) for members, decay in found if members]
-
-
-def _third(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("max_exp_avg_sq",) if options.get("amsgrad") else ()
-
-
-def _make_moments(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], names: tuple[str, ...]) -> None:
-    for parameter in parameters:
-        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in names}
-        optimizer.state[parameter] = {"step": step, **moments}
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:

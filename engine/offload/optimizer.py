@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engine import optim
 from engine.config import EngineConfig, OptimizerConfig
 from engine.host_allocator import return_freed_memory
-from engine.loading import also_into
+from engine.loading import observe_writes
 from engine.offload.gradients import take_gradients
 from engine.offload.states import States
 from engine.offload.tier import AVERAGE, MASTER, Shard, Tier
@@ -103,7 +103,9 @@ class OffloadedOptimizer:
 
             return write
 
-        with also_into({id(tier.shards[n].parameter): master_writer(name) for name, (tier, n) in self._shards.items()}):
+        with observe_writes(
+            {id(tier.shards[n].parameter): master_writer(name) for name, (tier, n) in self._shards.items()}
+        ):
             yield
         for name, (tier, number) in self._shards.items():
             shard = tier.shards[number]

@@ -125,29 +125,32 @@ class OneBitAdam(torch.optim.Optimizer):
     def _average_momenta(self, parameters: Sequence[Tensor]) -> None:
         """Set every momentum to the compressed mean over ranks."""
         ranks, rank = dist.world().size, dist.world().rank
-        compressed = [self._compress_momentum(parameter, ranks) for parameter in parameters]
-        received = _exchange([scale.expand(ranks, 1) for scale, _ in compressed], [signs for _, signs in compressed])
+        sent = [self._compress_momentum(parameter, ranks) for parameter in parameters]
+        widths = [rows.shape[1] for rows in sent]
         means = []
-        for parameter, scales, signs in zip(parameters, *received, strict=True):
+        received = collectives.all_to_all(torch.cat(sent, 1), kind="reduce")
+        for parameter, rows in zip(parameters, received.split(widths, 1), strict=True):
             total = self._state(parameter, self._errors[1])
-            total.add_(unpack(signs).mul_(scales).mean(0))
+            total.add_(decode(rows).mean(0))
             size = max(0, min(len(total), dtensors.local(parameter).numel() - rank * len(total)))
             total[size:] = 0.0  # padding
-            means.append(_compress(total, size))
-        gathered = _gather([scale.view(1, 1) for scale, _ in means], [signs[None] for _, signs in means])
-        for parameter, scales, signs in zip(parameters, *gathered, strict=True):
+            means.append(encode(*_compress(total, size), rows=1))
+        row = torch.cat(means, 1)
+        gathered = row.new_empty(ranks, row.shape[1])
+        collectives.all_gather(gathered.view(-1), row.view(-1), kind="reduce")
+        for parameter, rows in zip(parameters, gathered.split(widths, 1), strict=True):
             momentum = self._state(parameter, "exp_avg")
-            momentum.copy_(unpack(signs).mul_(scales).view(-1)[: len(momentum)])
+            momentum.copy_(decode(rows).view(-1)[: len(momentum)])
 
-    def _compress_momentum(self, parameter: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-        """Return the scale () and the signs (ranks, bytes) of momentum plus error; keep the rest as the error."""
+    def _compress_momentum(self, parameter: Tensor, ranks: int) -> Tensor:
+        """Return momentum plus error, encoded (ranks, bytes); keep the rest as the error."""
         total = self._state(parameter, self._errors[0]).add_(self._state(parameter, "exp_avg"))
         size = total.numel()
         padded = total.new_zeros(ranks * _chunk(size, ranks))
         padded[:size] = total
-        scale, signs = _compress(padded, size)
+        encoded = encode(*_compress(padded, size), rows=ranks)
         total.copy_(padded[:size])
-        return scale, signs.view(ranks, -1)
+        return encoded
 
     def _update(self, parameter: Tensor, group: dict[str, Any], steps: int) -> None:
         first, second = group["betas"]
@@ -177,6 +180,18 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.nn.functional.embedding(packed.int(), table).flatten(-2)
 
 
+def encode(scale: Tensor, signs: Tensor, *, rows: int) -> Tensor:
+    """Return the bytes to send, (rows, 4 + k): in each row the fp32 scale (), then k of the signs (rows * k,)."""
+    heads = scale.repeat(rows, 1).view(torch.uint8)
+    return torch.cat([heads, signs.view(rows, -1)], 1)
+
+
+def decode(rows: Tensor) -> Tensor:
+    """Return the values (rows, 8 k) of `encode`d rows (rows, 4 + k)."""
+    scales = rows[:, :4].contiguous().view(torch.float32)
+    return unpack(rows[:, 4:]).mul_(scales)
+
+
 def _compress(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return scale () and signs (bytes,) of `values`, padded behind `size`; subtract them from `values` in place."""
     scale, signs = scale_of(values, size), pack(values)
@@ -193,24 +208,3 @@ def _rank_rows(row: Tensor) -> Tensor:
     """Return the rows (1, n) of all ranks as one tensor (ranks, n), so that a checkpoint has all of them."""
     ranks = meshes.mesh(replicate=dist.world().zero_size, shard=1)["replicate"]
     return DTensor.from_local(row, ranks, [Shard(0)], run_check=False)
-
-
-def _exchange(scales: list[Tensor], signs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Send row r of each (ranks, n) tensor to rank r; return the received rows, in the same shapes."""
-    rows = torch.cat(scales, 1).contiguous(), torch.cat(signs, 1)
-    return _split([collectives.all_to_all(each, kind="reduce") for each in rows], scales, signs)
-
-
-def _gather(scales: list[Tensor], signs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the (1, n) rows of all ranks as (ranks, n)."""
-    gathered = []
-    for row in (torch.cat(scales, 1), torch.cat(signs, 1)):
-        rows = row.new_empty(dist.world().size, row.shape[1])
-        collectives.all_gather(rows.view(-1), row.view(-1), kind="reduce")
-        gathered.append(rows)
-    return _split(gathered, scales, signs)
-
-
-def _split(rows: Sequence[Tensor], scales: list[Tensor], signs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    widths = ([each.shape[1] for each in scales], [each.shape[1] for each in signs])
-    return list(rows[0].split(widths[0], 1)), list(rows[1].split(widths[1], 1))

@@ -81,7 +81,7 @@ class ConvertedFolder:
             return self._files.read(self._renamed[name], region)
         recipe = self._recipes[name]
         if not recipe.stacks():
-            return loading.cut(recipe.make(lambda there: self._whole(there).float(), self._empty)[name], region)
+            return loading.read_region(recipe.make(lambda there: self._whole(there).float(), self._empty)[name], region)
         stack = torch.empty([sum(part.stop - part.start for part in parts) for parts in region])
         self._stack(name, region, stack)
         return stack
@@ -97,7 +97,7 @@ class ConvertedFolder:
         rows = (row for part in region[0] for row in range(part.start, part.stop))
         for held, row in zip(target, rows, strict=True):
             made = self._recipes[name].make(self._whole, self._empty, row)[name]
-            held.copy_(loading.cut(made[0], region[1:]))
+            held.copy_(loading.read_region(made[0], region[1:]))
 
     def _find(self) -> list[_Recipe]:
         """Sort the tensors of the files: those that only have another name, and those that something is made of."""

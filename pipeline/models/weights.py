@@ -32,7 +32,7 @@ def fill(
         plain = {n: n.removeprefix(prefix).replace(".base_layer.", ".") for n in named if n not in adapters}
         read = _read({name: named[name] for name in plain}, plain, model, source)
         drawn = [name for name in wanted if name not in read]
-    loading.draw_parameters(module, [*adapters, *drawn], source.seed, _initializer(model, zero_head))
+    loading.initialize_parameters(module, [*adapters, *drawn], source.seed, _initializer(model, zero_head))
 
 
 def _read(

@@ -9,7 +9,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
-from engine.loading import SafetensorsFolder, copy_local, cut, draw_parameters, local_region, read_parameters
+from engine.loading import (
+    SafetensorsFolder,
+    copy_local,
+    initialize_parameters,
+    local_region,
+    read_parameters,
+    read_region,
+)
 from engine.parallel import dtensors
 
 TENSORS = {"w": torch.arange(20.0).reshape(5, 4), "b": torch.arange(5.0), "s": torch.tensor(3.0)}
@@ -51,7 +58,7 @@ def test_another_shape_is_refused_with_both_shapes(folder: SafetensorsFolder) ->
 def test_a_region_of_two_pieces_is_cut_in_all_dimensions() -> None:
     whole = torch.arange(120).reshape(2, 6, 10)
     region = ((slice(1, 2),), (slice(0, 2), slice(3, 5)), (slice(4, 9),))
-    assert torch.equal(cut(whole, region), whole[1:2, [0, 1, 3, 4], 4:9])
+    assert torch.equal(read_region(whole, region), whole[1:2, [0, 1, 3, 4], 4:9])
 
 
 def test_plain_tensors_are_all_ours() -> None:
@@ -74,7 +81,7 @@ def drawn(seed: int, *names: str) -> dict[str, torch.Tensor]:
     module = net()
     for parameter in module.parameters():
         parameter.data.fill_(9.0)
-    draw_parameters(module, names, seed, normal)
+    initialize_parameters(module, names, seed, normal)
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
@@ -82,7 +89,7 @@ def test_draws_depend_on_seed_and_place_and_on_nothing_else() -> None:
     both = drawn(1, "0.weight", "0.bias", "1.inner.weight")
     alone = drawn(1, "1.inner.weight")
     module, state = net(), torch.get_rng_state()
-    draw_parameters(module, ["0.weight"], 1, lambda layer, _: nn.init.normal_(layer.weight))
+    initialize_parameters(module, ["0.weight"], 1, lambda layer, _: nn.init.normal_(layer.weight))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(alone["1.inner.weight"], both["1.inner.weight"])
     assert not torch.equal(both["0.weight"], both["1.inner.weight"])
@@ -96,7 +103,7 @@ def test_sharded_modules_are_filled_in_place() -> None:
         net(),
         EngineConfig(zero_stage=3, dtype="fp32"),
         optimizer=OptimizerConfig(lr=1.0, total_steps=1),
-        fill=lambda module: draw_parameters(module, ["0.weight"], 1, normal),
+        fill=lambda module: initialize_parameters(module, ["0.weight"], 1, normal),
     )
     whole = dtensors.full_tensor(dict(engine.module.named_parameters())["0.weight"].detach()).cpu()
     assert torch.equal(whole, drawn(1, "0.weight")["0.weight"])
@@ -118,6 +125,8 @@ def test_a_unit_with_parameters_of_its_own_is_filled() -> None:
         nn.Sequential(nn.ModuleList([Scaled(4)])),
         EngineConfig(zero_stage=3, dtype="fp32", offload_optimizer="cpu"),  # one rank goes through FSDP2, too
         optimizer=OptimizerConfig(lr=1.0),
-        fill=lambda module: draw_parameters(module, ["0.0.scale"], 1, lambda unit, _: nn.init.constant_(unit.scale, 5)),
+        fill=lambda module: initialize_parameters(
+            module, ["0.0.scale"], 1, lambda unit, _: nn.init.constant_(unit.scale, 5)
+        ),
     )
     assert dtensors.full_tensor(next(engine.module.parameters()).detach()).tolist() == [5.0] * 4

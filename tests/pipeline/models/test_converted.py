@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from engine.loading import Region, SafetensorsFolder, cut
+from engine.loading import Region, SafetensorsFolder, read_region
 from pipeline.errors import UserError
 from pipeline.models.build import build_policy
 from pipeline.models.converted import ConvertedFolder
@@ -52,7 +52,7 @@ def test_every_part_is_that_of_the_loaded_model(family: str, tmp_path: Path) -> 
     for name, tensor in wanted.items():
         files.read_names.clear()
         part = part_of(tensor)
-        assert torch.equal(converted.read(name, part), cut(tensor, part)), name
+        assert torch.equal(converted.read(name, part), read_region(tensor, part)), name
         if name.endswith(("gate_up_proj", "down_proj")):  # experts lie apart; the first two are not of the part
             assert all(f".experts.{expert}." not in read for expert in (0, 1) for read in files.read_names)
 
