@@ -164,8 +164,8 @@ def read_parameters(parameters: Mapping[str, Tensor], folder: TensorFolder, sour
         stored = source_name[name]
         if folder.shapes[stored] != tuple(parameter.shape):
             raise ValueError(
-                f"{folder.folder}: {stored} has shape {folder.shapes[stored]}, the model wants {tuple(parameter.shape)}; "
-                "its config.json does not belong to these weights"
+                f"{folder.folder}: {stored} has shape {folder.shapes[stored]}, the model wants "
+                f"{tuple(parameter.shape)}; its config.json does not belong to these weights"
             )
         local, region = dtensors.local(parameter), local_region(parameter)
         if not local.numel():
