@@ -14,10 +14,7 @@ from torch import Tensor
 
 from engine.kernels.decode_attention import decode_attention as _decode_attention
 from engine.kernels.sample import sample
-from engine.kernels.split_logprobs import Pieces, Reduce
-from engine.kernels.split_logprobs import split_token_logprobs as _split_token_logprobs
-from engine.kernels.token_logprobs import gradients, statistics
-from engine.kernels.token_logprobs import token_logprobs as _token_logprobs
+from engine.kernels.token_logprobs import VocabularyShard, token_logprobs
 from engine.kernels.varlen import varlen_fits, varlen_kernel, within_sequences
 from engine.kernels_cpu import decode_attention as _host_decode_attention
 from engine.kernels_cpu.ragged_attention import Families, ragged_attention
@@ -25,11 +22,10 @@ from engine.kernels_triton.device import has_triton
 
 __all__ = [
     "Families",
-    "Reduce",
+    "VocabularyShard",
     "decode_attention",
     "ragged_attention",
     "sample",
-    "split_token_logprobs",
     "token_logprobs",
     "varlen_fits",
     "varlen_kernel",
@@ -39,7 +35,7 @@ __all__ = [
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
-_IN_TRITON = {name: name for name in ("decode_attention", "token_logprobs")}
+_IN_TRITON = {name: name for name in ("decode_attention",)}
 _HOST: dict[str, Any] = {"decode_attention": _host_decode_attention}
 
 
@@ -73,21 +69,3 @@ def _triton(kernel: str, name: str) -> Callable[..., Any]:
 
 
 decode_attention = _picked(_decode_attention)
-token_logprobs = _picked(_token_logprobs)
-
-
-def split_token_logprobs(
-    hidden: Tensor,
-    rows: Tensor,
-    targets: Tensor,
-    first: int,
-    reduce: Reduce,
-    temperature: float = 1.0,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` with a head split over ranks, of which `rows` are this one's: see split_logprobs.py."""
-    pieces = Pieces(statistics, gradients)
-    if hidden.is_cuda and has_triton():
-        pieces = Pieces(_triton("token_logprobs", "statistics"), _triton("token_logprobs", "gradients"))
-    return _split_token_logprobs(hidden, rows, targets, first, reduce, pieces, temperature, bias, softcap)

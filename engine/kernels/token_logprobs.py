@@ -1,19 +1,29 @@
-"""Per-token log-probability and entropy straight from hidden states and the head, without holding the logits.
+"""Log-probability and entropy of each token from hidden states and the head, without all logits in memory.
 
     z = softcap(h W^T + b) / temperature      logprob = z_y - lse(z)      entropy = lse(z) - sum_j p_j z_j
 
-with lse = log-sum-exp and p = softmax(z). Backward takes a gradient of its own for every token, of either output:
+with lse = log-sum-exp and p = softmax(z). Backward takes an upstream gradient per token for either output:
 
     dz_j = g (1[j = y] - p_j) - e p_j (log p_j + entropy)        g, e: gradients of logprob and entropy
 
-The vocabulary is walked in blocks, so that no more than a block of logits, (N, block), exists at once; they are
-computed again in backward, unless one block is all. Blocks of the vocabulary rather than of tokens: each row of the
-weight is then read once, and its gradient is one product over all tokens, accumulated in fp32 and written once. The
-hidden states' gradient is added up in fp32 over the blocks, each block's share rounded to their precision.
+The head may be sharded over ranks by rows of the vocabulary (Shoeybi et al., 2019, arXiv:1909.08053). Each rank reduces
+its own rows to lse_r, entropy H_r and, if the target is among them, its logit. Ranks exchange these three numbers per
+token, never logits. With m = max_r lse_r and w_r = e^(lse_r - m):
 
-This is the torch implementation, for every device, and the reference for faster ones beside it.
+    lse = m + log sum_r w_r        entropy = lse + sum_r w_r (H_r - lse_r) / sum_r w_r        logprob = z_y - lse
+
+Backward is the formula above over the rank's rows, with the lse and the entropy of all rows; the gradient of the hidden
+states is the sum over ranks.
+
+`token_logprobs` selects the implementation of `statistics` and `gradients`: Triton on GPUs, otherwise the torch
+reference in this file. The reference walks the vocabulary in blocks, so at most a block of logits, (N, block), is in
+memory; backward computes the logits again. With blocks of the vocabulary each row of the weight is read once, and its
+gradient is one product over all tokens, accumulated in fp32 and written once.
+
+Shapes: N tokens, D hidden size, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +32,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.kernels.products import Products, product_of
+from engine.kernels_triton.device import has_triton
 
-# Logits a block. On a CPU 8 MB of them stay near the cores from the product to the sums; smaller ones gain nothing.
+# Logits per block. On a CPU 8 MB of them stay near the cores from the product to the sums; smaller ones gain nothing.
 BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**25}
-SMALLEST_BLOCK = 256  # columns; fewer make poor matrix products
+SMALLEST_BLOCK = 256  # columns; fewer columns make slow matrix products
+
+Statistics = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Gradients = Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The rows of a sharded head that this rank has, and collectives over the ranks that share the head.
+
+    first: the index of the rank's first row. max and sum: elementwise reductions of a tensor that may be overwritten.
+    """
+
+    first: int
+    max: Callable[[Tensor], Tensor]
+    sum: Callable[[Tensor], Tensor]
 
 
 def token_logprobs(
@@ -35,38 +61,85 @@ def token_logprobs(
     temperature: float = 1.0,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `targets`, and entropies of the distributions they are from: (N,) fp32 each.
+    """Return the log-probability of each target and the entropy of its distribution, (N,) fp32 each.
 
-    hidden: (N, D); weight: (V, D); targets: (N,) int64; bias: (V,). `softcap` c bounds logits to c tanh(logit / c)
-    (Gemma 2). Hidden and weight may be fp32, bf16 or fp16; logits and all that follows are fp32. Once differentiable in
-    hidden, weight and bias. Raises ValueError where the shapes don't fit or the temperature is not positive.
+    hidden: (N, D). weight: (V, D), or the rows of `shard`. targets: (N,) int64. bias: (V,). `softcap` c bounds logits
+    to c tanh(logit / c) (Gemma 2). Hidden and weight may be fp32, bf16 or fp16; logits and all that follows are fp32.
+    Once differentiable in hidden, weight and bias. With a shard every rank calls, forward and backward, with the same
+    hidden states, targets and upstream gradients. A target outside of the vocabulary gives NaN without a shard. Raises
+    ValueError if the shapes do not fit or the temperature is not positive.
     """
-    check(hidden, weight, targets, temperature)
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, bias, Head(temperature, softcap))
-    return logprobs, entropy
-
-
-def check(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> None:
-    """Raise ValueError where shapes or temperature are not those of a head."""
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         raise ValueError(
-            f"hidden (N, D), weight (V, D), targets (N,) do not fit: {tuple(hidden.shape)}, {tuple(weight.shape)}, "
-            f"{tuple(targets.shape)}"
+            "hidden must be (N, D), weight (V, D) and targets (N,), not "
+            f"{tuple(hidden.shape)}, {tuple(weight.shape)}, {tuple(targets.shape)}"
         )
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, bias, Head(temperature, softcap), shard)
+    return logprobs, entropy
+
+
+def _implementation(hidden: Tensor) -> tuple[Statistics, Gradients]:
+    if hidden.is_cuda and has_triton():
+        from engine.kernels_triton import token_logprobs as in_triton
+
+        return in_triton.statistics, in_triton.gradients
+    return statistics, gradients
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        head: "Head",
+        shard: VocabularyShard | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        targets = targets if shard is None else targets - shard.first
+        logprobs, entropy, lse = _implementation(hidden)[0](head, hidden, weight, targets, bias)
+        if shard is None:
+            logprobs = torch.where((targets >= 0) & (targets < len(weight)), logprobs, torch.nan)
+        else:
+            highest = shard.max(lse.clone())
+            weights = (lse - highest).exp()
+            sums = shard.sum(torch.stack([weights, weights * (entropy - lse + highest), logprobs + lse]))
+            lse = highest + sums[0].log()
+            logprobs, entropy = sums[2] - lse, sums[0].log() + sums[1] / sums[0]
+        ctx.head, ctx.shard = head, shard
+        ctx.save_for_backward(hidden, weight, targets, bias, lse, entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, bias, lse, entropy = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        d_logprobs = torch.zeros_like(lse) if d_logprobs is None else d_logprobs
+        d_hidden, d_weight, d_bias = _implementation(hidden)[1](
+            ctx.head, hidden, weight, targets, bias, lse, entropy, d_logprobs, d_entropy,
+            needs=(needs[0], needs[1], needs[3]),
+        )  # fmt: skip
+        if d_hidden is not None:
+            d_hidden = (d_hidden if ctx.shard is None else ctx.shard.sum(d_hidden)).to(hidden.dtype)
+        return d_hidden, (None if d_weight is None else d_weight.to(weight.dtype)), None, d_bias, None, None
 
 
 @dataclass(frozen=True)
 class Head:
-    """What happens between the head's matrix product and the softmax."""
+    """The operations between the head's matrix product and the softmax."""
 
     temperature: float
     softcap: float | None
 
     def logits(self, products: Products, hidden: Tensor, rows: Tensor, bias: Tensor | None, room: Tensor) -> Tensor:
-        """z, (N, block) fp32, in `room`; hidden and rows are operands of `products`."""
+        """Return z, (N, block) fp32, in `room`; hidden and rows are operands of `products`."""
         z = products(hidden, rows.T, room)
         if bias is not None:
             z += bias
@@ -75,81 +148,39 @@ class Head:
         return z.div_(self.temperature) if self.temperature != 1 else z
 
     def back(self, dz: Tensor, z: Tensor) -> Tensor:
-        """The gradient before softcap and temperature, from `dz` (in place) and what `logits` returned."""
+        """Return the gradient before softcap and temperature, from `dz` (in place) and the result of `logits`."""
         if self.softcap is not None:
             dz.mul_(1 - (z * (self.temperature / self.softcap)).square_())
         return dz.div_(self.temperature) if self.temperature != 1 else dz
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, head: Head
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.head = head
-        z = None
-        if len(_blocks(hidden, weight)) == 1:
-            products = Products(hidden, weight)
-            room = hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
-            z = head.logits(products, products.operand(hidden), products.operand(weight), bias, room)
-            lse = z.logsumexp(-1)
-            logprobs = z.gather(-1, targets[:, None])[:, 0] - lse
-            logp = z - lse[:, None]
-            entropy = -torch.linalg.vecdot(logp.exp(), logp)
-        else:
-            logprobs, entropy, lse = statistics(head, hidden, weight, targets, bias)
-        ctx.save_for_backward(hidden, weight, targets, bias, lse, entropy, z)
-        return logprobs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, bias, lse, entropy, saved = ctx.saved_tensors
-        d_logprobs, d_entropy = upstream
-        d_hidden, d_weight, d_bias = gradients(
-            ctx.head, hidden, weight, targets, bias, lse, entropy, d_logprobs, d_entropy, saved, wants=wanted(ctx)
-        )
-        return (None if d_hidden is None else d_hidden.to(hidden.dtype)), d_weight, None, d_bias, None
-
-
-def wanted(ctx: Any) -> tuple[bool, bool, bool]:
-    """Whether hidden, weight and bias need gradients; they are inputs 0, 1 and 3."""
-    needs = ctx.needs_input_grad
-    return needs[0], needs[1], needs[3]
-
-
 def statistics(
     head: Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies and log-sum-exps, (N,) fp32 each; a target outside of the rows counts as logit 0."""
-    lses, entropies = [], []  # of each block by itself
+    """Return log-probabilities, entropies and log-sum-exps, (N,) fp32 each.
+
+    A target outside of the rows counts as logit 0.
+    """
+    lses, entropies = [], []  # of each block
     target_logits = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
     products, blocks = Products(hidden, weight), _blocks(hidden, weight)
     logits, weights = (_Buffer.widest(hidden, blocks) for _ in range(2))
-    wide = products.operand(hidden)
+    operand = products.operand(hidden)
     for start, end in blocks:
         rows = products.operand(weight[start:end])
-        z = head.logits(products, wide, rows, None if bias is None else bias[start:end], logits(end - start))
-        places, here = _places(targets - start, end - start)
-        target_logits += z.gather(-1, places)[:, 0] * here
-        highest, total, pull = _sums(z, weights)
-        lses.append(highest + total.log())
-        entropies.append(total.log() - pull / total)
+        z = head.logits(products, operand, rows, None if bias is None else bias[start:end], logits(end - start))
+        columns, is_inside = _columns(targets - start, end - start)
+        target_logits += z.gather(-1, columns)[:, 0] * is_inside
+        highest = z.amax(-1, keepdim=True)
+        w = torch.exp(z.sub_(highest), out=weights(end - start))
+        total, moment = w.sum(-1), w.mul_(z).sum(-1)
+        lses.append(highest[:, 0] + total.log())
+        entropies.append(total.log() - moment / total)
     stacked = torch.stack(lses)
     lse = stacked.logsumexp(0)
-    log_share = stacked - lse  # of a block in the whole
+    log_share = stacked - lse  # the log-probability of a block
     entropy = (log_share.exp() * (torch.stack(entropies) - log_share)).sum(0)
     return target_logits - lse, entropy, lse
-
-
-def _sums(z: Tensor, room: "_Buffer") -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row of z (N, block), which changes: the highest logit, and the sums of w and of w (z - highest), with
-    w = e^(z - highest).
-    """
-    highest = z.amax(-1, keepdim=True)
-    weights = torch.exp(z.sub_(highest), out=room(z.shape[1]))
-    return highest[:, 0], weights.sum(-1), weights.mul_(z).sum(-1)
 
 
 def gradients(
@@ -160,68 +191,60 @@ def gradients(
     bias: Tensor | None,
     lse: Tensor,
     entropy: Tensor,
-    of_logprob: Tensor | None,
-    of_entropy: Tensor | None,
-    saved: Tensor | None = None,
+    d_logprobs: Tensor,
+    d_entropy: Tensor | None,
     *,
-    wants: tuple[bool, bool, bool],
+    needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Those of hidden (fp32), weight and bias, where wanted, from those of log-probabilities and entropies.
+    """Return the gradients of hidden (fp32), weight and bias that are needed.
 
-    `lse` and `entropy` may be those of more rows of the head than `weight` has; a target outside pulls at no row.
-    `saved` are the logits, where they were kept.
+    `lse` and `entropy` may be those of more rows than `weight` has; a target outside of the rows adds to no gradient.
     """
-    if of_logprob is None:
-        of_logprob = torch.zeros_like(lse)
-    d_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if wants[0] else None
+    d_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
     products, blocks = Products(hidden, weight), _blocks(hidden, weight)
-    d_weight = torch.empty_like(weight, dtype=products.dtype) if wants[1] else None
-    d_bias = torch.empty_like(bias) if wants[2] and bias is not None else None
+    d_weight = torch.empty_like(weight, dtype=products.dtype) if needs[1] else None
+    d_bias = torch.empty_like(bias) if needs[2] and bias is not None else None
     types = (torch.float32, torch.float32, products.dtype)
     logits, slopes, narrow = (_Buffer.widest(hidden, blocks, of) for of in types)
-    wide, rounded = products.operand(hidden), hidden.to(products.dtype)
+    operand, rounded = products.operand(hidden), hidden.to(products.dtype)
     for start, end in blocks:
-        width = end - start
         rows = products.operand(weight[start:end])
-        z = saved
-        if z is None:
-            z = head.logits(products, wide, rows, None if bias is None else bias[start:end], logits(width))
-        dz = _logit_gradient(z, targets - start, lse, entropy, of_logprob, of_entropy, out=slopes(width))
+        z = head.logits(products, operand, rows, None if bias is None else bias[start:end], logits(end - start))
+        dz = _logit_gradient(z, targets - start, lse, entropy, d_logprobs, d_entropy, out=slopes(end - start))
         head.back(dz, z)
         if d_bias is not None:
             d_bias[start:end] = dz.sum(0)
         if dz.dtype != products.dtype:
-            dz = narrow(width).copy_(dz)
+            dz = narrow(end - start).copy_(dz)
         if d_hidden is not None:
             d_hidden += product_of(dz, weight[start:end].to(products.dtype))
         if d_weight is not None:
             product_of(dz.T, rounded, d_weight[start:end])
-    return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), d_bias
+    return d_hidden, d_weight, d_bias
 
 
 def _logit_gradient(
-    z: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, of_logprob: Tensor, of_entropy: Tensor | None, out: Tensor
+    z: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None, out: Tensor
 ) -> Tensor:
-    """dz (N, block) of the formula above. `targets` count from the block's first column and may lie outside of it."""
+    """Return dz (N, block) of the formula above. `targets` count from the block's first column and may be outside."""
     logp = torch.sub(z, lse[:, None], out=out)
-    if of_entropy is None:
-        dz = logp.exp_().mul_(-of_logprob[:, None])
+    if d_entropy is None:
+        dz = logp.exp_().mul_(-d_logprobs[:, None])
     else:
         p = logp.exp()
-        pull = of_logprob + of_entropy * entropy
-        dz = logp.mul_(-of_entropy[:, None]).sub_(pull[:, None]).mul_(p)
-    places, here = _places(targets, z.shape[1])
-    return dz.scatter_add_(1, places, (of_logprob * here)[:, None])
+        dz = logp.mul_(-d_entropy[:, None]).sub_((d_logprobs + d_entropy * entropy)[:, None]).mul_(p)
+    columns, is_inside = _columns(targets, z.shape[1])
+    return dz.scatter_add_(1, columns, (d_logprobs * is_inside)[:, None])
 
 
-def _places(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Columns (N, 1) to look at, and whether the target is one of the block's (N,)."""
-    here = (targets >= 0) & (targets < width)
-    return targets.clamp(0, width - 1)[:, None], here
+def _columns(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the columns (N, 1) of the targets in a block, and whether each target is in the block, (N,)."""
+    is_inside = (targets >= 0) & (targets < width)
+    return targets.clamp(0, width - 1)[:, None], is_inside
 
 
 def _blocks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
-    """Cut the vocabulary into even blocks [start, end) of at most BLOCK_ELEMENTS logits."""
+    """Divide the vocabulary into even blocks [start, end) of at most BLOCK_ELEMENTS logits."""
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     elements = BLOCK_ELEMENTS["cpu" if hidden.device.type == "cpu" else "cuda"]
     widest = max(SMALLEST_BLOCK, elements // max(tokens, 1))
@@ -231,7 +254,7 @@ def _blocks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """Memory for (N, block) numbers, used again block after block: fresh memory costs the system more than the sums."""
+    """Memory for (N, block) numbers, used for one block after the other: new memory costs more than the sums."""
 
     memory: Tensor
     tokens: int

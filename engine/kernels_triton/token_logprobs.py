@@ -1,26 +1,26 @@
-"""`token_logprobs` in Triton: the same function as in engine/kernels/token_logprobs.py, whose formulas it has.
+"""`statistics` and `gradients` of `engine.kernels.token_logprobs` in Triton, with the formulas of that file.
 
-Forward is one kernel over tiles of (tokens, vocabulary): a tile of logits is accumulated in fp32, reduced to four
-numbers a row - the maximum m, s = sum e^(z - m), t = sum e^(z - m) (z - m), the target's logit - and forgotten. Then
-logprob = z_y - m - log s and entropy = log s - t / s. A program owns one tile of tokens and a run of the vocabulary
-(a split); a second kernel joins the splits. With many tokens there are enough tiles to fill a card and splits only
-balance it; with few, as while decoding, the splits are what fills it and the weight is read once. Programs that run
-together share a few tiles of tokens and a few of the weight (grouped order), which then come from the L2 cache.
+Forward is one kernel over tiles of (tokens, vocabulary). It accumulates a tile of logits in fp32 and reduces it to
+four numbers per row: the maximum m, s = sum e^(z - m), t = sum e^(z - m) (z - m), and the target's logit. Then
+logprob = z_y - m - log s and entropy = log s - t / s. A program computes one tile of tokens and one split (a range of
+the vocabulary); a second kernel joins the splits. With many tokens the tiles fill a GPU and splits balance its load;
+with few tokens the splits fill it and the weight is read once. Programs that run at the same time share a few tiles
+of tokens and of the weight (grouped order), which then come from the L2 cache.
 
-Backward is a hybrid: a kernel computes a tile of logits again and writes its gradient, in the weight's dtype, into a
-bounded buffer (tokens x a chunk of the vocabulary); two cuBLAS products turn the chunk into its rows of dW, whole and
-written once, and a share of dH, both accumulated in fp32. Three products in all. With dH and dW made inside kernels
-too it would be four, as each has to compute the logits for itself, and dH would not fit: a (128, D) fp32 accumulator
-is larger than a multiprocessor's registers from D = 512 on, so it would need atomics on memory, whose sums change
-from run to run. What the buffer costs is little: at D = 1024 on an H200, 2 bytes written and 4 read a logit against
-6 * 1024 floating-point operations make about a sixth of the time at peak rates, and less in proportion to D. Keeping
-logits in fp32 instead of recomputing them by our kernel would move 10 bytes a logit more.
+Backward has two parts. A kernel computes a tile of logits again and writes their gradient, in the weight's dtype,
+into a bounded buffer (tokens x a chunk of the vocabulary). Two cuBLAS products then turn the buffer into the chunk's
+rows of dW, written once, and a summand of dH, both accumulated in fp32. These are three products. Kernels that
+compute dH and dW too would need four, because each would compute the logits for itself. A (128, D) fp32 accumulator
+of dH exceeds the registers of a multiprocessor from D = 512 on, so dH would need atomics, whose sums change from run
+to run. At D = 1024 on an H100 the buffer costs about a sixth of the time at peak rates (2 bytes written and 4 read
+per logit), and less with a larger D.
 
-Tiles: 128 x 256 x 64 with 8 warps on Hopper and Blackwell. A 128 x 128 tile asks the L2 cache for a byte every 64
-operations, 15 TB/s at peak, twice what it has; 128 x 256 asks for a third less. Chosen by this arithmetic, and by
-spills and shared memory of the compiled kernels (docs/engineering/kernels.md), not yet measured on a GPU.
+Tiles are 128 x 256 x 64 with 8 warps on Hopper and Blackwell. A 128 x 128 tile reads a byte from the L2 cache every
+64 operations, 15 TB/s at peak rate, which is twice the bandwidth of the cache; 128 x 256 reads a third less. The
+tiles were chosen by this arithmetic and by the registers and the shared memory of the compiled kernels. They have not
+been measured on a GPU.
 
-Left out: tensor-memory-accelerator loads.
+Left out: loads by the tensor memory accelerator.
 """
 
 from dataclasses import dataclass
@@ -30,21 +30,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from engine.kernels.products import product
-from engine.kernels.token_logprobs import Head, check, wanted
+from engine.kernels.token_logprobs import Head
 from engine.kernels_triton.device import Card, card, dot_precision, multiprocessors
 
-# Elements of the buffer that backward holds at once: 128 MB in bf16.
+# Elements of the buffer of backward: 128 MB in bf16.
 CHUNK_ELEMENTS = 2**26
-GROUP = 8  # tiles of tokens that run together
-LOWEST = tl.constexpr(-1e30)  # stands for -inf, which would make NaN of 0 * inf
+GROUP = 8  # tiles of tokens that run at the same time
+LOWEST = tl.constexpr(-1e30)  # instead of -inf, because 0 * inf is NaN
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tokens, columns of the vocabulary and hidden units a step, and how a program is run."""
+    """The size of a step in tokens, columns of the vocabulary and hidden units; warps and stages of a program."""
 
     tokens: int
     columns: int
@@ -54,14 +53,14 @@ class Tiles:
 
 
 def tiles_for(tokens: int, dtype: torch.dtype, on: Card, softcap: float | None = None) -> Tiles:
-    """Tiles for so many tokens on such a GPU.
+    """Return the tiles for a number of tokens on a GPU.
 
-    Cards for desks and graphics (8.6, 8.9, 12.0) have 99 KB of shared memory where others have 163 or 227. The soft
-    cap's slope takes registers, which a tile of 256 columns has none left of: it would spill.
+    Workstation GPUs (8.6, 8.9, 12.0) have 99 KB of shared memory, others 163 or 227 KB. With 256 columns the derivative
+    of the soft cap would spill registers.
     """
     if dtype == torch.float32:
         return Tiles(16, 64, 32, 4, 3) if tokens <= 16 else Tiles(64, 64, 32, 4, 3)
-    if tokens <= 16:  # the weight's bandwidth is all: many bytes in flight, 36 KB a stage
+    if tokens <= 16:  # bound by the bandwidth of the weight: many bytes in flight, 36 KB per stage
         return Tiles(16, 128, 128, 4, 4 if on.shared > 120 * 1024 else 3)
     if tokens <= 64:
         return Tiles(64, 128, 64, 4, 4)
@@ -69,23 +68,9 @@ def tiles_for(tokens: int, dtype: torch.dtype, on: Card, softcap: float | None =
     return Tiles(128, 256, 64, 8, 3) if wide else Tiles(128, 128, 64, 8, 3)
 
 
-def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As `engine.kernels.token_logprobs.token_logprobs`. A target outside of the vocabulary gives NaN."""
-    check(hidden, weight, targets, temperature)
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, bias, Head(temperature, softcap))
-    return logprobs, entropy
-
-
 @triton.jit
 def _program(m_tiles, splits, GROUP: tl.constexpr):
-    """Which tile of tokens and which split this program owns: GROUP tiles of tokens, then the next split."""
+    """The tile of tokens and the split of this program: GROUP tiles of tokens, then the next split."""
     index = tl.program_id(0)
     group = index // (GROUP * splits)
     size = tl.minimum(m_tiles - group * GROUP, GROUP)
@@ -115,9 +100,9 @@ def _logits(
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """z (BM, BN) fp32 of a tile; LOWEST beyond the vocabulary.
+    """Return z (BM, BN) fp32 of a tile; LOWEST beyond the vocabulary.
 
-    Beyond the last token or column the last one is read again. Addresses are 64 bits for the tile and 32 within it.
+    Beyond the last token or column the last one is read again. Offsets are 64 bits for the tile and 32 bits inside it.
     """
     columns = tl.arange(0, BN)
     units = tl.arange(0, BD)
@@ -172,7 +157,7 @@ def forward_kernel(
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """m, s, t of one tile of tokens over one split, (splits, N) fp32 each, and the target's logit (N,) if there."""
+    """Write m, s, t of one tile of tokens over one split, (splits, N) fp32 each, and target logits (N,) if inside."""
     tile, split = _program(tl.cdiv(tokens, BM), splits, GROUP)
     places = tile * BM + tl.arange(0, BM)
     rows = tl.minimum(places, tokens - 1)
@@ -224,7 +209,7 @@ def forward_kernel(
 
 @triton.jit
 def join_kernel(highest, totals, moments, target_logits, logprobs, entropies, lses, tokens, splits, BM: tl.constexpr):
-    """(splits, N) m, s, t and (N,) target logits -> (N,) log-probabilities, entropies, log-sum-exps."""
+    """Join m, s, t (splits, N) and target logits (N,) to log-probabilities, entropies and log-sum-exps, (N,) each."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     exist = rows < tokens
     m = tl.full((BM,), LOWEST, dtype=tl.float32)
@@ -255,8 +240,8 @@ def backward_kernel(
     targets,
     lses,
     entropies,
-    of_logprob,
-    of_entropy,
+    d_logprobs,
+    d_entropies,
     d_logits,
     tokens,
     first,
@@ -276,7 +261,7 @@ def backward_kernel(
     HAS_ENTROPY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradient of the logits [first, last) before temperature and soft cap, (N, last - first): a tile a program."""
+    """Write the gradient of the logits [first, last) before temperature and soft cap, (N, last - first): one tile."""
     tile, column_tile = _program(tl.cdiv(tokens, BM), tl.cdiv(last - first, BN), GROUP)
     places = tile * BM + tl.arange(0, BM)
     rows = tl.minimum(places, tokens - 1)
@@ -303,10 +288,10 @@ def backward_kernel(
         PRECISION,
     )
     logp = z - tl.load(lses + rows)[:, None]
-    g = tl.load(of_logprob + rows)[:, None]
+    g = tl.load(d_logprobs + rows)[:, None]
     pull = g
     if HAS_ENTROPY:
-        e = tl.load(of_entropy + rows)
+        e = tl.load(d_entropies + rows)
         pull = logp * e[:, None] + (g + (e * tl.load(entropies + rows))[:, None])
     columns = tl.arange(0, BN)
     target = tl.load(targets + rows).to(tl.int32) - first - start
@@ -320,57 +305,48 @@ def backward_kernel(
     tl.store(out + tl.arange(0, BM)[:, None] * (last - first) + columns[None, :], dz, mask=inside)
 
 
-@dataclass(frozen=True)
-class _Head:
-    """A head's constants and tiles, as both kernels take them."""
-
-    inverse_temperature: float
-    softcap: float | None
-    tiles: Tiles
-
-    def options(self, width: int, bias: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
-        t = self.tiles
-        return {
-            "BM": t.tokens,
-            "BN": t.columns,
-            "BD": t.width,
-            "GROUP": GROUP,
-            "EVEN": width % t.width == 0,
-            "HAS_BIAS": bias is not None,
-            "HAS_SOFTCAP": self.softcap is not None,
-            "PRECISION": dot_precision(dtype),
-            "num_warps": t.warps,
-            "num_stages": t.stages,
-        }
-
-
-def _tiled(head: Head, hidden: Tensor) -> _Head:
-    tiles = tiles_for(hidden.shape[0], hidden.dtype, card(hidden.device), head.softcap)
-    return _Head(1.0 / head.temperature, head.softcap, tiles)
+def constants(tiles: Tiles, width: int, dtype: torch.dtype, has_bias: bool, has_softcap: bool) -> dict[str, Any]:
+    """Return the constants and options that the forward and the backward kernel share."""
+    return {
+        "BM": tiles.tokens,
+        "BN": tiles.columns,
+        "BD": tiles.width,
+        "GROUP": GROUP,
+        "EVEN": width % tiles.width == 0,
+        "HAS_BIAS": has_bias,
+        "HAS_SOFTCAP": has_softcap,
+        "PRECISION": dot_precision(dtype),
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
 
 
 def _dense(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As the kernels read them: hidden and weight of one dtype, last dimensions dense."""
+    """Return the tensors as the kernels read them: hidden and weight of one dtype, last dimensions dense."""
     common = torch.promote_types(hidden.dtype, weight.dtype)
-    bias = None if bias is None else bias.contiguous()
-    return _rows(hidden.to(common)), _rows(weight.to(common)), targets.contiguous(), bias
+    hidden, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (hidden.to(common), weight.to(common)))
+    return hidden, weight, targets.contiguous(), None if bias is None else bias.contiguous()
 
 
-def _forward(head: _Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """Log-probabilities, entropies, log-sum-exps: (N,) fp32 each."""
-    (tokens, width), vocabulary, tiles = hidden.shape, weight.shape[0], head.tiles
+def statistics(
+    head: Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `engine.kernels.token_logprobs.statistics`."""
+    hidden, weight, targets, bias = _dense(hidden, weight, targets, bias)
+    (tokens, width), vocabulary = hidden.shape, weight.shape[0]
+    tiles = tiles_for(tokens, hidden.dtype, card(hidden.device), head.softcap)
     out = hidden.new_empty(3, tokens, dtype=torch.float32)
     if tokens == 0:
         return out[0], out[1], out[2]
     m_tiles, v_tiles = triton.cdiv(tokens, tiles.tokens), triton.cdiv(vocabulary, tiles.columns)
-    # Eight waves of programs even out the last one; 16 splits at least, so that they are never long.
+    # Eight waves of programs balance the last wave; at least 16 splits keep a program short.
     splits = min(v_tiles, max(16, triton.cdiv(8 * multiprocessors(hidden.device), m_tiles)))
     tiles_a_split = triton.cdiv(v_tiles, splits)
     splits = triton.cdiv(v_tiles, tiles_a_split)
     partial = hidden.new_empty(3, splits, tokens, dtype=torch.float32)
-    target_logits = hidden.new_full((tokens,), float("nan"), dtype=torch.float32)
+    target_logits = hidden.new_zeros(tokens, dtype=torch.float32)
     forward_kernel[(m_tiles * splits,)](
         hidden,
         weight,
@@ -385,50 +361,16 @@ def _forward(head: _Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias:
         width,
         hidden.stride(0),
         weight.stride(0),
-        head.inverse_temperature,
+        1.0 / head.temperature,
         head.softcap or 0.0,
         splits,
         tiles_a_split,
-        **head.options(width, bias, hidden.dtype),
+        **constants(tiles, width, hidden.dtype, bias is not None, head.softcap is not None),
     )
     join_kernel[(triton.cdiv(tokens, 64),)](
         partial[0], partial[1], partial[2], target_logits, out[0], out[1], out[2], tokens, splits, BM=64, num_warps=2
     )
     return out[0], out[1], out[2]
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, head: Head
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.dtypes, ctx.head = (hidden.dtype, weight.dtype), head
-        hidden, weight, targets, bias = _dense(hidden, weight, targets, bias)
-        logprobs, entropy, lse = _forward(_tiled(head, hidden), hidden, weight, targets, bias)
-        ctx.save_for_backward(hidden, weight, targets, bias, lse, entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, bias, lse, entropy = ctx.saved_tensors
-        d_hidden, d_weight, d_bias = gradients(
-            ctx.head, hidden, weight, targets, bias, lse, entropy, *upstream, wants=wanted(ctx)
-        )
-        of_hidden, of_weight = ctx.dtypes
-        d_hidden = None if d_hidden is None else d_hidden.to(of_hidden)
-        return d_hidden, (None if d_weight is None else d_weight.to(of_weight)), None, d_bias, None
-
-
-def statistics(
-    head: Head, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `engine.kernels.token_logprobs.statistics`."""
-    elsewhere = (targets < 0) | (targets >= weight.shape[0])
-    hidden, weight, targets, bias = _dense(hidden, weight, targets, bias)
-    logprobs, entropy, lse = _forward(_tiled(head, hidden), hidden, weight, targets, bias)
-    return torch.where(elsewhere, -lse, logprobs), entropy, lse
 
 
 def gradients(
@@ -439,21 +381,46 @@ def gradients(
     bias: Tensor | None,
     lse: Tensor,
     entropy: Tensor,
-    of_logprob: Tensor | None,
-    of_entropy: Tensor | None,
+    d_logprobs: Tensor,
+    d_entropy: Tensor | None,
     *,
-    wants: tuple[bool, bool, bool],
+    needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `engine.kernels.token_logprobs.gradients`."""
+    """Compute `engine.kernels.token_logprobs.gradients`."""
     hidden, weight, targets, bias = _dense(hidden, weight, targets, bias)
-    tiled = _tiled(head, hidden)
-    g = torch.zeros_like(lse) if of_logprob is None else of_logprob.contiguous()
-    e = None if of_entropy is None else of_entropy.contiguous()
-    d_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if wants[0] else None
-    d_weight = torch.empty_like(weight) if wants[1] else None
-    d_bias = torch.empty_like(bias) if wants[2] and bias is not None else None
-    for first, last in _chunks(hidden.shape[0], weight.shape[0]):
-        dz = _logit_gradient(tiled, hidden, weight, targets, bias, lse, entropy, g, e, first, last)
+    (tokens, width), vocabulary = hidden.shape, weight.shape[0]
+    tiles = tiles_for(tokens, hidden.dtype, card(hidden.device), head.softcap)
+    d_logprobs, d_entropy = d_logprobs.contiguous(), None if d_entropy is None else d_entropy.contiguous()
+    d_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if needs[0] else None
+    d_weight = torch.empty_like(weight) if needs[1] else None
+    d_bias = torch.empty_like(bias) if needs[2] and bias is not None else None
+    size = max(256, CHUNK_ELEMENTS // max(tokens, 1) // 256 * 256)  # columns of a chunk
+    for first in range(0, vocabulary, size):
+        last = min(first + size, vocabulary)
+        dz = hidden.new_empty(tokens, last - first)
+        programs = triton.cdiv(tokens, tiles.tokens) * triton.cdiv(last - first, tiles.columns)
+        if tokens:
+            backward_kernel[(programs,)](
+                hidden,
+                weight,
+                bias,
+                targets,
+                lse,
+                entropy,
+                d_logprobs,
+                d_entropy,
+                dz,
+                tokens,
+                first,
+                last,
+                width,
+                hidden.stride(0),
+                weight.stride(0),
+                1.0 / head.temperature,
+                head.softcap or 0.0,
+                HAS_ENTROPY=d_entropy is not None,
+                **constants(tiles, width, hidden.dtype, bias is not None, head.softcap is not None),
+            )
         if d_hidden is not None:
             d_hidden += product(dz, weight[first:last])
         if d_weight is not None:
@@ -461,57 +428,3 @@ def gradients(
         if d_bias is not None:
             d_bias[first:last] = dz.sum(0, dtype=torch.float32)
     return d_hidden, d_weight, d_bias
-
-
-def _logit_gradient(
-    head: _Head,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    entropy: Tensor,
-    of_logprob: Tensor,
-    of_entropy: Tensor | None,
-    first: int,
-    last: int,
-) -> Tensor:
-    """The gradient of the logits [first, last): (N, last - first) in the dtype of the products that follow."""
-    tokens, width = hidden.shape
-    dz = hidden.new_empty(tokens, last - first)
-    if tokens == 0:
-        return dz
-    programs = triton.cdiv(tokens, head.tiles.tokens) * triton.cdiv(last - first, head.tiles.columns)
-    backward_kernel[(programs,)](
-        hidden,
-        weight,
-        bias,
-        targets,
-        lse,
-        entropy,
-        of_logprob,
-        of_entropy,
-        dz,
-        tokens,
-        first,
-        last,
-        width,
-        hidden.stride(0),
-        weight.stride(0),
-        head.inverse_temperature,
-        head.softcap or 0.0,
-        HAS_ENTROPY=of_entropy is not None,
-        **head.options(width, bias, hidden.dtype),
-    )
-    return dz
-
-
-def _chunks(tokens: int, vocabulary: int) -> list[tuple[int, int]]:
-    """Cut the vocabulary into chunks [first, last) of at most CHUNK_ELEMENTS gradients, 256 columns at least."""
-    size = max(256, CHUNK_ELEMENTS // max(tokens, 1) // 256 * 256)
-    return [(first, min(first + size, vocabulary)) for first in range(0, vocabulary, size)]
-
-
-def _rows(x: Tensor) -> Tensor:
-    """`x` with its last dimension dense, as the kernels read it."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -298,9 +298,10 @@ def token_logprobs(
         return kernels.token_logprobs(hidden, weight, targets, temperature, bias, softcap)
     mesh, rows = weight.device_mesh, dtensors.local(weight)
     group: Any = mesh.get_group()
-    reduce = kernels.Reduce(
-        partial(collectives.all_reduce_max, group=group), partial(collectives.all_reduce_sum, group=group)
+    shard = kernels.VocabularyShard(
+        mesh.get_local_rank() * len(rows),
+        partial(collectives.all_reduce_max, group=group),
+        partial(collectives.all_reduce_sum, group=group),
     )
     local_bias = None if bias is None else dtensors.local(bias)
-    first = mesh.get_local_rank() * len(rows)
-    return kernels.split_token_logprobs(hidden, rows, targets, first, reduce, temperature, local_bias, softcap)
+    return kernels.token_logprobs(hidden, rows, targets, temperature, local_bias, softcap, shard)

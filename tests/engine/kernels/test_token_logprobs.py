@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import token_logprobs
+from engine.kernels import VocabularyShard, token_logprobs
 from engine.kernels.products import Products
+from engine.parallel import collectives, dist
 from tests.engine.kernels.oracle import close, in_float64, make
+from tests.ranks import run_ranks
 
 kernel = importlib.import_module("engine.kernels.token_logprobs")
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize(("blocks", "bias", "softcap"), [(1, False, None), (1, True, 3.0), (5, True, 3.0)])
 def test_values_and_gradients_match_float64(
     monkeypatch: pytest.MonkeyPatch, blocks: int, bias: bool, softcap: float | None
 ) -> None:
@@ -116,9 +116,60 @@ def test_no_tokens() -> None:
     assert logprobs.shape == (0,) and weight.grad is not None and not weight.grad.any()
 
 
+def test_targets_outside_of_the_vocabulary_give_nan() -> None:
+    hidden, weight, _ = make(3, 7, 2)
+    logprobs, _ = token_logprobs(hidden, weight, torch.tensor([6, 7, -1]))
+    assert logprobs.isnan().tolist() == [False, True, True]
+
+
 def test_bad_arguments_are_named() -> None:
     hidden, weight, _ = make(3, 7, 2)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="hidden must be"):
         token_logprobs(hidden, weight, torch.zeros(4, dtype=torch.long))
     with pytest.raises(ValueError, match="temperature"):
         token_logprobs(hidden, weight, torch.zeros(3, dtype=torch.long), temperature=0.0)
+
+
+TOKENS, VOCABULARY, WIDTH = 37, 610, 24
+SHARDED = [(torch.float32, 0.7, 3.0, True), (torch.bfloat16, 1.0, None, False)]
+
+
+def all_rows(dtype: torch.dtype, bias: bool) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor, Tensor]:
+    leaves = make(TOKENS, VOCABULARY, WIDTH, bias=bias, dtype=dtype)
+    targets = torch.randint(VOCABULARY, (TOKENS,))
+    targets[:2] = torch.tensor([0, VOCABULARY - 1])
+    return leaves, targets, torch.randn(2, TOKENS)
+
+
+def on_rank() -> list[list[Tensor]]:
+    """Per case: log-probabilities, entropies, gradients of hidden, rows and bias; uneven shards."""
+    torch.set_num_threads(1)
+    first, last = ((0, 200), (200, VOCABULARY))[dist.world().rank]
+    shard = VocabularyShard(first, collectives.all_reduce_max, collectives.all_reduce_sum)
+    results = []
+    for dtype, temperature, softcap, bias in SHARDED:
+        (hidden, weight, biases), targets, upstream = all_rows(dtype, bias)
+        rows = weight.detach()[first:last].clone().requires_grad_()
+        shift = None if biases is None else biases.detach()[first:last].clone().requires_grad_()
+        outputs = token_logprobs(hidden, rows, targets, temperature, shift, softcap, shard)
+        torch.autograd.backward(outputs, [upstream[0], upstream[1]])
+        results.append([*(o.detach() for o in outputs), *(x.grad for x in (hidden, rows, shift) if x is not None)])
+    return results
+
+
+def test_a_head_sharded_over_two_ranks() -> None:
+    ranks = run_ranks(on_rank, 2)
+    for case, (dtype, temperature, softcap, bias) in enumerate(SHARDED):
+        leaves, targets, upstream = all_rows(dtype, bias)
+        exact, logprobs, entropy = in_float64(leaves, targets, temperature, softcap)
+        torch.autograd.backward([logprobs, entropy], [upstream[0].double(), upstream[1].double()])
+        of_values, of_gradients = (2e-6, 2e-5) if dtype == torch.float32 else (1e-5, 8e-3)
+        one, other = (rank[case] for rank in ranks)
+        for mine in (one, other):
+            close(mine[0], logprobs.detach(), of_values)
+            close(mine[1], entropy.detach(), of_values)
+            assert exact[0].grad is not None and mine[2].dtype == dtype
+            close(mine[2], exact[0].grad, of_gradients)
+        for part, leaf in enumerate(exact[1:], start=3):
+            if leaf is not None and leaf.grad is not None:
+                close(torch.cat([one[part], other[part]]), leaf.grad, of_gradients)

@@ -1,14 +1,23 @@
 """The Triton source of token_logprobs against float64, with random upstream gradients for both outputs."""
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels import VocabularyShard, token_logprobs
 from engine.kernels_triton import token_logprobs as kernel
 from tests.engine.kernels.oracle import DEVICE, close, in_float64, make
 
 # fp32 is exact to its sums; in bf16 the gradient of the logits is rounded once and the result once, 8 bits each.
 TOLERANCE = {torch.float32: (2e-6 if DEVICE == "cpu" else 1e-5, 2e-5), torch.bfloat16: (1e-5, 6e-3)}
+
+
+@pytest.fixture(autouse=True)
+def in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("engine.kernels.token_logprobs")
+    monkeypatch.setattr(module, "_implementation", lambda hidden: (kernel.statistics, kernel.gradients))
 
 
 def compare(
@@ -22,7 +31,7 @@ def compare(
     targets = torch.randint(vocabulary, (tokens,), device=DEVICE)
     targets[:2] = torch.tensor([0, vocabulary - 1])[:tokens]
     upstream = torch.randn(2, tokens, device=DEVICE)
-    logprobs, entropy = kernel.token_logprobs(leaves[0], leaves[1], targets, temperature, leaves[2], softcap)
+    logprobs, entropy = token_logprobs(leaves[0], leaves[1], targets, temperature, leaves[2], softcap)
     torch.autograd.backward([logprobs, entropy], [upstream[0], upstream[1]])
     exact, exact_logprobs, exact_entropy = in_float64(leaves, targets, temperature, softcap)
     torch.autograd.backward([exact_logprobs, exact_entropy], [upstream[0].double(), upstream[1].double()])
@@ -60,7 +69,7 @@ def test_many_tiles_of_tokens_share_splits(monkeypatch: pytest.MonkeyPatch) -> N
 def test_one_output_alone_gives_its_own_gradient(which: int) -> None:
     hidden, weight = (x.detach().to(DEVICE).requires_grad_() for x in make(11, 129, 24)[:2] if x is not None)
     targets, upstream = torch.randint(129, (11,), device=DEVICE), torch.randn(11, device=DEVICE)
-    kernel.token_logprobs(hidden, weight, targets)[which].backward(upstream)
+    token_logprobs(hidden, weight, targets)[which].backward(upstream)
     exact, *outputs = in_float64((hidden, weight, None), targets, 1.0, None)
     outputs[which].backward(upstream.double())
     for mine, theirs in zip((hidden, weight), exact[:2], strict=True):
@@ -75,7 +84,7 @@ def test_strides_frozen_heads_and_no_tokens() -> None:
     strided = wide[:, ::2].requires_grad_()
     frozen = weight.detach().to(DEVICE)
     targets = torch.arange(9, device=DEVICE)
-    logprobs, _ = kernel.token_logprobs(strided, frozen, targets)
+    logprobs, _ = token_logprobs(strided, frozen, targets)
     close(
         logprobs.detach().cpu(),
         in_float64((hidden, weight, None), targets.cpu(), 1.0, None)[1].detach(),
@@ -83,7 +92,7 @@ def test_strides_frozen_heads_and_no_tokens() -> None:
     )
     logprobs.sum().backward()
     assert strided.grad is not None and frozen.grad is None
-    nothing, entropy = kernel.token_logprobs(strided[:0], frozen.requires_grad_(), targets[:0])
+    nothing, entropy = token_logprobs(strided[:0], frozen.requires_grad_(), targets[:0])
     (nothing.sum() + entropy.sum()).backward()
     assert nothing.shape == (0,) and frozen.grad is not None and not frozen.grad.any()
 
@@ -92,7 +101,7 @@ def test_nan_and_targets_outside_show() -> None:
     hidden, weight, _ = (None if x is None else x.detach().to(DEVICE) for x in make(4, 40, 16))
     assert hidden is not None and weight is not None
     hidden[1, 3] = float("nan")
-    logprobs, _ = kernel.token_logprobs(hidden, weight, torch.tensor([1, 2, 40, -1], device=DEVICE))
+    logprobs, _ = token_logprobs(hidden, weight, torch.tensor([1, 2, 40, -1], device=DEVICE))
     assert logprobs.isnan().tolist() == [False, True, True, True]
 
 
@@ -101,31 +110,40 @@ def test_a_token_of_probability_zero_leaves_no_nan() -> None:
     bias = torch.zeros(40, device=DEVICE)
     bias[7] = float("-inf")
     assert hidden is not None and weight is not None
-    logprobs, entropy = kernel.token_logprobs(hidden, weight, torch.arange(4, device=DEVICE), bias=bias)
+    logprobs, entropy = token_logprobs(hidden, weight, torch.arange(4, device=DEVICE), bias=bias)
     (logprobs.sum() + entropy.sum()).backward()
     for x in (logprobs, entropy, hidden.grad, weight.grad):
         assert isinstance(x, Tensor) and x.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shares_of_a_split_head_join_to_the_whole(dtype: torch.dtype) -> None:
-    """The pieces that split_logprobs.py asks for: over two uneven shares of the rows, targets in either."""
-    hidden, weight, bias = (x.detach().to(DEVICE) for x in make(37, 310, 40, bias=True, dtype=dtype) if x is not None)
+def test_one_shard_of_a_sharded_head() -> None:
+    """Rows 100 to 310 of a head; the numbers of the other rows come from float64."""
+    hidden, weight, _ = (None if x is None else x.detach().to(DEVICE) for x in make(37, 310, 40))
+    assert hidden is not None and weight is not None
     targets, upstream = torch.randint(310, (37,), device=DEVICE), torch.randn(2, 37, device=DEVICE)
-    head = kernel.Head(0.7, 3.0)
-    exact, *outputs = in_float64((hidden, weight, bias), targets, 0.7, 3.0)
+    exact, *outputs = in_float64((hidden, weight, None), targets, 0.7, 3.0)
     torch.autograd.backward(outputs, [upstream[0].double(), upstream[1].double()])
-    parts = [(first, kernel.statistics(head, hidden, weight[first:last], targets - first, bias[first:last]))
-             for first, last in ((0, 100), (100, 310))]  # fmt: skip
-    lse = torch.stack([part[2] for _, part in parts]).logsumexp(0)
-    target_logits = sum(part[0] + part[2] for _, part in parts)
-    close(target_logits - lse, outputs[0].detach(), TOLERANCE[dtype][0])
-    found = [
-        kernel.gradients(head, hidden, weight[first:last], targets - first, bias[first:last], lse,
-                         outputs[1].detach().float(), upstream[0], upstream[1], wants=(True, True, True))
-        for first, last in ((0, 100), (100, 310))
-    ]  # fmt: skip
-    together = found[0][0] + found[1][0], torch.cat([f[1] for f in found]), torch.cat([f[2] for f in found])
-    for mine, leaf in zip(together, exact, strict=True):
-        assert leaf is not None and leaf.grad is not None
-        close(mine, leaf.grad, TOLERANCE[dtype][1])
+    z = 3 * torch.tanh(hidden.double() @ weight[:100].double().T / 3) / 0.7
+    lse = z.logsumexp(-1)
+    entropy = lse - (z.softmax(-1) * z).sum(-1)
+    target_logits = torch.where(targets < 100, z.gather(1, targets.clamp(max=99)[:, None])[:, 0], 0)
+
+    def reduce_sum(ours: Tensor) -> Tensor:
+        if ours.ndim == 2 and ours.shape[0] == 3:
+            w = (lse - highest[0]).exp()
+            return ours + torch.stack([w, w * (entropy - lse + highest[0]), target_logits]).float()
+        return ours
+
+    def reduce_max(ours: Tensor) -> Tensor:
+        highest.append(torch.maximum(ours, lse.float()))
+        return highest[0]
+
+    highest: list[Tensor] = []
+    rows = weight[100:].clone().requires_grad_()
+    shard = VocabularyShard(100, reduce_max, reduce_sum)
+    found = token_logprobs(hidden, rows, targets, 0.7, None, 3.0, shard)
+    torch.autograd.backward(found, [upstream[0], upstream[1]])
+    for mine, theirs in zip(found, outputs, strict=True):
+        close(mine.detach(), theirs.detach(), TOLERANCE[torch.float32][0])
+    assert rows.grad is not None and exact[1].grad is not None
+    close(rows.grad, exact[1].grad[100:], TOLERANCE[torch.float32][1])

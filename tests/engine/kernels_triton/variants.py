@@ -94,8 +94,8 @@ def _token_logprobs(on: Card) -> Iterator[Variant]:
         "target_logits",
         "lses",
         "entropies",
-        "of_logprob",
-        "of_entropy",
+        "d_logprobs",
+        "d_entropies",
         "logprobs",
     ]
     for tokens, dtype, whole in ((4096, torch.bfloat16, False), (4096, torch.bfloat16, True),
@@ -106,11 +106,11 @@ def _token_logprobs(on: Card) -> Iterator[Variant]:
             "inverse_temperature": "fp32", "softcap": "fp32",
         }  # fmt: skip
         softcap = 30.0 if whole else None
-        head = logprobs._Head(1.0, softcap, logprobs.tiles_for(tokens, dtype, on, softcap))
-        options = head.options(1024, torch.empty(0) if whole else None, dtype)
+        tiles = logprobs.tiles_for(tokens, dtype, on, softcap)
+        options = logprobs.constants(tiles, 1024, dtype, whole, whole)
         if not whole:
             options["bias"] = None
-        label = f"{of}, {'bias and soft cap' if whole else f'{head.tiles.tokens} tokens a tile'}"
+        label = f"{of}, {'bias and soft cap' if whole else f'{tiles.tokens} tokens per tile'}"
         yield _variant(f"token_logprobs forward, {label}", logprobs.forward_kernel, types, options)
         constants = {**options, "HAS_ENTROPY": True}
         yield _variant(f"token_logprobs backward, {label}", logprobs.backward_kernel, types, constants)
