@@ -1,4 +1,4 @@
-"""Writing files: whole or not at all, and one clear message where a disk is full."""
+"""Write files atomically, and report a full disk in one clear message."""
 
 import errno
 import json
@@ -10,9 +10,11 @@ from typing import Any
 
 from pipeline.errors import UserError
 
+PLAN = "plan.json"  # the prediction of a stage, in its folder
+
 
 def write_whole(file: Path, content: str | bytes) -> None:
-    """Replace a file, text being UTF-8, so that it is the old or the new one at any moment, also after a power cut."""
+    """Replace a file atomically, also in a power cut. Text is written as UTF-8."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as stream:
@@ -26,18 +28,18 @@ def write_whole(file: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file atomically."""
     write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
 @contextmanager
 def explained_disk(folder: Path) -> Iterator[None]:
-    """Turn a full or broken disk into one clear message."""
+    """Raise UserError if the disk is full or broken."""
     try:
         yield
     except OSError as error:
         what = "the disk is full" if error.errno == errno.ENOSPC else f"writing failed ({error})"
         raise UserError(
-            f"{folder}: {what}. The last whole checkpoint is kept; make room (or choose run_dir= on another disk, "
-            "moving the run folder there), then the same command continues"
+            f"{folder}: {what}. The last complete checkpoint is intact. Free some space, or move the run folder to "
+            "another disk and set run_dir= to it; then run the same command again to resume"
         ) from error

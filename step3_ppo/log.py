@@ -148,8 +148,11 @@ def log_lines(
         rewards=advantages.rewards,
         returns=advantages.returns,
         advantages=advantages.advantages,
+        score=rollout.scores,
+        finished=rollout.finished,
+        function_score=rollout.function,
     )
-    numbers = _to_host(count, score=rollout.scores, finished=rollout.finished, function_score=rollout.function)
+    numbers = {name: tables.pop(name) for name in ("score", "finished", "function_score") if name in tables}
     lines = []
     for i in range(count):
         length = len(rollout.responses[i])
@@ -175,7 +178,7 @@ def log_lines(
 
 
 def _to_host(count: int, **tensors: Tensor | None) -> dict[str, Tensor]:
-    """Return the first `count` rows of tensors of one shape, fp32, copied to the host together."""
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    copies = torch.stack([tensor[:count].float() for tensor in present.values()]).cpu()
-    return dict(zip(present, copies, strict=True))
+    """Return the first `count` rows of each tensor, (count, columns) fp32, copied to the host together."""
+    rows = {name: tensor[:count].float().reshape(count, -1) for name, tensor in tensors.items() if tensor is not None}
+    copies = torch.cat([*rows.values()], dim=1).cpu().split([table.shape[1] for table in rows.values()], dim=1)
+    return dict(zip(rows, copies, strict=True))

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from pipeline.config.schema import PpoSection, RunConfig
 from pipeline.data.batch import batch_indices
-from pipeline.data.encode import PromptItems, encode_prompts
+from pipeline.data.encode import PromptItems, encode_conversations, encode_prompts
 from pipeline.data.records import Prompt, Row
+from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import data_share, on_rank_zero
 from pipeline.stages.data import evaluation_prompts, log_cut, stage_records
 from pipeline.stages.settings import prepare_generation, sampling, stage_steps
@@ -19,12 +20,12 @@ from step3_ppo.estimators import ESTIMATORS, AdvantageEstimator, Advantages, Rew
 from step3_ppo.log import UpdateMetrics, write_rollout_log
 from step3_ppo.microbatch import largest_microbatch
 from step3_ppo.models import ModelSources, build_models
-from step3_ppo.ptx import ptx_mix
 from step3_ppo.ratio_check import check_first_ratio
 from step3_ppo.rollout import Rollout, collect, generate
 from step3_ppo.update import (
     Minibatch,
     PolicyLoss,
+    PtxMix,
     dry_run,
     minibatches,
     single_minibatch,
@@ -207,6 +208,18 @@ def load_prompts(config: RunConfig, sources: ModelSources) -> tuple[PromptItems,
     prompts, notes = on_rank_zero(partial(encode, records.train))
     log_cut("ppo", notes, len(records.train), "rollout.max_prompt_tokens")
     return prompts, evaluation_prompts(config, tokenizer, records.held_out), {**records.skipped, **notes}
+
+
+def ptx_mix(config: RunConfig, tokenizer: ChatTokenizer) -> PtxMix | None:
+    """Return the pretraining mix of the configuration; None if `ppo.ptx_coef` is 0."""
+    ppo = config.ppo
+    if ppo.ptx_coef == 0.0:
+        return None
+    sft, records = config.sft, stage_records(config, "sft").train
+    encode = partial(encode_conversations, tokenizer, max_length=sft.max_length, loss_on=sft.loss_on)
+    items, _ = on_rank_zero(partial(encode, records))
+    size = max(1, ppo.batch_size // ppo.minibatches)
+    return PtxMix(items, ppo.ptx_coef, size, ppo.micro_batch_tokens, tokenizer.pad_id, config.seed)
 
 
 def reward_shaping(ppo: PpoSection) -> RewardShaping:

@@ -2,18 +2,20 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from engine import Engine, Update
-from pipeline.data.batch import TokenBatch
+from pipeline.data import microbatches
+from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_tokens
+from pipeline.data.encode import TokenItem
 from step3_ppo.advantages import KL
 from step3_ppo.estimators import Advantages
 from step3_ppo.loss import Sums, importance_weights, log_ratio, policy_loss, value_loss
 from step3_ppo.microbatch import Microbatch, critic_values, local_microbatches, policy_logprobs
-from step3_ppo.ptx import PtxBatch
 from step3_ppo.rollout import Rollout
 
 
@@ -41,6 +43,35 @@ def minibatches(
 def single_minibatch(rollout: Rollout) -> Minibatch:
     """Return all of a rollout as one optimizer step, with the micro-batches that were scored."""
     return Minibatch(rollout.batches, rollout.tokens())
+
+
+@dataclass(frozen=True)
+class PtxBatch:
+    """This rank's micro-batches; `tokens` are the target tokens of the global batch, `coef` weighs their mean loss."""
+
+    batches: list[TokenBatch]
+    tokens: int
+    coef: float
+
+
+@dataclass(frozen=True)
+class PtxMix:
+    """Pretraining mix: `size` SFT conversations for each policy step (Ouyang et al., 2022, eq. 2)."""
+
+    items: Sequence[TokenItem]
+    coef: float
+    size: int
+    budget: int
+    pad_id: int
+    seed: int
+
+    def batch(self, step: int, *, packing: bool = False) -> PtxBatch:
+        """Return the conversations of optimizer step `step`, counted from 0."""
+        items = [self.items[i] for i in batch_indices(len(self.items), self.size, self.seed, step)]
+        lengths = [len(item.ids) for item in items]
+        collate = partial(pack_tokens if packing else collate_tokens, pad_id=self.pad_id)
+        batches, _ = microbatches.local_microbatches(items, lengths, collate, budget=self.budget, packing=packing)
+        return PtxBatch(batches, sum(int(item.counts[1:].sum()) for item in items), self.coef)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "evaluation": {"prompts": 2},
 }
 # Without the generator's self-check, half of such a stage's time, where PPO does it on the same layout.
-UNCHECKED: dict[str, Any] = {**SMALL, "rollout": {**SMALL["rollout"], "selfcheck_every": 0}}
+UNCHECKED: dict[str, Any] = {**SMALL, "rollout": {**SMALL["rollout"], "parity_check_every": 0}}
 CURVES = {
     "sft": ("loss", "grad_norm", "eval_loss"),
     "reward": ("loss", "accuracy", "margin", "grad_norm", "eval_accuracy"),
@@ -126,7 +126,7 @@ def test_a_step_waits_for_the_device_for_its_figures_only(tmp_path: Path) -> Non
         "engine/generation/inference_model.py:sync": 1,
         "step3_ppo/log.py:rollout_metrics": 1,
         "step3_ppo/log.py:_to_host": 1,
-        "pipeline/tracking/clock.py:phase": 3,
+        "pipeline/tracking/metrics.py:phase": 3,
     }
 
 

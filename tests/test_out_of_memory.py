@@ -43,7 +43,7 @@ def test_a_rank_out_of_memory_in_mid_run(
         == 1
     )
     assert "sft.micro_batch_tokens=150 instead of 300" in output.err
-    assert "sft: continuing after step " in output.out
+    assert "sft: resumes after step " in output.out
     assert after["out_of_memory"] == {"restarts": 1, "micro_batch_tokens": 150}
     assert [line["step"] for line in found] == [line["step"] for line in wanted]
     for mine, theirs in zip(found, wanted, strict=True):

@@ -145,7 +145,7 @@ def test_a_function_that_raises_loses_nothing(tmp_path: Path) -> None:
     assert [folder.name for folder in (stopped / "ppo" / "checkpoints").iterdir()] == ["step-2"]
     (tmp_path / "broken").unlink()
     lay_out(stopped, config)
-    assert "continuing after step 2 of 4" in finish(start_worker(stopped, "ppo"))
+    assert "resumes after step 2 of 4" in finish(start_worker(stopped, "ppo"))
     assert ["kl" in line for line in metrics(stopped, "ppo")] == [False, True, True, False, False]
     assert "kl" not in json.loads((stopped / "ppo" / "summary.json").read_text())["final"]
     same(whole, stopped, "ppo", "a function that raised", but=("kl", "kl_k3"))

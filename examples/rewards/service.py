@@ -11,7 +11,7 @@
 `score` posts {"answer": ..., "row": ...} and takes the number "score" of the object that comes back. `grade` asks a
 chat model behind the interface that OpenAI's has (vLLM, llama.cpp, Ollama and others serve it) for a mark from 0 to
 10. ZEROCHAT_SERVICE_KEY goes along as a bearer token. A server that is busy, restarts or takes longer than a minute
-is asked five times over half a minute; then the stage stops, and the same command goes on from its last checkpoint.
+is asked five times over half a minute; then the stage stops, and the same command resumes from its last checkpoint.
 """
 
 import http.client

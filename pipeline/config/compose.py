@@ -177,6 +177,7 @@ def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     settings = yaml.safe_load((home / "config.yaml").read_text(encoding="utf-8"))
     for key in ("name", "run_dir", "stage", "method", "actor", "reward_path", "ranks", "debug", "tracking", "profile"):
         settings.pop(key, None)
+    settings.get("rollout", {}).pop("selfcheck_every", None)  # the former name of a key
     own = {"model": own_model, "data": values.keys() & {"data", "data.path", "data.sources"}}
     for group in (group for group, given in own.items() if given):
         settings.pop(group, None)

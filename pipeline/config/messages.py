@@ -1,4 +1,4 @@
-"""What is said of a key that can't be: one line with the key, what is wrong, and what to write instead."""
+"""Error messages about configuration keys: one line with the key, what is wrong, and what to write instead."""
 
 from typing import Any, get_origin
 
@@ -8,9 +8,9 @@ from pydantic_core import ErrorDetails
 from pipeline.config.overrides import closest
 from pipeline.config.schema import inner_section
 
-ELSEWHERE = {
-    "resume": "the same command again continues",
-    "gpus": "a process a GPU is the default, ranks=N says how many",
+OTHER_NAMES = {
+    "resume": "run the same command again to resume",
+    "gpus": "one process per GPU is the default, ranks=N sets another number",
     "output_dir": "run_dir=FOLDER, or name=NAME for runs/NAME",
     "dtype": "engine.dtype",
     "bf16": "engine.dtype=bf16",
@@ -18,9 +18,10 @@ ELSEWHERE = {
     "deepspeed": "engine.deepspeed=FILE",
     "wandb": "tracking=wandb or tracking=none",
     "dataset": "data=NAME, or data.path=FILE",
+    "rollout.selfcheck_every": "it is now called rollout.parity_check_every",
 }
-"""What people write who come from another tool, and what it is here."""
-LIKEWISE = {
+"""Keys of other tools and renamed keys -> what to write instead."""
+OTHER_LEAVES = {
     "learning_rate": "lr",
     "num_train_epochs": "epochs",
     "max_steps": "steps",
@@ -28,11 +29,11 @@ LIKEWISE = {
     "rpo_alpha": "sft_coef",
     "nll_loss_coef": "sft_coef",
 }
-"""Last parts of keys in other tools' words, and in ours."""
+"""Names in other tools -> names in a section here."""
 
 
 def messages(problem: ValidationError, root: type[BaseModel]) -> list[str]:
-    """One line for each key of `root` that has a mistake."""
+    """Return one line for each key of `root` with a mistake."""
     lines: dict[str, str] = {}
     for error in problem.errors():
         key = ".".join(part for part in map(str, error["loc"]) if part not in ("str", "list[str]", "[key]"))
@@ -70,10 +71,16 @@ def _message(key: str, error: ErrorDetails, root: type[BaseModel]) -> str:
 
 
 def as_written(value: Any) -> str:
-    """A value as it stands behind a key on the command line, cut where it is long."""
+    """Return a value as a command line has it, shortened to 60 characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value) if len(str(value)) <= 60 else str(value)[:57] + "..."
+
+
+def format_bytes(count: float) -> str:
+    """Return a number of bytes in MiB or GiB."""
+    gib = count / 2**30
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{count / 2**20:.0f} MiB"
 
 
 def _about(key: str, root: type[BaseModel]) -> str:
@@ -82,14 +89,16 @@ def _about(key: str, root: type[BaseModel]) -> str:
 
 
 def _instead(key: str, root: type[BaseModel]) -> str:
-    """What was probably meant: a word of other tools, the same key elsewhere, a like-named one beside it, else one
-    elsewhere, else what there is beside it.
+    """Return advice on an unknown key.
+
+    In this order: a key of another tool, the same name in another section, a similar name in the section, a similar key
+    in any section, the keys of the section.
     """
-    if key in ELSEWHERE:
-        return f": {ELSEWHERE[key]}"
+    if key in OTHER_NAMES:
+        return f": {OTHER_NAMES[key]}"
     known = describe(root)
     parent, _, leaf = key.rpartition(".")
-    leaf = LIKEWISE.get(leaf, leaf)
+    leaf = OTHER_LEAVES.get(leaf, leaf)
     beside = [name.rpartition(".")[2] for name in known if _parent(name) == _of_any(parent)]
     same = [name for name in known if name.rsplit(".", 1)[-1] == leaf and name.count(".") == 1]
     if same and leaf not in beside:
@@ -110,13 +119,14 @@ def _parent(key: str) -> str:
 
 
 def _of_any(key: str) -> str:
-    """data.sources.0.path -> data.sources.N.path, as `describe` has the keys of lists."""
+    """Return a key with N for list indices: data.sources.0.path -> data.sources.N.path."""
     return ".".join("N" if part.isdigit() else part for part in key.split("."))
 
 
 def describe(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
-    """Every dotted key of the schema with what it means, keys of a list's sections behind N. Sections have the empty
-    text.
+    """Return the description of every dotted key of the schema; N stands for the index of a list.
+
+    The description of a section is empty.
     """
     found: dict[str, str] = {}
     for name, field in section.model_fields.items():
@@ -129,14 +139,14 @@ def describe(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
 
 
 def indivisible(key: str, size: int, parts: int, over: str) -> str:
-    """A size that does not divide, and the nearest that do."""
+    """Return the message for a size that is no multiple of `parts`, with the nearest multiples."""
     lower, upper = size // parts * parts, (size // parts + 1) * parts
     choices = f"{key}={lower} or {upper}" if lower else f"{key}={upper}"
     return f"{key}={size} does not divide over {over}: {choices}"
 
 
 def no_divisor(key: str, size: int, count: int, over: str) -> str:
-    """A size that has to divide a count, which `over` names with its unit, and those that do."""
+    """Return the message for a size that does not divide `count`, with the sizes that do."""
     *smaller, largest = (n for n in range(1, count + 1) if count % n == 0)
     choices = f"{', '.join(map(str, smaller))} or {largest}" if smaller else f"{largest}"
     return f"{key}={size} does not divide the {over}: {key}={choices}"

@@ -417,10 +417,10 @@ class RolloutSection(Section):
     park_optimizer: bool = Field(
         False, description="optimizer states wait in host memory while answers are generated (GPU)"
     )
-    selfcheck_every: int = Field(
+    parity_check_every: int = Field(
         50,
         ge=0,
-        description="flips between checks of the generator against the plain forward, beside the first two; 0 never checks",
+        description="the parity check compares generator and trainer in the first two rollouts and in every N-th one; 0 never",
     )
 
 

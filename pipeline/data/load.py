@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KEPT_FOR_OTHERS = "kept for other stages"  # why a row of a shared source is not trained on
+RESERVED = "reserved for other stages"  # why a stage does not train on a row of a shared source
 
 _Row = tuple[Record, bytes, Table]  # with the digest of its prompt, and where it stands
 
@@ -148,7 +148,7 @@ class _Loading:
         """This stage's share of a source's records, of which so many are held out."""
         shares = {name: self._shares(each, table) for name, table in {t.name: t for _, _, t in train}.items()}
         mine = [record for record, prompt, table in train if self._is_mine(shares[table.name], prompt)]
-        self._count(KEPT_FOR_OTHERS, len(train) - len(mine))
+        self._count(RESERVED, len(train) - len(mine))
         if not mine:
             raise UserError(
                 f"{each.source.name}: none of its usable rows is left for stage {self.stage}: {held_out} are held out, "

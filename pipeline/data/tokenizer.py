@@ -16,18 +16,27 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.data.bpe import train_bpe
 from pipeline.data.files import find
 from pipeline.data.records import Message
 from pipeline.data.template import DEFAULT_TEMPLATE, ChatTemplate, Piece
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 _CHUNK = 1024  # texts a call: the fast tokenizers keep offsets of a whole call in memory
 _PROBE = "Hello, world! 12345  \n\n\tnaïve 中文 🙂 x_y(z) ... THE END"
+
+PAD, END = "<|pad|>", "<|end|>"
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
+SMALLEST_VOCABULARY = 256 + 2 + len(ROLE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -254,3 +263,37 @@ def _template_text(path: str) -> str:
     if found is None or not found.is_file():
         raise UserError(f"model.chat_template={path}: there is no such file.")
     return found.read_text(encoding="utf-8")
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
+    """Return a byte-level BPE tokenizer (Sennrich et al., 2016) of at most `vocab_size` tokens, with a chat template.
+
+    Byte level: every byte has a token, so any text can be encoded and decoded. Each digit is one token, which makes
+    sums learnable for small models. Equal texts in equal order give an equal tokenizer.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(f"A byte-level vocabulary needs at least {SMALLEST_VOCABULARY} tokens, not {vocab_size}.")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, END, *ROLE_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=END,
+        pad_token=PAD,
+        extra_special_tokens=list(ROLE_TOKENS),
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer

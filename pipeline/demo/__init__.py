@@ -4,8 +4,7 @@ The data are short English conversations of several kinds: sums, comparisons, wo
 instructions about form. Their quality is mixed on purpose. A model that imitates them is right, friendly and brief in
 about half of its answers, so that RLHF can improve it.
 
-    facts.py       words and facts about them
-    questions.py   questions with a right and a wrong statement
+    questions.py   words, facts, and questions with a right and a wrong statement
     answers.py     good answers, instructions about form, and flaws: wrong, rude, rambling, unfinished, off the point
     rows.py        conversations, preferences and prompts, with their held-out halves
     truth.py       checks of what an answer claims, computed from the question's text

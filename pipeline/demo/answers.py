@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from pipeline.demo.facts import NAMES
-from pipeline.demo.questions import Question, Statement
+from pipeline.demo.questions import NAMES, Question, Statement
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""Questions, each with a right and a wrong statement to answer it with.
+"""The words and facts of the demo, and its questions, each with a right and a wrong statement as the answer.
 
-A kind is a function of a random generator. Wording, names and numbers are drawn separately, so that
-there are many thousand different questions about a few hundred facts: a question that was held out
-asks about something that other questions taught.
+A kind of question is a function of a random generator. Wording, names and numbers are sampled separately. So there are
+many thousand questions about a few hundred facts, and other questions teach the fact that a held-out question asks for.
 """
 
 from collections.abc import Callable
@@ -10,18 +9,74 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-from pipeline.demo.facts import (
-    BAD_MOODS,
-    COUNTS,
-    GOOD_MOODS,
-    GROUPS,
-    NAMES,
-    OPPOSITES,
-    SIZES,
-    THINGS,
-    listed,
-    with_article,
+NAMES = (
+    "Anna",
+    "Ben",
+    "Clara",
+    "David",
+    "Emma",
+    "Felix",
+    "Grace",
+    "Hugo",
+    "Ida",
+    "Jack",
+    "Kate",
+    "Leo",
+    "Mary",
+    "Nick",
+    "Olga",
+    "Paul",
+    "Rosa",
+    "Sam",
+    "Tom",
+    "Vera",
 )
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "animals": ("cat", "dog", "horse", "cow", "mouse", "wolf", "goat", "lion"),
+    "fruits": ("apple", "pear", "plum", "banana", "cherry", "lemon", "grape", "peach"),
+    "colours": ("red", "blue", "green", "yellow", "brown", "pink", "white", "black"),
+    "tools": ("hammer", "saw", "drill", "wrench", "knife", "rake", "spade", "axe"),
+}
+
+PAIRS = (
+    ("hot", "cold"),
+    ("big", "small"),
+    ("old", "young"),
+    ("fast", "slow"),
+    ("hard", "soft"),
+    ("wet", "dry"),
+    ("day", "night"),
+    ("open", "closed"),
+    ("happy", "sad"),
+    ("rich", "poor"),
+    ("high", "low"),
+    ("long", "short"),
+    ("light", "dark"),
+    ("full", "empty"),
+    ("early", "late"),
+    ("strong", "weak"),
+)
+OPPOSITES: dict[str, str] = {**dict(PAIRS), **{right: left for left, right in PAIRS}}
+
+# From the smallest to the largest, far enough apart that nobody argues.
+SIZES = ("ant", "bee", "mouse", "cat", "wolf", "horse", "elephant", "whale")
+
+THINGS = ("apples", "books", "coins", "cards", "eggs", "pens", "stones", "cups")
+
+COUNTS = {2: "two", 3: "three", 4: "four"}
+
+GOOD_MOODS = ("happy", "glad", "cheerful", "proud", "excited", "pleased")
+BAD_MOODS = ("sad", "ill", "lonely", "tired", "upset", "worried")
+
+
+def with_article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+
+
+def listed(words: tuple[str, ...] | list[str]) -> str:
+    """ "cat, dog and cow" """
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ computed here. A check takes the answer in small letters. An answer that claims 
 import re
 from collections.abc import Callable, Collection, Iterable
 
-from pipeline.demo.facts import BAD_MOODS, COUNTS, GOOD_MOODS, GROUPS, NAMES, OPPOSITES, SIZES
+from pipeline.demo.questions import BAD_MOODS, COUNTS, GOOD_MOODS, GROUPS, NAMES, OPPOSITES, SIZES
 
 Check = Callable[[str], bool]
 

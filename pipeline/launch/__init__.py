@@ -1,12 +1,12 @@
-"""From one command to the processes of each stage, and back: `stage_main` is a stage's `__main__`.
+"""The launcher: from one command to the processes of each stage. `stage_main` is the `__main__` of a stage.
 
-command.py    the command line: configuration, run folder, what has to run, the closing words
+command.py    the command: configuration, run folder, the stages that have to run
 folder.py     the run folder: its name, its lock
-ranks.py      how many processes, and who they are: this machine, torchrun, Slurm
+ranks.py      the number of processes and their ranks: this machine, torchrun, Slurm
 processes.py  start the ranks of one stage, watch them, forward signals
-control.py    what the launchers of several machines tell one another
-worker.py     inside a rank
-failure.py    what launcher and worker agree on when something goes wrong
+control.py    messages between the launchers of several machines
+worker.py     the process of one rank
+failure.py    exit statuses, and advice on errors
 """
 
 from pipeline.launch.worker import stage_main

@@ -1,7 +1,8 @@
-"""What happens between a command line and its exit status.
+"""The command: from its arguments to its exit status.
 
-Configuration, run folder, which stages have to run, their processes, the report, the closing words. Under
-torchrun or Slurm every rank runs this; the first decides and writes, the others start their worker when told.
+The steps are configuration, run folder, the stages that have to run, their processes, the report and the summary of the
+run. Under torchrun or Slurm every rank runs this file. The first launcher decides and writes; the others start their
+workers when it sends a message.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ from pipeline.stages import stop_signals
 
 
 class StageFailed(Exception):
-    """A stage ended badly; everything there is to say has been said."""
+    """A stage failed, and its message has been printed."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -43,10 +44,10 @@ class StageFailed(Exception):
 
 
 def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
-    """Run a command line and return its exit status: 0, 1 (a crash), 2 (a mistake to mend), 130 (stopped by Ctrl-C) or
-    143 (by another signal).
+    """Run a command line and return its exit status.
 
-    `stage` is the one that `python -m step1_sft` and its like stand for.
+    The status is 0, 1 (crash), 2 (user error), 130 (stopped by Ctrl-C) or 143 (stopped by another signal). `stage` is
+    the stage of `python -m step1_sft` and of the other stage modules.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
     except StageFailed as problem:
         return problem.status
     except KeyboardInterrupt as problem:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; run the same command again to resume", file=sys.stderr)
         return _stop_status(problem)
 
 
@@ -131,7 +132,9 @@ def _ranks(configs: list[RunConfig]) -> Ranks:
             check_given(given, config.ranks)
     asked = {config.ranks for config in configs}
     if len(asked) > 1:
-        raise UserError("ranks= is the same for all runs of a multirun: start one command for each number of ranks")
+        raise UserError(
+            "ranks= must be the same for all runs of a multirun: start one command for each number of ranks"
+        )
     ranks = given or own_ranks(asked.pop(), count_gpus())
     for config in configs:
         check_ranks(config, ranks.world)
@@ -139,7 +142,7 @@ def _ranks(configs: list[RunConfig]) -> Ranks:
 
 
 def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Control) -> int:
-    """Run every job; one that fails does not stop the others of a multirun."""
+    """Run every job. A job that fails does not stop the other jobs of a multirun."""
     for config in configs:
         check_paths(config)
     statuses, runs = [], dict[str, tuple[str, Path | None]]()
@@ -166,7 +169,7 @@ def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Cont
 
 
 def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> Path | None:
-    """The run's folder; None where nothing is left behind."""
+    """Run one job and return its run folder; None for a plan, which leaves no folder."""
     if config.stage == "plan":
         _plan(config, ranks, control)
         return None
@@ -191,7 +194,7 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> P
 
 
 def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
-    """Print what the run's stages will need and take; nothing is left behind."""
+    """Print the predicted memory and time of the stages, without a run folder."""
     with tempfile.TemporaryDirectory(prefix="zerochat-plan-") as place:
         folder = Path(place) / "plan"
         folder.mkdir()
@@ -202,47 +205,50 @@ def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
             raise StageFailed(end.status)
 
 
-def _unjudged(config: RunConfig, stage_dir: Path) -> str:
-    """What makes a finished PPO's or DPO's answers be judged by a judge that it did not have."""
+def _judge_notice(config: RunConfig, stage_dir: Path) -> str:
+    """Return how to have the answers of a finished stage judged by a judge that its run did not have."""
     judge = config.evaluation.judge
     if stage_dir.name not in POLICIES or judge is None:
         return ""
-    from pipeline.report.data import read_run  # here: it brings numpy along
+    from pipeline.report.data import read_run  # imports numpy
 
     if read_run(stage_dir.parent).setting("evaluation", "judge") == judge:
         return ""
     return (
-        f"; its answers were not judged by evaluation.judge={judge}: delete {stage_dir / 'model'}, and the same "
-        "command makes the model again from its last checkpoint and has them judged"
+        f"; evaluation.judge={judge} has not judged its answers: delete {stage_dir / 'model'} and run the same command "
+        "again, which exports the model from the last checkpoint and judges the answers"
     )
 
 
 def _how(folder: RunFolder) -> str:
-    told = {
-        "unfinished": "continues: an unfinished run of the same configuration; ",
-        "finished": "finished before, and left as it is; ",
+    reasons = {
+        "unfinished": "resumes the unfinished run of the same configuration",
+        "finished": "the run is finished and stays unchanged",
     }
-    return f" ({told[folder.found]}name= starts another)" if folder.found else ""
+    return f" ({reasons[folder.found]}; name=NAME starts another run)" if folder.found else ""
 
 
 def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, control: Control, cache: HashCache) -> bool:
-    """Bring one stage to its end; False where it was there already."""
+    """Run or resume one stage. Return False if it was finished before."""
     manifest = Manifest.read(run_dir)
     consumed = stage_consumes(config, run_dir, stage, cache)
     decision = manifest.decide(stage, consumed)
     stage_dir = run_dir / stage
     if decision.action == "skip":
-        print(f"{stage}: finished before with the same settings, skipped{_unjudged(config, stage_dir)}", flush=True)
+        print(f"{stage}: finished before with the same settings, skipped{_judge_notice(config, stage_dir)}", flush=True)
         return False
     if decision.action == "run" and stage_dir.exists():
         aside = move_aside(stage_dir)
-        print(f"{stage}: runs again ({decision.because or 'its record is gone'}); the old one is {aside}", flush=True)
+        print(
+            f"{stage}: runs again ({decision.because or 'its record is gone'}); its old folder is now {aside}",
+            flush=True,
+        )
     makes_tokenizer = stage == "sft" or (stage == "reward" and "sft" not in manifest.stages)
     if makes_tokenizer and manifest.changes_tokenizer(stage, consumed) and (run_dir / "tokenizer").exists():
         move_aside(run_dir / "tokenizer")
     processes = f"{ranks.world} process{'es' if ranks.world > 1 else ''}"
     why = f" ({decision.because})" if decision.action == "resume" and decision.because else ""
-    print(f"{stage}: {'goes on' if decision.action == 'resume' else 'starts'}, {processes}{why}", flush=True)
+    print(f"{stage}: {'resumes' if decision.action == 'resume' else 'starts'}, {processes}{why}", flush=True)
     manifest.begin(stage, consumed)
     stage_dir.mkdir(exist_ok=True)
     resolved = config.model_copy(update={"name": run_dir.name, "run_dir": str(run_dir.resolve())})
@@ -252,70 +258,70 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
         message = {"stage": stage, "run_dir": str(run_dir.resolve()), "debug": config.debug, "restarts": restarts}
         control.say(message)
         end = _launch(stage, run_dir, ranks, control, debug=config.debug, restarts=restarts)
-        if end.status == 0 and not control.all_ended(_line(stage, run_dir, restarts)):
+        if end.status == 0 and not control.all_ended(_start_name(stage, run_dir, restarts)):
             end = StageEnd({"stopped": STOPPED, "memory": OUT_OF_MEMORY}.get(control.others(), CRASHED))
         restarts += 1
     if end.status:
-        with contextlib.suppress(OSError):  # the disk is full, as has been said; a stage that "runs" goes on as well
+        with contextlib.suppress(OSError):  # the disk is full; a stage with status "running" resumes as well
             manifest.stop(stage)
         raise StageFailed(end.status)
     manifest.finish(stage, cache)
     cache.save()
     if end.asked:
-        print(f"{stage}: finished; stopped here, the same command goes on", file=sys.stderr)
+        print(f"{stage}: finished; stopped here, run the same command again to resume", file=sys.stderr)
         raise StageFailed(end.asked)
     return True
 
 
 def _launch(stage: str, run_dir: Path, ranks: Ranks, control: Control, *, debug: bool, restarts: int = 0) -> StageEnd:
-    """Run this launcher's ranks of a stage, and say what went wrong if this is the first launcher to know.
+    """Run this launcher's ranks of a stage, and print the error if this launcher is the first to report one.
 
-    `restarts` counts how often the stage was started again after it had run out of memory.
+    `restarts` counts the restarts of the stage after running out of memory.
     """
     attempt = f"{ranks.attempt}.{restarts}" if restarts else ranks.attempt
     ranks = replace(ranks, attempt=attempt)
     end = launch_stage(stage, run_dir, ranks, shared_store=control.keeps_store, others=control.others)
-    if end.status == OUT_OF_MEMORY and not end.message:  # another launcher's rank, which reports it
+    if end.status == OUT_OF_MEMORY and not end.message:  # a rank of another launcher, which reports it
         return end
-    first = control.report_end(_line(stage, run_dir, restarts), end.status)
+    first = control.report_end(_start_name(stage, run_dir, restarts), end.status)
     if end.asked:
         control.report_stop()
     if end.status in ENDED_EARLY and ranks.leads:
         lost = f" ({end.message})" if end.message else ""
-        print(f"{stage}: stopped{lost}; the same command goes on", file=sys.stderr)
+        print(f"{stage}: stopped{lost}; run the same command again to resume", file=sys.stderr)
     elif end.status == OUT_OF_MEMORY and first:
         print(f"{stage}: {end.message}", file=sys.stderr)
     elif first and end.message:
         print(end.traceback if debug else "", end="", file=sys.stderr)
-        print(f"error: {stage}: {end.message}{_kept(end, run_dir / stage)}", file=sys.stderr)
+        print(f"error: {stage}: {end.message}{_save_traceback(end, run_dir / stage)}", file=sys.stderr)
     return end
 
 
-def _line(stage: str, run_dir: Path, restarts: int) -> str:
-    """What the launchers call one start of one stage of a run."""
+def _start_name(stage: str, run_dir: Path, restarts: int) -> str:
+    """Return the name that all launchers use for one start of one stage."""
     return f"{run_dir.name}/{stage}/{restarts}"
 
 
-def _kept(end: StageEnd, stage_dir: Path) -> str:
-    """Keep a crash's traceback in a file; returns the words that say where."""
+def _save_traceback(end: StageEnd, stage_dir: Path) -> str:
+    """Write the traceback of a crash to a file. Return the rest of the error message."""
     if end.status != CRASHED:
         return ""
-    if stage_dir.name == "plan":  # whose folder goes with it
+    if stage_dir.name == "plan":  # its folder is temporary
         return " (debug=true shows the traceback)" if end.traceback else ""
-    saved = any((stage_dir / "checkpoints").glob("step-*[0-9]"))  # others are half written, or damaged
-    goes_on = f"the same command {'goes on from the newest checkpoint' if saved else 'begins the stage again'}"
+    saved = any((stage_dir / "checkpoints").glob("step-*[0-9]"))  # other names are incomplete or damaged
+    again = f"run the same command again to {'resume from the newest checkpoint' if saved else 'restart the stage'}"
     if not end.traceback:
-        return f"; {goes_on}"
+        return f"; {again}"
     file = stage_dir / "error.txt"
     try:
         file.write_text(end.traceback, encoding="utf-8")
     except OSError:
         return f"\n{end.traceback}"
-    return f" ({file} has the traceback; {goes_on})"
+    return f" ({file} has the traceback; {again})"
 
 
 def _follow(ranks: Ranks, control: Control) -> int:
-    """The part of a launcher that does not lead: start the stages that the leader names."""
+    """Start the stages that the first launcher names, as one of the other launchers."""
     while True:
         try:
             message = control.hear()
@@ -333,7 +339,7 @@ def _follow(ranks: Ranks, control: Control) -> int:
 
 
 def _report(run_dir: Path, *, anew: bool) -> str | None:
-    """Write report.html where it is to be `anew`, and return the verdict. A report that fails is said, no more."""
+    """Write report.html if `anew`, and return the verdict. A failure of the report is only a warning."""
     try:
         from pipeline.report.report import write_report
         from pipeline.report.verdict import conclusion

@@ -1,4 +1,4 @@
-"""What launcher and worker agree on: names in the environment, exit statuses, and what helps against an error."""
+"""The interface between launcher and worker: environment variables, exit statuses, and advice on errors."""
 
 import traceback
 from pathlib import Path
@@ -9,35 +9,35 @@ FAILURE_PIPE = "ZEROCHAT_FAILURE_PIPE"
 LAUNCHER = "ZEROCHAT_LAUNCHER"
 ATTEMPT = "ZEROCHAT_ATTEMPT"
 USER_ERROR, CRASHED = 2, 1
-OUT_OF_MEMORY = 3  # of a rank whose stage has to be started again with smaller micro-batches
-INTERRUPTED, STOPPED = 130, 143  # by Ctrl-C; by SIGTERM and the like. The same command goes on after both
+OUT_OF_MEMORY = 3  # the stage has to be restarted with smaller micro-batches
+INTERRUPTED, STOPPED = 130, 143  # by Ctrl-C; by SIGTERM and other signals
 ENDED_EARLY = (INTERRUPTED, STOPPED)
 PIPE_BYTES = 32_000
-HOST_FULL = "can't allocate memory"  # what torch's host allocator says, as a plain RuntimeError
+HOST_FULL = "can't allocate memory"  # the message of torch's host allocator, a RuntimeError
 
 
 def advise(problem: BaseException) -> str | None:
-    """What a person can do about an error that is not a fault of the program; None where it is one."""
+    """Return the message and advice for an error that a user can solve; None for an error of the program."""
     if isinstance(problem, UserError):
         return str(problem)
     if isinstance(problem, ValueError | FloatingPointError) and _raised_in_engine(problem):
         return str(problem)
     if isinstance(problem, BrokenPipeError):
-        return "nobody reads what is printed here any more, so it ended; the same command goes on"
+        return "the program that reads the output has ended; run the same command again to resume"
     text = str(problem)
     if "No space left on device" in text or "Disk quota exceeded" in text:
-        return f"the disk is full ({text}): make room, then give the same command again; finished work is kept"
+        return f"the disk is full ({text}): free some space, then run the same command again to resume"
     if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or HOST_FULL in text:
         return (
             "out of memory where no smaller micro-batch helps (a model is built, the optimizer steps, a checkpoint is "
             "written): choose engine=auto, engine=zero3, or an offload tier (engine=zero3-offload, engine=zero3-nvme); "
-            f"the same command goes on. {text.partition(chr(10))[0]}"
+            f"then run the same command again to resume. {text.partition(chr(10))[0]}"
         )
     return None
 
 
 def _raised_in_engine(problem: BaseException) -> bool:
-    """True where our own engine refused a value (it raises plain ValueErrors), not a library below it."""
+    """Return whether the engine raised the error itself (it raises ValueErrors), not a library that it calls."""
     frames = traceback.extract_tb(problem.__traceback__)
     engine = Path(__file__).resolve().parents[2] / "engine"
     return bool(frames) and Path(frames[-1].filename).is_relative_to(engine)

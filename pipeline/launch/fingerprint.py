@@ -20,7 +20,8 @@ WATCHING |= {"keep_answers", "keep_tokens"}
 WATCHING |= {"reference"}  # what it is needed for is told by kl_coef
 DECIDING = {"eval_every", "eval_examples"}  # of these, what chooses the model under export=best
 HOW = {"micro_batch_tokens", "reward_threads", "shared_forward"}
-HOW_ROLLOUTS = {"batch_size", "cache_bytes", "tensor_parallel", "stream", "keep", "park_optimizer", "selfcheck_every"}
+HOW_ROLLOUTS = {"batch_size", "cache_bytes", "tensor_parallel", "stream", "keep", "park_optimizer"}
+HOW_ROLLOUTS |= {"parity_check_every", "selfcheck_every"}  # the second is the former name
 ENGINE_KEYS = ("dtype", "compress", "states", "loss_scale_power", "loss_scale_window")
 DEEPSPEED_KEYS = ("optimizer", "scheduler", "gradient_clipping", "fp16", "bf16", "bfloat16", "communication_data_type")
 ZERO_KEYS = ("zero_quantized_weights", "zero_quantized_gradients")  # as engine.compress

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config.compose import defaults
 from pipeline.config.places import model_folder
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import POLICIES
@@ -63,7 +62,7 @@ class Manifest:
             return cls(run_dir)
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise UserError(
-                f"{file} can't be read ({problem}): mend it, or choose another name= for a new run"
+                f"{file} cannot be read ({problem}): repair it, or set another name= for a new run"
             ) from problem
 
     def save(self) -> None:
@@ -121,7 +120,7 @@ class Manifest:
         now = " ".join(f"{part}={identity[part]['name']}" for part in differs)
         return (
             f"{self.run_dir} belongs to another configuration: it was made with {was}, not {now}. "
-            f"Choose another name=, or go on with what it was made of ({self.run_dir}/*/config.yaml)"
+            f"Choose another name=, or use the original configuration ({self.run_dir}/*/config.yaml)"
         )
 
     def decide(self, stage: str, consumed: dict[str, Any]) -> Decision:
@@ -137,7 +136,7 @@ class Manifest:
         if self.finished(stage):
             return Decision("skip")
         if any((self.run_dir / stage / "checkpoints").glob("step-*[0-9]")):
-            return Decision("resume", "its model is gone, and is made again from the newest checkpoint")
+            return Decision("resume", "its model is gone; it is exported again from the newest checkpoint")
         return Decision("run", "its model and its checkpoints are gone")
 
     def changes_tokenizer(self, stage: str, consumed: dict[str, Any]) -> bool:
@@ -231,6 +230,8 @@ def _as_known_now(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """What was consumed, with the keys that came into being since at their defaults, which change no result, and
     without those that count no more: a finished stage stays finished when the program is brought up to date.
     """
+    from pipeline.config.compose import defaults  # the launcher's alone: it imports Hydra
+
     usual = flat(defaults(RunConfig))
     since = {key: usual[key] for key in new["settings"] if key in usual and key not in old["settings"]}
     gone = {f"rollout.{key}" for key in HOW_ROLLOUTS} & old["settings"].keys()
@@ -261,6 +262,8 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
 
 def request(config: RunConfig, stages: list[str]) -> str:
     """A hash of what a command asks for, to find an unfinished run of the same command."""
+    from pipeline.config.compose import defaults  # the launcher's alone: it imports Hydra
+
     usual = flat(defaults(RunConfig))
     settings = {
         stage: {key: value for key, value in stage_settings(config, stage).items() if value != usual.get(key)}

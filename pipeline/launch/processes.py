@@ -37,8 +37,8 @@ from pipeline.stages import stop_signals
 
 MODULES = {name: stage.package for name, stage in STAGES.items()} | {"plan": "pipeline.planning"}
 LOSSES = {
-    "now": "at once, a step that was under way is lost",
-    "late": "no step ended in time, the one under way is lost",
+    "now": "at once, the current step is lost",
+    "late": "no step ended in time, the current step is lost",
 }
 OF_A_STOP = (INTERRUPTED, *(-number for number in stop_signals.SIGNALS))  # a rank's status; the signal came too early
 PATIENCE = 600.0
@@ -148,7 +148,7 @@ def _others_ran_out_of_memory(others: Callable[[], str]) -> bool:
 
 def _promise(stage: str, asked: signal.Signals) -> str:
     again = "; Ctrl-C again ends at once" if asked == signal.SIGINT else ""
-    return f"\n{stage}: {asked.name}: stops, a step under way is finished and saved first{again}"
+    return f"\n{stage}: {asked.name}: finishes and saves the current step, then stops{again}"
 
 
 def _start(stage: str, run_dir: Path, ranks: Ranks, number: int, shared_store: bool) -> _Worker:
@@ -271,7 +271,7 @@ def _judge(workers: list[_Worker], signals: _Signals) -> StageEnd:
 def _signal_name(number: int) -> str:
     name = signal.Signals(number).name
     hints = {
-        "SIGKILL": " (out of memory, if nobody killed it: stage=plan says what fits)",
+        "SIGKILL": " (perhaps out of memory: stage=plan shows which settings fit)",
         "SIGSEGV": " (a crash in a library)",
     }
     return name + hints.get(name, "")

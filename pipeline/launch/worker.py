@@ -1,7 +1,7 @@
-"""Inside a rank: one stage, from its config.yaml to its exit status.
+"""The process of one rank: one stage, from its config.yaml to its exit status.
 
-A worker knows neither Hydra nor the manifest. What goes wrong travels to the launcher as one JSON object
-through a pipe, so that one clear message is printed however many ranks fail, also when the disk is full.
+An error is sent to the launcher as one JSON object through a pipe. So one message is printed however many ranks fail,
+also if the disk is full.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ from pipeline.stages import stop_signals
 
 
 def stage_main(stage: str, module: str) -> None:
-    """The `__main__` of a stage: `--worker RUN_DIR` is one rank at work, anything else is train.py with this stage.
+    """Run as the `__main__` of a stage: `--worker RUN_DIR` is one rank, anything else is train.py with this stage.
 
-    `module` has `run(config: RunConfig, stage_dir: Path)`, which does the stage inside the process group. It is
-    imported by the worker alone, so that `--help` stays quick. Never returns.
+    `module` has `run(config: RunConfig, stage_dir: Path)`, which runs the stage inside the process group. Only the
+    worker imports it, so that `--help` stays quick. Never returns.
     """
     arguments = sys.argv[1:]
     if arguments[:1] == ["--worker"] and len(arguments) == 2:
@@ -50,13 +50,13 @@ def stage_main(stage: str, module: str) -> None:
 
 
 def run_worker(stage: str, run_dir: Path, module: str) -> None:
-    """Do a stage's work as one rank and end the process with its status."""
+    """Run a stage as one rank, and end the process with its status."""
     _end_with_launcher()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the launcher's own, also where the shell ignores Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also if the shell ignores Ctrl-C
     try:
         with stop_signals.handled(stop_signals.stop):
             config = read_config(run_dir / stage)
-            if not config.debug:  # libraries talking to programmers
+            if not config.debug:  # warnings of libraries for programmers
                 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
                 warnings.filterwarnings("ignore", category=FutureWarning)
             with kept_for_good():
@@ -67,7 +67,7 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
             work(config, run_dir / stage)
             distributed.stop()
     except BaseException as problem:
-        # No orderly end: the other ranks may be stuck in a collective that this one will never join.
+        # End at once: other ranks may wait in a collective that this rank will never join.
         status = _report(problem)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -76,14 +76,14 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
 
 
 def read_config(stage_dir: Path) -> RunConfig:
-    """The configuration that the launcher wrote for a stage."""
+    """Return the configuration that the launcher wrote for a stage."""
     import yaml
 
     return RunConfig.model_validate(yaml.safe_load((stage_dir / "config.yaml").read_text(encoding="utf-8")))
 
 
 def _report(problem: BaseException) -> int:
-    """Tell the launcher what happened; returns the exit status."""
+    """Send the error to the launcher, and return the exit status."""
     for number in (signal.SIGINT, *stop_signals.SIGNALS):
         signal.signal(number, signal.SIG_IGN)
     if isinstance(problem, KeyboardInterrupt):
@@ -117,7 +117,7 @@ def _send(record: dict[str, Any]) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Die when the launcher dies, however it dies: by the kernel's promise on Linux, by looking elsewhere."""
+    """End this process when the launcher ends for any reason: by prctl on Linux, by polling on other systems."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None:
         return
@@ -126,7 +126,7 @@ def _end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     else:
         threading.Thread(target=_watch_launcher, args=(int(launcher),), daemon=True).start()
-    if os.getppid() != int(launcher):  # it died before the promise was made
+    if os.getppid() != int(launcher):  # it ended before the call
         os._exit(CRASHED)
 
 

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from engine import loading
 from pipeline.errors import UserError
-from pipeline.models.converted import ConvertedFolder
 from pipeline.models.source import ModelSource
 
 
@@ -46,6 +45,8 @@ def _read(
     names = _matching(plain, files.shapes, model.base_model_prefix)
     try:
         if _lacking(tensors, names):
+            from pipeline.models.converted import ConvertedFolder  # few checkpoints need it
+
             files = ConvertedFolder(loading.SafetensorsFolder(source.folder), _without_values(model, source))
             names = _matching(plain, files.shapes, model.base_model_prefix)
         _check_complete(source, [plain[name] for name in _lacking(tensors, names)])

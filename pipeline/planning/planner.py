@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from engine.memory import Probe, measure_speed
+from pipeline.config.messages import format_bytes
 from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.distributed import barrier, broadcast_from_rank_zero, device, is_rank_zero, rank_count
 from pipeline.errors import UserError
-from pipeline.files import write_whole
+from pipeline.files import PLAN, write_whole
 from pipeline.models.source import ModelSource
 from pipeline.planning.candidates import Candidate, Capacity, candidates, fastest, measure_capacity
 from pipeline.planning.demand import TIERS, Demand
 from pipeline.planning.stage_task import StageTask, stage_task
-from pipeline.report.axes import format_bytes
-from pipeline.report.data import PLAN
 from pipeline.stages.memory_limits import within_limits
 
 

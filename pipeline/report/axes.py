@@ -69,12 +69,6 @@ def format_seconds(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
-def format_bytes(count: float) -> str:
-    """Bytes in MiB or GiB."""
-    gib = count / 2**30
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{count / 2**20:.0f} MiB"
-
-
 @dataclass(frozen=True)
 class Axis:
     """A linear axis from `low` to `high` with `ticks` between them."""

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.config.messages import format_bytes
 from pipeline.config.stages import STAGES
-from pipeline.report.axes import format_bytes, format_number, format_seconds
+from pipeline.report.axes import format_number, format_seconds
 from pipeline.report.charts import Bar, bar_chart
 from pipeline.report.curves import line_chart
 from pipeline.report.data import MANIFEST, RunReading, StageReading, finite, is_number, mapping

@@ -11,15 +11,10 @@ import yaml
 
 from pipeline.config.stages import METHODS, POLICIES, STAGES
 from pipeline.evaluation.samples import SAMPLES, Sample, read_samples
+from pipeline.files import PLAN
 from pipeline.report.svg import Point
 
-METRICS, SUMMARY, CONFIG, MANIFEST, PLAN = (
-    "metrics.jsonl",
-    "summary.json",
-    "config.yaml",
-    "manifest.json",
-    "plan.json",
-)
+METRICS, SUMMARY, CONFIG, MANIFEST = "metrics.jsonl", "summary.json", "config.yaml", "manifest.json"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""The folder of one stage while it runs: metrics, checkpoints, the summary, and where a killed run goes on.
+"""The folder of one stage while it runs: metrics, checkpoints, the summary, and the step at which a run resumes.
 
     folder/metrics.jsonl, checkpoints/step-N/, summary.json, model/
 
-Step numbers count finished steps, from 1. `seconds` and `tokens` count from the stage's first step, over all starts.
+Step numbers count finished steps, from 1. `seconds` and `tokens` count from the first step of the stage, over all
+starts.
 """
 
 import json
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -22,24 +23,26 @@ from pipeline.errors import SharedError, UserError
 from pipeline.files import explained_disk, write_json
 from pipeline.stages.checkpoints import Checkpoints
 from pipeline.stages.memory_limits import read_limits, restart, write_limits
-from pipeline.stages.stop_signals import Stopped, put_off
+from pipeline.stages.stop_signals import Stopped, delayed
 from pipeline.tracking import metrics
-from pipeline.tracking.clock import Clock
-from pipeline.tracking.memory import measured_memory, peak_memory
-from pipeline.tracking.profile import Profile
+from pipeline.tracking.metrics import Clock, measured_memory, peak_memory
 from pipeline.tracking.watchers import Watcher
 
+if TYPE_CHECKING:
+    from pipeline.tracking.profile import Profile
+
 METRICS = "metrics.jsonl"
-NORMS = ("grad_norm", "critic_grad_norm")  # which a skipped step has none of: skipped_steps counts it
-SECONDS_BETWEEN_SAVES = 15 * 60.0  # at most, where save_every leaves it to us: a job with a time limit has to get on
+NORMS = ("grad_norm", "critic_grad_norm")  # not finite in skipped steps, which skipped_steps counts
+SECONDS_BETWEEN_SAVES = 15 * 60.0  # at most, if save_every is 0: jobs with a time limit must make progress
 
 
 class StageRun:
-    """One stage's progress. Every rank makes one; rank 0 writes.
+    """The progress of one stage. Every rank has one; rank 0 writes the files.
 
-    `frozen` engines only score. `extra` gives the stage's own state for a checkpoint (JSON), `take` puts it back.
-    `longest` is the number of tokens of the smallest micro-batch there is: one sequence (or pair), the longest one.
-    `decides` names the held-out figure that `export=best` goes by; the checkpoint of its best step stays to the end.
+    frozen: engines that only score
+    extra, take: return the stage's own state for a checkpoint (JSON), and restore it
+    longest: tokens of the longest sequence (or pair), which is the smallest possible micro-batch
+    decides: the metric by which `export=best` chooses; the checkpoint of its best step is kept until the end
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class StageRun:
         self._saved_at = self._began
         self._decides = decides if section.export == "best" else None
         self._best_step: int | None = None
-        self._begun = 0  # the step before this process's first
+        self._begun = 0  # the number of steps that were finished when this process started
         self._sent = distributed.bytes_sent()
         self._profile = _profile_of(folder, profile)
 
@@ -83,9 +86,9 @@ class StageRun:
         return self._seconds_before + time.monotonic() - self._began
 
     def restore(self) -> int:
-        """Go back to the newest checkpoint that is as it was written. Returns the number of steps already done.
+        """Load the newest undamaged checkpoint. Returns the number of finished steps.
 
-        Raises UserError where there are checkpoints and all of them are damaged.
+        Raises UserError if there are checkpoints and all of them are damaged.
         """
         loaded = self._checkpoints.load_newest()
         step = 0
@@ -103,7 +106,7 @@ class StageRun:
         self._begun, self._sent = step, distributed.bytes_sent()
         if distributed.world().is_rank_zero:
             if step:
-                print(f"{self.folder.name}: continuing after step {step} of {self.steps}", flush=True)
+                print(f"{self.folder.name}: resumes after step {step} of {self.steps}", flush=True)
             metrics.cut(self.folder / METRICS, step)
             self._checkpoints.remove_incomplete()
         distributed.barrier()
@@ -111,10 +114,10 @@ class StageRun:
         return step
 
     def find_micro_batch_size(self, dry_run: Callable[[int], None]) -> None:
-        """On GPUs, find the micro-batch size that fits: `budget`.
+        """Find the micro-batch size that fits into the memory of the GPU, and set `budget` to it.
 
-        `dry_run` runs forward and backward of the largest micro-batch of so many tokens. A host has no such limit: it
-        swaps, or the kernel ends a process.
+        `dry_run` runs forward and backward of the largest micro-batch of a number of tokens. Does nothing on CPUs,
+        which swap instead.
         """
         if distributed.world().device.type != "cuda":
             return
@@ -124,16 +127,16 @@ class StageRun:
             self.budget = fits
             write_limits(self.folder, replace(read_limits(self.folder), micro_batch_tokens=fits))
             name = self.folder.name
-            print(f"{name}: a dry run found that {name}.micro_batch_tokens={fits} fits, and no more", flush=True)
+            print(f"{name}: uses {name}.micro_batch_tokens={fits}, the largest size that fits in a dry run", flush=True)
 
     def steps_left(self) -> Iterator[int]:
-        """The steps that are not done yet, counted from 1; those of `profile.steps` are recorded.
+        """Yield the steps that are left, counted from 1, and record those of `profile.steps`.
 
-        A signal to stop waits for the end of a step, where `save` sees to it.
+        A signal to stop takes effect at the end of a step, in `save`.
         """
         if self._profile is not None:
             self._profile.expect(self._begun + 1, self.steps)
-        with put_off(distributed.request_stop):
+        with delayed(distributed.request_stop):
             for step in range(self._begun + 1, self.steps + 1):
                 if self._profile is not None:
                     self._profile.begin(step)
@@ -141,10 +144,10 @@ class StageRun:
                 if self._profile is not None:
                     self._profile.end(step, final=step == self.steps)
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write one step's figures. The caller passes the same on every rank; rank 0 writes."""
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of a step. Every rank passes the same metrics; rank 0 writes."""
         line: dict[str, float] = {"step": step, "seconds": round(self.seconds, 3), "tokens": self.clock.tokens}
-        line.update({name: value for name, value in figures.items() if name not in NORMS or math.isfinite(value)})
+        line.update({name: value for name, value in values.items() if name not in NORMS or math.isfinite(value)})
         self.last.update(line)
         if not distributed.world().is_rank_zero:
             return
@@ -154,7 +157,7 @@ class StageRun:
                 watcher.log(step, line)
 
     def note_best(self, step: int, name: str, value: float, *, higher: bool) -> None:
-        """Keep the best value of a figure; of equal ones the earliest. What is not a number is no value."""
+        """Record the value of a metric if it is the best so far. The first of equal values counts, NaN never."""
         before = self.best.get(name, -math.inf if higher else math.inf)
         if value > before if higher else value < before:
             self.best[name] = value
@@ -162,15 +165,16 @@ class StageRun:
                 self._best_step = step
 
     def evaluates(self, step: int) -> bool:
-        """Whether held-out figures are due after this step."""
+        """Return whether an evaluation is due after this step."""
         every = self._section.eval_every
         return step == self.steps or (every > 0 and step % every == 0)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint where one is due: every `save_every` steps, after the last and after the best so far.
+        """Write a checkpoint if one is due: every `save_every` steps, after the last and after the best step.
 
-        Where `save_every` is 0, every tenth of the stage, and wherever the last one is too long ago. If the run is to
-        stop, which all ranks learned in the step's updates, one is due as well; when it is whole, Stopped is raised.
+        If `save_every` is 0, one is due after each tenth of the stage and after `SECONDS_BETWEEN_SAVES`. A request to
+        stop, which all ranks receive with the updates of the step, makes one due as well. Stopped is then raised when
+        the checkpoint is complete.
         """
         stops = distributed.stop_requested()
         regular = step > 0 and (step % self._save_every == 0 or self._overdue(step))
@@ -183,7 +187,7 @@ class StageRun:
             raise Stopped
 
     def _write(self, step: int) -> None:
-        """Begin to write the checkpoint of a step."""
+        """Start to write the checkpoint of a step."""
         shared = {
             "step": step,
             "tokens": self.clock.tokens,
@@ -199,7 +203,7 @@ class StageRun:
         self._saved, self._saved_at = step, time.monotonic()
 
     def _overdue(self, step: int) -> bool:
-        """Whether the last checkpoint is long ago, by the leading rank's clock; asked a hundred times between two."""
+        """Return whether the last checkpoint is too old, by the clock of rank 0. Checked 100 times between two saves."""
         if self._section.save_every or step % math.ceil(self._save_every / 100):
             return False
         return bool(distributed.broadcast_object(time.monotonic() - self._saved_at > SECONDS_BETWEEN_SAVES))
@@ -218,52 +222,52 @@ class StageRun:
             raise restart(self.folder, problem, tokens=self.budget, longest=self._longest) from problem
 
     def take_best(self) -> None:
-        """Before the export: give the models back the values they had after the best step, where `export=best`.
+        """Load the models of the best step for the export, if `export=best`. Every rank calls.
 
-        Every rank calls. Raises UserError where the checkpoint of that step is damaged.
+        Raises UserError if the checkpoint of that step is damaged.
         """
         if self._best_step is None or self._best_step == self.steps:
             return
         self.settle()
-        place = self._checkpoints.path(self._best_step)
-        told = f"step {self._best_step} of {self.steps}, the best by {self._decides}"
-        if not distributed.broadcast_object(place.is_dir()):
-            told = f"the last step: the checkpoint of {told}, is gone"
+        path = self._checkpoints.path(self._best_step)
+        exported = f"step {self._best_step} of {self.steps}, the best by {self._decides}"
+        if not distributed.broadcast_object(path.is_dir()):
+            exported = f"the last step, because the checkpoint of {exported}, is gone"
             self._best_step = None
         else:
             try:
-                self._checkpoints.load(place)
+                self._checkpoints.load(path)
             except checkpoint.Damaged as problem:
                 raise UserError(
-                    f"{place} is damaged ({problem.reason}); it has {told}. Put a sound copy back; or delete it, and "
-                    "the same command exports the last step"
+                    f"{path}, the checkpoint of {exported}, is damaged ({problem.reason}). Restore a copy of it; or "
+                    "delete it and run the same command again, which then exports the last step"
                 ) from problem
         if distributed.world().is_rank_zero:
-            print(f"{self.folder.name}: exports {told}", flush=True)
+            print(f"{self.folder.name}: exports {exported}", flush=True)
 
     def require_finite(self, step: int, loss: float, batch: Any) -> None:
-        """Stop on a loss that is not a number, with this rank's batch (lists, tensors) saved as JSON for inspection."""
+        """Raise SharedError if the loss is not finite. This rank's batch (lists, tensors) is saved as JSON."""
         if math.isfinite(loss):
             return
         path = self.folder / f"nan-step-{step}-rank-{distributed.world().rank}.json"
         path.write_text(json.dumps(batch, default=Tensor.tolist))
         raise SharedError(
             f"the loss is {loss} at step {step}; the batch is in {path}. Lower the learning rate, or use "
-            "engine.dtype=bf16 or fp32; the last checkpoint is whole, the same command continues from it"
+            "engine.dtype=bf16 or fp32; then run the same command again to resume from the last checkpoint"
         )
 
     def _bytes_sent_by_step(self) -> dict[str, int]:
-        """Mean bytes that this rank sends in a step, by what for; rollouts, scoring and evaluation are part of it."""
+        """Return the mean bytes that this rank sends in a step, by purpose, with rollouts, scoring and evaluation."""
         steps = max(1, self.steps - self._begun)
         return {kind: round(size / steps) for kind, size in asdict(distributed.bytes_sent() - self._sent).items()}
 
-    def finish(self, figures: Mapping[str, Any]) -> None:
-        """Write summary.json: final and best figures, peak memory by rank, seconds by phase, tokens a second."""
+    def finish(self, metrics_of_stage: Mapping[str, Any]) -> None:
+        """Write summary.json: `metrics_of_stage`, final and best metrics, peak memory by rank, seconds by phase."""
         memory = distributed.gather_objects(peak_memory())
         if distributed.world().is_rank_zero:
             for engine in self._engines.values():
                 if engine.step_count and engine.scaler.skipped == engine.step_count:
-                    print(f"warning: {self.folder.name}: {_unlearned(engine)}", file=sys.stderr, flush=True)
+                    print(f"warning: {self.folder.name}: {_no_step_taken(engine)}", file=sys.stderr, flush=True)
             summary = {
                 "stage": self.folder.name,
                 "steps": self.steps,
@@ -282,28 +286,30 @@ class StageRun:
                 "best": self.best,
                 "exported_step": self.steps if self._best_step is None else self._best_step,
                 **({self._decides: self.best[self._decides]} if self._decides and self._best_step is not None else {}),
-                **figures,
+                **metrics_of_stage,
             }
             with explained_disk(self.folder):
                 write_json(self.folder / "summary.json", summary)
         distributed.barrier()
 
 
-def _unlearned(engine: Engine) -> str:
-    """What is said of a model none of whose steps was taken."""
-    said = f"all {engine.step_count} steps were skipped, no gradient was finite: the model is as it was"
+def _no_step_taken(engine: Engine) -> str:
+    """Return the warning about a model whose steps were all skipped."""
+    warning = f"all {engine.step_count} steps were skipped because no gradient was finite: the model did not change"
     if not engine.scaler.moves:
-        return said
+        return warning
     return (
-        f"{said}. More steps bring fp16's loss scale down further than {engine.scaler.scale:g}; "
-        "engine.loss_scale_power= (in a DeepSpeed file fp16.initial_scale_power) begins lower, engine.dtype=bf16 needs "
-        "none"
+        f"{warning}. The loss scale of fp16 is {engine.scaler.scale:g} and falls with each skipped step: take more steps, "
+        "start lower with engine.loss_scale_power= (in a DeepSpeed file fp16.initial_scale_power), or use "
+        "engine.dtype=bf16, which needs no loss scale"
     )
 
 
-def _profile_of(folder: Path, section: ProfileSection | None) -> Profile | None:
-    """What records this rank's steps, where that is wanted."""
+def _profile_of(folder: Path, section: ProfileSection | None) -> "Profile | None":
+    """Return the recorder of this rank's steps; None unless `profile.steps` is set."""
     if section is None or section.steps is None or (section.ranks == "first" and not distributed.world().is_rank_zero):
         return None
+    from pipeline.tracking.profile import Profile
+
     first, last = section.steps
     return Profile(folder, first, last)

@@ -1,4 +1,4 @@
-"""How a run is asked to stop: by which signals, what they raise, and how the steps of a stage put that off."""
+"""Signals that stop a run, the exception that they raise, and how a stage delays it to the end of a step."""
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -7,16 +7,16 @@ from types import FrameType
 from typing import Any
 
 Handler = Callable[[int, FrameType | None], None]
-# Of Slurm, torchrun, Kubernetes, spot machines; of Slurm's --signal; of a terminal that is closed.
+# SIGTERM from Slurm, torchrun, Kubernetes and spot machines; SIGUSR1 from Slurm's --signal; SIGHUP from a terminal.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was asked to stop, and what can be kept is kept."""
+    """A signal stopped the run, and its state is saved as far as possible."""
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """A handler: ends what is under way. Raises Stopped, once: those who send signals may repeat themselves."""
+    """Handle a signal: raise Stopped, once, since job schedulers repeat their signals."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     raise Stopped
@@ -24,10 +24,10 @@ def stop(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def handled(handler: Handler, numbers: Iterable[int] = SIGNALS) -> Iterator[None]:
-    """Have signals handled so within the block. One that is ignored stays so: nohup, or a shell, wanted that."""
+    """Use a handler for signals inside the context. Signals that nohup or a shell ignores stay ignored."""
     before: dict[int, Any] = {}
     for number in numbers:
-        if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: not Python's
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: a handler in C
             before[number] = signal.signal(number, handler)
     try:
         yield
@@ -37,16 +37,16 @@ def handled(handler: Handler, numbers: Iterable[int] = SIGNALS) -> Iterator[None
 
 
 @contextmanager
-def put_off(note: Callable[[], None]) -> Iterator[None]:
-    """Within the block a signal to stop is noted only, by `note`; at its end Stopped is raised where one came."""
-    came = False
+def delayed(note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` for a signal to stop inside the context, and raise Stopped at its end if there was one."""
+    received = False
 
     def noted(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
+        nonlocal received
+        received = True
         note()
 
     with handled(noted):
         yield
-    if came:
+    if received:
         raise Stopped

@@ -1,36 +1,152 @@
-"""The metrics file of a stage: a line a step, JSON."""
+"""What a stage measures while it runs: metrics.jsonl, seconds by phase, bytes by owner."""
 
 import json
 import math
-from collections.abc import Mapping
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from torch.autograd.profiler import record_function
+
+from engine import Engine
+from pipeline.distributed import device, rank
 from pipeline.files import explained_disk, write_whole
+
+WORK = ("flip", "generate", "score", "train")  # the phases that count for tokens per second
+RESTING = ("parameters", "optimizer", "average")  # owners that an engine holds between steps
+SHARED_PHASES = ("generate", "score")  # phases with the same name for all engines
+# Owners that an engine may hold while another engine works: offloaded bytes, and what it generates with.
+HELD_MEANWHILE = ("host", "nvme", "inference_model", "prepacked_linears", "cache")
 
 
 def append(path: Path, line: Mapping[str, float]) -> None:
-    """Add a step's figures; what is not finite becomes null."""
+    """Append the metrics of a step to metrics.jsonl; values that are not finite become null."""
     with explained_disk(path.parent), path.open("a") as file:
         file.write(json.dumps({name: plain(value) for name, value in line.items()}) + "\n")
 
 
 def cut(path: Path, step: int) -> None:
-    """Drop lines after `step`: steps that a killed run had logged and will do again. From step 0 all is done again.
+    """Remove the lines after `step` from a JSONL file with a `step` in each line; step 0 removes all lines.
 
-    Of any file whose lines are JSON objects with a `step`.
+    A killed run may have logged steps after its last checkpoint. It takes these steps again.
     """
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").split("\n"):  # answers may hold other signs that end a line
+    lines = []
+    for line in path.read_text(encoding="utf-8").split(
+        "\n"
+    ):  # not splitlines: answers may contain its other separators
         try:
             if 0 < step >= json.loads(line)["step"]:
-                kept.append(line)
+                lines.append(line)
         except (json.JSONDecodeError, KeyError):
             continue
-    write_whole(path, "".join(line + "\n" for line in kept))
+    write_whole(path, "".join(line + "\n" for line in lines))
 
 
 def plain(value: float) -> float | int | None:
-    """JSON has no NaN."""
+    """Return a number as JSON can hold it: None for NaN and infinity."""
     return value if math.isfinite(value) else None
+
+
+class Clock:
+    """Seconds by phase since the first step of the stage, over all starts. The stage adds to `tokens`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.tokens = 0
+        self._phase: str | None = None  # the newest phase
+        self.begin_lap()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the wall time of the context under a name.
+
+        A GPU is waited for when a phase of another name begins, so that the host can prepare the next step meanwhile.
+        """
+        if torch.cuda.is_available() and self._phase not in (None, name):
+            with self._counted(str(self._phase)):
+                torch.cuda.synchronize()
+        self._phase = name
+        with self._counted(name), record_function(name):  # a span in the profile, if one is recorded
+            yield
+
+    @contextmanager
+    def _counted(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Count some seconds of one phase under another name."""
+        self.seconds[source] = self.seconds.get(source, 0.0) - seconds
+        self.seconds[target] = self.seconds.get(target, 0.0) + seconds
+
+    def begin_lap(self) -> None:
+        """Start the next lap here."""
+        self._lap, self._lap_tokens = dict(self.seconds), self.tokens
+
+    def lap(self) -> dict[str, float]:
+        """Return the seconds by phase since the last lap, as `NAME_seconds`, and the tokens per second."""
+        spent = {name: total - self._lap.get(name, 0.0) for name, total in self.seconds.items() if name in WORK}
+        tokens = self.tokens - self._lap_tokens
+        self.begin_lap()
+        return {f"{name}_seconds": round(seconds, 4) for name, seconds in spent.items()} | {
+            "tokens_per_second": _rate(tokens, sum(spent.values()))
+        }
+
+    def rate(self) -> float:
+        """Return the tokens per second over all starts."""
+        return _rate(self.tokens, sum(seconds for name, seconds in self.seconds.items() if name in WORK))
+
+
+def _rate(tokens: int, seconds: float) -> float:
+    return round(tokens / max(seconds, 1e-9), 1)
+
+
+def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
+    """Return this rank's bytes by owner at the peak of each phase.
+
+    With one engine, phases and owners are those of its tracker. With several engines, a phase is "train actor", and the
+    bytes that an engine holds between steps have its name as the owner. While one engine trains, forwards of the
+    engines after it may wait for their backward.
+    """
+    if len(engines) == 1:
+        (engine,) = engines.values()
+        return {phase: dict(owners) for phase, owners in engine.memory_tracker.peaks.items()}
+    holdings = {name: engine.memory_tracker.holdings() for name, engine in engines.items()}
+    resting = {name: sum(owners.get(owner, 0) for owner in RESTING) for name, owners in holdings.items()}
+    found: dict[str, dict[str, int]] = {}
+    for index, (name, engine) in enumerate(engines.items()):
+        others = Counter[str]()
+        for other, owners in holdings.items():
+            if other != name:
+                others.update({owner: owners[owner] for owner in HELD_MEANWHILE if owners.get(owner)})
+        waiting = Counter[str]()
+        for later in [*engines.values()][index + 1 :]:
+            waiting.update(later.memory_tracker.waiting)
+        for phase, owners in engine.memory_tracker.peaks.items():
+            sizes = Counter({owner: size for owner, size in owners.items() if owner not in RESTING})
+            sizes.update(others)
+            if phase == "train":
+                sizes.update(waiting)
+            label = phase if phase in SHARED_PHASES else f"{phase} {name}"
+            peaks = found.setdefault(label, dict(resting))
+            for owner, size in sizes.items():
+                peaks[owner] = max(size, peaks.get(owner, 0))
+    return found
+
+
+def peak_memory() -> dict[str, int]:
+    """Return this rank's peak: bytes on the device (allocated by torch) and resident on the host."""
+    device_bytes = torch.cuda.max_memory_allocated() if device().type == "cuda" else 0
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
+    host_bytes = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"rank": rank(), "device_bytes": device_bytes, "host_bytes": host_bytes}

@@ -68,7 +68,7 @@ class Tracker:
 def _warn(problem: Exception) -> None:
     text = str(problem).strip().splitlines()
     print(
-        f"warning: wandb stopped ({type(problem).__name__}: {text[0] if text else ''}); metrics.jsonl goes on. "
+        f"warning: wandb stopped ({type(problem).__name__}: {text[0] if text else ''}); metrics.jsonl is still written. "
         "tracking=none leaves wandb out",
         file=sys.stderr,
         flush=True,

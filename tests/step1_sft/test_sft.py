@@ -159,7 +159,7 @@ class Letters:
 def test_answering_leaves_no_generator_behind(folder: Path) -> None:
     """The training that follows needs the memory; and the rollout's settings hold in this stage too."""
     engine = build_policy(source_in(folder), trained(dtype="bf16"), generates=True)
-    prepare_generation(engine, RolloutSection(stream=True, selfcheck_every=7, cache_bytes=40_000))
+    prepare_generation(engine, RolloutSection(stream=True, parity_check_every=7, cache_bytes=40_000))
     assert (engine.flip.stream, engine.flip.parity_check_every) == (True, 7)
     engine.flip.stream = False
     sampled = Sampling(max_new_tokens=2, end_ids=(1,))

@@ -153,7 +153,7 @@ def test_pairs_that_the_scores_do_not_decide_are_told(capsys: pytest.CaptureFixt
     margins = {"scored": (2.0, 0.0, -1.0, 0.0), "unscored": (0.0,)}
     pairs = [Preference(prompt, "a", "b", source, margin) for source, each in margins.items() for margin in each]
     log_undecided("reward", pairs)
-    assert "of 5 pairs 2 are ties and 1 have the better answer as rejected" in capsys.readouterr().out
+    assert "2 of 5 pairs are ties, and in 1 the rejected answer is better" in capsys.readouterr().out
     log_undecided("reward", [pairs[0], pairs[-1]])
     assert capsys.readouterr().out == ""
 

@@ -25,8 +25,8 @@ from pipeline.stages.stage_run import StageRun
 from step3_ppo.evaluate import build_evaluator
 from step3_ppo.log import rollout_metrics
 from step3_ppo.models import build_models, load_models
-from step3_ppo.ptx import PtxMix
 from step3_ppo.setup import Ppo
+from step3_ppo.update import PtxMix
 from tests.pipeline.models.tiny import classifier, config_of, frozen, language_model, source_in
 from tests.step3_ppo.made import learn
 

@@ -14,10 +14,9 @@ from pipeline.config.schema import PpoSection
 from pipeline.data.batch import TokenBatch
 from pipeline.models.checks import verify
 from step3_ppo.estimators import answer_scores
-from step3_ppo.ptx import PtxBatch
 from step3_ppo.rollout import Rollout
 from step3_ppo.setup import policy_loss_settings, reward_shaping
-from step3_ppo.update import means, minibatches, update_critic, update_policy
+from step3_ppo.update import PtxBatch, means, minibatches, update_critic, update_policy
 from tests.reads import Reads
 from tests.step3_ppo.made import Table, advantages_of, close, models_in, rollout_of, saved_models
 from tests.step3_ppo.test_advantages import gae_by_hand, rewards_by_hand

@@ -196,7 +196,7 @@ def test_the_demo_has_rows_of_its_own_for_each_stage() -> None:
         records = load_stage(data, stage, seed=1)
         assert records.train and records.held_out
         assert not prompts(records.train) & prompts(records.held_out)
-        assert "kept for other stages" not in records.skipped
+        assert "reserved for other stages" not in records.skipped
 
 
 def test_an_unreachable_hub_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.errors import UserError
 from pipeline.launch import processes, ranks
-from pipeline.launch.command import _kept
+from pipeline.launch.command import _save_traceback
 from pipeline.launch.processes import StageEnd, launch_stage
 from pipeline.launch.ranks import Ranks, check_given, first_host, given_ranks, own_ranks
 
@@ -97,11 +97,13 @@ def test_a_killed_rank_is_named(fake, monkeypatch):
 def test_a_crash_says_how_to_go_on(tmp_path):
     killed = StageEnd(1, "rank 0 was killed")
     (tmp_path / "checkpoints" / "step-3.tmp").mkdir(parents=True)
-    assert _kept(killed, tmp_path) == "; the same command begins the stage again"
+    assert _save_traceback(killed, tmp_path) == "; the same command begins the stage again"
     (tmp_path / "checkpoints" / "step-2").mkdir()
-    assert _kept(killed, tmp_path) == "; the same command goes on from the newest checkpoint"
-    assert "error.txt has the traceback; the same command" in _kept(StageEnd(1, "a bug", "Traceback ..."), tmp_path)
-    assert _kept(StageEnd(2, "a mistake"), tmp_path) == ""
+    assert _save_traceback(killed, tmp_path) == "; run the same command again to resume from the newest checkpoint"
+    assert "error.txt has the traceback; the same command" in _save_traceback(
+        StageEnd(1, "a bug", "Traceback ..."), tmp_path
+    )
+    assert _save_traceback(StageEnd(2, "a mistake"), tmp_path) == ""
 
 
 def test_other_launchers_failure_ends_the_ranks_here(fake, monkeypatch):

@@ -76,7 +76,7 @@ def test_a_finished_stage_is_skipped(train):
     assert f"ppo: finished before with the same settings, skipped; its answers were not judged by {judge}" in said
     shutil.rmtree("runs/x/ppo/model")
     Path("runs/x/ppo/checkpoints/step-1").mkdir(parents=True)
-    assert "ppo: goes on" in train("name=x", judge)[1]
+    assert "ppo: resumes" in train("name=x", judge)[1]
     assert "judge" not in train("name=x", judge)[1]
 
 
@@ -157,7 +157,7 @@ def test_a_model_that_is_gone_is_made_again_from_the_newest_checkpoint(train):
         assert status == 2 and "runs/x/sft/model is gone: run stage=sft" in said
     status, said = train("name=x")
     assert (status, said.count("skipped")) == (0, 2)
-    assert "sft: goes on, 1 process (its model is gone, and is made again from the newest checkpoint)" in said
+    assert "sft: resumes, 1 process (its model is gone; it is exported again from the newest checkpoint)" in said
     assert record("x", "sft")["produced"] == made and not Path("runs/x/sft.1").exists()
     shutil.rmtree("runs/x/sft/model")
     shutil.rmtree("runs/x/sft/checkpoints")
@@ -198,7 +198,7 @@ def test_an_unfinished_ppo_with_another_function_begins_anew(train):
     file.write_text(FUNCTION.format(1))
     assert train(*words, stage="crash")[0] == 1
     Path("runs/x/ppo/checkpoint").touch()
-    assert "ppo: goes on" in train(*words, stage="crash")[1]
+    assert "ppo: resumes" in train(*words, stage="crash")[1]
     assert Path("runs/x/ppo/checkpoint").exists()
     file.write_text(FUNCTION.format(2))
     assert "ppo: runs again (the reward function's file changed)" in train(*words)[1]
@@ -212,7 +212,7 @@ def test_an_unfinished_stage_goes_on_in_its_folder(train):
     assert record("x", "sft")["status"] == "stopped"
     Path("runs/x/sft/checkpoint").touch()
     status, said = train("name=x")
-    assert (status, "sft: goes on" in said) == (0, True)
+    assert (status, "sft: resumes" in said) == (0, True)
     assert Path("runs/x/sft/checkpoint").exists()
 
 

@@ -2,9 +2,9 @@ import math
 
 import pytest
 
+from pipeline.config.messages import format_bytes
 from pipeline.report.axes import (
     axis,
-    format_bytes,
     format_interval,
     format_number,
     format_seconds,

@@ -122,7 +122,7 @@ def test_a_best_checkpoint_that_is_damaged_or_gone(tmp_path: Path, capsys: pytes
     shutil.rmtree(place)
     stage.take_best()
     assert torch.equal(engine.module.weight, weights[10])
-    assert "exports the last step: the checkpoint of step 4 of 10, the best by eval_loss, is gone" in (
+    assert "exports the last step, because the checkpoint of step 4 of 10, the best by eval_loss, is gone" in (
         capsys.readouterr().out
     )
     stage.finish({})

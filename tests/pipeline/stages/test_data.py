@@ -30,7 +30,7 @@ def test_held_out_prompts_that_do_not_fit_are_told_before_any_stage(
     with pytest.raises(UserError, match=r"none of the \d held-out prompts fits .*max_prompt_tokens=3, .*raise it"):
         stage_data.evaluation_prompts(config, tokenizer)
     assert stage_data.evaluation_prompts(config.model_copy(update={"stage": "sft"}), tokenizer) == []
-    assert "max_prompt_tokens=3: none is answered" in capsys.readouterr().out
+    assert "max_prompt_tokens=3: no prompt is answered" in capsys.readouterr().out
 
 
 def test_what_was_cut_for_its_length_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +39,7 @@ def test_what_was_cut_for_its_length_is_said(capsys: pytest.CaptureFixture[str])
     log_cut("sft", {"no answer within max_length": 1, "cut to max_length": 4}, 9, "sft.max_length")
     told = capsys.readouterr().out
     assert told == (
-        "sft: too long, of 9: 4 x cut to max_length, 1 x no answer within max_length; sft.max_length sets the limit\n"
+        "sft: too long: 4 cut to max_length, 1 no answer within max_length of 9; sft.max_length sets the limit\n"
     )
 
 

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from pipeline.tracking.memory import measured_memory
+from pipeline.tracking.metrics import measured_memory
 
 
 def engine(now: dict[str, int], heights: dict[str, dict[str, int]], waiting: dict[str, int] | None = None) -> Any:

@@ -71,7 +71,7 @@ def test_wandb_that_cannot_start_is_said(alone, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "sideways")
     tracker = open_tracker(config_of(), "sft", alone)
     tracker.log(1, {"loss": 1.0})
-    assert "metrics.jsonl goes on" in capsys.readouterr().err
+    assert "metrics.jsonl is still written" in capsys.readouterr().err
 
 
 def test_a_key_is_looked_for_without_the_network(alone, monkeypatch):
