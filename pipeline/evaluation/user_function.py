@@ -78,7 +78,7 @@ class UserFunction:
         return (
             f"{self.key}={self.where} {what} for the answer {_cut(repr(answer))} to the row "
             f"{{{_cut(shown, LONGEST_ROW)}}}. It has to return a {WANTED[self.key]} for any text, an empty one too. "
-            "The same command goes on when that is mended; what was saved is kept"
+            "Correct the function and run the same command again to resume from the last checkpoint"
         )
 
 

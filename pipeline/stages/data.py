@@ -70,8 +70,8 @@ def examples(
     held_out, _ = on_rank_zero(partial(encode, few, name=f"held-out {STAGES[stage].examples}"))
     if section.export == "best" and not held_out:
         raise UserError(
-            f"{stage}.export=best needs held-out examples, and there are none: set data.eval_fraction or eval_path of a "
-            f"source, or use {stage}.export=last"
+            f"{stage}.export=best needs held-out examples, and there are none: set data.eval_fraction or eval_path of "
+            f"a source, or use {stage}.export=last"
         )
     return Examples(train, held_out, {**records.skipped, **notes})
 

@@ -203,7 +203,7 @@ class StageRun:
         self._saved, self._saved_at = step, time.monotonic()
 
     def _overdue(self, step: int) -> bool:
-        """Return whether the last checkpoint is too old, by the clock of rank 0. Checked 100 times between two saves."""
+        """Return whether the last checkpoint is too old, by rank 0's clock. Checked 100 times between two saves."""
         if self._section.save_every or step % math.ceil(self._save_every / 100):
             return False
         return bool(distributed.broadcast_object(time.monotonic() - self._saved_at > SECONDS_BETWEEN_SAVES))
@@ -299,8 +299,8 @@ def _no_step_taken(engine: Engine) -> str:
     if not engine.scaler.moves:
         return warning
     return (
-        f"{warning}. The loss scale of fp16 is {engine.scaler.scale:g} and falls with each skipped step: take more steps, "
-        "start lower with engine.loss_scale_power= (in a DeepSpeed file fp16.initial_scale_power), or use "
+        f"{warning}. The loss scale of fp16 is {engine.scaler.scale:g} and falls with each skipped step: take more "
+        "steps, start lower with engine.loss_scale_power= (in a DeepSpeed file fp16.initial_scale_power), or use "
         "engine.dtype=bf16, which needs no loss scale"
     )
 

@@ -68,8 +68,8 @@ class Tracker:
 def _warn(problem: Exception) -> None:
     text = str(problem).strip().splitlines()
     print(
-        f"warning: wandb stopped ({type(problem).__name__}: {text[0] if text else ''}); metrics.jsonl is still written. "
-        "tracking=none leaves wandb out",
+        f"warning: wandb stopped ({type(problem).__name__}: {text[0] if text else ''}); metrics.jsonl is still "
+        "written. tracking=none turns wandb off",
         file=sys.stderr,
         flush=True,
     )

@@ -170,7 +170,7 @@ def test_of_calls_that_fail_in_threads_the_first_is_told_and_no_more_are_begun(t
     """The second fails while the first waits."""
     written(tmp_path, WAITING)
     function = load_function(f"{tmp_path}/mine.py:failing", 2)
-    with pytest.raises(UserError, match=r"raised OSError: 0 .*same command again to resume.*what was saved is kept"):
+    with pytest.raises(UserError, match=r"raised OSError: 0 .*same command again to resume from the last checkpoint"):
         function.scores([(str(n), ROW) for n in range(500)])
     assert len(function.call.__globals__["made"]) < 500
 

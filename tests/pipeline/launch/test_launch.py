@@ -97,10 +97,10 @@ def test_a_killed_rank_is_named(fake, monkeypatch):
 def test_a_crash_says_how_to_go_on(tmp_path):
     killed = StageEnd(1, "rank 0 was killed")
     (tmp_path / "checkpoints" / "step-3.tmp").mkdir(parents=True)
-    assert _save_traceback(killed, tmp_path) == "; the same command begins the stage again"
+    assert _save_traceback(killed, tmp_path) == "; run the same command again to restart the stage"
     (tmp_path / "checkpoints" / "step-2").mkdir()
     assert _save_traceback(killed, tmp_path) == "; run the same command again to resume from the newest checkpoint"
-    assert "error.txt has the traceback; the same command" in _save_traceback(
+    assert "error.txt has the traceback; run the same command" in _save_traceback(
         StageEnd(1, "a bug", "Traceback ..."), tmp_path
     )
     assert _save_traceback(StageEnd(2, "a mistake"), tmp_path) == ""
