@@ -67,7 +67,7 @@ class LossScaler:
             if self.scale <= self.config.minimum:
                 raise FloatingPointError(
                     f"fp16: gradients overflow at the smallest loss scale ({self.scale:g}), and every step would be "
-                    "skipped from here on; use bf16 (engine.dtype=bf16, in a DeepSpeed file bf16.enabled) or a lower "
+                    "skipped from here on; use bf16 (dtype=bf16, in a DeepSpeed file bf16.enabled) or a lower "
                     "learning rate"
                 )
             self.scale = max(self.scale / 2.0, self.config.minimum)

@@ -13,9 +13,8 @@ import torch
 from engine import Sampling
 from pipeline.chat import command
 from pipeline.chat.folder import ChatModel, find, find_each
-from pipeline.chat.participant import Voice, fit, load
-from pipeline.chat.screen import Detokenizer, printable
-from pipeline.chat.session import Session, typed_lines
+from pipeline.chat.participant import ChatParticipant, Detokenizer, fit, load
+from pipeline.chat.session import Session, printable, typed_lines
 from pipeline.data.records import Message
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
@@ -234,8 +233,8 @@ class Bytes:
 
 def scripted(*says: bytes, labels: bool = False) -> tuple[Session, list[Scripted]]:
     rollouts = [Scripted(text) for text in says]
-    voices = [Voice(f"m{i}", r, Bytes(), None) for i, r in enumerate(rollouts)]  # type: ignore[arg-type]
-    return Session(voices, Sampling(9, seed=1), out=io.StringIO(), notes=io.StringIO(), labels=labels), rollouts
+    participants = [ChatParticipant(f"m{i}", r, Bytes(), None) for i, r in enumerate(rollouts)]  # type: ignore[arg-type]
+    return Session(participants, Sampling(9, seed=1), out=io.StringIO(), notes=io.StringIO(), labels=labels), rollouts
 
 
 def test_several_turns_a_system_message_and_a_reset() -> None:

@@ -99,7 +99,7 @@ class GraphedStep:
                 raise
             raise RuntimeError(
                 f"the decode step of {type(self.step.model.module).__name__} could not be captured in a CUDA graph "
-                f"({str(error).partition(chr(10))[0]}); generate with rollout.stream=true, which uses no graphs"
+                f"({str(error).partition(chr(10))[0]}); generate with stream=true, which uses no graphs"
             ) from error
         return graph
 

@@ -54,9 +54,9 @@ def _chat(options: argparse.Namespace) -> int:
         sampling = Sampling(**{key.replace("-", "_"): getattr(options, key.replace("-", "_")) for key in OPTIONS})
     except ValueError as problem:
         raise UserError(str(problem)) from problem
-    voices = [load(model, trust_remote_code=options.trust_remote_code) for model in models]
+    participants = [load(model, trust_remote_code=options.trust_remote_code) for model in models]
     interactive = options.prompt is None and sys.stdin.isatty()
-    session = Session(voices, sampling, options.system, labels=len(voices) > 1 or interactive)
+    session = Session(participants, sampling, options.system, labels=len(participants) > 1 or interactive)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an odd byte or a narrow locale is no reason to stop

@@ -1,4 +1,4 @@
-"""A model that takes part in the chat: its conversation, what of it fits into the model's context, its answers."""
+"""A model in the chat: its conversation, the turns that fit into its context, and its answers as a stream."""
 
 from collections import abc
 from collections.abc import Callable, Sequence
@@ -7,34 +7,63 @@ from typing import Any
 
 from engine import Generator, Sampling, attention
 from pipeline.chat.folder import ChatModel
-from pipeline.chat.screen import Detokenizer
 from pipeline.data.records import Message
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.data.turns import whole_characters
 from pipeline.errors import UserError
 
+_UNFINISHED = "\ufffd"  # an incomplete character decodes to it
+
+
+class Detokenizer:
+    """Decodes a stream of tokens.
+
+    A character may consist of several tokens: text that ends with the replacement character waits for more tokens.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self.text = ""
+
+    def feed(self, token: int) -> str:
+        """Add a token, and return the text that is complete now."""
+        self._ids.append(token)
+        return self._advance(self._decode(self._ids).rstrip(_UNFINISHED))
+
+    def finish(self) -> str:
+        """Return the rest of the text after the last token."""
+        return self._advance(self._decode(self._ids))
+
+    def _advance(self, text: str) -> str:
+        if not text.startswith(self.text):
+            return ""  # the decoder changed earlier text; do not print it twice
+        new, self.text = text[len(self.text) :], text
+        return new
+
 
 @dataclass
-class Voice:
-    """One model with its own side of the conversation. `positions` is the model's context, None for no bound."""
+class ChatParticipant:
+    """One model with its conversation. `positions` is the length of its context, None without a limit."""
 
     name: str
     rollouts: Generator
     tokenizer: ChatTokenizer
     positions: int | None
     turns: list[Message] = field(default_factory=list)
-    dropped: int = 0  # messages, the oldest, that were forgotten: they did not fit any more
+    dropped: int = 0  # the number of oldest messages that no longer fit
 
     def answer(self, system: str, text: str, sampling: Sampling, turn: int) -> abc.Generator[str, None, None]:
-        """Say the answer to `text`, piece by piece, and remember both; an answer that is cut off counts as it stands.
+        """Yield the answer to `text` as it is generated, and add both to the conversation.
 
-        `turn` numbers the random stream. Raises UserError where the message alone does not fit.
+        An interrupted answer is added as far as it was generated. `turn` is the sample seed. Raises UserError if the
+        message alone does not fit into the context.
         """
-        system, said = whole_characters(system), [*self.turns, Message("user", whole_characters(text))]
+        system, messages = whole_characters(system), [*self.turns, Message("user", whole_characters(text))]
         bound = None if self.positions is None else self.positions - min(sampling.max_new_tokens, self.positions // 2)
-        messages, prompt = fit(system, said, self.tokenizer.encode_prompt, bound)
-        kept = [message for message in messages if message.role != "system"]
-        self.dropped += len(said) - len(kept)
+        fitting, prompt = fit(system, messages, self.tokenizer.encode_prompt, bound)
+        turns = [message for message in fitting if message.role != "system"]
+        self.dropped += len(messages) - len(turns)
         room = sampling.max_new_tokens if self.positions is None else self.positions - len(prompt)
         longest = min(sampling.max_new_tokens, room)
         sampling = replace(
@@ -52,7 +81,7 @@ class Voice:
         except FloatingPointError as error:
             raise UserError(f"{self.name}: {error}") from error
         finally:
-            self.turns = [*kept, Message("assistant", pieces.text)]
+            self.turns = [*turns, Message("assistant", pieces.text)]
 
     def reset(self) -> None:
         self.turns, self.dropped = [], 0
@@ -77,7 +106,7 @@ def fit(
     )
 
 
-def load(model: ChatModel, *, trust_remote_code: bool = False) -> Voice:
+def load(model: ChatModel, *, trust_remote_code: bool = False) -> ChatParticipant:
     """Load a model folder. Raises UserError where it can't be talked to."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -115,4 +144,4 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> Voice:
         rollouts.refresh()  # tries a few tokens
     except ValueError as error:
         raise UserError(f"{model.folder}: {error}") from error
-    return Voice(model.name, rollouts, tokenizer, attention.max_positions(module))
+    return ChatParticipant(model.name, rollouts, tokenizer, attention.max_positions(module))

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
 from engine import Sampling
-from pipeline.chat.participant import Voice
-from pipeline.chat.screen import printable
+from pipeline.chat.participant import ChatParticipant
 from pipeline.errors import UserError
 
 HELP = """\
@@ -44,6 +43,18 @@ OPTIONS: dict[str, Callable[[str], int | float | tuple[str, ...]]] = {
 }
 
 
+# Characters that move the cursor, set titles, or change the direction of text or hide it: C0 and C1 controls except tab
+# and line feed, direction marks and overrides, tag characters, lone surrogates.
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+def printable(text: str) -> str:
+    """Return the text without characters that control a terminal."""
+    return _CONTROLS.sub("", text.replace("\r\n", "\n"))
+
+
 @dataclass
 class Session:
     """A chat with one model, or with several that answer the same. Text goes to `out`, remarks to `notes`.
@@ -51,7 +62,7 @@ class Session:
     `labels` puts the model's name before an answer.
     """
 
-    voices: Sequence[Voice]
+    participants: Sequence[ChatParticipant]
     sampling: Sampling
     system: str = ""
     labels: bool = False
@@ -79,17 +90,17 @@ class Session:
             self._note(str(mistake))
 
     def answer(self, text: str) -> bool:
-        """Let every voice answer; False where Ctrl-C stopped one, which skips the others."""
+        """Let every participant answer; False where Ctrl-C stopped one, which skips the others."""
         self.turn += 1
-        return all(self._speak(voice, text) for voice in self.voices)
+        return all(self._speak(participant, text) for participant in self.participants)
 
-    def _speak(self, voice: Voice, text: str) -> bool:
-        answer = voice.answer(self.system, text, self.sampling, self.turn)
+    def _speak(self, participant: ChatParticipant, text: str) -> bool:
+        answer = participant.answer(self.system, text, self.sampling, self.turn)
         began = stopped = False
         try:
             for piece in answer:
                 if not began and self.labels:
-                    self._say(f"{voice.name}> ")
+                    self._say(f"{participant.name}> ")
                 began = True
                 self._say(printable(piece))
         except KeyboardInterrupt:
@@ -100,16 +111,18 @@ class Session:
                 self._say("\n")
         if stopped:
             self._note("(stopped)")
-        if voice.dropped:
-            self._note(f"({voice.name} has forgotten the first {voice.dropped // 2} turns: its context is full)")
+        if participant.dropped:
+            self._note(
+                f"({participant.name} has forgotten the first {participant.dropped // 2} turns: its context is full)"
+            )
         return not stopped
 
     def _obey(self, line: str) -> None:
         command, _, rest = line.partition(" ")
         words = re.split(r"\s*=\s*|\s+", rest.strip(), maxsplit=1)  # KEY=VALUE as on the command line, too
         if command == "/reset":
-            for voice in self.voices:
-                voice.reset()
+            for participant in self.participants:
+                participant.reset()
             self.turn = 0
             self._note("(the conversation starts anew)")
         elif command == "/system":

@@ -1,12 +1,13 @@
 """Error messages about configuration keys: one line with the key, what is wrong, and what to write instead."""
 
+import re
 from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.config.overrides import closest
-from pipeline.config.schema import inner_section
+from pipeline.config.schema import EngineSettings, inner_section
 
 OTHER_NAMES = {
     "resume": "run the same command again to resume",
@@ -21,6 +22,11 @@ OTHER_NAMES = {
     "rollout.selfcheck_every": "it is now called rollout.parity_check_every",
 }
 """Keys of other tools and renamed keys -> what to write instead."""
+GENERATION_KEYS = {
+    r"(?<![\w.])tensor_parallel(?==\d+ for generation)": "rollout.tensor_parallel",
+    r"(?<![\w.])stream=[Tt]rue": "rollout.stream=true",
+}
+"""Settings of the generator in messages of the engine -> configuration keys."""
 OTHER_LEAVES = {
     "learning_rate": "lr",
     "num_train_epochs": "epochs",
@@ -68,6 +74,16 @@ def _message(key: str, error: ErrorDetails, root: type[BaseModel]) -> str:
         }[kind.split("_")[0]]
         return f"{key}={shown}: write {wanted}{_about(key, root)}"
     return f"{key}={shown}: {error['msg'].removeprefix('Value error, ')}"
+
+
+def in_keys(message: str) -> str:
+    """Return an error message of the engine with configuration keys for the fields of the engine: dtype=fp16 becomes
+    engine.dtype=fp16.
+    """
+    for field, key in GENERATION_KEYS.items():
+        message = re.sub(field, key, message)
+    fields = "|".join(EngineSettings.model_fields)
+    return re.sub(rf"(?<![\w.])({fields})(?= ?=|\b must be\b)", r"engine.\1", message)
 
 
 def as_written(value: Any) -> str:

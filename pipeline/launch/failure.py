@@ -3,6 +3,7 @@
 import traceback
 from pathlib import Path
 
+from pipeline.config.messages import in_keys
 from pipeline.errors import UserError
 
 FAILURE_PIPE = "ZEROCHAT_FAILURE_PIPE"
@@ -21,7 +22,7 @@ def advise(problem: BaseException) -> str | None:
     if isinstance(problem, UserError):
         return str(problem)
     if isinstance(problem, ValueError | FloatingPointError) and _raised_in_engine(problem):
-        return str(problem)
+        return in_keys(str(problem))
     if isinstance(problem, BrokenPipeError):
         return "the program that reads the output has ended; run the same command again to resume"
     text = str(problem)

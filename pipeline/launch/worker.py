@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.messages import in_keys
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RestartStage
 from pipeline.imports import kept_for_good
@@ -99,7 +100,7 @@ def _report(problem: BaseException) -> int:
         "rank": int(os.environ.get("RANK", "0")),
         "time": time.time(),
         "kind": kind,
-        "message": advice if advice is not None else f"{type(problem).__name__}: {problem}",
+        "message": advice if advice is not None else in_keys(f"{type(problem).__name__}: {problem}"),
         "traceback": text[-PIPE_BYTES // 2 :],
     }
     _send(record)

@@ -13,6 +13,7 @@ from pipeline.config.check import validate, warnings
 from pipeline.config.compose import compose, compose_jobs, parse_command
 from pipeline.config.document import MAIN_KEYS, PAGE, help_text, page
 from pipeline.config.engines import engine_settings
+from pipeline.config.messages import in_keys
 from pipeline.config.overrides import groups
 from pipeline.config.places import check_paths, check_ranks
 from pipeline.config.schema import EngineSettings, RunConfig
@@ -520,3 +521,11 @@ def test_a_stages_module_is_train_with_that_stage(capsys):
     assert capsys.readouterr().out == "reward\n"
     assert main(["model=gpt2", "stage=ppo"], stage="sft") == 2
     assert "train.py stage=ppo" in capsys.readouterr().err
+
+
+def test_messages_of_the_engine_name_configuration_keys() -> None:
+    assert in_keys("zero_stage must be 0, 1, 2 or 3, not 4") == "engine.zero_stage must be 0, 1, 2 or 3, not 4"
+    assert in_keys("states=bf16 needs dtype=bf16 and x=1") == "engine.states=bf16 needs engine.dtype=bf16 and x=1"
+    found = in_keys("stream=True does not go with tensor_parallel=2 for generation")
+    assert found == "rollout.stream=true does not go with rollout.tensor_parallel=2 for generation"
+    assert in_keys("engine.dtype=fp16 and my_dtype=1 stay") == "engine.dtype=fp16 and my_dtype=1 stay"
