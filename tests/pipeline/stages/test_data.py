@@ -55,7 +55,7 @@ def test_data_that_a_later_stage_would_refuse_is_refused_by_the_first(
     config = tiny_config().model_copy(update={"data": data})
     with pytest.raises(UserError, match="9 of 9 rows can't be used for reward: 9 x chosen equals rejected"):
         stage_data.check_data_to_come(config, "sft")
-    assert capsys.readouterr().out.startswith("sft: reading the data of reward and ppo too")
+    assert capsys.readouterr().out.startswith("sft: checking the data of reward and ppo")
     for nothing_bad_to_come in ({"stage": "sft"}, {"data": tiny_config().data}):
         stage_data.check_data_to_come(config.model_copy(update=nothing_bad_to_come), "sft")
     stage_data.check_data_to_come(config, "ppo")  # the reward stage is behind it
