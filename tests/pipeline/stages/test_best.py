@@ -117,7 +117,9 @@ def test_a_best_checkpoint_that_is_damaged_or_gone(tmp_path: Path, capsys: pytes
     weights = train(stage, engine, 10)
     place = stage.folder / "checkpoints" / "step-4"
     (place / "tensors-0.safetensors").write_bytes(b"short")
-    with pytest.raises(UserError, match=r"step-4, the checkpoint of step 4 of 10, the best by eval_loss, is damaged .* delete it"):
+    with pytest.raises(
+        UserError, match=r"step-4, the checkpoint of step 4 of 10, the best by eval_loss, is damaged .* delete it"
+    ):
         stage.take_best()
     shutil.rmtree(place)
     stage.take_best()

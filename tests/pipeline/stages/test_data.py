@@ -61,7 +61,7 @@ def test_data_that_a_later_stage_would_refuse_is_refused_by_the_first(
     stage_data.check_data_to_come(config, "ppo")  # the reward stage is behind it
     assert capsys.readouterr().out == ""
     stage_data.check_data_to_come(config.model_copy(update={"reward_path": "elsewhere"}), "sft")
-    assert capsys.readouterr().out.startswith("sft: reading the data of ppo too")
+    assert capsys.readouterr().out.startswith("sft: checking the data of ppo")
 
 
 def on_every_rank(file: str) -> dict[str, Any]:
