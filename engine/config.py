@@ -163,10 +163,9 @@ class EngineConfig:
             self._require(key, tensor_parallel=1, pipeline_parallel=1, compile_blocks=False)
         if self.pipeline_parallel > 1:
             key = f"pipeline_parallel={self.pipeline_parallel}"
-            if self.zero_stage == 3:
-                raise ValueError(f"{key} needs zero_stage=0, 1 or 2")
             self._require(
                 key,
+                *(["zero_stage=0, 1 or 2"] if self.zero_stage == 3 else []),
                 offload_optimizer="none",
                 offload_parameters="none",
                 compile_blocks=False,
@@ -176,8 +175,8 @@ class EngineConfig:
                 gradient_accumulation=1,
             )
 
-    def _require(self, key: str, **values: object) -> None:
-        """Raise ValueError if other fields do not have the values that `key` needs."""
-        wrong = [f"{name}={value}" for name, value in values.items() if getattr(self, name) != value]
+    def _require(self, key: str, *missing: str, **values: object) -> None:
+        """Raise ValueError if something is `missing`, or if fields do not have the `values` that `key` needs."""
+        wrong = [*missing, *(f"{name}={value}" for name, value in values.items() if getattr(self, name) != value)]
         if wrong:
             raise ValueError(f"{key} needs {', '.join(wrong)}")

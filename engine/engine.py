@@ -6,9 +6,8 @@ in the global batch. One division computes the mean, so the number of ranks and 
 """
 
 import copy
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,16 +22,15 @@ from engine.generation.flip import Flip
 from engine.generation.generator import Generator
 from engine.generation.inference_model import AssembledModel
 from engine.generation.parity_check import compare_logprobs
-from engine.loading import copy_local, persistent_buffers
+from engine.loading import persistent_buffers
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
 from engine.offload import OffloadedOptimizer, parameter_values
 from engine.optimizer_step import Gradients, Optimizer, OptimizerStep, Step, Update
 from engine.optimizers.ema import Average
 from engine.optimizers.onebit_adam import OneBitAdam
 from engine.parallel import collectives, dist, zero
-from engine.parallel.pipeline_split import split_of
-from engine.passes import LossAndMetrics, Passes, to_numbers
-from engine.pipeline_passes import PipelinePasses
+from engine.passes import LossAndMetrics, add_up, to_numbers
+from engine.pipeline_passes import make_passes
 
 Batch = TypeVar("Batch")
 Score = TypeVar("Score")
@@ -62,7 +60,7 @@ class Engine:
         self.step_count = 0
         self._micro_batches = 0
         blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
-        self._initial_values = parameter_values(module) if sharding.uses_offload(config, optimizer) else {}
+        initial_values = parameter_values(module) if sharding.uses_offload(config, optimizer) else {}
         self.module, self._nvme_parameters = module, sharding.apply(module, config, optimizer)
         self._flip: Flip | None = None
         if blueprint is not None and rollout_path is not None:
@@ -74,7 +72,7 @@ class Engine:
             hooks=not config.compile_blocks,
         )
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
-        self._passes = self._make_passes()
+        self._passes = make_passes(self.module, config, self.memory_tracker, self.scaler, self.discard)
         self.optimizer = self._make_optimizer(optimizer) if optimizer is not None else None
         self.average = Average(self.module, self.optimizer)
         self._optimizer_step: OptimizerStep | None = None
@@ -82,7 +80,8 @@ class Engine:
             self._optimizer_step = OptimizerStep(
                 self.module, self.optimizer, optimizer, self.scaler, self.average, scheduler, betas
             )
-        self._fill(fill)
+        sharding.fill(self.module, self.optimizer, initial_values, fill)
+        self._flush_pages()
         if self.optimizer is None:
             self.module.eval().requires_grad_(False)
 
@@ -94,27 +93,10 @@ class Engine:
             blueprint, model.module, self.dtype, fill=lambda device: model.filled(self.full_parameters(), device=device)
         )
 
-    def _make_passes(self) -> Passes:
-        split = split_of(self.module)
-        if split is None:
-            return Passes(self.module, self.config, self.memory_tracker, self.scaler, self.discard)
-        return PipelinePasses(self.module, self.config, self.memory_tracker, self.scaler, self.discard, split)
-
     def _make_optimizer(self, config: OptimizerConfig) -> Optimizer:
         if sharding.uses_offload(self.config, config):
             return OffloadedOptimizer(self.module, config, self.config, after_write=self._release_pages)
         return optim.build(self.module, config, states=self.config.states)
-
-    def _fill(self, fill: Callable[[nn.Module], None] | None) -> None:
-        """Give parameters their values, and offloaded masters theirs in full precision."""
-        offloaded = self.optimizer if isinstance(self.optimizer, OffloadedOptimizer) else None
-        with offloaded.initializing() if offloaded is not None else nullcontext():
-            for name, parameter in self.module.named_parameters():
-                if name in self._initial_values:
-                    copy_local(parameter, self._initial_values.pop(name))
-            if fill is not None:
-                fill(self.module)
-        self._flush_pages()
 
     def _flush_pages(self) -> None:
         """Write changed parameter shards to NVMe in the background, and release their memory."""
@@ -153,7 +135,7 @@ class Engine:
                 "the engine has no optimizer, so its parameters are frozen. Pass "
                 'initialize(..., optimizer=OptimizerConfig(lr=...)), or "optimizer" in a DeepSpeed configuration'
             )
-        self._check_parallelism()
+        sharding.check_parallelism(self.config)
         if self.config.pipeline_parallel > 1:
             raise ValueError(
                 f"pipeline_parallel={self.config.pipeline_parallel} needs all micro-batches of a step at once. Call "
@@ -166,15 +148,6 @@ class Engine:
         world, steps = dist.world(), self.config.gradient_accumulation
         self._passes.backward(loss, world.sequence / steps if count is None else world.zero_size / count, last=last)
         self._micro_batches += 1
-
-    def _check_parallelism(self) -> None:
-        world, config = dist.world(), self.config
-        own = (config.tensor_parallel, config.pipeline_parallel, config.sequence_parallel)
-        if (world.tensor, world.pipeline, world.sequence) != own:
-            raise ValueError(
-                "another engine of this process has other values of tensor_parallel, pipeline_parallel or "
-                "sequence_parallel. Use the same values for all engines"
-            )
 
     def step(self) -> Step | None:
         """Clip and update after `gradient_accumulation` micro-batches. Before that, do nothing and return None."""
@@ -215,15 +188,9 @@ class Engine:
         stops the update. The host waits for the device once. Raises `engine.oom.PassOutOfMemory` if a pass runs out of
         memory.
         """
-        self._check_parallelism()
+        sharding.check_parallelism(self.config)
         sent_before = collectives.bytes_sent()
-        totals: dict[str, float | Tensor] = {}
-        total_loss: float | Tensor = 0.0
-        for loss_sum, metrics in self._passes.train(micro_batches, loss_fn, count):
-            total_loss = total_loss + loss_sum
-            for name, value in metrics.items():
-                combine = _maximum if name in maxima else operator.add
-                totals[name] = combine(totals[name], value) if name in totals else value
+        total_loss, totals = add_up(self._passes.train(micro_batches, loss_fn, count), maxima)
         *values, loss, squared_norm = to_numbers([*totals.values(), total_loss, self._gradients().squared_norm()])
         local = self._passes.metrics_of_step(dict(zip(totals, values, strict=True)) | {"loss": loss})
         largest = {name: dist.max_over_ranks(local.pop(name)) for name in maxima}
@@ -270,7 +237,7 @@ class Engine:
         other use of the engine discards the graphs; the update then runs its own forwards. Dropout is as in training.
         Returns None under pipeline parallelism, which does not support this.
         """
-        self._check_parallelism()
+        sharding.check_parallelism(self.config)
         return self._passes.score_to_learn(micro_batches, work)
 
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
@@ -379,8 +346,3 @@ class Engine:
         self._release_parameters()
         self.average.swap(shown=shown)
         self._flush_pages()
-
-
-def _maximum(one: float | Tensor, other: float | Tensor) -> float | Tensor:
-    """Return the larger value, on the device if both are there. It is not finite if one of them is not finite."""
-    return torch.maximum(torch.as_tensor(one), torch.as_tensor(other))

@@ -7,7 +7,7 @@ micro-batches until `train` computes the losses and the backwards. This needs me
 Pipeline parallelism runs several micro-batches at once: `engine/pipeline_passes.py` overrides these methods.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -172,6 +172,27 @@ class PassState:
             torch.cuda.set_rng_state(self._device_random)
         for name, buffer in persistent_buffers(self._module).items():
             buffer.copy_(self._buffers[name])
+
+
+def add_up(
+    results: Sequence[LossAndMetrics], maxima: Collection[str]
+) -> tuple[float | Tensor, dict[str, float | Tensor]]:
+    """Return the sums of losses and metrics over micro-batches; of the metrics in `maxima` the largest value.
+
+    A maximum is not finite if one value is not finite.
+    """
+    total_loss: float | Tensor = 0.0
+    totals: dict[str, float | Tensor] = {}
+    for loss, metrics in results:
+        total_loss = total_loss + loss
+        for name, value in metrics.items():
+            if name not in totals:
+                totals[name] = value
+            elif name in maxima:
+                totals[name] = torch.maximum(torch.as_tensor(totals[name]), torch.as_tensor(value))
+            else:
+                totals[name] = totals[name] + value
+    return total_loss, totals
 
 
 def to_numbers(values: Sequence[float | Tensor]) -> list[float]:

@@ -13,9 +13,23 @@ from engine.oom import watch_pass
 from engine.optim import Gradients
 from engine.parallel import dist
 from engine.parallel.pipeline_parallel import Pipeline
-from engine.parallel.pipeline_split import PipelineSplit
+from engine.parallel.pipeline_split import PipelineSplit, split_of
 from engine.passes import LossAndMetrics, LossFn, Passes, PassState, ScoreFn, detach_metrics, to_host
 from engine.precision import TORCH_DTYPE, LossScaler
+
+
+def make_passes(
+    module: nn.Module,
+    config: EngineConfig,
+    tracker: MemoryTracker,
+    scaler: LossScaler,
+    discard: Callable[[], None],
+) -> Passes:
+    """Return the passes of a module, which may be a stage of a pipeline."""
+    split = split_of(module)
+    if split is None:
+        return Passes(module, config, tracker, scaler, discard)
+    return PipelinePasses(module, config, tracker, scaler, discard, split)
 
 
 class PipelinePasses(Passes):

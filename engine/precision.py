@@ -1,6 +1,6 @@
-"""Compute precision: what FSDP2 casts to, and fp16's dynamic loss scale (Micikevicius et al., 2018, arXiv:1710.03740).
+"""Mixed precision: casts of FSDP2, and the dynamic loss scale of fp16 (Micikevicius et al., 2018, arXiv:1710.03740).
 
-Master parameters and optimizer states are fp32; gradients are reduced in fp32.
+Master parameters and optimizer states are fp32. Gradients are reduced in fp32 by default.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ TORCH_DTYPE: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": tor
 
 
 def policy(dtype: Precision, reduce: Precision = "fp32") -> MixedPrecisionPolicy:
-    """FSDP2's casts for a module with fp32 parameters that computes in `dtype` and reduces gradients in `reduce`."""
+    """Return the policy to compute in `dtype` and to reduce gradients in `reduce`."""
     if dtype == reduce == "fp32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=TORCH_DTYPE[dtype], reduce_dtype=TORCH_DTYPE[reduce])
@@ -24,9 +24,9 @@ def policy(dtype: Precision, reduce: Precision = "fp32") -> MixedPrecisionPolicy
 class LossScaler:
     """The factor that keeps small fp16 gradients above zero.
 
-    A step with a non-finite gradient is skipped. It costs one unit of hysteresis; when none is left, the scale halves.
-    After `window` steps without overflow the scale doubles and the hysteresis is full again. In the other precisions
-    the scale stays 1, and a non-finite step is skipped and counted all the same.
+    A step with a non-finite gradient is skipped and costs one unit of hysteresis. The scale halves when none is left.
+    After `window` steps without overflow, the scale doubles and the hysteresis is restored. In other precisions the
+    scale stays 1; non-finite steps are still skipped and counted.
     """
 
     config: LossScale
@@ -39,7 +39,7 @@ class LossScaler:
 
     @property
     def moves(self) -> bool:
-        """Whether the scale is found while training."""
+        """Whether the scale adapts during training."""
         return self.enabled and self.config.static is None
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class LossScaler:
         self.budget = self.config.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Take note of one step. Raises FloatingPointError if the scale can't fall any further."""
+        """Record one step. Raises FloatingPointError if the scale is at its minimum and would have to halve."""
         self.skipped += overflow
         if self.moves:
             if overflow:
@@ -66,9 +66,8 @@ class LossScaler:
         if self.budget <= 1:
             if self.scale <= self.config.minimum:
                 raise FloatingPointError(
-                    f"fp16: gradients overflow at the smallest loss scale ({self.scale:g}), and every step would be "
-                    "skipped from here on; use bf16 (dtype=bf16, in a DeepSpeed file bf16.enabled) or a lower "
-                    "learning rate"
+                    f"fp16 gradients overflow at the smallest loss scale ({self.scale:g}), so every further step would "
+                    "be skipped. Set dtype=bf16 (in a DeepSpeed file bf16.enabled), or a lower learning rate"
                 )
             self.scale = max(self.scale / 2.0, self.config.minimum)
         else:
@@ -86,7 +85,7 @@ class LossScaler:
         }
 
     def restore(self, state: dict[str, float]) -> None:
-        """Go on from there; a scale is taken over where both precisions look for one."""
+        """Restore a saved state. The scale is restored only if it adapts in both precisions."""
         self.skipped = int(state["skipped"])
         if self.moves and state.get("moves", state["scale"] != 1.0):
             self.scale, self.budget = float(state["scale"]), int(state["budget"])

@@ -1,5 +1,7 @@
 """Apply a layout to a module: its precision, tensor and pipeline parallelism, ZeRO shards, and their memory."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -10,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from engine import optim, precision
 from engine.config import EngineConfig, OptimizerConfig
 from engine.kernels.wide_linear import widen_linears
-from engine.offload import NvmeParameters
+from engine.loading import copy_local
+from engine.offload import NvmeParameters, OffloadedOptimizer
 from engine.parallel import autograd_collectives, dist, meshes, single_rank, tensor, zero
 from engine.parallel.pipeline_split import split_model
 
@@ -84,6 +87,35 @@ def check_optimizer(config: EngineConfig, optimizer: OptimizerConfig) -> None:
             f"the optimizer {optimizer.name} needs full parameters on every rank. Set zero_stage=0, "
             "offload_optimizer=none, tensor_parallel=1 and pipeline_parallel=1"
         )
+
+
+def check_parallelism(config: EngineConfig) -> None:
+    """Raise ValueError if another engine has changed the parallelism of this process."""
+    world = dist.world()
+    own = (config.tensor_parallel, config.pipeline_parallel, config.sequence_parallel)
+    if (world.tensor, world.pipeline, world.sequence) != own:
+        raise ValueError(
+            "another engine of this process has other values of tensor_parallel, pipeline_parallel or "
+            "sequence_parallel. Use the same values for all engines"
+        )
+
+
+def fill(
+    module: nn.Module,
+    optimizer: object,
+    values: dict[str, Tensor],
+    initialize: Callable[[nn.Module], None] | None,
+) -> None:
+    """Give parameters the full tensors in `values`, which are removed, then call `initialize(module)`.
+
+    The masters of an offloaded optimizer get the values in full precision.
+    """
+    with optimizer.initializing() if isinstance(optimizer, OffloadedOptimizer) else nullcontext():
+        for name, parameter in module.named_parameters():
+            if name in values:
+                copy_local(parameter, values.pop(name))
+        if initialize is not None:
+            initialize(module)
 
 
 def uses_offload(config: EngineConfig, optimizer: OptimizerConfig | None) -> bool:

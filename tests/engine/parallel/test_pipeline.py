@@ -257,7 +257,7 @@ def test_what_cannot_be_is_refused_and_says_why() -> None:
         "zero_stage=0, 1 or 2, offload_optimizer=none",
         "tensor_parallel=1",
         "a module that is called outside of Engine.update supports no gradients",
-        "call update",
+        "Call update",
         "input_ids",
         "input_ids",
     )
