@@ -145,7 +145,7 @@ class Scheduler:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The parameters with their defaults; None if a parameter has no default."""
+        """Return the parameters with their defaults; None if a parameter has no default."""
         switch = {"cycle_momentum": True} if self.betas is not None else {}
         found = parameters_of(self.lr) | switch | (parameters_of(self.betas) if self.betas is not None else {})
         return {name: default for name, default in found.items() if name != "lr"}
@@ -167,13 +167,13 @@ SCHEDULERS = {
 
 
 def _warmup_share(iteration: int, warmup_num_steps: int, warmup_type: Warmup) -> float:
-    """The share of the warm-up that is done, 0 to 1, at an iteration of the warm-up."""
+    """Return the completed share of the warm-up (0 to 1) at one of its iterations."""
     steps = max(2, warmup_num_steps)
     return math.log(iteration + 1) / math.log(steps) if warmup_type == "log" else iteration / steps
 
 
 def _cycle_share(step: int, rise: int, fall: int | None, rise_stairs: int, fall_stairs: int | None) -> float:
-    """The height of the cycle at a step: 0 at its ends, 1 at its top, in stairs if their number is not 0."""
+    """Return the height of the cycle at a step: 0 at its ends, 1 at its top, in stairs if their number is not 0."""
     fall = rise if fall is None else fall
     position = step % (rise + fall)
     is_rising = position <= rise
@@ -183,6 +183,6 @@ def _cycle_share(step: int, rise: int, fall: int | None, rise_stairs: int, fall_
 
 
 def _steps_after_cycle(step: int, rise: int, fall: int | None) -> int | None:
-    """The number of steps since the end of the cycle. None in the cycle, whose last iteration starts it again."""
+    """Return the number of steps since the end of the cycle; None inside it. Its last iteration starts it again."""
     total = rise + (rise if fall is None else fall)
     return None if step - 1 < total else step - total

@@ -1,9 +1,9 @@
-"""Gradients of offloaded parameters: taken from the module as FSDP2 finishes reducing them, during backward.
+"""Gradients of offloaded parameters, moved out of the module during backward as soon as FSDP2 has reduced them.
 
-A hook on each sharded parameter takes the reduced gradient and clears `parameter.grad`, so at most one FSDP unit's
-gradients are on the device. The gradient of a single micro-batch keeps its precision: FSDP2 has already rounded it to
-the parameter's precision. Sums over several micro-batches are fp32. A sum in host memory is computed on the GPU, as in
-ZeRO-Offload: upload the sum, add, download.
+A hook on each sharded parameter moves the reduced gradient and clears `parameter.grad`, so at most one FSDP unit's
+gradients are on the device. The gradient of a single micro-batch stays in the parameter's precision, to which FSDP2 has
+rounded it. Sums over several micro-batches are fp32. A sum in host memory is computed on the GPU, as in ZeRO-Offload:
+upload the sum, add, download.
 """
 
 import torch
@@ -75,7 +75,7 @@ class Gradients:
         return self._pinned[key].copy_(gradient, non_blocking=True)
 
 
-def take_gradients(parameter: nn.Parameter, shard: int, gradients: Gradients) -> None:
+def collect_gradients(parameter: nn.Parameter, shard: int, gradients: Gradients) -> None:
     """Register a hook that moves each reduced gradient of `parameter` to `gradients`."""
 
     def hook(reduced: Tensor) -> None:

@@ -16,7 +16,7 @@ from engine import optim
 from engine.config import EngineConfig, OptimizerConfig
 from engine.host_allocator import return_freed_memory
 from engine.loading import observe_writes
-from engine.offload.gradients import take_gradients
+from engine.offload.gradients import collect_gradients
 from engine.offload.states import States
 from engine.offload.tier import AVERAGE, MASTER, Shard, Tier
 from engine.parallel import dtensors
@@ -35,7 +35,7 @@ class OffloadedState:
 
 
 class OffloadedOptimizer:
-    """An optimizer over the trainable parameters of a module, which takes their gradients during backward."""
+    """An optimizer over the trainable parameters of a module. It collects their gradients during backward."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class OffloadedOptimizer:
             shard = tier.shards[number]
             if name not in written:
                 tier.states.write(MASTER, number, shard.flat)
-            take_gradients(shard.parameter, number, tier.gradients)
+            collect_gradients(shard.parameter, number, tier.gradients)
         if self._is_nvme:
             return_freed_memory()
 
