@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine import optim, precision
 from engine.config import EngineConfig, OptimizerConfig
-from engine.kernels.wide_linear import widen_linears
+from engine.kernels.products import widen_linears
 from engine.loading import copy_local
 from engine.offload import NvmeParameters, OffloadedOptimizer
 from engine.parallel import autograd_collectives, dist, meshes, single_rank, tensor, zero

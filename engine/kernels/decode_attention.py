@@ -1,28 +1,31 @@
-"""Attention of one query token a sequence over a ragged slot cache, with grouped heads.
+"""Attention of one query token per sequence over a slot cache, with grouped heads.
 
     o = sum_t softmax_t(scale q k_t + slope (t - n + 1)) v_t     over max(0, n - window) <= t < n
 
-n is the sequence's length with the query's own token, whose key and value are in the cache already; query head h reads
-key head h // (H / Hkv) (Ainslie et al., 2023, arXiv:2305.13245); slopes are ALiBi's (Press et al., 2022,
-arXiv:2108.12409). The first tokens of a sequence may lie elsewhere: in a cache of prompts, where several sequences read
-the same ones.
+n is the length of the sequence with the query's own token, whose key and value are in the cache. Query head h reads key
+head h // (H / Hkv) (Ainslie et al., 2023, arXiv:2305.13245); slopes are those of ALiBi (Press et al., 2022,
+arXiv:2108.12409). The first tokens of a sequence may be in a cache of prompts, which several sequences read.
 
-This is the torch implementation, for every device, and the reference for the faster one beside it.
+`decode_attention` selects the implementation: Triton on GPUs, C on CPUs, otherwise `reference`.
+
+Shapes: B sequences, H query heads, Hkv key heads, S slots, T capacity, D and Dv head sizes of keys and values.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.kernels_triton.device import has_triton
+
 
 class Prompts(NamedTuple):
-    """Where sequences begin: one layer's cache of prompts, and which of its slots each reads.
+    """The cache of prompts of one layer, and the slot of it that each sequence reads.
 
-    keys: (Sp, Hkv, P, D), values: (Sp, Hkv, P, Dv); slots, lengths: (B,) int64: a sequence's first tokens, `lengths` of
-    them or as many as it has, lie there; those behind them in its own slot, from its beginning on. firsts: (B,) int64,
-    of neighbouring rows that read the same slot the first one, for which, and for all of them, it is then read once;
-    None where each row reads for itself.
+    keys: (Sp, Hkv, P, D). values: (Sp, Hkv, P, Dv). slots and lengths: (B,) int64; the first `lengths` tokens of a
+    sequence are in this slot, the tokens after them at the beginning of its own slot. firsts: (B,) int64, the first of
+    the neighbouring rows with the same slot, which is then read once for all of them; None: each row reads its slot.
     """
 
     keys: Tensor
@@ -44,13 +47,43 @@ def decode_attention(
     softcap: float | None = None,
     prompts: Prompts | None = None,
 ) -> Tensor:
-    """(B, H, Dv) in the query's dtype, zeros where the length is 0.
+    """Return (B, H, Dv) in the query's dtype, zeros where the length is 0.
 
-    query: (B, H, D); keys: (S, Hkv, T, D), values: (S, Hkv, T, Dv): one layer's cache; slots: (B,) the cache rows;
-    lengths: (B,) tokens in use, those in `prompts` among them; alibi: (H,) slopes; `softcap` c bounds scores to
-    c tanh(score / c) before ALiBi (Gemma 2). Scores and sums are fp32. No gradient. Raises ValueError where the shapes
-    don't fit.
+    query: (B, H, D). keys: (S, Hkv, T, D) and values: (S, Hkv, T, Dv), the cache of one layer. slots: (B,) rows of the
+    cache. lengths: (B,) tokens in use, with those in `prompts`. window: the query sees at most so many tokens. alibi:
+    (H,) slopes. `softcap` c bounds scores to c tanh(score / c) before ALiBi (Gemma 2). Scores and sums are fp32. No
+    gradient. Raises ValueError if the shapes do not fit.
     """
+    implementation = _implementation(query)
+    return implementation(query, keys, values, slots, lengths, scale, window, alibi, softcap, prompts)
+
+
+def _implementation(query: Tensor) -> Callable[..., Tensor]:
+    if query.is_cuda and has_triton():
+        from engine.kernels_triton import decode_attention as in_triton
+
+        return in_triton.decode_attention
+    if query.device.type == "cpu":
+        from engine.kernels_cpu import decode_attention as in_c
+
+        if in_c.serves(query.dtype):
+            return in_c.decode_attention
+    return reference
+
+
+def reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+    alibi: Tensor | None = None,
+    softcap: float | None = None,
+    prompts: Prompts | None = None,
+) -> Tensor:
+    """Compute `decode_attention` with torch operators."""
     check(query, keys, values, slots, lengths, window, alibi, prompts)
     heads, groups = query.shape[1], query.shape[1] // keys.shape[1]
     with torch.no_grad():
@@ -58,8 +91,8 @@ def decode_attention(
         if prompts is None:
             k, v = keys[slots, :, :longest], values[slots, :, :longest]
         else:
-            k = _one_behind_the_other(prompts.keys, keys, slots, prompts, longest)
-            v = _one_behind_the_other(prompts.values, values, slots, prompts, longest)
+            k = _concatenated(prompts.keys, keys, slots, prompts, longest)
+            v = _concatenated(prompts.values, values, slots, prompts, longest)
         k, v = (t.float().repeat_interleave(groups, 1) for t in (k, v))  # (B, H, T, D)
         scores = torch.einsum("bhd,bhtd->bht", query.float(), k) * scale
         if softcap is not None:
@@ -70,13 +103,13 @@ def decode_attention(
             scores = scores - alibi.float().view(1, heads, 1) * ago[:, None]
         seen = (ago >= 0) if window is None else (ago >= 0) & (ago < window)
         scores = scores.masked_fill(~seen[:, None], float("-inf"))
-        weights = torch.softmax(scores, -1).masked_fill(~seen[:, None], 0)  # a row of length 0 has seen nothing
-        v = v.masked_fill(~seen[:, None, :, None], 0)  # what lies there may be NaN
+        weights = torch.softmax(scores, -1).masked_fill(~seen[:, None], 0)  # a row of length 0 sees nothing
+        v = v.masked_fill(~seen[:, None, :, None], 0)  # unused memory may hold NaN
         return torch.einsum("bht,bhtd->bhd", weights, v).to(query.dtype)
 
 
-def _one_behind_the_other(of_prompts: Tensor, own: Tensor, slots: Tensor, prompts: Prompts, longest: int) -> Tensor:
-    """(B, Hkv, longest, D): what each sequence has cached in both places, in its order."""
+def _concatenated(of_prompts: Tensor, own: Tensor, slots: Tensor, prompts: Prompts, longest: int) -> Tensor:
+    """Return (B, Hkv, longest, D): the tokens of each sequence from both caches, in order."""
     both = torch.cat([of_prompts[prompts.slots], own[slots]], 2)
     places = torch.arange(longest, device=own.device)
     behind = places - prompts.lengths[:, None]  # (B, longest)
@@ -94,7 +127,7 @@ def check(
     alibi: Tensor | None,
     prompts: Prompts | None = None,
 ) -> None:
-    """Raise ValueError where the shapes don't fit."""
+    """Raise ValueError if the shapes do not fit."""
     batch, heads, width = query.shape
     if keys.shape[:3] != values.shape[:3] or keys.shape[3] != width or heads % keys.shape[1]:
         raise ValueError(

@@ -1,67 +1,79 @@
-"""Matrix products of bf16 and fp16 whose results are fp32, as log-probabilities need them."""
+"""Matrix products with fp32 sums, and linear layers in fp32, by the fastest implementation of this machine.
 
+bf16 and fp16 (`Products`). A plain product of bf16 matrices rounds its result to bf16, which changes log-probabilities
+by percents. `Products` returns fp32:
+
+- CUDA products have fp32 accumulators and an fp32 output.
+- On CPUs that multiply bf16 and have no AMX, a C kernel computes them (`engine/kernels_cpu/products.c`).
+- On other CPUs oneDNN computes a product of fp32 matrices in bf16, which is exact for inputs that were bf16. Measured
+  with AMX: 3.4 times the speed of fp32, half the speed of bf16, and as close to float64 as fp32.
+- fp16 on a CPU is computed in fp32.
+
+fp32 (`product_of`, `widen_linears`). PyTorch multiplies fp32 matrices with MKL, and MKL uses AVX-512 on Intel's
+processors only. On other processors with AVX-512 (AMD EPYC, one core: 105 of 256 GFLOP/s) the C kernel replaces large
+products. They are the same sums in another order.
+"""
+
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from engine.kernels.wide_linear import serves, wide_product
-from engine.kernels_cpu import products as host
+from engine.kernels_cpu import products as in_c
+
+MIN_OPERATIONS = 2**22  # of an fp32 product; smaller products are left to MKL
 
 
 class Products:
-    """Products of hidden states and weight in fp32, whatever their precision.
-
-    A plain product of bf16 matrices rounds its result to bf16, which moves log-probabilities by percents. CUDA has
-    products that keep their fp32 accumulators. So has a kernel in C on CPUs that multiply bf16 without AMX; on others
-    oneDNN is told to compute a product of fp32 matrices in bf16, exact for inputs that were bf16 (measured with AMX:
-    3.4 x as fast as plain fp32, half as fast as bf16, and as close to float64 as fp32). fp16 on the CPU computes in
-    fp32.
-    """
+    """Products of hidden states and the rows of a weight in fp32, whatever their precision."""
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
-        same = hidden.dtype == weight.dtype != torch.float32
-        self._narrow = hidden.dtype if same and hidden.is_cuda else None
-        self._rounds = same and weight.dtype == torch.bfloat16 and hidden.device.type == "cpu"
-        self._in_c = self._rounds and hidden.shape[1] % 2 == 0 and host.takes(torch.bfloat16)
+        is_narrow = hidden.dtype == weight.dtype != torch.float32
+        self._cuda_dtype = hidden.dtype if is_narrow and hidden.is_cuda else None
+        self._is_cpu_bf16 = is_narrow and weight.dtype == torch.bfloat16 and hidden.device.type == "cpu"
+        self._uses_c = self._is_cpu_bf16 and hidden.shape[1] % 2 == 0 and in_c.supports(torch.bfloat16)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of products whose results may be rounded."""
-        return torch.bfloat16 if self._rounds else self._narrow or torch.float32
+        """The dtype of products whose results may be rounded."""
+        return torch.bfloat16 if self._is_cpu_bf16 else self._cuda_dtype or torch.float32
 
     def operand(self, matrix: Tensor) -> Tensor:
-        """A matrix as products take it, to be made once for several of them."""
-        return matrix if self._narrow is not None or self._in_c else matrix.float()
+        """Convert a matrix for `__call__`; one conversion serves several products."""
+        return matrix if self._cuda_dtype is not None or self._uses_c else matrix.float()
 
-    def __call__(self, a: Tensor, b: Tensor, room: Tensor | None = None) -> Tensor:
-        """a @ b of operands, fp32; on the CPU in `room`, where it is given."""
-        if self._narrow is not None:
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return a @ b of operands in fp32. On a CPU the result is written to `out` if given."""
+        if self._cuda_dtype is not None:
             return torch.mm(a, b, out_dtype=torch.float32)
-        if self._in_c:
-            return host.product(a, b, out=room)
-        if not self._rounds:
-            return product_of(a, b, room)
+        if self._uses_c:
+            return in_c.product(a, b, out=out)
+        if not self._is_cpu_bf16:
+            return product_of(a, b, out)
         with _bf16_products():
-            return torch.mm(a, b, out=room)
+            return torch.mm(a, b, out=out)
 
 
-def product_of(a: Tensor, b: Tensor, room: Tensor | None = None) -> Tensor:
-    """a @ b in their own precision, by what is fastest here; in `room` where it is given."""
-    return wide_product(a, b, out=room) if serves(a, b) else torch.mm(a, b, out=room)
+def product_of(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return a @ b in their own precision, without gradients; in `out` if given."""
+    return in_c.product(a, b, out=out) if uses_c(a, b) else torch.mm(a, b, out=out)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32, once."""
+    """Return a @ b in fp32."""
     products = Products(a, b)
     return products(products.operand(a), products.operand(b))
 
 
 @contextmanager
 def _bf16_products() -> Iterator[None]:
-    """Let oneDNN round the inputs of fp32 matrix products to bf16. A setting of the process, put back at once."""
+    """Let oneDNN round the inputs of fp32 products to bf16. This changes a setting of the process and restores it."""
     setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"
@@ -69,3 +81,64 @@ def _bf16_products() -> Iterator[None]:
         yield
     finally:
         setting.fp32_precision = before
+
+
+@cache
+def mkl_is_slow() -> bool:
+    """Return whether MKL leaves the AVX-512 of this processor unused and the C kernel is available."""
+    if platform.machine() != "x86_64" or not torch.backends.mkl.is_available():
+        return False
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return has_avx512 and _vendor() != "GenuineIntel" and in_c.supports(torch.float32)
+
+
+def uses_c(a: Tensor, b: Tensor) -> bool:
+    """Return whether the C kernel multiplies the fp32 matrices (m, k) and (k, n) faster than MKL."""
+    is_fp32 = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
+    is_plain = type(a) in (Tensor, nn.Parameter) and type(b) in (Tensor, nn.Parameter)
+    return is_fp32 and is_plain and 2 * a.shape[0] * a.shape[1] * b.shape[1] >= MIN_OPERATIONS and mkl_is_slow()
+
+
+class WideLinear(nn.Linear):
+    """nn.Linear whose large fp32 products use the C kernel, forward and backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2) if x.ndim > 1 else x[None]
+        if torch.compiler.is_compiling() or not uses_c(rows, self.weight.T):
+            return functional.linear(x, self.weight, self.bias)
+        out: Tensor = _WideLinear.apply(rows, self.weight, self.bias)
+        return out.view(*x.shape[:-1], -1)
+
+
+def widen_linears(module: nn.Module) -> None:
+    """Make the linear layers of a module use the C kernel if MKL is slow on this processor."""
+    for layer in module.modules():
+        if type(layer) is nn.Linear and mkl_is_slow():
+            layer.__class__ = WideLinear
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return in_c.product(x, weight.T, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            in_c.product(upstream, weight) if needs_x else None,
+            in_c.product(upstream.T, x) if needs_weight else None,
+            upstream.sum(0) if needs_bias else None,
+        )
+
+
+def _vendor() -> str:
+    """Return the vendor of the processor, empty if the system does not provide it."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
+    except OSError:
+        return ""

@@ -201,8 +201,8 @@ int product(const struct call *w) {
     return 0;
 }
 
-/* Whether `product` is here, for fp32 and for bf16. AMX is faster in bf16. */
-int product_ways(void) {
+/* Bits: 1 for fp32, 2 for bf16, which AMX multiplies faster. */
+int supported_dtypes(void) {
 #ifdef __AVX512BF16__
     unsigned a, b, c, d;
     __cpuid_count(7, 0, a, b, c, d);
@@ -212,5 +212,5 @@ int product_ways(void) {
 #endif
 }
 #else
-int product_ways(void) { return 0; }
+int supported_dtypes(void) { return 0; }
 #endif

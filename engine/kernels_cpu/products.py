@@ -1,9 +1,8 @@
-"""Products of matrices with fp32 sums on CPUs with AVX-512: `products.c`.
+"""Matrix products with fp32 sums on CPUs with AVX-512: binds `products.c`.
 
-In fp32 they are as fast as MKL makes them on Intel's processors only (engine/kernels/wide_linear.py). Unlike oneDNN,
-nothing is compiled for a shape when it first comes: rows without padding have another number of tokens each time. In
-bf16, where the processor multiplies it by pairs (AVX512_BF16), the sums come out as they are; PyTorch's products round
-them to bf16. Processors with AMX are left to oneDNN in bf16.
+`engine/kernels/products.py` says which products use it. fp32 products are as fast as those of MKL on Intel's
+processors. bf16 products need AVX512_BF16 and return their fp32 sums; PyTorch's products round them to bf16. Processors
+with AMX use oneDNN for bf16, which is faster there.
 """
 
 import ctypes
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from engine.kernels_cpu.library import library
 
-_WORDS = {torch.float32: 1, torch.bfloat16: 2}  # numbers of a 32 bit word
+_PER_WORD = {torch.float32: 1, torch.bfloat16: 2}  # numbers in a word of 32 bits
 
 
 class _Matrix(ctypes.Structure):
@@ -37,54 +36,51 @@ class _Call(ctypes.Structure):
 
 
 @cache
-def takes(dtype: torch.dtype) -> bool:
-    """Whether matrices of this precision can be multiplied here, and in bf16, whether nothing is faster."""
-    if dtype not in _WORDS:
-        return False
-    found = library("products")
-    ways = 0 if found is None else int(found.product_ways())
-    return bool(ways & _WORDS[dtype])
+def supports(dtype: torch.dtype) -> bool:
+    """Return whether the kernel multiplies this dtype here; False for bf16 on processors with AMX."""
+    compiled = library("products")
+    return compiled is not None and bool(int(compiled.supported_dtypes()) & _PER_WORD.get(dtype, 0))
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """a (m, k) @ b (k, n) + bias (n,) in fp32, in `out` where it is given, without gradients.
+    """Return a (m, k) @ b (k, n) + bias (n,) in fp32, in `out` if given, without gradients.
 
     a and b are both fp32, or both bf16 with an even k; bias and out are fp32. Raises MemoryError.
     """
-    (m, k), n, words = a.shape, b.shape[1], _WORDS[a.dtype]
-    assert takes(a.dtype) and a.dtype == b.dtype and len(b) == k and k % words == 0, "ask takes() first"
+    (m, k), n, per_word = a.shape, b.shape[1], _PER_WORD[a.dtype]
+    assert supports(a.dtype) and a.dtype == b.dtype and len(b) == k and k % per_word == 0
     out = torch.empty(m, n) if out is None else out
     assert out.shape == (m, n) and out.dtype == torch.float32 and out.stride(1) == 1
     if m == 0 or k == 0:
         return out.zero_() if bias is None else out.copy_(bias)
-    a, b = _laid_out(a, words), _laid_out(b.T, words).T
+    a, b = _with_unit_stride(a, per_word), _with_unit_stride(b.T, per_word).T
     bias = None if bias is None else bias.contiguous()
     call = _Call(
-        _Matrix(a.data_ptr(), *_steps(a, words)),
-        _Matrix(b.data_ptr(), *reversed(_steps(b.T, words))),
+        _Matrix(a.data_ptr(), *_strides(a, per_word)),
+        _Matrix(b.data_ptr(), *reversed(_strides(b.T, per_word))),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
         out.stride(0),
         m,
         n,
-        k // words,
-        words > 1,
+        k // per_word,
+        per_word > 1,
         torch.get_num_threads(),
     )
-    found: Any = library("products")
-    if found.product(ctypes.byref(call)):
-        raise MemoryError("a product of matrices got no memory: make micro_batch_tokens smaller")
+    compiled: Any = library("products")
+    if compiled.product(ctypes.byref(call)):
+        raise MemoryError("no memory for a matrix product: choose a smaller micro_batch_tokens")
     return out
 
 
-def _laid_out(matrix: Tensor, words: int) -> Tensor:
-    """A matrix (rows, k) whose numbers lie side by side along one of the two, in bf16 in whole words along k."""
+def _with_unit_stride(matrix: Tensor, per_word: int) -> Tensor:
+    """Return a matrix (rows, k) with stride 1 along rows or k; bf16 has full words along k."""
     row, column = matrix.stride()
-    fits = column == 1 and row % words == 0
-    return matrix if fits or (words == 1 and row == 1) else matrix.contiguous()
+    fits = column == 1 and row % per_word == 0
+    return matrix if fits or (per_word == 1 and row == 1) else matrix.contiguous()
 
 
-def _steps(matrix: Tensor, words: int) -> tuple[int, int]:
-    """Words between rows, and between columns, of a matrix (rows, k) that is laid out."""
+def _strides(matrix: Tensor, per_word: int) -> tuple[int, int]:
+    """Return the strides of such a matrix (rows, k) in words."""
     row, column = matrix.stride()
-    return (row, column) if words == 1 else (row // words, 1)
+    return (row, column) if per_word == 1 else (row // per_word, 1)

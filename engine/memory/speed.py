@@ -25,7 +25,7 @@ from transformers import AutoModel
 from engine.config import Precision
 from engine.generation.prepacked_linears import PrepackedLinears
 from engine.kernels import token_logprobs
-from engine.kernels.wide_linear import widen_linears
+from engine.kernels.products import widen_linears
 from engine.memory.activations import with_blocks
 from engine.memory.model_shape import ModelShape
 from engine.memory.states import BYTES

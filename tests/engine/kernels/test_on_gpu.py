@@ -3,30 +3,34 @@
 (With a GPU the tests of the Triton sources beside this file run compiled, too.)
 """
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
 
 from engine import kernels
 from engine.kernels.decode_attention import Prompts
-from engine.kernels.decode_attention import decode_attention as plain_attention
-from engine.kernels.token_logprobs import token_logprobs as plain_logprobs
+from engine.kernels.decode_attention import reference as plain_attention
 from tests.engine.kernels.oracle import PLAIN, probability_and_border
 from tests.gpu import DEVICE, ON_GPU, needs_gpu
 
 pytestmark = needs_gpu
+plain_logprobs = importlib.import_module("engine.kernels.token_logprobs")
 SCALE = 1 if ON_GPU else 16  # the CPU tries the code only
 
 
-@pytest.mark.parametrize("name", sorted(kernels._IN_TRITON))
-def test_the_names_pick_triton(name: str) -> None:
-    picked = kernels._for_device(name, torch.empty(1, device=DEVICE))
-    assert (picked is not None and ".gpu." in picked.__module__) == ON_GPU
+@pytest.mark.parametrize("name", ["decode_attention", "sample", "token_logprobs"])
+def test_the_names_select_triton(name: str) -> None:
+    module = importlib.import_module(f"engine.kernels.{name}")
+    selected = module._implementation(torch.empty(1, 1, device=DEVICE))
+    function = selected[0] if isinstance(selected, tuple) else selected
+    assert ("kernels_triton" in function.__module__) == ON_GPU
 
 
 @pytest.mark.parametrize("vocabulary", [50272, 151936])
 @pytest.mark.parametrize("tokens", [16, 1000])
-def test_token_logprobs(tokens: int, vocabulary: int) -> None:
+def test_token_logprobs(tokens: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     width, vocabulary = 1024 // SCALE, vocabulary // SCALE
     hidden = torch.randn(tokens, width, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
@@ -34,9 +38,13 @@ def test_token_logprobs(tokens: int, vocabulary: int) -> None:
     targets = torch.randint(vocabulary, (tokens,), device=DEVICE)
     upstream = torch.randn(2, tokens, device=DEVICE)
     found: list[tuple[Tensor, ...]] = []
-    for function in (kernels.token_logprobs, plain_logprobs):
+    for implementation in (None, plain_logprobs):
+        if implementation is not None:
+            monkeypatch.setattr(
+                plain_logprobs, "_implementation", lambda _: (plain_logprobs.statistics, plain_logprobs.gradients)
+            )
         hidden.grad = weight.grad = None
-        logprobs, entropy = function(hidden, weight, targets, 0.7)
+        logprobs, entropy = kernels.token_logprobs(hidden, weight, targets, 0.7)
         torch.autograd.backward([logprobs, entropy], [upstream[0], upstream[1]])
         assert hidden.grad is not None and weight.grad is not None
         found.append((logprobs.detach(), entropy.detach(), hidden.grad, weight.grad))

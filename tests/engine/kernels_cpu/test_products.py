@@ -8,11 +8,11 @@ from torch import Tensor
 
 from engine.kernels.products import Products
 from engine.kernels_cpu import products
-from engine.kernels_cpu.products import product, takes
+from engine.kernels_cpu.products import product, supports
 
 BF16 = torch.bfloat16
-pytestmark = pytest.mark.skipif(not takes(torch.float32), reason="no C compiler, or a processor without AVX-512")
-in_bf16 = pytest.mark.skipif(not takes(BF16), reason="a processor that does not multiply bf16, or has AMX for it")
+pytestmark = pytest.mark.skipif(not supports(torch.float32), reason="no C compiler, or a processor without AVX-512")
+in_bf16 = pytest.mark.skipif(not supports(BF16), reason="a processor that does not multiply bf16, or has AMX for it")
 SHAPES = [(1, 2, 1), (5, 8, 3), (6, 16, 64), (97, 130, 65), (130, 770, 70), (20, 1600, 129), (205, 30, 200)]
 
 

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine import kernels
-
 ROOT = Path(__file__).parents[3]
 
 
@@ -16,8 +14,3 @@ def test_kernels_compile_and_fit() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_names_lead_to_functions_in_triton() -> None:
-    for name, kernel in kernels._IN_TRITON.items():
-        assert kernels._triton(kernel, name).__module__ == f"engine.kernels_triton.{kernel}"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.kernels.decode_attention import decode_attention as plain
+from engine.kernels.decode_attention import reference as plain
 from engine.kernels_triton import decode_attention as kernel
 from engine.kernels_triton.device import Card
 from tests.engine.kernels.oracle import DEVICE, attention_in_float64, ragged_cache, with_prompts
@@ -13,8 +13,10 @@ TOLERANCE = {torch.float32: 2e-6 if DEVICE == "cpu" else 1e-5, torch.bfloat16: 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (20, 1)])
-@pytest.mark.parametrize("extras", [{}, {"window": 70}, {"alibi": True, "window": 130}, {"softcap": 2.0}])
+@pytest.mark.parametrize(
+    ("heads", "extras"),
+    [((3, 3), {}), ((6, 2), {"window": 70}), ((20, 1), {"alibi": True, "window": 130}), ((6, 2), {"softcap": 2.0})],
+)
 def test_matches_float64(dtype: torch.dtype, heads: tuple[int, int], extras: dict) -> None:
     case = ragged_cache(*heads, width=20, of_values=24, lengths=[1, 70, 0, 301], capacity=310, dtype=dtype, **extras)
     ours = kernel.decode_attention(**case)
