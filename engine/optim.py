@@ -87,7 +87,7 @@ def build(
     memory use is known before the first step. Raises ValueError for an unknown or unsupported name or option.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
-    kind = BFloat16AdamW if states == "bf16" else optimizer_class(config.name)  # `layout` allows bf16 for AdamW only
+    kind = BFloat16AdamW if states == "bf16" else optimizer_class(config.name)  # only with AdamW
     optimizer = with_groups(parameter_groups(trainable, config), config, kind)
     if kind in ADAMS.values():
         names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if config.options.get("amsgrad") else ()))
