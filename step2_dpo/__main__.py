@@ -1,4 +1,4 @@
-"""`python -m step2_dpo KEY=VALUE ...`"""
+"""Run the DPO stage: `python -m step2_dpo KEY=VALUE ...`."""
 
 from pipeline.launch import stage_main
 

@@ -14,13 +14,14 @@ from pipeline.data.microbatches import largest_microbatch, local_microbatches, p
 
 @dataclass(frozen=True, eq=False)
 class AnswerBatch(Movable):
-    """B pairs: chosen answers, then rejected ones.
+    """A micro-batch of B pairs. The chosen answers precede the rejected answers in every field.
 
-    input_ids (2B, T) or (1, N) long, and documents: as in `PairBatch`; in one row the answers share their prompt
-    scored (M,) long: where the tokens of the answers are in the flattened ids
-    slots (M,) long: where each of them is in a table (2B, R), flattened, of answers
-    lengths (2B,) fp32: tokens of each answer, its end token among them
-    reference (2B,) fp32: the reference's log-probability of each answer
+    input_ids (2B, T) or (1, N) long, and documents: as in `PairBatch`; in a packed row both answers share their prompt
+    scored (M,) long: indices of the answer tokens in the flattened ids
+    slots (M,) long: index of each answer token in a flattened table (2B, R) of answers
+    lengths (2B,) fp32: the number of tokens of each answer, including its end token
+    reference (2B,) fp32: the log-probability of each answer under the reference model
+    longest: R, the number of tokens of the longest answer
     """
 
     input_ids: Tensor
@@ -34,7 +35,10 @@ class AnswerBatch(Movable):
 
 @dataclass(frozen=True)
 class Pairs:
-    """N pairs, and the reference's log-probabilities (N, 2) fp32 of chosen and rejected answers, on the host."""
+    """N pairs with their log-probabilities under the reference model.
+
+    reference (N, 2) fp32 on the CPU: chosen answers, rejected answers
+    """
 
     items: Sequence[PairItem]
     reference: Tensor
@@ -77,7 +81,7 @@ def before_last_of_prompt(item: PairItem) -> int:
 
 
 def collate_answers(items: Sequence[PairItem], reference: Tensor, pad_id: int, *, packing: bool) -> AnswerBatch:
-    """Return B pairs with their `reference` (B, 2). Without pairs: two tokens of padding, none of them scored."""
+    """Return the batch of B pairs with their `reference` (B, 2). An empty batch has two unscored padding tokens."""
     if packing:
         pairs = pack_pairs(items, pad_id, shared=before_last_of_prompt)
     else:
@@ -100,7 +104,7 @@ def collate_answers(items: Sequence[PairItem], reference: Tensor, pad_id: int, *
 
 
 def answer_logprobs(module: nn.Module, batch: AnswerBatch) -> Tensor:
-    """(2B,) fp32: the policy's log-probability of each answer."""
+    """Return the log-probability of each answer under the policy, (2B,) fp32."""
     logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
     table = logprobs.new_zeros(len(batch.lengths) * batch.longest).index_put((batch.slots,), logprobs)
     return table.view(len(batch.lengths), batch.longest).sum(1)

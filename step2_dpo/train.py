@@ -30,7 +30,7 @@ from step2_dpo.objective import loss_of
 
 
 def run(config: RunConfig, folder: Path) -> None:
-    """Train, evaluate and export. `folder` is RUN/dpo."""
+    """Train, evaluate and export the policy. `folder` is RUN/dpo."""
     start = stage_inputs(config, folder.parent, "dpo")["actor"]
     assert start is not None
     source, tokenizer = policy_to_tune(config, start)
@@ -79,7 +79,7 @@ def run(config: RunConfig, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class DpoBatches:
-    """The pairs of DPO as batches.
+    """The training and held-out pairs as batches.
 
     schedule: for each step, the indices of its pairs in `train`
     packing: a micro-batch is one row without padding
@@ -92,7 +92,7 @@ class DpoBatches:
     pad_id: int
 
     def step(self, step: int, budget: int) -> StepBatch[AnswerBatch]:
-        """Return the batch of a step, counted from 0; the loss runs over its pairs."""
+        """Return the batch of a step, counted from 0. The loss is averaged over its pairs."""
         indices = self.schedule[step]
         batches, _ = self.train.micro_batches(indices, budget=budget, packing=self.packing, pad_id=self.pad_id)
         pairs = [self.train.items[i] for i in indices]
@@ -114,9 +114,9 @@ class DpoBatches:
 
 
 def select_used(pairs: Sequence[PairItem], schedule: Sequence[Sequence[int]]) -> tuple[list[PairItem], list[list[int]]]:
-    """Return the pairs that a step uses, and the schedule with their new indices.
+    """Return the pairs that occur in `schedule`, and the schedule with their new indices.
 
-    The reference scores no other pairs.
+    The reference model scores only these pairs.
     """
     used = sorted({index for indices in schedule for index in indices})
     new_index = {index: position for position, index in enumerate(used)}

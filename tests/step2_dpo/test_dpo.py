@@ -233,11 +233,11 @@ def test_a_reference_that_was_half_read_goes_on_where_it_was_kept(
         first = items.index(some[0])
         return numbers[first : first + len(some)]
 
-    for name, value in {"AT_A_TIME": 2, "SECONDS_A_LINE": 0.0, "SECONDS_A_FILE": 0.0}.items():
+    for name, value in {"CHUNK_PAIRS": 2, "PRINT_SECONDS": 0.0, "SAVE_SECONDS": 0.0}.items():
         monkeypatch.setattr(evaluate, name, value)
     with pytest.raises(KeyboardInterrupt):
         with_reference(tmp_path, {"train": items}, partial(read, until=2))
-    assert "reads 5 pairs" in (said := capsys.readouterr().out) and "4 of 5 pairs are read" in said
+    assert "scores 5 pairs" in (printed := capsys.readouterr().out) and "has scored 4 of 5 pairs" in printed
     known = with_reference(tmp_path, {"train": items}, read)
     assert asked == [2, 2, 1, 1] and known["train"].reference.tolist() == numbers.tolist()
-    assert "reads 1 pairs" in capsys.readouterr().out
+    assert "scores 1 pairs" in capsys.readouterr().out
