@@ -1,6 +1,6 @@
-"""PyTorch's attention within the sequences of a row, for GPUs (FlashAttention 2; Dao, 2023): what it takes, and a call.
+"""PyTorch's variable-length attention on GPUs: attention inside each sequence of a packed row.
 
-Left out: soft caps, dropout, fp32.
+It is FlashAttention 2 (Dao, 2023, arXiv:2307.08691). Left out: soft caps, dropout, fp32.
 """
 
 import inspect
@@ -18,22 +18,21 @@ LARGEST_HEAD = 256
 
 @cache
 def varlen_kernel() -> Callable[..., Tensor] | None:
-    """PyTorch's variable-length attention; None where there is none yet that takes a scale and a window.
+    """Return PyTorch's variable-length attention; None if this PyTorch has none with a scale and a window.
 
-    Query heads may share a key head: the kernel reads it where it lies, forward and backward. PyTorch 2.13 wants to be
-    told of it, 2.11 doesn't ask.
+    Query heads may share a key head, which is not copied. PyTorch 2.13 has an argument for this case, 2.11 has none.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    takes = inspect.signature(varlen_attn).parameters
-    kernel: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if "enable_gqa" in takes else varlen_attn
-    return kernel if {"scale", "window_size"} <= takes.keys() else None
+    parameters = inspect.signature(varlen_attn).parameters
+    kernel: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if "enable_gqa" in parameters else varlen_attn
+    return kernel if {"scale", "window_size"} <= parameters.keys() else None
 
 
 def varlen_fits(query: Tensor, value: Tensor) -> bool:
-    """Whether it takes heads like these, (..., size) on a GPU."""
+    """Return whether the kernel supports these heads, (..., size) on a GPU."""
     if query.dtype not in DTYPES or torch.cuda.get_device_capability(query.device) < CAPABILITY:
         return False
     return query.shape[-1] == value.shape[-1] <= LARGEST_HEAD and query.shape[-1] % 8 == 0
@@ -50,9 +49,11 @@ def within_sequences(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """query (N, heads, size), key and value (K, key heads, size) -> (N, heads, size), causal from each last token back.
+    """Return (N, heads, size) from query (N, heads, size), key and value (K, key heads, size).
 
-    `starts`: where queries and keys of each sequence begin, and an end, (sequences + 1,) int32; `longest`: of either.
+    Attention is causal: the last query and the last key of a sequence are the same token. starts: the first query and
+    the first key of each sequence, and the ends, (sequences + 1,) int32 each. longest: the most queries and the most
+    keys of a sequence. window: a query sees at most so many tokens.
     """
     rows = (t.contiguous() for t in (query, key, value))
     return kernel(*rows, *starts, *longest, scale=scale, window_size=(-1 if window is None else window - 1, 0))

@@ -1,7 +1,6 @@
-"""Kernels in C for CPUs, compiled at first use where the machine has a C compiler.
+"""Kernels in C for CPUs, compiled at first use if the machine has a C compiler.
 
-PyTorch's operators serve every machine, and are what these are tested against. Where a few small operators follow each
-other in memory that a core could have kept at hand (attention of one query, norms, the optimizer's step), a loop of our
-own is several times as fast, and a file of it compiles in under a second. Where it can't be compiled, the operators
-serve.
+Several small operators of PyTorch in a row read and write memory that one loop keeps in a core's caches. A kernel in C
+is then several times as fast, and its file compiles in about a second. Without a C compiler PyTorch's operators run,
+which are also the references of the tests.
 """

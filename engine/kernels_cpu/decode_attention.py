@@ -42,7 +42,7 @@ class _Call(ctypes.Structure):
 
 @cache
 def available() -> bool:
-    """Whether the kernel is here."""
+    """Return whether the kernel is compiled."""
     found = library("decode_attention")
     if found is not None:
         found.decode_attention.argtypes, found.decode_attention.restype = [ctypes.POINTER(_Call)], ctypes.c_int
@@ -50,7 +50,7 @@ def available() -> bool:
 
 
 def serves(dtype: torch.dtype) -> bool:
-    """Whether the kernel is here, and takes numbers of this type."""
+    """Return whether the kernel is compiled and supports this dtype."""
     return dtype in DTYPES and available()
 
 
@@ -157,7 +157,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _run(call: _Call) -> None:
-    assert available(), "ask available() first"
+    assert available()
     found = library("decode_attention")
     if found is not None and found.decode_attention(call):
         raise MemoryError("decode_attention: no memory for its intermediate sums")

@@ -1,8 +1,8 @@
 """Compiling and loading the C files of this folder.
 
-A file is compiled for this very processor, once; the result is kept in the user's cache directory, under a name that
-says what it was made from. It shares PyTorch's threads: a second OpenMP library would start threads of its own, which
-wait for work on the cores that PyTorch's need.
+A file is compiled once, for the processor of this machine. The library is stored in the user's cache directory under
+a name that contains a hash of its inputs. It shares PyTorch's threads, because a second OpenMP library would start
+threads of its own, which spin on the cores that PyTorch's threads need.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ import torch
 
 log = logging.getLogger(__name__)
 HERE = Path(__file__).parent
-# Sums may be reordered, which vectors need; infinities and NaN keep their meaning.
+# Sums may be reordered, which vectorization needs; infinities and NaN keep their meaning.
 FLAGS = (
     "-std=gnu11",
     "-O3",
@@ -35,29 +35,28 @@ FLAGS = (
     "-fassociative-math",
     "-freciprocal-math",
 )
-# Sums are not: the same bits wherever a number lies in a vector.
+# Sums are not reordered: a number has the same bits at every position of a vector.
 EXACT = ("-fno-associative-math", "-fno-reciprocal-math", "-fsigned-zeros", "-ffp-contract=off")
-SWITCH = "ZEROCHAT_HOST_KERNELS"  # 0 in the environment does without
-SHARE = 16384  # numbers of light work that are worth a thread
+SWITCH = "ZEROCHAT_HOST_KERNELS"  # 0 in the environment disables the kernels
 
 
 @cache
 def library(name: str, *, exact: bool = False) -> ctypes.CDLL | None:
-    """The functions of `name`.c; None where they can't be compiled, which is said in the log once.
+    """Return the compiled functions of `name`.c; None if they cannot be compiled, and log the reason once.
 
-    `exact` compiles them to round as they are written.
+    `exact` does not let the compiler reorder sums.
     """
     try:
         if os.environ.get(SWITCH) == "0":
             raise Unavailable(f"{SWITCH}=0")
         return _loaded(HERE / f"{name}.c", (*FLAGS, *EXACT) if exact else FLAGS)
     except (Unavailable, OSError, subprocess.SubprocessError) as reason:
-        log.info("%s.c is not used, PyTorch's operators are: %s", name, reason)
+        log.info("%s.c is not used, PyTorch's operators run instead: %s", name, reason)
         return None
 
 
 class Unavailable(Exception):
-    """Something that a compiled kernel needs is not here."""
+    """A requirement of compiled kernels is missing."""
 
 
 def _loaded(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
@@ -65,7 +64,7 @@ def _loaded(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
         made = _compiled(source, flags, folder)
         try:
             return ctypes.CDLL(str(made))
-        except OSError:  # a kept file that lost its end with a machine: once more
+        except OSError:  # a stored file may be truncated after a crash: compile it again
             made.unlink(missing_ok=True)
             return ctypes.CDLL(str(_compiled(source, flags, folder)))
 
@@ -81,7 +80,7 @@ def _compiled(source: Path, flags: Sequence[str], folder: Path) -> Path:
             part, whole = Path(space) / "part.o", Path(space) / "whole.so"
             _run([compiler, *flags, "-c", str(source), "-o", str(part)])
             _run([compiler, "-shared", str(part), openmp, "-lm", "-o", str(whole)])
-            whole.replace(made)  # at once: another process may be doing the same
+            whole.replace(made)  # atomic: another process may compile the same file
     return made
 
 
@@ -92,23 +91,23 @@ def _run(command: list[str]) -> None:
 
 
 def _openmp() -> str:
-    """The OpenMP library that PyTorch has loaded: its own, where other packages have brought theirs along."""
+    """Return the path of the OpenMP library that PyTorch has loaded; PyTorch's own if other packages loaded theirs."""
     if not torch.backends.openmp.is_available():
         raise Unavailable("PyTorch runs without OpenMP")
-    with open("/proc/self/maps") as maps:  # Linux; elsewhere OSError, and PyTorch's operators serve
+    with open("/proc/self/maps") as maps:  # Linux; other systems raise OSError
         loaded = {line.split(maxsplit=5)[-1].strip() for line in maps}
     found = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp5"))]
     if not found:
         raise Unavailable("PyTorch's OpenMP library was not found")
-    package = str(Path(torch.__file__).parent)  # some wheels keep libraries beside it, in torch.libs
+    package = str(Path(torch.__file__).parent)  # some wheels have libraries in torch.libs, next to it
     return min(found, key=lambda path: (not path.startswith(package), path))
 
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """Where compiled files are kept: a folder that nobody else may write to, as what lies there will be run.
+    """Yield the folder of compiled files, which other users must not be able to write to because its files are run.
 
-    Where there is none, one that goes when its file is loaded.
+    If there is none, yield a temporary folder, which is deleted after loading.
     """
     kept = _kept()
     if kept is not None:
@@ -125,13 +124,13 @@ def _kept() -> Path | None:
         about = kept.stat()
         if about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(kept, os.W_OK):
             return kept
-    except (OSError, RuntimeError):  # RuntimeError: nobody knows where home is
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
         pass
     return None
 
 
 def _fingerprint(source: Path, compiler: str, flags: Sequence[str], openmp: str) -> str:
-    """Of all that the compiled file depends on, the processor among it: a home may be shared by many machines."""
+    """Return a hash of the inputs of a compiled file, with the processor: machines may share a home directory."""
     about = hashlib.sha256()
     for text in (source.read_bytes(), *(header.read_bytes() for header in sorted(HERE.glob("*.h")))):
         about.update(text)
@@ -142,11 +141,6 @@ def _fingerprint(source: Path, compiler: str, flags: Sequence[str], openmp: str)
 
 
 def _processor() -> str:
-    """The instructions that the processor has."""
+    """Return the instruction sets of the processor."""
     with open("/proc/cpuinfo") as lines:
         return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
-def team(numbers: int) -> int:
-    """How many threads pay for light work on so many numbers: meeting costs as much as working on some thousands."""
-    return 1 if numbers < 2 * SHARE else min(numbers // SHARE, torch.get_num_threads())

@@ -1,11 +1,11 @@
-"""Causal attention of sequences side by side in one row, on CPUs, forward and backward: binds `ragged_attention.c`.
+"""Causal attention of the sequences of a packed row on CPUs, forward and backward: binds `ragged_attention.c`.
 
-A sequence's query t sees the keys of tokens 0 to t, at most `window` of them, itself included. Sequences of a family
-begin with the tokens of its first one: those stand once in the row, and their keys' gradients come from all of them.
+Query t of a sequence sees the keys of tokens 0 to t, at most `window` of them, itself included. All sequences of a
+family begin with the tokens of its first sequence. These tokens are in the row once, and the gradients of their keys
+are sums over the family.
 
-One call does what takes two operators a sequence forward and two backward, with the copies that joining a family's keys
-asks for, and accumulates in fp32 what those round. PyTorch's operators, one call a sequence, are
-`pipeline.models.attention`.
+One call replaces two operators per sequence forward and two backward, and the copies that concatenate the keys of a
+family. It accumulates in fp32. `pipeline.models.attention` has the path by PyTorch's operators.
 """
 
 import ctypes
@@ -25,11 +25,12 @@ _ARGUMENTS: list[Any] = [*[ctypes.c_void_p] * 5, *[ctypes.c_long] * 7, ctypes.c_
 
 @dataclass(frozen=True, eq=False)
 class Families:
-    """How a row of N tokens falls into sequences, and sequences into families.
+    """The sequences of a row of N tokens, and their families.
 
-    spans: (sequences, 4) long: where each begins, its own tokens, those of its family's first sequence that come before
-    them (0 for the first itself), and where its queries begin, families one after the other
-    bounds: (families + 1,) long: where in `spans` each begins; longest: keys that the last token of any sequence sees
+    spans: (sequences, 4) int64, ordered by family: the first token, the number of own tokens, the number of tokens of
+    the family's first sequence that precede them (0 for the first sequence), and the first query
+    bounds: (families + 1,) int64, where each family begins in `spans`
+    longest: the number of keys that the last token of the longest sequence sees
     """
 
     spans: Tensor
@@ -38,7 +39,7 @@ class Families:
 
     @classmethod
     def of(cls, members: Sequence[Sequence[tuple[int, int]]]) -> "Families":
-        """From (start, length) of each family's sequences, its first one first."""
+        """Create from (start, length) of the sequences of each family, its first sequence first."""
         spans = [
             (start, length, family[0][1] if place else 0, start)
             for family in members
@@ -49,8 +50,10 @@ class Families:
 
     @classmethod
     def going_on(cls, chunks: Sequence[tuple[int, int, int, int]]) -> "Families":
-        """From (start, past, length, queries) of sequences of which only the last `length` tokens ask, behind `past`
-        others: keys and values begin at `start` of their row, queries at `queries` of theirs. Without gradients.
+        """Create from (start, past, length, queries) of sequences whose last `length` tokens have queries.
+
+        `past` tokens precede them. Keys and values begin at `start` of their row, queries at `queries` of theirs. No
+        gradients.
         """
         spans = [
             span
@@ -64,10 +67,10 @@ class Families:
 def ragged_attention(
     query: Tensor, key: Tensor, value: Tensor, families: Families, *, scale: float, window: int | None = None
 ) -> Tensor | None:
-    """(N, heads, size) from query (heads, N, size), key and value (key heads, N, size), these of another row of tokens
-    where `families` go on; None where it can't be done.
+    """Return (N, heads, size) from query (heads, N, size), key and value (key heads, N, size); None if unsupported.
 
-    Takes fp32 and bf16 on the CPU, all three alike; heads are a multiple of the key heads. Once differentiable.
+    Supports fp32 and bf16 on a CPU, the same for all three. With `Families.going_on` key and value are another row of
+    tokens. The number of heads is a multiple of the number of key heads. Once differentiable.
     """
     alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape
     if query.dtype not in DTYPES or query.device.type != "cpu" or not alike or library("ragged_attention") is None:
@@ -94,7 +97,7 @@ class _Ragged(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, lses = ctx.saved_tensors
-        # Token by token, as the layers before made them: theirs is a view then, no copy.
+        # In the memory order of the layers before, so that their gradient is a view.
         gradients = [tensor.new_empty(tensor.transpose(0, 1).shape).transpose(0, 1) for tensor in (query, key, value)]
         tensors = [query, key, value, _rows(upstream.transpose(0, 1)), *gradients]
         _call(tensors, lses, ctx.families, ctx.scale, ctx.window)
@@ -102,12 +105,12 @@ class _Ragged(torch.autograd.Function):
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """With the numbers of a row side by side."""
+    """Return the tensor with a dense last dimension."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _call(tensors: Sequence[Tensor], lses: Tensor, families: Families, scale: float, window: int | None) -> None:
-    """Query, key, value and output, or those with the output's gradient in its place and three for the gradients."""
+    """Run forward on query, key, value and output, or backward on query, key, value, d_output and three gradients."""
     found = library("ragged_attention")
     assert found is not None
     function = found.ragged_attention
@@ -134,4 +137,4 @@ def _call(tensors: Sequence[Tensor], lses: Tensor, families: Families, scale: fl
         torch.get_num_threads(),
     )
     if failed:
-        raise MemoryError("attention over a row of sequences got no memory: make micro_batch_tokens smaller")
+        raise MemoryError("no memory for attention over a packed row: choose a smaller micro_batch_tokens")

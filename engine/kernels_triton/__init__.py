@@ -1,5 +1,5 @@
-"""Kernels in Triton for GPUs, each in a file with the kernel's name, and what compiles them ahead of time.
+"""Kernels in Triton for GPUs, each in a file with the kernel's name.
 
-The files with kernels import Triton, which PyTorch's builds for CUDA bring along; `engine.kernels` imports them when a
-CUDA tensor first comes along, and PyTorch's operators serve where Triton can't compile (compiler.py).
+PyTorch's builds for CUDA bring Triton. The files with kernels import it, so `engine.kernels` imports them with the
+first CUDA tensor. If Triton cannot compile (`device.has_triton`), the torch references run instead.
 """

@@ -1,16 +1,14 @@
-"""`decode_attention` in Triton: the same function as in engine/kernels/decode_attention.py, whose formula it is.
+"""`engine.kernels.decode_attention` in Triton.
 
-One query token reads the whole cache and computes next to nothing: the kernel's task is to keep the memory busy. A
-program owns one sequence, one key head and a share (a split) of the keys, so that keys and values are read once for
-all query heads of the group, and a few long sequences fill the card as well as many short ones ("flash-decoding", Dao
-et al., 2023). Shares are cut from each sequence's own length: a short row next to a long one is cut finer, not left to
-one program. A second kernel joins the shares, where there are several. The grid depends on shapes alone, never on
-lengths, so that nothing waits for the device and a CUDA graph can replay it.
+Memory bandwidth bounds the kernel, because one query token reads the cache of its sequence. A program computes one
+sequence, one key head and one split of the keys. Keys and values are then read once for all query heads of a group,
+and few long sequences fill a GPU as well as many short ones ("flash-decoding", Dao et al., 2023). The length of each
+sequence is divided into the same number of splits. A second kernel joins the splits if there are several. The grid
+depends on shapes only, never on lengths, so the host does not wait for the device and a CUDA graph can replay it.
 
-The queries of a group are padded to the 16 rows that tensor cores take: with one head a group 15 of 16 products are
-for nothing, and still memory is what is waited for. Where neighbouring sequences read the same prompt, their queries
-take those rows: shares of the prompt are read once for a block of sequences, shares of what is each one's own apart
-(Juravsky et al., 2024, "Hydragen").
+The queries of a group are padded to the 16 rows of a tensor core's tile. If neighbouring sequences read the same
+prompt, the rows hold the queries of several sequences: splits of the prompt are read once for a block of sequences,
+splits of the answers by each sequence (Juravsky et al., 2024, arXiv:2402.05099, "Hydragen").
 
 Left out: gradients, a paged cache, quantized keys and values.
 """
@@ -26,9 +24,9 @@ from engine.kernels.decode_attention import Prompts, check
 from engine.kernels_triton.device import H200, Card, card, dot_precision, multiprocessors
 
 MOST_SPLITS = 64
-MOST_ROWS, ENOUGH_SEQUENCES = 32, 8  # of a block that reads a prompt: rows of a tile, sequences
-LOWEST = tl.constexpr(-1e30)  # stands for -inf, whose difference with itself is NaN
-NOWHERE = tl.constexpr(2**31 - 1)  # beyond every place
+MOST_ROWS, ENOUGH_SEQUENCES = 32, 8  # limits of a block that reads a prompt: rows of a tile, sequences
+LOWEST = tl.constexpr(-1e30)  # instead of -inf, whose difference with itself is NaN
+NOWHERE = tl.constexpr(2**31 - 1)  # beyond every position
 
 
 def decode_attention(
@@ -43,7 +41,7 @@ def decode_attention(
     softcap: float | None = None,
     prompts: Prompts | None = None,
 ) -> Tensor:
-    """As `engine.kernels.decode_attention.decode_attention`."""
+    """Compute `engine.kernels.decode_attention` for tensors on a GPU."""
     check(query, keys, values, slots, lengths, window, alibi, prompts)
     (batch, heads, width), (_, key_heads, capacity, of_values) = query.shape, values.shape
     out = query.new_empty(batch, heads, of_values)
@@ -121,10 +119,9 @@ def decode_attention(
 def launch_options(
     width: int, of_values: int, group: int, dtype: torch.dtype, *, joined: bool = False, on: Card = H200
 ) -> dict[str, Any]:
-    """Tile sizes: powers of two over the head sizes, 16 at least (tensor cores), and 64 keys a step (fp32: 32), fewer
-    where heads are too wide for the card.
+    """Return the tile sizes: powers of two from 16 on, 64 keys per step (fp32: 32), fewer if heads exceed the card.
 
-    Where sequences are `joined` a tile has room for the queries of several.
+    With `joined` a tile has rows for the queries of several sequences.
     """
     rows = max(16, triton.next_power_of_2(group))
     if joined:
@@ -133,7 +130,7 @@ def launch_options(
     keys, stages = 32 if dtype == torch.float32 else 64, 3
 
     def needed() -> int:
-        """Bytes of shared memory: all stages but one of keys and values, and a tile of queries, of products, of p."""
+        """Return the bytes of shared memory: stages - 1 tiles of keys and values, one of queries, scores and p."""
         return ((stages - 1) * keys * (of_query + of_value) + rows * (of_query + of_value + 2 * keys)) * dtype.itemsize
 
     while needed() > on.shared and keys > 16:
@@ -150,7 +147,7 @@ def launch_options(
 
 
 def _before(prompts: Prompts | None, keys: Tensor, values: Tensor) -> Prompts:
-    """The prompts as the kernel takes them; where there are none anything stands in, unread."""
+    """Return the prompts with dense last dimensions; without prompts, placeholders that the kernel does not read."""
     if prompts is None:
         return Prompts(keys, values, None, None)  # type: ignore[arg-type]
     keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (prompts.keys, prompts.values))
@@ -158,7 +155,7 @@ def _before(prompts: Prompts | None, keys: Tensor, values: Tensor) -> Prompts:
 
 
 def _splits(programs: int, capacity: int, keys_a_step: int, processors: int, most: int = MOST_SPLITS) -> int:
-    """Shares of the keys: four programs a multiprocessor in all, yet no share shorter than two steps."""
+    """Return the number of splits: four programs per multiprocessor, but no split shorter than two steps."""
     return max(1, min(triton.cdiv(4 * processors, programs), triton.cdiv(capacity, 2 * keys_a_step), most))
 
 
@@ -216,11 +213,11 @@ def share_kernel(
     BV: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Unnormalised output (B H, splits, Dv), maximum and total weight (B H, splits) of one share of the keys; where one
-    share is the WHOLE, its output.
+    """Write the unnormalised output (B H, splits, Dv), the maximum and the total weight (B H, splits) of one split.
 
-    Where sequences are JOINED the first `of_prompts` shares are those of the prompt, computed by every SEQUENCES'th of
-    the neighbouring rows that read it for itself and those behind it; the others are of what is each row's own.
+    WHOLE: there is one split, whose normalised output is written. JOINED: the first `of_prompts` splits are those of
+    the prompt; every SEQUENCES-th of the neighbouring rows computes them for itself and the rows after it. The other
+    splits are those of the row's own slot.
     """
     row = tl.program_id(0) // key_heads
     key_head = tl.program_id(0) % key_heads
@@ -236,8 +233,8 @@ def share_kernel(
         slot = tl.load(prompt_slots + row).to(tl.int64)
         prompt_keys += slot * stride_pks + key_head.to(tl.int64) * stride_pkh
         prompt_values += slot * stride_pvs + key_head.to(tl.int64) * stride_pvh
-        border = tl.load(prompt_lengths + row).to(tl.int32)  # places behind it are in the row's own slot
-    if JOINED:  # what each row of the tile sees, (BG, 1)
+        border = tl.load(prompt_lengths + row).to(tl.int32)  # positions from here on are in the row's own slot
+    if JOINED:  # the positions that each row of the tile sees, (BG, 1)
         first = tl.load(firsts + row)
         in_prompt = split < of_prompts
         others = tl.load(firsts + rows, mask=rows < batch, other=-1) == first
@@ -299,7 +296,7 @@ def share_kernel(
         shrink = tl.exp(m - above)
         weights = tl.exp(scores - above[:, None])
         if JOINED:
-            weights = tl.where(seen, weights, 0.0)  # a row may have seen nothing yet
+            weights = tl.where(seen, weights, 0.0)  # a row may not have seen a key yet
         s = s * shrink + tl.sum(weights, 1)
         v = tl.load(v_at[:, None] + dv[None, :], mask=used[:, None] & (dv < of_values)[None, :], other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
@@ -316,7 +313,7 @@ def share_kernel(
 
 @triton.jit
 def join_kernel(partial, highest, totals, out, splits, of_values, SPLITS: tl.constexpr, BV: tl.constexpr):
-    """One head's shares -> its output (Dv,)."""
+    """Join the splits of one head: its output (Dv,)."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     dv = tl.arange(0, BV)

@@ -1,4 +1,4 @@
-"""What the kernels need to know about a GPU: whether Triton can compile for it, its shared memory, its processors.
+"""The GPU as the kernels see it: whether Triton can compile for it, its shared memory, its multiprocessors.
 
 PyTorch's CUDA builds for Linux bring Triton. Triton compiles a kernel at its first launch. It needs a C compiler,
 Python's headers and a GPU that it supports. `has_triton` compiles one small kernel, so a missing compiler is found
@@ -20,7 +20,7 @@ CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class Card:
-    """What tiles are chosen by: the compute capability (86 is 8.6), and bytes of shared memory a program may have."""
+    """A GPU: its compute capability (86 is 8.6), and the bytes of shared memory of a program. Tiles depend on both."""
 
     capability: int
     shared: int
@@ -30,18 +30,18 @@ H200 = Card(90, 227 * 1024)
 
 
 def card(device: torch.device) -> Card:
-    """The device's; an H200's on a CPU, for Triton's interpreter."""
+    """Return the card of a device; on a CPU an H200, for Triton's interpreter."""
     return _card(device.index or 0) if device.type == "cuda" else H200
 
 
 @cache
 def _card(index: int) -> Card:
-    about: Any = torch.cuda.get_device_properties(index)  # PyTorch's own stub leaves some of it out
-    return Card(about.major * 10 + about.minor, about.shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(index)  # PyTorch's stub lacks some of its fields
+    return Card(properties.major * 10 + properties.minor, properties.shared_memory_per_block_optin)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at once, one each. 4 on a CPU, where Triton's interpreter runs them in turn."""
+    """Return the number of multiprocessors; 4 on a CPU, where Triton's interpreter runs programs in turn."""
     return _multiprocessors(device.index or 0) if device.type == "cuda" else 4
 
 
@@ -52,32 +52,32 @@ def _multiprocessors(index: int) -> int:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How tl.dot treats fp32: as torch.set_float32_matmul_precision says, so that kernels follow the same switch."""
+    """Return the input precision of tl.dot, which follows torch.set_float32_matmul_precision."""
     return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
 
 
 @cache
 def has_triton() -> bool:
-    """Tries one small kernel on the device in use. Where that fails PyTorch's operators serve, as the log says once."""
-    reason = _what_is_lacking()
+    """Return whether one small kernel compiles and runs on the current device; log the reason once if it does not."""
+    reason = _missing_requirement()
     if reason is not None:
         log.warning("Triton's kernels are not used (%s): PyTorch's operators serve, with more time and memory", reason)
     return reason is None
 
 
-def _what_is_lacking() -> str | None:
+def _missing_requirement() -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed"
     if torch.cuda.get_device_capability() < CAPABILITY:
-        return "it has tensor cores multiply from compute capability 8.0 on"
+        return "the kernels need compute capability 8.0"
     try:
         _try()
-    except torch.OutOfMemoryError:  # says nothing about the compiler
+    except torch.OutOfMemoryError:  # the compiler may still work
         raise
-    except Exception as problem:  # a compiler's, a linker's, a driver's: of any type
-        said = " ".join(str(problem).split()) or type(problem).__name__
-        said = said if len(said) <= 200 else f"{said[:200]}..."
-        return f"{said}; it wants a C compiler and Python's headers, on Debian: apt install gcc python3-dev"
+    except Exception as problem:  # the compiler, the linker and the driver raise errors of any type
+        message = " ".join(str(problem).split()) or type(problem).__name__
+        message = message if len(message) <= 200 else f"{message[:200]}..."
+        return f"{message}; it wants a C compiler and Python's headers, on Debian: apt install gcc python3-dev"
     return None
 
 
