@@ -1,4 +1,4 @@
-"""The closing words of a run: where the model is, the figures that matter, what to type next."""
+"""The summary that ends a run: the metrics of each stage, the path of the model, and the command for chatting."""
 
 import json
 import shlex
@@ -13,10 +13,14 @@ from pipeline.launch.manifest import Manifest
 
 
 def closing_words(run_dir: Path, verdict: str | None = None) -> str:
-    """A line for each finished stage with its figures, the verdict, where the model is and how to talk to it."""
-    found = {stage: figures for stage in STAGES if (figures := stage_figures(run_dir, stage)) is not None}
-    lines = [f"{stage:<7} {figures}".rstrip() for stage, figures in found.items()]
-    newest = next((stage for stage in Manifest.read(run_dir).answering() if stage in found), "reward")
+    """Return the summary of a run, printed when the run ends.
+
+    One line per finished stage has its metrics. The next lines have the verdict, the paths of the model and the
+    report, and the command that starts a chat.
+    """
+    metrics = {stage: text for stage in STAGES if (text := stage_figures(run_dir, stage)) is not None}
+    lines = [f"{stage:<7} {text}".rstrip() for stage, text in metrics.items()]
+    newest = next((stage for stage in Manifest.read(run_dir).answering() if stage in metrics), "reward")
     if verdict is not None:
         lines.append(f"verdict {verdict}")
     lines.append(f"model   {run_dir / newest / 'model'}")
@@ -28,19 +32,20 @@ def closing_words(run_dir: Path, verdict: str | None = None) -> str:
 
 
 def comparing_words(runs: Mapping[str, tuple[str, Path | None]]) -> str:
-    """What came out of a multirun: a line for each run, by label, with the figures of its last stage. A run is (that
-    stage, its folder), None for one that failed.
+    """Return a table of the runs of a multirun: one line per run with its label and the metrics of its last stage.
+
+    `runs` maps each label to (last stage, run folder). The folder is None if the run failed.
     """
     stages, width = list(dict.fromkeys(stage for stage, _ in runs.values())), max(map(len, runs))
     lines = [f"-- {' and '.join(stages)} of {len(runs)} runs"]
     for label, (stage, run) in runs.items():
-        figures = "failed" if run is None else stage_figures(run, stage) or ""
-        lines.append(f"{label:<{width}}  {figures}".rstrip())
+        text = "failed" if run is None else stage_figures(run, stage) or ""
+        lines.append(f"{label:<{width}}  {text}".rstrip())
     return "\n".join(lines)
 
 
 def stage_figures(run_dir: Path, stage: str) -> str | None:
-    """The figures of a finished stage that matter, in a line; None where it is not there."""
+    """Return the main metrics of a finished stage in one line; None if the stage has no summary.json."""
     summary = read_summary(run_dir / stage)
     if summary is None:
         return None
@@ -49,7 +54,7 @@ def stage_figures(run_dir: Path, stage: str) -> str | None:
 
 
 def read_summary(stage_dir: Path) -> dict[str, Any] | None:
-    """summary.json of a stage, or None."""
+    """Return the content of a stage's summary.json; None if the file is missing or unreadable."""
     try:
         summary = json.loads((stage_dir / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -58,9 +63,9 @@ def read_summary(stage_dir: Path) -> dict[str, Any] | None:
 
 
 def figure(summary: dict[str, Any], name: str) -> float | None:
-    """A final figure by its name, at the top of summary.json or under "final"."""
+    """Return one metric of summary.json: from its top level, from "final", or from "evaluation"; else None."""
     final = summary.get("final")
-    for place in (summary, final if isinstance(final, dict) else {}):
-        if isinstance(place.get(name), int | float):
-            return float(place[name])
+    for section in (summary, final if isinstance(final, dict) else {}):
+        if isinstance(section.get(name), int | float):
+            return float(section[name])
     return next((float(value) for key, value in flat(summary).items() if key == f"evaluation.{name}"), None)

@@ -1,8 +1,9 @@
-"""The command: from its arguments to its exit status.
+"""Run the command line and return its exit status.
 
-The steps are configuration, run folder, the stages that have to run, their processes, the report and the summary of the
-run. Under torchrun or Slurm every rank runs this file. The first launcher decides and writes; the others start their
-workers when it sends a message.
+The launcher composes the configuration, opens the run folder, selects the stages that must run, and starts their
+processes. At the end it writes the report and prints the summary of the run. Under torchrun or Slurm every rank runs
+this file. The first launcher decides and writes files. The other launchers start workers when the first one sends a
+message.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from pipeline.errors import UserError
 from pipeline.files import write_whole
 from pipeline.installation import TRAIN
 from pipeline.launch.closing import closing_words, comparing_words
-from pipeline.launch.control import Control, Lost
+from pipeline.launch.control import Control, LeaderLost
 from pipeline.launch.failure import CRASHED, ENDED_EARLY, INTERRUPTED, OUT_OF_MEMORY, STOPPED, USER_ERROR, advise
 from pipeline.launch.fingerprint import HashCache
 from pipeline.launch.folder import RunFolder, open_folder
@@ -55,8 +56,8 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
             status = _run(arguments, stage)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader of our output left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the rest of it goes at exit
+    except BrokenPipeError:  # the program that reads the output has ended (for example `head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
         return CRASHED
     except UserError as problem:
         if any(argument.lower().endswith("debug=true") for argument in arguments):
@@ -89,10 +90,10 @@ def _run(arguments: list[str], stage: str | None) -> int:
     configs = [_validated(job, stage) for job in jobs]
     if command.show:
         shown = configs[0].model_dump(mode="json")
-        for part in command.package.split(".") if command.package else []:
-            if not isinstance(shown, dict) or part not in shown:
+        for key in command.package.split(".") if command.package else []:
+            if not isinstance(shown, dict) or key not in shown:
                 raise UserError(f"--package {command.package}: there is no such key")
-            shown = shown[part]
+            shown = shown[key]
         text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
         print(text.removesuffix("...\n"), end="")
         return 0
@@ -113,9 +114,9 @@ def _run(arguments: list[str], stage: str | None) -> int:
         status = _stop_status(problem)
         raise
     finally:
-        control.say({"end": status})
+        control.send({"end": status})
         if not control.others():
-            control.wait_until_heard()
+            control.wait_until_received()
     return status
 
 
@@ -126,16 +127,16 @@ def _validated(job: Job, stage: str | None) -> RunConfig:
 
 
 def _ranks(configs: list[RunConfig]) -> Ranks:
-    given = given_ranks(os.environ)
+    external = given_ranks(os.environ)
     for config in configs:
-        if given is not None:
-            check_given(given, config.ranks)
-    asked = {config.ranks for config in configs}
-    if len(asked) > 1:
+        if external is not None:
+            check_given(external, config.ranks)
+    rank_counts = {config.ranks for config in configs}
+    if len(rank_counts) > 1:
         raise UserError(
             "ranks= must be the same for all runs of a multirun: start one command for each number of ranks"
         )
-    ranks = given or own_ranks(asked.pop(), count_gpus())
+    ranks = external or own_ranks(rank_counts.pop(), count_gpus())
     for config in configs:
         check_ranks(config, ranks.world)
     return ranks
@@ -162,14 +163,14 @@ def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Cont
             runs[job.label] = last, None
     if len(jobs) > 1 and configs[-1].stage != "plan":
         print(comparing_words(runs), flush=True)
-    bad = [job.label for job, status in zip(jobs, statuses, strict=True) if status]
-    if bad:
-        print(f"error: {len(bad)} of {len(jobs)} runs failed: {'; '.join(bad)}", file=sys.stderr)
+    failed = [job.label for job, status in zip(jobs, statuses, strict=True) if status]
+    if failed:
+        print(f"error: {len(failed)} of {len(jobs)} runs failed: {'; '.join(failed)}", file=sys.stderr)
     return max(statuses)
 
 
 def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> Path | None:
-    """Run one job and return its run folder; None for a plan, which leaves no folder."""
+    """Run one job and return its run folder; None for stage=plan, which keeps no folder."""
     if config.stage == "plan":
         _plan(config, ranks, control)
         return None
@@ -178,11 +179,11 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> P
     try:
         for text in warnings(config):
             print(f"warning: {text}", file=sys.stderr)
-        print(f"run folder: {folder.path}{_how(folder)}", flush=True)
+        print(f"run folder: {folder.path}{_describe_earlier_run(folder)}", flush=True)
         cache = HashCache(folder.path / ".hashes.json")
         Manifest.read(folder.path).claim(config, stages)
         ran = [_run_stage(config, folder.path, stage, ranks, control, cache) for stage in stages]
-        verdict = _report(folder.path, anew=any(ran) or not (folder.path / "report.html").exists())
+        verdict = _report(folder.path, write=any(ran) or not (folder.path / "report.html").exists())
         print(closing_words(folder.path, verdict), flush=True)
         return folder.path
     except (UserError, OSError, StageFailed) as problem:
@@ -195,18 +196,21 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> P
 
 def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
     """Print the predicted memory and time of the stages, without a run folder."""
-    with tempfile.TemporaryDirectory(prefix="zerochat-plan-") as place:
-        folder = Path(place) / "plan"
+    with tempfile.TemporaryDirectory(prefix="zerochat-plan-") as run_dir:
+        folder = Path(run_dir) / "plan"
         folder.mkdir()
         write_whole(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        control.say({"stage": "plan", "run_dir": place, "debug": config.debug, "restarts": 0})
-        end = _launch("plan", Path(place), ranks, control, debug=config.debug)
+        control.send({"stage": "plan", "run_dir": run_dir, "debug": config.debug, "restarts": 0})
+        end = _launch("plan", Path(run_dir), ranks, control, debug=config.debug)
         if end.status:
             raise StageFailed(end.status)
 
 
 def _judge_notice(config: RunConfig, stage_dir: Path) -> str:
-    """Return how to have the answers of a finished stage judged by a judge that its run did not have."""
+    """Return a notice that `evaluation.judge` has not judged the answers of a finished stage; "" if it has.
+
+    The notice explains how to run the judge without training the stage again.
+    """
     judge = config.evaluation.judge
     if stage_dir.name not in POLICIES or judge is None:
         return ""
@@ -220,7 +224,8 @@ def _judge_notice(config: RunConfig, stage_dir: Path) -> str:
     )
 
 
-def _how(folder: RunFolder) -> str:
+def _describe_earlier_run(folder: RunFolder) -> str:
+    """Return why the launcher chose this run folder; "" if the folder has no earlier run."""
     reasons = {
         "unfinished": "resumes the unfinished run of the same configuration",
         "finished": "the run is finished and stays unchanged",
@@ -238,17 +243,14 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
         print(f"{stage}: finished before with the same settings, skipped{_judge_notice(config, stage_dir)}", flush=True)
         return False
     if decision.action == "run" and stage_dir.exists():
-        aside = move_aside(stage_dir)
-        print(
-            f"{stage}: runs again ({decision.because or 'its record is gone'}); its old folder is now {aside}",
-            flush=True,
-        )
+        reason, old_folder = decision.because or "its record is gone", move_aside(stage_dir)
+        print(f"{stage}: runs again ({reason}); its old folder is now {old_folder}", flush=True)
     makes_tokenizer = stage == "sft" or (stage == "reward" and "sft" not in manifest.stages)
     if makes_tokenizer and manifest.changes_tokenizer(stage, consumed) and (run_dir / "tokenizer").exists():
         move_aside(run_dir / "tokenizer")
     processes = f"{ranks.world} process{'es' if ranks.world > 1 else ''}"
-    why = f" ({decision.because})" if decision.action == "resume" and decision.because else ""
-    print(f"{stage}: {'resumes' if decision.action == 'resume' else 'starts'}, {processes}{why}", flush=True)
+    reason = f" ({decision.because})" if decision.action == "resume" and decision.because else ""
+    print(f"{stage}: {'resumes' if decision.action == 'resume' else 'starts'}, {processes}{reason}", flush=True)
     manifest.begin(stage, consumed)
     stage_dir.mkdir(exist_ok=True)
     resolved = config.model_copy(update={"name": run_dir.name, "run_dir": str(run_dir.resolve())})
@@ -256,7 +258,7 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
     end, restarts = StageEnd(OUT_OF_MEMORY), 0
     while end.status == OUT_OF_MEMORY:
         message = {"stage": stage, "run_dir": str(run_dir.resolve()), "debug": config.debug, "restarts": restarts}
-        control.say(message)
+        control.send(message)
         end = _launch(stage, run_dir, ranks, control, debug=config.debug, restarts=restarts)
         if end.status == 0 and not control.all_ended(_start_name(stage, run_dir, restarts)):
             end = StageEnd({"stopped": STOPPED, "memory": OUT_OF_MEMORY}.get(control.others(), CRASHED))
@@ -267,9 +269,9 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
         raise StageFailed(end.status)
     manifest.finish(stage, cache)
     cache.save()
-    if end.asked:
-        print(f"{stage}: finished; stopped here, run the same command again to resume", file=sys.stderr)
-        raise StageFailed(end.asked)
+    if end.stop_status:
+        print(f"{stage}: finished, then stopped; run the same command again to resume", file=sys.stderr)
+        raise StageFailed(end.stop_status)
     return True
 
 
@@ -281,14 +283,14 @@ def _launch(stage: str, run_dir: Path, ranks: Ranks, control: Control, *, debug:
     attempt = f"{ranks.attempt}.{restarts}" if restarts else ranks.attempt
     ranks = replace(ranks, attempt=attempt)
     end = launch_stage(stage, run_dir, ranks, shared_store=control.keeps_store, others=control.others)
-    if end.status == OUT_OF_MEMORY and not end.message:  # a rank of another launcher, which reports it
+    if end.status == OUT_OF_MEMORY and not end.message:  # another launcher has the failed rank and reports the error
         return end
     first = control.report_end(_start_name(stage, run_dir, restarts), end.status)
-    if end.asked:
+    if end.stop_status:
         control.report_stop()
     if end.status in ENDED_EARLY and ranks.leads:
-        lost = f" ({end.message})" if end.message else ""
-        print(f"{stage}: stopped{lost}; run the same command again to resume", file=sys.stderr)
+        detail = f" ({end.message})" if end.message else ""
+        print(f"{stage}: stopped{detail}; run the same command again to resume", file=sys.stderr)
     elif end.status == OUT_OF_MEMORY and first:
         print(f"{stage}: {end.message}", file=sys.stderr)
     elif first and end.message:
@@ -303,29 +305,29 @@ def _start_name(stage: str, run_dir: Path, restarts: int) -> str:
 
 
 def _save_traceback(end: StageEnd, stage_dir: Path) -> str:
-    """Write the traceback of a crash to a file. Return the rest of the error message."""
+    """Write the traceback of a crash to error.txt. Return text that follows the error message: file and advice."""
     if end.status != CRASHED:
         return ""
-    if stage_dir.name == "plan":  # its folder is temporary
+    if stage_dir.name == "plan":  # the folder of stage=plan is temporary
         return " (debug=true shows the traceback)" if end.traceback else ""
     saved = any((stage_dir / "checkpoints").glob("step-*[0-9]"))  # other names are incomplete or damaged
-    again = f"run the same command again to {'resume from the newest checkpoint' if saved else 'restart the stage'}"
+    advice = f"run the same command again to {'resume from the newest checkpoint' if saved else 'restart the stage'}"
     if not end.traceback:
-        return f"; {again}"
+        return f"; {advice}"
     file = stage_dir / "error.txt"
     try:
         file.write_text(end.traceback, encoding="utf-8")
     except OSError:
         return f"\n{end.traceback}"
-    return f" ({file} has the traceback; {again})"
+    return f" ({file} has the traceback; {advice})"
 
 
 def _follow(ranks: Ranks, control: Control) -> int:
-    """Start the stages that the first launcher names, as one of the other launchers."""
+    """Start this launcher's ranks of each stage that the first launcher names. Return the exit status."""
     while True:
         try:
-            message = control.hear()
-        except Lost:
+            message = control.receive()
+        except LeaderLost:
             return CRASHED
         except KeyboardInterrupt:
             control.report_stop()
@@ -338,15 +340,15 @@ def _follow(ranks: Ranks, control: Control) -> int:
             return end.status
 
 
-def _report(run_dir: Path, *, anew: bool) -> str | None:
-    """Write report.html if `anew`, and return the verdict. A failure of the report is only a warning."""
+def _report(run_dir: Path, *, write: bool) -> str | None:
+    """Write report.html if `write` is true, and return the verdict. Any error is logged as a warning."""
     try:
         from pipeline.report.report import write_report
         from pipeline.report.verdict import conclusion
 
-        if anew:
+        if write:
             write_report(run_dir)
         return conclusion(run_dir)
     except Exception as problem:
-        print(f"warning: the report could not be made: {type(problem).__name__}: {problem}", file=sys.stderr)
+        print(f"warning: report.html could not be written: {type(problem).__name__}: {problem}", file=sys.stderr)
         return None

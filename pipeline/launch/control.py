@@ -1,8 +1,8 @@
-"""What the launchers of one job tell one another where torchrun or Slurm started several.
+"""Exchange messages between the launchers of one job, if torchrun or Slurm started several launchers.
 
-The first launcher reads the run folder and decides; the others do as it says. They talk through PyTorch's
-TCP store: torchrun's own where it keeps one, else one that the first launcher opens and that all workers
-join as clients, so that stages follow one another without a race for the port.
+The first launcher reads the run folder and decides what to run. The other launchers follow its messages. Messages
+travel through a PyTorch TCPStore. If torchrun has a store, the launchers use that store. Otherwise the first launcher
+opens one, and all workers join as clients. The store outlives the stages, so no stage has to open the port again.
 """
 
 import json
@@ -16,31 +16,31 @@ from pipeline.launch.ranks import Ranks
 
 PATIENCE = 2 * 86400.0
 """Seconds to wait for the slowest rank of a stage."""
-FAREWELL = 30.0
-"""Seconds that the last message has to be read in."""
+LAST_MESSAGE_TIMEOUT = 30.0
+"""Seconds to wait until the other launchers have received the last message."""
 
 
-class Lost(RuntimeError):
-    """The launcher that leads is gone."""
+class LeaderLost(RuntimeError):
+    """The first launcher has ended, or its store does not answer."""
 
 
 class Control:
-    """The line between launchers. With one launcher every call is answered at once."""
+    """The message channel between launchers. With one launcher there is no store, and every call returns at once."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._sent = 0
-        self._alone = ranks.local == ranks.world
-        self._store: Any = None if self._alone else self._connect()
+        self._message_count = 0
+        self._is_only_launcher = ranks.local == ranks.world
+        self._store: Any = None if self._is_only_launcher else self._connect()
 
     def _connect(self) -> Any:
         from torch.distributed import PrefixStore, TCPStore
 
-        opens = self._ranks.leads and not self._ranks.agent_store
+        is_server = self._ranks.leads and not self._ranks.agent_store
         store = TCPStore(
             self._ranks.address,
             self._ranks.port,
-            is_master=opens,
+            is_master=is_server,
             timeout=timedelta(minutes=15),
             wait_for_workers=False,
         )
@@ -48,42 +48,42 @@ class Control:
 
     @property
     def keeps_store(self) -> bool:
-        """True where the workers find a store that outlives them."""
-        return not self._alone
+        """Return whether the workers can join a store that outlives them."""
+        return not self._is_only_launcher
 
-    def say(self, message: dict[str, Any]) -> None:
-        """The leader's next message to the others."""
+    def send(self, message: dict[str, Any]) -> None:
+        """Send the next message from the first launcher to all others."""
         if self._store is not None:
-            self._store.set(f"message/{self._sent}", json.dumps(message))
-        self._sent += 1
+            self._store.set(f"message/{self._message_count}", json.dumps(message))
+        self._message_count += 1
 
-    def hear(self) -> dict[str, Any]:
-        """The next message of the leader; waits for it. Raises Lost when the leader is gone."""
+    def receive(self) -> dict[str, Any]:
+        """Wait for the next message of the first launcher and return it. Raise LeaderLost if the store is gone."""
         try:
-            while not self._store.check([f"message/{self._sent}"]):  # not wait(): that would be deaf to signals
+            while not self._store.check([f"message/{self._message_count}"]):  # store.wait() would block signals
                 time.sleep(0.2)
-            message: dict[str, Any] = json.loads(self._store.get(f"message/{self._sent}"))
+            message: dict[str, Any] = json.loads(self._store.get(f"message/{self._message_count}"))
         except RuntimeError as problem:
-            raise Lost("the first rank's launcher is gone") from problem
-        self._sent += 1
-        self._store.add(f"heard/{self._sent}", 1)
+            raise LeaderLost("the first rank's launcher has ended") from problem
+        self._message_count += 1
+        self._store.add(f"received/{self._message_count}", 1)
         return message
 
-    def wait_until_heard(self) -> None:
-        """Give the others time to read the last message before this process, and maybe its store, ends."""
-        self._reached(f"heard/{self._sent}", self._ranks.world - 1, FAREWELL)
+    def wait_until_received(self) -> None:
+        """Wait until all launchers have received the last message, because this process may own the store."""
+        self._wait_for_count(f"received/{self._message_count}", self._ranks.world - 1, LAST_MESSAGE_TIMEOUT)
 
     def report_end(self, stage: str, status: int) -> bool:
-        """Report how this launcher's ranks of a stage ended. True for the first launcher that reports a failure.
+        """Report how this launcher's ranks of a stage ended. Return True for the first launcher that reports a failure.
 
-        After OUT_OF_MEMORY the stage is started again, so it fails nobody.
+        OUT_OF_MEMORY does not count as a failure of the job, because the stage restarts.
         """
         if status in ENDED_EARLY:
             self.report_stop()
         elif self._store is None:
             return status != 0
         elif status == OUT_OF_MEMORY:
-            return bool(self._store.add(f"memory/{self._sent}", 1) == 1)
+            return bool(self._store.add(f"memory/{self._message_count}", 1) == 1)
         elif status == 0:
             self._store.add(f"ended/{stage}", 1)
         else:
@@ -91,28 +91,32 @@ class Control:
         return False
 
     def report_stop(self) -> None:
-        """This launcher was asked to stop: nobody need wait for it."""
+        """Report that this launcher received a stop signal, so that other launchers do not wait for its ranks."""
         if self._store is not None:
             self._store.add("stopped", 1)
 
     def all_ended(self, stage: str) -> bool:
-        """Wait until all launchers' ranks have ended a stage; False where one failed or was stopped."""
-        return self._reached(f"ended/{stage}", self._ranks.world, PATIENCE, until=self.others)
+        """Wait until the ranks of all launchers have ended a stage. Return False if one failed or was stopped."""
+        return self._wait_for_count(f"ended/{stage}", self._ranks.world, PATIENCE, until=self.others)
 
     def others(self) -> str:
-        """Return how other launchers fare: "failed" if one reported a failure or the store is gone, "stopped" if one
-        was asked to stop, "memory" if a rank of the stage that runs now is out of memory, else "".
+        """Return the state of the other launchers.
+
+        "failed": a launcher reported a failure, or the store is gone.
+        "stopped": a launcher received a stop signal.
+        "memory": a rank of the current stage ran out of memory.
+        "": none of these.
         """
         if self._store is None:
             return ""
         try:
-            found = {"failed": "failed", "stopped": "stopped", f"memory/{self._sent}": "memory"}
-            return next((name for key, name in found.items() if self._store.add(key, 0) > 0), "")
+            states = {"failed": "failed", "stopped": "stopped", f"memory/{self._message_count}": "memory"}
+            return next((state for key, state in states.items() if self._store.add(key, 0) > 0), "")
         except RuntimeError:
             return "failed"
 
-    def _reached(self, key: str, count: int, seconds: float, until: Callable[[], str] = str) -> bool:
-        """Wait for a count, or until there is a reason not to."""
+    def _wait_for_count(self, key: str, count: int, seconds: float, until: Callable[[], str] = str) -> bool:
+        """Wait until a counter of the store reaches `count`. Return False on a timeout or if `until()` is not ""."""
         deadline = time.monotonic() + seconds
         while self._store is not None and time.monotonic() < deadline:
             try:

@@ -10,15 +10,15 @@ FAILURE_PIPE = "ZEROCHAT_FAILURE_PIPE"
 LAUNCHER = "ZEROCHAT_LAUNCHER"
 ATTEMPT = "ZEROCHAT_ATTEMPT"
 USER_ERROR, CRASHED = 2, 1
-OUT_OF_MEMORY = 3  # the stage has to be restarted with smaller micro-batches
-INTERRUPTED, STOPPED = 130, 143  # by Ctrl-C; by SIGTERM and other signals
+OUT_OF_MEMORY = 3  # the launcher restarts the stage with smaller micro-batches
+INTERRUPTED, STOPPED = 130, 143  # Ctrl-C; SIGTERM and other signals
 ENDED_EARLY = (INTERRUPTED, STOPPED)
 PIPE_BYTES = 32_000
 HOST_FULL = "can't allocate memory"  # the message of torch's host allocator, a RuntimeError
 
 
 def advise(problem: BaseException) -> str | None:
-    """Return the message and advice for an error that a user can solve; None for an error of the program."""
+    """Return the message and advice for an error that the user can solve; None for a bug in zerochat."""
     if isinstance(problem, UserError):
         return str(problem)
     if isinstance(problem, ValueError | FloatingPointError) and _raised_in_engine(problem):
@@ -30,15 +30,16 @@ def advise(problem: BaseException) -> str | None:
         return f"the disk is full ({text}): free some space, then run the same command again to resume"
     if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or HOST_FULL in text:
         return (
-            "out of memory where no smaller micro-batch helps (a model is built, the optimizer steps, a checkpoint is "
-            "written): choose engine=auto, engine=zero3, or an offload tier (engine=zero3-offload, engine=zero3-nvme); "
-            f"then run the same command again to resume. {text.partition(chr(10))[0]}"
+            "out of memory outside of forward and backward (while a model is built, the optimizer steps or a "
+            "checkpoint is written), where a smaller micro-batch does not help: choose engine=auto, engine=zero3, or "
+            "an offload tier (engine=zero3-offload, engine=zero3-nvme); then run the same command again to resume. "
+            f"{text.partition(chr(10))[0]}"
         )
     return None
 
 
 def _raised_in_engine(problem: BaseException) -> bool:
-    """Return whether the engine raised the error itself (it raises ValueErrors), not a library that it calls."""
+    """Return whether the engine itself raised the error, and not a library that the engine calls."""
     frames = traceback.extract_tb(problem.__traceback__)
     engine = Path(__file__).resolve().parents[2] / "engine"
     return bool(frames) and Path(frames[-1].filename).is_relative_to(engine)

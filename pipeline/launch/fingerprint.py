@@ -1,8 +1,9 @@
-"""What a stage depends on, as values that can be compared: settings, data, models.
+"""Compute comparable values for everything that a stage's result depends on: settings, data and models.
 
-Two kinds of keys are left out on purpose. Keys that say how a result is computed and not what it is (ranks,
-ZeRO stage, offload, micro-batches: the update does not depend on them), so that a run that ran out of memory
-goes on with smaller ones. And keys that only watch (tracking, logging, evaluation, checkpoints).
+Two kinds of keys are excluded:
+- Execution keys (ranks, ZeRO stage, offload, micro-batches). The update does not depend on them, so a run that ran
+  out of memory resumes with smaller micro-batches.
+- Monitoring keys (tracking, logging, evaluation, checkpoints).
 """
 
 import contextlib
@@ -15,108 +16,114 @@ from typing import Any
 from pipeline.config.schema import ROLE_ENGINES, DataConfig, ModelConfig, RunConfig
 from pipeline.data.files import find
 
-WATCHING = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_examples", "ratio_tolerance"}
-WATCHING |= {"keep_answers", "keep_tokens"}
-WATCHING |= {"reference"}  # what it is needed for is told by kl_coef
-DECIDING = {"eval_every", "eval_examples"}  # of these, what chooses the model under export=best
-HOW = {"micro_batch_tokens", "reward_threads", "shared_forward"}
-HOW_ROLLOUTS = {"batch_size", "cache_bytes", "tensor_parallel", "stream", "keep", "park_optimizer"}
-HOW_ROLLOUTS |= {"parity_check_every", "selfcheck_every"}  # the second is the former name
+MONITORING_KEYS = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_examples", "ratio_tolerance"}
+MONITORING_KEYS |= {"keep_answers", "keep_tokens"}
+MONITORING_KEYS |= {"reference"}  # kl_coef already decides whether the reference is used
+MODEL_SELECTION_KEYS = {"eval_every", "eval_examples"}  # monitoring keys that decide which model export=best selects
+EXECUTION_KEYS = {"micro_batch_tokens", "reward_threads", "shared_forward"}
+ROLLOUT_EXECUTION_KEYS = {"batch_size", "cache_bytes", "tensor_parallel", "stream", "keep", "park_optimizer"}
+ROLLOUT_EXECUTION_KEYS |= {
+    "parity_check_every",
+    "selfcheck_every",
+}  # selfcheck_every is the former name of parity_check_every
 ENGINE_KEYS = ("dtype", "compress", "states", "loss_scale_power", "loss_scale_window")
 DEEPSPEED_KEYS = ("optimizer", "scheduler", "gradient_clipping", "fp16", "bf16", "bfloat16", "communication_data_type")
-ZERO_KEYS = ("zero_quantized_weights", "zero_quantized_gradients")  # as engine.compress
+ZERO_KEYS = ("zero_quantized_weights", "zero_quantized_gradients")  # the DeepSpeed equivalents of engine.compress
 
 
 class HashCache:
-    """SHA-256 of files, remembered by size and time of change in one small JSON file."""
+    """A cache of SHA-256 hashes of files in one JSON file. An entry is valid while size and mtime are unchanged."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._known: dict[str, list[Any]] = json.loads(path.read_text(encoding="utf-8"))
+            self._entries: dict[str, list[Any]] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            self._known = {}
+            self._entries = {}
 
     def file(self, file: Path) -> str:
-        """The SHA-256 of one file's bytes, in hexadecimal."""
+        """Return the SHA-256 of one file's bytes, in hexadecimal."""
         file = file.resolve()
         stat = file.stat()
         stamp = [stat.st_size, stat.st_mtime_ns]
-        known = self._known.get(str(file))
-        if known is not None and known[:2] == stamp:
-            return str(known[2])
+        entry = self._entries.get(str(file))
+        if entry is not None and entry[:2] == stamp:
+            return str(entry[2])
         with open(file, "rb") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
-        self._known[str(file)] = [*stamp, digest]
+        self._entries[str(file)] = [*stamp, digest]
         return digest
 
-    def tree(self, place: Path) -> str:
-        """The SHA-256 over names and contents of a folder's files (hidden ones left out), or of one file."""
-        if place.is_file():
-            return self.file(place)
-        files = sorted(file for file in place.rglob("*") if file.is_file() and not _hidden(file.relative_to(place)))
-        return digest({file.relative_to(place).as_posix(): self.file(file) for file in files})
+    def tree(self, path: Path) -> str:
+        """Return the SHA-256 over names and contents of all files of a folder, without hidden files; or of one file."""
+        if path.is_file():
+            return self.file(path)
+        files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
+        return digest({file.relative_to(path).as_posix(): self.file(file) for file in files})
 
     def save(self) -> None:
-        """Keep what was learned; a cache that can't be written is no loss."""
+        """Write the cache file. A failed write is ignored, because the hashes can be computed again."""
         with contextlib.suppress(OSError):
-            self._path.write_text(json.dumps(self._known), encoding="utf-8")
+            self._path.write_text(json.dumps(self._entries), encoding="utf-8")
 
 
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
+def _is_hidden(relative: Path) -> bool:
+    return any(name.startswith(".") for name in relative.parts)
 
 
 def digest(value: Any) -> str:
-    """The SHA-256 of a value's canonical JSON."""
+    """Return the SHA-256 of a value's canonical JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
-    """The keys that matter to a stage's result, flat: {"seed": 1, "sft.lr": 1e-5, ...}."""
-    whole = config.model_dump(mode="json")
-    chosen: dict[str, Any] = {"seed": whole["seed"], "engine": {key: whole["engine"][key] for key in ENGINE_KEYS}}
-    chosen["engine"] |= _deepspeed_settings(whole["engine"])
-    chosen["model"] = _model_settings(config.model)
+    """Return the settings that a stage's result depends on, flattened: {"seed": 1, "sft.lr": 1e-5, ...}."""
+    dump = config.model_dump(mode="json")
+    settings: dict[str, Any] = {"seed": dump["seed"], "engine": {key: dump["engine"][key] for key in ENGINE_KEYS}}
+    settings["engine"] |= _deepspeed_settings(dump["engine"])
+    settings["model"] = _model_settings(config.model)
     if stage == "reward" and config.reward_model is not None:
-        chosen["reward_model"] = _model_settings(config.reward_model)
-    chosen["data"] = _data_settings(config.data)
-    watching = WATCHING - DECIDING if whole[stage]["export"] == "best" else WATCHING
-    section = {key: value for key, value in whole[stage].items() if key not in watching | HOW}
+        settings["reward_model"] = _model_settings(config.reward_model)
+    settings["data"] = _data_settings(config.data)
+    monitoring_keys = MONITORING_KEYS - MODEL_SELECTION_KEYS if dump[stage]["export"] == "best" else MONITORING_KEYS
+    section = {key: value for key, value in dump[stage].items() if key not in monitoring_keys | EXECUTION_KEYS}
     for role in ROLE_ENGINES:
         if role in section:
-            own = section[role]
-            section[role] = {key: value for key, value in own.items() if key in ENGINE_KEYS} | _deepspeed_settings(own)
-    chosen[stage] = section
+            engine = section[role]
+            shared = {key: value for key, value in engine.items() if key in ENGINE_KEYS}
+            section[role] = shared | _deepspeed_settings(engine)
+    settings[stage] = section
     if stage == "ppo":
         section["reward_function"] = _absolute(config.ppo.reward_function)
         if config.ppo.export == "best":
-            chosen["evaluation"] = {"prompts": config.evaluation.prompts}
-        chosen["rollout"] = {key: value for key, value in whole["rollout"].items() if key not in HOW_ROLLOUTS}
-    return flat(chosen)
+            settings["evaluation"] = {"prompts": config.evaluation.prompts}
+        settings["rollout"] = {
+            key: value for key, value in dump["rollout"].items() if key not in ROLLOUT_EXECUTION_KEYS
+        }
+    return flat(settings)
 
 
 def _deepspeed_settings(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """What a DeepSpeed configuration changes of a result; its batch keys, and most of ZeRO's, don't."""
+    """Return the keys of a DeepSpeed configuration that change a result. Batch keys and most ZeRO keys do not."""
     file = engine.get("deepspeed")
     if not isinstance(file, Mapping):
         return {}
-    said = {key: value for key, value in file.items() if key in DEEPSPEED_KEYS}
+    settings = {key: value for key, value in file.items() if key in DEEPSPEED_KEYS}
     zero = file.get("zero_optimization")
-    sent = {key: zero[key] for key in ZERO_KEYS if zero.get(key)} if isinstance(zero, Mapping) else {}
-    said |= {"zero_optimization": sent} if sent else {}
-    return {"deepspeed": said} if said else {}
+    quantization = {key: zero[key] for key in ZERO_KEYS if zero.get(key)} if isinstance(zero, Mapping) else {}
+    settings |= {"zero_optimization": quantization} if quantization else {}
+    return {"deepspeed": settings} if settings else {}
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}. Empty dictionaries stay as values."""
-    found: dict[str, Any] = {}
+    """Flatten a nested mapping: {"a": {"b": 1}} -> {"a.b": 1}. An empty mapping remains a value."""
+    flattened: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping) and value:
-            found.update(flat(value, f"{prefix}{key}."))
+            flattened.update(flat(value, f"{prefix}{key}."))
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flattened[f"{prefix}{key}"] = value
+    return flattened
 
 
 def _model_settings(model: ModelConfig) -> dict[str, Any]:
@@ -129,7 +136,10 @@ def _model_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def model_source(model: ModelConfig) -> dict[str, Any]:
-    """Where a model comes from, for telling two apart: its folder, else its shape (random weights), else its hub id."""
+    """Return the source that identifies a model: its folder, the hash of its architecture, or its hub id.
+
+    The architecture identifies a model with random weights.
+    """
     if model.path is not None:
         return {"weights": model.weights, "path": _absolute(model.path)}
     if model.weights == "random" and model.architecture is not None:
@@ -138,7 +148,7 @@ def model_source(model: ModelConfig) -> dict[str, Any]:
 
 
 def data_source(data: DataConfig) -> dict[str, Any]:
-    """Where data comes from: one path, or the sources with their paths spelt out."""
+    """Return where the data comes from, with absolute paths: one path, or the list of sources."""
     if data.path is not None:
         return {"path": _absolute(data.path)}
     sources = [source.model_dump(mode="json") for source in data.sources]
@@ -159,7 +169,7 @@ def _absolute(location: str | None) -> str | None:
 
 
 def model_content(model: ModelConfig, cache: HashCache) -> str:
-    """What a base model is: the content hash of its folder, or where it comes from."""
+    """Return the content hash of a base model's folder; without a folder, a string that names its source."""
     if model.path is not None:
         return cache.tree(Path(model.path))
     source = model_source(model)
@@ -167,10 +177,10 @@ def model_content(model: ModelConfig, cache: HashCache) -> str:
 
 
 def data_content(data: DataConfig, cache: HashCache) -> str:
-    """What the data is, as cheaply as it can be told: contents of local files, the description of anything else."""
+    """Return a hash of the data: the contents of local files, and the description of all other sources."""
     source = data_source(data)
     paths = [data.path] if data.path is not None else []
     if data.path is None:
-        paths = [path for one in data.sources for path in (one.path, one.eval_path) if path is not None]
-    contents = {path: cache.tree(found) for path in paths if (found := find(path)) is not None}
+        paths = [path for entry in data.sources for path in (entry.path, entry.eval_path) if path is not None]
+    contents = {path: cache.tree(local) for path in paths if (local := find(path)) is not None}
     return digest({"source": source, "contents": sorted(contents.values())})

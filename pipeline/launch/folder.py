@@ -1,4 +1,4 @@
-"""The run folder: which one a command means, and that no two commands work in it at once."""
+"""Find or create the run folder of a command, and lock it against other commands."""
 
 import fcntl
 import os
@@ -19,19 +19,19 @@ RUNS = Path("runs")
 
 @dataclass
 class RunFolder:
-    """A run folder that this process holds the lock of, until it ends or `close` is called."""
+    """A locked run folder. This process holds the lock until the process ends or `close` is called."""
 
     path: Path
     lock: IO[str]
     found: Literal["", "unfinished", "finished"] = ""
-    """How far the earlier run of the same command is that this folder has, where one was looked for and found."""
+    """The state of the earlier run of the same configuration that the launcher selected; "" if it selected none."""
     made: bool = False
-    """True where this command made the folder."""
+    """Whether this command created the folder."""
 
     def drop_unused(self) -> None:
-        """After a refusal: remove a folder that this command made, where no stage took a step or left anything."""
-        begun = ("metrics.jsonl", "checkpoints", "model", "error.txt", "nan-*")
-        if self.made and not any(True for name in begun for _ in self.path.glob(f"*/{name}")):
+        """Remove the folder after an error, if this command created it and no stage has written results."""
+        results = ("metrics.jsonl", "checkpoints", "model", "error.txt", "nan-*")
+        if self.made and not any(True for name in results for _ in self.path.glob(f"*/{name}")):
             shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
@@ -39,23 +39,26 @@ class RunFolder:
 
 
 def open_folder(config: RunConfig, stages: list[str], label: str = "") -> RunFolder:
-    """Find or make the run folder and lock it. `label` tells the runs of one multirun apart.
+    """Find or create the run folder and lock it. `label` distinguishes the runs of one multirun.
 
-    run_dir= and name= say which. Without them the newest unfinished run of the same configuration goes on; where there
-    is none, a run of a multirun that is finished stays so, and else a new run is made. Raises UserError where another
-    process is at work in the folder.
+    The keys run_dir= and name= select the folder. Without them the function returns the first of:
+    - the newest unfinished run of the same configuration, which then resumes
+    - in a multirun, the finished run of the same configuration and label
+    - a new folder
+
+    Raise UserError if another process holds the lock of the folder.
     """
     suffix = re.sub(r"[^\w.=,+-]+", "-", label)
     if config.run_dir is not None or config.name is not None:
         path = Path(config.run_dir) if config.run_dir is not None else RUNS / str(config.name)
         path = path.with_name(f"{path.name}-{suffix}") if suffix else path
-        made = _made(path)
-        return RunFolder(path, _lock(path), made=made)
-    return _earlier(config, stages, suffix) or _new(config, suffix)
+        is_new = _create(path)
+        return RunFolder(path, _lock(path), made=is_new)
+    return _find_earlier(config, stages, suffix) or _create_numbered(config, suffix)
 
 
-def _earlier(config: RunConfig, stages: list[str], suffix: str) -> RunFolder | None:
-    """The newest unfinished run of the same configuration, or the newest finished one of the same multirun."""
+def _find_earlier(config: RunConfig, stages: list[str], suffix: str) -> RunFolder | None:
+    """Return the newest unfinished run of the configuration, else the newest finished run of the same multirun."""
     unfinished, finished = list[Path](), list[Path]()
     for file in sorted(RUNS.glob("*/manifest.json"), key=lambda file: file.stat().st_mtime, reverse=True):
         try:
@@ -72,13 +75,14 @@ def _earlier(config: RunConfig, stages: list[str], suffix: str) -> RunFolder | N
         try:
             return RunFolder(folder, _lock(folder), "finished" if folder in finished else "unfinished")
         except UserError:
-            continue  # that run is being worked on: this is another one
+            continue  # another process holds the lock of this run
     return None
 
 
-def _new(config: RunConfig, suffix: str) -> RunFolder:
-    parts = [config.model.name, config.data.name, suffix, datetime.now().strftime("%Y%m%d-%H%M%S")]
-    base = re.sub(r"[^\w.=,+-]+", "-", "-".join(part for part in parts if part))
+def _create_numbered(config: RunConfig, suffix: str) -> RunFolder:
+    """Create runs/MODEL-DATA-TIME. Append a number if the name exists."""
+    names = [config.model.name, config.data.name, suffix, datetime.now().strftime("%Y%m%d-%H%M%S")]
+    base = re.sub(r"[^\w.=,+-]+", "-", "-".join(name for name in names if name))
     number = 1
     while True:
         path = RUNS / (base if number == 1 else f"{base}-{number}")
@@ -89,33 +93,33 @@ def _new(config: RunConfig, suffix: str) -> RunFolder:
         except FileExistsError:
             number += 1
         except OSError as problem:
-            raise UserError(f"cannot make the run folder {path}: {problem.strerror}; run_dir= takes another") from None
+            raise UserError(f"cannot create the run folder {path}: {problem.strerror}; set run_dir=FOLDER") from None
 
 
-def _made(path: Path) -> bool:
-    """Have a folder there; whether it is a new one."""
-    new = not path.exists()
+def _create(path: Path) -> bool:
+    """Create the folder if it is missing. Return True if the folder is new."""
+    is_new = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise UserError(f"cannot make the run folder {path}: {problem.strerror}; run_dir= takes another") from None
-    return new
+        raise UserError(f"cannot create the run folder {path}: {problem.strerror}; set run_dir=FOLDER") from None
+    return is_new
 
 
 def _lock(path: Path) -> IO[str]:
-    """Hold the folder's lock. The kernel frees it when the process ends, however it ends."""
+    """Lock the folder and return the open lock file. The kernel releases the lock when the process ends."""
     try:
         lock = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - the open file is the lock
     except OSError as problem:
-        raise UserError(f"cannot write in the run folder {path}: {problem.strerror}; run_dir= takes another") from None
+        raise UserError(f"cannot write in the run folder {path}: {problem.strerror}; set run_dir=FOLDER") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.seek(0)
         holder = lock.read().strip() or "another process"
         lock.close()
-        advice = "wait for it, end it, or choose another name="
-        raise UserError(f"{path} is being worked on by {holder}: {advice}") from None
+        advice = "wait until it ends, end it, or set another name="
+        raise UserError(f"{path} is in use by {holder}: {advice}") from None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()

@@ -1,8 +1,11 @@
-"""manifest.json: what each stage of a run consumed and produced, and so what has to run.
+"""Read and write manifest.json, which records the inputs and outputs of each stage, and decide which stages must run.
 
-A finished stage that would consume the same again is skipped; an unfinished one resumes; a changed one is run
-again, its old folder kept beside it as <stage>.1, .2, ... A stage consumes the hash of the models before it,
-so a change travels down by itself. Only the launcher's first process writes this file.
+- A finished stage with unchanged inputs is skipped.
+- An unfinished stage with unchanged inputs resumes.
+- A stage with changed inputs runs again. Its old folder is renamed to <stage>.1, <stage>.2, ...
+
+The inputs of a stage include the hashes of the models of earlier stages. A change of one stage therefore also runs the
+later stages again. Only the first launcher writes this file.
 """
 
 import json
@@ -20,7 +23,7 @@ from pipeline.evaluation.user_function import function_file
 from pipeline.files import write_whole
 from pipeline.installation import TRAIN
 from pipeline.launch.fingerprint import (
-    HOW_ROLLOUTS,
+    ROLLOUT_EXECUTION_KEYS,
     HashCache,
     data_content,
     data_source,
@@ -36,7 +39,7 @@ Action = Literal["skip", "resume", "run"]
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with a stage. `because` says what changed, where something did."""
+    """What the launcher does with a stage. `because` is the reason, if there is one."""
 
     action: Action
     because: str = ""
@@ -44,7 +47,7 @@ class Decision:
 
 @dataclass
 class Manifest:
-    """The file in memory. Every change is written at once, whole or not at all."""
+    """The content of manifest.json. Every change is written to the file at once and atomically."""
 
     run_dir: Path
     identity: dict[str, Any] = field(default_factory=dict)
@@ -53,7 +56,7 @@ class Manifest:
 
     @classmethod
     def read(cls, run_dir: Path) -> "Manifest":
-        """The manifest of a run folder; an empty one where there is none. Raises UserError if it can't be read."""
+        """Return the manifest of a run folder, empty if it has none. Raise UserError if the file is unreadable."""
         file = run_dir / "manifest.json"
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
@@ -70,67 +73,72 @@ class Manifest:
         write_whole(self.run_dir / "manifest.json", json.dumps(content, indent=2) + "\n")
 
     def finished(self, stage: str) -> bool:
-        """True where a stage is done and its model is there."""
-        done = self.stages.get(stage, {}).get("status") == "finished"
-        return done and (self.run_dir / stage / "model" / "config.json").is_file()
+        """Return whether a stage has finished and its exported model exists."""
+        is_finished = self.stages.get(stage, {}).get("status") == "finished"
+        return is_finished and (self.run_dir / stage / "model" / "config.json").is_file()
 
     def answering(self) -> list[str]:
-        """The stages that make a model to talk to: of PPO and DPO the one that finished last in front, SFT behind."""
+        """Return the stages that train a chat model: PPO and DPO, the one that finished last first, then SFT."""
         policies = reversed(POLICIES)
         return [*sorted(policies, key=lambda name: self.stages.get(name, {}).get("finished", ""), reverse=True), "sft"]
 
     def product(self, stage: str) -> Path | None:
-        """The model of a stage that is done; None where it is not. Raises UserError where the model is gone since."""
+        """Return the model folder of a finished stage; None for an unfinished one. Raise UserError if it is missing."""
         if self.stages.get(stage, {}).get("status") != "finished":
             return None
         model = self.run_dir / stage / "model"
         if not self.finished(stage):
-            raise UserError(f"{model} is gone: run stage={stage} (or stage=all) there, which makes it again")
+            raise UserError(
+                f"{model} is missing, although the {stage} stage has finished: run stage={stage} (or stage=all) with "
+                "the same run folder to export the model again"
+            )
         return model
 
     def begin(self, stage: str, consumed: dict[str, Any]) -> None:
+        """Record that a stage runs with these inputs. The start time of a resumed stage does not change."""
         record = self.stages.get(stage, {})
-        same = bool(record) and _as_known_now(record["consumed"], consumed) == consumed
-        started = record["started"] if same else _now()
+        is_resumed = bool(record) and _migrate(record["consumed"], consumed) == consumed
+        started = record["started"] if is_resumed else _now()
         self.stages[stage] = {"status": "running", "consumed": consumed, "produced": {}, "started": started}
         self.save()
 
     def stop(self, stage: str) -> None:
-        """The stage was interrupted or failed; the next start resumes it."""
+        """Record that a stage was interrupted or failed. The next start resumes the stage."""
         self.stages[stage]["status"] = "stopped"
         self.save()
 
     def finish(self, stage: str, cache: HashCache) -> None:
+        """Record that a stage has finished, with the content hash of its model."""
         produced = {"model": cache.tree(self.run_dir / stage / "model")}
         self.stages[stage].update(status="finished", produced=produced, finished=_now())
         self.save()
 
     def claim(self, config: RunConfig, stages: list[str]) -> None:
-        """Note what this run is and what was asked of it. Raises UserError where the folder is another run's."""
+        """Record the identity and the request of this run. Raise UserError if the folder has another model or data."""
         identity = run_identity(config)
         if self.identity and self.stages:
-            differs = [part for part in ("model", "data") if self.identity[part]["source"] != identity[part]["source"]]
-            if differs:
-                raise UserError(self._foreign(identity, differs))
+            changed = [kind for kind in ("model", "data") if self.identity[kind]["source"] != identity[kind]["source"]]
+            if changed:
+                raise UserError(self._describe_conflict(identity, changed))
         self.identity, self.asked = identity, request(config, stages)
         self.save()
 
-    def _foreign(self, identity: dict[str, Any], differs: list[str]) -> str:
-        was = " ".join(f"{part}={self.identity[part]['name']}" for part in differs)
-        now = " ".join(f"{part}={identity[part]['name']}" for part in differs)
+    def _describe_conflict(self, identity: dict[str, Any], changed: list[str]) -> str:
+        old = " ".join(f"{kind}={self.identity[kind]['name']}" for kind in changed)
+        new = " ".join(f"{kind}={identity[kind]['name']}" for kind in changed)
         return (
-            f"{self.run_dir} belongs to another configuration: it was made with {was}, not {now}. "
+            f"{self.run_dir} belongs to another configuration: it was made with {old}, not {new}. "
             f"Choose another name=, or use the original configuration ({self.run_dir}/*/config.yaml)"
         )
 
     def decide(self, stage: str, consumed: dict[str, Any]) -> Decision:
-        """Skip, resume or run a stage that would consume this now."""
+        """Decide whether to skip, resume or run a stage whose inputs are now `consumed`."""
         record = self.stages.get(stage)
         if record is None:
             return Decision("run")
-        before = _as_known_now(record["consumed"], consumed)
-        if before != consumed:
-            return Decision("run", differences(before, consumed))
+        recorded = _migrate(record["consumed"], consumed)
+        if recorded != consumed:
+            return Decision("run", differences(recorded, consumed))
         if record["status"] != "finished":
             return Decision("resume")
         if self.finished(stage):
@@ -140,33 +148,36 @@ class Manifest:
         return Decision("run", "its model and its checkpoints are gone")
 
     def changes_tokenizer(self, stage: str, consumed: dict[str, Any]) -> bool:
-        """True where what the run's tokenizer is made from (model, data, seed) is other than the stage had."""
+        """Return whether the inputs of the run's tokenizer (model, data, seed) have changed since the stage ran."""
         old = self.stages.get(stage, {}).get("consumed")
         if old is None:
             return False
-        old = _as_known_now(old, consumed)
-        made_from = [key for key in consumed["settings"] if key == "seed" or key.startswith(("model.", "data."))]
-        changed = any(old["settings"].get(key) != consumed["settings"][key] for key in made_from)
-        return changed or old["data"] != consumed["data"]
+        old = _migrate(old, consumed)
+        keys = [key for key in consumed["settings"] if key == "seed" or key.startswith(("model.", "data."))]
+        settings_changed = any(old["settings"].get(key) != consumed["settings"][key] for key in keys)
+        return settings_changed or old["data"] != consumed["data"]
 
 
 def stage_inputs(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Path | None]:
-    """The models a stage starts from, by role; None is the base model of the configuration.
+    """Return the models that a stage starts from, by role. None means the base model of the configuration.
 
-    sft: {"base": None}; reward: {"base": None} or {"sft": folder}; dpo: {"actor": folder}; ppo the same and, with a
-    reward model, {"reward": folder}.
-    Launcher and worker both ask here. Raises UserError where a model is earlier.
+    sft: {"base": None}
+    reward: {"base": None} or {"sft": folder}
+    dpo: {"actor": folder}
+    ppo: {"actor": folder}, and {"reward": folder} if it uses a reward model
+
+    Launcher and workers both call this function. Raise UserError if the model of an earlier stage is missing.
     """
     manifest = Manifest.read(run_dir)
     if stage == "sft":
         return {"base": None}
     if stage == "reward":
         return _reward_input(config, manifest)
-    earlier = partial(_earlier, manifest, stage.upper())
-    found: dict[str, Path | None] = {"actor": earlier("sft", "actor", config.actor)}
+    find_model = partial(_find_earlier_model, manifest, stage.upper())
+    inputs: dict[str, Path | None] = {"actor": find_model("sft", "actor", config.actor)}
     if stage == "ppo" and config.ppo.reward_model:
-        found["reward"] = earlier("reward", "reward", config.reward_path)
-    return found
+        inputs["reward"] = find_model("reward", "reward", config.reward_path)
+    return inputs
 
 
 def _reward_input(config: RunConfig, manifest: Manifest) -> dict[str, Path | None]:
@@ -175,85 +186,94 @@ def _reward_input(config: RunConfig, manifest: Manifest) -> dict[str, Path | Non
         return {"base": None}
     if config.actor is not None:
         return {"sft": model_folder(config.actor, "actor")}
-    made = manifest.product("sft")
-    if made is not None:
-        return {"sft": made}
+    sft_model = manifest.product("sft")
+    if sft_model is not None:
+        return {"sft": sft_model}
     if init == "sft":
         raise UserError(f"reward.init=sft, but {manifest.run_dir} has no finished sft stage: run stage=sft first")
     return {"base": None}
 
 
-def _earlier(manifest: Manifest, wanted_by: str, stage: str, key: str, given: str | None) -> Path:
-    if given is not None:
-        return model_folder(given, key)
-    made = manifest.product(stage)
-    if made is not None:
-        return made
+def _find_earlier_model(manifest: Manifest, consumer: str, stage: str, key: str, configured: str | None) -> Path:
+    """Return the folder that the key `key` names, else the model of an earlier stage. Raise UserError if neither."""
+    if configured is not None:
+        return model_folder(configured, key)
+    model = manifest.product(stage)
+    if model is not None:
+        return model
     if not manifest.stages:
         raise UserError(
-            f"{wanted_by} has no {key} model: a new run has no finished {stage} stage. Say which run has one (name=, "
-            f"run_dir=), give {key}=FOLDER, or begin with the other stages ({TRAIN} stage=all)"
+            f"{consumer} has no {key} model: a new run has no finished {stage} stage. Select a run that has one "
+            f"(name=, run_dir=), set {key}=FOLDER, or run the earlier stages too ({TRAIN} stage=all)"
         )
     raise UserError(
-        f"{wanted_by} has no {key} model: {manifest.run_dir} has no finished {stage} stage. "
-        f"Run stage={stage} there first (or stage=all), or give {key}=FOLDER"
+        f"{consumer} has no {key} model: {manifest.run_dir} has no finished {stage} stage. "
+        f"Run stage={stage} (or stage=all) with the same run folder first, or set {key}=FOLDER"
     )
 
 
 def stage_consumes(config: RunConfig, run_dir: Path, stage: str, cache: HashCache) -> dict[str, Any]:
-    """Everything a stage's result depends on: its settings, and data, models and the reward function by content."""
+    """Return everything that a stage's result depends on.
+
+    These are its settings and the content hashes of its data, its models and its reward function.
+    """
     base = config.reward_model if stage == "reward" and config.reward_model is not None else config.model
     models = {
-        role: _as_made(folder, run_dir, cache) if folder is not None else model_content(base, cache)
+        role: _hash_unchanged(folder, run_dir, cache) if folder is not None else model_content(base, cache)
         for role, folder in stage_inputs(config, run_dir, stage).items()
     }
     settings, data = stage_settings(config, stage), data_content(config.data, cache)
-    found = {"config": digest(settings), "settings": settings, "data": data, "models": models}
+    inputs = {"config": digest(settings), "settings": settings, "data": data, "models": models}
     if stage == "ppo" and config.ppo.reward_function is not None:
-        found["reward_function"] = cache.file(function_file(config.ppo.reward_function))
-    return found
+        inputs["reward_function"] = cache.file(function_file(config.ppo.reward_function))
+    return inputs
 
 
-def _as_made(folder: Path, run_dir: Path, cache: HashCache) -> str:
-    """The content hash of a model. Raises UserError where a stage of this run made it, and it is another one now."""
-    found, stage = cache.tree(folder), folder.parent.name
+def _hash_unchanged(folder: Path, run_dir: Path, cache: HashCache) -> str:
+    """Return the content hash of a model. Raise UserError if a stage of this run made it and it changed since then."""
+    current, stage = cache.tree(folder), folder.parent.name
     record = Manifest.read(run_dir).stages.get(stage, {}) if folder.parent.parent == run_dir else {}
-    if record.get("produced", {}).get("model", found) != found:
+    if record.get("produced", {}).get("model", current) != current:
         raise UserError(
-            f"{folder} is not as the {stage} stage made it (damaged, or changed by hand). Put it back; or delete it, "
-            f"and stage={stage} makes it again; or keep what you changed elsewhere, and start another run from there"
+            f"{folder} is not as the {stage} stage made it: it is damaged or was edited. Restore it; or delete it and "
+            f"run stage={stage} to export it again; or copy the edited model to another folder and start a new run "
+            "from that folder"
         )
-    return found
+    return current
 
 
-def _as_known_now(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """What was consumed, with the keys that came into being since at their defaults, which change no result, and
-    without those that count no more: a finished stage stays finished when the program is brought up to date.
+def _migrate(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return recorded inputs in the form of the current version, so that an update does not run stages again.
+
+    Keys that are newer than the record get their defaults, which change no result. Keys that no longer count are
+    removed.
     """
-    from pipeline.config.compose import defaults  # the launcher's alone: it imports Hydra
+    from pipeline.config.compose import defaults  # imports Hydra, which workers do not need
 
-    usual = flat(defaults(RunConfig))
-    since = {key: usual[key] for key in new["settings"] if key in usual and key not in old["settings"]}
-    gone = {f"rollout.{key}" for key in HOW_ROLLOUTS} & old["settings"].keys()
-    settings = {key: value for key, value in {**old["settings"], **since}.items() if key not in gone}
-    return {**old, "settings": settings, "config": digest(settings)} if since or gone else old
+    default_settings = flat(defaults(RunConfig))
+    added = {
+        key: default_settings[key] for key in new["settings"] if key in default_settings and key not in old["settings"]
+    }
+    removed = {f"rollout.{key}" for key in ROLLOUT_EXECUTION_KEYS} & old["settings"].keys()
+    settings = {key: value for key, value in {**old["settings"], **added}.items() if key not in removed}
+    return {**old, "settings": settings, "config": digest(settings)} if added or removed else old
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """In words, what a stage would consume otherwise than before: the first few keys with both values."""
+    """Describe how the inputs of a stage have changed. At most three keys are listed with both values."""
     keys = [key for key in new["settings"] if old["settings"].get(key) != new["settings"][key]]
-    found = [f"{key} was {old['settings'].get(key)}, is {new['settings'][key]}" for key in keys[:3]]
-    found += [f"{len(keys) - 3} more keys"] if len(keys) > 3 else []
-    found += ["the data changed"] if old["data"] != new["data"] else []
+    changes = [f"{key} was {old['settings'].get(key)}, is {new['settings'][key]}" for key in keys[:3]]
+    changes += [f"{len(keys) - 3} more keys"] if len(keys) > 3 else []
+    changes += ["the data changed"] if old["data"] != new["data"] else []
     functions = {old.get("reward_function"), new.get("reward_function")} - {None}
-    found += ["the reward function's file changed"] if len(functions) == 2 else []
+    changes += ["the reward function's file changed"] if len(functions) == 2 else []
     roles = [role for role in new["models"] if old["models"].get(role) != new["models"][role]]
-    found += [f"its {role} model changed" for role in roles]
-    return "; ".join(found) or "its settings changed"
+    changes += [f"its {role} model changed" for role in roles]
+    return "; ".join(changes) or "its settings changed"
 
 
 def run_identity(config: RunConfig) -> dict[str, Any]:
-    """What a run folder is about: one model and one data set, with the names to show."""
+    """Return the model and the data set that a run folder belongs to, with their names and sources."""
     return {
         "model": {"name": config.model.name, "source": model_source(config.model)},
         "data": {"name": config.data.name, "source": data_source(config.data)},
@@ -261,23 +281,28 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
 
 
 def request(config: RunConfig, stages: list[str]) -> str:
-    """A hash of what a command asks for, to find an unfinished run of the same command."""
-    from pipeline.config.compose import defaults  # the launcher's alone: it imports Hydra
+    """Return a hash of the stages and settings of a command, to find an unfinished run of the same command.
 
-    usual = flat(defaults(RunConfig))
+    Settings at their defaults are left out, so that a new key of a later version does not change the hash.
+    """
+    from pipeline.config.compose import defaults  # imports Hydra, which workers do not need
+
+    default_settings = flat(defaults(RunConfig))
     settings = {
-        stage: {key: value for key, value in stage_settings(config, stage).items() if value != usual.get(key)}
+        stage: {
+            key: value for key, value in stage_settings(config, stage).items() if value != default_settings.get(key)
+        }
         for stage in stages
-    }  # the same command asks for the same when there are more keys
+    }
     return digest({"stages": settings, "actor": config.actor, "reward": config.reward_path})
 
 
 def move_aside(folder: Path) -> Path:
-    """Keep a stage folder under the next free name <stage>.1, .2, ...; returns where it is now."""
+    """Rename a stage folder to the first free name of <stage>.1, <stage>.2, ... Return the new path."""
     number = 1
-    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+    while (path := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
-    return folder.rename(aside)
+    return folder.rename(path)
 
 
 def _now() -> str:

@@ -1,9 +1,11 @@
-"""Start the ranks of one stage, watch them, end them together.
+"""Start the ranks of one stage, watch them, and end them.
 
-Each rank is `python -m <module> --worker RUN_DIR` in a process group of its own, so that Ctrl-C reaches the
-launcher alone. A rank that fails ends the others within seconds. A launcher that is killed takes its ranks along
-(`worker.py`). One that is asked to stop, by a signal or because others were, hands that on as SIGTERM: ranks finish
-their step, save, and end. SIGINT ends a rank at once.
+Each rank runs `python -m <module> --worker RUN_DIR` in its own process group, so that Ctrl-C reaches only the launcher.
+- If one rank fails, the launcher ends the others within seconds.
+- If the launcher is killed, its ranks end too (`worker.py`).
+- If the launcher or another launcher receives a stop signal, the launcher sends SIGTERM to its ranks. The ranks finish
+  their step, save a checkpoint and end.
+- SIGINT ends a rank at once.
 """
 
 import contextlib
@@ -36,31 +38,33 @@ from pipeline.launch.ranks import Ranks
 from pipeline.stages import stop_signals
 
 MODULES = {name: stage.package for name, stage in STAGES.items()} | {"plan": "pipeline.planning"}
-LOSSES = {
+EARLY_STOP_MESSAGES = {
     "now": "at once, the current step is lost",
     "late": "no step ended in time, the current step is lost",
 }
-OF_A_STOP = (INTERRUPTED, *(-number for number in stop_signals.SIGNALS))  # a rank's status; the signal came too early
+STOPPED_STATUSES = (INTERRUPTED, *(-number for number in stop_signals.SIGNALS))
+"""Exit statuses of a rank that was stopped. The negative ones occur if the signal came before its handler was set."""
 PATIENCE = 600.0
-"""Seconds for a step to end and to be saved, before ranks are taken for stuck. Who sends SIGTERM has a limit too."""
-GRACE_AFTER_STOP = 30.0  # for the first rank, which has wandb to close, when another has ended as it was asked to
+"""Seconds for a step to end and its checkpoint to be written. After that the launcher treats the ranks as stuck."""
+GRACE_AFTER_STOP = 30.0  # after another rank has stopped; the first rank needs time to close wandb
 GRACE_AFTER_FAILURE = 5.0
-ECHO = 3.0
-"""Seconds within which other launchers report what may have caused a crash here."""
+REMOTE_REPORT_TIMEOUT = 3.0
+"""Seconds to wait after a crash for another launcher's report of the cause."""
 
 
 @dataclass(frozen=True)
 class StageEnd:
-    """How a stage ended on this launcher's ranks. `status`: 0, 1 (crash), 2 (the user's mistake), 3 (out of memory, to
-    be started again), 130 or 143 (stopped).
+    """How a stage ended on this launcher's ranks.
 
-    `asked` is the status to end with where this launcher was asked to stop: the stage may have finished all the same.
+    status: 0 (finished), 1 (crash), 2 (user error), 3 (out of memory, restart), 130 or 143 (stopped)
+    stop_status: the exit status for the launcher if it received a stop signal, else 0. The stage may have finished
+        before it reacted to the signal; `status` is 0 in this case.
     """
 
     status: int
     message: str = ""
     traceback: str = ""
-    asked: int = 0
+    stop_status: int = 0
 
 
 @dataclass
@@ -70,18 +74,19 @@ class _Worker:
     pipe: int
 
     def failure(self) -> dict[str, Any] | None:
-        """What the rank said before it failed, if it said anything."""
+        """Return the error record that the rank wrote to its pipe; None if there is none."""
         try:
-            said = os.read(self.pipe, 65536).decode(errors="replace").splitlines()
-            return json.loads(said[0]) if said else None
+            lines = os.read(self.pipe, 65536).decode(errors="replace").splitlines()
+            return json.loads(lines[0]) if lines else None
         except (OSError, ValueError):
             return None
 
 
 class _Signals:
-    """What came while ranks run. The first signal asks to stop; Ctrl-C after it means now.
+    """Record the signals that arrive while ranks run.
 
-    Others that follow mean nothing new: Slurm and service managers send theirs to every process and more than once.
+    The first signal requests a stop after the current step. A later Ctrl-C requests a stop at once. All other later
+    signals are ignored, because Slurm and service managers send a signal to every process, and more than once.
     """
 
     def __init__(self) -> None:
@@ -96,7 +101,7 @@ class _Signals:
 
     @property
     def status(self) -> int:
-        """The exit status of a run that was stopped."""
+        """Return the exit status of a stopped run."""
         return INTERRUPTED if self.first == signal.SIGINT else STOPPED
 
 
@@ -108,26 +113,27 @@ def launch_stage(
     shared_store: bool = False,
     others: Callable[[], str] = str,
 ) -> StageEnd:
-    """Run one stage on this launcher's ranks and wait for its end.
+    """Run one stage on this launcher's ranks and wait until it ends.
 
-    `shared_store`: the workers join a store that the launchers keep. `others` is asked about every second how other
-    launchers fare: "failed" and "memory" end the ranks here, "stopped" asks them to stop.
+    shared_store: whether the workers join the store of the launchers
+    others: returns the state of the other launchers (see `Control.others`) and is called about once a second. "failed"
+        and "memory" end the ranks of this launcher; "stopped" stops them after their step.
     """
     signals = _Signals()
     with stop_signals.handled(signals.note, (signal.SIGINT, *stop_signals.SIGNALS)):
         workers = [_start(stage, run_dir, ranks, number, shared_store) for number in range(ranks.local)]
         try:
-            how = _watch(workers, signals, others)
-            if how == "asked":
+            outcome = _watch(workers, signals, others)
+            if outcome == "stop":
                 if signals.first is not None and ranks.leads:
-                    print(_promise(stage, signals.first), file=sys.stderr, flush=True)
-                how = _stop(workers, signals, others)
-            end = _judge(workers, signals)
-            if how != "done":
+                    print(_stop_notice(stage, signals.first), file=sys.stderr, flush=True)
+                outcome = _stop(workers, signals, others)
+            end = _stage_end(workers, signals)
+            if outcome != "done":
                 _end(workers, GRACE_AFTER_FAILURE, signals)
-            if how in LOSSES:
-                return StageEnd(signals.status, LOSSES[how])
-            if how == "others":
+            if outcome in EARLY_STOP_MESSAGES:
+                return StageEnd(signals.status, EARLY_STOP_MESSAGES[outcome])
+            if outcome == "others":
                 end = StageEnd(CRASHED)
             if end.status == CRASHED and shared_store and _others_ran_out_of_memory(others):
                 end = StageEnd(OUT_OF_MEMORY)
@@ -139,16 +145,16 @@ def launch_stage(
 
 
 def _others_ran_out_of_memory(others: Callable[[], str]) -> bool:
-    """Return whether another launcher's rank ran out of memory: this launcher's ranks then crashed because of that."""
-    deadline = time.monotonic() + ECHO
-    while (how := others()) == "" and time.monotonic() < deadline:
+    """Return whether a rank of another launcher ran out of memory, which also crashes the ranks of this launcher."""
+    deadline = time.monotonic() + REMOTE_REPORT_TIMEOUT
+    while (state := others()) == "" and time.monotonic() < deadline:
         time.sleep(0.1)
-    return how == "memory"
+    return state == "memory"
 
 
-def _promise(stage: str, asked: signal.Signals) -> str:
-    again = "; Ctrl-C again ends at once" if asked == signal.SIGINT else ""
-    return f"\n{stage}: {asked.name}: finishes and saves the current step, then stops{again}"
+def _stop_notice(stage: str, received: signal.Signals) -> str:
+    hint = "; press Ctrl-C again to end at once" if received == signal.SIGINT else ""
+    return f"\n{stage}: {received.name} received: finishes and saves the current step, then stops{hint}"
 
 
 def _start(stage: str, run_dir: Path, ranks: Ranks, number: int, shared_store: bool) -> _Worker:
@@ -185,41 +191,50 @@ def _environment(ranks: Ranks, number: int, shared_store: bool, pipe: int) -> di
     if shared_store:
         env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if not ranks.given_by and sys.platform == "linux":
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no need for its name to resolve
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # on one machine, the host name need not resolve
     return env
 
 
 def _watch(workers: list[_Worker], signals: _Signals, others: Callable[[], str]) -> str:
-    """Wait until all ranks ended ("done"), one failed ("failed"), others failed ("others"), or a stop is asked for, by
-    a signal, by other launchers or by a rank that ended for it ("asked").
+    """Wait for the end of the ranks or for a reason to end them, and return which one it was.
+
+    "done": all ranks have ended.
+    "failed": a rank of this launcher failed.
+    "others": a rank of another launcher failed.
+    "stop": a stop was requested, by a signal, by another launcher, or by a rank that ended with INTERRUPTED.
     """
-    looked = time.monotonic()
+    last_check = time.monotonic()
     while True:
         if signals.first is not None:
-            return "asked"
+            return "stop"
         statuses = [worker.process.poll() for worker in workers]
         if any(status not in (None, 0, INTERRUPTED) for status in statuses):
-            time.sleep(0.5)  # whoever failed first has failed by then: the cause is told from its echoes by time
+            time.sleep(0.5)  # the rank that failed first has also ended by then; the earliest time shows the cause
             return "failed"
         if INTERRUPTED in statuses:
-            return "asked"
+            return "stop"
         if all(status == 0 for status in statuses):
             return "done"
-        if time.monotonic() - looked > 1.0:
-            looked = time.monotonic()
-            if (how := others()) != "":
-                return "asked" if how == "stopped" else "others"
+        if time.monotonic() - last_check > 1.0:
+            last_check = time.monotonic()
+            if (state := others()) != "":
+                return "stop" if state == "stopped" else "others"
         time.sleep(0.05)
 
 
 def _stop(workers: list[_Worker], signals: _Signals, others: Callable[[], str]) -> str:
-    """Ask the ranks to stop, and wait until they have ("done"), or for a reason to end them: Ctrl-C once more ("now"),
-    a step that takes too long ("late"), a rank that failed ("failed") or others that did ("others").
+    """Send SIGTERM to the ranks, wait for their end or for a reason to end them, and return which one it was.
+
+    "done": all ranks have ended.
+    "now": the user pressed Ctrl-C again.
+    "late": the current step took longer than PATIENCE.
+    "failed": a rank of this launcher failed.
+    "others": a rank of another launcher failed.
     """
     for worker in workers:
         if worker.process.poll() is None:
             worker.process.send_signal(signal.SIGTERM)
-    looked = began = time.monotonic()
+    last_check = began = time.monotonic()
     first_ended: float | None = None
     while True:
         time.sleep(0.05)
@@ -228,7 +243,7 @@ def _stop(workers: list[_Worker], signals: _Signals, others: Callable[[], str]) 
             return "done"
         if signals.now:
             return "now"
-        if any(status not in (None, 0, *OF_A_STOP) for status in statuses):
+        if any(status not in (None, 0, *STOPPED_STATUSES) for status in statuses):
             time.sleep(0.5)
             return "failed"
         ended = [worker.rank for worker, status in zip(workers, statuses, strict=True) if status is not None]
@@ -237,26 +252,29 @@ def _stop(workers: list[_Worker], signals: _Signals, others: Callable[[], str]) 
             return "failed"
         if now - began > PATIENCE:
             return "late"
-        if now - looked > 1.0:
-            looked = now
+        if now - last_check > 1.0:
+            last_check = now
             if others() in ("failed", "memory"):
                 return "others"
 
 
-def _judge(workers: list[_Worker], signals: _Signals) -> StageEnd:
-    """One end for the stage: a user's mistake first, then a stop, then a killed rank, then the earliest crash."""
+def _stage_end(workers: list[_Worker], signals: _Signals) -> StageEnd:
+    """Combine the results of all ranks into one.
+
+    The first that applies counts: a user error, a stop, out of memory, a killed rank, the earliest crash.
+    """
     statuses = {worker.rank: worker.process.poll() for worker in workers}
-    asked = 0 if signals.first is None else signals.status
+    stop_status = 0 if signals.first is None else signals.status
     failures = [failure for worker in workers if statuses[worker.rank] and (failure := worker.failure())]
     failures.sort(key=lambda failure: (failure["kind"] != "user", failure["time"]))
     if failures and failures[0]["kind"] == "user":
         return StageEnd(USER_ERROR, failures[0]["message"], failures[0]["traceback"])
-    of_a_stop = OF_A_STOP if asked else (INTERRUPTED,)
-    if any(status in of_a_stop for status in statuses.values()):  # ranks that crash then lost touch with it
-        return StageEnd(signals.status, asked=asked)
+    stopped = STOPPED_STATUSES if stop_status else (INTERRUPTED,)
+    if any(status in stopped for status in statuses.values()):  # other ranks crash because they lost the stopped rank
+        return StageEnd(signals.status, stop_status=stop_status)
     for failure in failures:
         if failure["kind"] == "memory":
-            return StageEnd(signals.status if asked else OUT_OF_MEMORY, failure["message"], asked=asked)
+            return StageEnd(stop_status or OUT_OF_MEMORY, failure["message"], stop_status=stop_status)
     for rank, status in statuses.items():
         if status is not None and status < 0:
             return StageEnd(CRASHED, f"rank {rank} was killed by {_signal_name(-status)}")
@@ -265,27 +283,27 @@ def _judge(workers: list[_Worker], signals: _Signals) -> StageEnd:
     for rank, status in statuses.items():
         if status:
             return StageEnd(CRASHED, f"rank {rank} ended with status {status}")
-    return StageEnd(0, asked=asked)
+    return StageEnd(0, stop_status=stop_status)
 
 
 def _signal_name(number: int) -> str:
     name = signal.Signals(number).name
     hints = {
-        "SIGKILL": " (perhaps out of memory: stage=plan shows which settings fit)",
-        "SIGSEGV": " (a crash in a library)",
+        "SIGKILL": " (possibly out of host memory: stage=plan shows which settings fit)",
+        "SIGSEGV": " (a crash in a native library)",
     }
     return name + hints.get(name, "")
 
 
 def _end(workers: list[_Worker], grace: float, signals: _Signals) -> None:
-    """End what still runs: by SIGINT, and after `grace` seconds or one more Ctrl-C by SIGKILL."""
+    """End the running ranks with SIGINT. Send SIGKILL after `grace` seconds or when the user presses Ctrl-C again."""
     running = [worker.process for worker in workers if worker.process.poll() is None]
     if grace:
         for process in running:
             process.send_signal(signal.SIGINT)
-    deadline, seen = time.monotonic() + grace, signals.now
+    deadline, earlier_interrupts = time.monotonic() + grace, signals.now
     while any(process.poll() is None for process in running):
-        if time.monotonic() >= deadline or signals.now > seen:
+        if time.monotonic() >= deadline or signals.now > earlier_interrupts:
             break
         time.sleep(0.05)
     for process in running:

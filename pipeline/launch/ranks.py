@@ -1,4 +1,4 @@
-"""Who the ranks are: given by torchrun or Slurm, or started here, one process a GPU (one on a CPU)."""
+"""Determine the ranks: from torchrun or Slurm, or one process per GPU of this machine (one process without GPUs)."""
 
 import os
 import re
@@ -17,7 +17,7 @@ SLURM_PORT = 29400
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that this launcher starts: `local` of them, the first being `first` of `world`."""
+    """The ranks that this launcher starts: `local` ranks of `world`, from rank `first` on."""
 
     world: int
     first: int
@@ -27,20 +27,23 @@ class Ranks:
     address: str
     port: int
     given_by: str = ""
-    """"torchrun", "Slurm", or empty where this launcher chose."""
+    """"torchrun", "Slurm", or "" if this launcher chose the ranks."""
     agent_store: bool = False
-    """True where torchrun already keeps a store at address:port."""
+    """Whether torchrun already has a store at address:port."""
     attempt: str = "0"
-    """Counts restarts by torchrun, so that a second attempt reads none of the first one's keys."""
+    """The restart count of torchrun or Slurm. A restarted job must not read store keys of the earlier attempt."""
 
     @property
     def leads(self) -> bool:
-        """True on the one launcher that decides and writes the manifest."""
+        """Return whether this is the first launcher, which decides what runs and writes the manifest."""
         return self.first == 0
 
 
 def given_ranks(env: Mapping[str, str]) -> Ranks | None:
-    """The rank that torchrun or Slurm gave this process, if one did. Raises UserError where half of it is missing."""
+    """Return the rank that torchrun or Slurm assigned to this process; None without them.
+
+    Raise UserError if RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT.
+    """
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
     if "SLURM_PROCID" in env and ("SLURM_STEP_NUM_TASKS" in env or "SLURM_STEP_ID" in env):
@@ -86,45 +89,48 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks:
 
 
 def first_host(hosts: str) -> str:
-    """The first host of Slurm's short list: "gpu[07-09,12],cpu1" -> "gpu07"."""
+    """Return the first host of Slurm's compressed node list: "gpu[07-09,12],cpu1" -> "gpu07"."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", hosts)
     if match is None:
         raise UserError(f"cannot read the node list '{hosts}': set MASTER_ADDR to the first node's name")
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
-def own_ranks(asked: int | None, gpus: int) -> Ranks:
-    """The ranks to start on this machine. Raises UserError for more ranks than GPUs, where there are any."""
-    if gpus and asked is not None and asked > gpus:
-        seen = f"{gpus} GPU{'s' if gpus > 1 else ''}"
+def own_ranks(requested: int | None, gpus: int) -> Ranks:
+    """Return the ranks to start on this machine. Raise UserError if a machine with GPUs has fewer GPUs than ranks."""
+    if gpus and requested is not None and requested > gpus:
+        available = f"{gpus} GPU{'s' if gpus > 1 else ''}"
         raise UserError(
-            f"ranks={asked}, but this machine shows {seen}: ranks={gpus} or less "
-            "(CUDA_VISIBLE_DEVICES= before the command runs on the CPU)"
+            f"ranks={requested}, but this machine has {available}: set ranks={gpus} or less "
+            "(or start the command with CUDA_VISIBLE_DEVICES= to run on the CPU)"
         )
-    count = asked or max(1, gpus)
+    count = requested or max(1, gpus)
     return Ranks(count, 0, count, 0, count, "127.0.0.1", free_port())
 
 
-def check_given(ranks: Ranks, asked: int | None) -> None:
-    """Refuse `ranks=` where somebody else already chose another number."""
-    if asked is not None and asked != ranks.world:
-        raise UserError(f"ranks={asked}, but {ranks.given_by} gave {ranks.world}: leave ranks= out")
+def check_given(ranks: Ranks, requested: int | None) -> None:
+    """Raise UserError if ranks= differs from the number of ranks that torchrun or Slurm started."""
+    if requested is not None and requested != ranks.world:
+        raise UserError(f"ranks={requested}, but {ranks.given_by} started {ranks.world} ranks: remove ranks=")
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
+    """Return a free TCP port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def count_gpus() -> int:
-    """GPUs that PyTorch sees here. PyTorch is asked in a process of its own, and only where a driver shows."""
+    """Return the number of GPUs that PyTorch can use.
+
+    A subprocess imports PyTorch, and only if this machine has a GPU driver. The launcher itself does not import it.
+    """
     devices = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return 0
     if not shutil.which("nvidia-smi") and not any(Path(device).exists() for device in devices):
         return 0
-    asked = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    answer = subprocess.run(asked, capture_output=True, text=True, timeout=300)
-    return int(answer.stdout.split()[-1]) if answer.returncode == 0 and answer.stdout.split() else 0
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return int(result.stdout.split()[-1]) if result.returncode == 0 and result.stdout.split() else 0

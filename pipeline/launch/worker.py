@@ -1,7 +1,7 @@
-"""The process of one rank: one stage, from its config.yaml to its exit status.
+"""Run one stage as one rank: read its config.yaml, run it, and return an exit status.
 
-An error is sent to the launcher as one JSON object through a pipe. So one message is printed however many ranks fail,
-also if the disk is full.
+A rank sends an error to the launcher as one JSON object through a pipe. The launcher then prints one message, even if
+many ranks fail or the disk is full.
 """
 
 import contextlib
@@ -37,10 +37,11 @@ from pipeline.stages import stop_signals
 
 
 def stage_main(stage: str, module: str) -> None:
-    """Run as the `__main__` of a stage: `--worker RUN_DIR` is one rank, anything else is train.py with this stage.
+    """Run as the `__main__` of a stage. This function never returns.
 
-    `module` has `run(config: RunConfig, stage_dir: Path)`, which runs the stage inside the process group. Only the
-    worker imports it, so that `--help` stays quick. Never returns.
+    With the arguments `--worker RUN_DIR` the process is one rank. With all other arguments it is `train.py` with this
+    stage. `module` is the name of a module with `run(config: RunConfig, stage_dir: Path)`, which runs the stage inside
+    the process group. Only the worker imports this module, so that `--help` remains fast.
     """
     arguments = sys.argv[1:]
     if arguments[:1] == ["--worker"] and len(arguments) == 2:
@@ -51,21 +52,21 @@ def stage_main(stage: str, module: str) -> None:
 
 
 def run_worker(stage: str, run_dir: Path, module: str) -> None:
-    """Run a stage as one rank, and end the process with its status."""
+    """Run a stage as one rank, and end the process with its exit status."""
     _end_with_launcher()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also if the shell ignores Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set SIGINT to ignored
     try:
         with stop_signals.handled(stop_signals.stop):
             config = read_config(run_dir / stage)
-            if not config.debug:  # warnings of libraries for programmers
+            if not config.debug:  # these warnings of libraries address programmers
                 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
                 warnings.filterwarnings("ignore", category=FutureWarning)
             with kept_for_good():
                 from engine import distributed
 
-                work = importlib.import_module(module).run
+                run_stage = importlib.import_module(module).run
             distributed.start(namespace=f"{run_dir.name}/{stage}/{os.environ.get(ATTEMPT, '0')}")
-            work(config, run_dir / stage)
+            run_stage(config, run_dir / stage)
             distributed.stop()
     except BaseException as problem:
         # End at once: other ranks may wait in a collective that this rank will never join.
@@ -127,7 +128,7 @@ def _end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     else:
         threading.Thread(target=_watch_launcher, args=(int(launcher),), daemon=True).start()
-    if os.getppid() != int(launcher):  # it ended before the call
+    if os.getppid() != int(launcher):  # the launcher ended before the call of prctl
         os._exit(CRASHED)
 
 

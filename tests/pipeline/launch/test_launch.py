@@ -242,13 +242,13 @@ def test_one_process_a_gpu():
     assert own_ranks(None, gpus=0).world == 1
     assert own_ranks(None, gpus=4).world == 4
     assert own_ranks(2, gpus=4).world == 2
-    with pytest.raises(UserError, match="ranks=3, but this machine shows 2 GPUs: ranks=2 or less"):
+    with pytest.raises(UserError, match="ranks=3, but this machine has 2 GPUs: set ranks=2 or less"):
         own_ranks(3, gpus=2)
 
 
 def test_ranks_belong_to_whoever_started_them():
     given = given_ranks({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"})
-    with pytest.raises(UserError, match="torchrun gave 2"):
+    with pytest.raises(UserError, match="torchrun started 2"):
         check_given(given, 4)
     check_given(given, 2)
 

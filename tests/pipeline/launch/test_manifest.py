@@ -73,7 +73,7 @@ def test_a_finished_stage_is_skipped(train):
     Path("mine.py").write_text("def grade(answer, row): return 1.0")
     judge = "evaluation.judge=mine.py:grade"
     said = train("name=x", judge)[1]
-    assert f"ppo: finished before with the same settings, skipped; its answers were not judged by {judge}" in said
+    assert f"ppo: finished before with the same settings, skipped; {judge} has not judged" in said
     shutil.rmtree("runs/x/ppo/model")
     Path("runs/x/ppo/checkpoints/step-1").mkdir(parents=True)
     assert "ppo: resumes" in train("name=x", judge)[1]
@@ -101,7 +101,7 @@ def test_a_changed_stage_runs_again_and_so_do_those_after_it(train):
     train("name=x")
     before = record("x", "sft")["produced"]["model"]
     _, said = train("name=x", "sft.lr=5e-5")
-    assert "sft: runs again (sft.lr was 1e-05, is 5e-05); the old one is runs/x/sft.1" in said
+    assert "sft: runs again (sft.lr was 1e-05, is 5e-05); its old folder is now runs/x/sft.1" in said
     assert "reward: runs again (its sft model changed)" in said
     assert "ppo: runs again (its actor model changed" in said
     assert record("x", "sft")["produced"]["model"] != before
@@ -154,7 +154,7 @@ def test_a_model_that_is_gone_is_made_again_from_the_newest_checkpoint(train):
     shutil.rmtree("runs/x/sft/model")
     for stage in ("reward", "ppo"):
         status, said = train("name=x", f"stage={stage}")
-        assert status == 2 and "runs/x/sft/model is gone: run stage=sft" in said
+        assert status == 2 and "runs/x/sft/model is missing, although the sft stage has finished: run stage=sft" in said
     status, said = train("name=x")
     assert (status, said.count("skipped")) == (0, 2)
     assert "sft: resumes, 1 process (its model is gone; it is exported again from the newest checkpoint)" in said
@@ -162,7 +162,7 @@ def test_a_model_that_is_gone_is_made_again_from_the_newest_checkpoint(train):
     shutil.rmtree("runs/x/sft/model")
     shutil.rmtree("runs/x/sft/checkpoints")
     _, said = train("name=x")
-    assert "sft: runs again (its model and its checkpoints are gone); the old one is runs/x/sft.1" in said
+    assert "sft: runs again (its model and its checkpoints are gone); its old folder is now runs/x/sft.1" in said
 
 
 def test_a_model_that_was_damaged_is_not_gone_on_from(train):
@@ -186,7 +186,7 @@ def test_a_changed_reward_function_makes_ppo_run_again(train):
     assert train(*words)[1].count("skipped") == 2
     file.write_text(FUNCTION.format(2))
     _, said = train(*words)
-    assert "ppo: runs again (the reward function's file changed); the old one is runs/x/ppo.1" in said
+    assert "ppo: runs again (the reward function's file changed); its old folder is now runs/x/ppo.1" in said
     assert said.count("skipped") == 1 and "sft: finished" in said
     Path("mine.py").rename("other.py")
     assert "ppo: runs again (ppo.reward_function was" in train(*words[:2], "ppo.reward_function=other.py:score")[1]
@@ -221,7 +221,7 @@ def test_the_same_command_without_a_name_continues_its_run(train):
     (run,) = Path("runs").iterdir()
     status, said = train()
     assert (status, list(Path("runs").iterdir())) == (0, [run])
-    assert f"run folder: {run} (continues" in said
+    assert f"run folder: {run} (resumes" in said
     train()
     assert len(list(Path("runs").iterdir())) == 2
 
@@ -244,12 +244,12 @@ def test_a_run_folder_of_another_model_is_refused(train):
 def test_ppo_says_what_it_lacks(train):
     status, said = train("name=x", "stage=ppo")
     assert status == 2
-    assert "a new run has no finished sft stage. Say which run has one (name=, run_dir=), give actor=FOLDER, or" in said
+    assert "a new run has no finished sft stage. Select a run that has one (name=, run_dir=), set actor=FOLDER" in said
     assert not Path("runs/x").exists()
     train("name=x", "stage=reward")
     status, said = train("name=x", "stage=ppo")
     assert status == 2
-    assert "has no finished sft stage. Run stage=sft there first (or stage=all), or give actor=FOLDER" in said
+    assert "Run stage=sft (or stage=all) with the same run folder first, or set actor=FOLDER" in said
     assert record("x", "reward")["status"] == "finished"
 
 
@@ -288,7 +288,7 @@ def test_a_multirun_without_a_name_leaves_what_is_finished(train):
     shutil.rmtree(first / "sft" / "model")  # as a run that was stopped has none
     (first / "sft" / "checkpoints" / "step-1").mkdir(parents=True)
     status, said = train("-m", "seed=1,2,3", "stage=sft")
-    assert status == 0 and f"run folder: {first} (continues: an unfinished run" in said
+    assert status == 0 and f"run folder: {first} (resumes the unfinished run" in said
     assert [run.name.split("-")[2] for run in sorted(Path("runs").iterdir())] == ["seed=1", "seed=2", "seed=3"]
     status, said = train("-m", "seed=1,2,3", "stage=sft")
     assert said.count("(finished before, and left as it is; name= starts another)") == said.count("skipped") == 3
@@ -308,7 +308,7 @@ def test_nobody_works_in_a_locked_folder(train):
     held = open_folder(validate(compose([*BASE, "name=x"])), ["sft"])
     status, said = train("name=x")
     assert status == 2
-    assert f"runs/x is being worked on by process {os.getpid()}" in said
+    assert f"runs/x is in use by process {os.getpid()}" in said
     held.close()
     assert train("name=x", "stage=sft")[0] == 0
 
@@ -346,7 +346,7 @@ def test_a_broken_manifest_is_said(train):
     Path("runs/x/manifest.json").write_text("{")
     status, said = train("name=x", "stage=sft")
     assert status == 2
-    assert "manifest.json can't be read" in said
+    assert "manifest.json cannot be read" in said
 
 
 def test_reward_starts_where_it_is_told(train):
