@@ -1,7 +1,7 @@
-"""The configuration, key by key: types, bounds, defaults, and what each key means.
+"""The configuration keys: types, bounds, defaults and descriptions.
 
-This is the one place where a default stands. Hydra composes `conf/` into a dictionary, `validate`
-(in `check.py`) turns the dictionary into a `RunConfig`, and stages read it at their edge only.
+Every default is defined here and nowhere else. Hydra composes `conf/` into a dictionary, `validate`
+(in `check.py`) turns the dictionary into a `RunConfig`. Only the entry points of stages read it.
 """
 
 import os
@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
-"""A path as typed, with a leading ~ spelt out."""
+"""A path, with a leading ~ expanded."""
 
 
 def _deepspeed_file(value: Any) -> Any:
-    """The content of a DeepSpeed configuration, so that a run keeps what it was started with. Raises ValueError."""
+    """Return the content of a DeepSpeed file, which the run stores and reuses on restart. Raises ValueError."""
     if value is None:
         return None
-    from engine import deepspeed_json  # here: it brings torch along
+    from engine import deepspeed_json  # a late import: it imports torch
 
     return deepspeed_json.load(value)
 
@@ -26,13 +26,13 @@ DeepSpeedFile = Annotated[dict[str, Any] | None, BeforeValidator(_deepspeed_file
 
 
 class Section(BaseModel):
-    """A group of keys. Unknown keys are refused; a number where text is asked (`name=7`) is read as text."""
+    """A group of keys. Unknown keys are rejected. A number becomes text if the key needs text (`name=7`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), coerce_numbers_to_str=True)
 
 
 def inner_section(annotation: Any, *, in_lists: bool = False) -> type[BaseModel] | None:
-    """The section a key holds: `X`, `X | None`, and with `in_lists` `list[X]`; None for plain values."""
+    """Return the section type in an annotation `X`, `X | None` or (with `in_lists`) `list[X]`; None for plain values."""
     if get_origin(annotation) in (list, dict) and not in_lists:
         return None
     for choice in (annotation, *get_args(annotation)):
@@ -53,7 +53,7 @@ class ModelConfig(Section):
     hub: str | None = Field(None, description="hub id, used when `path` is not given")
     path: FilePath | None = Field(None, description="local folder in Hugging Face format (safetensors)")
     weights: Literal["pretrained", "random"] = Field(
-        "pretrained", description="random builds `architecture` with random weights and never asks a hub"
+        "pretrained", description="random builds `architecture` with random weights and never contacts the hub"
     )
     architecture: dict[str, Any] | None = Field(
         None, description="model_type and the fields of its transformers configuration, for weights=random"
@@ -66,7 +66,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     tensor_plan: dict[str, str] | None = Field(
         None,
-        description="how engine.tensor_parallel splits modules, {pattern: style}; default what comes with the model",
+        description="how engine.tensor_parallel splits modules, {pattern: style}; default: the plan that comes with the model",
     )
 
 
@@ -75,23 +75,27 @@ class SourceConfig(Section):
         None, description="local file or folder: jsonl, json, csv, tsv (also compressed), parquet, arrow"
     )
     eval_path: FilePath | None = Field(
-        None, description="local file or folder held out; otherwise a share of `path` is"
+        None,
+        description="local file or folder of held-out data; without it, eval_fraction of the prompts of `path` are held out",
     )
     hub: str | None = Field(None, description="data set id on the hub")
     subset: str | None = Field(None, description="configuration name of the hub set")
     split: str = Field("train", description="split of the hub set to train on")
-    eval_split: str | None = Field(None, description="split of the hub set held out; otherwise a share of `split` is")
-    builtin: Literal["demo"] | None = Field(None, description="data that zerochat makes itself")
+    eval_split: str | None = Field(
+        None,
+        description="held-out split of the hub set; without it, eval_fraction of the prompts of `split` are held out",
+    )
+    builtin: Literal["demo"] | None = Field(None, description="data that zerochat generates itself")
     weight: float | None = Field(
         None,
         gt=0,
-        description="share of this source in the mix, relative to the others; null for all uses every row of all",
+        description="share of this source in the mix, relative to the weights of the other sources; null (default): use every row of every source",
     )
     stages: list[Literal["sft", "reward", "ppo"]] = Field(
         ["sft", "reward", "ppo"],
-        description="stages this source serves; dpo reads the pairs of those that serve reward",
+        description="stages that this source serves; dpo reads the pairs of the sources that serve reward",
     )
-    columns: dict[str, str] = Field({}, description="column names to read as other ones: {their name: our name}")
+    columns: dict[str, str] = Field({}, description="columns to rename: {name in the file: name that zerochat expects}")
 
 
 class DataConfig(Section):
@@ -99,229 +103,257 @@ class DataConfig(Section):
     path: FilePath | None = Field(None, description="one local file or folder, instead of `sources`")
     sources: list[SourceConfig] = Field([], description="where the data comes from")
     eval_fraction: float = Field(
-        0.05, gt=0, lt=1, description="share of prompts held out where a source has no held-out split"
+        0.05, gt=0, lt=1, description="share of prompts to hold out if a source has no held-out split"
     )
     stage_shares: dict[Literal["sft", "reward", "ppo"], float] = Field(
         {"sft": 0.2, "reward": 0.4, "ppo": 0.4},
-        description="disjoint shares of the prompts, for a source that serves several stages with one kind of record; dpo, which needs neither of the other two, has the shares of reward and ppo",
+        description="shares of the prompts that each stage reads if one source serves several stages; no two stages read the same prompt; dpo reads the shares of reward and ppo",
     )
-    bad_row_limit: float = Field(0.05, ge=0, le=1, description="share of unusable rows above which a file is refused")
-    demo_examples: int = Field(12000, ge=200, description="size of the made data (data=demo)")
+    bad_row_limit: float = Field(
+        0.05, ge=0, le=1, description="largest share of unusable rows; a file with more is rejected"
+    )
+    demo_examples: int = Field(12000, ge=200, description="number of generated examples (data=demo)")
 
 
 class EngineSettings(Section):
     auto: bool = Field(
         False,
-        description="before each stage choose what fits and is fastest: zero_stage, both offload tiers, activation_checkpointing and the micro-batch",
+        description="before each stage, choose the fastest settings that fit into memory: zero_stage, both offload tiers, activation_checkpointing and the micro-batch",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
-        0, description="what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"
+        0, description="what is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters"
     )
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto",
-        description="compute precision, fp32 masters; auto is bf16 on a GPU (fp16 where it has no bf16: before compute capability 8.0) and fp32 on a CPU",
+        description="compute precision, with fp32 master weights; auto is bf16 on a GPU (fp16 below compute capability 8.0) and fp32 on a CPU",
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] = Field(
-        "none", description="where fp32 masters and moments live and step: device, host memory, files"
+        "none",
+        description="where fp32 master weights and moments are stored and updated: none (on the device), cpu (in host memory), nvme (in files)",
     )
     offload_parameters: Literal["none", "cpu", "nvme"] = Field(
-        "none", description="where parameter shards live between uses; nvme needs zero_stage=3"
+        "none",
+        description="where parameter shards are stored between uses: none (on the device), cpu (in host memory), nvme (in files, needs zero_stage=3)",
     )
     offload_ratio: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="share of the parameters whose optimizer is offloaded; the rest steps on the device",
+        description="share of the parameters whose optimizer states are offloaded; the device updates the other parameters",
     )
     nvme_path: FilePath | None = Field(
-        None, description="folder for the run's private files of the nvme tiers; default the temporary folder"
+        None, description="folder for the offload files of this run (nvme); default: the temporary folder"
     )
     sub_group_size: int = Field(
         2**23,
         ge=1024,
-        description="parameters that an offloaded optimizer steps at once; host memory of the nvme tier grows with it",
+        description="number of parameters that an offloaded optimizer updates at a time; a larger value needs more host memory with nvme",
     )
     activation_checkpointing: bool = Field(
-        False, description="recompute activations in backward: a third more compute, far less memory"
+        False, description="recompute activations in the backward pass: about a third more compute, far less memory"
     )
     compile_blocks: bool = Field(False, description="torch.compile each transformer block")
     shard_ranks: int | None = Field(
         None,
         ge=1,
-        description="neighbouring ranks that share one copy of the model, replicated across the others (HSDP); null is all",
+        description="number of adjacent ranks that shard one copy of the model; each such group holds a replica (HSDP); null: all ranks shard one copy",
     )
     compress: Literal["none", "gather8", "reduce8", "both"] = Field(
         "none",
-        description="8 bits on the wire from zero_stage=1 on: gathers of parameters, reductions of gradients, or both",
+        description="communicate in 8 bits (zero_stage 1 or higher): gather8 for parameter gathers, reduce8 for gradient reductions, or both",
     )
     states: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="what AdamW keeps: fp32 masters and moments (12 bytes a parameter), or bf16 alone, stochastically rounded (6)",
+        description="precision of AdamW's states: fp32 master weights and moments (12 bytes per parameter), or bf16 with stochastic rounding (6 bytes per parameter)",
     )
     tensor_parallel: int = Field(
-        1, ge=1, description="neighbouring ranks that hold each matrix between them and work on the same data"
+        1, ge=1, description="number of adjacent ranks that split each weight matrix and process the same data"
     )
     sequence_parallel: int = Field(
         1,
         ge=1,
-        description="neighbouring ranks that hold the tokens of each packed row between them, for long conversations",
+        description="number of adjacent ranks that split the tokens of each packed row, for long conversations",
     )
     pipeline_parallel: int = Field(
         1,
         ge=1,
-        description="ranks that hold the model's blocks one after another and pass micro-batches on; for stage=sft",
+        description="number of pipeline ranks, each with consecutive blocks of the model; only for stage=sft",
     )
     pipeline_schedule: Literal["1f1b", "gpipe"] = Field(
-        "1f1b", description="one forward, one backward in turn; or all forwards, then all backwards (more activations)"
+        "1f1b",
+        description="1f1b: alternate one forward and one backward; gpipe: all forwards, then all backwards (stores more activations)",
     )
-    loss_scale_power: int = Field(16, ge=0, le=32, description="fp16: initial loss scale is 2**this")
-    loss_scale_window: int = Field(1000, ge=1, description="fp16: good steps before the scale doubles")
+    loss_scale_power: int = Field(16, ge=0, le=32, description="fp16: the initial loss scale is 2 to this power")
+    loss_scale_window: int = Field(1000, ge=1, description="fp16: steps without overflow before the loss scale doubles")
     deepspeed: DeepSpeedFile = Field(
-        None, description="DeepSpeed configuration (JSON file): what it says counts, see docs/reference/deepspeed.md"
+        None,
+        description="DeepSpeed configuration (JSON file); its values override the engine keys, see docs/reference/deepspeed.md",
     )
 
 
 class StageSection(Section):
     epochs: float = Field(1.0, gt=0, description="passes over the stage's data")
     steps: int | None = Field(
-        None, ge=1, description="cap on optimizer steps (ppo: on rollouts); epochs decide otherwise"
+        None, ge=1, description="largest number of optimizer steps (ppo: rollouts); null: epochs set the number"
     )
-    batch_size: int = Field(64, ge=1, description="global batch over all ranks: conversations, pairs or prompts a step")
+    batch_size: int = Field(64, ge=1, description="conversations, pairs or prompts per step, over all ranks")
     max_length: int = Field(
-        1024, ge=8, description="tokens a sequence; longer ones are cut, or dropped where a cut makes no sense"
+        1024,
+        ge=8,
+        description="largest number of tokens in a sequence; longer ones are truncated, or dropped if no usable answer would remain",
     )
     micro_batch_tokens: int = Field(
         8192,
         ge=8,
-        description="most tokens of a forward and backward pass on a rank, padding included where rows are padded; a longer sequence goes alone",
+        description="largest number of tokens (with padding) in a forward and backward pass on a rank; a longer sequence has a micro-batch of its own",
     )
     lr: float = Field(1e-5, ge=0, description="peak learning rate")
-    schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="learning rate after the warm-up")
-    warmup: float = Field(0.03, ge=0, le=1, description="share of the steps in which the rate rises")
-    final_lr_ratio: float = Field(0.0, ge=0, le=1, description="rate at the end, as a share of lr")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled decay; biases and norms have none")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first decay")
-    beta2: float = Field(0.95, ge=0, lt=1, description="Adam's second decay")
-    eps: float = Field(1e-8, gt=0, description="Adam's epsilon")
-    max_grad_norm: float = Field(1.0, ge=0, description="clip to this global norm; 0 does not clip")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "cosine", description="learning rate schedule after the warm-up"
+    )
+    warmup: float = Field(
+        0.03, ge=0, le=1, description="share of the steps in which the learning rate rises from 0 to lr"
+    )
+    final_lr_ratio: float = Field(0.0, ge=0, le=1, description="learning rate at the end, as a share of lr")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay; not applied to biases and norms")
+    beta1: float = Field(0.9, ge=0, lt=1, description="beta1 of Adam: decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="beta2 of Adam: decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="epsilon of Adam")
+    max_grad_norm: float = Field(1.0, ge=0, description="clip gradients to this global norm; 0: do not clip")
     lora: LoraConfig = LoraConfig()
     log_every: int = Field(1, ge=1, description="steps between lines of metrics.jsonl")
-    eval_every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
+    eval_every: int = Field(0, ge=0, description="steps between evaluations; 0: evaluate at the end only")
     save_every: int = Field(
-        0, ge=0, description="steps between checkpoints; 0 saves about every tenth of the stage, and every 15 minutes"
+        0, ge=0, description="steps between checkpoints; 0: save about every tenth of the stage and every 15 minutes"
     )
-    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept while training")
-    eval_examples: int = Field(256, ge=1, description="held-out examples an evaluation")
+    keep_checkpoints: int = Field(
+        2, ge=1, description="number of checkpoints to retain during training, the newest ones"
+    )
+    eval_examples: int = Field(256, ge=1, description="held-out examples per evaluation")
     export: Literal["last", "best"] = Field(
         "last",
-        description="model that is exported: the last, or the best by held-out loss (sft, dpo), accuracy (reward) or score (ppo), of every eval_every steps",
+        description="model to export: the last one, or the best of the evaluations (eval_every) by held-out loss (sft, dpo), accuracy (reward) or score (ppo)",
     )
 
 
 class SftSection(StageSection):
-    packing: bool = Field(True, description="conversations stand in one row without padding and can't see each other")
-    loss_on: Literal["assistant", "all"] = Field("assistant", description="tokens that count in the loss")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout while training, where the model has it")
+    packing: bool = Field(
+        True, description="put conversations into one row without padding; attention does not cross conversations"
+    )
+    loss_on: Literal["assistant", "all"] = Field("assistant", description="tokens that the loss includes")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout during training, if the model has dropout layers")
 
 
 class DpoSection(StageSection):
     lr: float = Field(1e-6, ge=0, description="peak learning rate")
-    warmup: float = Field(0.1, ge=0, le=1, description="share of the steps in which the rate rises")
+    warmup: float = Field(
+        0.1, ge=0, le=1, description="share of the steps in which the learning rate rises from 0 to lr"
+    )
     beta: float = Field(
         0.1,
         gt=0,
-        description="how dear it is to move away from the reference, the model DPO starts from: rewards are beta times log-ratios to it; ipo: half the reciprocal of the lead in log-ratio that is aimed at",
+        description="strength of the pull towards the reference (the model that DPO starts from): reward = beta * log-ratio to the reference; ipo: beta = 1 / (2 * margin), where margin is the target difference of the log-ratios",
     )
     loss: Literal["sigmoid", "ipo"] = Field(
         "sigmoid",
-        description="sigmoid, the log-likelihood of the preferences (Rafailov et al., 2023); ipo, the squared distance to a fixed lead, which does not run away on pairs without contradiction (Azar et al., 2023)",
+        description="sigmoid: negative log-likelihood of the preferences (Rafailov et al., 2023); ipo: squared distance to a fixed margin, which bounds the log-ratios even if no labels contradict each other (Azar et al., 2023)",
     )
     label_smoothing: float = Field(
         0.0,
         ge=0,
         lt=0.5,
-        description="share of the pairs that are taken to be labelled the wrong way round (conservative DPO; Mitchell, 2023); sigmoid only",
+        description="assumed share of pairs with the wrong label (conservative DPO; Mitchell, 2023); only for loss=sigmoid",
     )
     sft_coef: float = Field(
         0.0,
         ge=0,
-        description="weight of the chosen answer's cross-entropy a token beside the loss, so that good answers don't become unlikely (Pang et al., 2024)",
+        description="weight of an added SFT loss: the cross-entropy per token of the chosen answer, which prevents good answers from becoming unlikely (Pang et al., 2024)",
     )
 
 
 class RewardSection(StageSection):
     init: Literal["auto", "sft", "base"] = Field(
         "auto",
-        description="starting weights: this run's SFT model or the base model; auto prefers SFT unless reward_model is set",
+        description="initial weights: sft, the SFT model of this run; base, the base model; auto: sft, or base if reward_model is set or the run has no SFT model",
     )
-    centering: float = Field(0.01, ge=0, description="coefficient of (chosen + rejected)^2, keeps scores around 0")
-    use_margin: bool = Field(False, description="subtract the data's margin from the score difference")
+    centering: float = Field(
+        0.01, ge=0, description="coefficient of (chosen + rejected)^2, which keeps scores close to 0"
+    )
+    use_margin: bool = Field(False, description="subtract the margin column of the data from the score difference")
 
 
 ROLE_ENGINES = ("actor_engine", "critic_engine", "reference_engine", "reward_engine")
-"""PPO's keys that change the engine of one of its models."""
+"""Keys of PPO that change the engine settings of one model."""
 
 
 class PpoSection(StageSection):
-    kl_coef: float = Field(0.05, ge=0, description="weight of the per-token KL to the reference")
+    kl_coef: float = Field(0.05, ge=0, description="weight of the KL divergence per token to the reference")
     kl_in: Literal["reward", "loss"] | None = Field(
         None,
-        description="where that KL counts: reward, log-ratios subtracted from the score (Ziegler et al., 2019), or loss, a term with its own gradient (Shao et al., 2024); null is loss for grpo, reward else",
+        description="where the KL penalty applies: reward, subtracted from the score (Ziegler et al., 2019), or loss, a term with its own gradient (Shao et al., 2024); null: loss for grpo, otherwise reward",
     )
     kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
         None,
-        description="what that KL is made of, a token (Schulman, 2020): k1, the log-ratio; k2, half its square; k3, exp(-log-ratio) - 1 + log-ratio; null is k1 in the reward, k3 in the loss",
+        description="KL estimator per token (Schulman, 2020): k1, the log-ratio; k2, half its square; k3, exp(-log-ratio) - 1 + log-ratio; null: k1 if kl_in is reward, k3 if kl_in is loss",
     )
     reference: bool | None = Field(
         None,
-        description="answers are scored by the reference, the model PPO starts from; null is where kl_coef is above 0, and with kl_coef=0 true has it for the figure kl alone",
+        description="compute log-probabilities under the reference (the model that PPO starts from); null: only if kl_coef is above 0; true with kl_coef=0: only for the metric kl",
     )
-    kl_target: float | None = Field(None, gt=0, description="nats a sequence; adapts kl_coef (Ziegler et al., 2019)")
-    kl_horizon: int = Field(10000, ge=1, description="sequences over which kl_coef adapts")
-    update_epochs: int = Field(4, ge=1, description="passes over each rollout")
-    minibatches: int = Field(1, ge=1, description="optimizer steps a pass over a rollout")
+    kl_target: float | None = Field(
+        None,
+        gt=0,
+        description="target KL in nats per sequence; kl_coef adapts to it (Ziegler et al., 2019); null: kl_coef is constant",
+    )
+    kl_horizon: int = Field(10000, ge=1, description="number of sequences over which kl_coef adapts to kl_target")
+    update_epochs: int = Field(4, ge=1, description="training passes over each rollout")
+    minibatches: int = Field(1, ge=1, description="optimizer steps per pass over a rollout")
     shared_forward: bool | None = Field(
         None,
-        description="with one minibatch, actor and critic learn first from the forwards that scored the rollout, whose graphs are kept until then; null is where the plan has the memory",
+        description="with minibatches=1, the first update reuses the forward passes that scored the rollout, which holds their activations in memory until then; null: if the plan has the memory",
     )
     reward_model: bool = Field(
         True,
-        description="answers are scored by a reward model; false leaves that to reward_function, and no reward stage runs",
+        description="score answers with a reward model; false: score with reward_function only, and skip the reward stage",
     )
     reward_function: FilePath | None = Field(
         None,
-        description="FILE.py:NAME, a function (answer, row) -> number that scores answers; with a reward model the two are added",
+        description="FILE.py:NAME, a function (answer, row) -> number that scores answers; with a reward model, both scores are added",
     )
     reward_threads: int = Field(
         1,
         ge=1,
-        description="calls of reward_function at a time on a rank, for one that waits (for a service, a sandbox); more than 1 come from threads",
+        description="concurrent calls of reward_function on a rank, for a function that waits for a service or a sandbox; above 1, calls run in threads",
     )
-    clip: float = Field(0.2, gt=0, description="policy ratio is clipped to 1 - clip .. 1 + clip")
+    clip: float = Field(0.2, gt=0, description="the policy ratio is clipped to 1 - clip .. 1 + clip")
     clip_high: float | None = Field(
-        None, gt=0, description="policy ratio is clipped to 1 - clip .. 1 + clip_high (Yu et al., 2025); null for clip"
+        None,
+        gt=0,
+        description="the policy ratio is clipped to 1 - clip .. 1 + clip_high (Yu et al., 2025); null: the value of clip",
     )
     dual_clip: float | None = Field(
-        3.0, gt=1, description="bound on the ratio where the advantage is negative (Ye et al., 2020); null for none"
+        3.0, gt=1, description="upper bound on the ratio if the advantage is negative (Ye et al., 2020); null: no bound"
     )
     value_clip: float | None = Field(
-        0.2, gt=0, description="values are clipped to within this of the old ones; null for none"
+        0.2, gt=0, description="largest change of a value from its old value in the value loss; null: no clipping"
     )
     critic_lr: float = Field(1e-5, ge=0, description="peak learning rate of the critic")
-    critic_warmup: int = Field(0, ge=0, description="rollouts in which only the critic learns")
+    critic_warmup: int = Field(
+        0, ge=0, description="number of rollouts at the start in which only the critic is trained"
+    )
     advantage: Literal["gae", "rloo", "grpo", "reinforce"] = Field(
         "gae",
-        description="what an answer is held against: gae, a critic; rloo and grpo, the other answers to its prompt, without a critic; reinforce, all answers of the rollout (REINFORCE++; Hu, 2025)",
+        description="baseline of the advantages: gae, a critic; rloo and grpo, the other answers to the same prompt, without a critic; reinforce, all answers of the rollout (REINFORCE++; Hu, 2025)",
     )
     divide_by_std: bool = Field(
         True,
-        description="grpo: advantages are divided by the standard deviation over a prompt's answers; false does not (Dr. GRPO; Liu et al., 2025)",
+        description="grpo: divide advantages by the standard deviation over the answers to a prompt; false: do not divide (Dr. GRPO; Liu et al., 2025)",
     )
-    samples: int = Field(1, ge=1, description="answers a prompt; a rollout has ppo.batch_size times as many")
-    gamma: float = Field(1.0, gt=0, le=1, description="discount a token")
+    samples: int = Field(1, ge=1, description="answers per prompt; a rollout has ppo.batch_size * samples answers")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
     lam: float = Field(0.95, ge=0, le=1, description="lambda of GAE")
     whiten_advantages: bool = Field(
-        True, description="advantages of gae and reinforce to mean 0, variance 1 over the global batch"
+        True, description="normalize the advantages of gae and reinforce to mean 0 and variance 1 over the global batch"
     )
     missing_end_penalty: float = Field(
         1.0, ge=0, description="subtracted from the score of an answer without an end token"
@@ -332,110 +364,116 @@ class PpoSection(StageSection):
     length_free: int = Field(
         0,
         ge=0,
-        description="tokens that an answer may have without length_penalty; close to rollout.max_new_tokens it is the soft limit of DAPO (Yu et al., 2025)",
+        description="tokens in an answer that length_penalty does not count; a value close to rollout.max_new_tokens gives the soft limit of DAPO (Yu et al., 2025)",
     )
-    score_clip: float | None = Field(None, gt=0, description="scores are clipped to +- this")
+    score_clip: float | None = Field(
+        None, gt=0, description="scores are clipped to the range -score_clip .. score_clip; null: no clipping"
+    )
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
-    ptx_coef: float = Field(0.0, ge=0, description="weight of the SFT loss mixed into the policy's (PTX)")
+    ptx_coef: float = Field(0.0, ge=0, description="weight of the SFT loss that is added to the policy loss (PTX)")
     ema: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="decay of averaged actor weights; the exported model is the average; null for none",
+        description="decay of the moving average of the actor's weights, which is then the exported model; null: no average",
     )
     importance_cap: float | None = Field(
         None,
         gt=0,
-        description="weigh a token's policy loss with trainer's over generator's probability, at most this (2 is usual); null for no weight",
+        description="weight each token's policy loss by the probability ratio trainer / generator, at most this value (usually 2); null: no weight",
     )
     keep_answers: int = Field(
         8,
         ge=0,
-        description="answers of each rollout that are written to rollouts.jsonl, with what they scored and earned",
+        description="number of answers of each rollout to write to rollouts.jsonl, with scores and rewards",
     )
     keep_tokens: bool = Field(
-        False, description="in rollouts.jsonl each token's log-probabilities, value, reward and advantage as well"
+        False,
+        description="also write the log-probabilities, value, reward and advantage of each token to rollouts.jsonl",
     )
     ratio_tolerance: float | None = Field(
         None,
         gt=0,
-        description="largest mean deviation of the first minibatch's ratio from 1; null chooses by precision",
+        description="largest mean deviation of the ratio from 1 in the first minibatch; null: chosen by precision",
     )
-    actor_engine: dict[str, Any] = Field({}, description="engine keys for the actor alone")
-    critic_engine: dict[str, Any] = Field({}, description="engine keys for the critic alone")
-    reference_engine: dict[str, Any] = Field({}, description="engine keys for the reference alone")
-    reward_engine: dict[str, Any] = Field({}, description="engine keys for the reward model alone")
+    actor_engine: dict[str, Any] = Field({}, description="engine keys for the actor only")
+    critic_engine: dict[str, Any] = Field({}, description="engine keys for the critic only")
+    reference_engine: dict[str, Any] = Field({}, description="engine keys for the reference only")
+    reward_engine: dict[str, Any] = Field({}, description="engine keys for the reward model only")
 
     @property
     def kl_counts_in(self) -> Literal["reward", "loss"]:
-        """`kl_in`, or what is usual for the way advantages are made."""
+        """`kl_in`, or the usual choice for `advantage`."""
         return self.kl_in or ("loss" if self.advantage == "grpo" else "reward")
 
     @property
     def asks_reference(self) -> bool:
-        """`reference`, or whether the KL to it counts."""
+        """`reference`, or whether `kl_coef` is above 0."""
         return self.kl_coef > 0 if self.reference is None else self.reference
 
 
 class RolloutSection(Section):
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; logits are divided by it in training too")
-    top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0 keeps all, and PPO wants all")
-    top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set with this mass; PPO wants 1")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; training divides logits by the same value")
+    top_k: int = Field(0, ge=0, description="sample from the k likeliest tokens; 0: all tokens, as PPO assumes")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample from the smallest set of tokens with this total probability; PPO assumes 1"
+    )
     min_p: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="drop tokens with less than this share of the likeliest one's probability; PPO wants 0",
+        description="exclude tokens with less than this share of the highest probability; PPO assumes 0",
     )
     repetition_penalty: float = Field(
-        1.0, gt=0, description="above 1 makes tokens that stand in prompt or answer less likely; PPO wants 1"
+        1.0, gt=0, description="above 1: tokens that occur in the prompt or answer become less likely; PPO assumes 1"
     )
-    min_new_tokens: int = Field(0, ge=0, description="no answer ends before it has as many tokens; PPO wants 0")
-    max_new_tokens: int = Field(256, ge=1, description="tokens an answer may have, its end token included")
+    min_new_tokens: int = Field(0, ge=0, description="smallest number of tokens in an answer; PPO assumes 0")
+    max_new_tokens: int = Field(256, ge=1, description="largest number of tokens in an answer, including its end token")
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         [],
-        description="strings that end an answer where they are complete, beside the end token: rollout.stop='[\"Human:\"]'",
+        description="strings that end an answer, in addition to the end token: rollout.stop='[\"Human:\"]'",
     )
-    max_prompt_tokens: int = Field(512, ge=1, description="longer prompts are dropped, and counted")
-    batch_size: int = Field(64, ge=1, description="sequences decoded together on a rank")
+    max_prompt_tokens: int = Field(
+        512, ge=1, description="largest number of tokens in a prompt; longer prompts are dropped and counted"
+    )
+    batch_size: int = Field(64, ge=1, description="largest number of sequences that a rank decodes at a time")
     cache_bytes: int | None = Field(
         None,
         ge=1,
-        description="bytes the key-value cache may take on a rank; fewer sequences are decoded together where it is short; null is half of what is free",
+        description="largest size of the key-value cache of a rank, in bytes; a smaller cache decodes fewer sequences at a time; null: half of the free memory",
     )
     tensor_parallel: int = Field(
         1,
         ge=1,
-        description="neighbouring ranks that split the generator's matrices between them and answer the same prompts",
+        description="number of adjacent ranks that split the generator's weight matrices and answer the same prompts",
     )
     stream: bool = Field(
-        False, description="bring the generator's blocks to the device one at a time, for models that don't fit it"
+        False,
+        description="load the generator's blocks to the device one at a time, for models that do not fit into device memory",
     )
     keep: bool = Field(
-        True, description="keep the generator's weights, packs and cache between rollouts; false frees them"
+        True, description="retain the generator's weights and cache between rollouts; false: release them"
     )
-    park_optimizer: bool = Field(
-        False, description="optimizer states wait in host memory while answers are generated (GPU)"
-    )
+    park_optimizer: bool = Field(False, description="move optimizer states to host memory during generation (GPU)")
     parity_check_every: int = Field(
         50,
         ge=0,
-        description="the parity check compares generator and trainer in the first two rollouts and in every N-th one; 0 never",
+        description="compare generator and trainer (parity check) in the first two rollouts and in every N-th one; 0: never",
     )
 
 
 class EvaluationSection(Section):
-    prompts: int = Field(128, ge=1, description="held-out prompts answered by base, SFT and PPO (or DPO) model")
-    table_rows: int = Field(16, ge=1, description="of these, rows shown in the report")
+    prompts: int = Field(128, ge=1, description="held-out prompts that the base, SFT and PPO (or DPO) models answer")
+    table_rows: int = Field(16, ge=1, description="number of these prompts that the report shows")
     judge: FilePath | None = Field(
         None,
-        description="FILE.py:NAME, a function (answer, row) -> number from 0 to 1 that judges these answers and trains nothing: the gold score of data that is not the demo's",
+        description="FILE.py:NAME, a function (answer, row) -> number from 0 to 1 that grades these answers: the gold score for your own data, not used in training",
     )
-    judge_threads: int = Field(1, ge=1, description="calls of judge at a time on a rank, as ppo.reward_threads")
+    judge_threads: int = Field(1, ge=1, description="concurrent calls of judge on a rank, see ppo.reward_threads")
 
 
 class TrackingSection(Section):
-    kind: Literal["wandb", "none"] = Field("wandb", description="where metrics go beside metrics.jsonl")
+    kind: Literal["wandb", "none"] = Field("wandb", description="metrics service, in addition to metrics.jsonl")
     project: str = Field("zerochat", description="wandb project")
     entity: str | None = Field(None, description="wandb entity")
 
@@ -449,28 +487,31 @@ class ProfileSection(Section):
 
 
 class RunConfig(Section):
-    name: str | None = Field(None, description="run name; default from model, data and time")
+    name: str | None = Field(None, description="run name; default: made from model, data and time")
     run_dir: FilePath | None = Field(None, description="run folder, instead of runs/<name>")
     stage: Literal["all", "sft", "reward", "dpo", "ppo", "plan"] = Field(
-        "all", description="what to run; plan only says what all of it will need and take"
+        "all", description="stage to run; all: every stage; plan: only print the memory and time that all stages need"
     )
     method: Literal["ppo", "dpo"] = Field(
         "ppo",
-        description="what all of it is: ppo, SFT, a reward model and PPO; dpo, SFT and direct preference optimisation",
+        description="stages of stage=all: ppo runs SFT, a reward model and PPO; dpo runs SFT and direct preference optimisation",
     )
-    seed: int = Field(1, ge=0, description="seed of everything random")
-    ranks: int | None = Field(None, ge=1, description="processes on this machine; default one a GPU, one on a CPU")
+    seed: int = Field(1, ge=0, description="seed of all random numbers")
+    ranks: int | None = Field(
+        None, ge=1, description="processes on this machine; default: one per GPU, or one on a CPU"
+    )
     actor: FilePath | None = Field(
-        None, description="model folder (or stage folder) PPO or DPO starts from; default this run's sft"
+        None,
+        description="model folder (or stage folder) that PPO or DPO starts from; default: the sft stage of this run",
     )
     reward_path: FilePath | None = Field(
         None,
-        description="model folder (or stage folder) of the reward model; default this run's reward (reward=PATH for short)",
+        description="model folder (or stage folder) of the reward model; default: the reward stage of this run (short form: reward=PATH)",
     )
     debug: bool = Field(False, description="show tracebacks")
     model: ModelConfig
     reward_model: ModelConfig | None = Field(
-        None, description="base of the reward model and critic; default the same as the policy's"
+        None, description="base of the reward model and critic; default: the base model of the policy"
     )
     data: DataConfig
     engine: EngineSettings = EngineSettings()
