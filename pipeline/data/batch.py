@@ -20,11 +20,12 @@ from pipeline.data.encode import PairItem, TokenItem
 
 
 class Movable:
-    """A dataclass that moves its tensors."""
+    """Base of dataclasses with a method that copies their tensors to a device."""
 
     def to(self, device: torch.device | str) -> Self:
-        found = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        moved = {name: uploaded(value, device) for name, value in found.items() if isinstance(value, Tensor)}
+        """Return a copy with all tensors on `device`."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        moved = {name: uploaded(value, device) for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **moved)  # type: ignore[type-var]
 
 
@@ -33,8 +34,8 @@ class TokenBatch(Movable):
     """Right-padded rows, each of one document, or one row of several documents.
 
     input_ids (B, T) long
-    scored (N,) long: where in the flattened ids the N tokens are that count as targets; never a document's first
-    documents: where the documents of a single row lie; None where each has a row of its own
+    scored (N,) long: indices of the N target tokens in the flattened ids; never the first token of a document
+    documents: the documents of a packed row; None if each document has its own row
     """
 
     input_ids: Tensor
@@ -46,8 +47,8 @@ class TokenBatch(Movable):
 class PairBatch(Movable):
     """B pairs: right-padded rows, chosen ones and then rejected ones, or one row of documents.
 
-    input_ids (2B, T) or (1, N) long; ends (2B,) long: where each side's last token lies in the flattened ids, chosen
-    sides, then rejected sides; margins (B,) float. In one row the two sides of a pair share the tokens they begin with.
+    input_ids (2B, T) or (1, N) long; ends (2B,) long: index of the last token of each side in the flattened ids,
+    chosen sides, then rejected sides; margins (B,) float. In a packed row both sides of a pair share a prefix.
 
     A batch of no pairs has two tokens of padding, so that a forward pass runs, and B = 0 margins.
     """
@@ -61,18 +62,21 @@ class PairBatch(Movable):
 
 @lru_cache(maxsize=8)
 def epoch_order(n: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """A permutation of range(n), another one each epoch."""
+    """Return a permutation of range(n) that depends on seed and epoch."""
     return tuple(np.random.default_rng([seed, epoch]).permutation(n).tolist())
 
 
 def batch_indices(n: int, batch_size: int, seed: int, step: int) -> list[int]:
-    """The examples of the global batch of `step` (from 0): the epochs' orders, one after another, cut into batches."""
+    """Return the indices of the examples in the global batch of `step` (from 0).
+
+    The permutations of all epochs form one sequence, which is cut into batches.
+    """
     start = step * batch_size
-    return [epoch_order(n, seed, place // n)[place % n] for place in range(start, start + batch_size)]
+    return [epoch_order(n, seed, i // n)[i % n] for i in range(start, start + batch_size)]
 
 
 def collate_tokens(items: Sequence[TokenItem], pad_id: int) -> TokenBatch:
-    """One row an item. No items: one token of padding, which does not count."""
+    """Return a batch with one padded row per item. Without items it has one unscored padding token."""
     ids = padded([item.ids for item in items], pad_id)[0]
     counts = torch.zeros(ids.shape, dtype=torch.bool)
     for row, item in zip(counts, items, strict=False):
@@ -82,7 +86,7 @@ def collate_tokens(items: Sequence[TokenItem], pad_id: int) -> TokenBatch:
 
 
 def pack_tokens(items: Sequence[TokenItem], pad_id: int) -> TokenBatch:
-    """All items in one row. No items: one token of padding, which does not count."""
+    """Return a batch with all items in one packed row. Without items it has one unscored padding token."""
     if not items:
         return TokenBatch(torch.tensor([[pad_id]]), torch.empty(0, dtype=torch.long), Documents((1,)))
     documents = Documents(tuple(len(item.ids) for item in items))
@@ -92,14 +96,14 @@ def pack_tokens(items: Sequence[TokenItem], pad_id: int) -> TokenBatch:
 
 
 def shared_tokens(item: PairItem) -> int:
-    """Tokens that both sides of a pair begin with, their last ones left out."""
+    """Return the length of the common prefix of both sides, which excludes the last token of each side."""
     shorter = min(len(item.chosen), len(item.rejected)) - 1
     different = np.flatnonzero(item.chosen[:shorter] != item.rejected[:shorter])
     return int(different[0]) if len(different) else shorter
 
 
 def collate_pairs(items: Sequence[PairItem], pad_id: int) -> PairBatch:
-    """Chosen rows, then rejected rows."""
+    """Return a batch of padded rows: chosen sides, then rejected sides."""
     sides = [item.chosen for item in items] + [item.rejected for item in items]
     ids, lengths = padded(sides or [np.array([pad_id])] * 2, pad_id)
     ends = torch.arange(len(lengths)) * ids.shape[1] + torch.tensor(lengths) - 1
@@ -109,8 +113,10 @@ def collate_pairs(items: Sequence[PairItem], pad_id: int) -> PairBatch:
 def pack_pairs(
     items: Sequence[PairItem], pad_id: int, *, shared: Callable[[PairItem], int] = shared_tokens
 ) -> PairBatch:
-    """All pairs in one row: of each what both sides begin with, the rest of the chosen side, of the rejected side.
-    `shared` says how many tokens the first part has, no more than `shared_tokens`.
+    """Return a batch with all pairs in one packed row.
+
+    Each pair has three documents: the common prefix, the remaining chosen tokens and the remaining rejected tokens.
+    `shared` returns the length of the prefix, at most `shared_tokens`.
     """
     if not items:
         return PairBatch(torch.tensor([[pad_id, pad_id]]), torch.tensor([0, 1]), *_labels([]), Documents((1, 1)))
@@ -136,16 +142,16 @@ def _labels(items: Sequence[PairItem]) -> tuple[Tensor, tuple[str, ...]]:
 
 
 def padded(rows: Sequence[Any], pad_id: int) -> tuple[Tensor, list[int]]:
-    """(B, T) long of rows padded on the right, and their lengths. No rows: one token of padding."""
+    """Return right-padded rows (B, T) long and their lengths. Without rows: one padding token."""
     lengths = [len(row) for row in rows] or [1]
     ids = torch.full((len(lengths), max(lengths)), pad_id, dtype=torch.long)
-    for place, row in enumerate(rows):
-        ids[place, : len(row)] = _long(row)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = _long(row)
     return ids, lengths
 
 
 def places_of(counts: Tensor) -> Tensor:
-    """(N,) where a mask is True in its flattened form. Not for a device's mask: the host would wait to learn N."""
+    """Return the indices (N,) of the True elements of a flattened mask on the CPU (on a GPU, N would need a sync)."""
     return counts.flatten().nonzero().squeeze(1)
 
 

@@ -1,7 +1,7 @@
-"""How the tokens of a row without padding fall into documents.
+"""The documents of a packed row (a row without padding).
 
-A document may go on from an earlier one, its prefix: it sees that one's tokens as if they were its own first ones. So
-two answers share one pass over their prompt. `pipeline.models.attention` computes attention within them.
+A document may continue an earlier document, its prefix: its tokens attend to the tokens of the prefix. Two answers thus
+share one forward pass over their prompt. `pipeline.models.attention` computes attention within documents.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from engine.uploads import uploaded
 
 @dataclass(frozen=True)
 class Documents:
-    """How the N tokens of a row fall into documents.
+    """The division of the N tokens of a row into documents.
 
-    lengths: tokens of each, in order; they sum to N
-    prefixes: for each, the place of the earlier document that it goes on from, or None; empty for none at all
+    lengths: number of tokens of each document, in order; the sum is N
+    prefixes: for each document, the index of its prefix, or None; empty if no document has a prefix
     """
 
     lengths: tuple[int, ...]
@@ -29,37 +29,37 @@ class Documents:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each document begins in the row."""
+        """The index in the row of the first token of each document."""
         return (0, *accumulate(self.lengths))[:-1]
 
-    def prefix(self, place: int) -> int | None:
-        """The document that document `place` goes on from."""
-        return self.prefixes[place] if self.prefixes else None
+    def prefix(self, index: int) -> int | None:
+        """Return the index of the prefix of a document, or None."""
+        return self.prefixes[index] if self.prefixes else None
 
-    def seen(self, place: int) -> int:
-        """Tokens that the last token of a document sees: the prefix's and the document's own."""
-        before = self.prefix(place)
-        return self.lengths[place] + (0 if before is None else self.lengths[before])
+    def seen(self, index: int) -> int:
+        """Return the number of tokens that the last token of a document attends to, with those of its prefix."""
+        before = self.prefix(index)
+        return self.lengths[index] + (0 if before is None else self.lengths[before])
 
     def positions(self, device: torch.device) -> Tensor:
-        """(1, N) each token's position in its document, the prefix counted."""
+        """Return the position of each token in its document, (1, N). Tokens of the prefix count."""
         spans = [(self.seen(i) - length, self.seen(i)) for i, length in enumerate(self.lengths)]
-        places = torch.cat([torch.arange(first, last) for first, last in spans])[None]
-        return uploaded(places, device)
+        positions = torch.cat([torch.arange(first, last) for first, last in spans])[None]
+        return uploaded(positions, device)
 
     def filled(self, count: int) -> "Documents":
-        """These, and `count` tokens behind them as a document of their own."""
+        """Return these documents followed by one more document of `count` tokens (none if 0)."""
         if not count:
             return self
         return Documents((*self.lengths, count), (*self.prefixes, None) if self.prefixes else ())
 
     def ends(self) -> list[int]:
-        """The place in the row of each document's last token."""
+        """Return the index in the row of the last token of each document."""
         return [start + length - 1 for start, length in zip(self.starts, self.lengths, strict=True)]
 
     @cached_property
     def families(self) -> kernels.Families | None:
-        """The same for the kernel on CPUs; None where a prefix goes on from another."""
+        """The documents as input of the CPU kernel; None if a prefix has a prefix itself."""
         members: dict[int, list[tuple[int, int]]] = {}
         for place, span in enumerate(zip(self.starts, self.lengths, strict=True)):
             before = self.prefix(place)
@@ -73,7 +73,7 @@ class Documents:
         return {}
 
     def ragged(self, device: torch.device) -> "Ragged":
-        """The same for a variable-length kernel, made once a device."""
+        """Return the documents as input of a variable-length kernel. The result is cached per device."""
         if device not in self._on_device:
             self._on_device[device] = _ragged(self, device)
         return self._on_device[device]
@@ -81,9 +81,9 @@ class Documents:
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Where queries and keys of each document begin, (documents + 1,) int32 each, and the longest of either.
+    """Offsets of the queries and keys of each document, (documents + 1,) int32, and the largest lengths.
 
-    keys: (K,) the row's tokens in the order in which documents see them; None where that is the row itself.
+    keys: (K,) indices of the key tokens, document by document; None if the keys are the row itself
     """
 
     query_starts: Tensor

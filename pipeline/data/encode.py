@@ -1,9 +1,9 @@
-"""Records as token ids, no longer than a limit.
+"""Tokenize records and enforce a length limit.
 
 | record | longer than the limit |
 | --- | --- |
-| conversation | cut from the right; dropped if no token of the loss is left |
-| preference | answers are cut, without an end token then; dropped if the prompt leaves no room, or both became equal |
+| conversation | truncated on the right; dropped if no target token remains |
+| preference | answers are truncated (without an end token); dropped if no answer token fits or both are equal |
 | prompt | dropped |
 
 Token ids are stored in one array for all rows: 4 bytes for each id, where a list of Python numbers takes up to 36.
@@ -83,7 +83,7 @@ class TokenItem:
 
 @dataclass(frozen=True, eq=False)
 class PairItem:
-    """A pair. chosen (T1,) and rejected (T2,): prompt and answer; margin in the labeller's unit; prompt: its length."""
+    """A pair. chosen (T1,) and rejected (T2,): ids of prompt and answer; prompt: number of tokens of the prompt."""
 
     chosen: Ids
     rejected: Ids
@@ -223,7 +223,7 @@ def _chunks(records: Sequence[Record], what: str) -> Iterator[Sequence[Record]]:
     for start in range(0, len(records), CHUNK):
         if time.monotonic() - printed >= SECONDS_A_LINE:
             printed = time.monotonic()
-            print(f"{start:,} of {len(records):,} {what} are tokenized", flush=True)
+            print(f"{start:,} of {len(records):,} {what} tokenized", flush=True)
         yield records[start : start + CHUNK]
 
 

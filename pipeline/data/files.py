@@ -1,4 +1,4 @@
-"""Local data files become tables of rows: jsonl, json, csv, tsv (each also compressed), parquet and arrow.
+"""Read local data files as tables of rows: jsonl, json, csv, tsv (each also compressed), parquet and arrow.
 
 A folder is read file by file, in the order of names. Files of a folder whose name starts with test, eval,
 valid, dev or heldout, and those in a folder of such a name (`datasets` saves sets that way), are the folder's held-out
@@ -32,7 +32,7 @@ _HELD_OUT_FOLDER = re.compile(r"(test|eval|evaluation|valid|validation|dev|held[
 
 @dataclass(frozen=True)
 class Table:
-    """Rows with one set of columns. `numbers[i]` is where row i stands in the file, counted from 1 in `unit`s."""
+    """Rows with one set of columns. `numbers[i]` is the position of row i in the file, counted from 1."""
 
     name: str
     rows: Sequence[Row]
@@ -45,7 +45,7 @@ class Table:
 
 
 def find(path: str) -> Path | None:
-    """The existing file or folder meant by `path`: as it stands (from the current folder), or from the checkout."""
+    """Return the file or folder at `path`, relative to the current folder or to the checkout, or None."""
     for candidate in (Path(path).expanduser(), ROOT / path):
         if candidate.exists():
             return candidate
@@ -53,7 +53,7 @@ def find(path: str) -> Path | None:
 
 
 def data_files(path: str, key: str) -> tuple[list[Path], list[Path]]:
-    """(training files, held-out files) of a file or folder; `key` names the setting in messages."""
+    """Return the training files and held-out files of a file or folder. Error messages call the path `key`."""
     found = find(path)
     if found is None:
         raise UserError(missing(path, key))
@@ -68,7 +68,7 @@ def data_files(path: str, key: str) -> tuple[list[Path], list[Path]]:
 
 
 def missing(path: str, key: str) -> str:
-    """What to say of a path that is not there; `key` names the setting."""
+    """Return the error message for a path that does not exist. `key` is the configuration key."""
     told = f"{key}={path}: there is no such file or folder (looked in {Path.cwd()} and {ROOT})."
     if "://" in path:
         return f"{told} Addresses are not read: download the file, and give its path."
@@ -81,7 +81,7 @@ def missing(path: str, key: str) -> str:
 
 
 def read_table(path: Path) -> Table:
-    """One file as a table. Raises UserError for a file that is empty, broken or of another kind."""
+    """Read one file as a table. Raises UserError if the file is empty, damaged or has an unknown format."""
     suffix = _suffix(path)
     if suffix not in SUFFIXES:
         raise UserError(f"{path}: can't tell the format from the name; data files end with {', '.join(SUFFIXES)}.")
@@ -92,7 +92,7 @@ def read_table(path: Path) -> Table:
 
 
 def table_of(name: str, rows: Sequence[Row], numbers: Sequence[int] | None = None, unit: str = "row") -> Table:
-    """A table whose columns are those that have a value, other than null, in any of its rows."""
+    """Return a table. Its columns are those with a value other than null in at least one row."""
     if not rows:
         raise UserError(f"{name}: the file is empty; it needs one example a row.")
     columns = frozenset(column for row in rows for column, value in row.items() if value is not None)
@@ -100,14 +100,14 @@ def table_of(name: str, rows: Sequence[Row], numbers: Sequence[int] | None = Non
 
 
 def _is_data(file: Path, folder: Path) -> bool:
-    """Whether a file of a folder has rows, by its name: download tools leave hidden folders of their own."""
+    """Return whether the name of a file suggests rows. Download tools leave hidden folders without rows."""
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
     left_over = file.suffix == ".arrow" and file.name.startswith("cache-")  # of what `datasets` computed
     return file.is_file() and not hidden and not left_over and file.name not in _ABOUT_THE_SET
 
 
 def _is_held_out(file: Path) -> bool:
-    """Whether a file of a folder, by its path in there, is held out."""
+    """Return whether the path of a file in its folder marks the file as held out."""
     return bool(_HELD_OUT_NAME.match(file.name)) or any(map(_HELD_OUT_FOLDER.fullmatch, file.parts[:-1]))
 
 
@@ -117,7 +117,7 @@ def _suffix(path: Path) -> str:
 
 
 def _unpacked(raw: bytes) -> bytes:
-    """What a file holds, by its first bytes and not by its name, which may be wrong."""
+    """Return decompressed content. The first bytes select the format, because a file name may be wrong."""
     for begins, unpack in _UNPACK.items():
         if raw.startswith(begins):
             return unpack(raw)
@@ -168,7 +168,7 @@ def _object(path: Path, line: str, number: int) -> Row:
 
 
 def _json(path: Path, text: str) -> Table:
-    """A list of objects, an object with one such list in it, or (many files are named so) one object a line."""
+    """Read a list of objects, an object that contains one such list, or one object per line."""
     try:
         value = json.loads(text)
     except RecursionError as error:
@@ -201,7 +201,7 @@ def _is_example(value: Mapping[str, Any]) -> bool:
 
 
 def _csv(path: Path, text: str) -> Table:
-    """Cells are set apart by what the header has most of: commas, semicolons (as some spreadsheets write) or tabs."""
+    """Read a table of cells. The separator is the most frequent one in the header: comma, semicolon or tab."""
     csv.field_size_limit(2**31 - 1)  # answers can be longer than the module's 128 KiB
     header = text.lstrip().partition("\n")[0]
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(SEPARATORS, key=header.count), strict=True)

@@ -1,4 +1,4 @@
-"""Rows become records. The columns of a table tell which form it has.
+"""Convert rows to records. The columns of a table determine its form.
 
 | form | columns | serves |
 | --- | --- | --- |
@@ -42,14 +42,14 @@ FORMS_TEXT = (
 
 @dataclass(frozen=True)
 class Parsed:
-    """Records of one table, and why the other rows were skipped (reason -> rows)."""
+    """Records of one table, and the number of skipped rows by reason."""
 
     records: list[Record]
     skipped: Counter[str]
 
 
 def detect(columns: Collection[str], name: str = "the data") -> Form:
-    """The form that the columns tell. Raises UserError naming the columns found and the forms understood."""
+    """Return the form of a table from its columns. Raises UserError with the columns and the supported forms."""
     found = set(columns)
     if {"chosen", "rejected"} <= found:
         return "preferences"
@@ -74,11 +74,11 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
 
 
 def to_records(table: Table, stage: str, source: str, bad_row_limit: float, *, rows: bool = False) -> Parsed:
-    """The table's rows as what `stage` needs: Conversation (sft), Preference (reward, dpo), Prompt (ppo). With `rows`
-    a prompt keeps its row.
+    """Convert the rows of a table to records of a stage: Conversation (sft), Preference (reward, dpo), Prompt (ppo).
 
-    Unusable rows are skipped and counted. Raises UserError where their share is above `bad_row_limit`, with the
-    counts and the place of the first row of each kind.
+    rows: prompts store the row that they were read from
+    Unusable rows are skipped and counted. Raises UserError if their share is above `bad_row_limit`. The message lists
+    the number of rows and the first row for each reason.
     """
     parse = _PARSERS[detect(table.columns, table.name)]
     records: list[Record] = []
@@ -105,14 +105,14 @@ def _refusal(table: Table, stage: str, skipped: Counter[str], first: dict[str, s
 
 
 def _forms_apart(table: Table) -> str:
-    """What to do where rows of several forms stand in one table."""
+    """Return advice for a table that contains rows of several forms."""
     forms = Counter(_form_of(row) for row in table.rows)
     del forms[None]
     return f"give {' and '.join(form for form in forms if form)} a file each, " if len(forms) > 1 else ""
 
 
 def _form_of(row: Row) -> Form | None:
-    """The form that a row by itself has, if it has one."""
+    """Return the form of a single row, or None."""
     try:
         return detect([column for column, value in row.items() if value is not None])
     except UserError:
@@ -120,7 +120,7 @@ def _form_of(row: Row) -> Form | None:
 
 
 def _for_stage(record: Record, stage: str) -> Record:
-    """The record as the stage needs it; the form is known to serve the stage."""
+    """Convert a record to the type that the stage reads. The form must serve the stage."""
     reads = STAGES[stage].reads
     if reads == "reward":
         assert isinstance(record, Preference)
@@ -137,7 +137,7 @@ def _for_stage(record: Record, stage: str) -> Record:
 
 
 def _first(row: Row, names: tuple[str, ...]) -> Any:
-    """The value of the first of these columns that the row has."""
+    """Return the value of the first of these columns that the row has."""
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
@@ -149,7 +149,7 @@ def _with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]
 
 
 def _prompt_of(row: Row) -> tuple[Message, ...]:
-    """The prompt column; an instruction's `input`, if any, follows it after an empty line."""
+    """Return the prompt of a row. The `input` of an instruction follows it after an empty line."""
     messages = _with_system(row, question_of(_first(row, PROMPT_COLUMNS)))
     extra = row.get("input")
     if "instruction" in row and isinstance(extra, str) and extra.strip():
@@ -166,7 +166,7 @@ def _completion_row(row: Row, source: str) -> Record:
 
 
 def _messages_row(row: Row, source: str) -> Record:
-    """Up to the assistant's last turn; a conversation without one is a prompt."""
+    """Return the conversation up to the last turn of the assistant, or a prompt if there is no such turn."""
     messages = _with_system(row, messages_of(_first(row, MESSAGE_COLUMNS)))
     last = max((place for place, message in enumerate(messages) if message.role == "assistant"), default=None)
     if last is not None:
@@ -187,7 +187,7 @@ def _preference_row(row: Row, source: str) -> Record:
 
 
 def _sides(row: Row) -> tuple[tuple[Message, ...], str, str]:
-    """(prompt, chosen answer, rejected answer) of a row with or without a prompt of its own."""
+    """Return prompt, chosen answer and rejected answer of a row with or without a prompt column."""
     start: tuple[Message, ...]
     given = _first(row, PROMPT_COLUMNS)
     if given is None and isinstance(row.get("chosen"), Mapping):  # one message each, and the turns before it apart
@@ -209,7 +209,7 @@ def _sides(row: Row) -> tuple[tuple[Message, ...], str, str]:
 
 
 def _dialogue(value: Any, what: str) -> tuple[Message, ...]:
-    """A conversation that ends with the answer: Human:/Assistant: text or a message list."""
+    """Return a conversation that ends with the answer, from Human:/Assistant: text or a message list."""
     messages = turns_of(text_of(value, what)) if value is None or isinstance(value, str) else messages_of(value)
     if messages[-1].role != "assistant":
         raise BadRow("empty answer" if isinstance(value, str) else "answer does not end with the assistant's turn")
@@ -217,7 +217,7 @@ def _dialogue(value: Any, what: str) -> tuple[Message, ...]:
 
 
 def _margin(row: Row) -> float:
-    """The margin column, or the difference of the two scores; 0 where there is neither."""
+    """Return the margin column, or the difference of the two scores, or 0."""
     margin = _number(row.get("margin"))
     if margin is not None:
         return margin

@@ -1,4 +1,4 @@
-"""The records of a stage: its sources are read, checked, split and mixed.
+"""Read, check, split and mix the sources of a stage.
 
 The splits depend on the text of the prompts only. The SHA-256 of a prompt gives two fixed points in [0, 1): one decides
 whether the prompt is held out, the other which stage trains on it. So the splits do not depend on ranks, machine, order
@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 
 RESERVED = "reserved for other stages"  # why a stage does not train on a row of a shared source
 
-_Row = tuple[Record, bytes, Table]  # with the digest of its prompt, and where it stands
+_Row = tuple[Record, bytes, Table]  # the record, the digest of its prompt, and its table
 
 
 @dataclass(frozen=True)
 class StageRecords:
-    """What a stage trains on and is measured on: Conversation (sft), Preference (reward, dpo) or Prompt (ppo).
+    """Training and held-out records of a stage: Conversation (sft), Preference (reward, dpo) or Prompt (ppo).
 
-    No prompt of `held_out` stands in the training records of any stage. `held_out` is in the order of the prompts'
-    hashes, so its first N are a fair sample of all sources. `skipped` counts the rows left out, by reason.
+    No stage trains on a prompt of `held_out`. `held_out` is sorted by the hash of the prompt, so its first N
+    records are a fair sample of all sources. `skipped` counts the excluded rows by reason.
     """
 
     train: list[Any]
@@ -51,13 +51,13 @@ class _Configured:
     config: "SourceConfig"
 
     def form_stages(self, table: Table) -> list[str]:
-        """The stages that this source's rows of this form are shared out to."""
+        """Return the stages that divide the rows of this table among them."""
         return [stage for stage in self.config.stages if stage in SERVES[detect(table.columns, table.name)]]
 
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """Prompts that no stage may train on: those with a digest in `prompts` or a hash below `share`."""
+    """The held-out prompts: those with a digest in `prompts` or a hash below `share`."""
 
     prompts: frozenset[bytes]
     share: float
@@ -67,33 +67,33 @@ class _Evaluation:
 
 
 def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False) -> StageRecords:
-    """Reads the data of one stage ("sft", "reward", "dpo" or "ppo").
+    """Return the records of one stage ("sft", "reward", "dpo" or "ppo").
 
-    `seed` chooses the rows that stay where sources of unequal supply are mixed; the splits don't depend on it. With
-    `rows` prompts keep the rows that they were read from.
-    Raises UserError for data that is missing, broken or of no use to the stage.
+    seed: selects rows if sources are mixed by weight; the splits do not depend on it
+    rows: prompts store the rows that they were read from
+    Raises UserError if the data is missing, damaged or has no records for the stage.
     """
     return _Loading(data, stage, rows, STAGES[stage].reads).records(seed)
 
 
 def load_held_out(data: "DataConfig", *, rows: bool = False) -> list[Prompt]:
-    """The prompts that policies answer while they are not trained: those that PPO's sources hold out, whatever share of
-    the others PPO has; where no source lists ppo those of SFT's, or else of the pairs'. With `rows` they keep the rows
-    that they were read from. Raises UserError for data that is missing or broken.
+    """Return the held-out prompts that policies answer in evaluations.
+
+    The prompts come from the sources of PPO. If no source serves ppo, they come from the sources of SFT, or else from
+    those of the reward model. With `rows`, prompts store the rows that they were read from.
+    Raises UserError if the data is missing or damaged.
     """
     found = (_Loading(data, "ppo", rows, kind).held_out() for kind in ("ppo", "sft", "reward"))
     return next((prompts for prompts in found if prompts), [])
 
 
 def made_here(data: "DataConfig", stage: str) -> bool:
-    """Whether zerochat makes what a stage trains on itself, or some of it, so that there is something."""
+    """Return whether a stage trains on data that zerochat generates, completely or in part."""
     return any(source.builtin for source in configured_sources(data) if STAGES[stage].reads in source.stages)
 
 
 class _Loading:
-    """The work of `load_stage`, and of `load_held_out`: records for `stage` of the sources that list `kind`. Gathers
-    counts on the way.
-    """
+    """Loads the records for `stage` from the sources that serve `kind`, and counts skipped rows by reason."""
 
     def __init__(self, data: "DataConfig", stage: str, rows: bool, kind: str) -> None:
         self.data, self.stage, self.kind, self.rows = data, stage, kind, rows
@@ -119,7 +119,7 @@ class _Loading:
         return sorted(prompts, key=digest)
 
     def _apart(self) -> Iterator[tuple[_Configured, list[_Row], list[Record]]]:
-        """Each source that has rows for the stage, with those to train on, of all stages, and the held-out records."""
+        """Yield each source with its training rows (of all stages) and its held-out records."""
         for each in self.sources:
             if self.kind not in each.config.stages:
                 continue
@@ -130,7 +130,7 @@ class _Loading:
                 yield each, *self._split(each, fit)
 
     def _split(self, each: _Configured, tables: list[Table]) -> tuple[list[_Row], list[Record]]:
-        """(rows to train on, held-out records) of one source."""
+        """Return the training rows and the held-out records of one source."""
         rows = [(record, digest(record), table) for table in tables for record in self._parse(each, table)]
         aside = self.aside
         if each.source.has_held_out:
@@ -145,7 +145,7 @@ class _Loading:
         return train, self._once(held_out, "repeats another held-out prompt") if self.stage == "ppo" else held_out
 
     def _share(self, each: _Configured, train: list[_Row], held_out: int) -> list[Record]:
-        """This stage's share of a source's records, of which so many are held out."""
+        """Return the training records of this stage. `held_out` is the number of held-out records, for the message."""
         shares = {name: self._shares(each, table) for name, table in {t.name: t for _, _, t in train}.items()}
         mine = [record for record, prompt, table in train if self._is_mine(shares[table.name], prompt)]
         self._count(RESERVED, len(train) - len(mine))
@@ -164,14 +164,14 @@ class _Loading:
             return parsed.records
         return self._once(parsed.records, "repeats another row")  # pairs often share their prompt, and chosen answer
 
-    def _once(self, records: list[Record], told: str) -> list[Record]:
-        """Each of the records once; how many were left out is counted under what is `told` of them."""
+    def _once(self, records: list[Record], reason: str) -> list[Record]:
+        """Return the records without duplicates, and count the duplicates under `reason`."""
         unique = list(dict.fromkeys(records))
-        self._count(told, len(records) - len(unique))
+        self._count(reason, len(records) - len(unique))
         return unique
 
     def _shares(self, each: _Configured, table: Table) -> dict[str, float] | None:
-        """The stages' shares of a table; None where it is all this stage's."""
+        """Return the shares of a table by stage; None if this stage reads the complete table."""
         stages = each.form_stages(table)
         if each.source.dedicated or stages == [self.kind]:
             return None
@@ -186,13 +186,13 @@ class _Loading:
 
     @property
     def _own(self) -> tuple[str, ...]:
-        """The names in data.stage_shares whose prompts are this stage's."""
+        """The keys of data.stage_shares whose prompts this stage reads."""
         return STAGES[self.stage].shares
 
     def _without(
         self, parts: list[tuple[_Configured, list[Record]]], held_out: list[Record]
     ) -> list[tuple[_Configured, list[Record]]]:
-        """The parts without prompts that another part holds out."""
+        """Return the training records without prompts that another source holds out."""
         prompts = {digest(record) for record in held_out}
         kept = [(each, [record for record in train if digest(record) not in prompts]) for each, train in parts]
         self._count("prompt is held out", sum(len(train) for _, train in parts) - sum(len(train) for _, train in kept))
@@ -216,20 +216,22 @@ class _Loading:
 
 
 def _open(data: "DataConfig", kind: str) -> list[_Configured]:
-    """The sources. One whose file is not there is left out where this stage would read nothing of it."""
+    """Open the sources. A missing file is skipped if the source does not serve `kind`."""
     configs = configured_sources(data)
     keys = ["data.path" if data.path is not None else f"data.sources.{i}.path" for i in range(len(configs))]
     opened = []
     for config, key in zip(configs, keys, strict=True):
         if kind not in config.stages and is_absent(config):
-            log.info("%s=%s is not there: left out, it serves %s alone", key, config.path, ", ".join(config.stages))
+            log.info(
+                "%s=%s does not exist: skipped, because it serves only %s", key, config.path, ", ".join(config.stages)
+            )
         else:
             opened.append(_Configured(open_source(config, demo_examples=data.demo_examples, key=key), config))
     return opened
 
 
 def _held_out_prompts(sources: Sequence[_Configured], data: "DataConfig") -> _Evaluation:
-    """What is held out by any source for any stage: its own held-out rows, or a share by hash where it has none."""
+    """Return the held-out prompts of all sources: their held-out rows, or a share by hash for sources without any."""
     own = [each for each in sources if each.source.has_held_out]
     prompts = {digest(record) for each in own for record in _every_held_out(each)}
     return _Evaluation(frozenset(prompts), data.eval_fraction if len(own) < len(sources) else 0.0)
@@ -243,7 +245,7 @@ def _every_held_out(each: _Configured) -> Iterator[Record]:
 
 
 def _at_least_one(aside: _Evaluation, prompts: Set[bytes], name: str) -> _Evaluation:
-    """`aside`, and in a source too small for the share to catch a prompt, the prompt with the smallest hash."""
+    """Return `aside` with at least one of `prompts`: the one with the smallest hash if the share selects none."""
     if not prompts or any(prompt in aside for prompt in prompts):
         return aside
     if len(prompts) == 1:

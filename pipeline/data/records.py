@@ -1,11 +1,11 @@
-"""The three records that data files become. Everything after the readers works on these."""
+"""The three types of records. The readers convert rows of data files into them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 Row = Mapping[str, Any]
-"""A row of the data, by column."""
+"""A row of a data file: column name -> value."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that waits for the assistant: its last message is not the assistant's.
+    """A conversation without the answer: its last message is not from the assistant.
 
-    `row` is what it was read from, where that was asked for; no part of what the prompt is.
+    row: the row that the prompt was read from, if the caller needs it; ignored by equality and hash
     """
 
     messages: tuple[Message, ...]
@@ -30,18 +30,19 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation to imitate: at least one assistant message, the last one included."""
+    """A conversation for SFT. Its last message is from the assistant."""
 
     messages: tuple[Message, ...]
     source: str
 
     def prompt(self) -> Prompt:
+        """Return the conversation without its last answer."""
         return Prompt(self.messages[:-1], self.source)
 
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to one prompt, the first preferred. `margin` is how much, in the labeller's own unit (0: unknown)."""
+    """A preferred and a rejected answer to one prompt. `margin`: strength of the preference (0: unknown)."""
 
     prompt: tuple[Message, ...]
     chosen: str

@@ -1,4 +1,4 @@
-"""Where rows come from: local files, sets of the Hugging Face hub, and the data that zerochat makes itself."""
+"""Sources of rows: local files, data sets of the Hugging Face hub, and the data that zerochat generates."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -15,17 +15,17 @@ _DEMO_ROWS = {"sft": "conversations", "reward": "preferences", "ppo": "prompts"}
 
 
 class Source(Protocol):
-    """One place of data. Reading is put off until `train` or `held_out` is called."""
+    """A source of rows. `train` and `held_out` read the data; the constructor does not."""
 
     name: str
 
     @property
     def has_held_out(self) -> bool:
-        """Whether held-out rows come with the source; otherwise a share of the training rows has to be held out."""
+        """Whether the source has held-out rows; otherwise a share of the training rows is held out."""
 
     @property
     def dedicated(self) -> bool:
-        """Whether each stage gets rows of its own, so that none have to be kept for other stages."""
+        """Whether the source has separate rows for each stage, so that stages do not divide rows."""
 
     def train(self, stage: str) -> list[Table]: ...
 
@@ -33,7 +33,7 @@ class Source(Protocol):
 
 
 def configured_sources(data: "DataConfig") -> list["SourceConfig"]:
-    """The sources of a data configuration; `data.path` replaces the list."""
+    """Return the sources of a data configuration. `data.path` replaces the list."""
     from pipeline.config.schema import SourceConfig
 
     if data.path is not None:
@@ -44,9 +44,9 @@ def configured_sources(data: "DataConfig") -> list["SourceConfig"]:
 
 
 def open_source(config: "SourceConfig", *, demo_examples: int, key: str = "data.path") -> Source:
-    """The source that a configuration means; `key` names its `path` in messages.
+    """Return the source for a configuration. Error messages call its path `key`.
 
-    One with both `path` and `hub` is read from `path` where that exists and from the hub elsewhere.
+    If both `path` and `hub` are set, `path` is read if it exists, otherwise the hub.
     """
     if config.builtin is not None:
         return DemoSource(demo_examples)
@@ -58,17 +58,17 @@ def open_source(config: "SourceConfig", *, demo_examples: int, key: str = "data.
 
 
 def is_remote(config: "SourceConfig") -> bool:
-    """Whether a source is read from the hub, where it has no path or that does not exist."""
+    """Return whether a source is read from the hub: it has no path, or the path does not exist."""
     return config.hub is not None and (config.path is None or find(config.path) is None)
 
 
 def is_absent(config: "SourceConfig") -> bool:
-    """Whether a source is nothing but a local path, and that does not exist."""
+    """Return whether a source has only a local path, which does not exist."""
     return config.path is not None and config.hub is None and find(config.path) is None
 
 
 class DemoSource:
-    """The made data: rows of their own for each stage, held-out rows included."""
+    """The generated data: separate rows for each stage, and held-out rows."""
 
     name = "demo"
     has_held_out = True
@@ -95,7 +95,7 @@ def _demo_rows(kind: str, examples: int) -> list[dict[str, Any]]:
 
 
 class LocalSource:
-    """A file or a folder. `eval_path`, or the folder's own test files, are its held-out part."""
+    """A file or a folder. The held-out rows are in `eval_path` or in the test files of the folder."""
 
     dedicated = False
 
@@ -120,7 +120,7 @@ class LocalSource:
 
 
 class HubSource:
-    """A set of the hub, through `datasets`, which keeps what it downloads in its cache."""
+    """A data set of the hub, read through the library `datasets`, which caches downloads."""
 
     dedicated = False
 
@@ -165,7 +165,7 @@ def _download(hub: str, subset: str | None, split: str) -> Any:
 
 
 def _renamed(table: Table, columns: Mapping[str, str]) -> Table:
-    """The table with columns read under other names: `columns` is {their name: our name}."""
+    """Return the table with renamed columns: `columns` is {name in the file: new name}."""
     if not columns:
         return table
     missing = sorted(set(columns) - table.columns)
@@ -179,7 +179,7 @@ def _renamed(table: Table, columns: Mapping[str, str]) -> Table:
 
 
 class _RenamedRows(Sequence[Mapping[str, Any]]):
-    """Rows with renamed keys, made one by one, so that a hub set stays on disk."""
+    """Rows with renamed keys, made on access, so that a hub data set stays on disk."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
         self._rows, self._columns = rows, columns

@@ -63,7 +63,7 @@ def test_long_work_says_how_far_it_is(
     monkeypatch.setattr(encode.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(encode, "CHUNK", 2)
     encode_prompts(bytewise, [Prompt(tuple(chat("abc")), "s")] * 9, max_tokens=20)
-    assert capsys.readouterr().out.splitlines() == ["2 of 9 prompts are tokenized", "6 of 9 prompts are tokenized"]
+    assert capsys.readouterr().out.splitlines() == ["2 of 9 prompts tokenized", "6 of 9 prompts tokenized"]
 
 
 def test_nothing_left_is_refused(bytewise: ChatTokenizer) -> None:
