@@ -112,25 +112,23 @@ static void shorten(row_of *row, const options *o, double total) {
 }
 
 /* The first token at which the cumulative weight of the tokens with z >= low exceeds the target. If rounding leaves the
-   sum of all weights below the target, the last token that has a weight. */
+   sum of all weights below the target, the last token that has a weight. Only the block of that token is read singly. */
 static int64_t in_vocabulary_order(const row_of *row, float low, double target) {
-    int64_t token = 0;
-    double passed = 0;
-    for (int64_t b = 0; b < row->size; b += BLOCK) {
+    int64_t block = 0, token = 0;
+    double passed = 0, before = 0;
+    for (int64_t b = 0; b < row->size && passed <= target; b += BLOCK) {
         const float *z = row->z + b, *w = row->weights + b;
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < BLOCK; i++) sum += z[i] >= low ? w[i] : 0.0f;
-        double at = passed;
-        passed += sum;
         if (!(sum > 0)) continue;
-        for (int i = 0; i < BLOCK; i++) {
-            if (!(z[i] >= low && w[i] > 0)) continue;
-            token = b + i;
-            at += w[i];
-            if (passed > target && at > target) return token;
-        }
-        if (passed > target) return token;
+        block = b, before = passed;
+        passed += sum;
+    }
+    for (int64_t i = block; i < block + BLOCK && before <= target; i++) {
+        if (!(row->z[i] >= low && row->weights[i] > 0)) continue;
+        token = i;
+        before += row->weights[i];
     }
     return token;
 }
