@@ -250,7 +250,7 @@ def test_phases_and_laps(tmp_path: Path) -> None:
     stage.clock.move("generate", "flip", 0.02)
     assert stage.clock.seconds["evaluate"] >= 0.02
     spent = stage.clock.seconds["generate"]
-    assert 0.04 <= spent < 0.5 and stage.clock.seconds["flip"] == 0.02
+    assert spent >= 0.04 and stage.clock.seconds["flip"] == 0.02
     lap = stage.clock.lap()
     assert set(lap) == {"generate_seconds", "flip_seconds", "tokens_per_second"}  # evaluating is not the stage's work
     assert lap["generate_seconds"] == pytest.approx(spent, abs=1e-4) and lap["flip_seconds"] == 0.02
