@@ -1,4 +1,4 @@
-"""The held-out prompts that base, SFT and PPO (or DPO) model all answer, and what came out: samples.jsonl."""
+"""Generate and grade answers of the base, SFT and PPO (or DPO) models to the same held-out prompts."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +18,11 @@ EVALUATION_SEED = 20011
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The answers of one policy to the held-out prompts, and their grades. A grade that nobody gave is None.
+    """The answers of one policy to the held-out prompts, and their grades. A missing kind of grade is None.
 
-    scores: what PPO is trained on
-    gold: the grades of a judge, which trains nothing
-    function: the part of the reward function, if a reward model scores as well
+    scores: the scores that PPO is trained on
+    gold: the grades of a judge, which are never used for training
+    function: the reward function's share of the scores, if a reward model scores the answers too
     """
 
     answers: list[str]
@@ -38,16 +38,16 @@ class Evaluation:
 
 
 Scorer = Callable[[Sequence[str]], tuple[list[float], list[float] | None]]
-"""Answers, one for each held-out prompt -> their scores, and the part of the reward function (see `Evaluation`)."""
+"""Maps one answer per held-out prompt to the scores, and to the reward function's share of them (see `Evaluation`)."""
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Generates and grades the answers of a policy to the held-out prompts, with the same noise for every policy.
+    """Generate and grade the answers of a policy to the held-out prompts, with the same sampling noise for every policy.
 
-    judge: gives the gold score; None uses the gold scorer of the demo's prompts
-    score: gives the scores that PPO is trained on
-    keep: holds the weights and the cache of the generator for the next evaluation
+    judge: returns the gold score; None uses the gold scorer of the demo's prompts
+    score: returns the scores that PPO is trained on
+    keep: whether the generator's weights and cache remain in memory for the next evaluation
     """
 
     prompts: Sequence[Prompt]
@@ -62,36 +62,38 @@ class Evaluator:
         return self.grade(answers_of(engine, self.tokenizer, self.prompts, self.sampling, keep=self.keep))
 
     def grade(self, answers: Sequence[str]) -> Evaluation:
-        """Grade given answers, one for each prompt."""
+        """Grade one answer per prompt."""
         scores, function = (None, None) if self.score is None else self.score(answers)
         return Evaluation(list(answers), scores, judged(self.prompts, answers, self.judge), function)
 
 
 def answers_of(
-    engine: Engine, tokenizer: ChatTokenizer, prompts: Sequence[Prompt], how: Sampling, *, keep: bool
+    engine: Engine, tokenizer: ChatTokenizer, prompts: Sequence[Prompt], sampling: Sampling, *, keep: bool
 ) -> list[str]:
-    """Answers to prompts, all on every rank, the work spread over ranks. The noise belongs to the prompt's place, so
-    that every model that answers meets the same.
+    """Generate one answer per prompt, distributed over ranks, and return all answers on every rank.
 
-    `keep` holds the generator's weights and cache for the next time.
+    The sampling noise depends on the index of the prompt, so that every model samples with the same noise. `keep`
+    leaves the generator's weights and cache in memory for the next call.
     """
-    asked = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
-    with engine.generating(keep=keep) as rollouts:
-        places = engine.flip.assign([len(ids) for ids in asked], how.max_new_tokens / 2)
-        to_answer = [asked[place] for place in places]
-        mine = rollouts.generate(to_answer, how, places, text=tokenizer.decode) if places else []
-    return gather_by_index({place: tokenizer.decode(made.token_ids) for place, made in zip(places, mine, strict=True)})
+    encoded = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
+    with engine.generating(keep=keep) as generator:
+        indices = engine.flip.assign([len(ids) for ids in encoded], sampling.max_new_tokens / 2)
+        local_prompts = [encoded[index] for index in indices]
+        results = generator.generate(local_prompts, sampling, indices, text=tokenizer.decode) if indices else []
+    texts = {index: tokenizer.decode(result.token_ids) for index, result in zip(indices, results, strict=True)}
+    return gather_by_index(texts)
 
 
 def compare_models(
     prompts: Sequence[Prompt], folder: Path, own: Evaluation, judge: Callable[[list[str]], Evaluation]
 ) -> dict[str, Evaluation]:
-    """A stage's own answers beside those of base and SFT model, which are judged again: in samples.jsonl of its folder,
-    and by model.
+    """Grade the earlier answers of the base and SFT models again, and return the evaluations of all models by name.
+
+    The function also writes samples.jsonl in `folder`, with the stage's own answers and the earlier ones.
     """
     results = {}
-    for name, where in (("base", folder.parent / "sft"), ("sft", folder)):
-        answers = earlier_answers(prompts, where, name)
+    for name, source in (("base", folder.parent / "sft"), ("sft", folder)):
+        answers = earlier_answers(prompts, source, name)
         if answers is not None:
             results[name] = judge(answers)
     results[folder.name] = own
@@ -100,14 +102,14 @@ def compare_models(
 
 
 def earlier_answers(prompts: Sequence[Prompt], folder: Path, name: str) -> list[str] | None:
-    """What a model answered to these very prompts in an earlier stage; None unless all are there."""
-    known = {sample.prompt: sample.answers.get(name) for sample in read_samples(folder / SAMPLES)}
-    answers = [known.get(prompt.messages) for prompt in prompts]
-    return [a for a in answers if a is not None] if all(a is not None for a in answers) else None
+    """Return a model's answers to the same prompts from samples.jsonl in `folder`; None if any answer is missing."""
+    recorded = {sample.prompt: sample.answers.get(name) for sample in read_samples(folder / SAMPLES)}
+    answers = [recorded.get(prompt.messages) for prompt in prompts]
+    return [answer for answer in answers if answer is not None] if None not in answers else None
 
 
 def write_table(prompts: Sequence[Prompt], results: Mapping[str, Evaluation], folder: Path) -> None:
-    """samples.jsonl: each prompt with every model's answer, scores and gold score."""
+    """Write samples.jsonl: one line per prompt with every model's answer, scores and gold score."""
     if is_rank_zero():
         write_samples(
             folder / SAMPLES,

@@ -1,4 +1,4 @@
-"""Held-out pairs as a model ranks them: how many as labelled, overall, by source, and by which answer is longer."""
+"""Compute the accuracy on held-out preference pairs: overall, by data source, and by which answer is longer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from pipeline.data.encode import PairItem
 
 @dataclass(frozen=True)
 class Scored:
-    """One pair and what its answers score: by a reward model, or as rewards of DPO."""
+    """One pair with the scores of its answers: reward-model scores or DPO rewards."""
 
     pair: PairItem
     chosen: float
@@ -20,19 +20,19 @@ class Scored:
 
 
 def accuracies(scored: Sequence[Scored]) -> dict[str, float | dict[str, float] | None]:
-    """Shares of pairs in which the chosen answer scores higher; None where there are no such pairs."""
+    """Return the fractions of pairs whose chosen answer scores higher. A fraction of no pairs is None."""
     longer = [s for s in scored if len(s.pair.chosen) > len(s.pair.rejected)]
     shorter = [s for s in scored if len(s.pair.chosen) < len(s.pair.rejected)]
     sources = sorted({s.pair.source for s in scored})
-    by_source = {name: _share([s for s in scored if s.pair.source == name]) or 0.0 for name in sources}
+    by_source = {name: _accuracy([s for s in scored if s.pair.source == name]) or 0.0 for name in sources}
     return {
-        "eval_accuracy": _share(scored),
+        "eval_accuracy": _accuracy(scored),
         "eval_accuracy_by_source": by_source,
-        "eval_accuracy_chosen_longer": _share(longer),
-        "eval_accuracy_rejected_longer": _share(shorter),
+        "eval_accuracy_chosen_longer": _accuracy(longer),
+        "eval_accuracy_rejected_longer": _accuracy(shorter),
         "eval_pairs": float(len(scored)),
     }
 
 
-def _share(scored: Sequence[Scored]) -> float | None:
+def _accuracy(scored: Sequence[Scored]) -> float | None:
     return sum(s.right for s in scored) / len(scored) if scored else None

@@ -1,4 +1,4 @@
-"""samples.jsonl of a stage: held-out prompts with what each model answered to them, and what that scored."""
+"""Read and write samples.jsonl of a stage: held-out prompts with the answers of each model and their scores."""
 
 import json
 import math
@@ -15,10 +15,13 @@ SAMPLES = "samples.jsonl"
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out prompt with what each model ("base", "sft", "dpo", "ppo") answered.
+    """One held-out prompt with the answer of each model ("base", "sft", "dpo", "ppo").
 
-    `scores` are what PPO is trained on, by a reward model, a reward function or both together; `function` is the
-    function's part where both score; `gold` are the judge's. A model may be absent from any.
+    scores: the scores that PPO is trained on, from a reward model, a reward function, or their sum
+    gold: the scores of the judge
+    function: the reward function's share of `scores`, if a reward model scores the answers too
+
+    Each mapping may lack a model.
     """
 
     prompt: tuple[Message, ...]
@@ -28,7 +31,7 @@ class Sample:
     function: Mapping[str, float] = field(default_factory=dict)
 
     def to_row(self) -> dict[str, Any]:
-        """The object that stands in one line of samples.jsonl."""
+        """Return the JSON object of one line of samples.jsonl."""
         row: dict[str, Any] = {
             "prompt": [{"role": message.role, "content": message.content} for message in self.prompt],
             "answers": dict(self.answers),
@@ -37,25 +40,25 @@ class Sample:
         return row | {kind: dict(values) for kind, values in kinds.items() if values}
 
     def beside(self, other: "Sample | None") -> "Sample":
-        """This, and what `other` has of models that are not here."""
+        """Return this sample extended by the answers and scores of models that only `other` has."""
         if other is None:
             return self
-        new = other.answers.keys() - self.answers.keys()
+        added = other.answers.keys() - self.answers.keys()
 
-        def joined(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-            return {**ours, **{model: value for model, value in theirs.items() if model in new}}
+        def merge(own: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+            return {**own, **{model: value for model, value in others.items() if model in added}}
 
         return Sample(
             self.prompt,
-            joined(self.answers, other.answers),
-            joined(self.scores, other.scores),
-            joined(self.gold, other.gold),
-            joined(self.function, other.function),
+            merge(self.answers, other.answers),
+            merge(self.scores, other.scores),
+            merge(self.gold, other.gold),
+            merge(self.function, other.function),
         )
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Sample":
-        """The reverse of `to_row`. Raises KeyError, TypeError or AttributeError where `row` is of another form."""
+        """Parse an object that `to_row` made. Raise KeyError, TypeError or AttributeError if `row` is malformed."""
         return cls(
             prompt=tuple(Message(str(turn["role"]), str(turn["content"])) for turn in row["prompt"]),
             answers={str(model): str(answer) for model, answer in row["answers"].items()},
@@ -74,12 +77,12 @@ def _numbers(values: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
-    """Write `samples` as JSON lines; the file is whole or not there."""
+    """Write `samples` as JSON lines. The write is atomic."""
     write_whole(path, "".join(json.dumps(sample.to_row()) + "\n" for sample in samples))
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of `path`, lines that are none left out; no file is no samples."""
+    """Return the samples in `path`. Malformed lines are skipped; a missing file has no samples."""
     if not path.is_file():
         return []
     samples = []

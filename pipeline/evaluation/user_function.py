@@ -1,12 +1,14 @@
-"""A person's own Python function that scores answers, FILE.py:NAME:
+"""Load and call a user's Python function that scores answers. A configuration key names it as FILE.py:NAME.
 
     def NAME(answer: str, row: dict) -> float
 
-As a reward (`ppo.reward_function`) it trains, as a judge of held-out answers (`evaluation.judge`) it never does. It is
-called once for each answer, several at a time where `ppo.reward_threads` or `evaluation.judge_threads` says so.
-`answer` is its text without control tokens, `row` the row of the data that the prompt comes from, with every column.
-The file is run as it stands, never from a compiled copy beside it, so that what runs is what the manifest has the hash
-of. What can be found wrong before a run starts is found then.
+`ppo.reward_function` is the reward that PPO is trained on. `evaluation.judge` judges held-out answers and is never used
+for training. The function is called once per answer, in as many threads as `ppo.reward_threads` or
+`evaluation.judge_threads` sets. `answer` is the text without control tokens. `row` is the data row of the prompt, with
+every column.
+
+The source file is compiled at each start, without __pycache__, so that the code matches the hash in the manifest.
+Errors that can be detected before a run starts are raised before it starts.
 """
 
 import copy
@@ -27,14 +29,19 @@ REWARD, JUDGE = "ppo.reward_function", "evaluation.judge"
 SIGNATURE = "def NAME(answer: str, row: dict) -> float"
 FP32_MAX = 3.4028234663852886e38
 BOUNDS = {REWARD: (-FP32_MAX, FP32_MAX), JUDGE: (0.0, 1.0)}
-WANTED = {REWARD: "finite number", JUDGE: "number from 0 to 1"}
+RETURN_TYPES = {REWARD: "finite number", JUDGE: "number from 0 to 1"}
 LONGEST_VALUE, LONGEST_ROW = 120, 1000  # characters of a message
 
 
 @dataclass(frozen=True)
 class UserFunction:
-    """The function, the file it stands in, how it was named (FILE.py:NAME), how many threads may call it, and the key
-    that named it, which says what it may return.
+    """A user's function.
+
+    where: its name in the configuration (FILE.py:NAME)
+    file: its source file
+    call: the function
+    threads: the number of threads that call it
+    key: the configuration key, which decides the valid range of its results
     """
 
     where: str
@@ -44,9 +51,9 @@ class UserFunction:
     key: str = REWARD
 
     def scores(self, calls: Sequence[tuple[str, Row]]) -> list[float]:
-        """What the function gives for each answer and row, in their order; one thread is the one that asks.
+        """Return the score of each (answer, row), in order. With threads=1 the calling thread makes all calls.
 
-        Raises what the first of the calls that fail raises; those that have not begun by then are not made.
+        Raise the error of the first failed call. Calls that have not started by then are skipped.
         """
         if self.threads == 1:
             return [self.score(*call) for call in calls]
@@ -54,58 +61,60 @@ class UserFunction:
             return list(pool.map(lambda call: self.score(*call), calls))
 
     def score(self, answer: str, row: Row) -> float:
-        """What the function gives for an answer. It gets a copy of the row, so that it can't change the next call's.
+        """Return the function's score of one answer. The function gets a copy of the row, which it may change.
 
-        Raises UserError, with the row and the answer, where it raises or gives no number that it may.
+        Raise UserError, with the row and the answer, if the function raises or its result is not a valid number.
         """
         try:
             value = self.call(answer, copy.deepcopy(dict(row)))
         except (Exception, SystemExit) as problem:
-            raise UserError(self._told(f"raised {_what(problem, self.file)}", answer, row)) from problem
+            raise UserError(self._error_message(f"raised {_describe(problem, self.file)}", answer, row)) from problem
         if not hasattr(type(value), "__float__"):
-            raise UserError(self._told(f"returned {type(value).__name__}, no number", answer, row))
+            raise UserError(self._error_message(f"returned {type(value).__name__}, not a number", answer, row))
         try:
             number = float(value)
         except Exception as problem:
-            raise UserError(self._told(f"returned {_cut(repr(value))}, no number", answer, row)) from problem
+            raise UserError(
+                self._error_message(f"returned {_cut(repr(value))}, not a number", answer, row)
+            ) from problem
         lowest, highest = BOUNDS[self.key]
         if not lowest <= number <= highest:
-            raise UserError(self._told(f"returned {number}, no {WANTED[self.key]}", answer, row))
+            raise UserError(self._error_message(f"returned {number}, not a {RETURN_TYPES[self.key]}", answer, row))
         return number
 
-    def _told(self, what: str, answer: str, row: Row) -> str:
+    def _error_message(self, what: str, answer: str, row: Row) -> str:
         shown = ", ".join(f"{name}: {_cut(repr(value))}" for name, value in row.items())
         return (
             f"{self.key}={self.where} {what} for the answer {_cut(repr(answer))} to the row "
-            f"{{{_cut(shown, LONGEST_ROW)}}}. It has to return a {WANTED[self.key]} for any text, an empty one too. "
-            "Correct the function and run the same command again to resume from the last checkpoint"
+            f"{{{_cut(shown, LONGEST_ROW)}}}. The function must return a {RETURN_TYPES[self.key]} for any text, also for an empty "
+            "one. Correct the function and run the same command again to resume from the last checkpoint"
         )
 
 
 def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> UserFunction:
-    """Run the file and find the function. Raises UserError where either is missing or can't be called as it has to."""
+    """Run the file and return its function. Raise UserError if one is missing or the signature does not match."""
     file, name = function_file(where, key), where.rpartition(":")[2]
     module = ModuleType(f"zerochat_{key.rpartition('.')[2]}")
     module.__file__ = str(file)
-    sys.modules[module.__name__] = module  # dataclasses and others look it up there
+    sys.modules[module.__name__] = module  # dataclasses and other libraries look the module up by name
     try:
         exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
     except (Exception, SystemExit) as problem:
-        raise UserError(f"{key}={where}: {file} can't be run: {_what(problem, file)}") from problem
+        raise UserError(f"{key}={where}: {file} can't be run: {_describe(problem, file)}") from problem
     call = getattr(module, name, None)
     if not callable(call):
-        functions = {at: value for at, value in vars(module).items() if inspect.isfunction(value)}
-        there = [at for at, value in functions.items() if value.__module__ == module.__name__]
-        found = f"it has {', '.join(there)}" if there else "it has no function"
-        raise UserError(f"{key}={where}: there is no function {name} in {file}; {found}")
-    if inspect.iscoroutinefunction(call) or not _takes_two(call):
-        wanted = SIGNATURE.replace("NAME", name)
-        raise UserError(f"{key}={where}: {name} can't be called with an answer and a row; write {wanted}")
+        functions = {attribute: value for attribute, value in vars(module).items() if inspect.isfunction(value)}
+        names = [attribute for attribute, value in functions.items() if value.__module__ == module.__name__]
+        available = f"it has {', '.join(names)}" if names else "it has no function"
+        raise UserError(f"{key}={where}: there is no function {name} in {file}; {available}")
+    if inspect.iscoroutinefunction(call) or not _accepts_two_arguments(call):
+        signature = SIGNATURE.replace("NAME", name)
+        raise UserError(f"{key}={where}: {name} can't be called with an answer and a row; write {signature}")
     return UserFunction(where, file, call, threads, key)
 
 
 def function_file(where: str, key: str = REWARD) -> Path:
-    """The file that FILE.py:NAME names. Raises UserError where it is not there."""
+    """Return the file of FILE.py:NAME. Raise UserError if the form is wrong or the file is missing."""
     path, _, name = where.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise UserError(f"{key}={where}: write FILE.py:NAME, a Python file and a function in it, {SIGNATURE}")
@@ -114,24 +123,24 @@ def function_file(where: str, key: str = REWARD) -> Path:
     return Path(path)
 
 
-def _takes_two(call: Callable[..., Any]) -> bool:
+def _accepts_two_arguments(call: Callable[..., Any]) -> bool:
     try:
         inspect.signature(call).bind("", {})
     except TypeError:
         return False
-    except ValueError:  # a function in C that does not tell
+    except ValueError:  # a C function without a signature
         return True
     return True
 
 
-def _what(problem: BaseException, file: Path) -> str:
-    """The error in a line, with the line of the file where it came up."""
+def _describe(problem: BaseException, file: Path) -> str:
+    """Return the error as one line of text, with the line number in the user's file."""
     lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if frame.filename == str(file)]
     if isinstance(problem, SyntaxError):
         return f"{type(problem).__name__} in line {problem.lineno}: {problem.msg}"
     text = " ".join(str(problem).split())
-    said = f"{type(problem).__name__}: {text}" if text else type(problem).__name__
-    return f"{_cut(said, LONGEST_ROW)} (line {lines[-1]})" if lines else _cut(said, LONGEST_ROW)
+    message = f"{type(problem).__name__}: {text}" if text else type(problem).__name__
+    return f"{_cut(message, LONGEST_ROW)} (line {lines[-1]})" if lines else _cut(message, LONGEST_ROW)
 
 
 def _cut(text: str, longest: int = LONGEST_VALUE) -> str:

@@ -91,14 +91,14 @@ def test_numbers_of_all_kinds_are_taken(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, "returned NoneType, no number"),
-        ("1", "returned str, no number"),
-        ([1.0], "returned list, no number"),
-        (torch.ones(2), r"returned tensor\(\[1., 1.\]\), no number"),
-        (math.nan, "returned nan, no finite number"),
-        (-math.inf, "returned -inf, no finite number"),
-        (1e39, r"returned 1e\+39, no finite number"),  # of fp32
-        pytest.param(10**400, r"returned 10+\.\.\., no number", id="huge"),
+        (None, "returned NoneType, not a number"),
+        ("1", "returned str, not a number"),
+        ([1.0], "returned list, not a number"),
+        (torch.ones(2), r"returned tensor\(\[1., 1.\]\), not a number"),
+        (math.nan, "returned nan, not a finite number"),
+        (-math.inf, "returned -inf, not a finite number"),
+        (1e39, r"returned 1e\+39, not a finite number"),  # of fp32
+        pytest.param(10**400, r"returned 10+\.\.\., not a number", id="huge"),
     ],
 )
 def test_what_is_no_finite_number_is_refused(value: Any, message: str) -> None:
@@ -109,7 +109,9 @@ def test_what_is_no_finite_number_is_refused(value: Any, message: str) -> None:
 @pytest.mark.parametrize("value", [-0.1, 1.01, math.nan])
 def test_a_judge_gives_0_to_1(value: float) -> None:
     assert [giving(number, key=JUDGE).score("a", ROW) for number in (0, 0.5, True)] == [0.0, 0.5, 1.0]
-    with pytest.raises(UserError, match=f"^evaluation.judge=mine.py:score returned {value}, no number from 0 to 1 for"):
+    with pytest.raises(
+        UserError, match=f"^evaluation.judge=mine.py:score returned {value}, not a number from 0 to 1 for"
+    ):
         giving(value, key=JUDGE).score("a", ROW)
 
 

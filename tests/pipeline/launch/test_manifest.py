@@ -291,7 +291,11 @@ def test_a_multirun_without_a_name_leaves_what_is_finished(train):
     assert status == 0 and f"run folder: {first} (resumes the unfinished run" in said
     assert [run.name.split("-")[2] for run in sorted(Path("runs").iterdir())] == ["seed=1", "seed=2", "seed=3"]
     status, said = train("-m", "seed=1,2,3", "stage=sft")
-    assert said.count("(finished before, and left as it is; name= starts another)") == said.count("skipped") == 3
+    assert (
+        said.count("(the run is finished and stays unchanged; name=NAME starts another run)")
+        == said.count("skipped")
+        == 3
+    )
     assert len(list(Path("runs").iterdir())) == 3
     train("seed=1", "stage=sft")  # a command of its own begins a run of its own
     assert len(list(Path("runs").iterdir())) == 4
