@@ -43,7 +43,7 @@ Scorer = Callable[[Sequence[str]], tuple[list[float], list[float] | None]]
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Generate and grade the answers of a policy to the held-out prompts, with the same sampling noise for every policy.
+    """Generate and grade the answers of a policy to the held-out prompts. All policies use the same sampling noise.
 
     judge: returns the gold score; None uses the gold scorer of the demo's prompts
     score: returns the scores that PPO is trained on

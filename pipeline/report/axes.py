@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them, and axes: round ticks, ranges, and the way from a value to a pixel."""
+"""Format numbers for readers, and compute chart axes: round ticks, ranges, and pixel positions."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ LARGEST = 1e300  # Differences of larger values overflow; as curves they are as 
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """`value` with about `digits` significant digits, a true minus sign, and k, M, G or a power of ten if long."""
+    """Format `value` with about `digits` significant digits. Long numbers get k, M, G or a power of ten."""
     if math.isnan(value):
         return "not a number"
     if math.isinf(value):
@@ -41,7 +41,7 @@ def _power(size: float) -> str:
 
 
 def format_signed(value: float, decimals: int = 2) -> str:
-    """`value` with its sign always shown: a difference."""
+    """Format a difference, always with its sign."""
     shown = f"{abs(value):.{decimals}f}"
     if float(shown) == 0:
         return shown
@@ -49,7 +49,7 @@ def format_signed(value: float, decimals: int = 2) -> str:
 
 
 def format_interval(low: float, high: float) -> str:
-    """The 95% interval of a difference; with more decimals where two would not show on which side of zero it lies."""
+    """Format the 95% interval of a difference, with enough decimals to show the sign of both ends."""
     nearest = min(abs(low), abs(high))
     decimals = 2
     if low * high > 0:
@@ -59,7 +59,7 @@ def format_interval(low: float, high: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration in the two units that matter."""
+    """Format a duration in seconds, in minutes and seconds, or in hours and minutes."""
     if seconds < 60:
         return f"{format_number(seconds)} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -78,12 +78,12 @@ class Axis:
     ticks: tuple[float, ...]
 
     def place(self, value: float, start: float, end: float) -> float:
-        """The pixel of `value` when `low` is at `start` and `high` at `end`; values outside stop at the border."""
+        """Return the pixel of `value` if `low` is at `start` and `high` at `end`. Clamp values outside the axis."""
         share = (value - self.low) / (self.high - self.low)
         return round(start + min(max(share, 0.0), 1.0) * (end - start), 1)
 
     def labels(self) -> list[str]:
-        """The ticks as text, all with the same number of decimals."""
+        """Format the ticks, all with the same number of decimals."""
         largest = max((abs(tick) for tick in self.ticks), default=0.0)
         step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else largest or 1.0
         if largest >= 1e4 or step < 1e-4:
@@ -93,7 +93,7 @@ class Axis:
 
 
 def axis(values: Iterable[float], *, bounds: tuple[float | None, float | None] = (None, None), count: int = 4) -> Axis:
-    """An axis over the finite `values`, widened to round ticks; a bound that is given is kept as the end."""
+    """Return an axis over the finite `values`, extended to round ticks. `bounds` fix an end unless they are None."""
     finite = [value for value in values if abs(value) < LARGEST]
     low = bounds[0] if bounds[0] is not None else min(finite, default=0.0)
     high = bounds[1] if bounds[1] is not None else max(finite, default=1.0)
@@ -110,7 +110,7 @@ def axis(values: Iterable[float], *, bounds: tuple[float | None, float | None] =
 
 
 def step_axis(values: Iterable[float]) -> Axis:
-    """An axis over step numbers: it begins and ends where they do, with round ticks between."""
+    """Return an axis from the first to the last step number, with round ticks between them."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     if high == low:
@@ -121,13 +121,13 @@ def step_axis(values: Iterable[float]) -> Axis:
 
 
 def _round_step(rough: float) -> float:
-    """The smallest of 1, 2, 2.5 or 5 times a power of ten that is at least `rough`."""
+    """Return the smallest of 1, 2, 2.5 or 5 times a power of ten that is at least `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The centred mean over `window` values (odd), over fewer at the ends; values that are not finite don't count."""
+    """Return the centred mean over `window` values (odd), fewer at the ends. Non-finite values are ignored."""
     half = window // 2
     means = []
     for at in range(len(values)):

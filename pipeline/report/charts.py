@@ -1,4 +1,4 @@
-"""The charts that are no curves: a path through two measures, dots in a plane, means with intervals, bars."""
+"""Draw path charts, scatter charts, means with intervals, and bar charts."""
 
 import math
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar with what is written behind it."""
+    """One bar with its label and the text after it."""
 
     label: str
     value: float
@@ -53,7 +53,7 @@ def path_chart(
     note: Child = "",
     y_bounds: tuple[float | None, float | None] = (None, None),
 ) -> Markup | None:
-    """A path (step, x, y) through two measures, from its first to its last step; None below two points."""
+    """Draw the path of two measures over steps, from points (step, x, y). Return None for fewer than two points."""
     path = [point for point in points if all(math.isfinite(value) for value in point)]
     if len(path) < 2:
         return None
@@ -76,7 +76,7 @@ def path_chart(
     for at, beside, word in ((0, 1, "start"), (-1, -2, "end")):
         (left, top), (_, other) = places[at], places[beside]
         anchor = "start" if left < (LEFT + right) / 2 else "end"
-        below = other < top and top < HEIGHT - BOTTOM - 20  # The label stands where the path does not go.
+        below = other < top and top < HEIGHT - BOTTOM - 20  # Place the label on the side without the path.
         label = f"{word}, rollout {path[at][0]:g}"
         y = top + 18 if below else top - 10
         parts.append(element("text", label, x=left, y=y, text_anchor=anchor, class_="label halo"))
@@ -92,7 +92,7 @@ def scatter_chart(
     note: Child = "",
     y_bounds: tuple[float | None, float | None] = (None, None),
 ) -> Markup | None:
-    """Dots of one or more groups, named in a key above them; None when there are none."""
+    """Draw the dots of one or more groups, with a legend above them. Return None without dots."""
     shown = [one for one in groups if one.points]
     if not shown:
         return None
@@ -128,7 +128,7 @@ def interval_chart(
     note: Child = "",
     bounds: tuple[float | None, float | None] = (None, None),
 ) -> Markup | None:
-    """Means as dots on one scale, each with its interval as a bar; None without rows."""
+    """Draw means as dots on one scale, each with its interval as a line. Return None without rows."""
     if not rows:
         return None
     left, right, row_height = 46, WIDTH - 62, 34
@@ -158,7 +158,7 @@ def interval_chart(
 def bar_chart(
     title: str, rows: Sequence[Bar], *, note: Child = "", full: float | None = None, reference: float | None = None
 ) -> Markup | None:
-    """Horizontal bars from 0 to `full` (default the largest), label above, text behind; None without rows."""
+    """Draw horizontal bars from 0 to `full` (default: the largest value). Return None without rows."""
     if not rows:
         return None
     row_height, right = 34, WIDTH - 104
@@ -180,7 +180,7 @@ def bar_chart(
 
 
 def meter(share: float, tone: str) -> Markup:
-    """A small bar for a value in [0, 1], to stand in a line of text."""
+    """Draw a small inline bar for a value in [0, 1]."""
     width = Axis(0.0, 1.0, ()).place(share, 0, 44)
     track = element("rect", x=0, y=0, width=44, height=6, rx=2, class_="track")
     bar = element("rect", x=0, y=0, width=width, height=6, rx=2, class_=f"bar tone-{tone}")

@@ -1,4 +1,4 @@
-"""The parts of the report that compare the models: verdict, gold against reward, and the answers themselves."""
+"""Build the report sections that compare models: verdict, gold score against reward score, and answers."""
 
 import statistics
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ SCORED = {
 
 
 def measures(run: RunReading) -> tuple[tuple[Measure, str, str], ...]:
-    """What answers are measured by: the figure, its title, what it is."""
+    """Return the measures of answers as (measure, title, note)."""
     judge = run.judge or "the program that checks answers"
     return (
         ("gold", "Gold score", f"By {judge}; it trained nothing. 0 to 1."),
@@ -35,7 +35,7 @@ def measures(run: RunReading) -> tuple[tuple[Measure, str, str], ...]:
 
 
 def verdict_header(run: RunReading, facts: Markup) -> Markup:
-    """The top of the page: what came out, how sure that is, and the models' scores beside it."""
+    """Build the top of the page: the verdict, its evidence, and the scores of the models."""
     verdict = judge(run)
     told = element(
         "div",
@@ -60,7 +60,7 @@ def verdict_header(run: RunReading, facts: Markup) -> Markup:
 
 
 def changes_section(run: RunReading) -> Markup | None:
-    """The paired changes from model to model; None without scores."""
+    """Build the table of paired changes between models. Return None without scores."""
     samples = run.samples()
     rows = [
         (f"{LABELS[before]} to {LABELS[after]}", title, *_change_cells(found, measure))
@@ -88,7 +88,7 @@ def _change_cells(found: Change, measure: Measure) -> tuple[Child, ...]:
 
 
 def gaming_section(run: RunReading) -> Markup | None:
-    """Gold score against reward score over PPO; None without both."""
+    """Build the section that compares gold score and reward score over PPO. Return None unless both exist."""
     ppo = run.stage("ppo")
     reward, gold = dict(ppo.series("eval_score")), ppo.series("gold_score")
     path = [(step, reward[step], value) for step, value in gold if step in reward]
@@ -135,7 +135,7 @@ def _scored(run: RunReading, model: str) -> list[Sample]:
 
 
 def _noise(run: RunReading) -> float:
-    """Two standard errors of the mean gold score over the held-out prompts."""
+    """Return two standard errors of the mean gold score over the held-out prompts."""
     values = [sample.gold[model] for sample in run.samples() for model in ("ppo",) if model in sample.gold]
     return 2 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else DEFAULT_NOISE
 
@@ -150,7 +150,7 @@ def _correlation_note(groups: Sequence[Series]) -> str:
 
 
 def answers_section(run: RunReading) -> Markup | None:
-    """The same held-out prompts answered by each model, as they stand in the file: nothing is picked."""
+    """Build the section with the answers of each model to the first held-out prompts, in file order."""
     samples = run.samples()
     if not samples:
         return None

@@ -1,4 +1,4 @@
-"""The parts of the report about what the run took: time, speed, memory, and the configuration that it ran with."""
+"""Build the report sections about time, speed, memory and configuration."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ PPO_PHASES = (
 
 
 def speed_section(run: RunReading) -> Markup | None:
-    """Time and tokens of each stage, and where the seconds went."""
+    """Build the section with the time, tokens and phases of each stage. Return None without figures."""
     rows = [_speed_row(stage) for stage in run.stages.values() if stage.finished]
     ppo = run.stage("ppo")
     phases = [Series(label, ppo.series(key), tone) for key, label, tone in PPO_PHASES if ppo.series(key)]
@@ -43,7 +43,7 @@ def speed_section(run: RunReading) -> Markup | None:
 
 
 def foreseen(run: RunReading) -> Markup | None:
-    """Seconds of a step by phase that engine=auto foresaw, beside what a step took on average."""
+    """Build the table of seconds per step and phase: the prediction of engine=auto and the measured mean."""
     rows = []
     for stage in run.stages.values():
         steps, took = stage.number("steps") or 0.0, stage.numbers("seconds_by_phase")
@@ -99,7 +99,7 @@ def _phase_chart(stage: StageReading) -> Markup | None:
 
 
 def memory_section(run: RunReading) -> Markup | None:
-    """Peak memory of each rank in each stage; of many ranks, the one that needed most."""
+    """Build the section with the peak memory of each rank per stage; above MOST_RANKS, of the largest rank only."""
     rows = []
     for stage in run.stages.values():
         entries = [mapping(entry) for entry in _entries(stage)]
@@ -119,7 +119,7 @@ def memory_section(run: RunReading) -> Markup | None:
 
 
 def ledger(run: RunReading) -> Markup | None:
-    """Bytes by owner at the height of each phase: what was predicted, and what the first rank measured."""
+    """Build the table of peak bytes by owner and phase: predicted, and measured on rank 0."""
     rows = []
     for stage in run.stages.values():
         kept = mapping(stage.summary.get("memory"))
@@ -142,7 +142,7 @@ def ledger(run: RunReading) -> Markup | None:
 
 
 def restarts(run: RunReading) -> Markup | None:
-    """A line for each stage that ran out of memory and was restarted with smaller micro-batches."""
+    """Build a line for each stage that ran out of memory and restarted with smaller micro-batches."""
     lines = []
     for stage in run.stages.values():
         found = mapping(stage.summary.get("out_of_memory"))
@@ -175,7 +175,7 @@ def _bytes(entry: Mapping[str, Any], key: str) -> str:
 
 
 def configuration_section(run: RunReading) -> Markup | None:
-    """The resolved configuration of each stage, and the manifest."""
+    """Build the section with the resolved configuration of each stage and the manifest."""
     texts = [(f"{name}/config.yaml", stage.config) for name, stage in run.stages.items() if stage.config]
     if run.manifest:
         texts.append((MANIFEST, run.manifest))
@@ -187,7 +187,7 @@ def configuration_section(run: RunReading) -> Markup | None:
 
 
 def facts(run: RunReading) -> Markup:
-    """The line under the headline: what was run."""
+    """Build the line under the headline: run name, model, data, seed, ranks, ZeRO stage and time."""
     total = sum(stage.number("seconds") or 0.0 for stage in run.stages.values())
     ranks = next((len(_entries(stage)) for stage in run.stages.values() if _entries(stage)), None)
     values = {

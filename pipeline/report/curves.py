@@ -1,6 +1,6 @@
-"""Curves over steps: thin for the steps themselves, thick for their running mean, labelled at their ends.
+"""Draw curves over steps: a thin line for the values, a thick line for their running mean, and labels at the ends.
 
-Pointing at a curve shows the values there; that needs the style sheet only.
+The mouse pointer shows the values of a step. This needs only the style sheet, no script.
 """
 
 import math
@@ -39,7 +39,7 @@ def line_chart(
     bounds: tuple[float | None, float | None] = (None, None),
     reference: float | None = None,
 ) -> Markup | None:
-    """Curves over steps, labelled at their ends; None when no series has a finite value."""
+    """Draw curves over steps, with labels at their ends. Return None if no series has a finite value."""
     shown = [one for one in series if any(math.isfinite(y) for _, y in one.points)]
     if not shown:
         return None
@@ -69,26 +69,26 @@ def _curve(one: Series, across: Axis, up: Axis, right: float) -> list[Markup]:
         dots = [element("circle", cx=x, cy=y, r=3, class_=f"dot {tone}") for x, y in kept]
         return [polyline(kept, f"curve thin {tone}"), *dots]
     if one.exact or len(places) < FEWEST_SMOOTHED:
-        return _pieces(places, f"curve {tone}")
+        return _line_segments(places, f"curve {tone}")
     window = max(3, len(places) // 20) | 1
     smooth = running_mean([y for _, y in places], window)
     means = [(x, mean) for (x, _), mean in zip(places, smooth, strict=True)]
-    return _pieces(places, f"curve faint {tone}") + _pieces(means, f"curve {tone}")
+    return _line_segments(places, f"curve faint {tone}") + _line_segments(means, f"curve {tone}")
 
 
-def _pieces(places: Sequence[Point], class_: str) -> list[Markup]:
-    """Lines through `places`, broken where a value is not finite."""
-    pieces: list[list[Point]] = [[]]
-    for place in places:
-        if math.isfinite(place[1]):
-            pieces[-1].append(place)
-        elif pieces[-1]:
-            pieces.append([])
-    return [polyline(piece, class_) for piece in pieces if piece]
+def _line_segments(points: Sequence[Point], class_: str) -> list[Markup]:
+    """Draw lines through `points`, with a gap at each value that is not finite."""
+    segments: list[list[Point]] = [[]]
+    for point in points:
+        if math.isfinite(point[1]):
+            segments[-1].append(point)
+        elif segments[-1]:
+            segments.append([])
+    return [polyline(segment, class_) for segment in segments if segment]
 
 
 def _end_labels(shown: Sequence[Series], up: Axis, right: float) -> list[Markup]:
-    """The last value of each curve at its end, with its name where there are several; moved apart where they touch."""
+    """Draw the last value of each curve at its end, and its name if there are several. Labels do not overlap."""
     wanted = []
     for one in shown:
         y = _last(one)
@@ -111,12 +111,12 @@ def _end_labels(shown: Sequence[Series], up: Axis, right: float) -> list[Markup]
 
 
 def _last(one: Series) -> float:
-    """The last value there is."""
+    """Return the last finite value of a series."""
     return next(y for _, y in reversed(one.points) if math.isfinite(y))
 
 
 def _hover(shown: Sequence[Series], across: Axis, right: float, x_name: str) -> list[Markup]:
-    """Invisible columns that show the values there while pointed at."""
+    """Draw invisible columns that show the values of a step under the mouse pointer."""
     steps = sorted({x for one in shown for x, _ in one.points})
     kept = _evenly(steps, HOVER_COLUMNS)
     places = [x_place(across, step, right) for step in kept]
@@ -151,7 +151,7 @@ def _evenly(values: Sequence[float], count: int) -> list[float]:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """At most `MOST_POINTS` points: means of equal runs of steps, each at its last step."""
+    """Reduce `points` to at most MOST_POINTS: the mean of each group of steps, at the last step of the group."""
     if len(points) <= MOST_POINTS:
         return list(points)
     size = math.ceil(len(points) / MOST_POINTS)

@@ -1,4 +1,4 @@
-"""A run folder as the report reads it: any stage may be missing, unfinished or cut off in the middle of a line."""
+"""Read a run folder for the report. Stages may be missing or unfinished, and files may end within a line."""
 
 import json
 import math
@@ -19,8 +19,10 @@ METRICS, SUMMARY, CONFIG, MANIFEST = "metrics.jsonl", "summary.json", "config.ya
 
 @dataclass(frozen=True)
 class StageReading:
-    """What one stage has written so far. `rows` are its metrics by step, numbers only; `planned` is what engine=auto
-    chose, with what it foresaw.
+    """The files that one stage has written so far.
+
+    rows: the numeric metrics of each step
+    planned: the settings that engine=auto chose, with its predictions
     """
 
     name: str
@@ -44,19 +46,19 @@ class StageReading:
         return int(self.rows[-1]["step"]) if self.rows else int(self.number("steps") or 0)
 
     def series(self, key: str) -> list[Point]:
-        """(step, value) wherever `key` was logged; values may be nan or infinite."""
+        """Return (step, value) for each step that logged `key`. Values may be nan or infinite."""
         return [(row["step"], row[key]) for row in self.rows if key in row]
 
     def number(self, key: str) -> float | None:
-        """A finite figure of the summary, at its top or under `final`."""
-        for place in (self.summary, mapping(self.summary.get("final"))):
-            value = place.get(key)
+        """Return a finite metric of the summary, from its top level or from `final`; else None."""
+        for section in (self.summary, mapping(self.summary.get("final"))):
+            value = section.get(key)
             if is_number(value) and math.isfinite(value):
                 return float(value)
         return None
 
     def numbers(self, key: str) -> dict[str, float]:
-        """A table of finite figures in the summary."""
+        """Return the finite numbers of one table of the summary."""
         return finite(self.summary.get(key))
 
 
@@ -73,7 +75,7 @@ class RunReading:
         return self.stages.get(name) or StageReading(name)
 
     def setting(self, *path: str) -> Any:
-        """One value of the newest stage's configuration, None where there is none."""
+        """Return one value of the newest stage's configuration; None if it is missing."""
         value: Any = self.settings
         for key in path:
             value = mapping(value).get(key)
@@ -81,19 +83,19 @@ class RunReading:
 
     @property
     def rewarder(self) -> str:
-        """What PPO's answers are scored by: "reward model", "reward function", or "reward" for the two together."""
+        """Return what scores PPO's answers: "reward model", "reward function", or "reward" for both."""
         if not self.setting("ppo", "reward_function"):
             return "reward model"
         return "reward function" if self.setting("ppo", "reward_model") is False else "reward"
 
     @property
     def judge(self) -> str:
-        """The function that gives the gold score, FILE.py:NAME without folders; empty where it is zerochat's own."""
+        """Return the judge as FILE.py:NAME without folders; "" for the built-in gold scorer."""
         return str(self.setting("evaluation", "judge") or "").rpartition("/")[2]
 
     @property
     def policy(self) -> str:
-        """The stage whose model is held against SFT's: "ppo" or "dpo", of both the one that finished last."""
+        """Return the stage whose model is compared with SFT's: "ppo" or "dpo", whichever finished last."""
         order = [name for name in POLICIES if name in self.stages]
         records = mapping(_parse_object(self.manifest).get("stages"))
         ends = {name: str(mapping(records.get(name)).get("finished", "")) for name in order}
@@ -103,8 +105,9 @@ class RunReading:
         return METHODS[method][-1] if method in METHODS else "ppo"
 
     def samples(self) -> Sequence[Sample]:
-        """Answers to held-out prompts of the stage that is judged, or the furthest that has some; beside them what
-        another policy answered to the same.
+        """Return the held-out answers of the compared policy, else of the latest stage that has answers.
+
+        Answers of the other policy to the same prompts are added.
         """
         order = [self.policy, *reversed(STAGES)]
         whose = next((name for name in order if self.stage(name).samples), None)
@@ -115,7 +118,7 @@ class RunReading:
 
 
 def read_run(run_dir: Path) -> RunReading:
-    """Read what `run_dir` has. Nothing in it is trusted to be there, whole or of the expected form."""
+    """Read a run folder. Missing, incomplete or malformed files are treated as empty."""
     stages = {name: _read_stage(run_dir / name, name) for name in STAGES if (run_dir / name).is_dir()}
     newest = next((stages[name].config for name in reversed(STAGES) if name in stages and stages[name].config), "")
     return RunReading(
@@ -140,7 +143,7 @@ def _read_stage(folder: Path, name: str) -> StageReading:
 
 
 def _read_metrics(path: Path) -> tuple[list[dict[str, float]], int]:
-    """The numbers of each step in order, lines of one step merged, and how many lines were no metrics."""
+    """Return the numbers of each step in order, and the count of malformed lines. Lines of one step are merged."""
     steps: dict[float, dict[str, float]] = {}
     bad_lines = 0
     for line in _read_text(path).splitlines():
@@ -186,15 +189,15 @@ def _parse_yaml(text: str) -> dict[str, Any]:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """`value` where it is a mapping, an empty one otherwise."""
+    """Return `value` if it is a mapping, else an empty mapping."""
     return value if isinstance(value, Mapping) else {}
 
 
 def finite(value: Any) -> dict[str, float]:
-    """The finite figures of a table."""
+    """Return the finite numbers of a table."""
     return {str(name): float(n) for name, n in mapping(value).items() if is_number(n) and math.isfinite(n)}
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """A JSON number: bool is an int in Python, but no figure."""
+    """Return whether `value` is a JSON number. A bool is an int in Python, but not a number in JSON."""
     return isinstance(value, int | float) and not isinstance(value, bool)

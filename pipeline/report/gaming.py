@@ -1,7 +1,7 @@
-"""Is the reward being gamed? Gold score against reward score over PPO.
+"""Detect reward over-optimization from the gold score and the reward score over PPO.
 
-The sign of it is known (Gao, Schulman & Hilton, 2022, arXiv:2210.10760): the reward score goes on
-rising while the gold score turns and falls.
+Over-optimization shows when the reward score keeps rising while the gold score falls (Gao, Schulman & Hilton, 2022,
+arXiv:2210.10760).
 """
 
 import math
@@ -14,7 +14,7 @@ from pipeline.report.verdict import Outcome
 
 @dataclass(frozen=True)
 class Gaming:
-    """Whether PPO raised the reward score at the expense of what it stands for."""
+    """Whether PPO over-optimized the reward score, with a short answer and the reason."""
 
     outcome: Outcome
     answer: str
@@ -24,11 +24,12 @@ class Gaming:
 def gaming(
     path: Sequence[tuple[float, float, float]], noise: float, rewarder: str = "reward model", *, helped: bool = False
 ) -> Gaming:
-    """Read the path (rollout, reward score, gold score) of held-out evaluations.
+    """Decide whether PPO over-optimized the reward.
 
-    `noise` is how far a gold mean may move by chance; a fall below the best by less is not called one. `rewarder` is
-    what gives the reward score. `helped`: gold rose from SFT to PPO prompt by prompt, which is told more finely than
-    by two means.
+    path: (rollout, reward score, gold score) of each held-out evaluation
+    noise: the range in which a gold mean moves by chance; a smaller fall below the best does not count
+    rewarder: the name of the source of the reward score
+    helped: whether the paired comparison per prompt shows a rise of gold from SFT to PPO
     """
     path = [point for point in path if all(math.isfinite(value) for value in point)]
     if len(path) < 3:
@@ -67,7 +68,7 @@ def _plain(value: float) -> str:
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Spearman's rank correlation, ties sharing their mean rank; None for fewer than three pairs or a constant."""
+    """Return Spearman's rank correlation (ties get their mean rank); None below three pairs or for a constant."""
     if len(x) < 3 or len(set(x)) < 2 or len(set(y)) < 2:
         return None
     ranks_x, ranks_y = _ranks(x), _ranks(y)

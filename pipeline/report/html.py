@@ -1,8 +1,8 @@
-"""HTML and SVG that is safe by construction, and the frame of the report.
+"""Build escaped HTML and SVG, and the frame of the report.
 
-`element` escapes every child that is not already `Markup`, and only `element` and `document` make
-`Markup`, so that no text of a model or a data file can become a tag. The content security policy
-stands behind that: it allows no script, no request, and no style but the report's own sheet.
+`element` escapes every child that is not `Markup`, and only this module makes `Markup`. Text of a model or a data file
+therefore cannot become a tag. As a second protection, the content security policy allows no script, no request, and
+only the report's own style sheet.
 """
 
 import base64
@@ -16,7 +16,7 @@ STYLE_SHEET = Path(__file__).with_name("report.css")
 
 # Elements without content and end tag.
 _VOID = frozenset({"meta", "br", "hr", "wbr", "rect", "line", "circle", "path", "polyline"})
-# Text of these characters would reorder, hide or break what stands beside it.
+# Control characters could reorder, hide or break the text around them. These two are allowed.
 _KEPT_CONTROLS = frozenset("\n\t")
 _DIRECTION_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
@@ -31,7 +31,7 @@ Child = str | Markup | int | float | None | Iterable["Child"]
 
 
 def clean(text: str) -> str:
-    """`text` with control characters, lone surrogates and direction overrides made visible as U+FFFD."""
+    """Replace control characters, lone surrogates and direction overrides by U+FFFD."""
     return "".join("\ufffd" if _is_harmful(character) else character for character in text)
 
 
@@ -42,7 +42,7 @@ def _is_harmful(character: str) -> bool:
 
 
 def render(child: Child) -> Markup:
-    """`child` as HTML: markup as it is, anything else escaped, iterables one after the other, None as nothing."""
+    """Render `child` as HTML. Markup is unchanged, other text is escaped, iterables are joined, and None is empty."""
     if child is None:
         return Markup("")
     if isinstance(child, Markup):
@@ -53,9 +53,10 @@ def render(child: Child) -> Markup:
 
 
 def element(name: str, /, *children: Child, **attributes: str | int | float | None) -> Markup:
-    """`<name attributes>children</name>`.
+    """Build `<name attributes>children</name>`.
 
-    Attribute names lose a trailing underscore (`class_`), and other underscores become hyphens; None leaves one out.
+    A trailing underscore of an attribute name is removed (`class_`); other underscores become hyphens. Attributes with
+    the value None are left out.
     """
     written = "".join(
         f' {_attribute_name(key)}="{render(value)}"' for key, value in attributes.items() if value is not None
@@ -70,7 +71,7 @@ def _attribute_name(key: str) -> str:
 
 
 def document(title: str, *body: Child) -> Markup:
-    """The whole page, with its style sheet inside."""
+    """Build the complete page, with the style sheet inside."""
     sheet = Markup(STYLE_SHEET.read_text(encoding="utf-8"))
     digest = base64.b64encode(hashlib.sha256(sheet.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
@@ -87,7 +88,7 @@ def document(title: str, *body: Child) -> Markup:
 
 
 def table(head: Iterable[Child], rows: Iterable[Iterable[Child]], *, numbers: Iterable[int] = ()) -> Markup:
-    """A table; `numbers` are the columns set flush right with figures of equal width. Wide ones scroll sideways."""
+    """Build a table. `numbers` are the indices of right-aligned numeric columns. Wide tables scroll horizontally."""
     numeric = set(numbers)
 
     def line(cells: Iterable[Child], cell_name: str) -> Markup:
@@ -104,12 +105,12 @@ def table(head: Iterable[Child], rows: Iterable[Iterable[Child]], *, numbers: It
 
 
 def section(anchor: str, title: str, lead: Child, *children: Child) -> Markup:
-    """One part of the page with its heading and an opening paragraph."""
+    """Build one section of the page with its heading and first paragraph."""
     paragraph = element("p", lead, class_="lead") if lead else None
     return element("section", element("h2", title), paragraph, children, id=anchor)
 
 
 def grid(figures: Iterable[Markup]) -> Markup | None:
-    """Figures side by side, as many as fit; None when there are none."""
+    """Arrange figures in rows, as many per row as fit. Return None without figures."""
     found = [figure for figure in figures if figure]
     return element("div", found, class_="grid") if found else None

@@ -1,7 +1,7 @@
-"""report.html: one self-contained page about a run folder.
+"""Write report.html, one self-contained page about a run folder.
 
-It needs no script and no request, reads only what the folder has, and can be written at any time:
-of a stage that has not run it says nothing, of one that is running what there is so far.
+The page needs no script and no request. It can be written at any time: stages that have not run are left out, and
+running stages show their results so far.
 """
 
 import argparse
@@ -32,10 +32,7 @@ NAMES = {
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` from what the folder has, whole or not at all, and return its path.
-
-    Raises UserError where there is no such folder.
-    """
+    """Write `run_dir/report.html` atomically, and return its path. Raise UserError if the folder is missing."""
     if not run_dir.is_dir():
         raise UserError(f"there is no run folder {run_dir}; give the folder that holds sft/, reward/, dpo/ or ppo/")
     path = run_dir / REPORT
@@ -44,7 +41,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render_report(run: RunReading) -> Markup:
-    """The page of `run`."""
+    """Build the report page of `run`."""
     parts = {name: part for name, part in _parts(run).items() if part}
     links = [element("a", NAMES[name], href=f"#{name}") for name in parts]
     contents = element("nav", links, aria_label="Contents") if links else None

@@ -1,4 +1,4 @@
-"""The curves of the stages: which figures are shown, under which name, and how to read them."""
+"""Define the charts of each stage: their metrics, titles and notes, and build the stage sections of the report."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Plot:
-    """One chart: its curves, the unit in the title, and the sentence that says what is good."""
+    """One chart: its title with the unit, its curves, and a note that explains good values."""
 
     title: str
     note: str
@@ -198,7 +198,7 @@ PPO_PLOTS = (
 
 
 def plots(stage: StageReading, wanted: Sequence[Plot]) -> list[Markup]:
-    """The charts of `wanted` that `stage` has figures for."""
+    """Draw the charts of `wanted` for which `stage` has metrics."""
     return [chart for plot in wanted if (chart := _plot(stage, plot))]
 
 
@@ -225,7 +225,7 @@ def _points(stage: StageReading, curve: Curve) -> list[Point]:
 def stage_section(
     stage: StageReading, title: str, lead: str, wanted: Sequence[Plot], *more: Markup | None
 ) -> Markup | None:
-    """A stage's part of the page; None for a stage that has not started."""
+    """Build the report section of a stage. Return None if the stage has not started."""
     if not stage.started:
         return None
     notes = []
@@ -241,7 +241,7 @@ def stage_section(
 
 
 def accuracy_chart(stage: StageReading) -> Markup | None:
-    """Held-out accuracy of a stage over pairs: overall, by source, and by which answer is the longer one."""
+    """Draw a stage's held-out pair accuracy: overall, by data source, and by which answer is longer."""
     named = [
         ("All pairs", stage.number("eval_accuracy")),
         ("Chosen answer is longer", stage.number("eval_accuracy_chosen_longer")),

@@ -1,7 +1,7 @@
-"""What every chart of the report is drawn on: its size, its figure, its grid, lines through points.
+"""Draw the common elements of all charts: figure, grid, axis labels and lines.
 
-Colours are classes (`tone-ppo`), so that the style sheet chooses them for light, dark and print. A
-chart is `WIDTH` units wide and is shown at about that many pixels, which keeps its type readable.
+Colours are CSS classes (`tone-ppo`), so that the style sheet can set them for light mode, dark mode and print. A chart
+is `WIDTH` units wide and is displayed at about as many pixels, which keeps its text readable.
 """
 
 from collections.abc import Sequence
@@ -31,24 +31,24 @@ class Series:
 
 
 def figure(title: str, note: Child, description: str, parts: Child, height: float = HEIGHT) -> Markup:
-    """A chart with its title, a line that says how to read it, and `description` for who can't see it."""
+    """Build a chart with its title and a note below. `description` is the text for screen readers."""
     caption = element("figcaption", element("strong", title), element("span", note) if note else None)
     drawing = element("svg", parts, viewBox=f"0 0 {WIDTH} {height:g}", role="img", aria_label=description)
     return element("figure", caption, drawing)
 
 
 def x_place(across: Axis, value: float, right: float) -> float:
-    """The pixel of `value` on the horizontal axis, which ends at `right`."""
+    """Return the pixel of `value` on the horizontal axis, which ends at `right`."""
     return across.place(value, LEFT, right)
 
 
 def y_place(up: Axis, value: float) -> float:
-    """The pixel of `value` on the vertical axis; SVG counts downwards."""
+    """Return the pixel of `value` on the vertical axis. SVG counts pixels downwards."""
     return up.place(value, HEIGHT - BOTTOM, TOP)
 
 
 def scaffold(across: Axis, up: Axis, right: float, x_name: str, y_name: str = "") -> list[Markup]:
-    """Rules, ticks and the names of both axes."""
+    """Draw the grid lines, ticks and names of both axes."""
     parts = []
     for tick, label in zip(up.ticks, up.labels(), strict=True):
         y = y_place(up, tick)
@@ -65,7 +65,7 @@ def scaffold(across: Axis, up: Axis, right: float, x_name: str, y_name: str = ""
 
 
 def polyline(places: Sequence[Point], class_: str) -> Markup:
-    """One line through `places`, or a dot where there is only one."""
+    """Draw one line through `places`, or a dot for a single point."""
     if len(places) == 1:  # A line of one point is invisible.
         return element("circle", cx=places[0][0], cy=places[0][1], r=1.5, class_=class_.replace("curve", "dot"))
     return element("polyline", points=" ".join(f"{x:g},{y:.1f}" for x, y in places), class_=class_)

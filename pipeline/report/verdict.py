@@ -1,8 +1,9 @@
-"""Did RLHF help? The judgement that heads the report, with what it rests on and how sure it is.
+"""Decide whether RLHF improved the model: the headline of the report, with its evidence and uncertainty.
 
-The gold score decides where there is one: it never trained anything. A reward model's score alone decides nothing,
-since PPO was trained on it; a reward function's says whether answers are better by what it checks. Intervals are over
-held-out prompts within one run; what another seed would give they don't say, and the text says so.
+If there is a gold score, it decides, because it was never used for training. The score of a reward model alone decides
+nothing, because PPO was trained on it. The score of a reward function shows whether answers improved by its own
+criteria. Intervals are over the held-out prompts of one run. They do not cover other training seeds, and the text of
+the report states this.
 """
 
 import math
@@ -20,7 +21,7 @@ from pipeline.report.charts import Interval
 from pipeline.report.data import RunReading, StageReading, read_run
 
 LABELS = {"base": "Base"} | {stage: STAGES[stage].title for stage in ANSWERING}
-"""What the models are called that answer held-out prompts, in the order in which they are shown."""
+"""The display names of the models that answer held-out prompts, in display order."""
 Measure = Literal["gold", "scores", "function"]
 Outcome = Literal["good", "bad", "open"]
 
@@ -40,7 +41,7 @@ MOVED: dict[Outcome, str] = {"good": "rose", "bad": "fell", "open": "did not cle
 
 @dataclass(frozen=True)
 class Change:
-    """What moved between two models on the same prompts, `low` to `high` its 95% interval."""
+    """The change of a measure between two models on the same prompts. `low` to `high` is its 95% interval."""
 
     before: str
     after: str
@@ -59,7 +60,7 @@ class Change:
 
     @property
     def outcome(self) -> Outcome:
-        """Good or bad where the interval lies on one side of zero and rests on enough prompts."""
+        """Return "good" or "bad" if the interval excludes zero and there are enough prompts, else "open"."""
         if self.prompts < FEWEST_PROMPTS or not (self.low > 0 or self.high < 0):
             return "open"
         return "good" if self.low > 0 else "bad"
@@ -67,7 +68,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The headline, its outcome, the evidence for it, and what the evidence does not show."""
+    """The headline of the report, its outcome, its evidence, and the limits of the evidence."""
 
     outcome: Outcome
     headline: str
@@ -76,7 +77,7 @@ class Verdict:
 
 
 def standings(samples: Sequence[Sample], measure: Measure) -> list[Interval]:
-    """Each model's mean over the prompts that it has a value for, with its bootstrap interval."""
+    """Return each model's mean over the prompts that have a value, with its bootstrap interval."""
     rows = []
     for model in LABELS:
         values = [value for sample in samples if (value := _values(sample, measure).get(model)) is not None]
@@ -86,7 +87,7 @@ def standings(samples: Sequence[Sample], measure: Measure) -> list[Interval]:
 
 
 def change(samples: Sequence[Sample], measure: Measure, before: str, after: str) -> Change | None:
-    """The paired difference between two models; None where no prompt has a value for both."""
+    """Return the paired difference between two models; None if no prompt has a value for both."""
     pairs = [
         (values[before], values[after])
         for sample in samples
@@ -107,7 +108,7 @@ def _values(sample: Sample, measure: Measure) -> Mapping[str, float]:
 
 
 def judge(run: RunReading) -> Verdict:
-    """The verdict on `run` as far as it has come."""
+    """Return the verdict on `run`, which may be unfinished."""
     policy = run.stage(run.policy)
     if not policy.finished:
         return _unfinished(run)
@@ -137,7 +138,7 @@ def _judge_finished(run: RunReading) -> Verdict:
 
 
 def conclusion(run_dir: Path) -> str | None:
-    """The verdict on a run folder in a sentence or two; None before PPO or DPO has finished."""
+    """Return the verdict on a run folder as text; None before PPO or DPO has finished."""
     run = read_run(run_dir)
     if not run.stage(run.policy).finished:
         return None
@@ -175,7 +176,7 @@ def _by_summary(sft: float, policy: float, label: str) -> Verdict:
 
 
 def _by_function(reward: Change) -> Verdict:
-    """The function is what was asked for: held-out answers are better by it, or not."""
+    """Return the verdict by the reward function: whether held-out answers score higher after PPO."""
     means = f"{format_number(reward.old_mean)} after SFT to {format_number(reward.new_mean)} after PPO"
     still = "" if reward.better or reward.worse else " No answer's score changed."
     evidence = (
@@ -199,7 +200,7 @@ def _by_reward(reward: Change, function: Change | None, rewarder: str) -> Verdic
 
 
 def _by_nobody(dpo: StageReading) -> Verdict:
-    """Preferences alone don't say whether answers are better."""
+    """Return the verdict on DPO without a gold score. Preference accuracy alone does not show better answers."""
     accuracy, pairs = dpo.number("eval_accuracy"), dpo.number("eval_pairs")
     ranked = "" if accuracy is None else f"It ranks {accuracy:.0%} of {pairs:.0f} held-out pairs as they are labelled. "
     evidence = (
@@ -241,11 +242,11 @@ def _interval(one: Change) -> str:
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of `after - before` over prompts, and its 95% interval.
+    """Return the mean of `after - before` over prompts, and the ends of its 95% interval.
 
-    The percentile bootstrap over prompts (Efron & Tibshirani, 1993, chapter 13) with a fixed seed: it says how far
-    the mean would move with other held-out prompts, not with another training seed. One prompt gives no interval (nan).
-    Raises ValueError without values, or where they are not equally many.
+    The interval is a percentile bootstrap over prompts (Efron & Tibshirani, 1993, chapter 13) with a fixed seed. It
+    covers the choice of held-out prompts, but not the training seed. With one prompt the ends are nan.
+    Raise ValueError without values or if the lengths differ.
     """
     if len(before) != len(after):
         raise ValueError(f"a paired difference needs equally many values, not {len(before)} and {len(after)}")
@@ -253,14 +254,14 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> tuple[
 
 
 def bootstrap_mean(values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
-    """Mean of `values` (N,) and its 95% percentile bootstrap interval. Raises ValueError without values."""
+    """Return the mean of `values` (N,) and its 95% percentile bootstrap interval. Raise ValueError without values."""
     sample = np.asarray(values, dtype=np.float64)
     if sample.size == 0:
         raise ValueError("the mean of no values is undefined")
     mean = float(sample.mean())
     if sample.size == 1:
         return mean, math.nan, math.nan
-    # Drawing how often each value is taken, instead of which, keeps this at (RESAMPLES, N) small integers.
+    # Sample how often each value occurs instead of its indices: (RESAMPLES, N) small integers are enough.
     counts = np.random.default_rng(0).multinomial(sample.size, np.full(sample.size, 1 / sample.size), RESAMPLES)
     low, high = np.percentile(counts @ sample / sample.size, [2.5, 97.5])
     return mean, float(low), float(high)
