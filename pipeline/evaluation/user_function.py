@@ -87,7 +87,8 @@ class UserFunction:
         return (
             f"{self.key}={self.where} {what} for the answer {_cut(repr(answer))} to the row "
             f"{{{_cut(shown, LONGEST_ROW)}}}. The function must return a "
-            f"{RETURN_TYPES[self.key]} for any text, also for an empty one. Correct the function and run the same command again to resume from the last checkpoint"
+            f"{RETURN_TYPES[self.key]} for any text, also for an empty one. "
+            "Correct the function and run the same command again to resume from the last checkpoint"
         )
 
 
