@@ -1,4 +1,4 @@
-"""What a path given to chat.py means: a run, a stage of a run, or a model folder."""
+"""Find the model folder for a path: a run, a stage of a run, or a model folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +10,14 @@ from pipeline.launch.manifest import Manifest
 
 @dataclass(frozen=True)
 class ChatModel:
-    """A model folder, and what to call it."""
+    """A model folder with a display name."""
 
     name: str
     folder: Path
 
 
 def find(path: Path) -> ChatModel:
-    """The model to talk to: of a run the newest finished stage's. Raises UserError where there is none."""
+    """Return the model at a path; for a run, that of its newest finished stage. Raises UserError if there is none."""
     path = path.expanduser()
     if not path.is_dir():
         raise UserError(f"{path}: there is no such folder; give a run (runs/NAME) or a model folder")
@@ -30,14 +30,14 @@ def find(path: Path) -> ChatModel:
             return ChatModel(stage, path / stage / "model")
     if _is_run(path):
         raise UserError(
-            f"{path} has no finished stage to talk to (ppo, dpo or sft); the command that started the run goes on with "
-            "it"
+            f"{path} has no finished stage to talk to (ppo, dpo or sft); run the command that started the run again to "
+            "resume it"
         )
     raise UserError(f"{path} is neither a run nor a model folder: it has no config.json and no stages{_runs_in(path)}")
 
 
 def find_each(path: Path, names: str) -> list[ChatModel]:
-    """The models to compare: `names` are stages of the run at `path`, or folders, with commas between."""
+    """Return the models to compare. `names` are stages of the run at `path`, or folders, separated by commas."""
     chosen = []
     for name in filter(None, (part.strip() for part in names.split(","))):
         if name in ANSWERING:
@@ -54,14 +54,14 @@ def find_each(path: Path, names: str) -> list[ChatModel]:
 
 
 def _finished(run: Path, stage: str) -> bool:
-    """Whether a stage is done. A run folder that lost its manifest is taken by what lies in it."""
+    """Return whether a stage has finished. Without a manifest, a stage with a model has finished."""
     if (run / "manifest.json").is_file():
         return Manifest.read(run).finished(stage)
     return (run / stage / "model" / "config.json").is_file()
 
 
 def _runs_in(folder: Path) -> str:
-    """The newest run of a folder of runs, as something to write instead."""
+    """Return a hint with the newest run in a folder of runs, or an empty text."""
     runs = sorted((path for path in folder.iterdir() if _is_run(path)), key=lambda path: path.stat().st_mtime)
     return f"; the newest run in it is {runs[-1]}" if runs else ""
 

@@ -90,9 +90,9 @@ class ChatParticipant:
 def fit(
     system: str, turns: Sequence[Message], encode: Callable[[Sequence[Message]], list[int]], bound: int | None
 ) -> tuple[list[Message], list[int]]:
-    """The system message and the newest turns whose prompt has at most `bound` tokens, and its ids.
+    """Return the system message with the newest turns that fit into `bound` tokens, and the ids of their prompt.
 
-    The oldest question leaves together with its answer; the system message and the last turn never do.
+    The oldest question and its answer are dropped first. The system message and the last turn are never dropped.
     """
     head = [Message("system", system)] if system else []
     for first in range(0, len(turns), 2):
@@ -107,7 +107,7 @@ def fit(
 
 
 def load(model: ChatModel, *, trust_remote_code: bool = False) -> ChatParticipant:
-    """Load a model folder. Raises UserError where it can't be talked to."""
+    """Load a model folder. Raises UserError if the model cannot answer."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -1,9 +1,10 @@
-"""How a conversation becomes text: the tokenizer's chat template, taken apart into pieces.
+"""Render conversations with the chat template of a tokenizer, as a sequence of pieces.
 
-A template is rendered with a placeholder for each message's content, so what it writes itself (role marks, ends of
-turns) stays apart from what people write. That gives three things: contents can be tokenized as plain text, the
-answer is a segment of its own, and one rendering serves all conversations with the same roles. A template never
-sees contents, so what it does to some of them (cutting out reasoning, looking for tool calls) does not happen.
+A template is rendered with a placeholder for the content of each message. The placeholders separate the text of the
+template (role marks, ends of turns) from the text of the messages. This has three effects:
+contents are tokenized as plain text, the answer is a separate segment, and one rendering serves all conversations with
+the same roles. The template never sees contents, so its operations on contents (removing reasoning, detecting tool
+calls) have no effect.
 """
 
 import logging
@@ -40,12 +41,12 @@ _PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
 _TODAY = "26 Jul 2024"
 _FIXED_CLOCK = "{%- macro strftime_now(format) -%}" + _TODAY + "{%- endmacro %}"
 
-Piece = str | int  # the template's own text, or the index of the message whose content stands there
+Piece = str | int  # text of the template, or the index of a message
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch that is tokenized at once. `is_answer`: one assistant content that generation could have written."""
+    """Pieces that are tokenized in one call. `is_answer`: one assistant content that counts as an answer."""
 
     pieces: tuple[Piece, ...]
     is_answer: bool
@@ -66,21 +67,21 @@ class ChatTemplate:
         self._prompt = lru_cache(maxsize=4096)(self._prompt_pieces)
 
     def own_text(self) -> str:
-        """What the template writes around a short conversation, to find its control tokens in."""
+        """Return the text of the template around a short conversation, which contains its control tokens."""
         pieces = self._prompt(("user", "assistant", "user"))
         return "".join(piece for piece in pieces if isinstance(piece, str)) + self.after_answer()
 
     def after_answer(self) -> str:
-        """What the template puts after the assistant's last content."""
+        """Return the text that the template writes after the last answer."""
         last = self._render(("user", "assistant"), generation_prompt=False)[-1]
         return last if isinstance(last, str) else ""
 
     def _layout(self, roles: tuple[str, ...]) -> tuple[Segment, ...]:
-        """The segments of a prompt, generation prompt included; `roles` don't end with the assistant's.
+        """Return the segments of a prompt with its generation prompt. `roles` must not end with the assistant.
 
-        An assistant's earlier content is an answer where everything before it is exactly the prompt that generation
-        would have seen. A template that rewrites earlier turns (drops their reasoning) breaks this: they become part
-        of the prompt, and only the last answer of a conversation counts.
+        An earlier assistant message is an answer if the text before it equals the prompt that generation would see.
+        If a template rewrites earlier turns (removes reasoning), earlier assistant messages belong to the prompt, and
+        only the last answer of a conversation counts.
         """
         segments: list[Segment] = []
         pieces = self._prompt(roles)
@@ -100,15 +101,15 @@ class ChatTemplate:
         if not self._warned:
             self._warned = True
             log.warning(
-                "The chat template writes earlier answers in another way than it asks for new ones, so of a "
-                "conversation of several turns only the last answer is learned from."
+                "The chat template renders earlier answers differently from new ones, so SFT trains only on the last "
+                "answer of a conversation with several turns."
             )
 
     def _prompt_pieces(self, roles: tuple[str, ...]) -> tuple[Piece, ...]:
-        """Everything before the answer to come.
+        """Return all pieces before the next answer.
 
-        Where the template writes more between its generation prompt and the answer (the start of a role it has no
-        generation prompt for, an empty block of reasoning), that belongs to the prompt as well.
+        The prompt includes text that the template writes between its generation prompt and the answer (for example an
+        empty block of reasoning).
         """
         asked = self._render(roles, generation_prompt=True)
         answered = self._render((*roles, "assistant"), generation_prompt=False)
@@ -132,9 +133,9 @@ class ChatTemplate:
                 raise UserError(self._refusal(roles, error)) from error
 
     def _whole(self, roles: Sequence[str], contents: Sequence[str], generation_prompt: bool) -> tuple[Piece, ...]:
-        """What is rendered from texts, or from lists of parts where the template writes only those.
+        """Render contents as texts, or as lists of content parts if the template supports only those.
 
-        Raises jinja2.TemplateError where the template refuses these turns, or leaves out what is said in them.
+        Raises jinja2.TemplateError if the template rejects the turns or omits a content.
         """
         wanted = {piece for content in contents for piece in _pieces(content) if isinstance(piece, int)}
         for given in (contents, [[{"type": "text", "text": content}] for content in contents]):
@@ -166,9 +167,9 @@ class ChatTemplate:
 
 
 def segments(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> list[tuple[str, bool]]:
-    """[(text, is_answer)] of a conversation: the texts of its prompt, then its last answer.
+    """Return [(text, is_answer)] of a conversation: the texts of the prompt, then the last answer.
 
-    With a last message that is not the assistant's: the prompt alone, up to where the answer begins.
+    If the last message is not from the assistant, return only the texts of the prompt.
     """
     roles = tuple(message.role for message in messages)
     answered = roles[-1] == "assistant"
@@ -184,7 +185,7 @@ def _pieces(text: str) -> tuple[Piece, ...]:
 
 
 def _rest(whole: tuple[Piece, ...], start: tuple[Piece, ...]) -> str | None:
-    """The text that `whole` has beyond `start`; None where it does not begin with it, or goes on with contents."""
+    """Return the text of `whole` after `start`; None if `start` is no prefix or a content follows."""
     flat, head = _flat(whole), _flat(start)
     if not flat.startswith(head):
         return None

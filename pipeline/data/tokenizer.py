@@ -1,4 +1,4 @@
-"""Conversations as token ids, the same ids for training and for generation.
+"""Tokenize conversations, with the same ids for training and for generation.
 
 A conversation is tokenized in segments: the prompt with its generation prompt, the answer with its end token, the
 next prompt, ... What SFT learns to write after a prompt is therefore, id for id, what generation would have to
@@ -41,7 +41,7 @@ SMALLEST_VOCABULARY = 256 + 2 + len(ROLE_TOKENS)
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Pieces that are tokenized at once. `ends`: an end token follows; `control`: the control ids of its own text."""
+    """Pieces that are tokenized in one call. `ends`: an end token follows; `control`: control ids of template text."""
 
     pieces: tuple[Piece, ...]
     is_answer: bool
@@ -53,7 +53,7 @@ class _Stretch:
 
 
 class ChatTokenizer:
-    """A tokenizer with its chat template. Everything here is a function of the tokenizer's files.
+    """A tokenizer with its chat template. All results depend only on the files of the tokenizer.
 
     hf: the transformers tokenizer
     end_id: the token put after an answer; end_ids: every token that ends one (end_id, then eos)
@@ -86,26 +86,26 @@ class ChatTokenizer:
         self._stretches = lru_cache(maxsize=4096)(self._stretches_of)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids that generation starts from: the conversation and the generation prompt."""
+        """Return the ids of a conversation and its generation prompt."""
         return self.encode_prompts([messages])[0]
 
     def encode_answer(self, answer: str) -> list[int]:
-        """The ids of an answer and its end token."""
+        """Return the ids of an answer and its end token."""
         return self.encode_answers([answer])[0]
 
     def encode_prompts(self, prompts: Sequence[Sequence[Message]]) -> list[list[int]]:
-        """`encode_prompt` of many at once, which is faster."""
+        """Return the ids of many prompts. One call is faster than many calls of `encode_prompt`."""
         return [ids for ids, _ in self._encode_segments(prompts)]
 
     def encode_answers(self, answers: Sequence[str]) -> list[list[int]]:
-        """`encode_answer` of many at once."""
+        """Return the ids of many answers, each with its end token."""
         return [
             [*(self._plain(answer) if self._controls(ids) else ids), self.end_id]
             for ids, answer in zip(self._encode(answers), answers, strict=True)
         ]
 
     def encode_conversations(self, conversations: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[bool]]]:
-        """(ids, counts) of conversations that end with the assistant's turn; counts True: an answer's or its end."""
+        """Return (ids, counts) of conversations that end with an answer. counts: True for answers and end tokens."""
         assert all(messages[-1].role == "assistant" for messages in conversations)
         prompts = self._encode_segments([messages[:-1] for messages in conversations])
         answers = self.encode_answers([messages[-1].content for messages in conversations])
@@ -115,12 +115,12 @@ class ChatTokenizer:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of an answer: control tokens left out, the space around it removed."""
-        kept = [token for token in ids if token not in self._control]
-        return str(self.hf.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
+        """Return the text of an answer without control tokens and surrounding white space."""
+        content = [token for token in ids if token not in self._control]
+        return str(self.hf.decode(content, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
 
     def save(self, folder: str | Path) -> None:
-        """Writes the tokenizer and its chat template in Hugging Face format."""
+        """Write the tokenizer and its chat template in Hugging Face format."""
         self.hf.save_pretrained(str(folder))
         if self.hf.unk_token is None:  # left out, it is whatever a family's class adds (Qwen 2), an id more
             file = Path(folder) / "tokenizer_config.json"
@@ -129,7 +129,7 @@ class ChatTokenizer:
             file.write_text(text + "\n", encoding="utf-8")
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of what decides about ids: vocabulary, added tokens, chat template, ids of a probe text."""
+        """Return the SHA-256 (hex) of vocabulary, added tokens, chat template and the ids of a probe text."""
         added = {token: str(text.content) for token, text in self.hf.added_tokens_decoder.items()}
         parts = [
             sorted(self.hf.get_vocab().items()),
@@ -200,10 +200,10 @@ class ChatTokenizer:
 
 
 def load_tokenizer(folder_or_hub: str, *, chat_template: str | None = None) -> ChatTokenizer:
-    """The tokenizer of a local folder, or of the hub where there is no such folder.
+    """Load the tokenizer of a local folder, or of the hub if the folder does not exist.
 
-    `chat_template` is a file with a Jinja template that replaces the tokenizer's own. Code that comes with a
-    tokenizer is never run. Raises UserError where there is no usable tokenizer.
+    chat_template: a file with a Jinja template that replaces the template of the tokenizer
+    Code that comes with a tokenizer is never run. Raises UserError if there is no usable tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -222,12 +222,12 @@ def load_tokenizer(folder_or_hub: str, *, chat_template: str | None = None) -> C
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> ChatTokenizer:
-    """A byte-level BPE tokenizer trained on `texts`, with role tokens, an end token and a padding token of its own."""
+    """Train a byte-level BPE tokenizer on `texts`, with role tokens, an end token and a padding token."""
     return ChatTokenizer(train_bpe(texts, vocab_size))
 
 
 def _control_tokens(hf: "PreTrainedTokenizerBase", template_text: str) -> dict[int, str]:
-    """{id: text} of the tokens that mean something beyond their characters: special ones and role marks."""
+    """Return {id: text} of the control tokens: special tokens and role marks."""
     control = {
         token: added.content
         for token, added in hf.added_tokens_decoder.items()

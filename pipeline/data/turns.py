@@ -1,4 +1,4 @@
-"""Turns of a conversation out of what data files hold: message lists and "Human: ... Assistant: ..." text."""
+"""Parse the turns of a conversation from message lists and from "Human: ... Assistant: ..." text."""
 
 import json
 import math
@@ -24,11 +24,11 @@ _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
 class BadRow(Exception):
-    """A row that can't be used; its text is the reason, the same for all rows with the same fault."""
+    """An unusable row. The message is the reason, which is equal for all rows with the same fault."""
 
 
 def text_of(value: Any, what: str) -> str:
-    """A text with the space around it removed. `what` names it in the reason of a BadRow."""
+    """Return a text without surrounding white space. `what` names the text in the reason of a BadRow."""
     if not isinstance(value, str):
         raise BadRow(f"no {what}" if value is None else f"{what} is not a text")
     text = whole_characters(value).strip()
@@ -38,12 +38,12 @@ def text_of(value: Any, what: str) -> str:
 
 
 def whole_characters(text: str) -> str:
-    """Halves of characters, which JSON may hold and no tokenizer takes, become the replacement character."""
+    """Replace lone surrogates, which JSON may contain and tokenizers reject, by the replacement character."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def messages_of(value: Any) -> tuple[Message, ...]:
-    """A list of {"role", "content"} (or {"from", "value"}) as messages; neighbours of one role become one message."""
+    """Parse a list of {"role", "content"} (or {"from", "value"}). Consecutive messages of one role are joined."""
     if isinstance(value, str) and value.lstrip().startswith("["):  # the list as text, in a CSV cell
         try:
             value = json.loads(value)
@@ -59,13 +59,13 @@ def messages_of(value: Any) -> tuple[Message, ...]:
 
 
 def looks_like_turns(text: str) -> bool:
-    """Whether a prompt is a conversation written out: it begins with "Human:" and waits after "Assistant:"."""
+    """Return whether a prompt is a conversation as text: it starts with "Human:" and ends with "Assistant:"."""
     text = text.strip()
     return text.startswith("Human:") and text.endswith("\n\nAssistant:")
 
 
 def turns_of(text: str) -> tuple[Message, ...]:
-    """The turns of "\\n\\nHuman: ...\\n\\nAssistant: ..." (hh-rlhf's form); an open last "Assistant:" is left out."""
+    """Parse "\\n\\nHuman: ...\\n\\nAssistant: ..." (the form of hh-rlhf). An empty last "Assistant:" is ignored."""
     text = whole_characters(text).strip()
     parts = _SPEAKER.split(text)
     if len(parts) < 3 or parts[0].strip():
@@ -79,7 +79,7 @@ def turns_of(text: str) -> tuple[Message, ...]:
 
 
 def question_of(value: Any) -> tuple[Message, ...]:
-    """A prompt: one question, a conversation written out, or a message list. It ends with the user's turn."""
+    """Parse a prompt: a question, a conversation as text, or a message list. It ends with the turn of the user."""
     if isinstance(value, str) and looks_like_turns(value):
         messages = turns_of(value)
     elif value is None or isinstance(value, str):
@@ -92,9 +92,7 @@ def question_of(value: Any) -> tuple[Message, ...]:
 
 
 def answer_of(value: Any) -> tuple[Message, ...]:
-    """An answer, as the message list (or the one message) it came in or as one assistant message; a number, as sums
-    have, is a text.
-    """
+    """Parse an answer: a text, a number, a message or a message list that ends with the assistant."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value) if math.isfinite(value) else None  # an empty cell of a column of numbers
     elif isinstance(value, Mapping):
@@ -124,7 +122,7 @@ def _message(item: Any) -> Message:
 
 
 def _in_order(messages: list[Message]) -> tuple[Message, ...]:
-    """One system message at most, at the start, then the user and the assistant in turn."""
+    """Join consecutive messages of one role, and check the order: optional system message, then user and assistant."""
     joined: list[Message] = []
     for message in messages:
         if joined and joined[-1].role == message.role:

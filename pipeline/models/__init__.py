@@ -1,4 +1,4 @@
-"""Models as the stages use them: where they come from, the two modules that are trained, their engines, their export.
+"""Models of the stages: sources, the trained modules, their engines and their export.
 
-Nothing is imported here: the chat needs `source` alone, and `build` brings peft and accelerate along.
+This file imports nothing, because the chat needs only `source`, and `build` imports peft and accelerate.
 """

@@ -14,9 +14,9 @@ from pipeline.errors import UserError
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """Freeze a model and put adapters beside its linear maps; a value head stays trained.
+    """Freeze a model and add adapters to its linear layers. A value head remains trainable.
 
-    Raises UserError where `lora.targets` matches nothing, or a module that takes no adapter.
+    Raises UserError if `lora.targets` matches no module or a module that does not support adapters.
     """
     from peft import LoraConfig as PeftLora  # late, as most runs have no adapters
     from peft import inject_adapter_in_model
@@ -42,7 +42,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
 
 
 def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | str:
-    """`all-linear` is every linear map inside the blocks: not the head, not the value head."""
+    """Return the target modules. `all-linear` means all linear layers except the output head and the value head."""
     if targets != "all-linear":
         return targets
     head = model.get_output_embeddings()
@@ -54,7 +54,7 @@ def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | st
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """A linear map and no more. What is derived from one may be a router, say, which gives other things."""
+    """Return whether a module is a plain linear layer. A subclass may be different, for example a router."""
     if type(module) in (nn.Linear, Conv1D):
         return True
     if not isinstance(module, nn.Linear):
@@ -68,7 +68,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 @contextmanager
 def adapters_off(engine: Engine) -> Iterator[None]:
-    """The model under its adapters: the reference of a LoRA policy."""
+    """Disable the adapters inside this context. The model without adapters is the reference of a LoRA policy."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [m for m in engine.module.modules() if isinstance(m, BaseTunerLayer)]

@@ -26,7 +26,7 @@ NAME = "zerochat_documents"
 
 
 def use_documents(model: PreTrainedModel) -> bool:
-    """Let a model attend by this file, padded rows included. False, and nothing changes, where it can't be asked to."""
+    """Select the attention of this file for a model, also for padded rows; False if the model does not allow it."""
     text: Any = model.config.get_text_config()
     takes_name = getattr(model, "_supports_attention_backend", False)
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
@@ -38,7 +38,7 @@ def use_documents(model: PreTrainedModel) -> bool:
 
 
 def attention_of(model: PreTrainedModel, name: str) -> str:
-    """Make a model attend by the function of this name; the name before."""
+    """Set the attention function of a model by name, and return the previous name."""
     before: str = model.config._attn_implementation
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         config._attn_implementation = name
@@ -79,7 +79,7 @@ def document_attention(
 
 @dataclass(frozen=True)
 class _How:
-    """What a layer asks of its attention."""
+    """The attention options of a layer."""
 
     scaling: float | None
     window: int | None
@@ -99,7 +99,7 @@ class _How:
         )
 
     def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """(Q, K) True where a query may look; None where that is what plain causal attention does."""
+        """Return the mask (Q, K), True where a query attends to a key; None for plain causal attention."""
         window = keys if self.window is None else self.window
         narrow = keys > window
         if queries == keys and not narrow:
@@ -110,12 +110,12 @@ class _How:
         return seen & (distance < window) if narrow else seen
 
     def fits_kernel(self, query: Tensor, value: Tensor) -> bool:
-        """Whether the variable-length kernel does this."""
+        """Return whether the variable-length kernel supports these options."""
         return self.softcap is None and self.dropout == 0.0 and kernels.varlen_fits(query, value)
 
 
 def _within(documents: Documents, query: Tensor, key: Tensor, value: Tensor, how: _How) -> Tensor:
-    """(1, heads, N, size) queries -> (1, N, heads, size), by what does it best here."""
+    """Attend within documents with the fastest implementation: (1, heads, N, size) queries -> (1, N, heads, size)."""
     kernel = kernels.varlen_kernel() if query.is_cuda and how.fits_kernel(query, value) else None
     if kernel is not None:
         return _by_kernel(kernel, query[0], key[0], value[0], documents.ragged(query.device), how)[None]

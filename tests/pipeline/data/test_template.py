@@ -52,7 +52,7 @@ def test_thinking_blocks_count_the_last_answer_only_and_say_so_once(caplog: pyte
     with caplog.at_level(logging.WARNING):
         for roles in (("user", "assistant", "user"), ("user", "assistant", "user", "assistant", "user")):
             assert [segment.is_answer for segment in template.layout(roles)] == [False]
-    assert len(caplog.records) == 1 and "only the last answer" in caplog.text
+    assert len(caplog.records) == 1 and "only on the last answer" in caplog.text
     assert segments(tokenizer(THINKING), chat("a", "b", "c", "d")) == [
         (
             "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
