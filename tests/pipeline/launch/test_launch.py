@@ -61,7 +61,7 @@ def test_a_mistake_of_the_user_is_said_once(fake, monkeypatch):
 def test_output_without_a_reader_is_no_crash(fake, monkeypatch):
     monkeypatch.setenv("FAKE_STAGE", "unread:0")
     end = ends(fake)
-    assert end.status == 2 and end.message.startswith("nobody reads what is printed")
+    assert end.status == 2 and end.message.startswith("the program that reads the output has ended")
     command = [sys.executable, "train.py", "--cfg", "job", "--package", "sft"]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = subprocess.Popen(command, cwd=ROOT, env=buffered, stdout=PIPE, stderr=PIPE)
