@@ -46,7 +46,7 @@ import threading
 os.environ["PRETENDED_GPUS"] = "2"
 from tests.pretended_gpu import cuda
 import torch
-from engine.parallel import dist
+from engine.parallel import collectives
 
 side = torch.cuda.Stream()
 x = torch.ones(1000, device="cuda")

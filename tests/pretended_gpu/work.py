@@ -179,6 +179,6 @@ def test_a_capture_that_fails_ends_with_what_to_do(monkeypatch: pytest.MonkeyPat
 
     model = build("opt").cuda()
     monkeypatch.setattr(SlotModel, "__call__", read)
-    with pytest.raises(RuntimeError, match=r"could not be captured .*not permitted.*rollout.stream=true"):
+    with pytest.raises(RuntimeError, match=r"could not be captured .*not permitted.*generate with stream=true"):
         Generator(model, "cuda").generate([[1, 2, 3]], Sampling(2), [0])
     assert cuda.faults() == ["a capture was given up, and torch believes that it runs"]

@@ -65,7 +65,7 @@ def run_folder(folder: Path, family: str = "llama", *, actor: Any = None, reward
 def test_a_missing_model_is_named_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="actor"):
         load_models(config(tmp_path), tmp_path)
-    with pytest.raises(UserError, match=r"no finished sft stage.* give actor=FOLDER"):
+    with pytest.raises(UserError, match=r"no finished sft stage.* set actor=FOLDER"):
         load_models(config(tmp_path).model_copy(update={"actor": None}), tmp_path)
 
 

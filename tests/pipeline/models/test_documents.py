@@ -141,7 +141,7 @@ def test_the_kernel_for_cpus_does_what_operators_do(
         return None
 
     for way in (by_kernel, by_operators):
-        monkeypatch.setattr(attention, "ragged_attention", way)
+        monkeypatch.setattr(attention.kernels, "ragged_attention", way)
         out = model.base_model(row, position_ids=documents.positions(torch.device("cpu")), documents=documents)[0]
         out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
         found.append([out.detach(), *(p.grad.clone() for p in model.base_model.parameters())])
