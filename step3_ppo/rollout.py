@@ -11,8 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from engine import Engine, Generation, Sampling
-from engine.uploads import uploaded
+from engine import Engine, Generation, Sampling, distributed
 from pipeline.distributed import device, gather_by_index, gather_objects
 from pipeline.evaluation.judge import Call, function_scores
 from step3_ppo.microbatch import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
@@ -153,19 +152,19 @@ def collect(
     of_ranks = gather_objects(local)
     tables = {name: {i: row for rank in of_ranks for i, row in rank[name].items()} for name in local}
     tables["generator"] = {i: torch.tensor(generation.logprobs) for i, generation in enumerate(generations)}
-    table = {name: uploaded(_table(rows, len(prompts)), device()) for name, rows in tables.items()}
+    table = {name: distributed.to_device(_table(rows, len(prompts)), device()) for name, rows in tables.items()}
     lengths = torch.tensor([len(response) for response in responses])
     return Rollout(
         prompts=prompts,
         responses=responses,
-        finished=uploaded(torch.tensor([generation.finished for generation in generations]), device()),
-        response_mask=uploaded(torch.arange(int(lengths.max()))[None] < lengths[:, None], device()),
-        scores=uploaded(torch.tensor(scores), device()),
+        finished=distributed.to_device(torch.tensor([generation.finished for generation in generations]), device()),
+        response_mask=distributed.to_device(torch.arange(int(lengths.max()))[None] < lengths[:, None], device()),
+        scores=distributed.to_device(torch.tensor(scores), device()),
         logprobs=table["logprobs"],
         reference=table.get("reference"),
         values=table.get("values"),
         generator=table["generator"],
-        function=None if by_function is None else uploaded(torch.tensor(by_function), device()),
+        function=None if by_function is None else distributed.to_device(torch.tensor(by_function), device()),
         batches=batches,
         separate_logprobs=table.get("separate_logprobs"),
     )

@@ -5,6 +5,7 @@
   `sum_over_ranks`.
 - Sequence parallelism inside a module: `sequence_shard`, `SequenceShard`, `check_heads`.
 - `request_stop` and `stop_requested`: a stop of all ranks after the same step.
+- `to_device`: a copy of a small tensor to the device, without waiting for the device.
 - `bytes_sent`: the bytes that this rank has sent since its start, by purpose.
 """
 
@@ -25,6 +26,7 @@ from engine.parallel.dist import (
     world,
 )
 from engine.parallel.sequence import SequenceShard, check_heads, sequence_shard
+from engine.uploads import to_device
 
 __all__ = [
     "SequenceShard",
@@ -43,5 +45,6 @@ __all__ = [
     "stop",
     "stop_requested",
     "sum_over_ranks",
+    "to_device",
     "world",
 ]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.uploads import uploaded
+from engine import distributed
 from pipeline.data.documents import Documents
 from pipeline.data.encode import PairItem, TokenItem
 
@@ -25,7 +25,9 @@ class Movable:
     def to(self, device: torch.device | str) -> Self:
         """Return a copy with all tensors on `device`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        moved = {name: uploaded(value, device) for name, value in values.items() if isinstance(value, Tensor)}
+        moved = {
+            name: distributed.to_device(value, device) for name, value in values.items() if isinstance(value, Tensor)
+        }
         return replace(self, **moved)  # type: ignore[type-var]
 
 

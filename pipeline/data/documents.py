@@ -12,8 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine import kernels
-from engine.uploads import uploaded
+from engine import distributed, kernels
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Documents:
         """Return the position of each token in its document, (1, N). Tokens of the prefix count."""
         spans = [(self.seen(i) - length, self.seen(i)) for i, length in enumerate(self.lengths)]
         positions = torch.cat([torch.arange(first, last) for first, last in spans])[None]
-        return uploaded(positions, device)
+        return distributed.to_device(positions, device)
 
     def filled(self, count: int) -> "Documents":
         """Return these documents followed by one more document of `count` tokens (none if 0)."""
@@ -98,12 +97,12 @@ def _ragged(documents: Documents, device: torch.device) -> Ragged:
     seen = [documents.seen(i) for i in places]
 
     def starts(lengths: Sequence[int]) -> Tensor:
-        return uploaded(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+        return distributed.to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
     keys = None
     if any(documents.prefix(i) is not None for i in places):
         spans = [_span(documents, i) for place in places for i in (documents.prefix(place), place) if i is not None]
-        keys = uploaded(torch.cat(spans), device)
+        keys = distributed.to_device(torch.cat(spans), device)
     query_starts = starts(documents.lengths)
     return Ragged(query_starts, query_starts if keys is None else starts(seen), max(documents.lengths), max(seen), keys)
 
