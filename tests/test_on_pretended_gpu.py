@@ -112,10 +112,12 @@ def test_a_step_waits_for_the_device_for_its_figures_only(on_cpu: Path, tmp_path
     """Once an update; PPO also for what each model scores, and for each round of answers."""
     three = {name: {**SMALL[name], "steps": 3, "eval_every": 0, "save_every": 9} for name in STAGES}
     three["ppo"]["update_epochs"] = 1
-    lay_out(tmp_path, tiny_config(**{**UNCHECKED, **three}))
     take_models(on_cpu, tmp_path)
-    run_on_devices(tmp_path, ["dpo", "ppo"])
-    assert waits(tmp_path, "dpo", step=2) == {"engine/passes.py:to_numbers": 1}
+    shutil.rmtree(tmp_path / "reward")
+    lay_out(tmp_path, tiny_config(**{**UNCHECKED, **three}))
+    run_on_devices(tmp_path, ["reward", "dpo", "ppo"])
+    for stage in ("reward", "dpo"):
+        assert waits(tmp_path, stage, step=2) == {"engine/passes.py:to_numbers": 1}, stage
     found = waits(tmp_path, "ppo", step=2)
     rounds = found.pop("engine/generation/decode_step.py:wait")
     assert rounds <= 2  # of 3 tokens

@@ -26,6 +26,7 @@ from pipeline.stages import stage_run, stop_signals
 from pipeline.stages.memory_limits import read_limits, within_limits
 from pipeline.stages.stage_run import StageRun
 from pipeline.stages.stop_signals import Stopped
+from pipeline.tracking import metrics
 from tests.tiny import tiny_config
 
 
@@ -238,29 +239,27 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path) ->
     assert [line["step"] for line in lines(tmp_path)] == [0]
 
 
-def test_phases_and_laps(tmp_path: Path) -> None:
+def test_phases_and_laps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, _ = stage_of(tmp_path)
+    now = 100.0
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
     for _ in range(2):
         with stage.clock.phase("generate"):
-            time.sleep(0.03)
+            now += 0.75
     with pytest.raises(KeyError), stage.clock.phase("evaluate"):
-        time.sleep(0.02)
+        now += 0.5
         raise KeyError
     stage.clock.tokens += 500
-    stage.clock.move("generate", "flip", 0.02)
-    assert stage.clock.seconds["evaluate"] >= 0.02
-    spent = stage.clock.seconds["generate"]
-    assert spent >= 0.04 and stage.clock.seconds["flip"] == 0.02
-    lap = stage.clock.lap()
-    assert set(lap) == {"generate_seconds", "flip_seconds", "tokens_per_second"}  # evaluating is not the stage's work
-    assert lap["generate_seconds"] == pytest.approx(spent, abs=1e-4) and lap["flip_seconds"] == 0.02
-    assert lap["tokens_per_second"] == pytest.approx(500 / (spent + 0.02), rel=1e-3)
+    stage.clock.move("generate", "flip", 0.25)
+    assert stage.clock.seconds == {"generate": 1.25, "evaluate": 0.5, "flip": 0.25}
+    # Evaluation is not the stage's work: 500 tokens in 1.5 seconds.
+    assert stage.clock.lap() == {"generate_seconds": 1.25, "flip_seconds": 0.25, "tokens_per_second": 333.3}
     with stage.clock.phase("train"):
-        time.sleep(0.02)
+        now += 0.5
     stage.clock.tokens += 30
     lap = stage.clock.lap()
-    assert lap["generate_seconds"] == 0
-    assert lap["tokens_per_second"] == pytest.approx(30 / lap["train_seconds"], rel=0.01)
+    assert lap == {"generate_seconds": 0, "flip_seconds": 0, "train_seconds": 0.5, "tokens_per_second": 60}
+    assert stage.clock.rate() == 265  # 530 tokens in 2 seconds
 
 
 def test_lines_of_metrics(tmp_path: Path) -> None:
