@@ -1,4 +1,4 @@
-"""Models of the stages: sources, the trained modules, their engines and their export.
+"""The models of the stages: sources, trained modules, engines and export.
 
-This file imports nothing, because the chat needs only `source`, and `build` imports peft and accelerate.
+This file imports no submodule, so that the chat loads only the submodules that it uses.
 """

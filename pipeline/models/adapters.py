@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al., 2021, arXiv:2106.09685) through peft: where they go in, and a model without them."""
+"""LoRA adapters (Hu et al., 2021, arXiv:2106.09685): add them to a model with peft, and disable them temporarily."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,22 +18,22 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
 
     Raises UserError if `lora.targets` matches no module or a module that does not support adapters.
     """
-    from peft import LoraConfig as PeftLora  # late, as most runs have no adapters
+    from peft import LoraConfig as PeftLora  # imported here because most runs have no adapters
     from peft import inject_adapter_in_model
 
     config = PeftLora(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes a float as well
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft accepts a float
         lora_dropout=lora.dropout,
         target_modules=_targets(model, lora.targets),
-        fan_in_fan_out=any(type(module) is Conv1D for module in model.modules()),  # else peft says so of each
+        fan_in_fan_out=any(type(module) is Conv1D for module in model.modules()),  # otherwise peft warns
     )
     model.requires_grad_(False)
     names = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
-    # Within another module: peft reads some names of a mixture's layers as its experts', where it finds the family.
-    around = nn.ModuleDict({"model": model})
+    # The wrapper has no configuration. If peft finds the family of a mixture, it converts some names to its experts'.
+    wrapper = nn.ModuleDict({"model": model})
     try:
-        inject_adapter_in_model(config, around)
+        inject_adapter_in_model(config, wrapper)
     except ValueError as error:
         raise UserError(f"lora.targets={lora.targets} matches no module; this model has {', '.join(names)}") from error
     head = getattr(model, "score", None)
@@ -54,14 +54,17 @@ def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | st
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a plain linear layer. A subclass may be different, for example a router."""
+    """Return whether a module computes a linear map of its last dimension.
+
+    A subclass of `nn.Linear` may compute something else, for example a router. One call with a small input decides.
+    """
     if type(module) in (nn.Linear, Conv1D):
         return True
     if not isinstance(module, nn.Linear):
         return False
     try:
         out = module(torch.empty(1, 2, module.in_features, dtype=module.weight.dtype, device=module.weight.device))
-    except Exception:  # it takes other things
+    except Exception:  # its forward needs other arguments
         return False
     return isinstance(out, Tensor) and out.shape == (1, 2, module.out_features)
 

@@ -1,12 +1,13 @@
-"""Sequences side by side in one row, none of which sees another: batches without padding.
+"""Attention within the documents of a packed row (batches without padding).
 
-A row of N tokens is N tokens of work in every linear layer, however the lengths differ; attention runs within each
-document. transformers lets an attention function be registered by name and hands it every keyword that the model was
-called with, so a forward with `documents=Documents(...)` reaches it in the model's own code. No mask function belongs
-to the name, so no mask of N x N is ever made: documents and the layer's window say it all.
+The linear layers process the N tokens of a packed row, whatever the lengths of the documents. Attention is computed
+within each document. transformers finds attention functions by a registered name, and passes them every keyword
+argument of the model's forward. A forward with `documents=Documents(...)` thus passes the documents to the function of
+this file, in the model's own code. No mask function is registered under the name, so transformers makes no (N, N) mask.
+The documents and the window of the layer define which tokens a query attends to.
 
-On CUDA one call of a variable-length kernel serves all documents, on CPUs one of our own; elsewhere, and where the
-kernel doesn't fit, there is one call a document.
+On CUDA one call of a variable-length kernel computes all documents. On CPUs one call of the kernel
+`engine.kernels.ragged_attention` does. Other devices, and options that no kernel supports, need one call per document.
 """
 
 import inspect
@@ -26,7 +27,10 @@ NAME = "zerochat_documents"
 
 
 def use_documents(model: PreTrainedModel) -> bool:
-    """Select the attention of this file for a model, also for padded rows; False if the model does not allow it."""
+    """Select the attention of this file for a model. Return False, without a change, if the model does not support it.
+
+    The selected attention also serves padded rows.
+    """
     text: Any = model.config.get_text_config()
     takes_name = getattr(model, "_supports_attention_backend", False)
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
@@ -39,10 +43,10 @@ def use_documents(model: PreTrainedModel) -> bool:
 
 def attention_of(model: PreTrainedModel, name: str) -> str:
     """Set the attention function of a model by name, and return the previous name."""
-    before: str = model.config._attn_implementation
+    previous: str = model.config._attn_implementation
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         config._attn_implementation = name
-    return before
+    return previous
 
 
 def document_attention(
@@ -60,21 +64,25 @@ def document_attention(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query (B, heads, T, size), key and value (B, key heads, T, size); B = 1 and T = N with `documents`.
+    """Return the causal attention of a layer, (B, T, heads, size of values).
 
-    Causal: a token sees those before it, of its own document where there are some, at most `sliding_window` of them,
-    itself included. With a `share` T is this rank's share of the N tokens, and each rank attends with some heads.
-    Returns (B, T, heads, value's size). Raises UnsupportedModel.
+    query: (B, heads, T, size). key and value: (B, key heads, T, size)
+    documents: the documents of a packed row, which requires B = 1; a token attends only to its document and its prefix
+    share: this rank's shard of the N tokens of the row; T is then the length of the shard, and each rank computes the
+    attention of some heads for all tokens
+    sliding_window: the largest number of tokens that a token attends to, itself included
+
+    Raises UnsupportedModel if the layer needs a mask, or an argument that this function does not support.
     """
     if attention_mask is not None:
         raise attention.UnsupportedModel(f"{type(module).__name__} asks for another kind of attention")
     attention.check_arguments(module, others)
-    how = _How(scaling, sliding_window, softcap, dropout)
+    options = _How(scaling, sliding_window, softcap, dropout)
     if documents is None:
-        return how.attend(query, key, value).transpose(1, 2), None
+        return options.attend(query, key, value).transpose(1, 2), None
     if share is None:
-        return _within(documents, query, key, value, how), None
-    return share.heads_to_tokens(_within(documents, *share.tokens_to_heads(query, key, value), how)), None
+        return _within(documents, query, key, value, options), None
+    return share.heads_to_tokens(_within(documents, *share.tokens_to_heads(query, key, value), options)), None
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,10 @@ class _How:
     dropout: float
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(B, heads, Q, size) queries, the last Q of K tokens, over (B, key heads, K, size)."""
+        """Return the causal attention of the last Q of K tokens, (B, heads, Q, size of values).
+
+        query: (B, heads, Q, size). key and value: (B, key heads, K, size)
+        """
         mask = self.mask(query.shape[2], key.shape[2], query.device)
         if self.softcap is not None:
             return attention.attend(query, key, value, mask, scaling=self.scaling, softcap=self.softcap)
@@ -101,67 +112,86 @@ class _How:
     def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """Return the mask (Q, K), True where a query attends to a key; None for plain causal attention."""
         window = keys if self.window is None else self.window
-        narrow = keys > window
-        if queries == keys and not narrow:
+        is_windowed = keys > window
+        if queries == keys and not is_windowed:
             return None
-        places = torch.arange(keys, device=device)
-        distance: Tensor = places[keys - queries :, None] - places
-        seen = distance >= 0
-        return seen & (distance < window) if narrow else seen
+        positions = torch.arange(keys, device=device)
+        distance: Tensor = positions[keys - queries :, None] - positions
+        visible = distance >= 0
+        return visible & (distance < window) if is_windowed else visible
 
     def fits_kernel(self, query: Tensor, value: Tensor) -> bool:
         """Return whether the variable-length kernel supports these options."""
         return self.softcap is None and self.dropout == 0.0 and kernels.varlen_fits(query, value)
 
 
-def _within(documents: Documents, query: Tensor, key: Tensor, value: Tensor, how: _How) -> Tensor:
-    """Attend within documents with the fastest implementation: (1, heads, N, size) queries -> (1, N, heads, size)."""
-    kernel = kernels.varlen_kernel() if query.is_cuda and how.fits_kernel(query, value) else None
+def _within(documents: Documents, query: Tensor, key: Tensor, value: Tensor, options: _How) -> Tensor:
+    """Compute attention within documents with the fastest implementation.
+
+    Shapes: query (1, heads, N, size) -> (1, N, heads, size).
+    """
+    kernel = kernels.varlen_kernel() if query.is_cuda and options.fits_kernel(query, value) else None
     if kernel is not None:
-        return _by_kernel(kernel, query[0], key[0], value[0], documents.ragged(query.device), how)[None]
-    return _by_lengths(query, key, value, documents, how)
+        return _by_kernel(kernel, query[0], key[0], value[0], documents.ragged(query.device), options)[None]
+    return _by_lengths(query, key, value, documents, options)
 
 
 @torch.compiler.disable
-def _by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How) -> Tensor:
-    """Through loops over documents, which compiled blocks leave alone: they would be compiled anew for each row."""
-    on_host = _on_host(query[0], key[0], value[0], documents, how)
-    return _one_by_one(query, key, value, documents, how) if on_host is None else on_host[None]
+def _by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: _How) -> Tensor:
+    """Compute attention with the CPU kernel or one call per document: (1, heads, N, size) -> (1, N, heads, size).
+
+    Compiled blocks exclude this function, because its loops over documents would be compiled again for each row.
+    """
+    on_host = _on_host(query[0], key[0], value[0], documents, options)
+    return _one_by_one(query, key, value, documents, options) if on_host is None else on_host[None]
 
 
-def _on_host(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How) -> Tensor | None:
-    """(heads, N, size) queries -> (N, heads, size) by the kernel for CPUs; None where it can't."""
-    if query.device.type != "cpu" or how.softcap is not None or how.dropout:
+def _on_host(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: _How) -> Tensor | None:
+    """Compute attention with the CPU kernel: query (heads, N, size) -> (N, heads, size).
+
+    Returns None if the kernel does not support the tensors, the options or the documents.
+    """
+    if query.device.type != "cpu" or options.softcap is not None or options.dropout:
         return None
     if (families := documents.families) is None:
         return None
-    scale = query.shape[-1] ** -0.5 if how.scaling is None else how.scaling
-    return kernels.ragged_attention(query, key, value, families, scale=scale, window=how.window)
+    scale = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
+    return kernels.ragged_attention(query, key, value, families, scale=scale, window=options.window)
 
 
-def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How) -> Tensor:
-    """One call a document. Split and joined as a whole: slices would each pass back a gradient as wide as the row."""
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: _How) -> Tensor:
+    """Compute attention with one call per document: (1, heads, N, size) -> (1, N, heads, size).
+
+    `split` and `cat` handle the full row once. With slices, each document would produce a gradient as long as the row.
+    """
     lengths = list(documents.lengths)
     queries, keys, values = (t.split(lengths, dim=2) for t in (query, key, value))
     out = []
-    for place in range(len(lengths)):
-        before = documents.prefix(place)
-        mine = (keys[place], values[place])
-        if before is not None:
-            mine = (torch.cat([keys[before], mine[0]], dim=2), torch.cat([values[before], mine[1]], dim=2))
-        out.append(how.attend(queries[place], *mine).transpose(1, 2))
+    for index in range(len(lengths)):
+        prefix = documents.prefix(index)
+        keys_and_values = (keys[index], values[index])
+        if prefix is not None:
+            keys_and_values = (
+                torch.cat([keys[prefix], keys_and_values[0]], dim=2),
+                torch.cat([values[prefix], keys_and_values[1]], dim=2),
+            )
+        out.append(options.attend(queries[index], *keys_and_values).transpose(1, 2))
     return torch.cat(out, dim=1)
 
 
 def _by_kernel(
-    kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, ragged: Ragged, how: _How
+    kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, ragged: Ragged, options: _How
 ) -> Tensor:
-    """(heads, N, size) queries -> (N, heads, size), all documents in one call; causal from the last token back."""
+    """Compute attention of all documents with one call of the variable-length kernel.
+
+    Shapes: query (heads, N, size) -> (N, heads, size). Attention is causal: the last query and the last key of a
+    document are the same token.
+    """
     q, k, v = (t.transpose(0, 1) for t in (query, key, value))
     if ragged.keys is not None:
         k, v = k.index_select(0, ragged.keys), v.index_select(0, ragged.keys)
     starts, longest = (ragged.query_starts, ragged.key_starts), (ragged.longest_query, ragged.longest_key)
-    return kernels.within_sequences(kernel, q, k, v, starts, longest, scale=how.scaling, window=how.window)
+    return kernels.within_sequences(kernel, q, k, v, starts, longest, scale=options.scaling, window=options.window)
 
 
 AttentionInterface.register(NAME, document_attention)

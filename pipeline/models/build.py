@@ -1,4 +1,4 @@
-"""From a model source to an engine: built on the meta device, sharded, filled shard by shard."""
+"""Engines from model sources: a model is created on the meta device, sharded, and filled shard by shard."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,12 @@ def natural_precision() -> str:
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """How one model is run: layout, optimizer (None: frozen), adapters (None or rank 0: all parameters), dropout."""
+    """The options of an engine: settings, optimizer, adapters and dropout.
+
+    optimizer: None for a frozen model
+    lora: None or rank 0 for a model without adapters, of which all parameters are trained
+    dropout: the rate of every dropout layer
+    """
 
     settings: EngineSettings
     optimizer: OptimizerConfig | None = None
@@ -47,33 +52,37 @@ class EngineChoice:
     dropout: float = 0.0
 
     def layout(self, source: ModelSource | None = None) -> dict[str, Any]:
-        """Configuration, optimizer and schedule of the engine: a DeepSpeed file's, over the keys of our own.
+        """Return the keyword arguments of `Engine`. A DeepSpeed file also sets the schedule and the betas.
 
-        `source` may say how its modules are split.
+        Values of the DeepSpeed file (`engine.deepspeed`) take precedence over the other keys of `engine`. `source` has
+        the plan for tensor parallelism. Raises UserError if the DeepSpeed file is invalid.
         """
         if self.settings.deepspeed is None:
             return {"config": EngineConfig(**self._fields(source)), "optimizer": self.optimizer}
         file, (_, shares) = deepspeed_for(self.settings.deepspeed, self.optimizer), data_share()
         try:
-            found = deepspeed_json.parse(file, ranks=shares, optimizer=self.optimizer, base=self._fields(source))
+            parsed = deepspeed_json.parse(file, ranks=shares, optimizer=self.optimizer, base=self._fields(source))
         except ValueError as error:
             raise UserError(f"engine.deepspeed: {error}") from None
         return {
-            "config": found.engine,
-            "optimizer": found.optimizer,
-            "scheduler": found.scheduler,
-            "betas": found.betas,
+            "config": parsed.engine,
+            "optimizer": parsed.optimizer,
+            "scheduler": parsed.scheduler,
+            "betas": parsed.betas,
         }
 
     def _fields(self, source: ModelSource | None) -> dict[str, Any]:
-        """What the keys of `engine` say, as fields of an `EngineConfig`."""
+        """Return the keys of `engine` as fields of an `EngineConfig`."""
         dtype = natural_precision() if self.settings.dtype == "auto" else self.settings.dtype
         plan = source.tensor_plan if source is not None else None
         return engine_fields(self.settings) | {"dtype": dtype, "tensor_plan": plan}
 
 
 def build_policy(source: ModelSource, choice: EngineChoice, *, generates: bool = False) -> Engine:
-    """An engine around a `Policy`."""
+    """Return an engine around a `Policy` with the weights of a source.
+
+    `generates` creates an engine that can generate. Raises UserError if the source is not a language model.
+    """
     check_kind(source, wanted="ForCausalLM")
     lm = _on_meta(source, AutoModelForCausalLM, choice)
     return Engine(
@@ -85,11 +94,12 @@ def build_policy(source: ModelSource, choice: EngineChoice, *, generates: bool =
 
 
 def build_scorer(source: ModelSource, choice: EngineChoice, *, pad_id: int | None, zero_head: bool = False) -> Engine:
-    """An engine around a `Scorer`. From a language model's weights the head is drawn anew, N(0, 1/sqrt(D + 1)), or is
-    zero.
+    """Return an engine around a `Scorer` with the weights of a source.
 
-    `pad_id` goes into the exported configuration; None where padding is the end token, which makes other tools refuse
-    padded batches instead of scoring the wrong token.
+    A value head that the source lacks is sampled with mean 0 and standard deviation 1 / sqrt(D + 1). With `zero_head`
+    the head is zero instead. `pad_id` is written to the exported configuration. It is None if the padding token is an
+    end token: other tools then refuse padded batches instead of scoring the wrong token. Raises UserError if the
+    model's family has no linear head named score.
     """
     source.config.num_labels = 1
     source.config.pad_token_id = pad_id
@@ -103,14 +113,17 @@ def build_scorer(source: ModelSource, choice: EngineChoice, *, pad_id: int | Non
 
 
 def check_scores(source: ModelSource) -> None:
-    """Raises UserError where no reward model and no critic can be made of this model's family."""
+    """Raise UserError if a model's family supports neither a reward model nor a critic."""
     config = without_dropout(source.config, 0.0)
     config.num_labels = 1
     _check_head(_empty(source, config, AutoModelForSequenceClassification))
 
 
 def check_adapters(source: ModelSource, lora: LoraConfig, *, scores: bool) -> None:
-    """Raises UserError where a policy of this model's family (or what `scores`) has no module for these adapters."""
+    """Raise UserError if no module of a model matches the targets of the adapters.
+
+    `scores` selects the model with a value head instead of the language model.
+    """
     auto = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     add_adapters(_empty(source, without_dropout(source.config, 0.0), auto), lora)
 
@@ -121,10 +134,11 @@ def _check_head(model: PreTrainedModel) -> None:
 
 
 def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrainedModel:
-    if source.folder is not None and (packed := getattr(source.config, "quantization_config", None)) is not None:
-        how = packed.get("quant_method", "") if isinstance(packed, dict) else type(packed).__name__
+    """Return the model without values, with adapters if chosen. Raises UserError for an unsupported model."""
+    if source.folder is not None and (quantization := getattr(source.config, "quantization_config", None)) is not None:
+        method = quantization.get("quant_method", "") if isinstance(quantization, dict) else type(quantization).__name__
         raise UserError(
-            f"{source.folder} holds quantized weights ({how}), which can't be trained: give the model they "
+            f"{source.folder} holds quantized weights ({method}), which can't be trained: give the model they "
             "were made of, in 16 or 32 bits"
         )
     config = without_dropout(source.config, choice.dropout)
@@ -132,7 +146,7 @@ def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrained
     if isinstance(heads, int):
         distributed.check_heads(heads, choice.settings.sequence_parallel)
     if own_field(config, "attn_logit_softcapping") is not None and source.attention == "sdpa":
-        # older versions of transformers leave the cap out and say nothing
+        # older versions of transformers ignore the cap without a warning
         raise UserError(f"{source.name} caps its attention's scores, which sdpa does not: model.attention=eager")
     model = _empty(source, config, auto)
     model.tie_weights()
@@ -142,7 +156,7 @@ def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrained
 
 
 def _empty(source: ModelSource, config: PretrainedConfig, auto: Any) -> PreTrainedModel:
-    """The model without values. Raises UserError where transformers can't make it."""
+    """Return the model with parameters on the meta device. Raises UserError if transformers cannot create it."""
     try:
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = auto.from_config(
@@ -151,20 +165,23 @@ def _empty(source: ModelSource, config: PretrainedConfig, auto: Any) -> PreTrain
                 dtype=torch.float32,
                 trust_remote_code=source.trust_remote_code,
             )
-    except Exception as error:  # configurations that don't fit and packages that lack come as errors of all kinds
+    except Exception as error:  # wrong configurations and missing packages raise errors of many types
         if "scaled_dot_product_attention" in str(error):
             raise UserError(f"{source.name} has no sdpa attention in transformers: model.attention=eager") from error
         if auto is AutoModelForSequenceClassification and "Unrecognized configuration class" in str(error):
-            what = f"transformers has no sequence classification of {source.config.model_type}"
-            raise UserError(f"{source.name} can be no reward model and no critic: {what}. {NO_SCORER}") from error
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")  # lists and advice follow
+            cause = f"transformers has no sequence classification of {source.config.model_type}"
+            raise UserError(f"{source.name} can be no reward model and no critic: {cause}. {NO_SCORER}") from error
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")  # the rest is advice
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise UserError(f"model {source.name} cannot be built as a {auto.__name__}: {kind}{reason}") from error
     return model
 
 
 def without_dropout(config: PretrainedConfig, rate: float) -> PretrainedConfig:
-    """A copy with every dropout set to `rate` and layer drop off, whatever the family calls them."""
+    """Return a copy of a configuration with every dropout rate set to `rate`, and layer drop set to 0.
+
+    The names of the fields identify dropout and layer drop, because each family names them differently.
+    """
     clone = type(config).from_dict(config.to_dict())
     for key, value in config.to_dict().items():
         if isinstance(value, int | float) and not isinstance(value, bool):

@@ -1,7 +1,7 @@
-"""Does this model give the same numbers the fast way as by its own forward? Asked once, before anything is trained.
+"""Parity checks of a model before training: its fast paths must compute the same numbers as its own forward.
 
-Numbers are held against each other at a low temperature, where log-probabilities are differences of logits, and by
-their norms: so what is wrong shows in a model with small logits, too.
+The log-probabilities are compared at a low temperature, where they are differences of logits. Differences are measured
+relative to the norm. The checks thus detect errors in models with small logits, too.
 """
 
 from collections.abc import Callable
@@ -20,31 +20,42 @@ from pipeline.models.attention import attention_of, use_documents
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import own_field
 
-# Two ways to the same number differ by rounding, this share of its size at most; a wrong mask or a missing scale makes
-# it another number.
+# The largest relative difference that rounding causes between two computations of the same numbers. A wrong mask or a
+# missing scale causes larger differences.
 TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}
-SAME = 1e-5  # the same calls in the same order
+SAME = 1e-5  # tolerance for the same operations in the same order
 COLD = 0.01  # temperature of the comparisons
-LOTS = 128  # tokens, of which some are drawn another expert where that is left to chance
-SHORT = (9, 7, 5)  # tokens of the documents that are tried
+LOTS = 128  # tokens of the trial in training mode; random routing assigns some of them to other experts
+SHORT = (9, 7, 5)  # lengths of the documents in the trial of packed rows
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """What the model can take. `notes` say what had to be done without, for the user."""
+    """The features that a model supports.
+
+    packing: whether the model accepts several documents in one row
+    notes: a message for the user about each feature that the model does not support
+    """
 
     packing: bool
     notes: tuple[str, ...]
 
 
 def verify(engine: Engine, *, max_length: int) -> Abilities:
-    """Compare head(hidden) with a policy's own logits, documents in one row with separate rows; fall back if need be.
+    """Compare the fast paths of a model with its own forward, and select a fallback for each path that differs.
 
-    Collective, for an engine around a `Policy` or a `Scorer`. Sets `Policy.use_logits` where the head alone is not the
-    whole way to the logits, `packs` where the model takes documents of up to `max_length` tokens, and `steady` where it
-    computes otherwise in training although nothing is dropped. Raises UserError where it takes no documents and
-    sequence groups were to share out rows of them, where a token's number depends on what follows it, as an encoder's
-    do, and where the model has fewer positions than `max_length`.
+    Collective, for an engine around a `Policy` or a `Scorer`. Sets these attributes of the module:
+
+    use_logits: True if a policy's own logits differ from head(hidden)
+    packs: True if the model supports packed rows, with documents of up to `max_length` tokens
+    steady: True if training mode changes the numbers of a model without dropout
+
+    Raises UserError if
+
+    - the model supports fewer than `max_length` positions
+    - the model's own forward fails
+    - the number of a token depends on the tokens after it, as in an encoder
+    - `engine.sequence_parallel` is used and the model does not support packed rows
     """
     module = engine.module
     assert isinstance(module, Policy | Scorer)
@@ -80,13 +91,13 @@ def verify(engine: Engine, *, max_length: int) -> Abilities:
 
 
 def adopt(engine: Engine, like: Engine) -> None:
-    """Let another engine around the same architecture compute in the way that `like` was found to."""
-    module, model = engine.module, like.module
-    assert isinstance(module, Policy | Scorer) and isinstance(model, Policy | Scorer)
-    if isinstance(module, Policy) and isinstance(model, Policy):
-        module.use_logits = model.use_logits
-    module.steady = model.steady
-    module.packs = model.packs and use_documents(module.backbone)
+    """Apply the results of `verify` for the engine `like` to another engine around the same architecture."""
+    module, verified = engine.module, like.module
+    assert isinstance(module, Policy | Scorer) and isinstance(verified, Policy | Scorer)
+    if isinstance(module, Policy) and isinstance(verified, Policy):
+        module.use_logits = verified.use_logits
+    module.steady = verified.steady
+    module.packs = verified.packs and use_documents(module.backbone)
 
 
 def _check_positions(model: PreTrainedModel, max_length: int) -> None:
@@ -105,36 +116,38 @@ def _check_positions(model: PreTrainedModel, max_length: int) -> None:
 
 
 def _check_runs(module: Policy | Scorer, dtype: str) -> None:
-    """Refuse what can't run a row of tokens by its own forward, in evaluation mode and in training."""
+    """Raise UserError if the model's own forward fails on a row of tokens, in training or in evaluation mode."""
     if isinstance(module, Policy):
         module.use_logits = True
     try:
         for mode in (True, False):
             module.train(mode)
             _numbers(module, _tokens(module, 16))
-    except Exception as problem:  # whatever a forward that wants something else may say
+    except Exception as problem:  # a forward with other requirements may raise any error
         if oom.is_out_of_memory(problem) or isinstance(problem, UserError):
             raise
         advice = "" if dtype == "fp32" else f" in {dtype}; engine.dtype=fp32 may serve"
         reason = str(problem).strip().partition("\n")[0]
-        what = f"{type(problem).__name__}: {reason}"
-        raise UserError(f"{type(module.backbone).__name__} can't run a row of tokens{advice} ({what})") from problem
+        cause = f"{type(problem).__name__}: {reason}"
+        raise UserError(f"{type(module.backbone).__name__} can't run a row of tokens{advice} ({cause})") from problem
 
 
 def _is_causal(module: Policy | Scorer, tolerance: float) -> bool:
-    """Whether most tokens' numbers stay when what follows is another text, or nothing. Not all have to: where experts
-    are chosen, rounding may turn a choice.
+    """Return whether most tokens have the same numbers if other tokens, or no tokens, follow them.
+
+    A few tokens may differ: rounding may change which experts process them.
     """
     row = _tokens(module, 16)
     other = torch.cat([row[:, :8], row[:, :8].flip(1)], dim=1)
     first = 8 - isinstance(module, Policy)  # a policy has no number for the first token
     plain, *others = (_numbers(module, each)[:first] for each in (row, other, row[:, :8]))
     size = plain.abs().median().clamp_min(torch.finfo(plain.dtype).tiny)
-    off = max(((each - plain).abs().median() / size).item() for each in others)
-    return distributed.max_over_ranks(off) <= tolerance
+    difference = max(((each - plain).abs().median() / size).item() for each in others)
+    return distributed.max_over_ranks(difference) <= tolerance
 
 
 def _needs_logits(engine: Engine, policy: Policy, tolerance: float) -> bool:
+    """Return whether the log-probabilities of head(hidden) differ from those of the model's own logits."""
     row = _tokens(policy, 16)
     policy.use_logits = False
     fast = _tried(engine, lambda: _numbers(policy, row))
@@ -143,11 +156,12 @@ def _needs_logits(engine: Engine, policy: Policy, tolerance: float) -> bool:
 
 
 def _differs_in_training(module: Policy | Scorer, max_length: int) -> bool:
-    """Whether training mode gives other numbers although nothing is dropped.
+    """Return whether training mode changes the numbers of a model without dropout. A model with dropout returns False.
 
-    Noise on a router turns few choices, so that a trial may miss it: configurations call it jitter.
+    Noise on a router changes few choices, so a trial may miss it. A positive field named jitter in the configuration
+    counts as a difference without a trial.
     """
-    drops = any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
+    drops = any(isinstance(submodule, nn.Dropout) and submodule.p > 0 for submodule in module.modules())
     rates = module.backbone.config.get_text_config().to_dict()
     positive = {key for key, rate in rates.items() if isinstance(rate, float) and rate > 0}
     if drops or any("dropout" in key for key in positive):
@@ -155,18 +169,21 @@ def _differs_in_training(module: Policy | Scorer, max_length: int) -> bool:
     if any("jitter" in key for key in positive):
         return True
     row = _tokens(module, min(LOTS, max_length, attention.max_positions(module.backbone) or LOTS))
-    calm = _numbers(module, row)
+    in_evaluation = _numbers(module, row)
     module.train()
-    loud = torch.cat([_numbers(module, row) for _ in range(2)])  # twice: lots may fall alike
+    in_training = torch.cat([_numbers(module, row) for _ in range(2)])  # twice: random choices may agree once
     module.eval()
-    return _differs(loud, calm.repeat(2), SAME)
+    return _differs(in_training, in_evaluation.repeat(2), SAME)
 
 
 def _tried(engine: Engine, work: Callable[[], Tensor]) -> Tensor | None:
-    """Return the result of `work`; None if the model cannot do it. The engine then discards the pass."""
+    """Return the result of `work`; None if it fails. After a failure the engine discards the pass.
+
+    Raises out-of-memory errors.
+    """
     try:
         return work()
-    except Exception as problem:  # whatever a forward that wants something else may say
+    except Exception as problem:  # a forward with other requirements may raise any error
         if oom.is_out_of_memory(problem):
             raise
     engine.discard()
@@ -174,37 +191,41 @@ def _tried(engine: Engine, work: Callable[[], Tensor]) -> Tensor | None:
 
 
 def _packs(engine: Engine, module: Policy | Scorer, tolerance: float, max_length: int) -> bool:
-    """Whether documents in one row get the numbers they get apart, one longer than the model's window among them.
+    """Return whether documents in one packed row have the same numbers as in separate rows.
 
-    Where they do, the model keeps attending by document; otherwise its attention stays as it was.
+    One of the documents is longer than the model's window if `max_length` allows it. If the numbers agree, attention
+    within documents remains selected. Otherwise the previous attention function is restored. A model whose own
+    positions do not count from 0 is not supported.
     """
     model = module.backbone
     lengths = (max(SHORT[0], _beyond_window(model.config.get_text_config(), max_length)), *SHORT[1:])
     first, second, third = _tokens(module, sum(lengths)).split(lengths, dim=1)
-    apart = [_numbers(module, first), _numbers(module, second), _numbers(module, torch.cat([first, third], dim=1))]
-    before: str = model.config._attn_implementation
+    separate = [_numbers(module, first), _numbers(module, second), _numbers(module, torch.cat([first, third], dim=1))]
+    previous: str = model.config._attn_implementation
     if not _counts_from_zero(engine, module, first) or not use_documents(model):
         return False
-    # The third goes on from the first, so its own numbers are the last ones of the two together.
-    after = apart[2][-(len(third[0]) - isinstance(module, Policy)) :]
+    # The third document continues the first. Its numbers are the last ones of the row that contains both.
+    continuation = separate[2][-(len(third[0]) - isinstance(module, Policy)) :]
     documents = Documents(lengths, (None, None, 0))
     row = torch.cat([first, second, third], dim=1)
-    together = _tried(engine, lambda: _numbers(module, row, documents))
-    found = together is not None and not _differs(together, torch.cat([apart[0], apart[1], after]), tolerance)
-    if not found:
-        attention_of(model, before)
-    return found
+    packed = _tried(engine, lambda: _numbers(module, row, documents))
+    is_equal = packed is not None and not _differs(
+        packed, torch.cat([separate[0], separate[1], continuation]), tolerance
+    )
+    if not is_equal:
+        attention_of(model, previous)
+    return is_equal
 
 
 def _counts_from_zero(engine: Engine, module: Policy | Scorer, row: Tensor) -> bool:
-    """Whether positions 0, 1, ... told to the model are those that it gives its tokens by itself."""
-    places = torch.arange(row.shape[1], device=row.device)[None]
-    told = _tried(engine, lambda: _numbers(module, row, positions=places))
-    return told is not None and not _differs(told, _numbers(module, row), SAME)
+    """Return whether the positions 0, 1, ... give the same numbers as the positions that the model chooses."""
+    explicit = torch.arange(row.shape[1], device=row.device)[None]
+    numbers = _tried(engine, lambda: _numbers(module, row, positions=explicit))
+    return numbers is not None and not _differs(numbers, _numbers(module, row), SAME)
 
 
 def _beyond_window(text: Any, max_length: int) -> int:
-    """Tokens that don't fit the smallest window of a layer; 0 where no sequence is as long."""
+    """Return a number of tokens above every attention window smaller than `max_length`; 0 without such a window."""
     windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
     return max((window + 8 for window in windows if window and max_length > window), default=0)
 
@@ -212,10 +233,13 @@ def _beyond_window(text: Any, max_length: int) -> int:
 def _numbers(
     module: Policy | Scorer, row: Tensor, documents: Documents | None = None, positions: Tensor | None = None
 ) -> Tensor:
-    """(N,) log-probabilities of all tokens but the first of a document, or the values of all."""
+    """Return the log-probabilities or values of a row of N tokens.
+
+    A policy gives log-probabilities of all tokens but the first of each document. A scorer gives N values.
+    """
     if isinstance(module, Scorer):
         width = cast(nn.Linear, module.model.score).in_features
-        head = torch.linspace(-1, 1, width, device=row.device)  # its own may be all zeros
+        head = torch.linspace(-1, 1, width, device=row.device)  # the model's own head may be zero
         return module(row, documents=documents, positions=positions, head=head)[0]
     counts = torch.ones_like(row, dtype=torch.bool)
     counts[0, list(documents.starts) if documents else [0]] = False
@@ -224,12 +248,13 @@ def _numbers(
 
 
 def _tokens(module: Policy | Scorer, count: int) -> Tensor:
+    """Return a row of token ids, (1, count), spread over the vocabulary."""
     vocabulary = module.backbone.config.get_text_config().vocab_size
     return (torch.arange(1, count + 1, device=distributed.world().device) * 7919 % vocabulary)[None]
 
 
 def _differs(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    """Whether numbers are others by more than this share of their size."""
+    """Return whether the relative difference of two tensors exceeds a tolerance on any rank. Collective."""
     return (
         distributed.max_over_ranks(((a - b).norm() / b.norm().clamp_min(torch.finfo(b.dtype).tiny)).item()) > tolerance
     )

@@ -1,7 +1,7 @@
-"""Hugging Face folders out of a sharded engine: safetensors, config, generation config, tokenizer.
+"""Export of a sharded engine to a Hugging Face folder: safetensors, configurations and tokenizer.
 
-Parameters are gathered one at a time and written by rank 0 in files of a GB, of which it holds one beside its shard. A
-folder appears under its name only when it is complete.
+All ranks gather the parameters one at a time, and rank 0 writes them. Rank 0 collects up to 1 GiB per file, so it holds
+one file in memory in addition to its shard. The folder gets its final name when it is complete.
 """
 
 import json
@@ -25,7 +25,7 @@ FILE_BYTES = 2**30
 
 
 def export_policy(engine: Engine, source: ModelSource, tokenizer: ChatTokenizer, folder: Path) -> None:
-    """Write a language model. Collective: every rank calls it."""
+    """Write a language model. Collective: every rank calls this function."""
     policy = engine.module
     assert isinstance(policy, Policy)
     config = type(source.config).from_dict(source.config.to_dict())
@@ -41,7 +41,10 @@ def export_policy(engine: Engine, source: ModelSource, tokenizer: ChatTokenizer,
 def export_scorer(
     engine: Engine, source: ModelSource, tokenizer: ChatTokenizer, folder: Path, *, extra: dict[str, Any]
 ) -> None:
-    """Write a reward model as a sequence classifier with one label; `extra` goes into its config.json."""
+    """Write a reward model as a sequence classifier with one label. Collective: every rank calls this function.
+
+    `extra` is added to its config.json.
+    """
     scorer = engine.module
     assert isinstance(scorer, Scorer)
     config = type(source.config).from_dict(source.config.to_dict())
@@ -60,6 +63,7 @@ def _export(
     *,
     extra: dict[str, Any],
 ) -> None:
+    """Write the files to a staging folder, and rename it to `folder` at the end. Collective."""
     staging = folder.with_name(folder.name + ".tmp")
     leads = is_rank_zero()
     if leads:
@@ -84,7 +88,7 @@ def _export(
 
 @contextmanager
 def _removed_if_failed(staging: Path) -> Iterator[None]:
-    """Half a model would keep a full disk full."""
+    """Remove the staging folder if an error leaves this context. An incomplete model would fill the disk."""
     try:
         yield
     except BaseException:
@@ -94,6 +98,10 @@ def _removed_if_failed(staging: Path) -> Iterator[None]:
 
 
 def _named(engine: Engine, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in the files, tensor on the CPU) of each parameter and persistent buffer. Collective.
+
+    Parameters have the engine's dtype. `prefix` is removed from the names.
+    """
     for name, parameter in engine.full_parameters():
         yield name.removeprefix(prefix), parameter.to(device="cpu", dtype=engine.dtype).contiguous()
     for name, buffer in engine.full_buffers():
@@ -101,39 +109,40 @@ def _named(engine: Engine, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, *, leads: bool) -> None:
-    """Fill one file after another. Ranks other than 0 only take part in the gathers."""
-    placed: dict[str, int] = {}
+    """Write tensors to consecutive files on rank 0. Other ranks only iterate, because the gathers are collective."""
+    file_numbers: dict[str, int] = {}
     batch: dict[str, Tensor] = {}
     size = total = number = 0
     for name, tensor in tensors:
         if not leads:
             continue
-        bytes_here = tensor.numel() * tensor.element_size()
-        if batch and size + bytes_here > FILE_BYTES:
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if batch and size + tensor_bytes > FILE_BYTES:
             _save(batch, folder / f"part-{number}.safetensors")
             batch, size, number = {}, 0, number + 1
         batch[name] = tensor
-        placed[name] = number
-        size, total = size + bytes_here, total + bytes_here
+        file_numbers[name] = number
+        size, total = size + tensor_bytes, total + tensor_bytes
     if not leads:
         return
     _save(batch, folder / f"part-{number}.safetensors")
-    _name_files(folder, placed, number + 1, total)
+    _name_files(folder, file_numbers, number + 1, total)
 
 
 def _save(batch: dict[str, Tensor], file: Path) -> None:
-    """To be read by whom the folder is for: safetensors leaves a file to its owner alone."""
+    """Write a file with the read and write permissions of its folder. safetensors permits access by the owner only."""
     save_file(batch, file, metadata={"format": "pt"})
     file.chmod(file.parent.stat().st_mode & 0o666)
 
 
-def _name_files(folder: Path, placed: dict[str, int], files: int, total: int) -> None:
+def _name_files(folder: Path, file_numbers: dict[str, int], files: int, total: int) -> None:
+    """Rename the files as transformers expects them, and write an index if there are several."""
     if files == 1:
         (folder / "part-0.safetensors").rename(folder / "model.safetensors")
         return
     names = [f"model-{i + 1:05d}-of-{files:05d}.safetensors" for i in range(files)]
     for index, name in enumerate(names):
         (folder / f"part-{index}.safetensors").rename(folder / name)
-    weight_map = {name: names[index] for name, index in placed.items()}
+    weight_map = {name: names[index] for name, index in file_numbers.items()}
     index_file = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=1))

@@ -1,9 +1,13 @@
-"""The two modules that are trained: a language model that scores tokens, and a model that values every position.
+"""The two trained modules: a language model that scores tokens, and a model with a value for each position.
 
-Sequences start at column 0 and are padded on the right, so causal attention never sees padding and no mask is needed;
-positions count from 0. Or all sequences stand in one row without padding, and `documents` says where each lies; where
-`packs` is False the model does not take that. Ranks of a sequence group each compute a share of such a row, and all
-have the whole result.
+Sequences have one of two layouts:
+
+- Padded rows: sequences start at column 0, and padding follows them. Causal attention never sees the padding, so no
+  mask is needed. Positions count from 0.
+- One packed row without padding: `documents` divides the row into sequences. A module with `packs` = False does not
+  support this layout.
+
+Each rank of a sequence group computes a shard of a packed row. All ranks return the full result.
 """
 
 from typing import Any, Self, cast
@@ -19,29 +23,29 @@ from pipeline.models.attention import NAME
 
 
 class _Backed(nn.Module):
-    """A transformers model inside, and how it has to be run; `checks.verify` finds that out."""
+    """Base of the modules around a transformers model. `checks.verify` sets the attributes."""
 
-    packs = False  # whether it takes documents
-    steady = False  # whether it computes otherwise in training than in evaluation, and so always does as in the latter
+    packs = False  # whether the model supports packed rows
+    steady = False  # whether the module stays in evaluation mode, because training mode changes its numbers
 
     def train(self, mode: bool = True) -> Self:
-        """Dropout and the like on or off; a model whose training mode is another model stays in evaluation mode."""
+        """Set training or evaluation mode. A module with `steady` = True stays in evaluation mode."""
         return super().train(mode and not self.steady)
 
 
 class Policy(_Backed):
-    """A causal language model whose forward gives log-probabilities of tokens instead of logits."""
+    """A causal language model whose forward returns log-probabilities of tokens instead of logits."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
         text = lm.config.get_text_config()
         self.softcap: float | None = getattr(text, "final_logit_softcapping", None)
-        self.use_logits = False  # set by `checks.verify` where head(hidden) is not what the model's own forward gives
+        self.use_logits = False  # set by `checks.verify` if the model's own logits differ from head(hidden)
 
     @property
     def backbone(self) -> PreTrainedModel:
-        """The transformers model inside."""
+        """Return the transformers model."""
         return self.lm
 
     def forward(
@@ -53,24 +57,31 @@ class Policy(_Backed):
         documents: Documents | None = None,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, (N,) fp32 each, of some tokens, each predicted from the one before it.
+        """Return the log-probabilities and entropies of the scored tokens, (N,) fp32 each.
 
-        input_ids: (B, T); scored (N,): where the tokens are in the flattened ids, never at the first column, nor at a
-        document's first token; temperature divides the logits; positions (B, T) are told to the model where given.
+        Each token is predicted from the tokens before it in its row or document.
+
+        input_ids: (B, T)
+        scored: (N,) indices of the tokens in the flattened ids; never the first of a row or document
+        temperature: the divisor of the logits
+        positions: (B, T) position ids for padded rows; by default the model chooses them
         """
-        targets, seen = input_ids.flatten()[scored], scored - 1
+        targets, predictors = input_ids.flatten()[scored], scored - 1
         share = _share(input_ids, documents)
         inputs = _inputs(self.lm, input_ids, documents, share, positions)
         if share is None:
-            return self._scored(inputs, targets, seen, temperature)
-        mine = share.local_indices(seen)
-        logprobs, entropies = self._scored(inputs, targets[mine], seen[mine] - share.first, temperature)
-        return share.gather_scores(logprobs, mine, len(scored)), share.gather_scores(entropies, mine, len(scored))
+            return self._scored(inputs, targets, predictors, temperature)
+        local = share.local_indices(predictors)
+        logprobs, entropies = self._scored(inputs, targets[local], predictors[local] - share.first, temperature)
+        return share.gather_scores(logprobs, local, len(scored)), share.gather_scores(entropies, local, len(scored))
 
     def _scored(
         self, inputs: dict[str, Any], targets: Tensor, seen: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Of `targets` (N,), each predicted at the place `seen` (N,) in the flattened inputs."""
+        """Return the log-probabilities and entropies of `targets`, (N,) fp32 each.
+
+        `seen` (N,) has the index in the flattened inputs of the token that predicts each target.
+        """
         if self.use_logits:
             logits = self.lm(**inputs, use_cache=False).logits.flatten(0, 1).index_select(0, seen)
             logprobs = log_softmax(logits.float() / temperature, dim=-1)
@@ -89,7 +100,10 @@ class Policy(_Backed):
 
 
 class Scorer(_Backed):
-    """A model with one label per position: the reward model reads the last token's, the critic every one."""
+    """A model with one value per position.
+
+    The reward model reads the value of the last token, and the critic reads the values of all tokens.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -97,7 +111,7 @@ class Scorer(_Backed):
 
     @property
     def backbone(self) -> PreTrainedModel:
-        """The transformers model inside."""
+        """Return the transformers model."""
         return self.model
 
     def forward(
@@ -108,24 +122,26 @@ class Scorer(_Backed):
         positions: Tensor | None = None,
         head: Tensor | None = None,
     ) -> Tensor:
-        """(B, T) token ids -> (B, T) fp32 values; position t has seen tokens 0..t of its row or document.
+        """Return the values of all positions, (B, T) fp32. Position t depends on tokens 0..t of its row or document.
 
-        positions (B, T) are told to the model, and head (D,) stands in for the model's own, where given.
+        input_ids: (B, T)
+        positions: (B, T) position ids for padded rows; by default the model chooses them
+        head: (D,) weights that replace the model's own head
         """
         share = _share(input_ids, documents)
         inputs = _inputs(self.model, input_ids, documents, share, positions)
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         weight = cast(nn.Linear, self.model.score).weight if head is None else head[None]
-        # fp32: a bf16 score has three digits, too few for the difference of two.
+        # fp32: a bf16 score has fewer than three digits, too few for the difference of two scores.
         values = F.linear(hidden.float(), weight.float()).squeeze(-1)
         if share is not None:
-            places = torch.arange(share.first, share.first + share.length, device=values.device)
-            values = share.gather_scores(values[0], places, share.length * share.ranks)[None, : share.tokens]
-        return values.clone()  # FSDP2 hooks on the output: it must not be a view
+            indices = torch.arange(share.first, share.first + share.length, device=values.device)
+            values = share.gather_scores(values[0], indices, share.length * share.ranks)[None, : share.tokens]
+        return values.clone()  # FSDP2 adds hooks to the output, which must not be a view
 
 
 def _share(input_ids: Tensor, documents: Documents | None) -> distributed.SequenceShard | None:
-    """This rank's share of a row; None where the rank computes all of it."""
+    """Return this rank's shard of a packed row; None if the rank computes all tokens."""
     if documents is not None:
         return distributed.sequence_shard(input_ids.shape[1])
     assert distributed.world().sequence == 1 or not torch.is_grad_enabled(), "only rows of documents are shared out"
@@ -139,6 +155,7 @@ def _inputs(
     share: distributed.SequenceShard | None,
     positions: Tensor | None,
 ) -> dict[str, Any]:
+    """Return the keyword arguments of the backbone for padded rows or a packed row."""
     if documents is None:
         return {"input_ids": input_ids} | ({} if positions is None else {"position_ids": positions})
     assert model.config._attn_implementation == NAME, "this model has not been found to take documents (checks.verify)"
@@ -146,7 +163,7 @@ def _inputs(
 
 
 def packed_inputs(input_ids: Tensor, documents: Documents, share: distributed.SequenceShard | None) -> dict[str, Any]:
-    """What the backbone takes of a row of documents (1, N), or of this rank's share of it."""
+    """Return the keyword arguments of the backbone for a packed row (1, N), or for this rank's shard of it."""
     if share is None:
         positions = documents.positions(input_ids.device)
         _lay_out(documents, input_ids.device)
@@ -163,6 +180,9 @@ def packed_inputs(input_ids: Tensor, documents: Documents, share: distributed.Se
 
 
 def _lay_out(documents: Documents, device: torch.device) -> None:
-    """Make what the kernel of GPUs asks for now: the first layer that does may be in compiled code."""
+    """Create the input of the GPU kernel before the forward.
+
+    Otherwise the first layer that needs it would create it, possibly in compiled code.
+    """
     if device.type == "cuda":
         documents.ragged(device)

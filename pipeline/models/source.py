@@ -1,6 +1,6 @@
-"""Where a model comes from: a local folder, a hub, or an architecture and a seed.
+"""The sources of models: a local folder, a hub, or an architecture with a seed.
 
-Weights are read from safetensors only. A pickle can run code when it is opened, so it is refused.
+Weights are read from safetensors files only. Pickle files are refused, because they can run code when they are opened.
 """
 
 import json
@@ -24,9 +24,10 @@ TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be built. `folder` holds its weights; None draws them from `seed`.
+    """A model that can be built.
 
-    `tensor_plan` says how its modules are split for tensor parallelism, where the model itself does not.
+    folder: the folder of the weights; None initializes random weights from `seed`
+    tensor_plan: how tensor parallelism splits the modules, for models without a plan of their own
     """
 
     name: str
@@ -39,9 +40,9 @@ class ModelSource:
 
 
 def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None) -> ModelSource:
-    """Find a model. `folder` overrides where the weights are (a stage's output).
+    """Return the source of a model. `folder` (the output of a stage) replaces the configured source of the weights.
 
-    Raises UserError where there is nothing, or something of the wrong kind.
+    Raises UserError if the model is missing or its configuration or weights are not usable.
     """
     if folder is not None:
         return _from_folder(model, seed, model_folder(folder))
@@ -69,7 +70,7 @@ def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None) -> M
 
 
 def build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
-    """Build the configuration of an architecture: `model_type` and the fields of its family in transformers.
+    """Return the configuration of an architecture: `model_type` and fields of the family in transformers.
 
     Raises ValueError for an unknown family or field.
     """
@@ -82,13 +83,16 @@ def build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
         raise ValueError(f"model_type={family}: transformers has no such family{near and f'; did you mean {near}?'}")
     try:
         return AutoConfig.for_model(family, **fields)
-    except Exception as error:  # each family checks its fields in its own way
+    except Exception as error:  # each family raises its own errors
         reason = " ".join(str(error).split())
         raise ValueError(f"{family} does not accept these fields: {reason}") from error
 
 
 def model_folder(path: Path) -> Path:
-    """A folder with a config.json: the one given, or the `model/` of a stage's folder."""
+    """Return the folder with config.json: `path` itself, or `path`/model for the folder of a stage.
+
+    Raises UserError if neither has a config.json.
+    """
     path = path.expanduser()
     for candidate in (path, path / "model"):
         if (candidate / "config.json").is_file():
@@ -99,7 +103,10 @@ def model_folder(path: Path) -> Path:
 
 
 def download(hub: str, *, weights: bool = True) -> Path:
-    """The local copy of a hub model, fetched where it is missing."""
+    """Return the local copy of a hub model, and download missing files first.
+
+    `weights=False` downloads text files only. Raises UserError if the download fails.
+    """
     from huggingface_hub import snapshot_download
 
     patterns = [*TEXT_FILES, "*.safetensors"] if weights else TEXT_FILES
@@ -116,13 +123,14 @@ def _from_folder(model: "ModelConfig", seed: int, folder: Path) -> ModelSource:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     except (ValueError, OSError) as error:
-        reason = str(error).partition("\n")[0]  # advice on installing transformers follows
+        reason = str(error).partition("\n")[0]  # the next lines are advice on installing transformers
         raise UserError(f"{folder}/config.json is not one that transformers knows: {reason}") from error
     _check_weights(folder)
     return ModelSource(model.name, config, folder, seed, model.attention, model.trust_remote_code, model.tensor_plan)
 
 
 def _check_weights(folder: Path) -> None:
+    """Raise UserError if a folder has no complete safetensors weights."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -146,7 +154,10 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_file(file: Path) -> None:
-    """Opening reads the header, which knows how long the file has to be."""
+    """Raise UserError if a safetensors file is missing or damaged.
+
+    `safe_open` reads only the header, which determines the expected length of the file.
+    """
     if not file.exists():
         raise UserError(f"{file.parent} has no {file.name}, which its index names; is the download complete?")
     try:
@@ -155,23 +166,24 @@ def _check_file(file: Path) -> None:
     except (SafetensorError, OSError) as error:
         with file.open("rb") as content:
             pointer = content.read(20).startswith(b"version https://git")
-        how = "it is a pointer of Git LFS: run `git lfs pull`" if pointer else f"{error}; download it again"
-        raise UserError(f"{file} is no whole safetensors file: {how}") from error
+        cause = "it is a pointer of Git LFS: run `git lfs pull`" if pointer else f"{error}; download it again"
+        raise UserError(f"{file} is no whole safetensors file: {cause}") from error
 
 
 def own_field(config: PretrainedConfig, name: str) -> Any:
-    """A field of the configuration of a model's text side; None where it has none, or another for each layer."""
+    """Return a field of a model's text configuration; None if it is missing or differs between layers."""
     try:
         return getattr(config.get_text_config(), name, None)
-    except RuntimeError:  # what a configuration by layers says when it is asked for all
+    except RuntimeError:  # a configuration with values per layer raises this error
         return None
 
 
 def check_kind(source: ModelSource, *, wanted: str) -> None:
-    """Refuse a reward model where a language model belongs and the other way round. `wanted` is a class-name ending.
+    """Raise UserError if a model folder has another kind of model, such as a reward model for a language model.
 
-    Some families call a language model otherwise (GPT2LMHeadModel, Gemma3ForConditionalGeneration), which transformers
-    knows, and a checkpoint without a head is a ...Model.
+    `wanted` is the ending of the class name. Some families use another class name for their language model
+    (GPT2LMHeadModel, Gemma3ForConditionalGeneration), which transformers lists. A checkpoint without a head has a class
+    name that ends with Model. Such a checkpoint is accepted as a language model.
     """
     architectures = source.config.architectures or []
     endings: tuple[str, ...] = (wanted,)

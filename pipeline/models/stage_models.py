@@ -1,4 +1,4 @@
-"""The model and the tokenizer that a stage starts from, and what is refused of them before any work."""
+"""The model and the tokenizer of a stage, and checks that raise UserError before any work starts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,23 +18,28 @@ from pipeline.models.source import ModelSource, check_kind, download, model_fold
 def run_tokenizer(
     config: RunConfig, run_dir: Path, given: Path | None = None, *, trained_on: Sequence[Record] = ()
 ) -> ChatTokenizer:
-    """The run's one tokenizer, kept in RUN/tokenizer: a given model's, the model's own, or one trained on the data.
+    """Return the tokenizer of a run, which is stored in RUN/tokenizer. Collective without `given`.
 
-    `trained_on`: SFT's records, where they have been read already; else they are read here, if they are wanted.
+    The first call creates the tokenizer. It is the configured one, that of the pretrained model, or a new one trained
+    on the data.
+
+    given: a model folder whose tokenizer is used instead
+    trained_on: the records of SFT, if they are loaded already; otherwise records are loaded when they are needed
     """
-    kept = run_dir / "tokenizer"
+    tokenizer_dir = run_dir / "tokenizer"
     if given is not None:
         return load_tokenizer(str(model_folder(given)), chat_template=None)
-    if is_rank_zero() and not (kept / "tokenizer_config.json").exists():
-        made = _make_tokenizer(config, trained_on)
+    if is_rank_zero() and not (tokenizer_dir / "tokenizer_config.json").exists():
+        tokenizer = _make_tokenizer(config, trained_on)
         staging = run_dir / "tokenizer.tmp"
-        made.save(staging)
-        staging.rename(kept)
-    barrier()  # of all ranks, each time: one that comes late finds the tokenizer made
-    return load_tokenizer(str(kept), chat_template=None)
+        tokenizer.save(staging)
+        staging.rename(tokenizer_dir)
+    barrier()  # on every call: each rank waits until rank 0 has written the tokenizer
+    return load_tokenizer(str(tokenizer_dir), chat_template=None)
 
 
 def _make_tokenizer(config: RunConfig, trained_on: Sequence[Record]) -> ChatTokenizer:
+    """Return the configured tokenizer, the tokenizer of the pretrained model, or one trained on records."""
     model = config.model
     if model.tokenizer not in (None, "train"):
         return load_tokenizer(str(model.tokenizer), chat_template=model.chat_template)
@@ -42,11 +47,14 @@ def _make_tokenizer(config: RunConfig, trained_on: Sequence[Record]) -> ChatToke
         folder = model_folder(Path(model.path)) if model.path else download(str(model.hub), weights=False)
         return load_tokenizer(str(folder), chat_template=model.chat_template)
     size = int((model.architecture or {}).get("vocab_size", 1024))
-    records = trained_on or next((found for stage in STAGES if (found := _records_or_none(config, stage))), [])
+    records = trained_on or next(
+        (stage_records for stage in STAGES if (stage_records := _records_or_none(config, stage))), []
+    )
     return train_tokenizer((text for record in records for text in _texts(record)), size)
 
 
 def _records_or_none(config: RunConfig, stage: str) -> list[Record]:
+    """Return the training records of a stage; an empty list if they cannot be loaded."""
     try:
         return load_stage(config.data, stage, config.seed).train
     except UserError:
@@ -54,25 +62,27 @@ def _records_or_none(config: RunConfig, stage: str) -> list[Record]:
 
 
 def _texts(record: Record) -> list[str]:
+    """Return the texts of a record that the tokenizer is trained on."""
     if isinstance(record, Preference):
         return [*(m.content for m in record.prompt), record.chosen]
     return [m.content for m in record.messages]
 
 
 def base_source(config: RunConfig) -> ModelSource:
-    """The base model of the policy."""
+    """Return the source of the policy's base model."""
     return resolve(config.model, config.seed)
 
 
 def stage_source(config: RunConfig, folder: Path) -> ModelSource:
-    """What a stage left in its folder (or a model folder)."""
+    """Return the source of the model in a stage's folder or a model folder."""
     return resolve(config.model, config.seed, folder=folder)
 
 
 def policy_to_tune(config: RunConfig, folder: Path) -> tuple[ModelSource, ChatTokenizer]:
-    """The language model that DPO or PPO starts from, of a stage's folder or a model folder, and its tokenizer.
+    """Return the language model that DPO or PPO starts from, and its tokenizer.
 
-    Raises UserError where the folder has a model of another kind, or too few embedding rows.
+    `folder` is a stage's folder or a model folder. Raises UserError if it has a model of another kind, or if the
+    embedding has too few rows.
     """
     source = stage_source(config, folder)
     check_kind(source, wanted="ForCausalLM")
@@ -82,7 +92,7 @@ def policy_to_tune(config: RunConfig, folder: Path) -> tuple[ModelSource, ChatTo
 
 
 def check_vocabulary(source: ModelSource, tokenizer: ChatTokenizer) -> None:
-    """Refuse a model whose embedding has no row for some of the tokenizer's ids."""
+    """Raise UserError if the tokenizer has more ids than the model's embedding has rows."""
     rows = source.config.get_text_config().vocab_size
     if tokenizer.vocab_size > rows:
         raise UserError(
@@ -93,9 +103,10 @@ def check_vocabulary(source: ModelSource, tokenizer: ChatTokenizer) -> None:
 
 
 def adopt_special_ids(source: ModelSource, tokenizer: ChatTokenizer) -> None:
-    """Random weights take the tokenizer's special ids; the family's defaults belong to another vocabulary.
+    """Set the special ids of a model with random weights to those of the tokenizer.
 
-    With those, OPT would give the token of its default padding id no gradient, and config.json would name wrong ends.
+    The defaults of the family belong to another vocabulary. With these defaults, OPT would compute no gradient for the
+    token with its default padding id, and config.json would contain wrong end tokens.
     """
     if source.folder is None:
         source.config.bos_token_id = tokenizer.hf.bos_token_id
@@ -104,26 +115,26 @@ def adopt_special_ids(source: ModelSource, tokenizer: ChatTokenizer) -> None:
 
 
 def require_context(config: RunConfig, stage: str, source: ModelSource) -> None:
-    """Refuse lengths that the model has no positions for: this stage's, and of the stages to come that work on it.
+    """Raise UserError if the model has too few positions for this stage or for a later stage that uses the model.
 
-    So nobody learns after a day of SFT that PPO can't begin.
+    The check prevents PPO from failing after a day of SFT.
     """
     has = getattr(source.config.get_text_config(), "max_position_embeddings", None)
-    if has is None:  # it does not say
+    if has is None:  # the configuration has no limit
         return
     stages = wanted_stages(config)
-    coming = stages[stages.index(stage) :] if stage in stages else [stage]
-    if stage in ANSWERING:  # held-out prompts, as PPO's rollouts are; the reward model may be another one
-        others = () if config.reward_model is None else ("reward",)
-        coming = [name for name in dict.fromkeys((*coming, "ppo")) if name not in others]
-    mistakes = [mistake for name in coming if (mistake := _too_long(config, name, has)) is not None]
+    later_stages = stages[stages.index(stage) :] if stage in stages else [stage]
+    if stage in ANSWERING:  # evaluation uses the lengths of PPO's rollouts; the reward model may be another model
+        excluded = () if config.reward_model is None else ("reward",)
+        later_stages = [name for name in dict.fromkeys((*later_stages, "ppo")) if name not in excluded]
+    mistakes = [mistake for name in later_stages if (mistake := _too_long(config, name, has)) is not None]
     if mistakes:
         raise UserError(f"{source.name} has {has} positions for a sequence, too few for " + "; for ".join(mistakes))
 
 
 def _too_long(config: RunConfig, stage: str, has: int) -> str | None:
-    """What to do about a stage's lengths where they are more than `has`."""
-    if stage == "ppo":  # whose sequences are drawn, not read
+    """Return advice on the lengths of a stage if they exceed `has` positions, else None."""
+    if stage == "ppo":  # PPO generates its sequences
         prompt, answer = config.rollout.max_prompt_tokens, config.rollout.max_new_tokens
         advice = f"rollout.max_prompt_tokens={prompt} and rollout.max_new_tokens={answer}: {has} or less together"
         return advice if prompt + answer > has else None
@@ -132,23 +143,29 @@ def _too_long(config: RunConfig, stage: str, has: int) -> str | None:
 
 
 def require_scorer(config: RunConfig, source: ModelSource) -> None:
-    """Refuse what the stages to come can make no reward model or critic of, before SFT rather than after it."""
+    """Raise UserError if a stage of this run needs a reward model or critic that cannot be built.
+
+    The check runs before SFT. A reward model on a hub is not checked.
+    """
     stages = wanted_stages(config)
     if "reward" in stages and config.reward_model is not None:
-        if config.reward_model.hub is None:  # else it would have to be fetched first
+        if config.reward_model.hub is None:  # a hub model would have to be downloaded first
             check_scores(resolve(config.reward_model, config.seed))
     elif "reward" in stages or ("ppo" in stages and not config.ppo.reward_model and config.ppo.advantage == "gae"):
         check_scores(source)
 
 
 def require_adapters(config: RunConfig, source: ModelSource) -> None:
-    """Refuse targets of the stages to come that match nothing in their models, before SFT rather than after it."""
+    """Raise UserError if the LoRA targets of a stage after SFT match no module of its model.
+
+    The check runs before SFT. A reward model on a hub is not checked.
+    """
     for stage in wanted_stages(config):
         lora = getattr(config, stage).lora
         if stage == "sft" or not lora.rank or lora.targets == "all-linear":
             continue
         other = config.reward_model if stage == "reward" else None
-        if other is not None and other.hub is not None:  # which would have to be fetched first
+        if other is not None and other.hub is not None:  # a hub model would have to be downloaded first
             continue
         try:
             adapted = source if other is None else resolve(other, config.seed)

@@ -1,4 +1,4 @@
-"""The values of a model's parameters: read shard by shard from its folder, or drawn as its family draws them."""
+"""The values of a model's parameters: read shard by shard from a folder, or initialized as the family defines."""
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -18,34 +18,40 @@ from pipeline.models.source import ModelSource
 def fill(
     module: nn.Module, prefix: str, model: PreTrainedModel, source: ModelSource, *, zero_head: bool = False
 ) -> None:
-    """Give every parameter its value. `prefix` is what our module puts before the model's own names; `zero_head` makes
-    a value head that the source lacks zero.
+    """Set the value of every parameter of a module.
+
+    prefix: the prefix of the module's parameter names before the model's own names
+    zero_head: whether a value head that the source lacks is zero
+
+    Raises UserError if the files lack a parameter or have another shape.
     """
     named: dict[str, Tensor] = dict(module.named_parameters())
     adapters = [name for name in named if ".lora_" in name]
-    wanted = [name for name in named if name not in adapters]
+    base_names = [name for name in named if name not in adapters]
     if source.folder is None:
-        drawn = wanted
+        initialized = base_names
     else:
         named |= loading.persistent_buffers(module)
         plain = {n: n.removeprefix(prefix).replace(".base_layer.", ".") for n in named if n not in adapters}
-        read = _read({name: named[name] for name in plain}, plain, model, source)
-        drawn = [name for name in wanted if name not in read]
-    loading.initialize_parameters(module, [*adapters, *drawn], source.seed, _initializer(model, zero_head))
+        loaded = _read({name: named[name] for name in plain}, plain, model, source)
+        initialized = [name for name in base_names if name not in loaded]
+    loading.initialize_parameters(module, [*adapters, *initialized], source.seed, _initializer(model, zero_head))
 
 
 def _read(
     tensors: Mapping[str, Tensor], plain: Mapping[str, str], model: PreTrainedModel, source: ModelSource
 ) -> set[str]:
-    """Read what the folder has; return the names of it. Only a value head may lack, and a buffer, which then keeps the
-    value that it was made with.
+    """Read the tensors that the folder has, and return their names.
+
+    Only a value head and buffers may be missing. A missing buffer keeps its initial value. Raises UserError if another
+    parameter is missing or has another shape.
     """
     assert source.folder is not None
     files: loading.TensorFolder = loading.SafetensorsFolder(source.folder)
     names = _matching(plain, files.shapes, model.base_model_prefix)
     try:
         if _lacking(tensors, names):
-            from pipeline.models.converted import ConvertedFolder  # few checkpoints need it
+            from pipeline.models.converted import ConvertedFolder  # imported here because few checkpoints need it
 
             files = ConvertedFolder(loading.SafetensorsFolder(source.folder), _without_values(model, source))
             names = _matching(plain, files.shapes, model.base_model_prefix)
@@ -57,6 +63,7 @@ def _read(
 
 
 def _lacking(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> list[str]:
+    """Return the parameters that the files lack, sorted. Buffers and value heads are left out."""
     return sorted(
         name
         for name, tensor in tensors.items()
@@ -65,7 +72,7 @@ def _lacking(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> list[st
 
 
 def _without_values(model: PreTrainedModel, source: ModelSource) -> PreTrainedModel:
-    """The plain model, as transformers makes it before it reads a folder."""
+    """Return the model as transformers creates it before it reads a folder, with parameters on the meta device."""
     auto: Any = AutoModelForSequenceClassification if hasattr(model, "score") else AutoModelForCausalLM
     with init_empty_weights(include_buffers=False):
         empty: PreTrainedModel = auto.from_config(
@@ -76,27 +83,31 @@ def _without_values(model: PreTrainedModel, source: ModelSource) -> PreTrainedMo
 
 
 def _matching(plain: Mapping[str, str], available: Container[str], base: str) -> dict[str, str]:
-    """Our name -> the file's name. A base model's files lack the prefix that a model with a head has, or have it."""
-    found: dict[str, str] = {}
-    for name, own in plain.items():
-        for candidate in (own, f"{base}.{own}", own.removeprefix(f"{base}.")):
+    """Return {the module's name: the file's name} of each tensor in the files.
+
+    Names in the files may have the base model's prefix or lack it.
+    """
+    matches: dict[str, str] = {}
+    for name, model_name in plain.items():
+        for candidate in (model_name, f"{base}.{model_name}", model_name.removeprefix(f"{base}.")):
             if candidate in available:
-                found[name] = candidate
+                matches[name] = candidate
                 break
-    return found
+    return matches
 
 
 def check_report(source: ModelSource, report: Mapping[str, Any]) -> None:
-    """Raises UserError where transformers found no value for a parameter, or one of another shape."""
-    for name, there, wanted in sorted(report["mismatched_keys"]):
+    """Raise UserError if transformers found no value for a parameter, or a value of another shape."""
+    for name, stored_shape, model_shape in sorted(report["mismatched_keys"]):
         raise UserError(
-            f"{source.folder}: {name} has shape {tuple(there)}, the model wants {tuple(wanted)}; "
+            f"{source.folder}: {name} has shape {tuple(stored_shape)}, the model wants {tuple(model_shape)}; "
             "its config.json does not belong to these weights"
         )
     _check_complete(source, sorted(name for name in report["missing_keys"] if not _is_value_head(name)))
 
 
 def _check_complete(source: ModelSource, missing: Sequence[str]) -> None:
+    """Raise UserError if any parameter is missing."""
     if missing:
         raise UserError(
             f"{source.folder}: {len(missing)} parameters are in no file, {missing[0]} for one; "
@@ -109,7 +120,11 @@ def _is_value_head(name: str) -> bool:
 
 
 def _initializer(model: PreTrainedModel, zero_head: bool) -> Callable[[nn.Module, str], None]:
-    """How one module's parameters are drawn: LoRA's B zero, a value head narrow or zero, the rest as its family's."""
+    """Return a function that initializes the parameters of one module, which are zero before the call.
+
+    LoRA's B matrices stay zero. A value head is sampled with standard deviation 1 / sqrt(D + 1), or is zero with
+    `zero_head`. The model's family defines the other parameters.
+    """
 
     def initialize(module: nn.Module, name: str) -> None:
         if ".lora_B" in name:
