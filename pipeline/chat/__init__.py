@@ -1,1 +1,1 @@
-"""The terminal chat: where its model is, what of the conversation fits, and the terminal itself."""
+"""The terminal chat: model folders, conversations that fit the context, and the terminal session."""

@@ -1,4 +1,4 @@
-"""The chat command: `python chat.py` in a checkout, `zerochat chat` where the package is installed."""
+"""The chat command: `python chat.py` in a checkout, `zerochat chat` in an installed package."""
 
 import argparse
 import io
@@ -22,7 +22,7 @@ Chat with a model in the terminal.
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the chat; the exit status."""
+    """Run the chat and return the exit status."""
     options = _parser().parse_args(arguments)
     require_packages()
     try:
@@ -34,13 +34,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output left
+    except BrokenPipeError:  # the reader of the output closed the pipe
         sys.stderr.close()
         return 1
 
 
 def _chat(options: argparse.Namespace) -> int:
-    # The folder is looked at before torch is imported, so that a wrong one is told at once.
+    # Find the folder before the import of torch, so that a wrong path raises an error at once.
+    """Load the models and run a session, or answer one prompt. Raises UserError for wrong options or folders."""
     from pipeline.chat.folder import find, find_each
 
     models = find_each(options.path, options.compare) if options.compare else [find(options.path)]
@@ -59,7 +60,7 @@ def _chat(options: argparse.Namespace) -> int:
     session = Session(participants, sampling, options.system, labels=len(participants) > 1 or interactive)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an odd byte or a narrow locale is no reason to stop
+            stream.reconfigure(errors="replace")  # replace invalid bytes and characters that the locale lacks
     if options.prompt is not None:
         return 0 if session.answer(options.prompt) else 130
     if interactive:
@@ -72,6 +73,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog=CHAT, description=USAGE.format(chat=CHAT), formatter_class=argparse.RawDescriptionHelpFormatter
     )

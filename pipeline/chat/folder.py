@@ -1,4 +1,4 @@
-"""Find the model folder for a path: a run, a stage of a run, or a model folder."""
+"""Search for the model folder of a path: a run, a stage of a run, or a model folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,10 @@ class ChatModel:
 
 
 def find(path: Path) -> ChatModel:
-    """Return the model at a path; for a run, that of its newest finished stage. Raises UserError if there is none."""
+    """Return the model of a path. For a run, return the model of its newest finished stage.
+
+    Raises UserError if there is no model.
+    """
     path = path.expanduser()
     if not path.is_dir():
         raise UserError(f"{path}: there is no such folder; give a run (runs/NAME) or a model folder")
@@ -37,9 +40,12 @@ def find(path: Path) -> ChatModel:
 
 
 def find_each(path: Path, names: str) -> list[ChatModel]:
-    """Return the models to compare. `names` are stages of the run at `path`, or folders, separated by commas."""
+    """Return the models to compare. Raises UserError for a name that is neither a finished stage nor a folder.
+
+    `names` are stages of the run at `path`, or folders, separated by commas.
+    """
     chosen = []
-    for name in filter(None, (part.strip() for part in names.split(","))):
+    for name in filter(None, (item.strip() for item in names.split(","))):
         if name in ANSWERING:
             if not _finished(path.expanduser(), name):
                 raise UserError(f"{path} has no finished {name} stage; --compare takes stages of the run, or folders")
@@ -61,10 +67,11 @@ def _finished(run: Path, stage: str) -> bool:
 
 
 def _runs_in(folder: Path) -> str:
-    """Return a hint with the newest run in a folder of runs, or an empty text."""
+    """Return a hint that names the newest run in a folder of runs; an empty string if there is none."""
     runs = sorted((path for path in folder.iterdir() if _is_run(path)), key=lambda path: path.stat().st_mtime)
     return f"; the newest run in it is {runs[-1]}" if runs else ""
 
 
 def _is_run(path: Path) -> bool:
+    """Return whether a folder has a manifest or the folder of a stage."""
     return (path / "manifest.json").is_file() or any((path / stage).is_dir() for stage in STAGES)

@@ -1,4 +1,4 @@
-"""A model in the chat: its conversation, the turns that fit into its context, and its answers as a stream."""
+"""A model in the chat: its conversation, the turns that fit its context, and its answers as a stream."""
 
 from collections import abc
 from collections.abc import Callable, Sequence
@@ -12,13 +12,14 @@ from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.data.turns import whole_characters
 from pipeline.errors import UserError
 
-_UNFINISHED = "\ufffd"  # an incomplete character decodes to it
+_UNFINISHED = "\ufffd"  # the decoded text of an incomplete character
 
 
 class Detokenizer:
-    """Decodes a stream of tokens.
+    """Converts a stream of tokens to text.
 
-    A character may consist of several tokens: text that ends with the replacement character waits for more tokens.
+    A character may consist of several tokens. Text that ends with the replacement character is held until more tokens
+    arrive.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -36,6 +37,7 @@ class Detokenizer:
         return self._advance(self._decode(self._ids))
 
     def _advance(self, text: str) -> str:
+        """Return the text after the text that was returned before."""
         if not text.startswith(self.text):
             return ""  # the decoder changed earlier text; do not print it twice
         new, self.text = text[len(self.text) :], text
@@ -44,7 +46,10 @@ class Detokenizer:
 
 @dataclass
 class ChatParticipant:
-    """One model with its conversation. `positions` is the length of its context, None without a limit."""
+    """One model with its conversation.
+
+    positions: the length of the model's context in tokens; None without a limit
+    """
 
     name: str
     rollouts: Generator
@@ -57,15 +62,15 @@ class ChatParticipant:
         """Yield the answer to `text` as it is generated, and add both to the conversation.
 
         An interrupted answer is added as far as it was generated. `turn` is the sample seed. Raises UserError if the
-        message alone does not fit into the context.
+        message does not fit the context without earlier turns, or if generation raises FloatingPointError.
         """
         system, messages = whole_characters(system), [*self.turns, Message("user", whole_characters(text))]
         bound = None if self.positions is None else self.positions - min(sampling.max_new_tokens, self.positions // 2)
         fitting, prompt = fit(system, messages, self.tokenizer.encode_prompt, bound)
         turns = [message for message in fitting if message.role != "system"]
         self.dropped += len(messages) - len(turns)
-        room = sampling.max_new_tokens if self.positions is None else self.positions - len(prompt)
-        longest = min(sampling.max_new_tokens, room)
+        available = sampling.max_new_tokens if self.positions is None else self.positions - len(prompt)
+        longest = min(sampling.max_new_tokens, available)
         sampling = replace(
             sampling,
             max_new_tokens=longest,
@@ -73,26 +78,28 @@ class ChatParticipant:
             end_ids=self.tokenizer.end_ids,
             pad_id=self.tokenizer.pad_id,
         )
-        pieces = Detokenizer(self.tokenizer.decode)
+        detokenizer = Detokenizer(self.tokenizer.decode)
         try:
             for token in self.rollouts.stream(prompt, sampling, turn, self.tokenizer.decode):
-                yield pieces.feed(token)
-            yield pieces.finish()
+                yield detokenizer.feed(token)
+            yield detokenizer.finish()
         except FloatingPointError as error:
             raise UserError(f"{self.name}: {error}") from error
         finally:
-            self.turns = [*turns, Message("assistant", pieces.text)]
+            self.turns = [*turns, Message("assistant", detokenizer.text)]
 
     def reset(self) -> None:
+        """Clear the conversation."""
         self.turns, self.dropped = [], 0
 
 
 def fit(
     system: str, turns: Sequence[Message], encode: Callable[[Sequence[Message]], list[int]], bound: int | None
 ) -> tuple[list[Message], list[int]]:
-    """Return the system message with the newest turns that fit into `bound` tokens, and the ids of their prompt.
+    """Return the system message with the newest turns that fit into `bound` tokens, and the token ids of their prompt.
 
-    The oldest question and its answer are dropped first. The system message and the last turn are never dropped.
+    The oldest question and its answer are dropped first. The system message and the last turn are never dropped. Raises
+    UserError if they exceed `bound`.
     """
     head = [Message("system", system)] if system else []
     for first in range(0, len(turns), 2):
@@ -107,7 +114,7 @@ def fit(
 
 
 def load(model: ChatModel, *, trust_remote_code: bool = False) -> ChatParticipant:
-    """Load a model folder. Raises UserError if the model cannot answer."""
+    """Load a model folder. Raises UserError if the folder has no chat model, or if the model cannot be loaded."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -125,7 +132,7 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> ChatParticipan
     logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             model.folder,
             use_safetensors=True,
             output_loading_info=True,
@@ -135,13 +142,13 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> ChatParticipan
     except (OSError, ValueError, RuntimeError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"{model.folder} can't be loaded: {reason}") from error
-    module, report = found
+    module, report = loaded
     check_report(source, report)
     tokenizer = load_tokenizer(str(model.folder))
     module = module.eval().to(device)
     rollouts = Generator(module, device)
     try:
-        rollouts.refresh()  # tries a few tokens
+        rollouts.refresh()  # runs a few tokens as a trial
     except ValueError as error:
         raise UserError(f"{model.folder}: {error}") from error
     return ChatParticipant(model.name, rollouts, tokenizer, attention.max_positions(module))

@@ -1,4 +1,4 @@
-"""The conversation at the terminal: lines in, answers and commands out."""
+"""The terminal session of the chat: reads lines, runs commands and prints answers."""
 
 import json
 import re
@@ -24,7 +24,7 @@ Ctrl-C stops an answer. What is said first is forgotten first when the model's c
 
 
 def stop_strings(text: str) -> tuple[str, ...]:
-    r"""The string at which answers end, as typed: quotes around it are left out, \n is a line break; none if empty."""
+    r"""Return the stop string as typed, without quotes around it and with \n as a line break. Empty text gives none."""
     quoted = len(text) > 1 and text[0] == text[-1] == '"'
     bare = (text[1:-1] if quoted else text).replace("\\n", "\n")
     return (bare,) if bare else ()
@@ -57,9 +57,11 @@ def printable(text: str) -> str:
 
 @dataclass
 class Session:
-    """A chat with one model, or with several that answer the same. Text goes to `out`, remarks to `notes`.
+    """A chat with one model, or with several models that answer the same prompts.
 
-    `labels` puts the model's name before an answer.
+    out: the stream for answers
+    notes: the stream for messages
+    labels: whether the model's name precedes each answer
     """
 
     participants: Sequence[ChatParticipant]
@@ -71,7 +73,7 @@ class Session:
     turn: int = 0
 
     def run(self, lines: Iterable[str]) -> None:
-        """Take lines until they end or one says /quit."""
+        """Process lines until they end or a line is /quit or /exit."""
         for line in lines:
             text = line.strip()
             if text in ("/quit", "/exit"):
@@ -80,7 +82,7 @@ class Session:
                 self.take(text)
 
     def take(self, text: str) -> None:
-        """Answer one line, or obey it. A mistake is told and changes nothing."""
+        """Answer one line, or run it as a command if it starts with a slash. Prints the message of a UserError."""
         try:
             if text.startswith("/"):
                 self._obey(text)
@@ -90,24 +92,25 @@ class Session:
             self._note(str(mistake))
 
     def answer(self, text: str) -> bool:
-        """Let every participant answer; False where Ctrl-C stopped one, which skips the others."""
+        """Print the answer of every participant. Return False if Ctrl-C stopped one; the others are then skipped."""
         self.turn += 1
         return all(self._speak(participant, text) for participant in self.participants)
 
     def _speak(self, participant: ChatParticipant, text: str) -> bool:
+        """Print the answer of one participant as it is generated. Return False if Ctrl-C stopped it."""
         answer = participant.answer(self.system, text, self.sampling, self.turn)
-        began = stopped = False
+        has_output = stopped = False
         try:
-            for piece in answer:
-                if not began and self.labels:
+            for fragment in answer:
+                if not has_output and self.labels:
                     self._say(f"{participant.name}> ")
-                began = True
-                self._say(printable(piece))
+                has_output = True
+                self._say(printable(fragment))
         except KeyboardInterrupt:
             stopped = True
         finally:
             answer.close()
-            if began or stopped:
+            if has_output or stopped:
                 self._say("\n")
         if stopped:
             self._note("(stopped)")
@@ -118,8 +121,9 @@ class Session:
         return not stopped
 
     def _obey(self, line: str) -> None:
+        """Run a command. Raises UserError for an unknown command or option."""
         command, _, rest = line.partition(" ")
-        words = re.split(r"\s*=\s*|\s+", rest.strip(), maxsplit=1)  # KEY=VALUE as on the command line, too
+        words = re.split(r"\s*=\s*|\s+", rest.strip(), maxsplit=1)  # KEY=VALUE is accepted, too
         if command == "/reset":
             for participant in self.participants:
                 participant.reset()
@@ -140,23 +144,25 @@ class Session:
             raise UserError(f"{line}: there is no such command; /help lists them")
 
     def _say(self, text: str) -> None:
+        """Write text to `out` at once."""
         self.out.write(text)
         self.out.flush()
 
     def _note(self, text: str) -> None:
+        """Print a message to `notes`."""
         self.out.flush()
         print(printable(text), file=self.notes, flush=True)
 
 
 def _shown(value: int | float | tuple[str, ...]) -> str:
-    """A setting as it is typed."""
+    """Return a setting in the form in which the user types it."""
     if isinstance(value, tuple):
         return " ".join(json.dumps(text, ensure_ascii=False) for text in value) or '""'
     return str(value)
 
 
 def with_option(sampling: Sampling, key: str, value: str) -> Sampling:
-    """The settings with one changed. Raises UserError for a key or a value that is none."""
+    """Return the settings with one value changed. Raises UserError for an unknown key or an invalid value."""
     key = key.replace("_", "-")
     if key not in OPTIONS:
         raise UserError(f"{key}: there is no such option; there are {', '.join(OPTIONS)}")
@@ -169,8 +175,11 @@ def with_option(sampling: Sampling, key: str, value: str) -> Sampling:
 
 
 def typed_lines(prompt: str) -> Iterator[str]:
-    """Lines from the terminal, with history and editing; Ctrl-D ends them, Ctrl-C begins a new line."""
-    with suppress(ImportError):  # some systems have none
+    """Yield lines from the terminal, with history and editing.
+
+    Ctrl-D ends the lines. Ctrl-C discards the current line.
+    """
+    with suppress(ImportError):  # some systems have no readline
         import readline  # noqa: F401  (its import is what makes input() editable)
     while True:
         try:
