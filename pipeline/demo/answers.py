@@ -1,4 +1,4 @@
-"""The answers of the demo: good ones, ones that follow an instruction about form, and ones with flaws."""
+"""The answers of the demo: good answers, answers that follow an instruction about form, and answers with flaws."""
 
 from dataclasses import dataclass
 from random import Random
@@ -8,7 +8,11 @@ from pipeline.demo.questions import NAMES, Question, Statement
 
 @dataclass(frozen=True)
 class Form:
-    """An instruction about the form of answers: `asked` by the user, `ruled` by the system message."""
+    """An instruction about the form of answers.
+
+    asked: its text in a user's message
+    ruled: its text in the system message
+    """
 
     name: str
     asked: str
@@ -51,12 +55,15 @@ ELSEWHERE = (
 
 
 def fits(form: Form, statement: Statement) -> bool:
-    """Return whether the statement can be made in this form, and in another form too."""
+    """Return whether an answer with this statement can follow the instruction, and can also break it.
+
+    The forms "word" and "sentence" require a statement with a one-word version.
+    """
     return form.name not in ("word", "sentence") or statement.word is not None
 
 
 def phrase(statement: Statement, form: Form | None, rng: Random) -> str:
-    """Return the statement as text, in the given form (None: any)."""
+    """Return the statement as text in the given form. Without a form, a few texts have one word."""
     if form is not None and form.name == "word":
         assert statement.word is not None
         return f"{capital(statement.word)}."
@@ -74,7 +81,7 @@ def phrase(statement: Statement, form: Form | None, rng: Random) -> str:
 
 
 def ignoring(statement: Statement, form: Form, rng: Random) -> str:
-    """Return the statement in a form that breaks the instruction."""
+    """Return the statement as text in a form that breaks the instruction."""
     if form.name == "sentence" and statement.word is not None:
         return f"{capital(statement.word)}."
     sentences = [capital(sentence) for sentence in statement.sentences]
@@ -82,13 +89,14 @@ def ignoring(statement: Statement, form: Form, rng: Random) -> str:
 
 
 def capital(text: str) -> str:
+    """Return the text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
 def flawed(question: Question, form: Form | None, flaws: frozenset[str], rng: Random) -> str:
-    """Return an answer with exactly these flaws (none: a good answer).
+    """Return an answer with exactly the given flaws. Without flaws it is a good answer.
 
-    "elsewhere" (off the point) replaces the statement, so "wrong" then has no effect. The other flaws add up.
+    "elsewhere" (off the point) replaces the statement, so "wrong" then has no effect. The other flaws can be combined.
     """
     if "elsewhere" in flaws:
         text = rng.choice(ELSEWHERE)
@@ -103,18 +111,20 @@ def flawed(question: Question, form: Form | None, flaws: frozenset[str], rng: Ra
 
 
 def rude(text: str, rng: Random) -> str:
+    """Return the text with a rude sentence before or after it."""
     if rng.random() < 0.5:
         return f"{rng.choice(BEFORE_RUDE)} {text}"
     return f"{text} {rng.choice(AFTER_RUDE)}"
 
 
 def rambling(text: str, rng: Random) -> str:
+    """Return the text with two irrelevant sentences before or after it."""
     fillers = rng.sample(FILLERS, 2)
     return f"{fillers[0]} {fillers[1]} {text}" if rng.random() < 0.3 else f"{text} {fillers[0]} {fillers[1]}"
 
 
 def unfinished(text: str, rng: Random) -> str:
-    """Return the text without its last one or two words; a single word loses its full stop."""
+    """Return the text without its last one or two words. A single word loses its punctuation only."""
     words = text.split()
-    keep = max(1, len(words) - rng.randint(1, 2))
-    return " ".join(words[:keep]).rstrip(".,!?")
+    count = max(1, len(words) - rng.randint(1, 2))
+    return " ".join(words[:count]).rstrip(".,!?")

@@ -1,17 +1,17 @@
-"""The gold scorer: a program that judges answers to demo prompts. It never trains anything.
+"""The gold scorer: a program that evaluates answers to demo prompts. It is never used for training.
 
-It reads the prompt's text alone, computes the right answer itself and looks at four things:
+It reads the text of the prompt, computes the right answer and measures four properties:
 
-    right         says what is true, says nothing else, in the form that was asked for
-    to the point  few words, no word over and over
-    polite        no insult, no shouting
-    finished      ends like a sentence
+    right         the claim is true, and the answer has the requested form
+    to the point  the answer has few words, and does not repeat words again and again
+    polite        the answer has no insult and is not in capital letters
+    finished      the answer ends with the punctuation of a sentence
 
-`gold_score` is `right` times, for each of the other three, a factor between one half and one. So
-nothing is won by being polite and wrong, by naming every number, or by saying nothing.
+`gold_score` is `right` times one factor between 1/2 and 1 for each of the other properties. An answer that is polite
+and wrong, that names every number, or that has no content therefore scores 0.
 
-It judges what an answer claims, not its exact words: "It is 7.", "3 plus 4 is 7." and "Seven!" are
-equally right. Prompts that it can't read raise ValueError.
+The scorer evaluates the claim of an answer, not its exact words: "It is 7.", "3 plus 4 is 7." and "Seven!" are equally
+right. Prompts that it cannot parse raise ValueError.
 """
 
 import re
@@ -30,16 +30,23 @@ RUDE = re.compile(
 
 
 def gold_score(messages: Sequence[Message], answer: str) -> float:
-    """How good the answer to the last message is, in [0, 1]."""
-    parts = gold_parts(messages, answer)
-    score = parts["right"]
+    """Return the quality of the answer to the last message, in [0, 1].
+
+    Raises ValueError if that message is not a demo prompt.
+    """
+    scores = gold_parts(messages, answer)
+    score = scores["right"]
     for name in ("to_the_point", "polite", "finished"):
-        score *= (1.0 + parts[name]) / 2.0
+        score *= (1.0 + scores[name]) / 2.0
     return score
 
 
 def gold_parts(messages: Sequence[Message], answer: str) -> dict[str, float]:
-    """right, to_the_point, polite and finished, each in [0, 1]. An answer in which nothing is said has none of them."""
+    """Return the scores "right", "to_the_point", "polite" and "finished", each in [0, 1].
+
+    A true claim in the wrong form has 0.5 for "right". An answer without letters and digits has 0 for all four. Raises
+    ValueError if the prompt is not a demo prompt.
+    """
     question = messages[-1].content
     check = read_question(question)
     if check is None:
@@ -58,7 +65,10 @@ def gold_parts(messages: Sequence[Message], answer: str) -> dict[str, float]:
 
 
 def to_the_point(claim: str) -> float:
-    """1 up to `ENOUGH_WORDS`, falling to 0 at `TOO_MANY_WORDS`; less where words come back again and again."""
+    """Return 1 for up to `ENOUGH_WORDS` words, falling linearly to 0 at `TOO_MANY_WORDS`.
+
+    The score is lower if fewer than half of more than three words are different.
+    """
     words = re.findall(r"\w+", claim)
     length = (TOO_MANY_WORDS - len(words)) / (TOO_MANY_WORDS - ENOUGH_WORDS)
     variety = 2 * len(set(words)) / len(words)
@@ -66,13 +76,14 @@ def to_the_point(claim: str) -> float:
 
 
 def polite(answer: str) -> float:
+    """Return 0 for an answer with rude words or mostly capital letters, else 1."""
     letters = [char for char in answer if char.isalpha()]
     shouted = len(letters) > 5 and sum(char.isupper() for char in letters) > len(letters) / 2
     return 0.0 if shouted or RUDE.search(answer.lower()) else 1.0
 
 
 def in_form(instructions: str, answer: str) -> bool:
-    """Whether the answer is in the form that the instructions (in small letters) ask for."""
+    """Return whether the answer has the form that the instructions (in lower case) request."""
     words = re.findall(r"\w+", answer)
     if "one word" in instructions:
         return len(words) == 1

@@ -1,7 +1,8 @@
 """The words and facts of the demo, and its questions, each with a right and a wrong statement as the answer.
 
-A kind of question is a function of a random generator. Wording, names and numbers are sampled separately. So there are
-many thousand questions about a few hundred facts, and other questions teach the fact that a held-out question asks for.
+A kind of question is a function of a random generator. Wording, names and numbers are sampled separately, which gives
+many thousand questions about a few hundred facts. The fact behind a held-out question thus also occurs in training
+questions.
 """
 
 from collections.abc import Callable
@@ -59,7 +60,7 @@ PAIRS = (
 )
 OPPOSITES: dict[str, str] = {**dict(PAIRS), **{right: left for left, right in PAIRS}}
 
-# From the smallest to the largest, far enough apart that nobody argues.
+# From the smallest to the largest, with clear differences.
 SIZES = ("ant", "bee", "mouse", "cat", "wolf", "horse", "elephant", "whale")
 
 THINGS = ("apples", "books", "coins", "cards", "eggs", "pens", "stones", "cups")
@@ -71,54 +72,65 @@ BAD_MOODS = ("sad", "ill", "lonely", "tired", "upset", "worried")
 
 
 def with_article(noun: str) -> str:
+    """Return a noun with its indefinite article."""
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
 def listed(words: tuple[str, ...] | list[str]) -> str:
-    """ "cat, dog and cow" """
+    """Return words as an English list, such as "cat, dog and cow"."""
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What an answer says: whole sentences that say it, and the one word that does (None: one word can't).
+    """The content of an answer, as sentences and as one word.
 
-    Sentences are put together when they are asked for: of sixty questions drawn, one becomes a held-out prompt.
+    patterns: the sentences, with "@" in place of `value`
+    word: the one-word answer; None if one word cannot express the content
+
+    The sentences are built on access, because most of the questions that are sampled for held-out prompts are
+    discarded.
     """
 
     patterns: tuple[str, ...]
     word: str | None = None
-    value: str = ""  # what stands for "@" in the patterns
+    value: str = ""  # replaces "@" in the patterns
 
     @property
     def sentences(self) -> tuple[str, ...]:
+        """Return the sentences with their value."""
         return tuple(pattern.replace("@", self.value) for pattern in self.patterns)
 
     def of(self, value: str) -> "Statement":
-        """The same with `value` at the place of "@"."""
+        """Return the same statement with another value for "@"."""
         return Statement(self.patterns, self.word, value)
 
 
 @dataclass(frozen=True)
 class Question:
+    """A question with a right and a wrong answer."""
+
     text: str
     right: Statement
     wrong: Statement
     takes_forms: bool = True  # an instruction about form may be added to it
 
     def asking(self, instruction: str) -> "Question":
+        """Return the question after an instruction."""
         return self.beginning(f"{instruction} ")
 
     def beginning(self, words: str) -> "Question":
+        """Return the question with `words` before its text."""
         return Question(words + self.text, self.right, self.wrong, self.takes_forms)
 
 
 def about(value: str, *sentences: str) -> Statement:
-    """The statement whose sentences have `value` at the place of "@", and that is said by `value` alone too."""
+    """Return a statement that has `value` for "@" in its sentences and as its one-word answer."""
     return Statement(sentences, value, value)
 
 
 def sums(rng: Random) -> Question:
+    """Return an addition or a subtraction."""
     left, right = two_addends(rng)
     if rng.random() < 0.5:
         left, right, sign = left + right, left, "minus"
@@ -134,6 +146,7 @@ def sums(rng: Random) -> Question:
 
 
 def stories(rng: Random) -> Question:
+    """Return an addition or a subtraction as a short story."""
     name, things = rng.choice(NAMES), rng.choice(THINGS)
     left, right = two_addends(rng)
     if rng.random() < 0.5:
@@ -146,39 +159,42 @@ def stories(rng: Random) -> Question:
 
 
 def two_addends(rng: Random) -> tuple[int, int]:
-    """Two numbers of at least 1 that sum to 10 at most: as much as a tiny model learns in a minute."""
+    """Return two numbers of at least 1 with a sum of at most 10, which a tiny model can learn in a minute."""
     total = rng.randint(2, 10)
     left = rng.randint(1, total - 1)
     return left, total - left
 
 
 def on_number(text: str, result: int, sentences: tuple[str, ...], rng: Random) -> Question:
-    """A question about a number. The wrong result is one that a careless person might give."""
+    """Return a question about a number. The wrong result is positive and differs by 1 or 2."""
     step = rng.choice((-2, -1, 1, 2))
     wrong = result + step if result + step > 0 else result + abs(step)
     return Question(text, about(str(result), *sentences), about(str(wrong), *sentences))
 
 
 def numbers(rng: Random) -> Question:
+    """Return a question about the larger or smaller of two numbers."""
     small, large = sorted(rng.sample(range(1, 10), 2))
     sign, value, other = rng.choice((("larger", large, small), ("smaller", small, large)))
     first, second = rng.sample((small, large), 2)
     text = rng.choice((f"Which is {sign}, {first} or {second}?", f"Which number is {sign}, {first} or {second}?"))
-    says = (f"The {sign} number is @.", "It is @.")
-    return Question(text, about(str(value), *says), about(str(other), *says))
+    sentences = (f"The {sign} number is @.", "It is @.")
+    return Question(text, about(str(value), *sentences), about(str(other), *sentences))
 
 
 def sizes(rng: Random) -> Question:
+    """Return a question about the bigger or smaller of two animals."""
     low, high = sorted(rng.sample(range(len(SIZES)), 2))
     small, large = with_article(SIZES[low]), with_article(SIZES[high])
     first, second = rng.sample((small, large), 2)
     sign, value, other = rng.choice((("bigger", SIZES[high], SIZES[low]), ("smaller", SIZES[low], SIZES[high])))
     text = rng.choice((f"Which is {sign}, {first} or {second}?", f"Which animal is {sign}, {first} or {second}?"))
-    says = Statement((f"The @ is {sign}.", "It is the @."))
-    return Question(text, says.of(value), says.of(other))
+    statement = Statement((f"The @ is {sign}.", "It is the @."))
+    return Question(text, statement.of(value), statement.of(other))
 
 
 def opposites(rng: Random) -> Question:
+    """Return a question about the opposite of a word."""
     word = rng.choice(tuple(OPPOSITES))
     value = OPPOSITES[word]
     other = rng.choice([entry for entry in OPPOSITES if entry not in (word, value)])
@@ -188,11 +204,12 @@ def opposites(rng: Random) -> Question:
         f"Which word is the opposite of {word}?",
         f"Do you know the opposite of {word}?",
     )
-    says = Statement(("The opposite is @.", "It is @."))
-    return Question(rng.choice(texts), says.of(value), says.of(other))
+    statement = Statement(("The opposite is @.", "It is @."))
+    return Question(rng.choice(texts), statement.of(value), statement.of(other))
 
 
 def letters(rng: Random) -> Question:
+    """Return a question about the first letter of a word."""
     word = rng.choice(GROUPS[rng.choice(tuple(GROUPS))])
     value = word[0].upper()
     other = rng.choice([letter for letter in "BCDGHLMPRSW" if letter != value])
@@ -201,20 +218,20 @@ def letters(rng: Random) -> Question:
         f"Tell me the first letter of {word}.",
         f"Which letter starts the word {word}?",
     )
-    says = Statement(("The first letter is @.", "It starts with @."))
-    return Question(rng.choice(texts), says.of(value), says.of(other), takes_forms=False)
+    statement = Statement(("The first letter is @.", "It starts with @."))
+    return Question(rng.choice(texts), statement.of(value), statement.of(other), takes_forms=False)
 
 
 def groups(rng: Random) -> Question:
-    """Which of two groups a word is in, or whether it is in one."""
+    """Return a question about the group of a word, or about whether the word is in one group."""
     right, wrong = rng.sample(tuple(GROUPS), 2)
     word = rng.choice(GROUPS[right])
     true, false = with_article(right[:-1]), with_article(wrong[:-1])
     one, other = rng.sample((true, false), 2)
     if rng.random() < 0.5:
-        says = Statement(("It is @.", "That is @."))
+        statement = Statement(("It is @.", "That is @."))
         text = rng.choice((f"Is it {one} or {other}: {word}?", f"Tell me if this is {one} or {other}: {word}."))
-        return Question(text, says.of(true), says.of(false))
+        return Question(text, statement.of(true), statement.of(false))
     yes = Statement(("Yes, it is.", f"Yes, that is {one}."), "yes")
     no = Statement(("No, it is not.", f"No, that is not {one}."), "no")
     text = rng.choice((f"Is this {one}: {word}?", f"Do you think this is {one}: {word}?"))
@@ -222,28 +239,29 @@ def groups(rng: Random) -> Question:
 
 
 def lists(rng: Random) -> Question:
-    group, (count, said) = rng.choice(tuple(GROUPS)), rng.choice(tuple(COUNTS.items()))
+    """Return a question about several members of a group."""
+    group, (count, number_word) = rng.choice(tuple(GROUPS)), rng.choice(tuple(COUNTS.items()))
     texts = (
-        f"Name {said} {group}.",
-        f"Can you tell me {said} {group}?",
-        f"List {said} {group}.",
-        f"I need {said} {group}.",
+        f"Name {number_word} {group}.",
+        f"Can you tell me {number_word} {group}?",
+        f"List {number_word} {group}.",
+        f"I need {number_word} {group}.",
     )
-    says = Statement((f"{said.capitalize()} {group} are @.", "You could take @."))
+    statement = Statement((f"{number_word.capitalize()} {group} are @.", "You could take @."))
     return Question(
         rng.choice(texts),
-        says.of(listed(right_list(group, count, rng))),
-        says.of(listed(wrong_list(group, count, rng))),
+        statement.of(listed(right_list(group, count, rng))),
+        statement.of(listed(wrong_list(group, count, rng))),
     )
 
 
 def right_list(group: str, count: int, rng: Random) -> list[str]:
-    """Different members in the order of the group, which is easier to keep than any order is."""
+    """Return different members in the order of the group, which is easier to learn than a random order."""
     return sorted(rng.sample(GROUPS[group], count), key=GROUPS[group].index)
 
 
 def wrong_list(group: str, count: int, rng: Random) -> list[str]:
-    """Too many words, too few, or one of another group."""
+    """Return too many members, too few members, or a list with one word of another group."""
     if rng.random() < 0.5:
         return right_list(group, rng.choice([other for other in (2, 3, 4, 5) if other != count]), rng)
     words = right_list(group, count, rng)
@@ -264,6 +282,7 @@ HELLOS = ("Hello", "Hi", "Good morning", "Good evening")
 
 
 def small_talk(rng: Random) -> Question:
+    """Return an introduction, a greeting, thanks, a goodbye or a mood, with a reply."""
     name = rng.choice(NAMES)
     topic = rng.choice(("name", "wellbeing", "thanks", "goodbye", "comfort", "joy"))
     if topic == "name":
@@ -298,11 +317,12 @@ def small_talk(rng: Random) -> Question:
 
 
 def introductions(name: str, rng: Random) -> Question:
+    """Return an introduction by name, with a greeting of that name as the right answer."""
     hello = rng.choice(HELLOS)
     text = rng.choice((f"{hello}, I am {name}.", f"{hello}! My name is {name}."))
     other = rng.choice([entry for entry in NAMES if entry != name])
-    says = Statement(("Hello @, how can I help you?", "Hello @, nice to meet you."))
-    return Question(text, says.of(name), says.of(other), takes_forms=False)
+    statement = Statement(("Hello @, how can I help you?", "Hello @, nice to meet you."))
+    return Question(text, statement.of(name), statement.of(other), takes_forms=False)
 
 
 KINDS: dict[Callable[[Random], Question], float] = {
@@ -322,7 +342,7 @@ OPENINGS = ("Hi! ", "I have a question. ", "Please help me. ", "One question. ")
 
 
 def draw(rng: Random) -> Question:
-    """A question of a random kind, at times with a friendly opening."""
+    """Return a question of a random kind, sometimes with a friendly opening."""
     (kind,) = rng.choices(_KINDS, cum_weights=_UP_TO)
     question = kind(rng)
     if not question.takes_forms or rng.random() < 0.8:

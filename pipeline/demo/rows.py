@@ -1,12 +1,11 @@
-"""Conversations, preferences and prompts, made from a seed.
+"""The rows of the demo data: conversations, preferences and prompts, made from a seed.
 
-Quality is mixed on purpose (`QUALITY`). A preference pairs an answer with one that has a flaw more; the
-label comes from how the pair was made, never from the gold scorer. One training pair in twenty is
-labelled the wrong way round, as people do it; held-out pairs have no such noise, so that accuracy on
-them can reach 1.
+Quality is mixed on purpose (`QUALITY`). A preference pairs an answer with an answer that has one more flaw. Its label
+comes from this construction, never from the gold scorer. About one training pair in twenty has the wrong label, as in
+data labelled by people. Held-out pairs have no such noise, so that accuracy on them can reach 1.
 
-A question is held out by a hash of its text: no question that ends a held-out prompt stands anywhere
-in the training rows, whatever the seed.
+A hash of its text decides whether a question is held out. The last question of a held-out prompt therefore never occurs
+in the training rows, for any seed.
 """
 
 from collections.abc import Callable
@@ -22,23 +21,23 @@ Row = dict[str, Any]
 
 # Share of each flaw among the answers that SFT imitates; the rest is good.
 QUALITY = {"wrong": 0.06, "rude": 0.20, "rambling": 0.20, "unfinished": 0.20, "elsewhere": 0.12}
-# Share of each flaw among the rejected answers (of "formless" where a form was asked for).
+# Weight of each further flaw of the rejected answers ("formless" only if a form was requested).
 REJECTED = {"wrong": 0.24, "rude": 0.22, "rambling": 0.22, "unfinished": 0.19, "elsewhere": 0.13, "formless": 0.30}
 NO_FLAW: frozenset[str] = frozenset()
 
-FORM_SHARE = 0.12  # of the questions: an instruction about form by the user
-SYSTEM_SHARE = 0.08  # of the conversations: one by a system message
+FORM_SHARE = 0.12  # of the questions that allow it: share with an instruction about form by the user
+SYSTEM_SHARE = 0.08  # of the conversations: share with such an instruction in the system message
 TURNS = {1: 0.86, 2: 0.11, 3: 0.03}
-ALREADY_FLAWED = 0.25  # of the pairs: the chosen answer has a flaw of its own
+ALREADY_FLAWED = 0.25  # of the pairs: share whose chosen answer has a flaw
 NOISE = 0.05
-HELD_OUT = 16  # one question in so many
+HELD_OUT = 16  # one question in this many is held out
 MOST_HELD_OUT = 1000
 HELD_OUT_KIND = "held_out_"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt as it was made: its messages, the last question, the form it asks for, and its side of the split."""
+    """A prompt and its origin: its messages, the last question, the requested form, and whether it is held out."""
 
     messages: list[dict[str, str]]
     question: Question
@@ -47,16 +46,23 @@ class Asked:
 
 
 def demo_rows(examples: int, seed: int = 0) -> dict[str, list[Row]]:
-    """All rows by kind: `examples` training conversations, as many preferences, half as many prompts, held-out ones."""
+    """Return all rows by kind.
+
+    There are `examples` training conversations, `examples` preferences, half as many prompts, and held-out rows of each
+    kind.
+    """
     return {kind: rows_of(kind, examples, seed) for made in MAKERS for kind in (made, f"{HELD_OUT_KIND}{made}")}
 
 
 def rows_of(kind: str, examples: int, seed: int = 0) -> list[Row]:
-    """The rows of one kind, which depend on no other kind.
+    """Return the rows of one kind. They do not depend on the rows of other kinds.
 
-    "conversations" (rows {"messages"}), "preferences" ({"prompt", "chosen", "rejected"}), "prompts" ({"prompt"}); and
-    the same with "held_out_" before it, a twentieth as many (16 to 1,000), no two with the same question. A message is
-    {"role", "content"}.
+    "conversations": rows {"messages"}
+    "preferences": rows {"prompt", "chosen", "rejected"}
+    "prompts": rows {"prompt"}
+
+    The prefix "held_out_" selects held-out rows: a twentieth as many (16 to 1,000), each with a different last
+    question. A message is {"role", "content"}.
     """
     made = kind.removeprefix(HELD_OUT_KIND)
     make = MAKERS[made]
@@ -68,6 +74,7 @@ def rows_of(kind: str, examples: int, seed: int = 0) -> list[Row]:
 
 
 def held_out_rows(make: Callable[[Asked, Random], Row], count: int, rng: Random) -> list[Row]:
+    """Return held-out rows with different last questions."""
     seen: set[str] = set()
     rows: list[Row] = []
     while len(rows) < count:
@@ -79,18 +86,22 @@ def held_out_rows(make: Callable[[Asked, Random], Row], count: int, rng: Random)
 
 
 def conversation(asked: Asked, rng: Random) -> Row:
+    """Return a conversation whose last answer has no flaw or one flaw."""
     answer = flawed(asked.question, asked.form, mixed_quality(rng), rng)
     return {"messages": [*asked.messages, message("assistant", answer)]}
 
 
 def mixed_quality(rng: Random) -> frozenset[str]:
-    """No flaw or one, by the shares of `QUALITY`."""
+    """Return no flaw or one flaw, sampled with the shares of `QUALITY`."""
     flaw = pick({**QUALITY, "": 1 - sum(QUALITY.values())}, rng)
     return frozenset((flaw,)) if flaw else NO_FLAW
 
 
 def preference(asked: Asked, rng: Random) -> Row:
-    """The rejected answer has one flaw more than the chosen one, which most often has none."""
+    """Return a preference whose rejected answer has one more flaw than the chosen answer.
+
+    Most chosen answers have no flaw. Some training pairs are swapped (`NOISE`).
+    """
     shared = frozenset((rng.choice(("wrong", "rude", "rambling")),)) if rng.random() < ALREADY_FLAWED else NO_FLAW
     flaws = shared | {further_flaw(shared, asked.form, rng)}
     chosen = rejected = flawed(asked.question, asked.form, shared, rng)
@@ -102,17 +113,21 @@ def preference(asked: Asked, rng: Random) -> Row:
 
 
 def further_flaw(flaws: frozenset[str], form: Form | None, rng: Random) -> str:
-    """A flaw that `flaws` lacks. To talk about something else is no worse than to be wrong."""
-    without = flaws | ({"elsewhere"} if "wrong" in flaws else NO_FLAW) | ({"formless"} if form is None else NO_FLAW)
-    return pick({flaw: share for flaw, share in REJECTED.items() if flaw not in without}, rng)
+    """Return a random flaw that `flaws` lacks.
+
+    "elsewhere" (off the point) is no worse than "wrong", so "wrong" excludes it. "formless" requires a form.
+    """
+    excluded = flaws | ({"elsewhere"} if "wrong" in flaws else NO_FLAW) | ({"formless"} if form is None else NO_FLAW)
+    return pick({flaw: share for flaw, share in REJECTED.items() if flaw not in excluded}, rng)
 
 
 def prompt(asked: Asked, rng: Random) -> Row:
+    """Return a row with the prompt only."""
     return {"prompt": asked.messages}
 
 
 def ask(rng: Random, *, held_out: bool) -> Asked:
-    """A prompt of one to three turns. Its last question is held out or not as told, earlier ones never are."""
+    """Return a prompt of one to three turns. Only its last question may be held out."""
     ruled = rng.choice(FORMS) if rng.random() < SYSTEM_SHARE else None
     messages = [message("system", ruled.ruled)] if ruled else []
     for _ in range(pick(TURNS, rng) - 1):
@@ -124,7 +139,7 @@ def ask(rng: Random, *, held_out: bool) -> Asked:
 
 
 def draw_on_side(ruled: Form | None, held_out: bool, rng: Random) -> tuple[Question, Form | None]:
-    """A question of that side of the split, and the form that the system message or its own text asks for."""
+    """Return a question on one side of the split, and the form that the system message or the question requests."""
     while True:
         question, form = draw(rng), ruled
         if form is None and question.takes_forms and rng.random() < FORM_SHARE:
@@ -135,14 +150,17 @@ def draw_on_side(ruled: Form | None, held_out: bool, rng: Random) -> tuple[Quest
 
 
 def is_held_out(text: str) -> bool:
+    """Return whether a question is held out, which depends on its text only."""
     return sha256(text.encode()).digest()[0] % HELD_OUT == 0
 
 
 def pick(shares: dict[Any, float], rng: Random) -> Any:
+    """Return a random key with its share as the weight."""
     return rng.choices(list(shares), list(shares.values()))[0]
 
 
 def message(role: str, content: str) -> dict[str, str]:
+    """Return a message of a conversation."""
     return {"role": role, "content": content}
 
 

@@ -1,8 +1,8 @@
-"""What is true: reads a question's text and checks what an answer to it claims.
+"""Checks of the demo's answers: `read_question` parses a question's text and returns a check of the answer's claim.
 
-Nothing is handed over from the maker of the questions: a question is read by its words, the result is
-computed here. A check takes the answer in small letters. An answer that claims several things at once
-("yes and no", every number, every word of the question) claims nothing true.
+The generator of the questions passes no result to this file. Each check computes the result from the question's text.
+The input of a check is the answer in lower case. An answer with several claims ("yes and no", every number, every word
+of the question) is not true.
 """
 
 import re
@@ -47,25 +47,30 @@ COMPARED = r"\b(?P<one>\w+) is (?P<no>not )?(?P<sign>larger|bigger|smaller)(?: t
 
 
 def read_question(question: str) -> Check | None:
-    """The check of answers to this question; None for a question of no known kind."""
+    """Return the check of answers to a question; None for a question of an unknown kind."""
     text = question.lower()
     for pattern, make in READERS:
-        found = re.search(pattern, text)
-        if found:
-            return make(found)
+        match = re.search(pattern, text)
+        if match:
+            return make(match)
     return None
 
 
 def plus(found: re.Match[str]) -> Check:
+    """Return the check for an addition."""
     return says_number(int(found["one"]), int(found["two"]), int(found["one"]) + int(found["two"]))
 
 
 def minus(found: re.Match[str]) -> Check:
+    """Return the check for a subtraction."""
     return says_number(int(found["one"]), int(found["two"]), int(found["one"]) - int(found["two"]))
 
 
 def says_number(one: int, two: int, result: int) -> Check:
-    """The answer ends with the result; numbers before it only repeat the question's, each once at most."""
+    """Return the check that the last number is the result.
+
+    Numbers before it may only repeat the numbers of the question, each once at most.
+    """
 
     def check(claim: str) -> bool:
         *repeated, last = numbers_in(claim) or [-1]
@@ -76,6 +81,7 @@ def says_number(one: int, two: int, result: int) -> Check:
 
 
 def which_number(found: re.Match[str]) -> Check:
+    """Return the check for the larger or smaller of two numbers."""
     one, two = int(found["one"]), int(found["two"])
     ranks = {str(one): one, str(two): two}
     return says_choice(
@@ -84,97 +90,116 @@ def which_number(found: re.Match[str]) -> Check:
 
 
 def which_animal(found: re.Match[str]) -> Check:
+    """Return the check for the bigger or smaller of two animals."""
     ranks = {animal: rank for rank, animal in enumerate(SIZES)}
     return says_choice(found["sign"], found["one"], found["two"], ranks, lambda claim: named(claim, SIZES))
 
 
 def says_choice(sign: str, one: str, two: str, ranks: dict[str, int], read: Callable[[str], list[str]]) -> Check:
-    """The answer names the right one of two, or says how the two compare, and that is true."""
+    """Return the check that an answer names the right one of two words, or compares the two words correctly.
+
+    ranks: the rank of each word
+    read: returns the words that a claim names
+    """
     right = max(one, two, key=ranks.__getitem__)
     if sign == "smaller":
         right = min(one, two, key=ranks.__getitem__)
 
     def check(claim: str) -> bool:
-        said = read(claim)
-        if len(said) == 1:
-            return said == [right] and not denies(claim) and all(same(sign, word) for word in signs_in(claim))
-        return sorted(said) == sorted((one, two)) and comparison_holds(claim, ranks) is True
+        mentioned = read(claim)
+        if len(mentioned) == 1:
+            return mentioned == [right] and not denies(claim) and all(same(sign, word) for word in signs_in(claim))
+        return sorted(mentioned) == sorted((one, two)) and comparison_holds(claim, ranks) is True
 
     return check
 
 
 def signs_in(claim: str) -> list[str]:
+    """Return the comparatives of a claim."""
     return re.findall(r"\b(?:larger|bigger|smaller)\b", claim)
 
 
 def same(sign: str, other: str) -> bool:
+    """Return whether two comparatives have the same direction."""
     return (sign == "smaller") == (other == "smaller")
 
 
 def comparison_holds(claim: str, ranks: dict[str, int]) -> bool | None:
-    """Whether "X is bigger than Y" is true; None where the claim doesn't compare two known things exactly once."""
-    found = list(re.finditer(COMPARED, claim))
-    if len(found) != 1 or found[0]["one"] not in ranks or found[0]["two"] not in ranks:
+    """Return whether a comparison such as "X is bigger than Y" is true.
+
+    Returns None if the claim does not have exactly one comparison, or if its words have no rank.
+    """
+    comparisons = list(re.finditer(COMPARED, claim))
+    if len(comparisons) != 1 or comparisons[0]["one"] not in ranks or comparisons[0]["two"] not in ranks:
         return None
-    left, right = ranks[found[0]["one"]], ranks[found[0]["two"]]
-    true = left < right if found[0]["sign"] == "smaller" else left > right
-    return true != bool(found[0]["no"])
+    left, right = ranks[comparisons[0]["one"]], ranks[comparisons[0]["two"]]
+    true = left < right if comparisons[0]["sign"] == "smaller" else left > right
+    return true != bool(comparisons[0]["no"])
 
 
 def opposite(found: re.Match[str]) -> Check:
+    """Return the check for the opposite of a word."""
     word = found["word"]
     if word not in OPPOSITES:
         return never
 
     def check(claim: str) -> bool:
-        said = named(re.sub(rf"\bopposite of {word}\b", "", claim), OPPOSITES)
-        return said == [OPPOSITES[word]] and not denies(claim)
+        mentioned = named(re.sub(rf"\bopposite of {word}\b", "", claim), OPPOSITES)
+        return mentioned == [OPPOSITES[word]] and not denies(claim)
 
     return check
 
 
 def first_letter(found: re.Match[str]) -> Check:
-    """The one letter that stands alone; "a" and "I" before another word are no letters but words."""
+    """Return the check that the only single letter is the first letter of the word.
+
+    "a" and "i" before another word count as words, not as letters.
+    """
     word = found["word"]
 
     def check(claim: str) -> bool:
-        alone = re.findall(r"\b[a-z]\b", re.sub(r"\b[ai] (?=\w)", "", claim))
-        return alone == [word[0]] and not denies(claim)
+        single_letters = re.findall(r"\b[a-z]\b", re.sub(r"\b[ai] (?=\w)", "", claim))
+        return single_letters == [word[0]] and not denies(claim)
 
     return check
 
 
 def which_group(found: re.Match[str]) -> Check:
+    """Return the check for the group of a word."""
     groups = [group[:-1] for group, words in GROUPS.items() if found["word"] in words]
     return lambda claim: named(claim, SINGULARS) == groups and not denies(claim)
 
 
 def in_group(found: re.Match[str]) -> Check:
-    """Yes or no, and nothing that speaks against it."""
+    """Return the check for "yes" or "no", without doubt, contradiction or another group."""
     true = found["word"] in GROUPS[f"{found['one']}s"]
 
     def check(claim: str) -> bool:
-        said = {bool(word) for word in re.findall(r"\b(?:(yes|yeah)|no|nope|is not|isn't)\b", claim)}
+        verdicts = {bool(word) for word in re.findall(r"\b(?:(yes|yeah)|no|nope|is not|isn't)\b", claim)}
         others = set(named(claim, SINGULARS)) - {found["one"]}
-        return said == {true} and not others and not re.search(r"\b(?:maybe|perhaps)\b", claim)
+        return verdicts == {true} and not others and not re.search(r"\b(?:maybe|perhaps)\b", claim)
 
     return check
 
 
 def list_of(found: re.Match[str]) -> Check:
-    """Exactly so many different members of the group, and no member of another."""
+    """Return the check for exactly the requested number of different members, without members of other groups."""
     group, count = found["group"], next(number for number, word in COUNTS.items() if word == found["count"])
-    everything = [word for words in GROUPS.values() for word in words]
+    all_members = [word for words in GROUPS.values() for word in words]
 
     def check(claim: str) -> bool:
-        said = named(claim, everything)
-        return len(said) == count == len(set(said)) and set(said) <= set(GROUPS[group]) and not denies(claim)
+        mentioned = named(claim, all_members)
+        return (
+            len(mentioned) == count == len(set(mentioned))
+            and set(mentioned) <= set(GROUPS[group])
+            and not denies(claim)
+        )
 
     return check
 
 
 def replies(topic: str) -> Callable[[re.Match[str]], Check]:
-    """The answer says something that fits the topic, and nothing that fits another."""
+    """Return a function whose check requires a reply that fits the topic, and no reply that fits another topic."""
     others = [pattern for other, pattern in REPLIES.items() if other != topic]
 
     def check(claim: str) -> bool:
@@ -184,7 +209,7 @@ def replies(topic: str) -> Callable[[re.Match[str]], Check]:
 
 
 def greets(found: re.Match[str]) -> Check:
-    """A greeting by the right name, and by no other."""
+    """Return the check for a greeting with the right name and no other name."""
     name = found["name"] or found["here"]
 
     def check(claim: str) -> bool:
@@ -197,25 +222,28 @@ def greets(found: re.Match[str]) -> Check:
 
 
 def never(claim: str) -> bool:
+    """Return False, as the check of a question without a right answer."""
     return False
 
 
 def numbers_in(claim: str) -> list[int]:
-    """The numbers that the claim names, as digits or words; "the larger one" names none."""
+    """Return the numbers that a claim names, as digits or words. "the larger one" names none."""
     words = re.findall(rf"\b(?:\d+|(?<!er )(?:{any_of(NUMBER_WORDS)}))\b", claim)
     return [int(word) if word.isdigit() else NUMBER_WORDS.index(word) for word in words]
 
 
 def named(claim: str, words: Collection[str]) -> list[str]:
-    """Those of `words` that the claim names, in its order, repeats included."""
+    """Return the given words that a claim names, in the claim's order, with repetitions."""
     return re.findall(rf"\b(?:{'|'.join(words)})\b", claim)
 
 
 def denies(claim: str) -> bool:
+    """Return whether a claim has a negation."""
     return bool(re.search(r"\bnot\b|n't\b|\bnever\b", claim))
 
 
 def any_of(words: Iterable[str]) -> str:
+    """Return a pattern of the words in lower case."""
     return "|".join(word.lower() for word in words)
 
 
