@@ -1,10 +1,11 @@
-/* Attention of one query token a sequence over its slots of a cache: decode_attention.py says what is computed.
+/* Attention of one query token per sequence over its slots of a cache: decode_attention.py describes the function.
 
-A task is a share of a sequence's keys under one key head, for all query heads that read it. A sequence of several
-shares has a sum of weighted values, the weights' sum and the largest score from each, which are joined at the end (Dao
-et al., 2023, "Flash-Decoding for long-context inference"). The cuts depend on the sequence alone, so the result depends
-neither on the number of threads nor on the other sequences. Neighbouring sequences with the same prompt have their
-queries against it in one task, one after the other, so that memory is read once. */
+A task covers at most SHARE keys of a sequence under one key head, for all query heads that read this key head. If a
+sequence has several tasks, each writes the weighted sum of its values, the sum of its weights and its largest score.
+`join` combines these partial results (Dao et al., 2023, "Flash-Decoding for long-context inference"). The bounds of the
+tasks depend only on the sequence, so the result depends neither on the number of threads nor on the other sequences.
+Neighbouring sequences with the same prompt share the tasks of its keys. A task processes their queries one after the
+other, so the keys are read from memory once. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -13,40 +14,42 @@ queries against it in one task, one after the other, so that memory is read once
 #include <immintrin.h>
 #endif
 
-#define INLINE static inline __attribute__((always_inline)) /* so that `half` and the like are constants inside */
+#define INLINE static inline __attribute__((always_inline)) /* so that arguments such as `half` are constants inside */
 #define LESS(a, b) ((a) < (b) ? (a) : (b))
 enum {
-    SHARE = 256,  /* keys of a task */
-    AHEAD = 4096, /* bytes to fetch ahead of use: processors stop fetching by themselves where a page ends */
+    SHARE = 256,  /* keys of a task, at most */
+    AHEAD = 4096, /* prefetch distance in bytes: hardware prefetchers stop at the end of a page */
 };
 
-/* Mirrored by decode_attention.py. Strides count numbers. */
+/* The arguments, as declared in decode_attention.py. Strides are in numbers. */
 struct call {
-    const char *query, *new_keys, *new_values; /* one token of each row; new_* is NULL if the cache holds it already */
+    const char *query, *new_keys, *new_values; /* one token of each row; new_* is NULL if the token is in the cache */
     char *keys, *values, *out;                 /* (slots, key_heads, capacity, *_size), (rows, heads, value_size) */
     const char *prompt_keys, *prompt_values;   /* (prompt slots, key_heads, prompt_capacity, *_size), or NULL */
-    const int64_t *slots, *lengths;            /* (rows,): the row's slot; its tokens, the new one included */
-    const int64_t *prompt_slots, *prompt_lengths; /* (rows,): the first tokens of a row are in this prompt slot */
-    const int64_t *firsts;                     /* (rows,): first of the neighbours with the same prompt, or NULL */
+    const int64_t *slots, *lengths;            /* (rows,): the row's slot, and its number of tokens with the new one */
+    const int64_t *prompt_slots, *prompt_lengths; /* (rows,): the row's prompt slot, and its tokens there */
+    const int64_t *firsts;                     /* (rows,): first neighbouring row with the same prompt, or NULL */
     const float *alibi;                        /* (heads,) or NULL */
     int64_t rows, heads, key_heads, capacity, prompt_capacity, key_size, value_size;
     int64_t query_row, query_head, key_row, key_head, value_row, value_head;
-    int64_t window; /* 0: none */
-    float scale, softcap; /* 0: none */
-    int32_t half, threads; /* half: bf16, else fp32 */
+    int64_t window; /* 0: no window */
+    float scale, softcap; /* softcap 0: no soft cap */
+    int32_t half, threads; /* half: 1 for bf16, 0 for fp32 */
 };
 
-/* Tokens [begin, end) of `rows` sequences from `row` on, which lie in one slot; of each sequence the part `part`. */
+/* Attention to tokens [begin, end) for `rows` sequences from `row` on. The tokens are in one slot, a prompt slot if
+   `of_prompt`. The task computes partial result `part` of each sequence. */
 struct task { int64_t row, rows, of_prompt, begin, end, part; };
 
-/* What there is to do: `parts` of a row lie from `first` on in `partial`, (heads, value_size + 2) each. */
+/* The tasks of a call. Row r has parts[r] partial results, from index first[r] on in `partial`. A partial result is
+   (heads, value_size + 2): the largest score, the sum of the weights, and the weighted sum of the values. */
 struct plan { struct task *tasks; int64_t count, *first, *parts; float *partial; };
 
 INLINE float at(const void *numbers, int64_t place, int half) {
     return half ? widen(((const bf16 *)numbers)[place]) : ((const float *)numbers)[place];
 }
 
-/* So many bytes, AHEAD of `here`; asking for what is nobody's is harmless. */
+/* Prefetch `bytes` bytes, AHEAD of `here`. A prefetch from unmapped memory has no effect. */
 INLINE void fetch(const void *here, int64_t bytes) {
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)here + AHEAD + b);
 }
@@ -58,7 +61,7 @@ INLINE __m512 joined(__m512 a, __m512 b, __m512 c, __m512 d) {
     return _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
 }
 
-/* The sums of 16 vectors. */
+/* Return the sum of the lanes of each of 16 vectors. */
 INLINE __m512 sums(const __m512 *v) {
     __m512 a = joined(v[0], v[1], v[2], v[3]), b = joined(v[4], v[5], v[6], v[7]);
     __m512 c = joined(v[8], v[9], v[10], v[11]), d = joined(v[12], v[13], v[14], v[15]);
@@ -67,7 +70,7 @@ INLINE __m512 sums(const __m512 *v) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
 }
 
-/* 16 scores, of which `count` are of keys; the others repeat the last. */
+/* Write 16 products of the query with keys. Only `count` keys are read; the further products repeat the last one. */
 INLINE void sixteen_scores(float *scores, const bf16 *query, const bf16 *keys, int64_t count, int64_t size) {
     __m512 sum[16];
     fetch(keys, 16 * size * 2);
@@ -92,7 +95,7 @@ INLINE void half_scores(float *scores, const bf16 *query, const bf16 *keys, int6
 #define HALF_SCORES
 #endif
 
-/* Products of a query with `count` <= SHARE keys; `scores` has room for SHARE. */
+/* Write the products of a query with `count` <= SHARE keys. `scores` has memory for SHARE numbers. */
 INLINE void products(float *scores, const void *query, const char *keys, int64_t count, int64_t size, int half) {
 #ifdef HALF_SCORES
     if (half) {
@@ -137,7 +140,8 @@ INLINE float tanh_of(float x) {
     return copysignf((1 - e) / (1 + e), x);
 }
 
-/* Scores of `count` products, the first of which is `ahead` (<= 0) tokens from the query; returns the largest. */
+/* Turn `count` products into scores, in place, and return the largest score. `ahead` (<= 0) is the position of the
+   first key minus the position of the query. */
 INLINE float scored(float *scores, int64_t count, float scale, float softcap, float slope, float ahead) {
     float largest = -INFINITY;
     if (softcap == 0 && slope == 0) {
@@ -159,11 +163,12 @@ INLINE float scored(float *scores, int64_t count, float scale, float softcap, fl
     return largest;
 }
 
-/* Tokens of a row that are in its prompt slot. */
+/* Return the number of a row's tokens that are in its prompt slot. */
 INLINE int64_t in_prompt(const struct call *c, int64_t row) {
     return c->prompt_slots ? LESS(c->prompt_lengths[row], c->lengths[row]) : 0;
 }
 
+/* Write a row's new key and value into the cache. */
 INLINE void put(const struct call *c, int64_t row, int64_t head, int half) {
     int64_t wide = half ? 2 : 4, position = c->lengths[row] - 1 - in_prompt(c, row);
     int64_t place = (c->slots[row] * c->key_heads + head) * c->capacity + position;
@@ -173,6 +178,7 @@ INLINE void put(const struct call *c, int64_t row, int64_t head, int half) {
            c->new_values + (row * c->value_row + head * c->value_head) * wide, c->value_size * wide);
 }
 
+/* Write the output of a row under one head: the weighted sum over the sum of the weights, zeros without weights. */
 INLINE void say(const struct call *c, int64_t row, int64_t head, const float *sum, float mass, int half) {
     int64_t place = (row * c->heads + head) * c->value_size;
     float share = mass ? 1 / mass : 0;
@@ -186,7 +192,7 @@ static float *partial_of(const struct plan *p, const struct call *c, int64_t row
     return p->partial + ((p->first[row] + part) * c->heads + head) * (c->value_size + 2);
 }
 
-/* One task under one key head. */
+/* Run one task under one key head. */
 INLINE void attend(const struct call *c, const struct plan *p, const struct task *task, int64_t key_head, int half) {
     int64_t group = c->heads / c->key_heads, wide = half ? 2 : 4;
     int64_t slot = task->of_prompt ? c->prompt_slots[task->row] : c->slots[task->row];
@@ -231,7 +237,7 @@ static void attend_full(const struct call *c, const struct plan *p, const struct
     attend(c, p, task, key_head, 0);
 }
 
-/* The parts of a row under one head as one softmax. */
+/* Combine the partial results of a row under one head into one softmax, and write the output. */
 static void join(const struct call *c, const struct plan *p, int64_t row, int64_t head) {
     float sum[c->value_size], largest = -INFINITY, mass = 0;
     memset(sum, 0, sizeof sum);
@@ -248,7 +254,7 @@ static void join(const struct call *c, const struct plan *p, int64_t row, int64_
     say(c, row, head, sum, mass, c->half);
 }
 
-/* Cut [begin, end) into tasks. */
+/* Divide tokens [begin, end) into tasks of at most SHARE tokens. */
 static void cut(struct plan *p, int64_t row, int64_t rows, int64_t of_prompt, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t += SHARE) {
         p->tasks[p->count++] = (struct task){row, rows, of_prompt, t, LESS(t + SHARE, end), p->parts[row]};
@@ -256,12 +262,13 @@ static void cut(struct plan *p, int64_t row, int64_t rows, int64_t of_prompt, in
     }
 }
 
-/* The first token that a row sees. */
+/* Return the first token that a row attends to. */
 static int64_t first_seen(const struct call *c, int64_t row) {
     return c->window && c->lengths[row] > c->window ? c->lengths[row] - c->window : 0;
 }
 
-/* Tasks of all rows. Prompts come first, as they take longest; rows that see the same part of one share a task. */
+/* Plan the tasks of all rows. Tasks of prompts come first, because they take longest. Neighbouring rows that attend to
+   the same tokens of a prompt share its tasks. */
 static void make(struct plan *p, const struct call *c) {
     int64_t parts = 0;
     memset(p->parts, 0, c->rows * sizeof *p->parts);
@@ -279,16 +286,17 @@ static void make(struct plan *p, const struct call *c) {
     }
 }
 
+/* Return an upper bound of the number of tasks and of partial results. */
 static int64_t most_parts(const struct call *c) {
     int64_t most = 0;
     for (int64_t row = 0; row < c->rows; row++) most += c->lengths[row] / SHARE + 2;
     return most;
 }
 
-/* 0, or 1 where memory is short. */
+/* Compute the attention of a call. Return 0, or 1 if memory cannot be allocated. */
 int decode_attention(const struct call *c) {
     int64_t most = most_parts(c);
-    int64_t several = most > 2 * c->rows || c->prompt_slots; /* whether a row may have more than one part */
+    int64_t several = most > 2 * c->rows || c->prompt_slots; /* whether a row may have more than one partial result */
     struct plan p = {.tasks = malloc(most * sizeof *p.tasks), .first = malloc(2 * c->rows * sizeof *p.first)};
     p.partial = several ? malloc(most * c->heads * (c->value_size + 2) * sizeof(float)) : NULL;
     int short_of = c->rows && (!p.tasks || !p.first || (several && !p.partial));

@@ -1,4 +1,4 @@
-"""Compiling and loading the C files of this folder.
+"""Compile and load the C files of this folder.
 
 A file is compiled once, for the processor of this machine. The library is stored in the user's cache directory under
 a name that contains a hash of its inputs. It shares PyTorch's threads, because a second OpenMP library would start
@@ -42,9 +42,9 @@ SWITCH = "ZEROCHAT_HOST_KERNELS"  # 0 in the environment disables the kernels
 
 @cache
 def library(name: str, *, exact: bool = False) -> ctypes.CDLL | None:
-    """Return the compiled functions of `name`.c; None if they cannot be compiled, and log the reason once.
+    """Return the compiled functions of `name`.c; None if they cannot be compiled.
 
-    `exact` does not let the compiler reorder sums.
+    The reason for None is logged once. `exact` forbids the compiler to reorder sums.
     """
     try:
         if os.environ.get(SWITCH) == "0":
@@ -56,16 +56,16 @@ def library(name: str, *, exact: bool = False) -> ctypes.CDLL | None:
 
 
 class Unavailable(Exception):
-    """A requirement of compiled kernels is missing."""
+    """Raised if a requirement of compiled kernels is missing, or if compilation fails."""
 
 
 def _loaded(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     with _folder() as folder:
-        made = _compiled(source, flags, folder)
+        binary = _compiled(source, flags, folder)
         try:
-            return ctypes.CDLL(str(made))
+            return ctypes.CDLL(str(binary))
         except OSError:  # a stored file may be truncated after a crash: compile it again
-            made.unlink(missing_ok=True)
+            binary.unlink(missing_ok=True)
             return ctypes.CDLL(str(_compiled(source, flags, folder)))
 
 
@@ -74,20 +74,20 @@ def _compiled(source: Path, flags: Sequence[str], folder: Path) -> Path:
     if not compiler:
         raise Unavailable("there is no C compiler")
     openmp = _openmp()
-    made = folder / f"{source.stem}-{_fingerprint(source, compiler, flags, openmp)}.so"
-    if not made.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as space:
-            part, whole = Path(space) / "part.o", Path(space) / "whole.so"
-            _run([compiler, *flags, "-c", str(source), "-o", str(part)])
-            _run([compiler, "-shared", str(part), openmp, "-lm", "-o", str(whole)])
-            whole.replace(made)  # atomic: another process may compile the same file
-    return made
+    binary = folder / f"{source.stem}-{_fingerprint(source, compiler, flags, openmp)}.so"
+    if not binary.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            object_file, linked = Path(temporary) / "part.o", Path(temporary) / "whole.so"
+            _run([compiler, *flags, "-c", str(source), "-o", str(object_file)])
+            _run([compiler, "-shared", str(object_file), openmp, "-lm", "-o", str(linked)])
+            linked.replace(binary)  # atomic: another process may compile the same file
+    return binary
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        raise Unavailable(f"{' '.join(command)}: {done.stderr.strip()[-400:]}")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if result.returncode:
+        raise Unavailable(f"{' '.join(command)}: {result.stderr.strip()[-400:]}")
 
 
 def _openmp() -> str:
@@ -96,51 +96,55 @@ def _openmp() -> str:
         raise Unavailable("PyTorch runs without OpenMP")
     with open("/proc/self/maps") as maps:  # Linux; other systems raise OSError
         loaded = {line.split(maxsplit=5)[-1].strip() for line in maps}
-    found = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp5"))]
-    if not found:
+    candidates = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp5"))]
+    if not candidates:
         raise Unavailable("PyTorch's OpenMP library was not found")
     package = str(Path(torch.__file__).parent)  # some wheels have libraries in torch.libs, next to it
-    return min(found, key=lambda path: (not path.startswith(package), path))
+    return min(candidates, key=lambda path: (not path.startswith(package), path))
 
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """Yield the folder of compiled files, which other users must not be able to write to because its files are run.
+    """Yield the folder of compiled files.
 
-    If there is none, yield a temporary folder, which is deleted after loading.
+    Other users must not have write access to the folder, because its files are run. If no such folder is available,
+    yield a temporary folder and delete it after loading.
     """
-    kept = _kept()
-    if kept is not None:
-        yield kept
+    cached = _kept()
+    if cached is not None:
+        yield cached
         return
-    with tempfile.TemporaryDirectory(prefix="zerochat-kernels-") as passing:
-        yield Path(passing)
+    with tempfile.TemporaryDirectory(prefix="zerochat-kernels-") as temporary:
+        yield Path(temporary)
 
 
 def _kept() -> Path | None:
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerochat" / "kernels"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerochat" / "kernels"
     try:
-        kept.mkdir(parents=True, exist_ok=True, mode=0o700)
-        about = kept.stat()
-        if about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(kept, os.W_OK):
-            return kept
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.stat()
+        if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK):
+            return folder
     except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
         pass
     return None
 
 
 def _fingerprint(source: Path, compiler: str, flags: Sequence[str], openmp: str) -> str:
-    """Return a hash of the inputs of a compiled file, with the processor: machines may share a home directory."""
-    about = hashlib.sha256()
+    """Return a hash of the inputs of a compiled file.
+
+    It includes the processor, because several machines may share a home directory.
+    """
+    digest = hashlib.sha256()
     for text in (source.read_bytes(), *(header.read_bytes() for header in sorted(HERE.glob("*.h")))):
-        about.update(text)
+        digest.update(text)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
     for word in (*flags, compiler, version, openmp, platform.machine(), _processor()):
-        about.update(word.encode() + b"\0")
-    return about.hexdigest()[:20]
+        digest.update(word.encode() + b"\0")
+    return digest.hexdigest()[:20]
 
 
 def _processor() -> str:
-    """Return the instruction sets of the processor."""
+    """Return the line of /proc/cpuinfo with the instruction sets of the processor."""
     with open("/proc/cpuinfo") as lines:
         return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,9 +1,9 @@
 /* Products of a few rows in bf16 with a large matrix, y = x W^T + b: linear.py describes the product.
 
-   Reading W takes most of the time, so each of its rows is read once, in order, and prefetched. Tiles of 16 outputs
-   (4 rows of x by 4 of W, and 2 by 8 and 1 by 16 for the remaining rows) share loaded numbers. An output is the sum of
-   LANES partial sums over BLOCK inputs, added block after block. This order is always the same: no number of y depends
-   on the number of rows or of threads. */
+   Reading W takes most of the time, so each of its rows is read from memory once, in order, and prefetched. A tile of
+   16 outputs shares loaded numbers: 4 rows of x by 4 of W, and 2 by 8 and 1 by 16 for the remaining rows. An output has
+   LANES partial sums over BLOCK inputs. Their total is added to the output block after block. This order is always the
+   same, so no number of y depends on the number of rows or of threads. */
 
 #include "numbers.h"
 #include <string.h>
@@ -12,16 +12,16 @@
 #include <immintrin.h>
 #endif
 
-#define TILE 16    /* outputs of a tile, and the fewest of a matrix */
-#define SPAN 64    /* rows of W at most that are computed with ROWS rows of x while both are in the caches */
+#define TILE 16    /* outputs of a tile, and the fewest outputs of a matrix */
+#define SPAN 64    /* rows of W, at most, that are multiplied with ROWS rows of x while both are in the caches */
 #define ROWS 16
-#define BLOCK 1024 /* of so many numbers ROWS rows of x stay in the first cache */
-#define AHEAD 2    /* tiles that are asked for before they are needed */
+#define BLOCK 1024 /* inputs at a time: ROWS rows of x of this length stay in the L1 cache */
+#define AHEAD 2    /* prefetch distance in tiles */
 #define INLINE static inline __attribute__((always_inline))
 
 enum method { NONE, WIDEN, PAIRS };
 
-/* How numbers are multiplied here; NONE where PyTorch is faster (AMX) or nothing was measured. */
+/* Return how this processor multiplies. NONE: PyTorch is faster (AMX), or the processor was not measured. */
 int linear_method(void) {
 #ifdef __x86_64__
     unsigned a, b, c, d;
@@ -35,7 +35,8 @@ int linear_method(void) {
     return NONE;
 }
 
-/* `numbers` hold STEP numbers in bf16, `lanes` as many sums as are kept of an output. */
+/* A `numbers` vector holds STEP inputs, in bf16 or widened to fp32. A `lanes` vector holds the LANES partial sums of an
+   output. */
 #if defined(__AVX512BF16__)
 #define LANES 16
 #define STEP 32
@@ -68,7 +69,7 @@ INLINE numbers load(const bf16 *from) {
 #endif
 }
 
-/* The last ones of a row, and zeros. */
+/* Load the last `count` inputs of a row, followed by zeros. */
 INLINE numbers load_some(const bf16 *from, long count) {
     bf16 some[STEP] = {0};
     memcpy(some, from, count * sizeof(bf16));
@@ -87,7 +88,7 @@ INLINE lanes multiply_add(numbers x, numbers w, lanes sum) {
 #endif
 }
 
-/* The sum of the lanes of each of 16: halves are added, then quarters, eighths and the two that are left. */
+/* Write the sum of the lanes of each of TILE vectors: add the upper half to the lower half until one lane is left. */
 INLINE void add_lanes(const lanes *from, float *to) {
 #if defined(__AVX512F__)
 #define FOLD(how, a, b, low, high) _mm512_add_ps(how(a, b, low), how(a, b, high))
@@ -112,8 +113,8 @@ INLINE void add_lanes(const lanes *from, float *to) {
 #endif
 }
 
-/* sums[r][c] += x[r] . w[c] over `count` numbers of R rows of x and C of W, R * C = TILE. Of what lies at `next`, the
-   first `fetch` rows are asked for. */
+/* Add x[r] . w[c] over `count` inputs to sums[r][c], for R rows of x and C rows of W, R * C = TILE. Prefetch the first
+   `fetch` rows at `next`. */
 INLINE void tile(
     const int R, const int C, const bf16 *x, long x_stride, const bf16 *w, long ins, long count, const int fetch,
     const bf16 *next, float (*sums)[SPAN]
@@ -146,7 +147,7 @@ INLINE void tile(
         for (int c = 0; c < C; c++) sums[r][c] += whole[r * C + c];
 }
 
-/* The same for one size, so that a compiler has it once. */
+/* Define `tile` for one size as a function, which the compiler generates once. */
 #define SIZE(name, R, C, fetch)                                                                                       \
     static __attribute__((noinline)) void name(                                                                       \
         const bf16 *x, long x_stride, const bf16 *w, long ins, long count, const bf16 *next, float (*sums)[SPAN]      \
@@ -162,9 +163,9 @@ SIZE(two_rows_fetch_8, 2, 8, 8)
 SIZE(one_row, 1, 16, 0)
 SIZE(one_row_fetch_16, 1, 16, 16)
 
-/* sums[r][c] += x[r] . w[c] over `count` numbers, for up to ROWS rows and `columns` (a multiple of TILE). Where `first`
-   says that W was not read yet, the passes over a tile share in asking for one to come: together they compute as long
-   as memory takes to bring it. */
+/* Add x[r] . w[c] over `count` inputs to sums[r][c], for up to ROWS rows of x and `columns` rows of W, a multiple of
+   TILE. `first` is set if these rows of W were not read before. In this case the passes over a tile share the prefetch
+   of a later tile, so that their computation overlaps with the read from memory. */
 static void block(
     const bf16 *x, long x_stride, long rows, const bf16 *w, long ins, long columns, long count, int first,
     float (*sums)[SPAN]
@@ -202,7 +203,8 @@ static void write(float (*sums)[SPAN], long rows, long from, long to, const bf16
         for (long c = from; c < to; c++) y[r * outs + c] = narrow(bias ? sums[r][c] + widen(bias[c]) : sums[r][c]);
 }
 
-/* Outputs `begin` to `end` for all rows of x. If fewer than a tile are left, outputs before them are computed again. */
+/* Compute outputs [begin, end) for all rows of x. If fewer than TILE outputs are left, the last tile begins at an
+   earlier output and computes some outputs again. */
 static void share(
     const bf16 *w, const bf16 *bias, long begin, long end, const bf16 *x, long rows, long ins, bf16 *y, long outs
 ) {
@@ -224,8 +226,8 @@ static void share(
     }
 }
 
-/* y (rows, outs) of x (rows, ins), w (outs, ins) and bias (outs) or none, all contiguous; outs is at least TILE. Each
-   thread computes a range of tiles. */
+/* Compute y (rows, outs) from x (rows, ins), w (outs, ins) and bias (outs) or NULL. All are contiguous, and outs is at
+   least TILE. Each thread computes a range of tiles. */
 void linear_rows(
     const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, long rows, long ins, long outs, int threads
 ) {

@@ -1,13 +1,13 @@
 """Linear layers in bf16 on CPUs, above all for few rows: binds `linear.c`.
 
-A product of a few rows with a large matrix takes as long as reading the matrix. Products of a thousand rows (prompts)
-take a ninth longer than PyTorch's own. They are computed here all the same, because the numbers of a model would
-otherwise depend on how many rows run together. Each output is one thread's fp32 sum, in an order that depends only on
-the number of inputs, and is rounded once, with its bias. So the product of a row is the same bit for bit, whichever
-rows are computed with it and however many threads compute.
+A product of a few rows with a large matrix takes as long as reading the matrix. A product of a thousand rows (prompts)
+takes a ninth longer than PyTorch's. This kernel computes it nevertheless: with two kernels, the numbers of a model
+would depend on the number of rows in a call. One thread computes each output as an fp32 sum, in an order that depends
+only on the number of inputs, and rounds it once, after adding the bias. The product of a row is therefore the same bit
+for bit, whatever the other rows and the number of threads.
 
 Processors with AMX use oneDNN's packed products (`engine/generation/prepacked_linears.py`), which are faster there.
-Left out: fp32, which oneDNN's packed products read as fast, and processors other than x86, where nothing was measured.
+Left out: fp32, for which oneDNN's packed products are as fast, and processors other than x86, which were not measured.
 """
 
 import ctypes
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from engine.kernels_cpu.library import library
 
-MIN_OUTPUTS = 16  # of a matrix: TILE in linear.c
+MIN_OUTPUTS = 16  # the fewest outputs of a matrix: TILE in linear.c
 _ARGUMENTS: list[Any] = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3 + [ctypes.c_int]
 
 
 class Method(IntEnum):
-    """How this processor multiplies: not with this kernel, widened to fp32, or bf16 in pairs (AVX512_BF16)."""
+    """The method of multiplication: none (no kernel), widened to fp32, or pairs of bf16 numbers (AVX512_BF16)."""
 
     NONE = 0
     WIDEN = 1
@@ -40,7 +40,7 @@ def method() -> Method:
 
 
 def serves(weight: Tensor) -> bool:
-    """Return whether `LinearRows` can read this matrix (out, in) here."""
+    """Return whether `LinearRows` supports this matrix (out, in) on this machine."""
     return (
         weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
@@ -50,10 +50,10 @@ def serves(weight: Tensor) -> bool:
 
 
 class LinearRows:
-    """x (..., in) bf16 -> (..., out) bf16, without gradients.
+    """A linear layer without gradients: x (..., in) bf16 -> (..., out) bf16.
 
-    weight (out, in), contiguous, and bias (out,) or None, both bf16. Each call reads them where they are.
-    Raises ValueError if x has another type or size.
+    weight: (out, in) bf16, contiguous. bias: (out,) bf16, or None. Each call reads both in place.
+    Raises ValueError if x has another dtype or size.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -63,7 +63,7 @@ class LinearRows:
         assert compiled is not None
         self._function: Any = compiled.linear_rows
         self._function.argtypes, self._function.restype = _ARGUMENTS, None
-        self._tensors = weight, bias  # keeps their memory
+        self._tensors = weight, bias  # a reference, so that the memory is not freed
         self._pointers = weight.data_ptr(), None if bias is None else bias.data_ptr()
         self.outs, self.ins = weight.shape
 

@@ -1,4 +1,4 @@
-/* Numbers in 16 and 32 bits, and functions of them that a compiler can turn into vectors. */
+/* Numbers in bf16 and fp32, and functions of them that a compiler can vectorize. */
 
 #pragma once
 #include <math.h>
@@ -11,14 +11,15 @@ static inline float widen(bf16 x) {
     return both.number;
 }
 
-/* To the nearest, ties to even; what is not a number stays none. */
+/* Round to the nearest bf16, ties to even. NaN stays NaN. */
 static inline bf16 narrow(float x) {
     union { float number; uint32_t bits; } both = {.number = x};
     uint32_t rounded = (both.bits + 0x7fff + ((both.bits >> 16) & 1)) >> 16;
     return (both.bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bf16)rounded;
 }
 
-/* e^x for x <= 0 to 2e-7, by the polynomial of the Cephes library (Moshier, 1992); below -87 it stays e^-87. */
+/* Return e^x for x <= 0, accurate to 2e-7, by the polynomial of the Cephes library (Moshier, 1992). Below -87 the
+   result is e^-87. */
 static inline float exp_of(float x) {
     x = x < -87.0f ? -87.0f : x;
     float n = __builtin_rintf(x * 1.44269504089f);

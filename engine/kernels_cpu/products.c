@@ -1,10 +1,11 @@
-/* Products of matrices with sums in fp32: products.py says of which.
+/* Matrix products with sums in fp32: products.py describes them.
 
-   As in Goto & van de Geijn, 2008 (Anatomy of high-performance matrix multiplication): of DEPTH words of the sums' length
-   at a time, b is laid out in panels of PANEL columns by all threads together, and each thread multiplies BLOCK rows of a
-   with all panels, in tiles of ROWS x PANEL sums that stay in registers. a is read where it lies, unless its columns lie
-   side by side. A word is 32 bits: a number in fp32, or two neighbours in bf16, which one instruction multiplies and adds
-   to an fp32 sum. A sum runs in the order of its terms, whatever the threads and whatever is computed beside it. */
+   The blocking follows Goto & van de Geijn, 2008 (Anatomy of high-performance matrix multiplication). The inner
+   dimension is processed in blocks of DEPTH words. In each block all threads copy b into panels of PANEL columns. Then
+   each thread multiplies up to BLOCK rows of a by all panels, in tiles of ROWS x PANEL sums that stay in registers. a
+   is read in place, unless it is column-major; in this case its rows are copied into tiles. A word is 32 bits: one fp32
+   number, or two neighbouring bf16 numbers, which one instruction multiplies and adds to an fp32 sum. A sum adds its
+   terms in their order, whatever the number of threads and the number of rows. */
 
 #ifdef __AVX512F__
 #include <cpuid.h>
@@ -20,20 +21,20 @@ enum {
     PANEL = LANES * VECTORS,
     ROWS = 6,         /* ROWS x VECTORS sums, VECTORS words of b and one of a fill the registers */
     BLOCK = 16 * ROWS,
-    DEPTH = 384,      /* a panel of so many words, 96 KB, stays in the second cache */
+    DEPTH = 384,      /* a panel of this depth takes 96 KB and stays in the L2 cache */
 };
 #define INLINE static inline __attribute__((always_inline))
 
-/* Numbers of words between rows and between columns; one of them is 1. */
+/* A matrix with its strides between rows and between columns, in words. One stride is 1. */
 struct matrix {
     const float *data;
     int64_t row, column;
 };
 
-/* `struct _Call` of products.py: c (m, n) = a (m, k) b (k, n) + bias (n). */
+/* The arguments of c (m, n) = a (m, k) b (k, n) + bias (n), as declared by `_Call` in products.py. */
 struct call {
     struct matrix a, b;
-    const float *bias; /* or none */
+    const float *bias; /* or NULL */
     float *c;
     int64_t c_row, m, n, k;
     int32_t pairs, threads;
@@ -46,7 +47,7 @@ INLINE __m512 multiply_add(__m512 x, __m512 y, __m512 sum, const int pairs) {
     return _mm512_fmadd_ps(x, y, sum);
 }
 
-/* c (rows, PANEL) = a panel + bias, or + c where `add`. */
+/* Compute c (rows, PANEL) = a panel + bias; with `add`, add a panel to c. */
 INLINE void sums(const int rows, const int pairs, long depth, struct matrix a, const float *panel, const float *bias,
                  int add, float *c, long c_row) {
     __m512 sum[ROWS][VECTORS];
@@ -94,7 +95,7 @@ static void whole_tile(int rows, int pairs, long depth, struct matrix a, const f
     }
 }
 
-/* The same for `width` columns, by way of a whole tile. */
+/* Compute a tile of `width` <= PANEL columns. A narrower tile is computed as a full tile in local memory. */
 static void tile(int rows, long width, int pairs, long depth, struct matrix a, const float *panel, const float *bias,
                  int add, float *c, long c_row) {
     if (width == PANEL) {
@@ -108,7 +109,7 @@ static void tile(int rows, long width, int pairs, long depth, struct matrix a, c
     for (int r = 0; r < rows; r++) memcpy(c + r * c_row, inside + r * PANEL, width * sizeof(float));
 }
 
-/* LANES x LANES words turned: of rows s apart the halves change places, for s = 1, 2, 4 and 8. */
+/* Transpose LANES x LANES words: for s = 1, 2, 4 and 8, rows that are s apart exchange half of their words. */
 INLINE void turn(const float *from, long from_row, float *to, long to_row) {
     __m512 rows[LANES];
     const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -132,7 +133,7 @@ INLINE void turn(const float *from, long from_row, float *to, long to_row) {
     for (int r = 0; r < LANES; r++) _mm512_storeu_ps(to + r * to_row, rows[r]);
 }
 
-/* b (depth, width) -> panel (depth, PANEL), zeros beside it. */
+/* Copy b (depth, width) into panel (depth, PANEL). Further columns are zeros. */
 static void lay_out(struct matrix b, long depth, long width, float *panel) {
     long c = 0;
     if (b.column == 1) {
@@ -149,7 +150,7 @@ static void lay_out(struct matrix b, long depth, long width, float *panel) {
         for (long k = 0; k < depth; k++) panel[k * PANEL + c] = c < width ? b.data[c * b.column + k] : 0;
 }
 
-/* a (rows, depth) whose columns lie side by side -> tiles of (depth, ROWS). */
+/* Copy a column-major a (rows, depth) into tiles of (depth, ROWS). */
 static void lay_out_rows(struct matrix a, long rows, long depth, float *tiles) {
     for (long i = 0; i < rows; i += ROWS) {
         long some = rows - i < ROWS ? rows - i : ROWS;
@@ -160,7 +161,7 @@ static void lay_out_rows(struct matrix a, long rows, long depth, float *tiles) {
 
 static long at_most(long left, long most) { return left < most ? left : most; }
 
-/* Rows `i` to `i + rows` of the terms from `k` on. `tiles` are room for lay_out_rows. */
+/* Multiply rows [i, i + rows) of a by all panels, over `depth` terms from `k` on. lay_out_rows writes to `tiles`. */
 static void block(const struct call *w, long i, long rows, long k, long depth, const float *panels, float *tiles) {
     struct matrix a = {w->a.data + i * w->a.row + k * w->a.column, w->a.row, w->a.column};
     long next = ROWS * a.row;
@@ -176,12 +177,12 @@ static void block(const struct call *w, long i, long rows, long k, long depth, c
     }
 }
 
-/* 0, or 1 without memory. */
+/* Compute the product of a call. Return 0, or 1 if memory cannot be allocated. */
 int product(const struct call *w) {
     long width = (w->n + PANEL - 1) / PANEL * PANEL, deepest = at_most(w->k, DEPTH);
     float *room = aligned_alloc(64, (width + w->threads * BLOCK) * ((deepest + 15) / 16 * 16) * sizeof(float));
     if (!room) return 1;
-    /* As many blocks a thread, as even as tiles allow. */
+    /* The number of blocks is a multiple of the number of threads. Blocks are as even as tiles allow. */
     long blocks = (w->m + BLOCK * w->threads - 1) / (BLOCK * w->threads) * w->threads;
     long tall = (w->m + blocks * ROWS - 1) / (blocks * ROWS) * ROWS;
 #pragma omp parallel num_threads(w->threads)
@@ -201,7 +202,7 @@ int product(const struct call *w) {
     return 0;
 }
 
-/* Bits: 1 for fp32, 2 for bf16, which AMX multiplies faster. */
+/* Return bits: 1 for fp32, 2 for bf16. bf16 is left out on processors with AMX, which multiplies bf16 faster. */
 int supported_dtypes(void) {
 #ifdef __AVX512BF16__
     unsigned a, b, c, d;

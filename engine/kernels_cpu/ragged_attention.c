@@ -1,8 +1,9 @@
-/* Causal attention of many sequences side by side, forward and backward: ragged_attention.py says what is computed.
+/* Causal attention of the sequences of a packed row, forward and backward: ragged_attention.py describes the function.
 
-   All sums are fp32. One unit of work is a family (a sequence and those that go on from it) at one key head: nothing
-   else adds to the gradients of its keys and values. Keys lie twice in a thread's room: as they are, and in panels of
-   some keys whose numbers of one dimension stand side by side, so that every product reads its right side in vectors. */
+   All sums are fp32. A unit of work is one family (a sequence and the sequences that begin with its tokens) at one key
+   head. No other unit adds to the gradients of the family's keys and values. A thread copies keys and values into its
+   own memory: as rows, or as panels of PANEL tokens, in which the numbers of one dimension are contiguous, or as both.
+   Every product therefore reads its right operand in vectors. */
 
 #include "numbers.h"
 #include <stdlib.h>
@@ -17,17 +18,17 @@ enum { LANES = 16, VECTORS = 4 };
 enum { LANES = 8, VECTORS = 2 };
 #endif
 enum {
-    ROWS = 6,                 /* of a tile of a product: ROWS x VECTORS sums stay in registers */
-    PANEL = LANES * VECTORS,  /* keys */
-    BLOCK = 8 * ROWS,         /* queries at a time */
-    AHEAD = 12,               /* rows */
-    DEPTH = 128,              /* of a product at a time: DEPTH x PANEL numbers stay in the nearest cache */
+    ROWS = 6,                 /* rows of a tile of a product: ROWS x VECTORS sums stay in registers */
+    PANEL = LANES * VECTORS,  /* keys of a panel */
+    BLOCK = 8 * ROWS,         /* queries of a call of `attend` */
+    AHEAD = 12,               /* prefetch distance in tokens */
+    DEPTH = 128,              /* terms of a product at a time: DEPTH x PANEL numbers stay in the L1 cache */
 };
 
 typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* x * row + sum, rounded once. Left to itself, GCC's tuning for AMD processors fuses in some tiles and not in others,
-   and then a query's numbers depend on its position in a block. */
+/* Return x * row + sum, rounded once. Without intrinsics, GCC's tuning for AMD processors fuses the operations in some
+   tiles and not in others, and a query's numbers would depend on its position in a block. */
 static inline __attribute__((always_inline)) vector multiply_add(float x, vector row, vector sum) {
 #if defined(__AVX512F__)
     return (vector)_mm512_fmadd_ps(_mm512_set1_ps(x), (__m512)row, (__m512)sum);
@@ -38,7 +39,7 @@ static inline __attribute__((always_inline)) vector multiply_add(float x, vector
 #endif
 }
 
-/* One tile: c (rows, width) = or += a (rows, depth) b (depth, width), width being vectors of LANES. */
+/* Compute one tile: c (rows, width) = a (rows, depth) b (depth, width), or += with `add`. width is vectors * LANES. */
 static inline __attribute__((always_inline)) void tile(const int rows, const int vectors, long depth, const float *a,
                                                        long a_row, long a_step, const float *b, long b_step, float *c,
                                                        long c_row, int add) {
@@ -82,7 +83,7 @@ static void tile_of(int rows, int whole, long depth, const float *a, long a_row,
     }
 }
 
-/* c (m, n) = or += a (m, depth) b (depth, n); n is a multiple of LANES, `a` has any strides. */
+/* Compute c (m, n) = a (m, depth) b (depth, n), or += with `add`. n is a multiple of LANES, `a` has any strides. */
 static void product(long m, long n, long depth, const float *a, long a_row, long a_step, const float *b, long b_step,
                     float *c, long c_row, int add) {
     for (long k = 0; k < depth; k += DEPTH) {
@@ -97,28 +98,29 @@ static void product(long m, long n, long depth, const float *a, long a_row, long
     }
 }
 
-/* A tensor (heads, tokens, size) in bf16 or fp32, steps counted in numbers. */
+/* A tensor (heads, tokens, size) in bf16 or fp32, with its strides between heads and between tokens in numbers. */
 typedef struct {
     void *data;
     long head, token;
 } rows_of;
 
 typedef struct {
-    const int64_t *spans;    /* (sequences, 4): start, length, keys of the family's first that come before its own,
-                                where its queries start, below zero where nobody asks */
-    const int64_t *families; /* (families + 1): which sequences make up each, in `spans` */
+    const int64_t *spans;    /* (sequences, 4): start, length, number of keys of the family's first sequence that
+                                precede the own keys, first query (below zero: no queries) */
+    const int64_t *families; /* (families + 1): where each family begins in `spans` */
     long families_count, longest;
     long heads, key_heads, tokens, size, window;
     float scale;
-    int wide; /* fp32, otherwise bf16 */
+    int wide; /* 1 for fp32, 0 for bf16 */
 } work;
 
-/* Rows of one head are far apart: a processor does not see by itself which comes next. */
+/* Prefetch the row of a later token. Rows of one head are far apart, so the hardware does not prefetch them. */
 static void ask_for(const work *w, rows_of from, long head, long token) {
     long bytes = w->wide ? 4 : 2, at = (head * from.head + (token + AHEAD) * from.token) * bytes;
     for (long d = 0; d < w->size * bytes; d += 64) __builtin_prefetch((const char *)from.data + at + d);
 }
 
+/* Copy the row of a token to fp32 memory, multiplied by `factor`. */
 static void take(const work *w, float *to, rows_of from, long head, long token, float factor) {
     long at = head * from.head + token * from.token;
     ask_for(w, from, head, token);
@@ -128,6 +130,7 @@ static void take(const work *w, float *to, rows_of from, long head, long token, 
         for (long d = 0; d < w->size; d++) to[d] = factor * widen(((const bf16 *)from.data)[at + d]);
 }
 
+/* Copy fp32 numbers to the row of a token, multiplied by `factor`. */
 static void give(const work *w, const float *from, rows_of to, long head, long token, float factor) {
     long at = head * to.head + token * to.token;
     if (w->wide)
@@ -136,7 +139,8 @@ static void give(const work *w, const float *from, rows_of to, long head, long t
         for (long d = 0; d < w->size; d++) ((bf16 *)to.data)[at + d] = narrow(factor * from[d]);
 }
 
-/* A thread's room. `padded` is the size in whole vectors, `keys` the longest sequence in whole panels. */
+/* The memory of a thread. `padded` is the head size rounded up to LANES, `keys` the longest sequence rounded up to
+   PANEL. */
 typedef struct {
     long padded, keys;
     float *all, *query, *upstream, *scores, *slopes, *out, *key, *key_panels, *value, *value_panels, *d_key, *d_value;
@@ -170,7 +174,7 @@ static void into_panel(const work *w, const room *r, float *panels, long place, 
     for (long d = 0; d < w->size; d++) panel[d * PANEL] = row[d];
 }
 
-/* Keys and values of `length` tokens from `start` on, to `place` and after. */
+/* Copy keys and values of `length` tokens from `start` on to the positions from `place` on. */
 static void take_keys(const work *w, room *r, rows_of key, rows_of value, long head, long start, long length,
                       long place, int backward) {
     for (long i = 0; i < length; i++) {
@@ -183,19 +187,19 @@ static void take_keys(const work *w, room *r, rows_of key, rows_of value, long h
     }
 }
 
-/* a (m, size) times panels of keys from `low` to `high` -> out (m, keys). */
+/* Compute out (m, keys) = a (m, size) times the panels of keys [low, high). */
 static void by_panels(const room *r, long m, const float *a, const float *panels, long low, long high, float *out) {
     for (long j = low; j < high; j += PANEL)
         product(m, PANEL, r->padded, a, r->padded, 1, panels + j * r->padded, PANEL, out + j, r->keys, 0);
 }
 
-/* The keys that `count` queries from place `first` on look at: from a panel's start. */
+/* Return the first key that queries from position `first` on attend to, rounded down to the start of a panel. */
 static long lowest(const work *w, long first) {
     long low = w->window && first >= w->window ? first - w->window + 1 : 0;
     return low / PANEL * PANEL;
 }
 
-/* The keys that one query looks at, and whole vectors around them. */
+/* The keys [begin, end) that one query attends to, and the multiples of LANES [from, to) around them. */
 typedef struct {
     long begin, end, from, to;
 } range;
@@ -209,7 +213,7 @@ static void fill(float *x, long from, long to, float with) {
     for (long j = from; j < to; j++) x[j] = with;
 }
 
-/* What lies in whole vectors beside the range. */
+/* Fill the numbers of [from, to) that are outside of [begin, end). */
 static void beside(float *x, range s, float with) {
     fill(x, s.from, s.begin, with);
     fill(x, s.end, s.to, with);
@@ -224,7 +228,7 @@ static float largest(const float *x, range s) {
     return found;
 }
 
-/* x = e^(x - from), at most 1; the sum. */
+/* Replace each x by e^(x - from), at most 1, and return the sum. */
 static float exponentials(float *x, range s, float from) {
     float sums[LANES] = {0}, sum = 0;
     for (long j = s.from; j < s.to; j += LANES)
@@ -236,7 +240,7 @@ static float exponentials(float *x, range s, float from) {
     return sum;
 }
 
-/* slope = p (slope - sum of p slope): the gradient of the scores from that of p. */
+/* Turn the gradient of p into the gradient of the scores: slope = p (slope - sum of p slope). */
 static void slopes_of(float *slope, const float *p, range s) {
     float sums[LANES] = {0}, mean = 0;
     for (long j = s.from; j < s.to; j += LANES)
@@ -246,6 +250,7 @@ static void slopes_of(float *slope, const float *p, range s) {
         for (int l = 0; l < LANES; l++) slope[j + l] = p[j + l] * (slope[j + l] - mean);
 }
 
+/* Compute the outputs and log-sum-exps of `count` queries of one head. `first` is the position of the first query. */
 static void attend(const work *w, room *r, rows_of query, rows_of out, float *lses, long head, long token, long first,
                    long count) {
     long low = lowest(w, first), high = first + count;
@@ -267,6 +272,7 @@ static void attend(const work *w, room *r, rows_of query, rows_of out, float *ls
     for (long i = 0; i < count; i++) give(w, r->out + i * r->padded, out, head, token + i, 1 / totals[i]);
 }
 
+/* Compute the gradients of `count` queries of one head, and add to the gradients of their keys and values. */
 static void attend_back(const work *w, room *r, rows_of query, rows_of upstream, rows_of d_query, const float *lses,
                         long head, long token, long first, long count) {
     long low = lowest(w, first), high = first + count;
@@ -291,7 +297,7 @@ static void attend_back(const work *w, room *r, rows_of query, rows_of upstream,
     for (long i = 0; i < count; i++) give(w, r->out + i * r->padded, d_query, head, token + i, w->scale);
 }
 
-/* Write the gradients of `length` keys and values at `place`, and clear them. */
+/* Write the gradients of the `length` keys and values from position `place` on, and set them to zero. */
 static void give_keys(const work *w, room *r, rows_of d_key, rows_of d_value, long head, long start, long length,
                       long place) {
     for (long i = 0; i < length; i++) {
@@ -302,13 +308,14 @@ static void give_keys(const work *w, room *r, rows_of d_key, rows_of d_value, lo
     memset(r->d_value + place * r->padded, 0, length * r->padded * sizeof(float));
 }
 
-/* All of an argument list: the tensors, and where backward, their gradients. */
+/* The tensors of a call and, in backward, their gradients. */
 typedef struct {
     rows_of query, key, value, out, d_query, d_key, d_value;
     float *lses;
-    int backward; /* `out` then holds the gradient of the output */
+    int backward; /* if set, `out` is the gradient of the output */
 } tensors;
 
+/* Compute one family at one key head. */
 static void family(const work *w, room *r, const tensors *t, long number, long key_head) {
     long begin = w->families[number], end = w->families[number + 1], group = w->heads / w->key_heads;
     for (long one = begin; one < end; one++) {
@@ -330,7 +337,8 @@ static void family(const work *w, room *r, const tensors *t, long number, long k
     if (t->backward) give_keys(w, r, t->d_key, t->d_value, key_head, first[0], first[1], 0);
 }
 
-/* Steps: (head, token) of query, key, value, out and, where backward, d_query, d_key, d_value. 0, or 1 without memory. */
+/* Compute attention, or its gradients if `backward`. `data` and `steps` are the addresses and the strides (head, token)
+   of query, key, value, out and, in backward, d_query, d_key, d_value. Return 0, or 1 if memory cannot be allocated. */
 int ragged_attention(void *const *data, const int64_t *steps, float *lses, const int64_t *spans,
                      const int64_t *families, long families_count, long longest, long heads, long key_heads,
                      long tokens, long size, long window, float scale, int wide, int backward, int threads) {

@@ -2,10 +2,10 @@
 
    A thread converts a row to fp32 once, with the weights e^(z - top). Nothing is sorted: top-k, top-p and the sampled
    token each need the largest logit v for which the tokens with z >= v reach a target, by number or by weight. `search`
-   finds v by bisection between logits that occur in the row. It passes over the few tokens near the top that `shorten`
-   leaves. Equal logits are taken in the order of the vocabulary.
+   finds v by bisection between logits that occur in the row. Each step of the bisection reads only the tokens near the
+   top, which `shorten` selects. Equal logits are ordered as in the vocabulary.
 
-   One thread computes a row, in blocks, always in the same order: a token does not depend on the other rows. */
+   One thread computes a row, in blocks, always in the same order. A token therefore does not depend on other rows. */
 
 #include "numbers.h"
 #include <omp.h>
@@ -13,8 +13,8 @@
 enum { BLOCK = 256 };
 static const float DEPTH = 87.0f; /* weights of e^-87 and less count as 0 */
 
-/* A row: logits times 1 / temperature, their weights, and, after `shorten`, their tokens. `size` is a multiple of BLOCK;
-   the end is filled with -inf. */
+/* A row: logits times 1 / temperature, their weights, and, after `shorten`, their tokens. `size` is a multiple of
+   BLOCK. Numbers after the last logit are -inf. */
 typedef struct {
     float *z, *weights;
     int32_t *tokens;
@@ -27,7 +27,7 @@ typedef struct {
     int64_t top_k; /* 0: off */
 } options;
 
-/* Of the tokens with z >= threshold: weight, number, and the smallest logit; of the others: the largest logit. */
+/* Weight, number and smallest logit of the tokens with z >= threshold, and the largest logit of the other tokens. */
 typedef struct {
     double weight;
     int64_t count;
@@ -65,8 +65,8 @@ static above from(const row_of *row, float threshold, float low, float high) {
 
 enum target { COUNT, WEIGHT, EXCEEDED_WEIGHT };
 
-/* The largest logit v in [low, top] for which the tokens with z >= v reach (EXCEEDED_WEIGHT: exceed) the target; `low`
-   if there is none. Writes the weight and the number of the tokens with z > v. */
+/* Return the largest logit v in [low, top] for which the tokens with z >= v reach (EXCEEDED_WEIGHT: exceed) the target;
+   `low` if there is none. Writes the weight and the number of the tokens with z > v. */
 static float search(const row_of *row, float low, double target, enum target kind, double *weight, int64_t *count) {
     float high = row->top;
     *weight = 0, *count = 0;
@@ -83,7 +83,7 @@ static float search(const row_of *row, float low, double target, enum target kin
     return low;
 }
 
-/* The position of the n-th token (from 0) whose logit is `value`; of the last one if there are fewer. */
+/* Return the position of the n-th token (from 0) whose logit is `value`; of the last such token if there are fewer. */
 static int64_t nth(const row_of *row, float value, double n) {
     int64_t at = 0, rank = 0;
     for (int64_t i = 0; i < row->size && rank <= n; i++)
@@ -111,8 +111,9 @@ static void shorten(row_of *row, const options *o, double total) {
         row->z[size] = -INFINITY, row->weights[size] = 0;
 }
 
-/* The first token at which the cumulative weight of the tokens with z >= low exceeds the target. If rounding leaves the
-   sum of all weights below the target, the last token that has a weight. Only the block of that token is read singly. */
+/* Return the first token at which the cumulative weight of the tokens with z >= low exceeds the target. If rounding
+   leaves the sum of all weights below the target, return the last token that has a weight. Only the token's block is
+   read one by one. */
 static int64_t in_vocabulary_order(const row_of *row, float low, double target) {
     int64_t block = 0, token = 0;
     double passed = 0, before = 0;
@@ -137,7 +138,7 @@ static int64_t sample_ranked(row_of *row, const options *o, float uniform, float
     float low = row->top - DEPTH;
     above all = from(row, low, low, row->top);
     shorten(row, o, all.weight);
-    double kept = all.weight, weight; /* of the tokens that remain: z >= low, and of z = low only the first `ties` */
+    double kept = all.weight, weight; /* of the remaining tokens: z > low, and the first `ties` with z = low */
     int64_t ties = all.count, count;
     low = from(row, low, low, row->top).smallest;
     if (o->top_k && all.count > o->top_k) {
@@ -177,7 +178,7 @@ static int64_t sample_row(row_of *row, const options *o, float uniform, float *l
     return token;
 }
 
-/* Read a row into `room` (3, size). Returns whether all logits are numbers. */
+/* Read a row into `room` (3, size). Return whether no logit is NaN and the largest is finite. */
 static int read_row(row_of *row, const void *logits, int narrow, int64_t vocabulary, float inverse, float *room) {
     float *restrict z = room, *restrict weights = room + row->size, top = -INFINITY;
     int nans = 0;
@@ -196,8 +197,8 @@ static int read_row(row_of *row, const void *logits, int narrow, int64_t vocabul
     return !nans && top < INFINITY && top > -INFINITY;
 }
 
-/* uniforms, tokens, logprobs: (rows,). room: (threads, 3, vocabulary rounded up to BLOCK). temperature 0 selects the most
-   probable token. */
+/* Sample one token per row. uniforms, tokens, logprobs: (rows,). room: (threads, 3, vocabulary rounded up to BLOCK).
+   temperature 0 selects the most probable token. */
 void sample(const void *logits, int narrow, int64_t rows, int64_t vocabulary, int64_t stride, const float *uniforms,
             float temperature, int64_t top_k, float top_p, float min_p, int64_t *tokens, float *logprobs, float *room,
             int threads) {
