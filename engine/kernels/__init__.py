@@ -1,8 +1,8 @@
 """Kernels: operations that PyTorch does not have, one public name each.
 
-The file of a kernel holds its torch reference and selects the implementation by device: Triton on GPUs
-(`engine/kernels_triton`), C on CPUs (`engine/kernels_cpu`), otherwise the reference. All have the same arguments and
-the same results. Triton is imported with the first CUDA tensor.
+The file of a kernel contains its torch reference and selects the implementation by device: Triton on GPUs
+(`engine/kernels_triton`), C on CPUs (`engine/kernels_cpu`), otherwise the reference. All implementations have the same
+arguments and return the same results up to rounding. Triton is imported with the first CUDA tensor.
 """
 
 from engine.kernels.decode_attention import decode_attention

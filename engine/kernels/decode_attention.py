@@ -24,8 +24,9 @@ class Prompts(NamedTuple):
     """The cache of prompts of one layer, and the slot of it that each sequence reads.
 
     keys: (Sp, Hkv, P, D). values: (Sp, Hkv, P, Dv). slots and lengths: (B,) int64; the first `lengths` tokens of a
-    sequence are in this slot, the tokens after them at the beginning of its own slot. firsts: (B,) int64, the first of
-    the neighbouring rows with the same slot, which is then read once for all of them; None: each row reads its slot.
+    sequence are in this slot, and the tokens after them are at the beginning of its own slot. firsts: (B,) int64, the
+    first of the neighbouring rows with the same slot. With `firsts`, neighbouring rows read their slot once; with None,
+    each row reads it separately.
     """
 
     keys: Tensor
@@ -50,7 +51,7 @@ def decode_attention(
     """Return (B, H, Dv) in the query's dtype, zeros where the length is 0.
 
     query: (B, H, D). keys: (S, Hkv, T, D) and values: (S, Hkv, T, Dv), the cache of one layer. slots: (B,) rows of the
-    cache. lengths: (B,) tokens in use, with those in `prompts`. window: the query sees at most so many tokens. alibi:
+    cache. lengths: (B,) tokens, including those in `prompts`. window: the most tokens that a query attends to. alibi:
     (H,) slopes. `softcap` c bounds scores to c tanh(score / c) before ALiBi (Gemma 2). Scores and sums are fp32. No
     gradient. Raises ValueError if the shapes do not fit.
     """
@@ -97,24 +98,24 @@ def reference(
         scores = torch.einsum("bhd,bhtd->bht", query.float(), k) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        places = torch.arange(longest, device=query.device)
-        ago = lengths[:, None] - 1 - places  # (B, T)
+        positions = torch.arange(longest, device=query.device)
+        distances = lengths[:, None] - 1 - positions  # (B, T)
         if alibi is not None:
-            scores = scores - alibi.float().view(1, heads, 1) * ago[:, None]
-        seen = (ago >= 0) if window is None else (ago >= 0) & (ago < window)
-        scores = scores.masked_fill(~seen[:, None], float("-inf"))
-        weights = torch.softmax(scores, -1).masked_fill(~seen[:, None], 0)  # a row of length 0 sees nothing
-        v = v.masked_fill(~seen[:, None, :, None], 0)  # unused memory may hold NaN
+            scores = scores - alibi.float().view(1, heads, 1) * distances[:, None]
+        visible = (distances >= 0) if window is None else (distances >= 0) & (distances < window)
+        scores = scores.masked_fill(~visible[:, None], float("-inf"))
+        weights = torch.softmax(scores, -1).masked_fill(~visible[:, None], 0)  # a row of length 0 attends to nothing
+        v = v.masked_fill(~visible[:, None, :, None], 0)  # unused memory may hold NaN
         return torch.einsum("bht,bhtd->bhd", weights, v).to(query.dtype)
 
 
 def _concatenated(of_prompts: Tensor, own: Tensor, slots: Tensor, prompts: Prompts, longest: int) -> Tensor:
     """Return (B, Hkv, longest, D): the tokens of each sequence from both caches, in order."""
     both = torch.cat([of_prompts[prompts.slots], own[slots]], 2)
-    places = torch.arange(longest, device=own.device)
-    behind = places - prompts.lengths[:, None]  # (B, longest)
-    at = torch.where(behind < 0, places, of_prompts.shape[2] + behind).clamp(max=both.shape[2] - 1)
-    return both.gather(2, at[:, None, :, None].expand(-1, both.shape[1], -1, both.shape[3]))
+    positions = torch.arange(longest, device=own.device)
+    offsets = positions - prompts.lengths[:, None]  # (B, longest)
+    indices = torch.where(offsets < 0, positions, of_prompts.shape[2] + offsets).clamp(max=both.shape[2] - 1)
+    return both.gather(2, indices[:, None, :, None].expand(-1, both.shape[1], -1, both.shape[3]))
 
 
 def check(

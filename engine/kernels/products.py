@@ -11,7 +11,7 @@ by percents. `Products` returns fp32:
 
 fp32 (`product_of`, `widen_linears`). PyTorch multiplies fp32 matrices with MKL, and MKL uses AVX-512 on Intel's
 processors only. On other processors with AVX-512 (AMD EPYC, one core: 105 of 256 GFLOP/s) the C kernel replaces large
-products. They are the same sums in another order.
+products. It adds the same terms in another order.
 """
 
 import platform
@@ -27,11 +27,11 @@ from torch.nn import functional
 
 from engine.kernels_cpu import products as in_c
 
-MIN_OPERATIONS = 2**22  # of an fp32 product; smaller products are left to MKL
+MIN_OPERATIONS = 2**22  # MKL computes fp32 products with fewer operations than this
 
 
 class Products:
-    """Products of hidden states and the rows of a weight in fp32, whatever their precision."""
+    """Products of hidden states and the rows of a weight with results in fp32, whatever the precision of both."""
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
         is_narrow = hidden.dtype == weight.dtype != torch.float32
@@ -45,11 +45,11 @@ class Products:
         return torch.bfloat16 if self._is_cpu_bf16 else self._cuda_dtype or torch.float32
 
     def operand(self, matrix: Tensor) -> Tensor:
-        """Convert a matrix for `__call__`; one conversion serves several products."""
+        """Convert a matrix for `__call__`. Several products can use one converted matrix."""
         return matrix if self._cuda_dtype is not None or self._uses_c else matrix.float()
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return a @ b of operands in fp32. On a CPU the result is written to `out` if given."""
+        """Return a @ b in fp32, where a and b are results of `operand`. On CPUs, write the result to `out` if set."""
         if self._cuda_dtype is not None:
             return torch.mm(a, b, out_dtype=torch.float32)
         if self._uses_c:
@@ -61,7 +61,7 @@ class Products:
 
 
 def product_of(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a @ b in their own precision, without gradients; in `out` if given."""
+    """Return a @ b in the precision of a and b, without gradients. Write the result to `out` if set."""
     return in_c.product(a, b, out=out) if uses_c(a, b) else torch.mm(a, b, out=out)
 
 
@@ -73,7 +73,10 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 @contextmanager
 def _bf16_products() -> Iterator[None]:
-    """Let oneDNN round the inputs of fp32 products to bf16. This changes a setting of the process and restores it."""
+    """Make oneDNN round the inputs of fp32 products to bf16 inside the context.
+
+    This changes a setting of the process and restores it at the end.
+    """
     setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"

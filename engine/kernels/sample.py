@@ -56,7 +56,7 @@ def _implementation(logits: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
 def reference(
     logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute `sample` with torch operators. Which of several equal logits top-k keeps is `torch.topk`'s choice."""
+    """Compute `sample` with torch operators. `torch.topk` decides which of several equal logits pass top-k."""
     if temperature > 0 and top_k == 0 and top_p == 1:
         return _invert(_without_unlikely(_weights(logits, temperature), min_p), uniforms)
     logits = logits.float()
@@ -92,7 +92,7 @@ def _ranked(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 def _weights(logits: Tensor, temperature: float) -> Tensor:
     """Return exp(logits / temperature), scaled to [0, 1], of logits (B, V): fp32, (B, V), or padded to full blocks.
 
-    `_invert` needs full blocks. Every pass works in the one copy that is made.
+    `_invert` needs full blocks. All operations are in place on one copy of the logits.
     """
     rows, size = logits.shape
     if size < BLOCKS * BLOCK:
@@ -111,8 +111,8 @@ def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Invert the cumulative sum of weights (B, V) at uniforms (B,): columns (B,), log-probabilities (B,).
 
     The column is the first whose cumulative sum exceeds u times the total, so its weight is positive. If rounding makes
-    this fail in the last bit, the column of the largest weight is returned. With many weights, blocks are summed first
-    and one of them is searched: the cumulative sum of all weights takes five times as long as their sum.
+    this fail in the last bit, the column of the largest weight is returned. With many weights, blocks are summed first,
+    and only one block is searched: the cumulative sum of all weights takes five times as long as their sum.
     """
     rows, size = weights.shape
     uniforms = uniforms[:, None].to(weights.dtype)
@@ -126,14 +126,14 @@ def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         cumulative = sums.cumsum(-1)
         total = cumulative[:, -1:]
         block = _first_above(cumulative, uniforms * total)
-        rest = uniforms * total - (cumulative.gather(-1, block) - sums.gather(-1, block))
+        remaining = uniforms * total - (cumulative.gather(-1, block) - sums.gather(-1, block))
         within = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
-        columns = block * BLOCK + _first_above(within.cumsum(-1), rest.clamp_(min=0))
-    found = weights.gather(-1, columns)
-    if found.device.type != "cpu" or not bool((found > 0).all()):  # the test would make the host wait for a GPU
-        columns = torch.where(found > 0, columns, weights.argmax(-1, keepdim=True))
-        found = weights.gather(-1, columns)
-    return columns[:, 0], (found / total).log()[:, 0]
+        columns = block * BLOCK + _first_above(within.cumsum(-1), remaining.clamp_(min=0))
+    chosen = weights.gather(-1, columns)
+    if chosen.device.type != "cpu" or not bool((chosen > 0).all()):  # the test would make the host wait for a GPU
+        columns = torch.where(chosen > 0, columns, weights.argmax(-1, keepdim=True))
+        chosen = weights.gather(-1, columns)
+    return columns[:, 0], (chosen / total).log()[:, 0]
 
 
 def _first_above(cumulative: Tensor, share: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from engine.kernels.products import Products, product_of
 from engine.kernels_triton.device import has_triton
 
-# Logits per block. On a CPU 8 MB of them stay near the cores from the product to the sums; smaller ones gain nothing.
+# Logits per block. On CPUs 8 MB of logits stay in the caches from the product to the sums; smaller blocks gain nothing.
 BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**25}
 SMALLEST_BLOCK = 256  # columns; fewer columns make slow matrix products
 
@@ -44,7 +44,7 @@ Gradients = Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The rows of a sharded head that this rank has, and collectives over the ranks that share the head.
+    """The rows of a sharded head that this rank holds, and collectives over the ranks that share the head.
 
     first: the index of the rank's first row. max and sum: elementwise reductions of a tensor that may be overwritten.
     """
@@ -204,8 +204,8 @@ def gradients(
     products, blocks = Products(hidden, weight), _blocks(hidden, weight)
     d_weight = torch.empty_like(weight, dtype=products.dtype) if needs[1] else None
     d_bias = torch.empty_like(bias) if needs[2] and bias is not None else None
-    types = (torch.float32, torch.float32, products.dtype)
-    logits, slopes, narrow = (_Buffer.widest(hidden, blocks, of) for of in types)
+    dtypes = (torch.float32, torch.float32, products.dtype)
+    logits, slopes, narrow = (_Buffer.widest(hidden, blocks, dtype) for dtype in dtypes)
     operand, rounded = products.operand(hidden), hidden.to(products.dtype)
     for start, end in blocks:
         rows = products.operand(weight[start:end])
@@ -226,7 +226,10 @@ def gradients(
 def _logit_gradient(
     z: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Return dz (N, block) of the formula above. `targets` count from the block's first column and may be outside."""
+    """Return dz (N, block) by the formula of this module.
+
+    `targets` count from the block's first column and may be outside of the block.
+    """
     logp = torch.sub(z, lse[:, None], out=out)
     if d_entropy is None:
         dz = logp.exp_().mul_(-d_logprobs[:, None])
@@ -254,7 +257,7 @@ def _blocks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """Memory for (N, block) numbers, used for one block after the other: new memory costs more than the sums."""
+    """Memory for (N, block) numbers that all blocks use in turn: allocation takes longer than the sums."""
 
     memory: Tensor
     tokens: int

@@ -18,9 +18,9 @@ LARGEST_HEAD = 256
 
 @cache
 def varlen_kernel() -> Callable[..., Tensor] | None:
-    """Return PyTorch's variable-length attention; None if this PyTorch has none with a scale and a window.
+    """Return PyTorch's variable-length attention; None if this version has none with a scale and a window.
 
-    Query heads may share a key head, which is not copied. PyTorch 2.13 has an argument for this case, 2.11 has none.
+    Query heads may share a key head without copying it. PyTorch 2.13 has an argument for this case, 2.11 has none.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -51,9 +51,9 @@ def within_sequences(
 ) -> Tensor:
     """Return (N, heads, size) from query (N, heads, size), key and value (K, key heads, size).
 
-    Attention is causal: the last query and the last key of a sequence are the same token. starts: the first query and
-    the first key of each sequence, and the ends, (sequences + 1,) int32 each. longest: the most queries and the most
-    keys of a sequence. window: a query sees at most so many tokens.
+    Attention is causal: the last query and the last key of a sequence are the same token. starts: the indices of the
+    first query and the first key of each sequence, and the total numbers at the end, (sequences + 1,) int32 each.
+    longest: the most queries and the most keys of a sequence. window: the most tokens that a query attends to.
     """
     rows = (t.contiguous() for t in (query, key, value))
     return kernel(*rows, *starts, *longest, scale=scale, window_size=(-1 if window is None else window - 1, 0))
