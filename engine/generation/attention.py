@@ -3,7 +3,8 @@
 Models that declare `_supports_attention_backend` look up their attention function by the name in their configuration.
 They pass it every keyword argument of their forward. So a forward with `step=Step(...)` under the name registered here
 writes its keys and values into the cache and attends over the cache, in the model's own code. No mask function belongs
-to the name, so transformers makes no mask: the lengths of the sequences and the window of the layer say what is seen.
+to the name, so transformers makes no mask: the lengths of the sequences and the window of the layer decide which tokens
+a query attends to.
 
 Shapes: N tokens of a step, H query heads, Hkv key heads, D and Dv head sizes of keys and values.
 """
@@ -40,9 +41,10 @@ MASKED_QUERIES = 256  # queries that share one mask, which keeps masks and unfus
 class DecodeRows(NamedTuple):
     """The rows that run one token each; int64 tensors (B,).
 
-    slots: answer slots; places: the index of each new token in its slot; lengths: tokens of each sequence with the new
-    one (0: attend to nothing); prompt_slots and prompt_lengths: where the first tokens of each sequence are.
-    firsts: the first of the neighbouring rows with the same prompt, which is then read once for them; or None.
+    slots: answer slots. places: the index of each new token in its slot. lengths: tokens of each sequence with the new
+    one (0: attend to nothing). prompt_slots and prompt_lengths: the prompt slot of each sequence, and the number of its
+    tokens in this slot. firsts: the first of the neighbouring rows with the same prompt, which is then read once for
+    all of them; None: each row reads its prompt.
     """
 
     slots: Tensor
@@ -55,7 +57,7 @@ class DecodeRows(NamedTuple):
 
 @dataclass
 class Step:
-    """What one forward carries: one token of each decode row, then chunks of prompts.
+    """The tokens of one forward: one token of each decode row, then chunks of prompts.
 
     windows: the sliding windows that the layers used; None is a layer without one.
     """
@@ -80,24 +82,24 @@ class Step:
 
     @cached_property
     def chunk_bounds(self) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        """Where the queries and the keys of each chunk begin, (chunks + 1,) int32 each; the longest of either."""
+        """The first query and the first key of each chunk, (chunks + 1,) int32 each, and the most queries and keys."""
         counts = [[len(chunk.tokens) for chunk in self.chunks], [chunk.end for chunk in self.chunks]]
         starts = upload([[0, *accumulate(each)] for each in counts], self.cache.device, torch.int32)
         return (starts[0], starts[1]), (max(counts[0]), max(counts[1]))
 
     def rows_of_chunks(self, key_heads: int) -> Families:
-        """Where the tokens of the chunks are in `LayerCache.prompt_rows`, for the kernel for CPUs."""
+        """Return where the tokens of the chunks are in `LayerCache.prompt_rows`. The kernel for CPUs needs this."""
         if key_heads not in self._rows_of_chunks:
-            slot_rows, begin, found = key_heads * self.cache.size.prompt_capacity, 0, []
+            slot_rows, begin, spans = key_heads * self.cache.size.prompt_capacity, 0, []
             for chunk in self.chunks:
-                found.append((chunk.slot * slot_rows, chunk.start, len(chunk.tokens), begin))
+                spans.append((chunk.slot * slot_rows, chunk.start, len(chunk.tokens), begin))
                 begin += len(chunk.tokens)
-            self._rows_of_chunks[key_heads] = Families.going_on(found)
+            self._rows_of_chunks[key_heads] = Families.going_on(spans)
         return self._rows_of_chunks[key_heads]
 
 
 class _Options(NamedTuple):
-    """How a layer attends."""
+    """The settings of a layer's attention."""
 
     scale: float
     window: int | None
@@ -149,7 +151,10 @@ def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
 def _attend_rows(
     query: Tensor, key: Tensor, value: Tensor, rows: DecodeRows, layer: LayerCache, options: _Options
 ) -> Tensor:
-    """query (B, H, D), key (B, Hkv, D), value (B, Hkv, Dv): one new token of each row -> (B, H, Dv)."""
+    """Write one new token of each row and attend over the cache; return (B, H, Dv).
+
+    query: (B, H, D). key: (B, Hkv, D). value: (B, Hkv, Dv).
+    """
     prompts = Prompts(layer.prompt_keys, layer.prompt_values, rows.prompt_slots, rows.prompt_lengths, rows.firsts)
     cached = layer.answer_keys, layer.answer_values, rows.slots
     scale, window, softcap = options
@@ -163,9 +168,10 @@ def _attend_rows(
 def _attend_chunks(
     query: Tensor, key: Tensor, value: Tensor, step: Step, layer: LayerCache, options: _Options
 ) -> Tensor:
-    """query (n, H, D), key (n, Hkv, D), value (n, Hkv, Dv): the tokens of all chunks -> (n, H, Dv).
+    """Write the n tokens of all chunks and attend over the cache; return (n, H, Dv).
 
-    A kernel computes all chunks in one call. On CPUs the numbers of a token do not depend on where a prompt is cut.
+    query: (n, H, D). key: (n, Hkv, D). value: (n, Hkv, Dv). If a kernel supports the layer, it computes all chunks in
+    one call. The CPU kernel gives a token the same numbers wherever a prompt is divided into chunks.
     """
     _write_chunks(key, value, step, layer)
     scale, window, softcap = options
@@ -200,24 +206,29 @@ def _gather(cached: Tensor, chunks: Sequence[Chunk]) -> Tensor:
 
 
 def _attend_chunk(query: Tensor, chunk: Chunk, layer: LayerCache, options: _Options) -> Iterator[Tensor]:
-    """query (H, n, D) of one chunk -> its outputs (up to MASKED_QUERIES, H, Dv), in order, by PyTorch's operators."""
+    """Yield the outputs of one chunk, (up to MASKED_QUERIES, H, Dv), in order, by PyTorch's operators.
+
+    query: (H, n, D).
+    """
     for begin in range(0, len(chunk.tokens), MASKED_QUERIES):
         queries = query[None, :, begin : begin + MASKED_QUERIES]
         start, end = chunk.start + begin, chunk.start + begin + queries.shape[2]
         first = 0 if options.window is None else max(0, start + 1 - options.window)
         keys, values = (t[chunk.slot, None, :, first:end] for t in (layer.prompt_keys, layer.prompt_values))
-        ago = torch.arange(start, end, device=query.device)[:, None] - torch.arange(first, end, device=query.device)
-        mask = (ago >= 0) if options.window is None else (ago >= 0) & (ago < options.window)
+        distances = torch.arange(start, end, device=query.device)[:, None] - torch.arange(
+            first, end, device=query.device
+        )
+        mask = (distances >= 0) if options.window is None else (distances >= 0) & (distances < options.window)
         yield attend(queries, keys, values, mask, scaling=options.scale, softcap=options.softcap)[0].transpose(0, 1)
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """query (B, H, L, D), key (B, Hkv, T, D), value (B, Hkv, T, Dv) -> (B, H, L, Dv).
+    """Return the attention of L queries to T keys, (B, H, L, Dv).
 
-    mask is True on what a query sees and broadcasts to (B, H, L, T). Without a mask the attention is causal: the L
-    queries are the last tokens.
+    query: (B, H, L, D). key: (B, Hkv, T, D). value: (B, Hkv, T, Dv). mask: True for the keys that a query attends to;
+    it broadcasts to (B, H, L, T). Without a mask attention is causal, and L must be 1 or T.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -231,7 +242,7 @@ def attend(
 def _attend_capped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float | None, softcap: float
 ) -> Tensor:
-    """Attention with scores bounded to +-softcap (Gemma 2, 2024), which the fused functions do not offer."""
+    """Return attention with scores bounded to +-softcap (Gemma 2, 2024), which PyTorch's fused functions lack."""
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap
     if causal:
@@ -245,11 +256,11 @@ def _attend_capped(
 def attend_by_name(module: nn.Module, name: str = NAME) -> Iterator[None]:
     """Make a module attend by the function registered under `name`, and hide its padding token.
 
-    Some models search their tokens for padding if they get no mask, for which the host would wait for the GPU.
+    Without a mask some models search their tokens for padding. The search would make the host wait for the GPU.
     """
     config: Any = module.config
     before = config._attn_implementation, getattr(config, "pad_token_id", None)
-    config._attn_implementation, vars(config)["pad_token_id"] = name, None  # some configurations refuse None by name
+    config._attn_implementation, vars(config)["pad_token_id"] = name, None  # setattr may reject None
     try:
         yield
     finally:

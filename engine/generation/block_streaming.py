@@ -1,8 +1,9 @@
-"""Block streaming: generate with a model that does not fit, whose blocks have parameters only while they run.
+"""Block streaming: generate with a model that is larger than the memory of the device.
 
-There are two buffers, each as large as the largest block. While one block computes for the batch, a thread gathers the
-parameters of the next block into the other buffer. A forward costs the larger of computing and of reading all
-parameters once, so a larger batch makes a token cheaper (Sheng et al., 2023, "FlexGen", arXiv:2303.06865).
+A block has parameters only while it runs. There are two buffers, each as large as the largest block. While one block
+computes for the batch, a thread gathers the parameters of the next block into the other buffer. A forward costs the
+larger of computing and of reading all parameters once, so a larger batch lowers the cost of a token (Sheng et al.,
+2023, "FlexGen", arXiv:2303.06865).
 
 Gathering sharded parameters is collective. A rank without remaining prompts joins the forwards of the other ranks.
 """
@@ -45,7 +46,7 @@ class BlockStream:
         return next((index for path, index in self._paths.items() if name.startswith(f"{path}.")), None)
 
     def start(self, copies: Mapping[str, WeightCopy]) -> None:
-        """Prepare to copy these parameters while blocks run; of the copies' targets only the shapes are used."""
+        """Prepare to copy these parameters while blocks run. Only the shapes of the copies' targets are used."""
         by_block: list[list[tuple[str, WeightCopy]]] = [[] for _ in self.blocks]
         for name, weight_copy in copies.items():
             index = self.block_of(name)
@@ -61,7 +62,7 @@ class BlockStream:
         self._collective = dist.world().size > 1 and sharded
 
     def finish(self) -> None:
-        """Gather for the forwards of other ranks until no rank generates. Collective."""
+        """Take part in the gathers of other ranks' forwards until no rank generates. Collective."""
         while self._collective and dist.max_over_ranks(0.0) > 0:
             for index in range(len(self.blocks)):
                 self._load(index).result()
@@ -79,19 +80,19 @@ class BlockStream:
 
     def _assign_memory(self, index: int, block: Sequence[tuple[str, WeightCopy]]) -> None:
         """Assign memory in one of the two buffers to each parameter of a block."""
-        memory, at = self.memory[index % 2], 0
+        memory, offset = self.memory[index % 2], 0
         self._copies[index], self._parameters[index] = [], []
         for name, weight_copy in block:
-            end = at + weight_copy.target.numel() * self._dtype.itemsize
-            target = memory[at:end].view(self._dtype).view(weight_copy.target.shape)
-            at += self._size(weight_copy)
+            end = offset + weight_copy.target.numel() * self._dtype.itemsize
+            target = memory[offset:end].view(self._dtype).view(weight_copy.target.shape)
+            offset += self._size(weight_copy)
             owner, _, leaf = name.rpartition(".")
             self._copies[index].append(WeightCopy(weight_copy.live, target, weight_copy.slice))
             parameter = nn.Parameter(target, requires_grad=False)
             self._parameters[index].append((self._module.get_submodule(owner), leaf, parameter))
 
     def _before_forward(self, *_: Any) -> None:
-        """Announce a forward, so that ranks without prompts gather too."""
+        """Signal the start of a forward, so that ranks without prompts take part in its gathers."""
         self._wait()
         if self._collective:
             dist.max_over_ranks(1.0)

@@ -1,10 +1,10 @@
 """A decode step as CUDA graphs, one per number of rows: captured once, then replayed without Python in between.
 
-The numbers of rows are few (`bucket`); a step with fewer rows is padded with the scratch slot. Graphs share one memory
-pool, as no two run at a time. They belong to the addresses of weights, cache and table.
+Only a few numbers of rows have graphs (`bucket`). A step with fewer rows is padded with the scratch slot. Graphs share
+one memory pool, because no two run at a time. They are valid for fixed addresses of weights, cache and table.
 
-A forward that reads a number on the host cannot be captured. A trial under PyTorch's check for such reads finds that
-out before anything is captured; the step then runs without graphs.
+A forward that reads a number on the host cannot be captured. Before the capture, the step runs once under PyTorch's
+check for such reads. If the check fails, all steps run without graphs.
 """
 
 import logging
@@ -27,7 +27,7 @@ class GraphedStep:
     """A step for any number of rows, replayed as a CUDA graph on GPUs."""
 
     def __init__(self, step: DecodeStep, place: Tensor, *, scratch: int) -> None:
-        """`place` () is the counter of the step's outputs, `scratch` the slot of rows that pad a step."""
+        """`place` () is the counter of the step's outputs. `scratch` is the slot of rows that pad a step."""
         self.step, self.scratch, self._place = step, scratch, place
         self.captures = place.is_cuda
         self._inputs: dict[int, Tensor] = {}  # by number of rows, the argument of the step
@@ -37,7 +37,7 @@ class GraphedStep:
 
     @torch.inference_mode()
     def run(self, slots: Sequence[int], firsts: Sequence[int], times: int) -> None:
-        """Run the step `times` times for these slots; returns before the device is done."""
+        """Run the step `times` times for these slots. Return before the device has finished."""
         size = bucket(len(slots))
         if size not in self._inputs:
             self._inputs[size] = self._padding(size)
@@ -66,7 +66,7 @@ class GraphedStep:
         return self._graphs[size].replay if size in self._graphs else lambda: self.step(chosen)
 
     def _warm_up(self, chosen: Tensor) -> bool:
-        """Run the step twice: kernels compile and workspaces are allocated. Return whether it can be captured."""
+        """Run the step twice, to compile kernels and allocate workspaces. Return whether it can be captured."""
         before = self._place.clone()
         self._place.fill_(-1)
         self.step(chosen)
@@ -90,7 +90,7 @@ class GraphedStep:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Threads of offload and checkpoints may allocate meanwhile, hence not "global".
+            # Not "global": threads of offload and checkpoints may allocate memory during the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             self.step(chosen)
             graph.capture_end()
@@ -116,15 +116,15 @@ def bucket(rows: int) -> int:
 def _capture_stream(_device: int) -> torch.cuda.Stream:
     """Return the stream on which all graphs of a device are captured.
 
-    cuBLAS keeps a workspace for each stream, 32 MiB on an H100. This stream exists before the first capture and serves
-    all, as no two captures run at a time.
+    cuBLAS allocates a workspace for each stream, 32 MiB on an H100. All captures use this stream, because no two run at
+    a time.
     """
     return torch.cuda.Stream()
 
 
 @contextmanager
 def _refuse_to_wait() -> Iterator[None]:
-    """Raise RuntimeError where the host would wait for the device."""
+    """Raise RuntimeError inside the context if the host would wait for the device."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

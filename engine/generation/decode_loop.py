@@ -1,10 +1,10 @@
-"""The decode loop: sequences of any lengths share forwards, and new ones take the slots of those that end.
+"""The decode loop: sequences of any lengths share forwards, and a new sequence starts when another one ends.
 
-A forward carries its tokens in one row (1, N), whichever sequence they belong to, so nothing is padded. On CPUs, and
-if the generator is streamed or split over ranks, the host reads the tokens of each step before it plans the next. With
-CUDA graphs the host launches WINDOW replays of the step at a time, and reads what the last ones sampled while the
-device runs. If only the host knows that an answer has ended (a stop string), its sequence is decoded on meanwhile and
-the further tokens are dropped.
+A forward carries its tokens in one row (1, N), whichever sequence they belong to, so nothing is padded. On CPUs, and if
+the generator is streamed or split over ranks, the host reads the tokens of each step before it plans the next. With
+CUDA graphs the host launches WINDOW replays of the step at a time. While the device runs them, the host reads the
+tokens of the replays before. Only the host detects stop strings, so the device may decode tokens after the end of an
+answer. The host drops these tokens.
 """
 
 import logging
@@ -29,15 +29,15 @@ from engine.parallel import dist
 from engine.uploads import upload
 
 log = logging.getLogger(__name__)
-# Tokens of prompts in one forward: bounds the activations, which should stay in the caches of a CPU.
+# Prompt tokens in one forward, at most. This bounds the activations, which should stay in the caches of a CPU.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
-WINDOW = 8  # replays of a CUDA graph between two looks of the host
-MIN_SHARED_PROMPT = 128  # tokens; reading a shorter prompt once for several rows does not pay for the further launch
+WINDOW = 8  # replays of a CUDA graph between two reads by the host
+MIN_SHARED_PROMPT = 128  # tokens; for a shorter prompt, a shared read saves less time than its extra launch costs
 MAX_STEPS = 4  # sampling settings whose steps and graphs exist at a time
 
 
 class DecodeLoop:
-    """A model with its key-value cache and its steps, which remain between calls.
+    """A model with its key-value cache and its decode steps, which are reused between calls.
 
     The constructor tries the model with a few tokens. Raises UnsupportedModel if the cache does not support the model.
     `cache_bytes` bounds keys and values (default: half of the free memory). `use_graphs` False runs every step through
@@ -87,9 +87,9 @@ class DecodeLoop:
         return iter(_Call(step, graphs if self.use_graphs else None, scheduler, sampling, sample_seeds, ends))
 
     def _cache_for(self, demand: CacheDemand) -> KVCache:
-        """Return the present cache if it is large enough, else a new one within the bound."""
-        held = 0 if self.cache is None or self.cache_bytes is not None else self.cache.size.tokens // 2
-        tokens = self._bound() // self.token_bytes + held
+        """Return the current cache if it is large enough, else a new cache within the bound."""
+        reusable = 0 if self.cache is None or self.cache_bytes is not None else self.cache.size.tokens // 2
+        tokens = self._bound() // self.token_bytes + reusable
         size = demand.size_within(tokens)
         if self.cache is None or not demand.fits(self.cache.size, size.sequences):
             self.cache = self._state = None  # free the old memory first
@@ -106,21 +106,21 @@ class DecodeLoop:
         return self.cache
 
     def _step_for(self, cache: KVCache, sampling: Sampling, shares_reads: bool) -> tuple[DecodeStep, GraphedStep]:
-        """Return the step under these settings. The steps belong to the addresses of weights, cache and state."""
+        """Return the step for these settings. Steps are valid for fixed addresses of weights, cache and state."""
         module = self.model.module
         addresses = [tensor.data_ptr() for tensor in [*module.parameters(), *module.buffers()]]
         if self._state is None or addresses != self._addresses:
             self._steps.clear()
             self._state, self._addresses = DecodeState(cache.size.sequences, WINDOW + 1, self.device), addresses
         settings = replace(sampling, seed=0, stop=(), pad_id=0, max_new_tokens=max(1, sampling.min_new_tokens))
-        found = self._steps.pop((settings, shares_reads), None)
-        if found is None:
+        step_and_graphs = self._steps.pop((settings, shares_reads), None)
+        if step_and_graphs is None:
             step = DecodeStep(self.model, cache, self._state, settings, shares_reads=shares_reads)
-            found = step, GraphedStep(step, self._state.sampled.step, scratch=cache.size.sequences)
-        self._steps[settings, shares_reads] = found
+            step_and_graphs = step, GraphedStep(step, self._state.sampled.step, scratch=cache.size.sequences)
+        self._steps[settings, shares_reads] = step_and_graphs
         while len(self._steps) > MAX_STEPS:
             del self._steps[next(iter(self._steps))]
-        return found
+        return step_and_graphs
 
     def _bound(self) -> int:
         """Return the bytes that keys and values may take."""
@@ -131,7 +131,10 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def _try(self) -> int:
-        """Run a few tokens as a chunk and one as a row; return the bytes of a cached token. Raises UnsupportedModel."""
+        """Run a few tokens as a chunk and one as a row; return the bytes of a cached token.
+
+        Raises UnsupportedModel if the cache does not support the model.
+        """
         module, device = self.model.module, self.device
         prompt = fixed_prompts(module)[0]
         cache, last = KVCache(CacheSize(1, len(prompt), 2, 1), device), len(prompt) - 1
@@ -146,7 +149,7 @@ class DecodeLoop:
             logits.append(self.model(token_ids[last:], positions[last:], row))
             plain = plain_logits(module, device, prompt)
             are_from_zero = counts_from_zero(module, device)
-        except Exception as error:  # any message of a forward that needs other arguments
+        except Exception as error:  # a forward that needs other arguments may raise any exception
             if is_out_of_memory(error):
                 raise
             raise UnsupportedModel(str(error).partition("\n")[0] or type(error).__name__) from error
@@ -164,14 +167,14 @@ class DecodeLoop:
 
 @dataclass(frozen=True)
 class _Launch:
-    """Steps that were launched: the request in each slot, and a function that waits for what they sampled."""
+    """Launched steps: the request in each slot, the number of steps, and a function that waits for their tokens."""
 
     requests: dict[int, int]
     steps: int
     wait: Callable[[], tuple[Tensor, Tensor]]
 
     def sampled(self) -> Iterator[list[Sampled]]:
-        """Yield what each step sampled. Waits for the device."""
+        """Wait for the device, and yield the tokens of each step."""
         tokens, logprobs = (each[: self.steps].tolist() for each in self.wait())
         for step_tokens, step_logprobs in zip(tokens, logprobs, strict=True):
             sampled = [(request, step_tokens[slot], step_logprobs[slot]) for slot, request in self.requests.items()]
@@ -179,7 +182,7 @@ class _Launch:
 
 
 class _Call:
-    """One call of the loop; iterating yields what each step sampled."""
+    """One call of the loop. Iteration yields the tokens of each step."""
 
     def __init__(
         self,
@@ -212,7 +215,7 @@ class _Call:
                 yield from self._read(pending.popleft())
 
     def _launch(self, turn: int) -> _Launch | None:
-        """Launch the next steps; None if every sequence has run to its limit and nothing waits."""
+        """Launch the next steps. Return None if every sequence has reached its limit and no request waits."""
         scheduler, step = self.scheduler, self.step
         plan = scheduler.plan()
         for copy in plan.copies:
@@ -236,7 +239,7 @@ class _Call:
         return _Launch({s.slot: s.request for s in scheduler.decoding}, steps, step.state.copy_to_host(turn))
 
     def _read(self, launch: _Launch) -> Iterator[list[Sampled]]:
-        """Yield what the steps of a launch sampled, and free the slots of the answers that ended."""
+        """Yield the tokens of a launch's steps, and free the slots of the answers that ended."""
         for sampled in launch.sampled():
             sampled = [one for one in sampled if one[0] in self.live]
             if sampled:
@@ -254,14 +257,14 @@ class _Call:
         return [sequence for sequence in sequences if sequence.sampled < self.limit]
 
     def _choose(self, rows: Sequence[ActiveSequence]) -> Tensor:
-        """Return slots and firsts (2, B) on the device; those of the step before if they are the same."""
+        """Return slots and firsts (2, B) on the device. Reuse the tensor of the previous step if both are unchanged."""
         chosen = [*_slots_and_firsts(rows)]
         if chosen != self._rows:
             self._rows, self._chosen = chosen, upload(chosen, self.step.model.device)
         return self._chosen
 
     def _table_row(self, sequence: ActiveSequence) -> list[int]:
-        """Return the row of a sequence whose prompt is complete and whose first token is not sampled."""
+        """Return the table row of a sequence whose prompt is complete and whose first token is not yet sampled."""
         prompt = sequence.prompt
         length, seed = len(prompt.tokens), self.seeds[sequence.request]
         return [prompt.tokens[-1], length - 1, seed, 0, self.limit, 0, prompt.slot, length]

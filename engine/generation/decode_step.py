@@ -1,6 +1,6 @@
-"""One decode step: the forward, the sampling, and the table that both read and write on the device.
+"""One decode step: the forward, the sampling, and the update of the table of sequences on the device.
 
-The state of each sequence is a row of the table. A step reads the rows of its slots, runs the model's own forward with
+A row of the table is the state of a sequence. A step reads the rows of its slots, runs the model's own forward with
 attention over the key-value cache, samples, tests for the end of each answer and writes the rows back. A step without
 chunks of prompts reads no number on the host and allocates nothing that outlives it, so a CUDA graph can replay it.
 
@@ -63,7 +63,7 @@ class SlotModel:
 
 
 class DecodeState:
-    """The table of the sequences on the device, and what the last steps sampled.
+    """The table of the sequences on the device, and the tokens of the last steps.
 
     rows (slots + 1, 8) int64: engine/generation/decode_table.py names the columns; the last row is scratch.
     sampled: tokens and log-probabilities (steps, slots + 1), NOTHING where a step sampled no token.
@@ -77,14 +77,14 @@ class DecodeState:
             torch.zeros(steps, slots + 1, dtype=torch.float32, device=device),
             torch.full((), -1, dtype=torch.int64, device=device),
         )
-        # One copy is read while the next one arrives. Pinned memory lets a GPU copy in the background.
+        # The host reads one copy while the next one is written. Pinned memory lets a GPU copy in the background.
         self._host = [
             tuple(torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda) for each in self.sampled[:2])
             for _ in range(2)
         ]
 
     def clear(self) -> None:
-        """Forget what was sampled."""
+        """Clear the tokens of the last steps."""
         self.sampled.tokens.fill_(NOTHING)
         self.sampled.step.fill_(-1)
 
@@ -108,21 +108,21 @@ class DecodeState:
 class DecodeStep:
     """One step under fixed sampling settings over one cache.
 
-    The seed of the settings is not read: sample seeds are shifted by it (`sampling.under_seed`), so that one captured
-    step serves all seeds.
+    The step ignores the seed of the settings. The caller shifts sample seeds by it (`sampling.under_seed`), so that one
+    captured step works for all seeds.
     """
 
     def __init__(
         self, model: SlotModel, cache: KVCache, state: DecodeState, sampling: Sampling, *, shares_reads: bool
     ) -> None:
-        """With `shares_reads` attention reads a prompt once for all neighbouring rows that have it."""
+        """If `shares_reads`, attention reads a prompt once for all neighbouring rows with this prompt."""
         self.model, self.cache, self.state, self.sampling = model, cache, state, sampling
         self.shares_reads = shares_reads
         device = state.rows.device
         vocabulary: int = model.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
         self._end_ids = torch.tensor(sampling.end_ids, dtype=torch.int64, device=device)
         self._seen: Tensor | None = None  # (slots + 1, V): the tokens of each sequence, for the repetition penalty
-        self._forbidden: Tensor | None = None  # (V,): what answers shorter than the minimum must not sample
+        self._forbidden: Tensor | None = None  # (V,): the tokens that end an answer, if there is a minimum length
         if sampling.repetition_penalty != 1:
             self._seen = torch.zeros(state.rows.shape[0], vocabulary, dtype=torch.bool, device=device)
         if sampling.min_new_tokens > 0 and sampling.end_ids:
@@ -167,7 +167,7 @@ class DecodeStep:
         )
 
     def _forward(self, inputs: StepInputs | None, rows: DecodeRows | None, plan: Plan) -> Tensor:
-        """Run rows and chunks; store the logits after the prompts that are complete, return those after the rows."""
+        """Run rows and chunks. Store the logits after complete prompts, and return the logits after the rows."""
         step = Step(self.cache, rows, plan.chunks)
         if not plan.chunks:
             assert inputs is not None
@@ -187,15 +187,15 @@ class DecodeStep:
         return logits[: step.decode_tokens]
 
     def _start(self, plan: Plan, rows: Tensor) -> Draws:
-        """Write rows (n, 8) of sequences that start into the table; return what to sample their first tokens from."""
+        """Write rows (n, 8) of starting sequences into the table; return the inputs for sampling their first tokens."""
         device = self.model.device
         slots = upload([sequence.slot for sequence in plan.starting], device)
         self.state.rows.index_copy_(0, slots, rows)
         if self._seen is not None:
             self._seen.index_fill_(0, slots, False)
             width = self._seen.shape[1]
-            at = [sequence.slot * width + token for sequence in plan.starting for token in sequence.prompt.tokens]
-            self._seen.view(-1).index_fill_(0, upload(at, device), True)
+            indices = [sequence.slot * width + token for sequence in plan.starting for token in sequence.prompt.tokens]
+            self._seen.view(-1).index_fill_(0, upload(indices, device), True)
         prompts = upload([sequence.prompt.slot for sequence in plan.starting], device)
         return slots, rows[:, SEED].contiguous(), rows[:, COUNT].contiguous(), self.cache.logits_after(prompts)
 

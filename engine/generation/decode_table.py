@@ -1,7 +1,7 @@
-"""The table of the sequences on the device: what a decode step reads at its beginning and writes at its end.
+"""The table of the sequences on the device. A decode step reads it at its beginning and writes it at its end.
 
 A row has eight int64 columns; a table has one row per answer slot. `read_rows` returns the inputs of the forward and of
-the sampling. `write_rows` stores what was sampled and tests for the end of each answer. No function reads a number on
+the sampling. `write_rows` stores the sampled tokens and tests for the end of each answer. No function reads a number on
 the host, so a CUDA graph can capture a step.
 
 Shapes: S slots, B rows of a step, V vocabulary.
@@ -22,9 +22,10 @@ NOTHING = -1  # the token of a row whose answer ended before this step
 class StepInputs(NamedTuple):
     """The inputs of a step, (B,) int64 each.
 
-    tokens and positions: of the forward. lengths: tokens that attention reads, 0 after the end of the answer. places:
-    where in its own slot a row writes the new token. prompt_slots and prompt_lengths: where its first tokens are.
-    seeds and counts: the sample seed, and the number of tokens sampled so far.
+    tokens and positions: the inputs of the forward. lengths: tokens that attention reads, 0 after the end of the
+    answer. places: the index in the row's own slot at which the new token is written. prompt_slots and prompt_lengths:
+    the prompt slot of the row, and the number of its tokens in this slot. seeds and counts: the sample seed, and the
+    number of tokens sampled so far.
     """
 
     tokens: Tensor
@@ -38,7 +39,10 @@ class StepInputs(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """What the last steps sampled: tokens (steps, S) int64, logprobs (steps, S) fp32; step () int64 is written next."""
+    """The tokens of the last steps.
+
+    tokens: (steps, S) int64. logprobs: (steps, S) fp32. step: () int64, the index of the newest step.
+    """
 
     tokens: Tensor
     logprobs: Tensor
@@ -65,9 +69,9 @@ def write_rows(
 ) -> None:
     """Store the sampled tokens (B,) int64 and log-probabilities (B,) fp32 of slots (B,), in place.
 
-    The token of the step before is cached now. An answer ends with one of `end_ids` (E,) or at its limit. A row that
-    had ended stores NOTHING, and only its TOKEN column changes. seen: (S, V) bool, True for the tokens of a sequence. A
-    slot may occur twice in `slots` if its answer has ended.
+    The cache contains the token of the previous step. An answer ends with one of `end_ids` (E,) or at its limit. A row
+    that had ended stores NOTHING, and only its TOKEN column changes. seen: (S, V) bool, True for the tokens of a
+    sequence. A slot may occur twice in `slots` if its answer has ended.
     """
     row = rows.index_select(0, slots)
     live = row[:, ENDED] == 0
@@ -76,8 +80,8 @@ def write_rows(
     row[:, COUNT] += live
     row[:, ENDED] = (tokens[:, None] == end_ids).any(1) | (row[:, COUNT] >= row[:, LIMIT]) | ~live
     rows.index_copy_(0, slots, row)
-    at = sampled.step * sampled.tokens.shape[1] + slots
-    sampled.tokens.view(-1).index_copy_(0, at, torch.where(live, tokens, NOTHING))
-    sampled.logprobs.view(-1).index_copy_(0, at, logprobs)
+    indices = sampled.step * sampled.tokens.shape[1] + slots
+    sampled.tokens.view(-1).index_copy_(0, indices, torch.where(live, tokens, NOTHING))
+    sampled.logprobs.view(-1).index_copy_(0, indices, logprobs)
     if seen is not None:
         seen.view(-1).index_fill_(0, slots * seen.shape[1] + tokens, True)

@@ -1,7 +1,8 @@
 """The flip: turn a training module into a generator and back.
 
-Entering syncs the weights into the inference model and prepares the generator. Leaving keeps or frees their memory. The
-first flips, and every `parity_check_every`-th flip, compare the generator with the module's own forward.
+On entry the flip syncs the weights into the inference model and prepares the generator. On exit it retains or frees
+their memory. The first flips, and every `parity_check_every`-th flip, compare the generator with the module's own
+forward.
 """
 
 import time
@@ -18,15 +19,15 @@ from engine.generation.parity_check import CheckedAnswer, check_generator
 from engine.parallel import dist, dtensors
 
 FIRST_CHECKS = 2  # flips that are always checked
-PROMPT_TOKEN_COST = 0.2  # of an answer's token; measured on a CPU with 16 answers at a time
+PROMPT_TOKEN_COST = 0.2  # relative to the cost of an answer's token; measured on a CPU with 16 answers at a time
 
 
 class Flip:
     """The generation side of one training module.
 
     Set `stream`, `tensor_parallel` and `cache_bytes` before the first flip. `seconds` is the time of the last flip in
-    both directions, `bytes` what its weight sync copied, and `checked` what its parity check generated (empty if the
-    flip was not checked).
+    both directions, `bytes` the number of bytes that its weight sync copied, and `checked` the answers of its parity
+    check (empty if the flip was not checked).
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class Flip:
         *,
         fill: Callable[[torch.device], AbstractContextManager[None]] | None = None,
     ) -> None:
-        """See `InferenceModel`, which takes over the blueprint at the first flip.
+        """Store the arguments of `InferenceModel`, which the first flip creates.
 
-        `fill(device)` is a context in which `source` has values on the device, if it has none otherwise.
+        `fill(device)` is a context that gives `source` its values on the device; it is needed if `source` has none
+        outside of the context.
         """
         self.stream = False  # gather the parameters of a block only while it runs
         self.tensor_parallel = 1  # neighbouring ranks that share a generator
@@ -58,8 +60,8 @@ class Flip:
     def generating(self, *, keep: bool, park: torch.optim.Optimizer | None = None) -> Iterator[Generator]:
         """Provide a generator with the current weights. Collective.
 
-        `keep` keeps the memory of weights and cache for the next flip. The states of the optimizer `park` are in host
-        memory meanwhile.
+        `keep` retains the memory of weights and cache for the next flip. Inside the context the states of the optimizer
+        `park` are in host memory.
         """
         with ExitStack() as stack:
             began = time.perf_counter()
@@ -90,20 +92,20 @@ class Flip:
         return balance(prompt_lengths, groups, expected)[dist.world().rank // self.tensor_parallel]
 
     def release(self) -> None:
-        """Free the weights, what was derived from them, and the cache."""
+        """Free the copied weights, all data derived from weights, and the cache."""
         if self._generator is not None:
             self._generator.release()
         if self._model is not None:
             self._model.release()
 
     def held(self) -> tuple[list[Tensor], list[Tensor], int]:
-        """Return the inference model's weights (shared live ones included), the cache, and the bytes of packs."""
+        """Return the inference model's weights (with shared ones), the cache, and the bytes of prepacked weights."""
         weights = [] if self._model is None else self._model.tensors()
         cache, packs = ([], 0) if self._generator is None else self._generator.held()
         return weights, cache, packs
 
     def _sync(self) -> Generator:
-        """Bring the live weights into the generator, which the first call makes."""
+        """Sync the live weights into the generator. The first call creates the generator."""
         if self._model is None or self._generator is None:
             self._model, self._generator = self._make()
         self._model.sync()
@@ -119,7 +121,7 @@ class Flip:
 
     def _make(self) -> tuple[InferenceModel, Generator]:
         device, ranks = dist.world().device, self.tensor_parallel
-        if ranks > 1 and self.stream:  # the thread that gathers and the forward would call collectives in any order
+        if ranks > 1 and self.stream:  # two threads would call collectives in any order
             raise ValueError(
                 f"stream=True cannot be combined with tensor_parallel={ranks} for generation: choose one of them"
             )
@@ -169,7 +171,7 @@ def balance(prompt_lengths: Sequence[int], groups: int, expected: float) -> list
 
 @contextmanager
 def states_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Move an optimizer's states from an accelerator to host memory for the time of the context.
+    """Move an optimizer's states from an accelerator to host memory inside the context.
 
     Only the storages are freed: the tensors stay the same objects, so the optimizer does not notice.
     """
@@ -185,7 +187,7 @@ def states_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def storages_on_host(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Free the storages of tensors for the time of the context; their values wait in host memory."""
+    """Free the storages of tensors inside the context, and restore their values from host memory at its end."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
     on_gpu = any(storage.device.type == "cuda" for storage in storages.values())
     copies = []
@@ -207,6 +209,9 @@ def storages_on_host(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _common_cache_bytes(device: torch.device) -> int:
-    """Return cache memory that every rank has: ranks that share a generator run equally many sequences."""
+    """Return a cache size in bytes that every rank can allocate.
+
+    Ranks that share a generator run equally many sequences.
+    """
     sharers = dist.world().size if device.type == "cpu" else 1
     return -int(dist.max_over_ranks(-float(free_bytes(device) // (2 * sharers))))

@@ -1,9 +1,9 @@
 """The generator: answers sampled from a causal language model.
 
 Models that support attention over the key-value cache run in the decode loop (`decode_loop.py`): no padding, and a free
-slot is used in the next step. Other models use transformers' `generate` (`transformers_fallback.py`), and a log line
-reports that. In both cases an answer depends on its prompt, the sampling settings and its sample seed only: not on the
-order of the prompts, the batch size or the world size.
+slot is used in the next step. Other models use transformers' `generate` (`transformers_fallback.py`), and a warning is
+logged. In both cases an answer depends only on its prompt, the sampling settings and its sample seed. It does not
+depend on the order of the prompts, the batch size or the world size.
 """
 
 import logging
@@ -58,7 +58,7 @@ class Generator:
             raise ValueError(f"{device} is not the current GPU: call torch.cuda.set_device({self.device.index}) first")
         self._positions = max_positions(module)
         self._use_graphs = use_graphs
-        self._reason: str | None = None  # why the decode loop does not serve the model
+        self._reason: str | None = None  # why the decode loop does not support the model
         self._loop: DecodeLoop | None = None
         self._fallback: TransformersFallback | None = None
 
@@ -111,7 +111,7 @@ class Generator:
         batch_size: int,
         ends: Callable[[int, int], bool],
     ) -> Iterator[list[Sampled]]:
-        """Yield what each step sampled: (index of the prompt, token, log-probability) of each sequence that did.
+        """Yield the tokens of each step: (index of the prompt, token, log-probability) of each sampled token.
 
         ends: called with the index and each token; returns whether the answer ends with this token.
         """
@@ -127,12 +127,12 @@ class Generator:
     def refresh(self) -> None:
         """Recompute the copies that were derived from the weights."""
         if self._loop is None:
-            self._runner()  # the trial derives what it needs
+            self._runner()  # creating the runner computes the copies
         else:
             self._loop.model.packs.refresh()
 
     def release(self) -> None:
-        """Free the cache and all that was derived from the weights; the next call makes them again."""
+        """Free the cache and all data derived from the weights. The next call creates them again."""
         if self._loop is not None:
             self._loop.release()
 
@@ -144,7 +144,7 @@ class Generator:
 
     @contextmanager
     def without_graphs(self) -> Iterator[None]:
-        """Run every step through the modules inside this context, so that their hooks see it."""
+        """Run every step through the modules inside this context, so that their hooks run."""
         runner = self._runner()
         if not isinstance(runner, DecodeLoop):
             yield
@@ -157,7 +157,7 @@ class Generator:
 
     @property
     def fallback(self) -> str | None:
-        """Why the decode loop does not serve this model; None if it does."""
+        """The reason why the decode loop does not support this model; None if it does."""
         self._runner()
         return self._reason
 
@@ -168,7 +168,10 @@ class Generator:
         return "slots" if isinstance(runner, DecodeLoop) else runner.batching.name
 
     def _runner(self) -> DecodeLoop | TransformersFallback:
-        """Return what generates; the first call tries the model. Raises ValueError if nothing gives its own logits."""
+        """Return the decode loop, or the fallback if the loop does not support the model. The first call tests it.
+
+        Raises ValueError if the fallback does not reproduce the logits of the plain forward either.
+        """
         if self._loop is None and self._reason is None:
             try:
                 self._loop = DecodeLoop(self.module, self.device, self.cache_bytes, use_graphs=self._use_graphs)

@@ -1,12 +1,12 @@
 """The inference model: a plain copy of a training module's architecture that holds the weights to generate with.
 
-The training module is sharded, has hooks, and keeps full precision. The inference model has full parameters in the
-compute precision and no hooks. `sync` brings the live weights into it. A live parameter that is not sharded, has no
+The training module is sharded, has hooks, and has full precision. The inference model has full parameters in the
+compute precision and no hooks. `sync` gives it the live weights. A live parameter that is not sharded, has no
 adapter, and has the right precision and device is shared, not copied. All others are copied by `weight_sync.py` into
 one block of memory that `sync` allocates once. The live module is only read.
 
 With `stream` the parameters of a block exist only while the block runs (`block_streaming.py`). With `tensor_parallel`
-neighbouring ranks share a generator, and each rank receives its slice of the split matrices only.
+neighbouring ranks share a generator, and each rank receives only its slice of the split matrices.
 """
 
 import copy
@@ -49,11 +49,11 @@ class InferenceModel:
         plan: Mapping[str, str] | None = None,
         stream: bool = False,
     ) -> None:
-        """Take over `blueprint`, a module of the architecture; its parameters may be on the meta device.
+        """Use `blueprint`, a module of the architecture, as the inference model. It may be on the meta device.
 
         `source` is the live module, sharded by FSDP2 or plain, with or without LoRA layers. `dtype` is the precision
-        and `device` the device to generate with; the default is this rank's device. Every `tensor_parallel`
-        neighbouring ranks split the module by `plan`, by default the plan of the model's class.
+        and `device` the device to generate with; the default is this rank's device. Each group of `tensor_parallel`
+        neighbouring ranks splits the module by `plan`, by default the plan of the model's class.
         Raises ValueError if `source` lacks a parameter of `blueprint`, or if the module cannot be split.
         """
         self.device = device or dist.world().device
@@ -76,7 +76,7 @@ class InferenceModel:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Take over the current values of the live parameters. Collective."""
+        """Copy or share the current values of the live parameters. Collective."""
         live = live_parameters(self._source)
         first_name: dict[LiveParameter, str] = {}  # tied parameters have several names
         for name, _, _ in parameter_slots(self.module):
@@ -114,7 +114,7 @@ class InferenceModel:
         return [*parameters, *(self.stream.memory if self.stream is not None else [])]
 
     def _copy_of(self, name: str, live: LiveParameter, target: Tensor | None = None) -> WeightCopy:
-        """Return the copy that a parameter needs. Without a target it has the shape only; the block stream adds one."""
+        """Return the copy that a parameter needs. Without `target` its target is on the meta device, for its shape."""
         if target is None:
             target = torch.empty(self.module.get_parameter(name).shape, device="meta")
         return WeightCopy(live, target, self._slices.get(name))
@@ -131,16 +131,16 @@ class InferenceModel:
         )
 
     def _buffers_for(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return memory for these parameters: the existing memory if it was made for the same ones."""
+        """Return memory for these parameters: the existing memory if it was allocated for the same names."""
         shapes = {name: self.module.get_parameter(name).shape for name in names}
         if self._buffers.keys() != shapes.keys():
             self._buffers = {}  # free the old memory before the new is allocated
             sizes = {name: align(math.prod(shape) * self.dtype.itemsize) for name, shape in shapes.items()}
-            memory, at = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self.device), 0
+            memory, offset = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self.device), 0
             for name in sizes:
-                end = at + math.prod(shapes[name]) * self.dtype.itemsize
-                self._buffers[name] = memory[at:end].view(self.dtype).view(shapes[name])
-                at += sizes[name]
+                end = offset + math.prod(shapes[name]) * self.dtype.itemsize
+                self._buffers[name] = memory[offset:end].view(self.dtype).view(shapes[name])
+                offset += sizes[name]
         return self._buffers
 
     def _share_module_buffers(self) -> None:
@@ -161,7 +161,7 @@ class InferenceModel:
 class AssembledModel:
     """A full model assembled from the stages of pipeline parallelism, as the source of an inference model.
 
-    Within `filled`, `module` has values on every rank. Outside, its parameters are on the meta device.
+    Inside `filled`, `module` has values on every rank. Otherwise its parameters are on the meta device.
     """
 
     def __init__(self, blueprint: nn.Module, path: str, dtype: torch.dtype) -> None:
@@ -175,9 +175,10 @@ class AssembledModel:
 
     @contextmanager
     def filled(self, parameters: Iterable[tuple[str, Tensor]], *, device: torch.device) -> Iterator[None]:
-        """Give the module its parameters on `device` for the time of the context.
+        """Assign the module its parameters on `device` inside the context.
 
-        `parameters` yields (name in the training module, full tensor). Every rank passes the same ones in one order.
+        `parameters` yields (name in the training module, full tensor). Every rank passes the same parameters in the
+        same order.
         """
         for name, full in parameters:
             slots = self._slots.get(name.removeprefix(f"{self._path}.") if self._path else name, [])

@@ -1,8 +1,8 @@
 """The key-value cache: prompt slots, which the samples of a prompt share, and answer slots, one per sequence.
 
-A prompt is cached once, however many answers it gets and whenever those begin. The tokens of an answer are in a slot of
-its own. Memory has a fixed size, tokens are written where they belong, and attention reads them there. The tokens of
-one key head are contiguous, so that one query streams through memory.
+A prompt is cached once, whatever the number of its answers and whenever they begin. The tokens of each answer have
+their own slot. Memory has a fixed size, and attention reads the tokens in place. The tokens of one key head are
+contiguous, so that one query reads memory in order.
 """
 
 import math
@@ -43,7 +43,7 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class CacheDemand:
-    """What one call needs: its longest prompt and answer in tokens, its numbers of different prompts and of sequences.
+    """The demand of one call: longest prompt and answer in tokens, numbers of different prompts and of sequences.
 
     `batch_size` is the number of sequences that should decode at a time.
     """
@@ -65,7 +65,7 @@ class CacheDemand:
         return CacheSize(prompt_slots, prompt, batch + 1, answer)
 
     def fits(self, size: CacheSize, sequences: int) -> bool:
-        """Return whether a cache of this size decodes so many sequences of this call, or the whole batch, at a time."""
+        """Return whether a cache of this size can decode so many sequences of the call, or its batch, at a time."""
         batch = min(sequences, self.batch_size)
         return (
             size.prompt_capacity >= self.prompt_tokens
@@ -75,7 +75,7 @@ class CacheDemand:
         )
 
     def _fewest_prompts(self, batch: int) -> int:
-        """Return the number of prompt slots with which sequences seldom wait for one."""
+        """Return the number of prompt slots with which sequences seldom wait for a prompt slot."""
         return min(batch, self.prompts, -(-PROMPTS_AHEAD * batch * self.prompts // self.sequences))
 
 
@@ -123,7 +123,7 @@ class KVCache:
                 states[target, :, :tokens] = states[source, :, :tokens]
 
     def store_logits(self, slots: Tensor, logits: Tensor) -> None:
-        """Keep the logits (n, V) after the prompts in these slots (n,): later samples of a prompt begin with them."""
+        """Store the logits (n, V) after the prompts in these slots (n,). Later samples of a prompt begin with them."""
         if self._logits is None:
             self._logits = logits.new_empty(self.size.prompt_slots, logits.shape[-1])
         self._logits.index_copy_(0, slots, logits)
@@ -156,8 +156,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _allocate(slots: int, capacity: int, states: Tensor) -> Tensor:
-    """Allocate zeros: a mask multiplies hidden values by zero, which does not remove a NaN left in memory.
+    """Allocate a cache of zeros for one layer.
 
+    Uninitialized memory may contain NaN, and a mask that multiplies by zero does not remove NaN.
     On CPUs the memory is in huge pages, because a step writes to as many pages as there are heads and slots.
     """
     _, heads, _, size = states.shape

@@ -1,8 +1,9 @@
-"""Parity check: does the generator compute the model? Fixed prompts are decoded and scored by the plain forward.
+"""Parity check: verify that the generator computes the model.
 
-A generator that computes another model trains the policy on that model's text, and nothing stops the run. So each
-sampled token must be the most likely one of the module's plain forward, with the same log-probability up to rounding.
-A failed check names the first layer that differs and the likely cause.
+The check decodes fixed prompts and scores the answers by the plain forward. Without the check, a generator that
+computes another model would train the policy on that model's text, and no error would stop the run. Each sampled token
+must be the most likely one of the module's plain forward, with the same log-probability up to rounding. A failed check
+names the first layer that differs and the likely cause.
 
 The decode loop uses the same comparison when it decides whether it supports a model. All tolerances are for
 log-probabilities and hidden states that were computed twice, in another order of operations.
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = 8
 LENGTHS = (5, 12, 10)  # tokens of the prompts; unequal lengths reveal swapped slots and wrong padding
-# Mean differences of log-probability that rounding explains for logits up to 1. They grow with the largest logit. One
-# token's may be twice as large. Measured: an eighth of the bound in bf16, a third with large adapters merged.
+# Mean differences of log-probability that rounding explains for logits up to 1. They grow with the largest logit. The
+# difference of one token may be twice as large. Measured: an eighth of the bound in bf16, a third with large adapters
+# merged.
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 EIGHT_BIT_TOLERANCE = 9e-2  # for weights gathered in 8 bits; measured: two to four times the difference of bf16
-ROUTING_FACTOR = 4.0  # rounding may send a token to another expert
+ROUTING_FACTOR = 4.0  # rounding may route a token to another expert
 HIDDEN_STATE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # relative
 # Relative, of logits. Measured in bf16: 0.01 to 0.04 over 12 to 28 layers with random weights.
 LOGIT_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -71,11 +73,11 @@ def compare_logprobs(
 ) -> None:
     """Compare checked answers with log-probabilities (n,) of their tokens from `source`, such as the trainer.
 
-    `eight_bits` says that `source` gathered its weights in 8 bits. Raises ValueError if they differ.
+    `eight_bits` is whether `source` gathered its weights in 8 bits. Raises ValueError if they differ.
     """
-    for one, expected in zip(checked, logprobs, strict=True):
-        gap = (torch.tensor(one.answer.logprobs) - expected.float().cpu()).abs()
-        tolerance = one.eight_bit_tolerance if eight_bits else one.tolerance
+    for checked_answer, expected in zip(checked, logprobs, strict=True):
+        gap = (torch.tensor(checked_answer.answer.logprobs) - expected.float().cpu()).abs()
+        tolerance = checked_answer.eight_bit_tolerance if eight_bits else checked_answer.tolerance
         if not bool((gap <= 2 * tolerance).all() and gap.mean() <= tolerance):
             raise ValueError(
                 f"{source} gives the generator's tokens other log-probabilities: they differ by {gap.max():.2g}, and "
@@ -151,7 +153,7 @@ def tolerance_of(module: nn.Module, logits: Tensor, *, eight_bits: bool = False)
 def far_apart(module: nn.Module, logits: Tensor, plain: Tensor) -> bool:
     """Return whether two logits (n, V) differ by more than rounding explains, relative to their norms, in a row.
 
-    If rounding may send a token to another expert, more than half of the rows must differ.
+    If rounding may route a token to another expert, more than half of the rows must differ.
     """
     dtype = _precision(module)
     gaps = (logits.double() - plain.double()).norm(dim=-1) / plain.double().norm(dim=-1)

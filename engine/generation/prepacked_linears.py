@@ -2,8 +2,8 @@
 
 A product of a few rows with a large matrix takes as long as reading the matrix. PyTorch's linear packs the matrix again
 in each call. `PrepackedLinears` replaces the forward of each linear layer by one of two products, which read weights at
-up to twice the speed. bf16 weights are read where they are by our kernel (`engine/kernels_cpu/linear.py`). oneDNN packs
-the others: fp32, and bf16 on processors with AMX. The choice depends on the precision and the processor, never on a
+up to twice the speed. Our kernel (`engine/kernels_cpu/linear.py`) reads bf16 weights in place. oneDNN packs the other
+weights: fp32, and bf16 on processors with AMX. The choice depends on the precision and the processor, never on a
 measurement, so a machine gives the same numbers in each run.
 
 A packed weight is a copy, which `refresh` renews after a change of the weight. With bf16 and up to 32 rows the packed
@@ -23,12 +23,12 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.kernels_cpu import linear
 
-# The number of rows that oneDNN's layout is made for. With bf16 the layout for one row is also faster with more rows:
-# a step of OPT-125M with 16 rows took 27.1 ms, and 34.5 ms in the layout for 16.
+# The number of rows for which oneDNN chooses its layout. With bf16 the layout for one row is also faster with more
+# rows: a step of OPT-125M with 16 rows took 27.1 ms, and 34.5 ms in the layout for 16.
 LAYOUT_ROWS = {torch.bfloat16: 1, torch.float32: 16}
-# Smaller weights are left to PyTorch, because the call costs more than it saves.
+# PyTorch computes smaller layers, for which the call of another product costs more time than it saves.
 MIN_NUMEL = {torch.bfloat16: 1 << 14, torch.float32: 1 << 18}
-MAX_FP32_ROWS = 256  # with more rows PyTorch's own product takes no longer
+MAX_FP32_ROWS = 256  # with more rows PyTorch's own product is as fast
 
 Product = Callable[[Tensor], Tensor]
 
@@ -55,18 +55,18 @@ class PrepackedLinears:
         self._products: dict[nn.Module, Product] = {}
 
     def refresh(self) -> None:
-        """Prepare the weights of all layers, one at a time, so that each copy can use the memory of the one before."""
+        """Prepare the weights of all layers, one at a time, so that a new copy can reuse the memory of the old one."""
         for layer in list(self._products or _eligible(self.module)):
             self._products.pop(layer, None)  # free first: new memory costs more than packing
             self._products[layer] = _prepare(layer)
 
     def release(self) -> None:
-        """Free the copies; the next use makes them again."""
+        """Free the copies. The next use creates them again."""
         self._products.clear()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside this context the module's linear layers compute with prepared weights."""
+        """Make the module's linear layers compute with prepared weights inside the context."""
         if not self._products:
             self.refresh()
         for layer, product in self._products.items():
@@ -94,7 +94,7 @@ def is_available(dtype: torch.dtype) -> bool:
 
 
 def copies_weights(dtype: torch.dtype) -> bool:
-    """Return whether preparing weights of `dtype` copies them; else they are read where they are."""
+    """Return whether preparing weights of `dtype` copies them; otherwise they are read in place."""
     return dtype != torch.bfloat16 or linear.method() == linear.Method.NONE
 
 
@@ -108,8 +108,8 @@ def _prepare(layer: nn.Module) -> Product:
     plain = type(layer).forward
 
     def product(x: Tensor) -> Tensor:
-        few = x.numel() // x.shape[-1] <= MAX_FP32_ROWS
-        return packed(x) if few else plain(layer, x)
+        is_small = x.numel() // x.shape[-1] <= MAX_FP32_ROWS
+        return packed(x) if is_small else plain(layer, x)
 
     return product
 

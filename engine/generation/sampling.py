@@ -1,9 +1,9 @@
 """The settings of sampling, its random numbers, and the end of an answer.
 
-Pure functions of tensors. `engine.kernels.sample` turns logits and random numbers into tokens. The random number for
+`engine.kernels.sample` turns logits and random numbers into tokens. The random number for
 the n-th token of a sequence is a hash of (seed, sample seed, n), a counter-based generator (Salmon et al., 2011,
-"Parallel random numbers: as easy as 1, 2, 3"). So a sampled token depends on the seed, the sample seed, the position
-and the logits only, never on its batch or on the device.
+"Parallel random numbers: as easy as 1, 2, 3"). A sampled token therefore depends only on the seed, the sample seed, the
+position and the logits, not on its batch or on the device.
 
 Shapes: B rows, V vocabulary.
 """
@@ -20,7 +20,7 @@ Sampled = tuple[int, int, float]  # the index of the request, the token, its log
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled.
+    """The settings of sampling.
 
     `temperature` 0 selects the most probable token. `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing; `min_p` removes
     tokens with less than this share of the highest probability (Nguyen et al., 2024). `repetition_penalty` above 1
@@ -79,7 +79,10 @@ def uniforms(seed: int, sample_seeds: Tensor, position: int | Tensor) -> Tensor:
 
 
 def under_seed(seed: int, sample_seeds: Tensor) -> Tensor:
-    """Return the sample seeds that give under seed 0 the numbers of `sample_seeds` under `seed`: a seed is a shift."""
+    """Return sample seeds that give the same numbers under seed 0 as `sample_seeds` give under `seed`.
+
+    This works because a seed shifts the sample seeds.
+    """
     zero = torch.zeros_like(sample_seeds)
     return sample_seeds + _mix(zero + _as_int64(seed)) - _mix(zero)
 
@@ -110,7 +113,8 @@ class Ending:
     def __post_init__(self) -> None:
         if self.sampling.stop and self.text is None:
             raise ValueError("stop strings need text=, a function that turns token ids into text")
-        # A token is at least one byte. A few more tokens: the first ones may decode differently without those before.
+        # A token is at least one byte. 8 more tokens, because the first ones may decode differently without their
+        # predecessors.
         self._tail = max((len(stop.encode()) for stop in self.sampling.stop), default=0) + 8
 
     def __call__(self, answer: int, token: int) -> bool:

@@ -1,8 +1,8 @@
-"""Continuous batching: which sequences decode, and which tokens of prompts the next forward carries.
+"""Continuous batching: plan which sequences decode and which prompt tokens the next forward runs.
 
-Prompts wait in a queue. A slot that becomes free takes the next sequence at once. Its prompt runs in chunks next to the
-single tokens of the sequences that decode, so that a long prompt does not delay those. Equal prompts run once: the
-prompt stays in a prompt slot while sequences read it, and later samples begin from its stored logits. A prompt that
+Prompts wait in a queue. The next sequence gets a slot as soon as one is free. Its prompt runs in chunks, in the same
+forwards as the single tokens of decoding sequences, so that a long prompt does not delay them. Equal prompts run once:
+the prompt stays in a prompt slot while sequences read it, and later samples begin from its stored logits. A prompt that
 begins like a cached one copies the common beginning. After Yu et al., 2022 ("Orca: a distributed serving system for
 transformer-based generative models").
 """
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-MIN_PREFIX = 16  # tokens of a common beginning that are worth a copy
+MIN_PREFIX = 16  # tokens; a shorter common beginning is not copied
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class Plan:
 class Scheduler:
     """The queue of one call, `slots` answer slots and `prompt_slots` prompt slots.
 
-    A forward carries at most `prefill_tokens` tokens of prompts. Call `plan` once per step and `finish` when answers
+    A forward runs at most `prefill_tokens` tokens of prompts. Call `plan` once per step and `finish` when answers
     have ended.
     """
 
@@ -87,14 +87,14 @@ class Scheduler:
     decoding: list[ActiveSequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Put long prompts first, so that they do not remain at the end, and equal prompts next to each other."""
+        """Order the queue: long prompts first, to avoid a long tail, and equal prompts next to each other."""
         order = sorted(range(len(self.prompts)), key=lambda i: (-len(self.prompts[i]), tuple(self.prompts[i])))
         self._waiting = order[::-1]  # the next request is the last
         self._free = list(range(self.slots))
         self._cached: dict[tuple[int, ...], CachedPrompt] = {}
         self._prompt_in: list[CachedPrompt | None] = [None] * self.prompt_slots
-        self._filling: list[CachedPrompt] = []  # in order of admission
-        self._admitted: list[ActiveSequence] = []  # without a sampled token
+        self._filling: list[CachedPrompt] = []  # prompts with tokens to run, in order of admission
+        self._admitted: list[ActiveSequence] = []  # sequences without a sampled token
 
     @property
     def busy(self) -> bool:
@@ -133,7 +133,7 @@ class Scheduler:
         self.decoding = [sequence for sequence in self.decoding if sequence.request not in requests]
 
     def _admit(self) -> list[tuple[int, int, int]]:
-        """Give free slots to waiting requests; return the copies to make."""
+        """Assign free slots to waiting requests; return the copies to make."""
         copies: list[tuple[int, int, int]] = []
         left = self.prefill_tokens - sum(len(prompt.tokens) - prompt.cached for prompt in self._filling)
         while self._waiting and self._free:
@@ -155,14 +155,14 @@ class Scheduler:
         return copies
 
     def _free_prompt_slot(self) -> int | None:
-        """Return a slot that nothing reads, an empty one if there is one."""
+        """Return a prompt slot without readers, preferably an empty one; None if every slot has readers."""
         free = [
             (prompt is not None, slot) for slot, prompt in enumerate(self._prompt_in) if not (prompt and prompt.readers)
         ]
         return min(free)[1] if free else None
 
     def _place(self, tokens: Sequence[int], slot: int, cached: int) -> CachedPrompt:
-        """Put a prompt into a slot, in place of the prompt there."""
+        """Assign a slot to a prompt, and remove the prompt that is in the slot."""
         replaced = self._prompt_in[slot]
         if replaced is not None:
             del self._cached[tuple(replaced.tokens)]
@@ -171,7 +171,10 @@ class Scheduler:
         return prompt
 
     def _longest_cached_prefix(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return the prompt slot with most of the beginning, and its length; the last token always runs."""
+        """Return the prompt slot with the longest common prefix, and the length of this prefix.
+
+        The prefix never includes the last token of the prompt, which must run. (0, 0) if it is below MIN_PREFIX.
+        """
         best, source = 0, 0
         for slot, other in enumerate(self._prompt_in):
             usable = min(other.cached, len(tokens) - 1) if other is not None else 0

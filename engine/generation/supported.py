@@ -9,11 +9,14 @@ SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class UnsupportedModel(Exception):
-    """The model needs something that attention over the slot cache does not compute. The message says what."""
+    """Raised if a model needs something that attention over the slot cache does not compute. The message gives it."""
 
 
 def check_model(module: nn.Module) -> bool:
-    """Raise UnsupportedModel if the slot cache cannot serve a model; return whether it computes chosen logits."""
+    """Check that the slot cache supports a model; return whether the model can compute chosen logits only.
+
+    Raises UnsupportedModel if not.
+    """
     text = _text_config(module)
     names = set(inspect.signature(module.forward).parameters)
     if not getattr(module, "_supports_attention_backend", False) or "position_ids" not in names:

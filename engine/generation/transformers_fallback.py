@@ -1,9 +1,9 @@
 """Generation by transformers' `generate`, for models that the slot cache does not support.
 
-Sampling, penalties and ends are our own: a logits processor samples the tokens of a batch and leaves each as the only
-possible token of its row, so `generate` only runs the model and its cache. The first of three batching
-methods that reproduces the logits of the plain forward is used: padded on the left; prompts of one length; prompts of
-one length without a cache, which runs the complete sequence again for each token.
+`generate` only runs the model and its cache. This module does the sampling, the penalties and the ends of answers: a
+logits processor samples the tokens of a batch and leaves each as the only possible token of its row. There are three
+batching methods: padded on the left; prompts of one length; prompts of one length without a cache, which runs the
+complete sequence again for each token. The first method that reproduces the logits of the plain forward is used.
 """
 
 import inspect
@@ -29,7 +29,7 @@ BATCH_TOKENS = 16384  # tokens of a batch, padding and answers included: bounds 
 
 @dataclass(frozen=True)
 class Batching:
-    """How `generate` is called. `description` completes "generates with transformers' generate"."""
+    """The settings of a call of `generate`. `description` completes "generates with transformers' generate"."""
 
     name: str
     pads: bool
@@ -75,7 +75,7 @@ class TransformersFallback:
             yield from self._run_batch(batch, sampling)
 
     def _run_batch(self, batch: "_Batch", sampling: Sampling) -> Iterator[list[Sampled]]:
-        """Run `generate` in a thread, and yield what it samples as it does so."""
+        """Run `generate` in a thread, and yield the tokens of each step as soon as they are sampled."""
         errors: list[BaseException] = []
 
         def work() -> None:
@@ -114,7 +114,7 @@ class TransformersFallback:
         returns_logits: bool = False,
         **others: Any,
     ) -> Any:
-        """Call `generate` for one batch, padded on the left, with nothing of the model's own generation settings."""
+        """Call `generate` for one batch, padded on the left, without the model's own generation settings."""
         width = max(len(prompt) for prompt in prompts)
         padding = [width - len(prompt) for prompt in prompts]
         ids = [[pad_id] * count + list(prompt) for count, prompt in zip(padding, prompts, strict=True)]
@@ -142,23 +142,23 @@ class TransformersFallback:
     def _is_exact(self, batching: Batching) -> bool:
         """Return whether the logits of a few greedy answers are those of the plain forward."""
         prompts = sorted(fixed_prompts(self.module), key=len, reverse=True)
-        # Several prompts of one length: the state of some models serves a single row only.
+        # Several prompts of one length, because the state of some models supports only a single row.
         groups = [prompts] if batching.pads else [[prompt, prompt[::-1]] for prompt in prompts]
         try:
             if batching.pads and not (self._takes_mask and counts_from_zero(self.module, self.device)):
                 return False
             return all(self._matches_plain_forward(batching, group) for group in groups)
-        except Exception as error:  # any message of a forward that needs other arguments
+        except Exception as error:  # a forward that needs other arguments may raise any exception
             if is_out_of_memory(error):
                 raise
             return False
 
     def _matches_plain_forward(self, batching: Batching, prompts: Sequence[list[int]]) -> bool:
-        found = self._generate(prompts, batching, NEW_TOKENS, 0, returns_logits=True)
-        logits = torch.stack(found.logits, dim=1)  # (b, NEW_TOKENS, V)
-        for prompt, answer, own in zip(prompts, found.sequences[:, -NEW_TOKENS:].tolist(), logits, strict=True):
+        generated = self._generate(prompts, batching, NEW_TOKENS, 0, returns_logits=True)
+        logits = torch.stack(generated.logits, dim=1)  # (b, NEW_TOKENS, V)
+        for prompt, answer, own in zip(prompts, generated.sequences[:, -NEW_TOKENS:].tolist(), logits, strict=True):
             plain = plain_logits(self.module, self.device, prompt + answer)[len(prompt) - 1 : -1]
-            if far_apart(self.module, own, plain) and not bool(plain.isnan().any()):  # sampling reports NaN
+            if far_apart(self.module, own, plain) and not bool(plain.isnan().any()):  # `Generator.run` reports NaN
                 return False
         return True
 
@@ -184,13 +184,16 @@ class _Batch(LogitsProcessor):
         self._seen: Tensor | None = None  # (b, V): the tokens of each sequence, for the repetition penalty
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """scores (b, V): the logits; returns 0 for the sampled token of each row, -inf for all others."""
-        how, logits = self.sampling, scores
-        if self._steps < how.min_new_tokens:
-            logits = forbid(logits.clone(), how.end_ids)
-        if how.repetition_penalty != 1:
-            logits = penalise(logits, self._mark_seen(input_ids[:, -1:], logits), how.repetition_penalty)
-        tokens, logprobs = sample(logits, uniforms(how.seed, self._seeds, self._steps), **how.filters)
+        """Sample a token of each row from its logits; return 0 for this token and -inf for all others, (b, V).
+
+        scores: (b, V), the logits.
+        """
+        settings, logits = self.sampling, scores
+        if self._steps < settings.min_new_tokens:
+            logits = forbid(logits.clone(), settings.end_ids)
+        if settings.repetition_penalty != 1:
+            logits = penalise(logits, self._mark_seen(input_ids[:, -1:], logits), settings.repetition_penalty)
+        tokens, logprobs = sample(logits, uniforms(settings.seed, self._seeds, self._steps), **settings.filters)
         self._steps += 1
         rows = zip(self.requests, tokens.tolist(), logprobs.tolist(), strict=True)
         live = [row for row in rows if row[0] not in self.ended]
@@ -199,7 +202,10 @@ class _Batch(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0)
 
     def _mark_seen(self, last: Tensor, logits: Tensor) -> Tensor:
-        """last (b, 1): the newest tokens. Returns (b, V): the tokens of prompts and answers."""
+        """Mark the newest tokens; return (b, V), True for the tokens of prompts and answers.
+
+        last: (b, 1), the newest tokens.
+        """
         if self._seen is None:
             self._seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
             for row, prompt in enumerate(self.prompts):
@@ -218,13 +224,13 @@ class _Ended(StoppingCriteria):
 
 
 def batches(lengths: Sequence[int], batch_size: int, new_tokens: int, *, pads: bool) -> Iterator[list[int]]:
-    """Yield the indices of the prompts in batches, long prompts first; without padding, those of one length each."""
+    """Yield the indices of the prompts in batches, long prompts first; without padding, of one length per batch."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batch:
             longest = lengths[batch[0]]
-            crowded = (len(batch) + 1) * (longest + new_tokens) > BATCH_TOKENS
-            if len(batch) == batch_size or crowded or not (pads or lengths[index] == longest):
+            is_full = (len(batch) + 1) * (longest + new_tokens) > BATCH_TOKENS
+            if len(batch) == batch_size or is_full or not (pads or lengths[index] == longest):
                 yield batch
                 batch = []
         batch.append(index)
@@ -236,12 +242,12 @@ def batches(lengths: Sequence[int], batch_size: int, new_tokens: int, *, pads: b
 def _isolated(module: Any, *, only_tokens: bool) -> Iterator[None]:
     """Hide the model's own generation settings, which `generate` would use for everything that is not set.
 
-    With `only_tokens` the model gets no mask and no positions: without padding it numbers its positions by itself,
-    where those of `generate` may be wrong (RoBERTa).
+    With `only_tokens` the model gets no mask and no positions. Without padding it computes its own positions, and the
+    positions of `generate` may be wrong (RoBERTa).
     """
     settings, prepare = module.generation_config, module.prepare_inputs_for_generation
 
-    @wraps(prepare)  # `generate` looks at its parameters
+    @wraps(prepare)  # `generate` inspects its parameters
     def without_positions(*args: Any, **options: Any) -> dict[str, Any]:
         inputs: dict[str, Any] = prepare(*args, **options)
         return {name: value for name, value in inputs.items() if name not in ("position_ids", "attention_mask")}

@@ -1,8 +1,8 @@
 """Weight sync: copy a training module's parameters into the memory of an inference model.
 
-Each rank takes its own rows of a parameter, adds its rows of the LoRA update in fp32, and casts the sum to the
-inference precision once. One all-gather exchanges the rows of many parameters. A bucket holds what one all-gather
-brings, and its size is a total over ranks. Two buckets exist at a time: one travels while the next is filled.
+Each rank reads its own rows of a parameter, adds its rows of the LoRA update in fp32, and casts the sum to the
+inference precision once. One all-gather exchanges the rows of many parameters. A bucket holds the rows of one
+all-gather from all ranks. Two buckets exist at a time: one is gathered while the next is packed.
 
 `live_parameters` maps each parameter name of the inference model to the live parameter. `tensor_parallel_slices` splits
 an inference model over ranks by the plan of training (`engine/parallel/tensor.py`).
@@ -20,7 +20,7 @@ from engine.full_parameters import LoraFactors, lora_factors, lora_update
 from engine.loading import local_rows
 from engine.parallel import dist, dtensors, meshes, tensor
 
-BUCKET_BYTES = 64 << 20  # of all ranks together
+BUCKET_BYTES = 64 << 20  # total over ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class LiveParameter:
 
 @dataclass(frozen=True)
 class Slice:
-    """What one of `count` tensor-parallel ranks holds of a parameter.
+    """The slice of a parameter that one of `count` tensor-parallel ranks holds.
 
     Dimension `dim` consists of `blocks` fused matrices. The rank holds slice `index` of each of them.
     """
@@ -53,7 +53,7 @@ class Slice:
         return slices[0] if len(slices) == 1 else torch.cat(slices, self.dim)
 
     def write(self, rows: Tensor, first: int, target: Tensor) -> None:
-        """Copy into `target`, the slice, its share of `rows`, which begin at row `first` of the full tensor."""
+        """Copy the values of this slice from `rows` to `target`. `rows` begin at row `first` of the full tensor."""
         if self.dim > 0:
             target[first : first + len(rows)].copy_(self.of(rows))
             return
@@ -66,7 +66,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class WeightCopy:
-    """One parameter to copy: the live parameter, and the memory to fill, with `slice` of it or all of it."""
+    """One parameter to copy: the live parameter and the target memory.
+
+    `slice` is the slice to copy; None copies the full parameter.
+    """
 
     live: LiveParameter
     target: Tensor
@@ -133,7 +136,7 @@ def copy_weights(copies: Sequence[WeightCopy]) -> int:
 
 
 def tensor_parallel_slices(module: nn.Module, ranks: int, plan: Mapping[str, str] | None) -> dict[str, Slice]:
-    """Split a module on the meta device, in place, over every `ranks` neighbouring ranks; return slices by name.
+    """Split a module on the meta device, in place, over groups of `ranks` neighbouring ranks; return slices by name.
 
     `plan` defaults to the plan of the model's class. Raises ValueError if the module cannot be split.
     """
@@ -174,7 +177,7 @@ def _gather_factors(layers: Sequence[nn.Module]) -> Factors:
 
 
 def _with_lora(copy: WeightCopy, values: Tensor, factors: Factors, rows: slice) -> Tensor:
-    """Return rows of a parameter with the LoRA update added in fp32; without an adapter, the values themselves."""
+    """Return rows of a parameter with the LoRA update added in fp32; without an adapter, return `values`."""
     if copy.live.lora is None:
         return values
     return values.to(copy.target.device, torch.float32) + lora_update(copy.live.lora, factors[copy.live.lora], rows)
@@ -207,7 +210,7 @@ def _row_numel(parameter: Tensor) -> int:
 
 
 def _buckets(copies: Sequence[WeightCopy]) -> Iterator[list[_ShardRows]]:
-    """Yield the rows of each all-gather: of several small parameters, or some of a large one."""
+    """Yield the rows of each all-gather: rows of several small parameters, or some rows of a large one."""
     bucket: list[_ShardRows] = []
     free = limit = 0  # numbers per rank
     for copy in copies:
@@ -226,31 +229,31 @@ def _buckets(copies: Sequence[WeightCopy]) -> Iterator[list[_ShardRows]]:
 
 
 def _pack_bucket(bucket: Sequence[_ShardRows], factors: Factors) -> Tensor:
-    """Return this rank's rows of a bucket as one flat tensor, each parameter's padded to the first rank's number."""
+    """Return this rank's rows of a bucket as one flat tensor, each parameter padded to the first rank's rows."""
     target = bucket[0].copy.target
     flat = torch.empty(sum(chunk.numel for chunk in bucket), dtype=target.dtype, device=target.device)
-    at = 0
+    offset = 0
     for chunk in bucket:
         shard = local_rows(chunk.copy.parameter)
         rows = chunk.of_rank(dtensors.shard_rank(chunk.copy.parameter))
         values = dtensors.local(chunk.copy.parameter)[rows.start - shard.start : rows.stop - shard.start]
         values = _with_lora(chunk.copy, values, factors, rows)
-        flat[at : at + values.numel()].view(values.shape).copy_(values)
-        at += chunk.numel
+        flat[offset : offset + values.numel()].view(values.shape).copy_(values)
+        offset += chunk.numel
     return flat
 
 
 def _write_bucket(bucket: Sequence[_ShardRows], gathering: dtensors.Gathering) -> None:
     """Wait for a bucket and copy each rank's rows into the targets."""
     gathered = gathering.wait()  # (ranks, numbers)
-    at = 0
+    offset = 0
     for chunk in bucket:
         width = _row_numel(chunk.copy.parameter)
         for rank, flat in enumerate(gathered):
             rows = chunk.of_rank(rank)
-            values = flat[at : at + (rows.stop - rows.start) * width]
+            values = flat[offset : offset + (rows.stop - rows.start) * width]
             chunk.copy.write(values.view(-1, *chunk.copy.parameter.shape[1:]), rows.start)
-        at += chunk.numel
+        offset += chunk.numel
 
 
 def _check_lora(path: str, layer: nn.Module) -> None:
