@@ -1,4 +1,4 @@
-"""A stage's checkpoints, STAGE/checkpoints/step-N: written in the background. A start loads the newest."""
+"""A stage's checkpoints, STAGE/checkpoints/step-N. They are written in the background. A restart loads the newest."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from pipeline.files import explained_disk
 class Checkpoints:
     """The checkpoints of one stage. Every rank calls every method.
 
-    The newest `newest` checkpoints are kept, and one more that `save` may name.
+    The newest `newest` checkpoints are retained, and one more checkpoint if `save` is called with `keep`.
     """
 
     def __init__(self, stage: Path, engines: Mapping[str, Engine], *, newest: int) -> None:
@@ -65,7 +65,7 @@ class Checkpoints:
     def save(self, step: int, shared: dict[str, Any], mine: dict[str, Any], *, keep: int | None) -> None:
         """Start to write a checkpoint, with the values of all ranks and of this rank.
 
-        When it is complete, older checkpoints are removed, except that of step `keep`.
+        When the checkpoint is complete, older checkpoints are removed, except the one of step `keep`.
         """
         with self._explained():
             self._checkpointer.save(self.path(step), shared, mine, then=partial(self._remove_old, keep=keep))
@@ -76,7 +76,7 @@ class Checkpoints:
             self._checkpointer.wait()
 
     def remove_incomplete(self) -> None:
-        """Remove checkpoints that were not completed."""
+        """Remove incomplete checkpoints."""
         for folder in (self._stage / "checkpoints").glob("step-*.tmp"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -103,9 +103,9 @@ class Checkpoints:
             raise
 
     def _remove_old(self, *, keep: int | None) -> None:
-        """Remove all but the newest checkpoints and that of step `keep`."""
+        """Remove all checkpoints except the newest ones and the one of step `keep`."""
         for old in self._complete()[: -self._newest]:
             if old.name == f"step-{keep}":
                 continue
-            incomplete = old.rename(old.with_name(f"{old.name}.tmp"))  # a kill must not leave part of it under its name
+            incomplete = old.rename(old.with_name(f"{old.name}.tmp"))  # atomic: a kill leaves no incomplete step-N
             shutil.rmtree(incomplete, ignore_errors=True)

@@ -27,18 +27,21 @@ class Examples(Generic[Encoded]):
 
 
 def stage_records(config: RunConfig, stage: str) -> StageRecords:
-    """Return the records of a stage on rank 0, and on the other ranks only the numbers of skipped rows. Prints both."""
-    read: list[StageRecords] = []
+    """Return the records of a stage on rank 0; on the other ranks, return only the numbers of skipped rows.
+
+    Rank 0 prints the numbers of skipped and repeated rows.
+    """
+    loaded: list[StageRecords] = []
 
     def load() -> dict[str, int]:
         if not made_here(config.data, stage):
             print(f"{stage}: reading the data", flush=True)
         with kept_for_good():
-            read.append(_load(config, stage))
-        return read[0].skipped
+            loaded.append(_load(config, stage))
+        return loaded[0].skipped
 
     skipped = on_rank_zero(load)
-    records = read[0] if read else StageRecords([], [], skipped)
+    records = loaded[0] if loaded else StageRecords([], [], skipped)
     if is_rank_zero() and records.skipped:
         print(f"{stage}: skipped rows: {_counted(records.skipped)}", flush=True)
         if RESERVED in records.skipped:
@@ -48,9 +51,9 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
                 flush=True,
             )
     if is_rank_zero() and not made_here(config.data, stage):
-        again = len(records.train) - len(set(records.train))
-        if again:
-            print(f"{stage}: {again} of {len(records.train)} rows are repeated, and each copy counts", flush=True)
+        repeats = len(records.train) - len(set(records.train))
+        if repeats:
+            print(f"{stage}: {repeats} of {len(records.train)} rows are repeated, and each copy counts", flush=True)
     return records
 
 
@@ -60,14 +63,14 @@ def examples(
     records: StageRecords,
     encode: Callable[..., tuple[Encoded, Mapping[str, int]]],
 ) -> Examples[Encoded]:
-    """Encode the records of a stage with `encode(records, name=...)`, and print how many were cut.
+    """Encode the records of a stage with `encode(records, name=...)`, and print how many were cut or dropped.
 
     Raises UserError if no training example is left, or if `export=best` has no held-out example.
     """
     train, notes = on_rank_zero(partial(encode, records.train))
     log_cut(stage, notes, len(records.train), f"{stage}.max_length")
-    few = records.held_out[: section.eval_examples]
-    held_out, _ = on_rank_zero(partial(encode, few, name=f"held-out {STAGES[stage].examples}"))
+    evaluation_records = records.held_out[: section.eval_examples]
+    held_out, _ = on_rank_zero(partial(encode, evaluation_records, name=f"held-out {STAGES[stage].examples}"))
     if section.export == "best" and not held_out:
         raise UserError(
             f"{stage}.export=best needs held-out examples, and there are none: set data.eval_fraction or eval_path of "
@@ -80,10 +83,10 @@ def log_undecided(stage: str, pairs: Sequence[Preference]) -> None:
     """Print for how many pairs the scores in the data do not prefer the chosen answer."""
     scored = {pair.source for pair in pairs if pair.margin}
     ties = sum(not pair.margin for pair in pairs if pair.source in scored)
-    turned = sum(pair.margin < 0 for pair in pairs)
-    if is_rank_zero() and (ties or turned):
+    flipped = sum(pair.margin < 0 for pair in pairs)
+    if is_rank_zero() and (ties or flipped):
         print(
-            f"{stage}: by the scores in the data, {ties} of {len(pairs)} pairs are ties, and in {turned} the rejected "
+            f"{stage}: by the scores in the data, {ties} of {len(pairs)} pairs are ties, and in {flipped} the rejected "
             "answer is better; training uses all pairs as labelled",
             flush=True,
         )
@@ -98,30 +101,30 @@ def check_data_to_come(config: RunConfig, stage: str) -> list[Prompt] | None:
     to_read = [each for each in later if not made_here(config.data, each)]
     if stage != first or not to_read:
         return None
-    found: dict[str, list[Prompt]] = {}
+    held_out: dict[str, list[Prompt]] = {}
 
     def check() -> None:
         print(f"{stage}: checking the data of {' and '.join(to_read)}", flush=True)
-        found.update({each: _load(config, each).held_out for each in to_read})
+        held_out.update({each: _load(config, each).held_out for each in to_read})
 
     on_rank_zero(check)
-    return found.get("ppo")
+    return held_out.get("ppo")
 
 
 def evaluation_prompts(
     config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt] | None = None
 ) -> list[Prompt]:
-    """Return the evaluation prompts, which base, SFT and PPO (or DPO) model all answer, on every rank.
+    """Return the evaluation prompts on every rank. The base, SFT and PPO (or DPO) models all answer them.
 
-    `held_out` are the held-out prompts of PPO on rank 0, if they have been read before. Raises UserError if no prompt
-    fits and the run has PPO or DPO.
+    `held_out` are the held-out prompts of PPO on rank 0, if they were read before. Raises UserError if no prompt fits
+    and the run has PPO or DPO.
     """
     return on_rank_zero(lambda: _chosen_prompts(config, tokenizer, held_out))
 
 
 def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt] | None) -> list[Prompt]:
     rows = config.evaluation.judge is not None or _wants_rows(config)
-    if held_out is None or rows != _wants_rows(config):  # the prompts that were read may lack the rows
+    if held_out is None or rows != _wants_rows(config):  # the given prompts may lack the rows
         held_out = load_held_out(config.data, rows=rows)
     limit = config.rollout.max_prompt_tokens
     fitting = (p for p in held_out if len(tokenizer.encode_prompt(p.messages)) <= limit)
@@ -139,7 +142,7 @@ def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Seque
 
 
 def log_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> None:
-    """Print how many of `count` examples were cut or dropped for their length. `limit` is the key of the limit."""
+    """Print how many of `count` examples were cut or dropped because of their length. `limit` is the limit's key."""
     if is_rank_zero() and notes:
         print(f"{stage}: too long: {_counted(notes)} of {count}; {limit} sets the limit", flush=True)
 
@@ -149,7 +152,7 @@ def _load(config: RunConfig, stage: str) -> StageRecords:
 
 
 def _wants_rows(config: RunConfig) -> bool:
-    """Return whether the prompts need their data rows, which a reward function gets."""
+    """Return whether the prompts need their data rows, which are arguments of a reward function."""
     return config.ppo.reward_function is not None
 
 

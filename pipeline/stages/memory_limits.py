@@ -1,4 +1,4 @@
-"""Limits of a stage that ran out of memory, for its next start.
+"""Memory limits of a stage, stored for its next start.
 
 The limits are in `STAGE/out_of_memory.json`. A stage whose pass runs out of memory writes smaller limits and ends with
 `RestartStage`. The launcher then starts the stage again, and the stage resumes from its newest checkpoint. Delete the
@@ -21,10 +21,10 @@ FILE = "out_of_memory.json"
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Limits that a stage found.
+    """The limits of a stage's micro-batches.
 
-    micro_batch_tokens: the largest size, None without a limit. shared_forward: whether PPO may hold the graphs of all
-    micro-batches of a step. restarts: how often the stage ran out of memory and was started again.
+    micro_batch_tokens: the largest size; None without a limit. shared_forward: whether PPO may hold the graphs of all
+    micro-batches of a step. restarts: how often the stage ran out of memory and restarted.
     """
 
     micro_batch_tokens: int | None = None
@@ -48,7 +48,7 @@ def write_limits(folder: Path, limits: MemoryLimits) -> None:
 
 
 def within_limits(config: RunConfig, stage: str, folder: Path) -> RunConfig:
-    """Return the configuration with the limits of the stage's folder. Every rank calls."""
+    """Return the configuration with the limits from the stage's folder applied. Every rank calls this function."""
     limits: MemoryLimits = broadcast_from_rank_zero(read_limits(folder))
     changes: dict[str, Any] = {}
     if limits.micro_batch_tokens is not None:
@@ -62,7 +62,7 @@ def within_limits(config: RunConfig, stage: str, folder: Path) -> RunConfig:
 def restart(folder: Path, problem: oom.PassOutOfMemory, *, tokens: int, longest: int) -> RestartStage:
     """Write smaller limits after a pass ran out of memory; return the exception that makes the launcher restart.
 
-    tokens: the size of the micro-batches. longest: tokens of a micro-batch of one sequence, the longest one.
+    tokens: the size of the micro-batches. longest: tokens of the longest sequence, the smallest possible size.
     Raises UserError if the micro-batches cannot be smaller.
     """
     stage, limits = folder.name, read_limits(folder)

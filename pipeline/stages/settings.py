@@ -1,4 +1,4 @@
-"""The configuration of a stage as plain values for the engine."""
+"""Convert the configuration of a stage to plain values for the engine."""
 
 import math
 import sys
@@ -9,7 +9,7 @@ from pipeline.config.stages import STAGES
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import is_rank_zero
 
-FEW_STEPS = 20  # below which a stage has hardly begun to learn
+FEW_STEPS = 20  # with fewer steps a stage learns little
 
 
 def optimizer_config(section: StageSection, *, steps: int, lr: float | None = None) -> OptimizerConfig:
@@ -57,13 +57,13 @@ def prepare_generation(engine: Engine, rollout: RolloutSection) -> None:
 
 
 def log_steps(stage: str, section: StageSection, steps: int, examples: int) -> None:
-    """Print how much a stage trains on, and a warning if the steps are too few to learn from."""
+    """Print the numbers of steps and examples of a stage, and a warning if there are too few steps."""
     if not is_rank_zero():
         return
-    word, what = STAGES[stage].step, STAGES[stage].examples
-    several = f"{steps} {word}{'s' if steps > 1 else ''}"
-    each, passes = section.batch_size, steps * section.batch_size / examples
-    print(f"{stage}: {several} of {each} {what}, {passes:.2g} passes over {examples}", flush=True)
+    unit, kind = STAGES[stage].step, STAGES[stage].examples
+    counted_steps = f"{steps} {unit}{'s' if steps > 1 else ''}"
+    batch_size, passes = section.batch_size, steps * section.batch_size / examples
+    print(f"{stage}: {counted_steps} of {batch_size} {kind}, {passes:.2g} passes over {examples}", flush=True)
     if section.steps is None and steps < FEW_STEPS:
-        more = f"{stage}.epochs={math.ceil(FEW_STEPS * each / examples)}, or a smaller {stage}.batch_size"
-        print(f"warning: {stage}: {several} will hardly teach anything: {more}", file=sys.stderr, flush=True)
+        advice = f"{stage}.epochs={math.ceil(FEW_STEPS * batch_size / examples)}, or a smaller {stage}.batch_size"
+        print(f"warning: {stage}: {counted_steps} will hardly teach anything: {advice}", file=sys.stderr, flush=True)

@@ -1,9 +1,8 @@
-"""The folder of one stage while it runs: metrics, checkpoints, the summary, and the step at which a run resumes.
+"""The folder of a running stage: metrics, checkpoints, the summary, and the step at which a run resumes.
 
     folder/metrics.jsonl, checkpoints/step-N/, summary.json, model/
 
-Step numbers count finished steps, from 1. `seconds` and `tokens` count from the first step of the stage, over all
-starts.
+Step numbers start at 1. `seconds` and `tokens` are totals since the first step of the stage, over all starts.
 """
 
 import json
@@ -33,16 +32,17 @@ if TYPE_CHECKING:
 
 METRICS = "metrics.jsonl"
 NORMS = ("grad_norm", "critic_grad_norm")  # not finite in skipped steps, which skipped_steps counts
-SECONDS_BETWEEN_SAVES = 15 * 60.0  # at most, if save_every is 0: jobs with a time limit must make progress
+SECONDS_BETWEEN_SAVES = 15 * 60.0  # at most, if save_every is 0, so that jobs with a time limit make progress
 
 
 class StageRun:
     """The progress of one stage. Every rank has one; rank 0 writes the files.
 
     frozen: engines that only score
-    extra, take: return the stage's own state for a checkpoint (JSON), and restore it
+    extra: a function that returns the stage's own state for a checkpoint (JSON)
+    take: a function that restores this state
     longest: tokens of the longest sequence (or pair), which is the smallest possible micro-batch
-    decides: the metric by which `export=best` chooses; the checkpoint of its best step is kept until the end
+    decides: the metric that decides for `export=best`; the checkpoint of its best step is retained until the end
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StageRun:
         self._saved_at = self._began
         self._decides = decides if section.export == "best" else None
         self._best_step: int | None = None
-        self._begun = 0  # the number of steps that were finished when this process started
+        self._begun = 0  # the number of finished steps when this process started
         self._sent = distributed.bytes_sent()
         self._profile = _profile_of(folder, profile)
 
@@ -117,7 +117,7 @@ class StageRun:
         """Find the micro-batch size that fits into the memory of the GPU, and set `budget` to it.
 
         `dry_run` runs forward and backward of the largest micro-batch of a number of tokens. Does nothing on CPUs,
-        which swap instead.
+        where the system swaps memory instead.
         """
         if distributed.world().device.type != "cuda":
             return
@@ -130,9 +130,9 @@ class StageRun:
             print(f"{name}: uses {name}.micro_batch_tokens={fits}, the largest size that fits in a dry run", flush=True)
 
     def steps_left(self) -> Iterator[int]:
-        """Yield the steps that are left, counted from 1, and record those of `profile.steps`.
+        """Yield the remaining step numbers, and record the steps of `profile.steps`.
 
-        A signal to stop takes effect at the end of a step, in `save`.
+        After a stop signal, `save` raises Stopped at the end of the step.
         """
         if self._profile is not None:
             self._profile.expect(self._begun + 1, self.steps)
@@ -157,7 +157,7 @@ class StageRun:
                 watcher.log(step, line)
 
     def note_best(self, step: int, name: str, value: float, *, higher: bool) -> None:
-        """Record the value of a metric if it is the best so far. The first of equal values counts, NaN never."""
+        """Record the value of a metric if it is the best so far. Of equal values the first counts; NaN never counts."""
         before = self.best.get(name, -math.inf if higher else math.inf)
         if value > before if higher else value < before:
             self.best[name] = value
@@ -172,9 +172,9 @@ class StageRun:
     def save(self, step: int) -> None:
         """Write a checkpoint if one is due: every `save_every` steps, after the last and after the best step.
 
-        If `save_every` is 0, one is due after each tenth of the stage and after `SECONDS_BETWEEN_SAVES`. A request to
-        stop, which all ranks receive with the updates of the step, makes one due as well. Stopped is then raised when
-        the checkpoint is complete.
+        If `save_every` is 0, a checkpoint is due after each tenth of the stage and after `SECONDS_BETWEEN_SAVES`. It is
+        also due after a request to stop, which all ranks receive with the updates of the step. In this case Stopped is
+        raised when the checkpoint is complete.
         """
         stops = distributed.stop_requested()
         regular = step > 0 and (step % self._save_every == 0 or self._overdue(step))
@@ -203,7 +203,7 @@ class StageRun:
         self._saved, self._saved_at = step, time.monotonic()
 
     def _overdue(self, step: int) -> bool:
-        """Return whether the last checkpoint is too old, by rank 0's clock. Checked 100 times between two saves."""
+        """Return whether the last checkpoint is too old by rank 0's clock. Checked 100 times between two saves."""
         if self._section.save_every or step % math.ceil(self._save_every / 100):
             return False
         return bool(distributed.broadcast_object(time.monotonic() - self._saved_at > SECONDS_BETWEEN_SAVES))
@@ -257,7 +257,7 @@ class StageRun:
         )
 
     def _bytes_sent_by_step(self) -> dict[str, int]:
-        """Return the mean bytes that this rank sends in a step, by purpose, with rollouts, scoring and evaluation."""
+        """Return the mean bytes that this rank sends per step, by purpose. Rollouts, scoring and evaluation count."""
         steps = max(1, self.steps - self._begun)
         return {kind: round(size / steps) for kind, size in asdict(distributed.bytes_sent() - self._sent).items()}
 

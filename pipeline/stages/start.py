@@ -1,4 +1,4 @@
-"""What every stage does between reading its data and its first step."""
+"""Start a stage after its data is read: plan its settings, arrange the ranks and open its folder."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,7 +49,7 @@ def plan_stage(
 
 
 def arrange_ranks(config: RunConfig) -> None:
-    """Group the ranks that hold one model between them, and seed torch; ranks of a tensor group share the seed."""
+    """Group the ranks that share one model, and seed torch. Ranks of a tensor-parallel group have the same seed."""
     settings = config.engine
     world = distributed.set_parallelism(
         tensor=settings.tensor_parallel, pipeline=settings.pipeline_parallel, sequence=settings.sequence_parallel

@@ -12,11 +12,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal stopped the run, and its state is saved as far as possible."""
+    """Raised when a signal stops the run. The state of the run is saved as far as possible."""
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """Handle a signal: raise Stopped, once, since job schedulers repeat their signals."""
+    """Handle a signal: raise Stopped once, and ignore further signals, because job schedulers repeat them."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     raise Stopped
@@ -24,7 +24,7 @@ def stop(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def handled(handler: Handler, numbers: Iterable[int] = SIGNALS) -> Iterator[None]:
-    """Use a handler for signals inside the context. Signals that nohup or a shell ignores stay ignored."""
+    """Use a handler for signals inside the context. Signals that nohup or a shell set to be ignored stay ignored."""
     before: dict[int, Any] = {}
     for number in numbers:
         if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: a handler in C
@@ -38,15 +38,15 @@ def handled(handler: Handler, numbers: Iterable[int] = SIGNALS) -> Iterator[None
 
 @contextmanager
 def delayed(note: Callable[[], None]) -> Iterator[None]:
-    """Call `note` for a signal to stop inside the context, and raise Stopped at its end if there was one."""
+    """Call `note` for each stop signal inside the context. At its end raise Stopped if there was a signal."""
     received = False
 
-    def noted(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         nonlocal received
         received = True
         note()
 
-    with handled(noted):
+    with handled(handle):
         yield
     if received:
         raise Stopped

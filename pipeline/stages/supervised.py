@@ -1,6 +1,6 @@
 """The training loop of the supervised stages: SFT, the reward model and DPO.
 
-A stage gives its loss, its batches and its evaluation as a `SupervisedTask`. PPO has a loop of its own.
+A `SupervisedTask` contains the loss, the batches and the evaluation of a stage. PPO has its own loop.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ Batch = TypeVar("Batch", bound=TokenIds)
 class StepBatch(Generic[Batch]):
     """The global batch of one optimizer step, of which this rank holds some micro-batches.
 
-    count: tokens or pairs that the summed loss of the global batch runs over
+    count: the tokens or pairs over which the loss of the global batch is summed
     tokens: tokens of the global batch, without padding
     """
 
@@ -43,14 +43,14 @@ class StepBatch(Generic[Batch]):
 
 @dataclass(frozen=True)
 class SupervisedTask(Generic[Batch]):
-    """What a supervised stage gives the training loop. A budget is the most tokens of a micro-batch.
+    """The functions and settings of a supervised stage. A budget is the most tokens of a micro-batch.
 
     loss: (module, micro-batch) -> summed loss and summed metrics
     batch: (step from 0, budget) -> the batch of that step
     largest_microbatch: budget -> the largest micro-batch of the stage
     evaluate: budget -> metrics of the held-out examples; empty if none are held out
     best_metric: the metric of `evaluate` that decides which model is the best
-    before_first_step: what the stage does with the untrained model, unless the run resumes
+    before_first_step: called before the first step, unless the run resumes
     """
 
     engine: Engine
@@ -64,7 +64,7 @@ class SupervisedTask(Generic[Batch]):
 
 
 def train_supervised(stage: StageRun, task: SupervisedTask[Batch]) -> None:
-    """Resume, take the steps that are left, and load the best model if the stage exports the best."""
+    """Resume the stage, run the remaining steps, and load the best model if the stage exports the best."""
     done = stage.restore()
     stage.find_micro_batch_size(lambda budget: task.engine.dry_run(task.largest_microbatch(budget), task.loss))
     if done == 0:
