@@ -1,4 +1,4 @@
-"""What a stage measures while it runs: metrics.jsonl, seconds by phase, bytes by owner."""
+"""The measurements of a running stage: metrics.jsonl, seconds by phase, bytes by owner."""
 
 import json
 import math
@@ -18,14 +18,14 @@ from pipeline.distributed import device, rank
 from pipeline.files import explained_disk, write_whole
 
 WORK = ("flip", "generate", "score", "train")  # the phases that count for tokens per second
-RESTING = ("parameters", "optimizer", "average")  # owners that an engine holds between steps
+RESTING = ("parameters", "optimizer", "average")  # owners whose bytes an engine holds between steps
 SHARED_PHASES = ("generate", "score")  # phases with the same name for all engines
-# Owners that an engine may hold while another engine works: offloaded bytes, and what it generates with.
+# Owners whose bytes an engine may hold while another engine works: offloaded states and memory for generation.
 HELD_MEANWHILE = ("host", "nvme", "inference_model", "prepacked_linears", "cache")
 
 
 def append(path: Path, line: Mapping[str, float]) -> None:
-    """Append the metrics of a step to metrics.jsonl; values that are not finite become null."""
+    """Append the metrics of a step to metrics.jsonl. Values that are not finite become null."""
     with explained_disk(path.parent), path.open("a") as file:
         file.write(json.dumps({name: plain(value) for name, value in line.items()}) + "\n")
 
@@ -33,7 +33,7 @@ def append(path: Path, line: Mapping[str, float]) -> None:
 def cut(path: Path, step: int) -> None:
     """Remove the lines after `step` from a JSONL file with a `step` in each line; step 0 removes all lines.
 
-    A killed run may have logged steps after its last checkpoint. It takes these steps again.
+    A killed run may have logged steps after its last checkpoint. The resumed run repeats these steps.
     """
     if not path.exists():
         return
@@ -50,7 +50,7 @@ def cut(path: Path, step: int) -> None:
 
 
 def plain(value: float) -> float | int | None:
-    """Return a number as JSON can hold it: None for NaN and infinity."""
+    """Return the number that JSON can represent: `value`, or None for NaN and infinity."""
     return value if math.isfinite(value) else None
 
 
@@ -67,7 +67,8 @@ class Clock:
     def phase(self, name: str) -> Iterator[None]:
         """Count the wall time of the context under a name.
 
-        A GPU is waited for when a phase of another name begins, so that the host can prepare the next step meanwhile.
+        When a phase with another name begins, the host first waits for the GPU, and the earlier phase counts this time.
+        Otherwise the host does not wait, and can prepare the next step while the GPU computes.
         """
         if torch.cuda.is_available() and self._phase not in (None, name):
             with self._counted(str(self._phase)):
@@ -90,7 +91,7 @@ class Clock:
         self.seconds[target] = self.seconds.get(target, 0.0) + seconds
 
     def begin_lap(self) -> None:
-        """Start the next lap here."""
+        """Start a new lap at the current time."""
         self._lap, self._lap_tokens = dict(self.seconds), self.tokens
 
     def lap(self) -> dict[str, float]:
@@ -114,16 +115,16 @@ def _rate(tokens: int, seconds: float) -> float:
 def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
     """Return this rank's bytes by owner at the peak of each phase.
 
-    With one engine, phases and owners are those of its tracker. With several engines, a phase is "train actor", and the
-    bytes that an engine holds between steps have its name as the owner. While one engine trains, forwards of the
-    engines after it may wait for their backward.
+    With one engine, phases and owners are those of its memory tracker. With several engines, a phase has a name such as
+    "train actor", and the bytes that an engine holds between steps have its name as the owner. While one engine trains,
+    the engines after it may hold forwards that wait for their backward.
     """
     if len(engines) == 1:
         (engine,) = engines.values()
         return {phase: dict(owners) for phase, owners in engine.memory_tracker.peaks.items()}
     holdings = {name: engine.memory_tracker.holdings() for name, engine in engines.items()}
     resting = {name: sum(owners.get(owner, 0) for owner in RESTING) for name, owners in holdings.items()}
-    found: dict[str, dict[str, int]] = {}
+    peaks_by_phase: dict[str, dict[str, int]] = {}
     for index, (name, engine) in enumerate(engines.items()):
         others = Counter[str]()
         for other, owners in holdings.items():
@@ -138,10 +139,10 @@ def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
             if phase == "train":
                 sizes.update(waiting)
             label = phase if phase in SHARED_PHASES else f"{phase} {name}"
-            peaks = found.setdefault(label, dict(resting))
+            peaks = peaks_by_phase.setdefault(label, dict(resting))
             for owner, size in sizes.items():
                 peaks[owner] = max(size, peaks.get(owner, 0))
-    return found
+    return peaks_by_phase
 
 
 def peak_memory() -> dict[str, int]:

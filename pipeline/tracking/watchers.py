@@ -1,7 +1,8 @@
-"""Who follows a stage while it runs: wandb, and a progress bar or plain lines.
+"""The displays and trackers of a running stage: wandb, and a progress bar or plain lines.
 
-metrics.jsonl (`run/metrics.py`) is the record; nothing here may stop or slow a run. wandb runs offline when nobody is
-logged in, writes under RUN/wandb, and one that fails is said once and left alone.
+metrics.jsonl (`pipeline/tracking/metrics.py`) is the authoritative record. Errors in this module must not stop a run.
+wandb writes under RUN/wandb, and runs offline if no user is logged in. The first failure of wandb prints a warning and
+turns wandb off for the stage.
 """
 
 import json
@@ -25,23 +26,26 @@ ONLINE_PATIENCE = 30.0
 
 
 class Watcher(Protocol):
-    """Whoever follows a stage: wandb, a progress bar."""
+    """A receiver of a stage's metrics: wandb or a progress display."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
 class Tracker:
-    """One wandb run, or nothing (`run` None). Every call is safe: the first failure is said, then wandb is left out."""
+    """A wandb run; without `run`, all methods do nothing.
+
+    No method raises. The first failure prints a warning, and further calls do nothing.
+    """
 
     def __init__(self, run: Any = None) -> None:
         self._run = run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send one step's figures. A step that wandb has already (after a resume) is dropped by wandb."""
+        """Send the metrics of one step. wandb drops a step that it received before a resume."""
         self._safely(lambda run: run.log(dict(metrics), step=step))
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Send a table; it appears at the newest step."""
+        """Send a table. wandb shows it at the newest step."""
 
         def send(run: Any) -> None:
             import wandb
@@ -51,7 +55,7 @@ class Tracker:
         self._safely(send)
 
     def finish(self, failed: bool = False) -> None:
-        """Close the run; waits a bounded time for what is still on its way."""
+        """Close the run. Wait at most ONLINE_PATIENCE seconds for pending uploads."""
         self._safely(lambda run: run.finish(exit_code=int(failed)))
         self._run = None
 
@@ -76,7 +80,7 @@ def _warn(problem: Exception) -> None:
 
 
 def open_tracker(config: RunConfig, stage: str, stage_dir: Path) -> Tracker:
-    """Start (or continue) the wandb run of a stage, as configured. Never raises."""
+    """Start or resume the wandb run of a stage, as configured. Never raises an error of wandb."""
     if config.tracking.kind == "none":
         return Tracker()
     try:
@@ -128,7 +132,7 @@ def _init(wandb: Any, config: RunConfig, stage: str, stage_dir: Path, mode: str)
 
 
 def _stable_id(stage_dir: Path) -> str:
-    """One wandb run a stage folder, over all its starts."""
+    """Return the id of the stage folder's wandb run, which all starts of the stage share."""
     file = stage_dir / ".wandb-id"
     if not file.exists():
         file.write_text(secrets.token_hex(8), encoding="utf-8")
@@ -136,25 +140,28 @@ def _stable_id(stage_dir: Path) -> str:
 
 
 def logged_in() -> bool:
-    """Whether wandb has a key: in the environment, or in the netrc file. Asks no network."""
+    """Return whether wandb has a key in the environment or in the netrc file. Sends no request."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import wandb
 
-    places = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    paths = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
     host = urlsplit(wandb.Settings().base_url).netloc
-    for place in places:
+    for path in paths:
         try:
-            found = netrc.netrc(Path(place).expanduser()).authenticators(host)
+            login = netrc.netrc(Path(path).expanduser()).authenticators(host)
         except (OSError, netrc.NetrcParseError):
             continue
-        if found and found[2]:
+        if login and login[2]:
             return True
     return False
 
 
 class Progress:
-    """A bar with the few figures that matter on a terminal; elsewhere a line now and then, first and last always."""
+    """The progress of a stage: a bar with the main metrics on a terminal, otherwise one line every few seconds.
+
+    Without a terminal the first and the last step always print a line.
+    """
 
     def __init__(
         self,
@@ -173,7 +180,7 @@ class Progress:
         self._bar: Any = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show one step's figures. Evaluation figures stay until the next evaluation."""
+        """Show the metrics of one step. Metrics of an evaluation are shown until the next evaluation."""
         self._known.update({name: metrics[name] for name in STAGES[self._stage].progress if name in metrics})
         if self._first_step is None:
             self._first_step, self._began = step, self._clock()
@@ -186,7 +193,7 @@ class Progress:
             print(line, file=self._stream, flush=True)
 
     def finish(self) -> None:
-        """Leave the terminal clean."""
+        """Close the progress bar."""
         if self._bar is not None:
             self._bar.close()
 
@@ -220,9 +227,9 @@ def _duration(seconds: float) -> str:
 
 @contextmanager
 def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> Iterator[list[Watcher]]:
-    """The followers of a stage: wandb and the progress display on rank 0, none on other ranks.
+    """Open the watchers of a stage: wandb and the progress display on rank 0, none on other ranks.
 
-    When the stage ends well, the table of held-out answers (samples.jsonl) goes to wandb as well.
+    If the stage ends without an error, the table of held-out answers (samples.jsonl) is sent to wandb.
     """
     from pipeline.distributed import is_rank_zero
 
@@ -243,7 +250,7 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
 
 
 def sample_table(file: Path) -> tuple[list[str], list[list[Any]]]:
-    """samples.jsonl as columns and rows: the prompt, each model's answer, each model's scores."""
+    """Return samples.jsonl as columns and rows: the prompt, each model's answer, and each model's scores."""
     if not file.exists():
         return [], []
     samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
