@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b⁰¹²³⁴⁵⁶⁷⁸⁹")
 MINUS = "\u2212"
-LARGEST = 1e300  # Differences of larger values overflow; as curves they are as good as infinite.
+LARGEST = 1e300  # Differences of larger values overflow, so charts treat them as infinite.
 
 
 def format_number(value: float, digits: int = 3) -> str:

@@ -1,4 +1,4 @@
-"""Draw path charts, scatter charts, means with intervals, and bar charts."""
+"""Draw path charts, scatter charts, interval charts, and bar charts."""
 
 import math
 from collections.abc import Sequence
@@ -59,9 +59,9 @@ def path_chart(
         return None
     across, up = axis([x for _, x, _ in path]), axis([y for _, _, y in path], bounds=y_bounds)
     right = WIDTH - 16
-    places = [(x_place(across, x, right), y_place(up, y)) for _, x, y in path]
-    parts: list[Child] = [scaffold(across, up, right, x_name, y_name), polyline(places, "curve tone-ppo faint")]
-    for at, ((step, x, y), (left, top)) in enumerate(zip(path, places, strict=True)):
+    pixels = [(x_place(across, x, right), y_place(up, y)) for _, x, y in path]
+    parts: list[Child] = [scaffold(across, up, right, x_name, y_name), polyline(pixels, "curve tone-ppo faint")]
+    for at, ((step, x, y), (left, top)) in enumerate(zip(path, pixels, strict=True)):
         share = at / (len(path) - 1)
         dot = element(
             "circle",
@@ -73,8 +73,8 @@ def path_chart(
         )
         hint = f"rollout {step:g}: {x_name} {format_number(x)}, {y_name} {format_number(y)}"
         parts.append(element("g", element("title", hint), dot))
-    for at, beside, word in ((0, 1, "start"), (-1, -2, "end")):
-        (left, top), (_, other) = places[at], places[beside]
+    for at, neighbour, word in ((0, 1, "start"), (-1, -2, "end")):
+        (left, top), (_, other) = pixels[at], pixels[neighbour]
         anchor = "start" if left < (LEFT + right) / 2 else "end"
         below = other < top and top < HEIGHT - BOTTOM - 20  # Place the label on the side without the path.
         label = f"{word}, rollout {path[at][0]:g}"
@@ -112,10 +112,10 @@ def scatter_chart(
             )
             for x, y in one.points[:MOST_DOTS]
         ]
-    place = float(right)
+    x_end = float(right)
     for one in reversed(shown):
-        parts.append(element("text", one.label, x=place, y=9, text_anchor="end", class_=f"label tone-{one.tone}"))
-        place -= 6.5 * len(one.label) + 12
+        parts.append(element("text", one.label, x=x_end, y=9, text_anchor="end", class_=f"label tone-{one.tone}"))
+        x_end -= 6.5 * len(one.label) + 12
     count = sum(len(one.points) for one in shown)
     return figure(title, note, f"{title}: {count} answers", parts)
 

@@ -37,7 +37,7 @@ def measures(run: RunReading) -> tuple[tuple[Measure, str, str], ...]:
 def verdict_header(run: RunReading, facts: Markup) -> Markup:
     """Build the top of the page: the verdict, its evidence, and the scores of the models."""
     verdict = judge(run)
-    told = element(
+    summary = element(
         "div",
         element("p", "zerochat run report", class_="kicker"),
         element("h1", verdict.headline, class_=f"outcome-{verdict.outcome}"),
@@ -56,7 +56,7 @@ def verdict_header(run: RunReading, facts: Markup) -> Markup:
         for measure, title, note in measures(run)
     ]
     shown = [chart for chart in charts if chart]
-    return element("header", told, element("div", shown, class_="scores") if shown else None)
+    return element("header", summary, element("div", shown, class_="scores") if shown else None)
 
 
 def changes_section(run: RunReading) -> Markup | None:
@@ -80,7 +80,7 @@ def changes_section(run: RunReading) -> Markup | None:
 
 
 def _change_cells(found: Change, measure: Measure) -> tuple[Child, ...]:
-    # A higher reward score is no success in itself, so only gold is coloured.
+    # A higher reward score alone is no success, so only gold is coloured.
     outcome = found.outcome if measure == "gold" else "open"
     interval = "one prompt only" if found.prompts < 2 else format_interval(found.low, found.high)
     mean = element("strong", format_signed(found.mean), class_=f"outcome-{outcome}")
@@ -141,12 +141,12 @@ def _noise(run: RunReading) -> float:
 
 
 def _correlation_note(groups: Sequence[Series]) -> str:
-    told = [
+    correlations = [
         f"{group.label} {correlation:.2f}".replace("-", MINUS)
         for group in groups
         if (correlation := rank_correlation([x for x, _ in group.points], [y for _, y in group.points])) is not None
     ]
-    return f"Rank correlation of reward and gold: {', '.join(told)}." if told else "One dot an answer."
+    return f"Rank correlation of reward and gold: {', '.join(correlations)}." if correlations else "One dot an answer."
 
 
 def answers_section(run: RunReading) -> Markup | None:
@@ -154,8 +154,8 @@ def answers_section(run: RunReading) -> Markup | None:
     samples = run.samples()
     if not samples:
         return None
-    wanted = run.setting("evaluation", "table_rows")
-    count = wanted if isinstance(wanted, int) and wanted > 0 else DEFAULT_ROWS
+    configured = run.setting("evaluation", "table_rows")
+    count = configured if isinstance(configured, int) and configured > 0 else DEFAULT_ROWS
     shown = samples[:count]
     lead = f"The first {len(shown)} of {len(samples)} held-out prompts, in their order: not picked."
     return section("answers", "What the models answer", lead, [_answer_card(sample) for sample in shown])

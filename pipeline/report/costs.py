@@ -122,8 +122,8 @@ def ledger(run: RunReading) -> Markup | None:
     """Build the table of peak bytes by owner and phase: predicted, and measured on rank 0."""
     rows = []
     for stage in run.stages.values():
-        kept = mapping(stage.summary.get("memory"))
-        predicted, measured = mapping(kept.get("predicted")), mapping(kept.get("measured"))
+        memory = mapping(stage.summary.get("memory"))
+        predicted, measured = mapping(memory.get("predicted")), mapping(memory.get("measured"))
         for phase in dict.fromkeys([*predicted, *measured]):
             before, after = mapping(predicted.get(phase)), mapping(measured.get(phase))
             for owner in dict.fromkeys([*before, *after]):
@@ -145,8 +145,8 @@ def restarts(run: RunReading) -> Markup | None:
     """Build a line for each stage that ran out of memory and restarted with smaller micro-batches."""
     lines = []
     for stage in run.stages.values():
-        found = mapping(stage.summary.get("out_of_memory"))
-        times, tokens = found.get("restarts"), found.get("micro_batch_tokens")
+        record = mapping(stage.summary.get("out_of_memory"))
+        times, tokens = record.get("restarts"), record.get("micro_batch_tokens")
         if is_number(times) and times > 0 and is_number(tokens):
             lines.append(
                 f"{STAGES[stage.name].title} ran out of memory {times:.0f} times and restarted; its last micro-batches "

@@ -47,10 +47,10 @@ def line_chart(
     marks = [] if reference is None else [reference]
     across = step_axis(x for one in shown for x, _ in one.points)
     up = axis([y for one in shown for _, y in one.points] + marks, bounds=bounds)
-    beside = max(44.0, *(12 + 6.6 * len(format_number(_last(one))) for one in shown))
+    label_width = max(44.0, *(12 + 6.6 * len(format_number(_last(one))) for one in shown))
     if len(shown) > 1:
-        beside = max(beside, 26 + 6.2 * max(len(one.label) for one in shown))
-    right = WIDTH - beside
+        label_width = max(label_width, 26 + 6.2 * max(len(one.label) for one in shown))
+    right = WIDTH - label_width
     parts: list[Child] = [scaffold(across, up, right, x_name)]
     if reference is not None:
         y = y_place(up, reference)
@@ -62,18 +62,18 @@ def line_chart(
 
 
 def _curve(one: Series, across: Axis, up: Axis, right: float) -> list[Markup]:
-    places = [(x_place(across, x, right), y_place(up, y) if math.isfinite(y) else math.nan) for x, y in one.points]
+    pixels = [(x_place(across, x, right), y_place(up, y) if math.isfinite(y) else math.nan) for x, y in one.points]
     tone = f"tone-{one.tone}"
-    if one.sparse or len(places) < 2:
-        kept = [place for place in places if math.isfinite(place[1])]
-        dots = [element("circle", cx=x, cy=y, r=3, class_=f"dot {tone}") for x, y in kept]
-        return [polyline(kept, f"curve thin {tone}"), *dots]
-    if one.exact or len(places) < FEWEST_SMOOTHED:
-        return _line_segments(places, f"curve {tone}")
-    window = max(3, len(places) // 20) | 1
-    smooth = running_mean([y for _, y in places], window)
-    means = [(x, mean) for (x, _), mean in zip(places, smooth, strict=True)]
-    return _line_segments(places, f"curve faint {tone}") + _line_segments(means, f"curve {tone}")
+    if one.sparse or len(pixels) < 2:
+        finite = [pixel for pixel in pixels if math.isfinite(pixel[1])]
+        dots = [element("circle", cx=x, cy=y, r=3, class_=f"dot {tone}") for x, y in finite]
+        return [polyline(finite, f"curve thin {tone}"), *dots]
+    if one.exact or len(pixels) < FEWEST_SMOOTHED:
+        return _line_segments(pixels, f"curve {tone}")
+    window = max(3, len(pixels) // 20) | 1
+    smooth = running_mean([y for _, y in pixels], window)
+    means = [(x, mean) for (x, _), mean in zip(pixels, smooth, strict=True)]
+    return _line_segments(pixels, f"curve faint {tone}") + _line_segments(means, f"curve {tone}")
 
 
 def _line_segments(points: Sequence[Point], class_: str) -> list[Markup]:
@@ -89,19 +89,19 @@ def _line_segments(points: Sequence[Point], class_: str) -> list[Markup]:
 
 def _end_labels(shown: Sequence[Series], up: Axis, right: float) -> list[Markup]:
     """Draw the last value of each curve at its end, and its name if there are several. Labels do not overlap."""
-    wanted = []
+    labels = []
     for one in shown:
         y = _last(one)
-        wanted.append((y_place(up, y), one, y))
-    wanted.sort(key=lambda item: item[0])
+        labels.append((y_place(up, y), one, y))
+    labels.sort(key=lambda item: item[0])
     block = LINE_HEIGHT * (1 if len(shown) == 1 else 2)
-    room = HEIGHT - BOTTOM - block * len(wanted)
+    free = HEIGHT - BOTTOM - block * len(labels)
     tops: list[float] = []
-    for at, (place, _, _) in enumerate(wanted):
+    for at, (pixel, _, _) in enumerate(labels):
         earliest = tops[-1] + block if tops else 0.0
-        tops.append(round(max(min(place - block / 2, room + block * at), earliest), 1))
+        tops.append(round(max(min(pixel - block / 2, free + block * at), earliest), 1))
     texts = []
-    for top, (_, one, value) in zip(tops, wanted, strict=True):
+    for top, (_, one, value) in zip(tops, labels, strict=True):
         tone = f"label tone-{one.tone}"
         if len(shown) > 1:
             texts.append(element("text", one.label, x=right + 7, y=top + 10, class_=tone))
@@ -118,12 +118,12 @@ def _last(one: Series) -> float:
 def _hover(shown: Sequence[Series], across: Axis, right: float, x_name: str) -> list[Markup]:
     """Draw invisible columns that show the values of a step under the mouse pointer."""
     steps = sorted({x for one in shown for x, _ in one.points})
-    kept = _evenly(steps, HOVER_COLUMNS)
-    places = [x_place(across, step, right) for step in kept]
+    shown_steps = _evenly(steps, HOVER_COLUMNS)
+    pixels = [x_place(across, step, right) for step in shown_steps]
     columns = []
-    for at, (step, x) in enumerate(zip(kept, places, strict=True)):
-        start = LEFT if at == 0 else (places[at - 1] + x) / 2
-        end = right if at == len(kept) - 1 else (x + places[at + 1]) / 2
+    for at, (step, x) in enumerate(zip(shown_steps, pixels, strict=True)):
+        start = LEFT if at == 0 else (pixels[at - 1] + x) / 2
+        end = right if at == len(shown_steps) - 1 else (x + pixels[at + 1]) / 2
         values = [(one, dict(one.points).get(step, math.nan)) for one in shown]
         texts = [
             f"{one.label + ' ' if len(shown) > 1 else ''}{format_number(value, 4)}"
@@ -164,7 +164,7 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def _description(title: str, shown: Sequence[Series], x_name: str) -> str:
-    told = [
+    ranges = [
         f"{one.label} from {format_number(one.points[0][1])} to {format_number(one.points[-1][1])}" for one in shown
     ]
-    return f"{title} over {x_name}s: {'; '.join(told)}"
+    return f"{title} over {x_name}s: {'; '.join(ranges)}"

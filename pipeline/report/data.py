@@ -110,11 +110,11 @@ class RunReading:
         Answers of the other policy to the same prompts are added.
         """
         order = [self.policy, *reversed(STAGES)]
-        whose = next((name for name in order if self.stage(name).samples), None)
-        if whose is None:
+        stage = next((name for name in order if self.stage(name).samples), None)
+        if stage is None:
             return ()
-        beside = {sample.prompt: sample for name in POLICIES if name != whose for sample in self.stage(name).samples}
-        return [sample.beside(beside.get(sample.prompt)) for sample in self.stage(whose).samples]
+        others = {sample.prompt: sample for name in POLICIES if name != stage for sample in self.stage(name).samples}
+        return [sample.beside(others.get(sample.prompt)) for sample in self.stage(stage).samples]
 
 
 def read_run(run_dir: Path) -> RunReading:
@@ -151,7 +151,7 @@ def _read_metrics(path: Path) -> tuple[list[dict[str, float]], int]:
         if not is_number(row.get("step")):
             bad_lines += 1
             continue
-        # JSON has no nan, so a figure that was not finite is null.
+        # JSON has no NaN, so a metric that was not finite is null.
         numbers = {
             key: math.nan if value is None else float(value)
             for key, value in row.items()

@@ -20,7 +20,8 @@ Point = tuple[float, float]
 class Series:
     """Points of one curve. `tone` is its colour class.
 
-    `sparse` marks values measured now and then, which get a dot each; `exact` ones have no noise to smooth.
+    `sparse`: only some steps have a value; each value is drawn as a dot. `exact`: the values have no noise and are not
+    smoothed.
     """
 
     label: str

@@ -113,7 +113,7 @@ def judge(run: RunReading) -> Verdict:
     if not policy.finished:
         return _unfinished(run)
     verdict, step = _judge_finished(run), policy.number("exported_step")
-    if policy.name == "dpo" or run.setting("ppo", "export") != "best" or step is None:  # DPO's is chosen by pairs
+    if policy.name == "dpo" or run.setting("ppo", "export") != "best" or step is None:  # DPO chooses it by pairs
         return verdict
     chosen = f"The model is that of rollout {step:.0f}, the best by its score on these same prompts, which favours it."
     return replace(verdict, evidence=f"{verdict.evidence} {chosen}")
