@@ -3,12 +3,14 @@
 import os
 import platform
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 SIZE = 2048
+SMALL_SIZE = 512  # without bf16 instructions, one bf16 product of SIZE takes a minute
 FEWEST_SECONDS = 0.5
 
 
@@ -42,16 +44,26 @@ def quiet_figures() -> dict[str, float]:
     }
 
 
-def matrix_gflops(dtype: torch.dtype, seconds: float = FEWEST_SECONDS) -> float:
-    """Rate of a product of two `SIZE` by `SIZE` matrices on the CPU, the best of repeats over about `seconds`."""
-    left, right = torch.ones(SIZE, SIZE, dtype=dtype), torch.ones(SIZE, SIZE, dtype=dtype)
+@cache
+def cpu_precision() -> str:
+    """Return the precision of benchmarks on the CPU: "bf16" if its products reach half the rate of fp32, else "fp32".
+
+    Processors without bf16 instructions multiply bf16 matrices hundreds of times more slowly than fp32.
+    """
+    fp32, bf16 = (matrix_gflops(dtype, 0.1, SMALL_SIZE) for dtype in (torch.float32, torch.bfloat16))
+    return "bf16" if bf16 >= fp32 / 2 else "fp32"
+
+
+def matrix_gflops(dtype: torch.dtype, seconds: float = FEWEST_SECONDS, size: int = SIZE) -> float:
+    """Return the rate of a product of two `size` by `size` matrices on the CPU: the best of about `seconds`."""
+    left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
     torch.mm(left, right)
     best, until = float("inf"), time.monotonic() + seconds
     while time.monotonic() < until:
         began = time.monotonic()
         torch.mm(left, right)
         best = min(best, time.monotonic() - began)
-    return 2 * SIZE**3 / best / 1e9
+    return 2 * size**3 / best / 1e9
 
 
 def _cores() -> int:

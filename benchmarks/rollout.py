@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.machine import cpu_precision
 from benchmarks.measure import in_turn, median, spread
 from benchmarks.record import Result
 from engine import Generator, Sampling
@@ -29,7 +30,7 @@ ELSEWHERE = {
 }
 CASES = ("equal", "ragged", "single", "tiny", "samples", *ELSEWHERE)
 CACHES = ("dynamic", "static")
-DTYPE = torch.bfloat16
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 OPT_125M: dict[str, Any] = {
     "model_type": "opt",
     "hidden_size": 768,
@@ -110,7 +111,7 @@ def _measure(case: str, rounds: int) -> Result:
     torch.manual_seed(0)
     fields = dict(task.shape)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    module = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+    module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[cpu_precision()]).eval()
     module.generation_config.eos_token_id = None  # ends come from the work's lengths alone
     generator = Generator(module, "cpu")
     ours = partial(_rate, task, partial(_ours, generator, task))
@@ -126,7 +127,7 @@ def _measure(case: str, rounds: int) -> Result:
         lower_is_better=False,
         peer=median(rates["peer"]),
         detail={
-            "dtype": str(DTYPE).removeprefix("torch."),
+            "dtype": cpu_precision(),
             "threads": torch.get_num_threads(),
             **detail,
             "spread": spread(rates["ours"]),

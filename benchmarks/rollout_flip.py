@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.machine import cpu_precision
 from benchmarks.measure import median, spread
 from benchmarks.ranks import run_ranks
 from benchmarks.record import Result
-from benchmarks.rollout import OPT_125M, Lengths, Work, work
+from benchmarks.rollout import DTYPES, OPT_125M, Lengths, Work, work
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.generation.generator import Generator
 from engine.generation.sampling import Sampling
@@ -37,29 +38,29 @@ WARM_FLIPS = 2  # the first ones are checked, and pay for memory
 
 def measure(case: str, rounds: int) -> Result:
     """Run a case on its ranks, in processes of their own."""
-    first, *_ = run_ranks(__name__, [case, str(rounds)], RANKS)
+    first, *_ = run_ranks(__name__, [case, str(rounds), cpu_precision()], RANKS)
     return Result(bench="rollout", case=case, **first)
 
 
-def main(case: str, rounds: int) -> None:
+def main(case: str, rounds: int, precision: str) -> None:
     """One rank's part."""
     torch.set_num_threads(1)
     dist.start("bench", device="cpu")
-    found = {"zero3": zero3, "flip": flip, "release": release}[case](rounds)
+    found = {"zero3": zero3, "flip": flip, "release": release}[case](rounds, precision)
     print(json.dumps(found), flush=True)
     dist.stop()
 
 
-def zero3(rounds: int) -> dict[str, Any]:
+def zero3(rounds: int, precision: str) -> dict[str, Any]:
     """Useful tokens a second, ours and the peer's."""
-    full, engine = work("ragged"), sharded()
+    full, engine = work("ragged"), sharded(precision)
     task = replace(full, slots=full.slots // RANKS)
     for _ in range(WARM_FLIPS):
         rollout(engine, task)
     rates = [sum(task.lengths) / timed(lambda: rollout(engine, task)) for _ in range(rounds)]
     rollout(engine, full)  # a larger cache
     wide = sum(full.lengths) / timed(lambda: rollout(engine, full))
-    peer = generate_sharded(task)
+    peer = generate_sharded(task, precision)
     return {
         "ours": median(rates),
         "peer": peer,
@@ -68,7 +69,7 @@ def zero3(rounds: int) -> dict[str, Any]:
         "detail": {
             "ranks": RANKS,
             "threads": 1,
-            "dtype": "bfloat16",
+            "dtype": precision,
             "spread": spread(rates),
             "peer_cache": "dynamic",
             "ours_16_a_rank": wide,
@@ -76,9 +77,9 @@ def zero3(rounds: int) -> dict[str, Any]:
     }
 
 
-def flip(rounds: int) -> dict[str, Any]:
+def flip(rounds: int, precision: str) -> dict[str, Any]:
     """The flip's share of the time of flip and rollout, in per cent."""
-    task, engine = work("ragged"), sharded()
+    task, engine = work("ragged"), sharded(precision)
     figures = []
     for count in range(WARM_FLIPS + rounds):
         train(engine)
@@ -94,7 +95,7 @@ def flip(rounds: int) -> dict[str, Any]:
         "detail": {
             "ranks": RANKS,
             "threads": 1,
-            "dtype": "bfloat16",
+            "dtype": precision,
             "flip_seconds": seconds,
             "rollout_seconds": whole,
             "bytes": engine.flip.bytes,
@@ -103,9 +104,9 @@ def flip(rounds: int) -> dict[str, Any]:
     }
 
 
-def release(rounds: int) -> dict[str, Any]:
+def release(rounds: int, precision: str) -> dict[str, Any]:
     """Resident memory after a flip, in per cent of that before; the largest difference of all ranks and rounds."""
-    task, engine = work("ragged"), sharded()
+    task, engine = work("ragged"), sharded(precision)
     task = Work(task.shape, task.prompts[:16], [min(length, 24) for length in task.lengths[:16]], task.slots)
     changes, details = [], []
     for count in range(1 + rounds):
@@ -121,13 +122,13 @@ def release(rounds: int) -> dict[str, Any]:
         "peer": None,
         "unit": "% more resident memory",
         "lower_is_better": True,
-        "detail": {"ranks": RANKS, "dtype": "bfloat16", "rank_0": details[-1]},
+        "detail": {"ranks": RANKS, "dtype": precision, "rank_0": details[-1]},
     }
 
 
-def sharded() -> Engine:
-    """OPT-125M's shape under ZeRO-3, with AdamW, fp32 masters, computing in bf16."""
-    config = EngineConfig(zero_stage=3, dtype="bf16")
+def sharded(precision: str) -> Engine:
+    """OPT-125M's shape under ZeRO-3, with AdamW and fp32 masters."""
+    config = EngineConfig(zero_stage=3, dtype="bf16" if precision == "bf16" else "fp32")
     return Engine(model(), config, optimizer=OptimizerConfig(lr=1e-6), rollout_path="")
 
 
@@ -167,10 +168,10 @@ def train(engine: Engine) -> None:
     engine.update([ids], loss, ids.numel() * dist.world().size)
 
 
-def generate_sharded(task: Work) -> float:
+def generate_sharded(task: Work, precision: str) -> float:
     """Useful tokens a second of transformers' `generate` on the module as FSDP2 shards it."""
     module = model().eval()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision])
     for block in module.model.decoder.layers:
         fully_shard(block, mp_policy=policy)
     fully_shard(module, mp_policy=policy)
@@ -216,4 +217,4 @@ def memory() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -1,11 +1,12 @@
 """One whole PPO iteration, phase by phase: ours against the same one written with transformers and plain PyTorch.
 
-8 prompts of 128 tokens, 128 new ones, one epoch, four models of OPT-125M's shape; fp32 weights, bf16 compute on both
-sides, each in a process of its own.
+8 prompts of 128 tokens, 128 new ones, one epoch, four models of OPT-125M's shape; fp32 weights, the same precision of
+computing on both sides, each in a process of its own.
 """
 
 from functools import partial
 
+from benchmarks.machine import cpu_precision
 from benchmarks.measure import in_turn, median, medians_by_name, spread
 from benchmarks.peers import work
 from benchmarks.peers.children import measure as child
@@ -18,7 +19,7 @@ WARMUP = 2  # the first flips are checked, and pay for memory
 def measure(case: str, rounds: int) -> Result:
     """Seconds an iteration."""
     prompts = work.prompts(PROMPTS, PROMPT_TOKENS)
-    told = work.base("bf16", prompts=prompts, new_tokens=NEW_TOKENS, steps=STEPS, warmup=WARMUP, budget=2048)
+    told = work.base(cpu_precision(), prompts=prompts, new_tokens=NEW_TOKENS, steps=STEPS, warmup=WARMUP, budget=2048)
     sides = {"ours": "benchmarks.peers.ours.ppo", "peer": "benchmarks.peers.theirs.plain_ppo"}
     found = in_turn({side: partial(child, module, told) for side, module in sides.items()}, rounds)
     seconds = {side: [second for figures in runs for second in figures.seconds] for side, runs in found.items()}
@@ -31,7 +32,7 @@ def measure(case: str, rounds: int) -> Result:
         lower_is_better=True,
         peer=median(seconds["peer"]),
         detail={
-            "dtype": "bf16",
+            "dtype": cpu_precision(),
             "threads": work.THREADS,
             "seconds_by_phase": phases["ours"],
             "peer_seconds_by_phase": phases["peer"],

@@ -10,14 +10,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine import optim
 from engine.config import Compress, EngineConfig, LossScale, OptimizerConfig, Precision
 from engine.deepspeed_keys import IGNORED, OPTIMIZERS, SUPPORTED, UNSUPPORTED, UNSUPPORTED_OPTIMIZERS, Key, Optimizer
-from engine.schedules import SCHEDULERS, parameters_of
+from engine.schedules import SCHEDULES, OneCycle, WarmupCosineLR, parameters
 from engine.sharding import check_optimizer
 
 __all__ = ["Parsed", "config_fields", "ignored", "load", "parse"]
@@ -328,21 +327,21 @@ def _converted(key: Key, value: Any) -> Any:
 def _optimizer(section: Mapping[str, Any], base: OptimizerConfig | None, clipping: float | None) -> OptimizerConfig:
     """Translate the optimizer section. `base` has the values for "auto", the schedule, and which parameters decay."""
     _require_known(section, ("type", "params", "legacy_fusion"), "optimizer")
-    kind, given = section.get("type"), _section("optimizer.params", section.get("params"))
+    kind, params = section.get("type"), _section("optimizer.params", section.get("params"))
     if not isinstance(kind, str):
         raise ValueError('optimizer.type is missing; write "AdamW", "Lion", "Adagrad", "SGD" or a class of torch.optim')
     reasons = {name.lower(): reason for name, reason in UNSUPPORTED_OPTIMIZERS.items()}
     if reason := reasons.get(kind.lower()):
         raise ValueError(f"optimizer.type={kind} is not supported: {reason}")
-    if given.pop("max_grad_norm", None):
+    if params.pop("max_grad_norm", None):
         raise ValueError("optimizer.params.max_grad_norm is not supported: write gradient_clipping at the top level")
     known = next((known for name, known in OPTIMIZERS.items() if name.lower() == kind.lower()), None)
     if known is not None:
-        _require_known(given, known.parameters, "optimizer.params")
-    own = {} if base is None else {key: getattr(base, key) for key in ("lr", "betas", "eps", "weight_decay")}
+        _require_known(params, known.parameters, "optimizer.params")
+    fallbacks = {} if base is None else {key: getattr(base, key) for key in ("lr", "betas", "eps", "weight_decay")}
     defaults = {"lr": 1e-3} if known is None else known.parameters
-    values = {**defaults, **({"lr": own["lr"]} if own else {}), **given}
-    values = {k: own.get(k, defaults.get(k)) if v is None or v == "auto" else v for k, v in values.items()}
+    values = {**defaults, **({"lr": fallbacks["lr"]} if fallbacks else {}), **params}
+    values = {k: fallbacks.get(k, defaults.get(k)) if v is None or v == "auto" else v for k, v in values.items()}
     name = _name(kind, known, values)
     frame = base or OptimizerConfig(lr=0.0, schedule="constant", decay="all")
     lr, eps, decay = (
@@ -406,11 +405,11 @@ def _scheduler(
 ) -> tuple[Callable[[int], float], Callable[[int], tuple[float, float]] | None]:
     """Translate the scheduler section. "auto" stands for the optimizer's rate, warm-up and number of steps."""
     _require_known(section, ("type", "params"), "scheduler")
-    kind, given = str(section.get("type")), _section("scheduler.params", section.get("params"))
-    _require_known([kind], SCHEDULERS, "scheduler.type", what="scheduler")
-    given.pop("last_batch_iteration", None)
-    scheduler = SCHEDULERS[kind]
-    _require_known(given, scheduler.parameters, "scheduler.params")
+    kind, params = str(section.get("type")), _section("scheduler.params", section.get("params"))
+    _require_known([kind], SCHEDULES, "scheduler.type", what="scheduler")
+    params.pop("last_batch_iteration", None)
+    known = parameters(SCHEDULES[kind])
+    _require_known(params, known, "scheduler.params")
     auto = {
         "warmup_max_lr": optimizer.lr,
         "total_num_steps": optimizer.total_steps,
@@ -418,22 +417,24 @@ def _scheduler(
         "warmup_min_lr": 0.0,
         "warmup_type": "log",
     }
-    values = {
+    values: dict[str, Any] = {
         name: auto.get(name) if value == "auto" or (value is None and name == "warmup_max_lr") else value
-        for name, value in (scheduler.parameters | {k: v for k, v in given.items() if v is not None}).items()
+        for name, value in (known | {k: v for k, v in params.items() if v is not None}).items()
     }
     values = {name: _scheduler_value(name, value) for name, value in values.items()}
     for name in ("total_num_steps", "cycle_min_lr", "cycle_max_lr"):
         if name in values and values[name] is None:
             raise ValueError(f"scheduler.params.{name} is missing and has no default; write a number")
-    values["lr"] = optimizer.lr
-    functions = [scheduler.lr, scheduler.betas if values.get("cycle_momentum") else None]
-    lr, betas = (f and partial(f, **{name: values[name] for name in parameters_of(f)}) for f in functions)
-    return lr, betas  # type: ignore[return-value]
+    if kind == WarmupCosineLR.__name__:
+        values["optimizer_lr"] = optimizer.lr
+    schedule = SCHEDULES[kind](**values)
+    if isinstance(schedule, OneCycle) and schedule.cycle_momentum:
+        return schedule.lr, schedule.betas
+    return schedule.lr, None
 
 
 def _scheduler_value(name: str, value: Any) -> Any:
-    """Return a checked value: numbers of steps are whole, and at least 1 where a formula divides by them."""
+    """Return a checked value. Numbers of steps are integers, and at least 1 where a formula divides by them."""
     key = f"scheduler.params.{name}"
     if isinstance(value, list):
         raise ValueError(f"{key}={value}: write one number, for all parameters")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine import optim
-from engine.schedules import SCHEDULERS
+from engine.schedules import SCHEDULES, parameters
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "deepspeed.md"
 MARKER = "<!-- `make docs` writes everything below this line -->\n"
@@ -19,7 +19,7 @@ MARKER = "<!-- `make docs` writes everything below this line -->\n"
 @dataclass(frozen=True)
 class Key:
     """The type of a supported key, its meaning, the field of `EngineConfig` that it sets, and the values that it may
-    have. A key without a field is translated together with others.
+    have. A key without a field sets several fields, or one field with other keys.
     """
 
     type: Literal["bool", "int", "number", "text"]
@@ -83,77 +83,50 @@ SUPPORTED: dict[str, Key] = {
     "activation_checkpointing.number_checkpoints": Key("int", "any number recomputes every block in backward"),
 }  # fmt: skip
 
-LOGGED = "the training loop logs metrics"
-SAVED = "checkpoints are sharded and written in the background"
-PINNED = "buffers for copies between host and GPU are always pinned"
+ALWAYS = "always on"
+ENGINE = "the engine or the model decides"
+FSDP2 = "FSDP2 gathers and reduces one block at a time, and gathers the next block during computation"
+FP32 = "gradients are reduced and accumulated in fp32"
+SAVED = "checkpoints are sharded, written in the background, and load at any number of ranks; an export is not sharded"
 IGNORED_BY_SECTION: dict[str, dict[str, str]] = {
     "": {
-        "prescale_gradients gradient_predivide_factor fp32_allreduce": "gradients are reduced in fp32",
-        "gradient_accumulation_dtype data_types": "gradients accumulate in fp32",
-        "steps_per_print wall_clock_breakdown timers tensorboard wandb csv_monitor comet flops_profiler": LOGGED,
-        "memory_breakdown": "`stage=plan` predicts the memory",
-        "comms_logger": "torch.profiler records collectives",
-        "dump_state": "the run folder contains the configuration",
-        "zero_allow_untested_optimizer": "optimizers that cannot work on shards are refused",
-        "zero_force_ds_cpu_optimizer": "the optimizer is torch's on every device",
-        "disable_allgather": "FSDP2 gathers one block at a time",
-        "use_node_local_storage": "all ranks write a checkpoint into one folder",
-        "checkpoint nebula": SAVED,
-        "seq_parallel_communication_data_type": "sequence groups send the type of the tensors",
-        "use_data_before_expert_parallelism": "experts are computed on the rank of their tokens",
-        "graph_harvesting": "the generator uses CUDA graphs where it can",
-        "vocabulary_size": "the model defines it",
-        "aio": "files are accessed with direct I/O from a few threads",
+        FP32: "prescale_gradients gradient_predivide_factor fp32_allreduce gradient_accumulation_dtype data_types",
+        "the training loop logs metrics, and torch.profiler records operations": "steps_per_print wall_clock_breakdown "
+        "timers tensorboard wandb csv_monitor comet flops_profiler memory_breakdown comms_logger dump_state",
+        SAVED: "use_node_local_storage checkpoint nebula",
+        ENGINE: "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_allgather graph_harvesting aio "
+        "seq_parallel_communication_data_type use_data_before_expert_parallelism vocabulary_size",
     },
-    "fp16": {"auto_cast": "floating-point inputs are always cast"},
-    "bf16": {
-        "immediate_grad_update": "gradients are reduced in fp32 as soon as they are computed",
-        "check_grad_overflow": "a step with a non-finite gradient is always skipped and counted",
-    },
+    "fp16": {ALWAYS: "auto_cast"},
+    "bf16": {ALWAYS: "immediate_grad_update check_grad_overflow"},
     "zero_optimization": {
-        "reduce_bucket_size allgather_bucket_size use_multi_rank_bucket_allreduce contiguous_gradients "
-        "round_robin_gradients": "FSDP2 gathers and reduces one block at a time, from one buffer",
-        "overlap_comm reduce_scatter allgather_partitions": "always on",
-        "stage3_prefetch_bucket_size": "FSDP2 gathers the next block during computation",
-        "stage3_param_persistence_threshold stage3_model_persistence_threshold": "small parameters are gathered with "
-        "their block",
-        "stage3_max_live_parameters stage3_max_reuse_distance": "at most two blocks are gathered at the same time",
-        "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save": "an export always writes "
-        "full weights",
-        "stage3_module_granularity_threshold leaf_module": "the elements of nn.ModuleList are the units",
-        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential memory_efficient_linear "
-        "enable_sanity_checks log_trace_cache_warnings": "FSDP2 decides",
-        "load_from_fp32_weights": "master weights are always loaded in the precision of the file",
-        "ignore_unused_parameters": "parameters without a gradient are not updated",
-        "legacy_stage1": "there is one implementation of stage 1",
-        "elastic_checkpoint": "checkpoints load at any number of ranks",
-        "override_module_apply": "modules are built on the meta device",
-        "pipeline_loading_checkpoint": "each rank reads its own slices",
-        "mics_hierarchical_params_gather": "NCCL chooses the algorithm",
-        "cpu_offload_use_pin_memory": PINNED,
+        FSDP2: "reduce_bucket_size allgather_bucket_size use_multi_rank_bucket_allreduce contiguous_gradients "
+        "round_robin_gradients stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+        "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
+        "stage3_module_granularity_threshold leaf_module stage3_use_all_reduce_for_fetch_params "
+        "stage3_allgather_sequential memory_efficient_linear enable_sanity_checks log_trace_cache_warnings "
+        "legacy_stage1 override_module_apply mics_hierarchical_params_gather",
+        ALWAYS: "overlap_comm reduce_scatter allgather_partitions ignore_unused_parameters cpu_offload_use_pin_memory",
+        SAVED: "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
+        "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint",
     },
     "zero_optimization.offload_param": {
-        "pin_memory": PINNED,
-        "buffer_count buffer_size max_in_cpu": "the page cache buffers shards on NVMe",
+        ALWAYS: "pin_memory",
+        "the page cache buffers shards on NVMe": "buffer_count buffer_size max_in_cpu",
     },
     "zero_optimization.offload_optimizer": {
-        "pin_memory": PINNED,
-        "buffer_count": "sub_group_size sets the size of the buffers",
-        "pipeline_read pipeline_write": "always on",
-        "fast_init": "the first step creates the optimizer states",
-        "cpuadam_cores_perc": "OMP_NUM_THREADS sets the number of cores",
+        ALWAYS: "pin_memory pipeline_read pipeline_write",
+        "sub_group_size sets the size of the buffers": "buffer_count",
+        "the first step creates the optimizer states": "fast_init",
+        "OMP_NUM_THREADS sets the number of cores": "cpuadam_cores_perc",
     },
     "activation_checkpointing": {
-        "contiguous_memory_optimization": "PYTORCH_ALLOC_CONF configures the allocator",
-        "synchronize_checkpoint_boundary": "there is nothing to synchronize",
-        "profile": "torch.profiler records the recomputation",
+        ENGINE: "contiguous_memory_optimization synchronize_checkpoint_boundary profile",
     },
     "hybrid_engine": {
-        "enabled": "`engine.generating()` is always available",
-        "max_out_tokens": "each batch sets the size of the cache",
-        "release_inference_cache": "`engine.generating(keep=False)` frees the buffers",
-        "pin_parameters tp_gather_partition_size": "weights are gathered once per flip, in buckets of bounded size",
-        "enable_cuda_graph": "the generator uses CUDA graphs where it can",
+        "`engine.generating()` is always available": "enabled",
+        "`engine.generating(keep=False)` frees the buffers": "release_inference_cache",
+        "the generator decides": "max_out_tokens pin_parameters tp_gather_partition_size enable_cuda_graph",
     },
 }
 
@@ -165,7 +138,7 @@ def _dotted(section: str, name: str) -> str:
 IGNORED: dict[str, str] = {
     _dotted(section, name): reason
     for section, rows in IGNORED_BY_SECTION.items()
-    for names, reason in rows.items()
+    for reason, names in rows.items()
     for name in names.split()
 }
 
@@ -253,11 +226,11 @@ def page() -> str:
     ignored = [
         f"| {', '.join(f'`{_dotted(section, name)}`' for name in names.split())} | {reason} |"
         for section, rows in IGNORED_BY_SECTION.items()
-        for names, reason in rows.items()
+        for reason, names in rows.items()
     ]
     unsupported = [f"| `{name}` | {remedy} |" for name, remedy in UNSUPPORTED.items()]
     optimizers = [f"| {name} | {_parameters(known.parameters)} |" for name, known in OPTIMIZERS.items()]
-    schedulers = [f"| {name} | {_parameters(known.parameters)} |" for name, known in SCHEDULERS.items()]
+    schedulers = [f"| {name} | {_parameters(parameters(known))} |" for name, known in SCHEDULES.items()]
     lines = [
         *("## Supported keys", "", "| key | type | meaning |", "| --- | --- | --- |", *supported, ""),
         *("## Ignored keys", "", "| keys | reason |", "| --- | --- |", *ignored, ""),

@@ -29,8 +29,7 @@ from engine.optimizer_step import Gradients, Optimizer, OptimizerStep, Step, Upd
 from engine.optimizers.ema import Average
 from engine.optimizers.onebit_adam import OneBitAdam
 from engine.parallel import collectives, dist, zero
-from engine.passes import LossAndMetrics, add_up, to_numbers
-from engine.pipeline_passes import make_passes
+from engine.passes import LossAndMetrics, Passes, PipelinePasses, add_up, to_numbers
 
 Batch = TypeVar("Batch")
 Score = TypeVar("Score")
@@ -72,7 +71,8 @@ class Engine:
             hooks=not config.compile_blocks,
         )
         self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
-        self._passes = make_passes(self.module, config, self.memory_tracker, self.scaler, self.discard)
+        passes = PipelinePasses if config.pipeline_parallel > 1 else Passes
+        self._passes = passes(self.module, config, self.memory_tracker, self.scaler, self.discard)
         self.optimizer = self._make_optimizer(optimizer) if optimizer is not None else None
         self.average = Average(self.module, self.optimizer)
         self._optimizer_step: OptimizerStep | None = None

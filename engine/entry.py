@@ -88,12 +88,13 @@ def initialize(
         layout = config or EngineConfig()
         return Engine(model, layout, optimizer=optimizer, scheduler=scheduler, fill=fill, rollout_path=rollout_path)
     parsed = _parse(config, optimizer, overrides=overrides)
-    given = _rates(lr_scheduler, parsed.optimizer) if lr_scheduler is not None else scheduler
+    if lr_scheduler is not None:
+        scheduler = _rates(lr_scheduler, parsed.optimizer)
     engine = Engine(
         model,
         parsed.engine,
         optimizer=parsed.optimizer,
-        scheduler=parsed.scheduler or given,
+        scheduler=parsed.scheduler or scheduler,
         betas=parsed.betas,
         fill=fill,
         rollout_path=rollout_path,
@@ -101,7 +102,7 @@ def initialize(
     if not overrides and all(argument is None for argument in of_deepspeed):
         return engine
     loader = _data_loader(training_data, collate_fn, parsed) if training_data is not None else None
-    has_schedule = parsed.scheduler is not None or given is not None
+    has_schedule = parsed.scheduler is not None or scheduler is not None
     return engine, engine.optimizer, loader, EngineSchedule(engine) if has_schedule else None
 
 
@@ -158,17 +159,17 @@ def optimizer_config(optimizer: torch.optim.Optimizer | MakeOptimizer, model: nn
 
 def _require_trainable(parameters: Iterable[Any], model: nn.Module, argument: str) -> None:
     """Raise ValueError if these are not exactly the trainable parameters of the model."""
-    given: set[int] = set()
+    found: set[int] = set()
     for each in parameters:
-        given |= {id(p) for p in each["params"]} if isinstance(each, Mapping) else {id(each)}
+        found |= {id(p) for p in each["params"]} if isinstance(each, Mapping) else {id(each)}
     named = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    missing = [name for key, name in named.items() if key not in given]
+    missing = [name for key, name in named.items() if key not in found]
     if missing:
         raise ValueError(
             f"{argument}: {len(missing)} trainable parameters are missing ({missing[0]}, ...); add them, or freeze "
             "them with requires_grad_(False)"
         )
-    if given - named.keys():
+    if found - named.keys():
         raise ValueError(f"{argument}: it has parameters that are frozen or not of this model; remove them")
 
 

@@ -4,10 +4,11 @@ PPO scores a rollout with the models that learn, and then takes its first step o
 parameters. The forward of the scoring is then also the forward of the update: `score_to_learn` holds the graphs of all
 micro-batches until `train` computes the losses and the backwards. This needs memory for the activations of a full step.
 
-Pipeline parallelism runs several micro-batches at once: `engine/pipeline_passes.py` overrides these methods.
+Pipeline parallelism runs several micro-batches at once, and has their results on the last rank: `PipelinePasses`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,7 +21,9 @@ from engine.memory.tracker import MemoryTracker
 from engine.oom import watch_pass
 from engine.optim import Gradients
 from engine.parallel import dist, zero
-from engine.precision import LossScaler
+from engine.parallel.pipeline_parallel import Pipeline
+from engine.parallel.pipeline_split import split_of
+from engine.precision import TORCH_DTYPE, LossScaler
 
 Tree = TypeVar("Tree")
 LossAndMetrics = tuple[Tensor, dict[str, float | Tensor]]  # of a micro-batch, all of them sums
@@ -28,30 +31,28 @@ LossFn = Callable[[nn.Module, Any], LossAndMetrics]
 ScoreFn = Callable[[nn.Module, Any], Sequence[Any]]  # the results of a micro-batch, one for each row
 
 
+@dataclass(eq=False)
 class Passes:
     """The passes of one module. `discard` drops the gradients and the gathered parameters of an unfinished step."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        config: EngineConfig,
-        tracker: MemoryTracker,
-        scaler: LossScaler,
-        discard: Callable[[], None],
-    ) -> None:
-        self.module = module
-        self._config, self._tracker, self._scaler, self._discard = config, tracker, scaler, discard
+    module: nn.Module
+    config: EngineConfig
+    tracker: MemoryTracker
+    scaler: LossScaler
+    discard: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._scored: list[Any] = []  # the micro-batches whose graphs are held
-        self._outputs: list[Any] = []  # what the module returned for each of them
-        self._before = PassState(module)  # before their forwards
+        self._outputs: list[Any] = []  # the module's output for each of them
+        self._before = PassState(self.module)  # before their forwards
 
     def prepare(self, *, last: bool) -> None:
         """Prepare the next backward. `last` is True for the last micro-batch of a step."""
-        zero.before_micro_batch(self.module, stage=self._config.zero_stage, last=last)
+        zero.before_micro_batch(self.module, stage=self.config.zero_stage, last=last)
 
     def backward(self, loss: Tensor, factor: float, *, last: bool) -> None:
         """Add the gradient of `factor` times a loss, averaged over ranks."""
-        (loss * (factor * self._scaler.scale)).backward()
+        (loss * (factor * self.scaler.scale)).backward()
         zero.after_micro_batch(self.module, last=last)
 
     def train(self, micro_batches: Sequence[Any], loss_fn: LossFn, count: float) -> list[LossAndMetrics]:
@@ -64,7 +65,7 @@ class Passes:
         outputs, self._scored, self._outputs = self._outputs, [], []
         holds_graphs = bool(outputs)
         if not holds_graphs:
-            self._tracker.start_update()
+            self.tracker.start_update()
         results = list[LossAndMetrics]()
         with watch_pass(holds_graphs=holds_graphs):
             for index, micro_batch in enumerate(micro_batches):
@@ -73,10 +74,10 @@ class Passes:
                 if holds_graphs:
                     loss, metrics = loss_fn(cast("nn.Module", _RecordedOutput(outputs.pop(0))), micro_batch)
                 else:
-                    with self._tracker.training():
+                    with self.tracker.training():
                         loss, metrics = loss_fn(self.module, micro_batch)
                 self.backward(loss, dist.world().zero_size / count, last=last)
-                self._tracker.after_backward()
+                self.tracker.after_backward()
                 results.append((loss.detach(), detach_metrics(metrics)))
                 del loss, metrics  # the graph is freed before the next forward
         return results
@@ -91,7 +92,7 @@ class Passes:
             fits = True
         finally:
             if fits or dist.world().size == 1:  # several ranks do not continue after a failure
-                self._discard()
+                self.discard()
                 before.restore()
 
     def _dry_run(self, micro_batch: Any, loss_fn: LossFn) -> None:
@@ -109,19 +110,19 @@ class Passes:
         self.discard_scored()
         zero.release(self.module)
         self._before = PassState(self.module)
-        self._tracker.start_update()
+        self.tracker.start_update()
         results = list[Sequence[Any]]()
         hook = self.module.register_forward_hook(lambda module, inputs, output: self._outputs.append(output))
         try:
             with watch_pass(holds_graphs=True):
                 for index, micro_batch in enumerate(micro_batches):
                     self.prepare(last=index == len(micro_batches) - 1)
-                    with self._tracker.training():
+                    with self.tracker.training():
                         results.append(tree_map_only(Tensor, Tensor.detach, score_fn(self.module, micro_batch)))
         finally:
             hook.remove()
         assert len(self._outputs) == len(micro_batches), "score_fn must call the module once for each micro-batch"
-        self._tracker.sample_waiting()
+        self.tracker.sample_waiting()
         self._scored = list(micro_batches)
         return to_host(results)
 
@@ -129,7 +130,7 @@ class Passes:
         """Discard the forwards of `score_to_learn`, and restore random state and buffers from before them."""
         if self._scored:
             self._scored, self._outputs = [], []
-            self._discard()
+            self.discard()
             self._before.restore()
 
     def gradients(self) -> Gradients:
@@ -137,12 +138,67 @@ class Passes:
         return Gradients(self.module)
 
     def metrics_of_step(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of this rank's micro-batches on every rank that computed them together."""
+        """Return the metrics of this rank's micro-batches. Ranks of one pipeline get those of its last rank."""
         return metrics
 
     def all_parameters(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of the full model on every rank; `own` are those of this rank's module."""
         return iter(own)
+
+
+class PipelinePasses(Passes):
+    """The passes of this rank's stage of a pipeline."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        split = split_of(self.module)
+        assert split is not None, "sharding.apply splits the module"
+        config, dtype = self.config, TORCH_DTYPE[self.config.dtype]
+        self._pipeline = Pipeline(
+            self.module, split, schedule=config.pipeline_schedule, zero_stage=config.zero_stage, dtype=dtype
+        )
+
+    def train(self, micro_batches: Sequence[Any], loss_fn: LossFn, count: float) -> list[LossAndMetrics]:
+        self.tracker.start_update()
+        results = self._train(micro_batches, loss_fn, self.scaler.scale * dist.world().data_size / count)
+        self._pipeline.finish_step()
+        self.tracker.after_backward()
+        return [each for each in results if each is not None]
+
+    def score(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]]:
+        def scored(micro_batch: Any) -> tuple[Tensor, Sequence[Any]]:
+            return torch.zeros((), device=dist.world().device), score_fn(self.module, micro_batch)
+
+        with watch_pass():
+            results = self._pipeline.run(micro_batches, scored)
+        return self._pipeline.broadcast_from_last(to_host(results))
+
+    def score_to_learn(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]] | None:
+        """Return None: forwards and backwards of a pipeline take turns."""
+        return None
+
+    def gradients(self) -> Gradients:
+        return Gradients(self.module, self._pipeline.squared_norm)
+
+    def metrics_of_step(self, metrics: dict[str, float]) -> dict[str, float]:
+        return self._pipeline.broadcast_from_last(metrics)
+
+    def all_parameters(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return self._pipeline.all_parameters(own)
+
+    def _dry_run(self, micro_batch: Any, loss_fn: LossFn) -> None:
+        self._train([micro_batch] * self._pipeline.split.size, loss_fn, 1.0)
+
+    def _train(self, micro_batches: Sequence[Any], loss_fn: LossFn, factor: float) -> list[LossAndMetrics | None]:
+        """Run all forwards and backwards; gradients are those of `factor` times the losses."""
+
+        def scaled_loss(micro_batch: Any) -> tuple[Tensor, LossAndMetrics]:
+            with self.tracker.training():
+                loss, metrics = loss_fn(self.module, micro_batch)
+            return loss * factor, (loss.detach(), detach_metrics(metrics))
+
+        with watch_pass():
+            return self._pipeline.run(micro_batches, scaled_loss)
 
 
 class _RecordedOutput:
@@ -214,6 +270,7 @@ def to_host(tree: Tree) -> Tree:
     for dtype in dict.fromkeys(leaves[index].dtype for index in on_device):
         indices = [index for index in on_device if leaves[index].dtype == dtype]
         values = torch.cat([leaves[index].detach().flatten() for index in indices]).cpu()
-        for index, flat in zip(indices, values.split([leaves[index].numel() for index in indices]), strict=True):
-            leaves[index] = flat.view(leaves[index].shape)
+        sizes = [leaves[index].numel() for index in indices]
+        for index, elements in zip(indices, values.split(sizes), strict=True):
+            leaves[index] = elements.view(leaves[index].shape)
     return cast(Tree, tree_unflatten(leaves, spec))

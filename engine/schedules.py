@@ -1,188 +1,155 @@
-"""Learning rates by optimizer step, with DeepSpeed's formulas and parameter names (deepspeed/runtime/lr_schedules.py).
+"""DeepSpeed's learning-rate schedules, with its formulas and parameter names (deepspeed/runtime/lr_schedules.py).
+
+The fields of a class are the parameters of the schedule. `lr(step)` returns the learning rate of a step.
 
 `step` counts from 0. DeepSpeed advances its schedules after a step. Its "iteration" is therefore `step - 1`, and the
-first step runs at the smallest rate. Warm-ups are logarithmic by default: ln(iteration + 1) / ln(warm-up steps).
+first step runs at the smallest rate.
 """
 
-import inspect
+import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Warmup = Literal["log", "linear"]
 
 
-def warmup_lr(
-    step: int,
-    *,
-    warmup_max_lr: float,
-    warmup_min_lr: float = 0.0,
-    warmup_num_steps: int = 1000,
-    warmup_type: Warmup = "log",
-) -> float:
-    """Return WarmupLR's rate: it rises to `warmup_max_lr` and stays there."""
-    iteration = step - 1
-    if iteration < 0:
-        return warmup_min_lr
-    share = _warmup_share(iteration, warmup_num_steps, warmup_type) if iteration < max(2, warmup_num_steps) else 1.0
-    return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * share
+@dataclass(frozen=True, kw_only=True)
+class WarmupLR:
+    """Rise to `warmup_max_lr` and stay there."""
+
+    warmup_max_lr: float
+    warmup_min_lr: float = 0.0
+    warmup_num_steps: int = 1000
+    warmup_type: Warmup = "log"
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        share = _warmup_share(step - 1, self.warmup_num_steps, self.warmup_type)
+        return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * share
 
 
-def warmup_decay_lr(
-    step: int,
-    *,
-    total_num_steps: int,
-    warmup_min_lr: float = 0.0,
-    warmup_max_lr: float = 1e-3,
-    warmup_num_steps: int = 1000,
-    warmup_type: Warmup = "log",
-) -> float:
-    """Return WarmupDecayLR's rate: it rises, then falls linearly to `warmup_min_lr` at `total_num_steps`."""
-    iteration, warmup = step - 1, max(2, warmup_num_steps)
-    if iteration < warmup:
-        return warmup_lr(
-            step,
-            warmup_max_lr=warmup_max_lr,
-            warmup_min_lr=warmup_min_lr,
-            warmup_num_steps=warmup_num_steps,
-            warmup_type=warmup_type,
-        )
-    share = max(0.0, (total_num_steps - iteration) / max(1.0, total_num_steps - warmup))
-    return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * share
+@dataclass(frozen=True, kw_only=True)
+class WarmupDecayLR:
+    """Rise to `warmup_max_lr`, then fall linearly to `warmup_min_lr` at `total_num_steps`."""
+
+    total_num_steps: int
+    warmup_min_lr: float = 0.0
+    warmup_max_lr: float = 1e-3
+    warmup_num_steps: int = 1000
+    warmup_type: Warmup = "log"
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        iteration, warmup = step - 1, max(2, self.warmup_num_steps)
+        if iteration < warmup:
+            share = _warmup_share(iteration, warmup, self.warmup_type)
+        else:
+            share = max(0.0, (self.total_num_steps - iteration) / max(1.0, self.total_num_steps - warmup))
+        return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * share
 
 
-def warmup_cosine_lr(
-    step: int,
-    *,
-    lr: float,
-    total_num_steps: int,
-    warmup_min_ratio: float = 0.0,
-    warmup_num_steps: int = 1000,
-    cos_min_ratio: float = 1e-4,
-    warmup_type: Warmup = "log",
-) -> float:
-    """Return WarmupCosineLR's rate: ratios of the optimizer's rate `lr`. The first step has rate 0."""
-    iteration, warmup = step - 1, max(2, warmup_num_steps)
-    if iteration < 0:
-        return 0.0
-    if iteration < warmup:
-        share = _warmup_share(iteration, warmup_num_steps, warmup_type)
-        return lr * (warmup_min_ratio + (1 - warmup_min_ratio) * share)
-    done = min(1.0, (iteration - warmup + 1) / max(1, total_num_steps - warmup))
-    return lr * max(0.0, cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
+@dataclass(frozen=True, kw_only=True)
+class WarmupCosineLR:
+    """Rise to the optimizer's rate `optimizer_lr`, then fall along a cosine. The first step has rate 0."""
+
+    total_num_steps: int
+    warmup_min_ratio: float = 0.0
+    warmup_num_steps: int = 1000
+    cos_min_ratio: float = 1e-4
+    warmup_type: Warmup = "log"
+    optimizer_lr: float = 0.0
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        iteration, warmup = step - 1, max(2, self.warmup_num_steps)
+        if iteration < 0:
+            return 0.0
+        if iteration < warmup:
+            share = _warmup_share(iteration, warmup, self.warmup_type)
+            return self.optimizer_lr * (self.warmup_min_ratio + (1 - self.warmup_min_ratio) * share)
+        done = min(1.0, (iteration - warmup + 1) / max(1, self.total_num_steps - warmup))
+        ratio = self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2
+        return self.optimizer_lr * max(0.0, ratio)
 
 
-def range_test_lr(
-    step: int,
-    *,
-    lr_range_test_min_lr: float = 1e-3,
-    lr_range_test_step_size: int = 2000,
-    lr_range_test_step_rate: float = 1.0,
-    lr_range_test_staircase: bool = False,
-) -> float:
-    """Return LRRangeTest's rate, which grows without limit (Smith, 2015, arXiv:1506.01186)."""
-    interval = step / lr_range_test_step_size
-    steps = math.floor(interval) if lr_range_test_staircase else interval
-    return lr_range_test_min_lr * (1 + lr_range_test_step_rate * steps)
+@dataclass(frozen=True, kw_only=True)
+class LRRangeTest:
+    """Grow without limit (Smith, 2015, arXiv:1506.01186)."""
+
+    lr_range_test_min_lr: float = 1e-3
+    lr_range_test_step_size: int = 2000
+    lr_range_test_step_rate: float = 1.0
+    lr_range_test_staircase: bool = False
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        interval = step / self.lr_range_test_step_size
+        steps = math.floor(interval) if self.lr_range_test_staircase else interval
+        return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * steps)
 
 
-def one_cycle_lr(
-    step: int,
-    *,
-    cycle_min_lr: float,
-    cycle_max_lr: float,
-    decay_lr_rate: float = 0.0,
-    cycle_first_step_size: int = 2000,
-    cycle_second_step_size: int | None = None,
-    cycle_first_stair_count: int = 0,
-    cycle_second_stair_count: int | None = None,
-    decay_step_size: int = 0,
-) -> float:
-    """Return OneCycle's rate: up, down, then `cycle_min_lr` divided by 1 + decay_lr_rate per decay step.
+@dataclass(frozen=True, kw_only=True)
+class OneCycle:
+    """Rise, fall, then decay from `cycle_min_lr` (Smith, 2018, arXiv:1803.09820).
 
-    Source: Smith, 2018, arXiv:1803.09820.
+    With `cycle_momentum`, the first beta falls while the rate rises.
     """
-    after = _steps_after_cycle(step, cycle_first_step_size, cycle_second_step_size)
-    if after is None:
-        share = _cycle_share(
-            step, cycle_first_step_size, cycle_second_step_size, cycle_first_stair_count, cycle_second_stair_count
-        )
-        return cycle_min_lr + (cycle_max_lr - cycle_min_lr) * share
-    return cycle_min_lr / (1 + decay_lr_rate * after / decay_step_size) if decay_step_size else cycle_min_lr
+
+    cycle_min_lr: float
+    cycle_max_lr: float
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: int = 2000
+    cycle_second_step_size: int | None = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int | None = None
+    decay_step_size: int = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: float = 0.8
+    cycle_max_mom: float = 0.9
+    decay_mom_rate: float = 0.0
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        height, decays = self._position(step)
+        rate = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * height
+        return rate / (1 + self.decay_lr_rate * decays)
+
+    def betas(self, step: int) -> tuple[float, float]:
+        """Return the betas of a step. The first step has the smallest first beta, as in DeepSpeed."""
+        height, decays = self._position(step) if step else (1.0, 0.0)
+        first = self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height
+        return first * (1 + self.decay_mom_rate * decays), 0.99
+
+    def _position(self, step: int) -> tuple[float, float]:
+        """Return the height in the cycle, from 0 to 1, and the number of decays after it."""
+        rise, fall = self.cycle_first_step_size, self.cycle_second_step_size or self.cycle_first_step_size
+        if step - 1 >= rise + fall:
+            return 0.0, (step - rise - fall) / self.decay_step_size if self.decay_step_size else 0.0
+        position = step % (rise + fall)  # the last step of the cycle starts it again
+        is_rising = position <= rise
+        count, length = (position, rise) if is_rising else (rise + fall - position, fall)
+        stairs = self.cycle_first_stair_count
+        if not is_rising and self.cycle_second_stair_count is not None:
+            stairs = self.cycle_second_stair_count
+        return (math.floor(count * stairs / length) / stairs if stairs else count / length), 0.0
 
 
-def one_cycle_betas(
-    step: int,
-    *,
-    cycle_min_mom: float = 0.8,
-    cycle_max_mom: float = 0.9,
-    decay_mom_rate: float = 0.0,
-    cycle_first_step_size: int = 2000,
-    cycle_second_step_size: int | None = None,
-    cycle_first_stair_count: int = 0,
-    cycle_second_stair_count: int | None = None,
-    decay_step_size: int = 0,
-) -> tuple[float, float]:
-    """Return OneCycle's betas. The first falls while the rate rises; the second is 0.99."""
-    if step == 0:
-        return cycle_min_mom, 0.99
-    after = _steps_after_cycle(step, cycle_first_step_size, cycle_second_step_size)
-    if after is None:
-        share = _cycle_share(
-            step, cycle_first_step_size, cycle_second_step_size, cycle_first_stair_count, cycle_second_stair_count
-        )
-        return cycle_max_mom - (cycle_max_mom - cycle_min_mom) * share, 0.99
-    return cycle_max_mom * (1 + decay_mom_rate * after / decay_step_size if decay_step_size else 1.0), 0.99
-
-
-@dataclass(frozen=True)
-class Scheduler:
-    """A schedule that DeepSpeed names: its rate and, if it cycles the momentum, its betas, as functions of the step."""
-
-    lr: Callable[..., float]
-    betas: Callable[..., tuple[float, float]] | None = None
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """Return the parameters with their defaults; None if a parameter has no default."""
-        switch = {"cycle_momentum": True} if self.betas is not None else {}
-        found = parameters_of(self.lr) | switch | (parameters_of(self.betas) if self.betas is not None else {})
-        return {name: default for name, default in found.items() if name != "lr"}
-
-
-def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the keyword parameters of a schedule with their defaults."""
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    return {p.name: None if p.default is p.empty else p.default for p in parameters}
-
-
-SCHEDULERS = {
-    "WarmupLR": Scheduler(warmup_lr),
-    "WarmupDecayLR": Scheduler(warmup_decay_lr),
-    "WarmupCosineLR": Scheduler(warmup_cosine_lr),
-    "OneCycle": Scheduler(one_cycle_lr, one_cycle_betas),
-    "LRRangeTest": Scheduler(range_test_lr),
+Schedule = WarmupLR | WarmupDecayLR | WarmupCosineLR | LRRangeTest | OneCycle
+SCHEDULES: dict[str, type[Schedule]] = {
+    schedule.__name__: schedule for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 
 
+def parameters(schedule: type[Schedule]) -> dict[str, Any]:
+    """Return the parameters of a schedule with their defaults; None if a parameter has no default."""
+    fields = [field for field in dataclasses.fields(schedule) if field.name != "optimizer_lr"]
+    return {field.name: None if field.default is dataclasses.MISSING else field.default for field in fields}
+
+
 def _warmup_share(iteration: int, warmup_num_steps: int, warmup_type: Warmup) -> float:
-    """Return the completed share of the warm-up (0 to 1) at one of its iterations."""
+    """Return the completed share of the warm-up, from 0 to 1; logarithmic: ln(iteration + 1) / ln(warm-up steps)."""
     steps = max(2, warmup_num_steps)
+    if iteration < 0 or iteration >= steps:
+        return float(iteration >= steps)
     return math.log(iteration + 1) / math.log(steps) if warmup_type == "log" else iteration / steps
-
-
-def _cycle_share(step: int, rise: int, fall: int | None, rise_stairs: int, fall_stairs: int | None) -> float:
-    """Return the height of the cycle at a step: 0 at its ends, 1 at its top, in stairs if their number is not 0."""
-    fall = rise if fall is None else fall
-    position = step % (rise + fall)
-    is_rising = position <= rise
-    stairs = rise_stairs if is_rising or fall_stairs is None else fall_stairs
-    count, length = (position, rise) if is_rising else (rise + fall - position, fall)
-    return math.floor(count * stairs / length) / stairs if stairs else count / length
-
-
-def _steps_after_cycle(step: int, rise: int, fall: int | None) -> int | None:
-    """Return the number of steps since the end of the cycle; None inside it. Its last iteration starts it again."""
-    total = rise + (rise if fall is None else fall)
-    return None if step - 1 < total else step - total

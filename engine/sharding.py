@@ -14,7 +14,7 @@ from engine.config import EngineConfig, OptimizerConfig
 from engine.kernels.products import widen_linears
 from engine.loading import copy_local
 from engine.offload import NvmeParameters, OffloadedOptimizer
-from engine.parallel import autograd_collectives, dist, meshes, single_rank, tensor, zero
+from engine.parallel import dist, meshes, single_rank, tensor, zero
 from engine.parallel.pipeline_split import split_model
 
 MAX_COMPILED_VARIANTS = 64
@@ -148,7 +148,6 @@ def _split(module: nn.Module, config: EngineConfig) -> None:
 
 
 def _compile_blocks(module: nn.Module) -> None:
-    autograd_collectives.define_operators()
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MAX_COMPILED_VARIANTS)
     for block in zero.blocks(module):
         block.compile()

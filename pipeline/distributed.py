@@ -1,7 +1,7 @@
-"""The ranks of a run, as pipeline and stages need them: rank 0 writes and reads for all, and results are gathered.
+"""Functions for several ranks: rank 0 reads and writes files for all ranks, and results are gathered.
 
-Every function here except `is_rank_zero`, `rank`, `rank_count`, `data_share` and `device` is collective: every rank
-calls it. With one rank they return at once. The engine owns the process group and everything about meshes.
+Every function except `is_rank_zero`, `rank`, `rank_count`, `data_share` and `device` is collective: every rank calls
+it. The engine owns the process group and the meshes.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def is_rank_zero() -> bool:
-    """Return True on the one rank that prints and writes files."""
+    """Return whether this is rank 0, which prints and writes files."""
     return distributed.world().is_rank_zero
 
 
@@ -31,9 +31,9 @@ def rank_count() -> int:
 
 
 def data_share() -> tuple[int, int]:
-    """Return which share of a global batch this rank works on, and the number of shares.
+    """Return the index of this rank's share of a global batch, and the number of shares.
 
-    Ranks that hold one model between them (tensor, sequence or pipeline parallelism) work on the same share.
+    Ranks that split one model (tensor, sequence or pipeline parallelism) have the same share.
     """
     world = distributed.world()
     return world.data_rank, world.data_size
@@ -45,7 +45,7 @@ def device() -> torch.device:
 
 
 def barrier() -> None:
-    """Wait until every rank has called this."""
+    """Wait until every rank has called this function."""
     distributed.barrier()
 
 
@@ -55,9 +55,9 @@ def broadcast_from_rank_zero(value: T) -> T:
 
 
 def on_rank_zero(make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 only and return its result on every rank, so that data is read and tokenized once.
+    """Call `make` on rank 0 and return its result on every rank, so that data is read and tokenized once.
 
-    Raises on every rank the UserError that `make` raises on rank 0.
+    If `make` raises UserError on rank 0, every rank raises it.
     """
 
     def attempt() -> tuple[T | None, str | None]:
@@ -80,10 +80,10 @@ def gather_objects(value: Any) -> list[Any]:
 def gather_by_index(results: Mapping[int, T]) -> list[T]:
     """Return the results of all ranks in the order of their indices 0, 1, ..., on every rank.
 
-    Ranks that work on the same share of the data return equal results for it.
+    Ranks with the same share of the data must pass equal results.
     """
-    found = {index: result for part in distributed.gather_objects(results) for index, result in part.items()}
-    return [found[index] for index in range(len(found))]
+    gathered = {index: result for local in distributed.gather_objects(results) for index, result in local.items()}
+    return [gathered[index] for index in range(len(gathered))]
 
 
 def sum_over_ranks(value: float) -> float:

@@ -1,13 +1,67 @@
-"""The one exception for what a user did: the commands print its message without a traceback and exit with 2."""
+"""The exceptions and the signals that end a stage."""
+
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+Handler = Callable[[int, FrameType | None], None]
+# SIGTERM from Slurm, torchrun, Kubernetes and spot machines; SIGUSR1 from Slurm's --signal; SIGHUP from a terminal.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class UserError(ValueError):
-    """Its message is one clear paragraph that says what is wrong and what to write or do instead."""
+    """An error that the user can correct. The commands print its message without a traceback and exit with status 2.
+
+    The message has one paragraph: what is wrong, why, and what to type instead.
+    """
 
 
 class SharedError(UserError):
-    """One that every rank raises at the same place, so that they can still end together what is under way."""
+    """A UserError that every rank raises at the same point, so that all ranks can still finish collective work."""
 
 
 class RestartStage(Exception):
-    """The stage has to be started again: it ran out of memory, and its folder has smaller limits for the next start."""
+    """The stage ran out of memory and must start again. Its folder has smaller limits for the next start."""
+
+
+class Stopped(KeyboardInterrupt):
+    """Raised when a signal stops the run. The state of the run is saved as far as possible."""
+
+
+def raise_stopped(number: int, frame: FrameType | None) -> None:
+    """Handle a signal: raise Stopped once, and ignore further signals, because job schedulers repeat them."""
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise Stopped
+
+
+@contextmanager
+def handle_signals(handler: Handler, numbers: Iterable[int] = STOP_SIGNALS) -> Iterator[None]:
+    """Use a handler for signals inside the context. Signals that nohup or a shell set to be ignored stay ignored."""
+    before: dict[int, Any] = {}
+    for number in numbers:
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: a handler in C
+            before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
+def delay_stop(note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` for each stop signal inside the context. At its end raise Stopped if there was a signal."""
+    received = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received = True
+        note()
+
+    with handle_signals(handle):
+        yield
+    if received:
+        raise Stopped

@@ -1,6 +1,6 @@
-"""How this copy of zerochat is installed: from a checkout, or as a package. Imports nothing but the standard library.
+"""Paths and commands of this installation, a checkout or an installed package. Imports only the standard library.
 
-A checkout has `train.py`, `chat.py` and `conf/` at its root. The wheel has the console script `zerochat` and carries
+A checkout has `train.py`, `chat.py` and `conf/` at its root. The wheel has the console script `zerochat` and contains
 `conf/` as `pipeline/conf/`.
 """
 

@@ -1,8 +1,8 @@
-"""The loss of SFT: cross-entropy of the tokens that count."""
+"""The loss of SFT: cross-entropy of the target tokens."""
 
 from torch import Tensor
 
 
 def sft_loss(logprobs: Tensor) -> Tensor:
-    """(N,) fp32 log-probabilities of the tokens that count -> their negative sum."""
+    """Return the negative sum of the log-probabilities (N,) fp32 of the target tokens."""
     return -logprobs.sum()

@@ -1,6 +1,7 @@
 """Stage 1, supervised fine-tuning: set-up, training and export. The loop is `pipeline/stages/supervised.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -8,15 +9,13 @@ from torch import Tensor, nn
 
 from engine import Engine
 from pipeline.config.schema import RunConfig
-from pipeline.data.batch import TokenBatch
-from pipeline.data.encode import encode_conversations
-from pipeline.data.records import Prompt
+from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_tokens
+from pipeline.data.encode import TokenItem, encode_conversations
+from pipeline.data.microbatches import largest_microbatch, local_microbatches
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.distributed import barrier, is_rank_zero
-from pipeline.evaluation.evaluator import EVALUATION_SEED, answers_of
-from pipeline.evaluation.judge import judged, load_judge
-from pipeline.evaluation.samples import SAMPLES, Sample, read_samples, write_samples
-from pipeline.evaluation.user_function import UserFunction
+from pipeline.distributed import is_rank_zero, sum_over_ranks
+from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, metrics_of, write_table
+from pipeline.evaluation.judge import load_judge
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
@@ -31,10 +30,15 @@ from pipeline.models.stage_models import (
     run_tokenizer,
 )
 from pipeline.stages.data import check_data_to_come, evaluation_prompts, examples, stage_records
-from pipeline.stages.settings import optimizer_config, prepare_generation, sampling
-from pipeline.stages.start import open_stage, plan_stage
-from pipeline.stages.supervised import SupervisedTask, train_supervised
-from step1_sft.batches import SftBatches
+from pipeline.stages.start import (
+    evaluation_temperatures,
+    open_stage,
+    optimizer_config,
+    plan_stage,
+    prepare_generation,
+    sampling,
+)
+from pipeline.stages.supervised import StepBatch, SupervisedTask, train_supervised
 from step1_sft.loss import sft_loss
 
 
@@ -56,15 +60,8 @@ def run(config: RunConfig, folder: Path) -> None:
     prepare_generation(engine, config.rollout)
     packing = _choose_packing(engine, section.packing, section.max_length)
     batches = SftBatches(data.train, section.batch_size, config.seed, packing, tokenizer.pad_id)
-    answers = partial(
-        answer,
-        config=config,
-        engine=engine,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        folder=folder,
-        judge=judge,
-    )
+    settings = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
+    evaluator = Evaluator(prompts, tokenizer, settings, evaluation_temperatures(config), judge)
     task = SupervisedTask(
         engine,
         loss_of,
@@ -72,7 +69,7 @@ def run(config: RunConfig, folder: Path) -> None:
         batches.largest_microbatch,
         evaluate=lambda budget: batches.evaluate(engine, data.held_out, budget),
         best_metric="eval_loss",
-        before_first_step=lambda: answers("base"),
+        before_first_step=lambda: record_answers("base", engine, evaluator, folder),
     )
     longest = max(len(item.ids) for item in data.train)
     with open_stage(plan, "sft", folder, {"policy": engine}, best_metric="eval_loss", longest=longest) as stage:
@@ -80,8 +77,63 @@ def run(config: RunConfig, folder: Path) -> None:
         with stage.clock.phase("export"):
             export_policy(engine, source, tokenizer, folder / "model")
         with stage.clock.phase("evaluate"):
-            gold = answers("sft")
-        stage.finish({"gold_score": gold, "skipped": data.skipped, "packing": packing})
+            metrics = record_answers("sft", engine, evaluator, folder)
+        stage.finish({**metrics, "skipped": data.skipped, "packing": packing})
+
+
+@dataclass(frozen=True)
+class SftBatches:
+    """The conversations of SFT as batches. `packing`: a micro-batch is one row without padding."""
+
+    items: Sequence[TokenItem]
+    batch_size: int
+    seed: int
+    packing: bool
+    pad_id: int
+
+    def step(self, step: int, budget: int) -> StepBatch[TokenBatch]:
+        """Return the batch of a step, counted from 0; the loss runs over its target tokens."""
+        items = [self.items[i] for i in batch_indices(len(self.items), self.batch_size, self.seed, step)]
+        batches, count = micro_batches(items, budget=budget, packing=self.packing, pad_id=self.pad_id)
+        return StepBatch(batches, count, sum(len(item.ids) for item in items))
+
+    def largest_microbatch(self, budget: int) -> TokenBatch:
+        """Return the largest micro-batch that a step can have."""
+        collate, lengths = _collate(self.packing, self.pad_id), [len(item.ids) for item in self.items]
+        return largest_microbatch(self.items, lengths, collate, budget=budget, packing=self.packing)
+
+    def evaluate(self, engine: Engine, held_out: Sequence[TokenItem], budget: int) -> dict[str, float]:
+        """Return the mean loss of held-out conversations, in nats per token; nothing if none are held out."""
+        if not held_out:
+            return {}
+        loss = held_out_loss(engine, held_out, budget=budget, packing=self.packing, pad_id=self.pad_id)
+        return {"eval_loss": loss}
+
+
+def micro_batches(
+    items: Sequence[TokenItem], *, budget: int, packing: bool, pad_id: int
+) -> tuple[list[TokenBatch], int]:
+    """Return this rank's micro-batches of a global batch, and the number of target tokens of the global batch."""
+    collate, lengths = _collate(packing, pad_id), [len(item.ids) for item in items]
+    batches, _ = local_microbatches(items, lengths, collate, budget=budget, packing=packing)
+    return batches, sum(int(item.counts[1:].sum()) for item in items)
+
+
+def held_out_loss(engine: Engine, items: Sequence[TokenItem], *, budget: int, packing: bool, pad_id: int) -> float:
+    """Return the mean cross-entropy per target token, in nats; nan without target tokens."""
+    batches, count = micro_batches(items, budget=budget, packing=packing, pad_id=pad_id)
+
+    def loss(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
+        logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
+        return [-logprobs.double().sum()]
+
+    total = sum((part.item() for losses in engine.score(batches, loss) for part in losses), 0.0)
+    return sum_over_ranks(total) / count if count else float("nan")
+
+
+def _collate(packing: bool, pad_id: int) -> Callable[[Sequence[TokenItem]], TokenBatch]:
+    make = pack_tokens if packing else collate_tokens
+    return lambda items: make(items, pad_id)
 
 
 def loss_of(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
@@ -90,29 +142,11 @@ def loss_of(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, dict[str, flo
     return sft_loss(logprobs), {}
 
 
-def answer(
-    name: str,
-    config: RunConfig,
-    engine: Engine,
-    tokenizer: ChatTokenizer,
-    prompts: Sequence[Prompt],
-    folder: Path,
-    judge: UserFunction | None = None,
-) -> float | None:
-    """Answer the held-out prompts and add the answers to samples.jsonl under `name`. Return the mean gold score."""
-    settings = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
-    answers = answers_of(engine, tokenizer, prompts, settings, keep=False)  # the next answers follow after training
-    gold = judged(prompts, answers, judge)
-    if is_rank_zero():
-        earlier = {sample.prompt: sample for sample in read_samples(folder / SAMPLES)}
-        samples = []
-        for index, prompt in enumerate(prompts):
-            before = earlier.get(prompt.messages, Sample(prompt.messages, {}))
-            scores = before.gold if gold is None else {**before.gold, name: gold[index]}
-            samples.append(Sample(prompt.messages, {**before.answers, name: answers[index]}, gold=scores))
-        write_samples(folder / SAMPLES, samples)
-    barrier()
-    return None if not gold else sum(gold) / len(gold)
+def record_answers(name: str, engine: Engine, evaluator: Evaluator, folder: Path) -> dict[str, float]:
+    """Answer the held-out prompts, add the answers to samples.jsonl under `name`, and return the metrics."""
+    evaluations = evaluator.evaluate(engine)
+    write_table(evaluator.prompts, {name: evaluations}, folder, extend=True)
+    return metrics_of(evaluations)
 
 
 def _check_model(config: RunConfig, source: ModelSource, tokenizer: ChatTokenizer) -> None:

@@ -13,16 +13,21 @@ from pipeline.config.schema import DpoSection, RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import PairItem, encode_preferences
 from pipeline.data.microbatches import longer_side
-from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, compare_models, write_table
+from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, compare_models, metrics_of, write_table
 from pipeline.evaluation.judge import load_judge
-from pipeline.launch.manifest import stage_inputs
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
-from pipeline.models.stage_models import policy_to_tune, require_context
+from pipeline.models.stage_models import actor_folder, policy_to_tune, require_context
 from pipeline.stages.data import evaluation_prompts, examples, log_undecided, stage_records
-from pipeline.stages.settings import optimizer_config, prepare_generation, sampling
-from pipeline.stages.start import open_stage, plan_stage
+from pipeline.stages.start import (
+    evaluation_temperatures,
+    open_stage,
+    optimizer_config,
+    plan_stage,
+    prepare_generation,
+    sampling,
+)
 from pipeline.stages.supervised import StepBatch, SupervisedTask, train_supervised
 from step2_dpo.batches import AnswerBatch, Pairs
 from step2_dpo.evaluate import held_out_figures, held_out_shares, pair_logprobs, with_reference
@@ -31,9 +36,7 @@ from step2_dpo.objective import loss_of
 
 def run(config: RunConfig, folder: Path) -> None:
     """Train, evaluate and export the policy. `folder` is RUN/dpo."""
-    start = stage_inputs(config, folder.parent, "dpo")["actor"]
-    assert start is not None
-    source, tokenizer = policy_to_tune(config, start)
+    source, tokenizer = policy_to_tune(config, actor_folder(config, folder.parent))
     require_context(config, "dpo", source)
     records = stage_records(config, "dpo")
     log_undecided("dpo", records.train)
@@ -49,7 +52,8 @@ def run(config: RunConfig, folder: Path) -> None:
     packing = verify(engine, max_length=section.max_length).packing
     schedule = [batch_indices(len(data.train), section.batch_size, config.seed, step) for step in range(plan.steps)]
     train, schedule = select_used(data.train, schedule)
-    evaluator = Evaluator(prompts, tokenizer, sampling(config.rollout, tokenizer, seed=EVALUATION_SEED), judge)
+    settings = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
+    evaluator = Evaluator(prompts, tokenizer, settings, evaluation_temperatures(config), judge)
     longest = 2 * max(longer_side(pair) for pair in train)
     with open_stage(plan, "dpo", folder, {"policy": engine}, best_metric="eval_loss", longest=longest) as stage:
         logprobs = partial(pair_logprobs, engine, packing=packing, pad_id=tokenizer.pad_id)
@@ -72,9 +76,9 @@ def run(config: RunConfig, folder: Path) -> None:
         with stage.clock.phase("evaluate"):
             results = compare_models(prompts, folder, evaluator.evaluate(engine), evaluator.grade)
             _, pair_metrics = batches.evaluate(engine, section, stage.budget)
-        by_model = {name: result.metrics for name, result in results.items()}
-        summary = {"gold_score": by_model["dpo"].get("gold_score"), "held_out": by_model}
-        stage.finish({**pair_metrics, **summary, "skipped": data.skipped, "packing": packing})
+        by_model = {name: metrics_of(evaluations) for name, evaluations in results.items()}
+        summary = {**by_model["dpo"], "held_out": by_model, "skipped": data.skipped, "packing": packing}
+        stage.finish({**pair_metrics, **summary})
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from pipeline.data.microbatches import longer_side
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
-from pipeline.launch.manifest import stage_inputs
 from pipeline.models.build import EngineChoice, build_scorer
 from pipeline.models.checks import verify
 from pipeline.models.export import export_scorer
 from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import (
+    actor_folder,
     adopt_special_ids,
     base_source,
     check_vocabulary,
@@ -29,8 +29,7 @@ from pipeline.models.stage_models import (
     stage_source,
 )
 from pipeline.stages.data import check_data_to_come, examples, log_undecided, stage_records
-from pipeline.stages.settings import optimizer_config
-from pipeline.stages.start import open_stage, plan_stage
+from pipeline.stages.start import open_stage, optimizer_config, plan_stage
 from pipeline.stages.supervised import SupervisedTask, train_supervised
 from step2_reward.batches import RewardBatches
 from step2_reward.loss import bradley_terry_loss, last_scores
@@ -78,18 +77,18 @@ def run(config: RunConfig, folder: Path) -> None:
 
 def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatTokenizer]:
     """Return the model that the reward model starts from (SFT or base), and the tokenizer of the policy."""
-    sft = stage_inputs(config, run_dir, "reward").get("sft")
-    given = Path(config.actor) if config.actor is not None else sft
-    tokenizer = run_tokenizer(config, run_dir, given)
-    if sft is not None:
+    assert config.reward.init != "auto", "the launcher writes the model that `auto` selects into config.yaml"
+    starts_from_sft, sft = config.reward.init == "sft", actor_folder(config, run_dir)
+    tokenizer = run_tokenizer(config, run_dir, sft if starts_from_sft or config.actor is not None else None)
+    if starts_from_sft:
         return stage_source(config, sft), tokenizer
     if config.reward_model is None:
         return base_source(config), tokenizer
     source = resolve(config.reward_model, config.seed)
     if source.folder is not None and load_tokenizer(str(source.folder)).fingerprint() != tokenizer.fingerprint():
         raise UserError(
-            f"reward_model={source.name} has another tokenizer than the policy, so it would read other text than the "
-            "policy writes; choose one of the policy's family, or leave reward_model out"
+            f"reward_model={source.name} has another tokenizer than the policy, so it would score other text than the "
+            "policy generates: select a model of the policy's family, or remove reward_model"
         )
     return source, tokenizer
 

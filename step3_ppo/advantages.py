@@ -1,7 +1,7 @@
-"""The formulas from scores to advantages: KL estimators, shaped rewards, GAE, RLOO, GRPO, whitening.
+"""Formulas from scores to advantages: KL estimators, shaped rewards, GAE, RLOO, GRPO, whitening.
 
-All tensors are (B, R) fp32 over response tokens, `mask` (B, R) bool is True where a token counts. Values and rewards
-outside the mask are taken as zero, and results are zero there.
+All tensors are (B, R) fp32 over response tokens. `mask` (B, R) bool is True for response tokens. Values and rewards
+outside of the mask count as zero, and results are zero there.
 """
 
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """log p - log q of tokens drawn from p: unbiased for KL(p, q), negative for some tokens (Schulman, 2020)."""
+    """Return log p - log q of tokens sampled from p: unbiased for KL(p, q), may be negative (Schulman, 2020)."""
     return logprobs - reference
 
 
 def kl_k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2: biased, but its gradient is that of KL(p, q) on average (Schulman, 2020)."""
+    """Return (log p - log q)^2 / 2: biased, but its mean gradient is that of KL(p, q) (Schulman, 2020)."""
     return 0.5 * (logprobs - reference).square()
 
 
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """q/p - 1 - log(q/p): unbiased as well, never negative, of lower variance (Schulman, 2020)."""
+    """Return q/p - 1 - log(q/p): unbiased, never negative, with a lower variance than k1 (Schulman, 2020)."""
     difference = (reference - logprobs).clamp(-20.0, 20.0)
     return difference.exp() - 1.0 - difference
 
@@ -30,7 +30,7 @@ KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
 def shaped_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
-    """-kl_coef * kl a token, plus the answer's score (B,) at its last token (Ziegler et al., 2019, equation 2)."""
+    """Return -kl_coef * kl per token, plus the score (B,) at the last token (Ziegler et al., 2019, equation 2)."""
     rewards = torch.where(mask, -kl_coef * kl, torch.zeros_like(kl))
     last = (mask.sum(1) - 1).clamp(min=0)
     rewards[torch.arange(len(scores), device=scores.device), last] += scores

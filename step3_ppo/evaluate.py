@@ -6,7 +6,8 @@ from engine import Sampling
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import is_rank_zero
-from pipeline.evaluation.evaluator import Evaluation, Evaluator, compare_models, write_table
+from pipeline.evaluation.evaluator import Evaluations, Evaluator, compare_models, metrics_of, write_table
+from pipeline.evaluation.samples import BEST_OF
 from pipeline.evaluation.user_function import UserFunction
 from pipeline.models.export import export_policy
 from pipeline.stages.stage_run import StageRun
@@ -24,10 +25,12 @@ def build_evaluator(
     prompts: Sequence[Prompt],
     tokenizer: ChatTokenizer,
     sampling: Sampling,
+    temperatures: Sequence[float],
     *,
     budget: int,
     keep: bool,
     judge: UserFunction | None = None,
+    candidates: int = 1,
 ) -> Evaluator:
     """Return an evaluator whose scores are those of the reward model and the reward function of PPO."""
     token_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
@@ -40,7 +43,7 @@ def build_evaluator(
         calls = [(answer, prompt.row) for prompt, answer in pairs if prompt.row is not None]
         return score_answers(models, batches, calls)
 
-    return Evaluator(prompts, tokenizer, sampling, judge, score, keep)
+    return Evaluator(prompts, tokenizer, sampling, temperatures, judge, score, keep, candidates)
 
 
 def resume(ppo: Ppo, evaluator: Evaluator, stage: StageRun) -> None:
@@ -51,9 +54,11 @@ def resume(ppo: Ppo, evaluator: Evaluator, stage: StageRun) -> None:
     if ppo.models.reference is None:  # the start before this one may have had a reference
         stage.last = {name: value for name, value in stage.last.items() if name not in ("kl", "kl_k3")}
     if done == 0:
-        evaluation = evaluate_policy(ppo, evaluator, stage, 0)
-        write_table(evaluator.prompts, {"sft": evaluation}, stage.folder)
-        stage.log(0, evaluation.metrics)
+        evaluations = evaluate_policy(ppo, evaluator, stage, 0)
+        with stage.clock.phase("evaluate"):
+            best_of = evaluator.evaluate_best(ppo.models.actor)
+        write_table(evaluator.prompts, {"sft": evaluations, BEST_OF: best_of}, stage.folder)
+        stage.log(0, metrics_of(evaluations))
         stage.save(0)  # the SFT model is the best so far
     stage.find_micro_batch_size(ppo.dry_run)  # after the evaluation: the generator has its memory
 
@@ -81,17 +86,17 @@ def log_step(
         ppo.kl = ppo.kl.after(line["kl"], len(rollout))
     log_generator_gap(line["generator_gap"])
     if stage.evaluates(step):
-        line |= evaluate_policy(ppo, evaluator, stage, step).metrics
+        line |= metrics_of(evaluate_policy(ppo, evaluator, stage, step))
     stage.log(step, line)
 
 
-def evaluate_policy(ppo: Ppo, evaluator: Evaluator, stage: StageRun, step: int) -> Evaluation:
+def evaluate_policy(ppo: Ppo, evaluator: Evaluator, stage: StageRun, step: int) -> Evaluations:
     """Evaluate the actor, and record the metrics that are the best so far."""
     with stage.clock.phase("evaluate"):
-        evaluation = evaluator.evaluate(ppo.models.actor)
-    for name, value in evaluation.metrics.items():
+        evaluations = evaluator.evaluate(ppo.models.actor)
+    for name, value in metrics_of(evaluations).items():
         stage.note_best(step, name, value, higher=True)
-    return evaluation
+    return evaluations
 
 
 def finish(ppo: Ppo, sources: ModelSources, evaluator: Evaluator, stage: StageRun, skipped: dict[str, int]) -> None:
@@ -102,12 +107,5 @@ def finish(ppo: Ppo, sources: ModelSources, evaluator: Evaluator, stage: StageRu
         export_policy(actor, sources.actor, ppo.tokenizer, folder / "model")
     with actor.averaged(), stage.clock.phase("evaluate"):
         results = compare_models(evaluator.prompts, folder, evaluator.evaluate(actor), evaluator.grade)
-    by_model = {name: result.metrics for name, result in results.items()}
-    stage.finish(
-        {
-            "gold_score": by_model["ppo"].get("gold_score"),
-            "eval_score": by_model["ppo"]["eval_score"],
-            "held_out": by_model,
-            "skipped": skipped,
-        }
-    )
+    by_model = {name: metrics_of(evaluations) for name, evaluations in results.items()}
+    stage.finish({**by_model["ppo"], "held_out": by_model, "skipped": skipped})

@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from engine import Engine
-from pipeline.config.engines import engine_settings
 from pipeline.config.schema import RunConfig
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 from pipeline.evaluation.user_function import UserFunction, load_function
-from pipeline.launch.manifest import stage_inputs
 from pipeline.models.adapters import adapters_off
 from pipeline.models.build import EngineChoice, build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, model_folder, resolve
-from pipeline.models.stage_models import policy_to_tune, stage_source
-from pipeline.stages.settings import optimizer_config
+from pipeline.models.stage_models import actor_folder, policy_to_tune, stage_source
+from pipeline.stages.start import optimizer_config
 
 
 @dataclass(frozen=True)
@@ -89,19 +87,18 @@ def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
 
     Raises UserError if a model is missing or of another kind.
     """
-    folders = stage_inputs(config, run_dir, "ppo")
-    actor_folder, reward_folder = folders["actor"], folders.get("reward")
-    assert actor_folder is not None
-    actor, tokenizer = policy_to_tune(config, actor_folder)
-    if reward_folder is None:
-        critic = stage_source(config, actor_folder)  # a copy: building a scorer changes its configuration
+    policy_folder = actor_folder(config, run_dir)
+    actor, tokenizer = policy_to_tune(config, policy_folder)
+    if not config.ppo.reward_model:
+        critic = stage_source(config, policy_folder)  # a copy: building a scorer changes its configuration
         return ModelSources(actor, critic, None, tokenizer)
+    reward_folder = run_dir / "reward" if config.reward_path is None else Path(config.reward_path)
     reward = resolve(config.reward_model or config.model, config.seed, folder=reward_folder)
     check_kind(reward, wanted="ForSequenceClassification")
     reward_tokenizer = load_tokenizer(str(model_folder(reward_folder)), chat_template=None)
     if reward_tokenizer.fingerprint() != tokenizer.fingerprint():
         raise UserError(
-            f"the reward model in {reward_folder} has another tokenizer than the actor in {actor_folder}, so it would "
+            f"the reward model in {reward_folder} has another tokenizer than the actor in {policy_folder}, so it would "
             "score other text than the actor writes; train it with the actor's tokenizer (stage=reward in the same run)"
         )
     return ModelSources(actor, reward, reward, tokenizer)
@@ -113,7 +110,7 @@ def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, 
     pad_id = None if sources.tokenizer.pad_id in sources.tokenizer.end_ids else sources.tokenizer.pad_id
 
     def choice(changes: dict[str, Any], **rest: Any) -> EngineChoice:
-        return EngineChoice(engine_settings(config.engine, changes), **rest)
+        return EngineChoice(config.engine.changed_by(changes), **rest)
 
     adapters = section.lora if section.lora.rank else None
     actor = build_policy(

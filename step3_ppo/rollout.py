@@ -128,8 +128,7 @@ def collect(
     batches = local_microbatches(prompts, responses, range(len(prompts)), pad_id, budget, packing=models.packing)
 
     def logprobs(module: nn.Module, batch: Microbatch) -> Results:
-        flat, _ = module(batch.input_ids, batch.scored, temperature=temperature, documents=batch.documents)
-        return _by_sequence(batch, flat)
+        return _by_sequence(batch, policy_logprobs(module, batch, temperature)[0])
 
     def values(module: nn.Module, batch: Microbatch) -> Results:
         return _by_sequence(batch, critic_values(module, batch))
@@ -198,9 +197,9 @@ def model_scores(reward: Engine, batches: Sequence[Microbatch], mean: float) -> 
     return gather_by_index({index: score.item() for index, score in scores})
 
 
-def _by_sequence(batch: Microbatch, flat: Tensor) -> Results:
-    """Split (N,) into one tensor for each sequence."""
-    return list(zip(batch.indices, flat.float().split(batch.response_lengths), strict=True)) if batch.indices else []
+def _by_sequence(batch: Microbatch, values: Tensor) -> Results:
+    """Split `values` (N,) of response tokens into one tensor for each sequence."""
+    return list(zip(batch.indices, values.float().split(batch.response_lengths), strict=True)) if batch.indices else []
 
 
 def _table(rows: dict[int, Tensor], count: int) -> Tensor:

@@ -13,19 +13,19 @@ from pipeline.data.records import Prompt, Row
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import data_share, on_rank_zero
 from pipeline.stages.data import evaluation_prompts, log_cut, stage_records
-from pipeline.stages.settings import prepare_generation, sampling, stage_steps
 from pipeline.stages.stage_run import StageRun
+from pipeline.stages.start import prepare_generation, sampling, stage_steps
 from step3_ppo.advantages import KlController
 from step3_ppo.estimators import ESTIMATORS, AdvantageEstimator, Advantages, RewardShaping, compute_advantages
 from step3_ppo.log import UpdateMetrics, write_rollout_log
 from step3_ppo.microbatch import largest_microbatch
 from step3_ppo.models import ModelSources, build_models
-from step3_ppo.ratio_check import check_first_ratio
 from step3_ppo.rollout import Rollout, collect, generate
 from step3_ppo.update import (
     Minibatch,
     PolicyLoss,
     PtxMix,
+    check_first_ratio,
     dry_run,
     minibatches,
     single_minibatch,

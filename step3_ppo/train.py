@@ -6,9 +6,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator
 from pipeline.evaluation.judge import load_judge
 from pipeline.models.stage_models import require_context
-from pipeline.stages.settings import sampling
 from pipeline.stages.stage_run import StageRun
-from pipeline.stages.start import open_stage, plan_stage
+from pipeline.stages.start import evaluation_temperatures, open_stage, plan_stage, sampling
 from step3_ppo.evaluate import build_evaluator, finish, log_step, resume
 from step3_ppo.log import UpdateMetrics
 from step3_ppo.models import load_models
@@ -42,9 +41,11 @@ def run(config: RunConfig, folder: Path) -> None:
         evaluation_prompts,
         sources.tokenizer,
         sampling(rollout, sources.tokenizer, seed=EVALUATION_SEED),
+        evaluation_temperatures(config),
         budget=config.ppo.micro_batch_tokens,
         keep=rollout.keep,
         judge=load_judge(config),
+        candidates=config.evaluation.best_of,
     )
     with open_stage(
         plan,

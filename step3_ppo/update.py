@@ -12,11 +12,25 @@ from engine import Engine, Update
 from pipeline.data import microbatches
 from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_tokens
 from pipeline.data.encode import TokenItem
+from pipeline.errors import UserError
 from step3_ppo.advantages import KL
 from step3_ppo.estimators import Advantages
 from step3_ppo.loss import Sums, importance_weights, log_ratio, policy_loss, value_loss
-from step3_ppo.microbatch import Microbatch, critic_values, local_microbatches, policy_logprobs
+from step3_ppo.microbatch import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
+from step3_ppo.models import Models
 from step3_ppo.rollout import Rollout
+
+# Mean |ratio - 1| of the first minibatch that rounding explains, by compute precision.
+RATIO_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
+CHECKED_ANSWERS = 4  # answers that are scored again to find the cause
+RATIO_ADVICE = {
+    "dropout": "dropout is active in the actor's forward; set the model's dropout to 0",
+    "temperature": "the old log-probabilities were computed at another temperature than rollout.temperature",
+    "padding": "the log-probabilities of an answer depend on the padding next to it; set ppo.micro_batch_tokens so low "
+    "that each micro-batch has one answer, or use another attention (model.attention=eager)",
+    "dtype": "the precision is too low for this model; use engine.dtype=fp32 (or bf16 instead of fp16), or raise "
+    "ppo.ratio_tolerance if you accept the difference",
+}
 
 
 @dataclass(frozen=True)
@@ -109,12 +123,12 @@ def update_policy(
 
     def clipped(module: nn.Module, batch: Microbatch) -> tuple[Tensor, Sums]:
         logprobs, entropies = policy_logprobs(module, batch, settings.temperature)
-        old = _flat(rollout.logprobs, rollout, batch.indices)
+        old = _token_values(rollout.logprobs, rollout, batch.indices)
         weights, weight_sums = _weights(rollout, batch, settings.importance_cap)
         total, sums = policy_loss(
             logprobs,
             old,
-            _flat(advantages.advantages, rollout, batch.indices),
+            _token_values(advantages.advantages, rollout, batch.indices),
             clip=settings.clip,
             clip_high=settings.clip_high,
             dual_clip=settings.dual_clip,
@@ -126,7 +140,7 @@ def update_policy(
             total = total - settings.entropy_coef * entropy
         if kl_coef:
             assert rollout.reference is not None
-            reference = _flat(rollout.reference, rollout, batch.indices)
+            reference = _token_values(rollout.reference, rollout, batch.indices)
             kl = KL[settings.kl_estimator](logprobs, reference).sum()
             total, sums = total + kl_coef * kl, sums | {"kl_loss": kl}
         largest = deviation.max() if len(deviation) else deviation.new_zeros(())
@@ -159,8 +173,8 @@ def update_critic(
     def loss(module: nn.Module, batch: Microbatch) -> tuple[Tensor, Sums]:
         return value_loss(
             critic_values(module, batch),
-            _flat(old, rollout, batch.indices),
-            _flat(returns, rollout, batch.indices),
+            _token_values(old, rollout, batch.indices),
+            _token_values(returns, rollout, batch.indices),
             clip=clip,
         )
 
@@ -188,11 +202,11 @@ def _weights(rollout: Rollout, batch: Microbatch, cap: float | None) -> tuple[Te
     """Return the importance weight of each token (the generator sampled it, not the trainer), and metrics."""
     if cap is None:
         return 1.0, {}
-    old, generator = (_flat(table, rollout, batch.indices) for table in (rollout.logprobs, rollout.generator))
+    old, generator = (_token_values(table, rollout, batch.indices) for table in (rollout.logprobs, rollout.generator))
     return importance_weights(old, generator, cap)
 
 
-def _flat(table: Tensor, rollout: Rollout, indices: Sequence[int]) -> Tensor:
+def _token_values(table: Tensor, rollout: Rollout, indices: Sequence[int]) -> Tensor:
     """Return (N,) the values of the response tokens of some sequences, in the order of the models' outputs."""
     if not indices:
         return table.new_empty(0)
@@ -202,3 +216,58 @@ def _flat(table: Tensor, rollout: Rollout, indices: Sequence[int]) -> Tensor:
 def means(update: Update, tokens: int) -> dict[str, float]:
     """Return the metrics of an update as means over tokens."""
     return {name: value / tokens for name, value in update.sums.items()}
+
+
+def check_first_ratio(
+    models: Models, rollout: Rollout, deviation: float, *, temperature: float, pad_id: int, tolerance: float | None
+) -> None:
+    """Raise UserError if the mean |ratio - 1| of the first minibatch is above the tolerance. Call before its step.
+
+    In the first update the old and the new policy are the same, so the ratio must be 1. Another ratio shows a broken
+    PPO (Huang et al., 2022, "The 37 implementation details of PPO"): active dropout, a temperature that is applied only
+    once, padding that changes other tokens, or a precision that is too low.
+
+    tolerance: None uses what rounding explains in the precision of the actor
+    """
+    limit = RATIO_TOLERANCE[models.actor.config.dtype] if tolerance is None else tolerance
+    if deviation <= limit:
+        return
+    cause = find_cause(models, rollout, temperature=temperature, pad_id=pad_id)
+    raise UserError(
+        f"the first minibatch's ratio is off by {deviation:.2g} on average (at most {limit:.2g} is rounding): the "
+        f"update would be wrong. Likely cause: {cause}. {RATIO_ADVICE[cause]}"
+    )
+
+
+def find_cause(models: Models, rollout: Rollout, *, temperature: float, pad_id: int) -> str:
+    """Return which of dropout, temperature, padding and dtype changes the log-probabilities of the first answers most.
+
+    Every rank does the same work.
+    """
+    indices = list(range(min(CHECKED_ANSWERS, len(rollout))))
+
+    def score(groups: list[list[int]], temperature: float, *, training: bool = False) -> Tensor:
+        packing = models.packing and len(groups) == 1
+        found = []
+        with models.actor.scoring() as module:
+            module.train(training)
+            for group in groups:
+                batch = collate(rollout.prompts, rollout.responses, group, pad_id, packing=packing)
+                found.append(policy_logprobs(module, batch.to(models.actor.device), temperature)[0])
+        return torch.cat(found)
+
+    old = rollout.logprobs[indices][rollout.response_mask[indices]]
+    new = score([indices], temperature)
+    changes = {
+        "dropout": _distance(score([indices], temperature, training=True), new),
+        "temperature": 0.0,
+        "padding": _distance(score([[index] for index in indices], temperature), new),
+    }
+    if temperature != 1.0:
+        changes["temperature"] = _distance(new, old) - _distance(score([indices], 1.0), old)
+    largest = max(changes, key=lambda name: changes[name])
+    return largest if changes[largest] > 1e-3 else "dtype"
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().mean().item()

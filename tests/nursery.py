@@ -1,51 +1,96 @@
-"""The process that tests/ranks.py starts once for each rank number: it imports what ranks need, which takes seconds,
-and forks itself for each task. It computes nothing, so a rank is as good as freshly started.
+"""A process that imports what ranks and workers need, which takes seconds, and forks them for tests/ranks.py.
+
+The process computes nothing, so a rank is as good as freshly started.
 """
 
+import faulthandler
+import gc
 import io
 import os
 import pickle
+import socket
 import sys
 import traceback
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 
-import torch
-
-from engine.parallel import dist
-
-# Imported ahead where they are there: a bare GPU machine has no pydantic, which stages need.
-MORE = ("engine", "peft", "transformers.models.llama.modeling_llama", "step3_ppo.train")
+# A module that is missing is skipped: a bare GPU machine has no pydantic, which stages need.
+MODULES = ("engine", "peft", "transformers.models.llama.modeling_llama", "step3_ppo.train")
 
 
-def serve(connection: Connection) -> None:
-    """Until the other end closes: takes (environment, pickled function and arguments), forks, and sends three things:
-    the child's process id, what `rank` says, and the status that the child ended with.
-    """
+def serve(control: socket.socket) -> None:
+    """Receive a connection, and for a worker its output, and fork a process for it, until the other end closes."""
     while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not message:
+            return
+        if os.fork() == 0:
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
+            control.close()
+            (answer if len(descriptors) == 1 else watch)(Connection(descriptors[0]), *descriptors[1:])
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def answer(connection: Connection) -> None:
+    """Send the process id, receive (environment, pickled function and arguments), send the result, and exit.
+
+    The process exits without the interpreter's finalization, which takes a second with so many modules.
+    """
+    connection.send(os.getpid())
+    connection.send(rank(*connection.recv()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def watch(connection: Connection, output: int) -> None:
+    """Fork a process that calls a function without a process group. Send its process id and its exit status."""
+    child = os.fork()
+    if child == 0:
+        environment, task = connection.recv()
+        connection.close()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.clear()
+        os.environ.update(environment)
+        status: int | str | None = 1
         try:
-            environment, task = connection.recv()
-        except EOFError:
-            return
-        child = os.fork()
-        if child == 0:
-            connection.send(os.getpid())
-            connection.send(rank(environment, task))
-            return
-        connection.send(os.waitpid(child, 0)[1])
+            function, arguments = pickle.loads(task)
+            function(*arguments)
+            status = 0
+        except SystemExit as end:
+            status = end.code
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else int(status is not None))
+    os.close(output)
+    connection.send(child)
+    connection.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    os._exit(0)
 
 
 def rank(environment: dict[str, str], task: bytes) -> tuple[bytes | None, str | None]:
-    """Runs a task with the process group up: the result, as torch saves it, or the traceback."""
+    """Run a task with the process group up. Return the result, as torch saves it, or the traceback."""
+    import torch
+
+    from engine.parallel import dist
+
     os.environ.clear()
     os.environ.update(environment)
     try:
         function, arguments = pickle.loads(task)
         dist.start("test", device="cpu")
-        kept = io.BytesIO()
-        torch.save(function(*arguments), kept)
-        return kept.getvalue(), None
+        saved = io.BytesIO()
+        torch.save(function(*arguments), saved)
+        return saved.getvalue(), None
     except BaseException:
         return None, traceback.format_exc()
     finally:
@@ -53,7 +98,11 @@ def rank(environment: dict[str, str], task: bytes) -> tuple[bytes | None, str | 
 
 
 if __name__ == "__main__":
-    for name in MORE:
+    faulthandler.enable()
+    gc.disable()
+    for name in MODULES:
         with suppress(ImportError):
             import_module(name)
-    serve(Connection(int(sys.argv[1])))
+    gc.freeze()  # modules are never garbage, and a collection would copy their memory into each rank
+    gc.enable()
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Run a function on several ranks over Gloo on loopback, each a process that no other test ran in."""
+"""Run a function on several ranks over Gloo on loopback, or in a worker, each a process that no other test ran in."""
 
 import io
 import os
@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 240  # for a test
+NURSERIES = 2  # two differ in the order of a set of strings, on which ranks must not depend
 _nurseries: list["_Nursery"] = []
 
 
@@ -30,73 +32,119 @@ def run_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    while len(_nurseries) < size:
-        _nurseries.append(_Nursery())
-    started = {}
+    task = pickle.dumps((function, arguments))
+    started: list[_Rank] = []
     try:
-        for rank, nursery in enumerate(_nurseries[:size]):
-            nursery.start(os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, (function, arguments))
-            started[nursery.connection] = rank
-        found = _results(started)
-        for nursery in _nurseries[:size]:
-            nursery.end()
-    except BaseException:
-        for nursery in _nurseries:
-            nursery.close()
-        _nurseries.clear()
-        raise
-    return [found[rank] for rank in range(size)]
+        for number in range(size):
+            started.append(_Rank(_nursery(number % NURSERIES)))
+            started[-1].connection.send((os.environ | shared | {"RANK": str(number), "LOCAL_RANK": str(number)}, task))
+        found = _results({rank.connection: number for number, rank in enumerate(started)})
+        for rank in started:
+            rank.wait()
+    finally:
+        for rank in started:
+            rank.kill()
+    return [found[number] for number in range(size)]
 
 
 def _results(ranks: dict[Connection, int]) -> dict[int, Any]:
-    """What each rank returned. Raises AssertionError with the first traceback, and where a rank ends without a word."""
+    """Return what each rank returned. Raise AssertionError if a rank raises, or ends without a result."""
     found: dict[int, Any] = {}
     until = time.monotonic() + SECONDS
     while ranks:
         ready = wait(list(ranks), timeout=max(until - time.monotonic(), 0))
         assert ready, f"no result within {SECONDS} s"
         for connection in ready:
-            said, rank = connection.recv(), ranks.pop(connection)
-            assert isinstance(said, tuple), f"rank {rank} ended without a result (status {said}); its output says why"
-            value, error = said
+            number = ranks.pop(connection)
+            try:
+                value, error = connection.recv()
+            except (EOFError, ConnectionResetError):
+                raise AssertionError(f"rank {number} ended without a result; its output gives the reason") from None
             if error is not None:
-                raise AssertionError(f"rank {rank}:\n{error}")
-            found[rank] = torch.load(io.BytesIO(value), weights_only=False)
+                raise AssertionError(f"rank {number}:\n{error}")
+            found[number] = torch.load(io.BytesIO(value), weights_only=False)
     return found
 
 
-class _Nursery:
-    """A process of tests/nursery.py, which has imported what ranks need and forks them.
+def _nursery(number: int) -> "_Nursery":
+    while len(_nurseries) <= number:
+        _nurseries.append(_Nursery())
+    return _nurseries[number]
 
-    One for each rank number: so ranks still differ in the order of a set of strings, which they must not lean on.
-    """
+
+class _Nursery:
+    """A process of tests/nursery.py."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
+        self.control, theirs = socket.socketpair()
         command = [sys.executable, "-m", "tests.nursery", str(theirs.fileno())]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, pass_fds=[theirs.fileno()]
         )
         theirs.close()
+
+
+class _Rank:
+    """A process that a nursery forked, and the connection to it, which closes when the process ends."""
+
+    def __init__(self, nursery: _Nursery) -> None:
+        ours, theirs = socket.socketpair()
+        socket.send_fds(nursery.control, [b"r"], [theirs.fileno()])
+        theirs.close()
         self.connection = Connection(ours.detach())
-        self.child: int | None = None
+        self.process_id: int | None = self.connection.recv()
 
-    def start(self, environment: dict[str, str], task: tuple[Any, ...]) -> None:
-        self.connection.send((environment, pickle.dumps(task)))
-        self.child = self.connection.recv()
+    def wait(self) -> None:
+        """Wait until the rank, which gave its result, has ended; kill it after ten seconds."""
+        if self.connection.poll(10):
+            with suppress(EOFError, ConnectionResetError):
+                self.connection.recv()
+            self.process_id = None
 
-    def end(self) -> None:
-        """Let a rank that gave its result come to its end."""
-        if not self.connection.poll(10):
-            os.kill(self.child, signal.SIGKILL)
-        self.connection.recv()
-        self.child = None
-
-    def close(self) -> None:
-        """Without waiting for a rank that runs."""
-        if self.child is not None:
+    def kill(self) -> None:
+        """End the rank without waiting, if it still runs."""
+        if self.process_id is not None:
             with suppress(ProcessLookupError):
-                os.kill(self.child, signal.SIGKILL)
-        self.process.kill()
-        self.process.wait()
+                os.kill(self.process_id, signal.SIGKILL)
         self.connection.close()
+
+
+class Worker:
+    """A process that calls `function(*arguments)`, with the methods of subprocess.Popen that tests need.
+
+    The function must be importable. Output and errors arrive as one text.
+    """
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any, environment: dict[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        output, its_output = os.pipe()
+        socket.send_fds(_nursery(0).control, [b"w"], [theirs.fileno(), its_output])
+        theirs.close()
+        os.close(its_output)
+        self._output = os.fdopen(output, "rb")
+        self._connection = Connection(ours.detach())
+        self._connection.send((os.environ | environment, pickle.dumps((function, arguments))))
+        self.pid: int = self._connection.recv()
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, minus the signal that ended the process, or None while the process runs."""
+        if self.returncode is None and self._connection.poll():
+            self.returncode = self._connection.recv()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal."""
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float = SECONDS) -> tuple[str, None]:
+        """Return the output when the process has ended. Kill it, and raise AssertionError, after `timeout` seconds."""
+        timer = threading.Timer(timeout, self.send_signal, [signal.SIGKILL])
+        timer.start()
+        with self._output:
+            output = self._output.read().decode()
+        self.returncode = self._connection.recv() if self.returncode is None else self.returncode
+        assert timer.is_alive(), f"the worker did not end within {timeout} s:\n{output}"
+        timer.cancel()
+        self._connection.close()
+        return output, None

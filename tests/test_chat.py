@@ -123,8 +123,8 @@ def test_a_model_that_does_not_write_is_refused(run: Path, tmp_path: Path) -> No
         vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
     )
     for kind, told in (
-        (BertModel, "are in no file"),
-        (BertForMaskedLM, "BertForMaskedLM, no language model"),
+        (BertModel, "are missing from the files"),
+        (BertForMaskedLM, "BertForMaskedLM, not a language model"),
         (BertLMHeadModel, "cannot generate: its logits change with the tokens that follow"),
     ):
         folder = tmp_path / kind.__name__

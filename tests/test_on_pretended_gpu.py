@@ -55,15 +55,15 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder
 
 
-def run_on_devices(folder: Path, stages: list[str], ranks: int = 1) -> str:
-    """A process for each of so many pretended devices; what they said."""
+def run_on_devices(*folders: Path, ranks: int = 1) -> str:
+    """Run the stages of these folders with one process for each pretended device, and return what was printed."""
     building.library()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"OMP_NUM_THREADS": "1", "PRETENDED_GPUS": str(ranks), "WORLD_SIZE": str(ranks),
               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-    command = [sys.executable, "-m", "tests.pretended_gpu.stages", str(folder), *stages]
+    command = [sys.executable, "-m", "tests.pretended_gpu.stages", *map(str, folders)]
     workers = [
         subprocess.Popen(
             command, cwd=ROOT, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -84,41 +84,36 @@ def compare(ours: Path, theirs: Path, stage: str, names: Sequence[str], rel: flo
 def test_one_device_trains_in_bf16_and_goes_on_after_a_stop(on_cpu: Path, tmp_path: Path) -> None:
     """As one GPU does by default: documents in a row by the variable-length kernel, answers from graphs. SFT and PPO
     with their optimizers on the host, the reward model with what is chosen for it; PPO's tokens may differ from fp32's.
+
+    Then DPO and PPO with the defaults: in a step the host waits for the device once for an update. PPO also waits for
+    what each model scores, and for each round of answers.
     """
     offload = {"offload_optimizer": "cpu"}
     lay_out(
         tmp_path, tiny_config(**SMALL, engine={"auto": True}),
-        sft=tiny_config(**UNCHECKED, engine=offload), dpo=tiny_config(**UNCHECKED),
-        ppo=tiny_config(**SMALL, engine=offload),
+        sft=tiny_config(**UNCHECKED, engine=offload), ppo=tiny_config(**SMALL, engine=offload),
     )  # fmt: skip
-    told = run_on_devices(tmp_path, list(STAGES))
+    told = run_on_devices(*(tmp_path / stage for stage in ("sft", "reward", "ppo")))
     assert "padded" not in told and "engine=auto: as configured" in told
-    for stage in ("sft", "reward", "dpo"):
-        compare(tmp_path, on_cpu, stage, ("loss", "eval_loss"), rel=1e-2)
-        compare(tmp_path, on_cpu, stage, ("grad_norm",), rel=1e-2, first=1)
     compare(tmp_path, on_cpu, "ppo", ("entropy",), rel=1e-2)
     last = metrics(tmp_path, "ppo")[-1]
     assert last["first_ratio_max_deviation"] < 1e-3 and last["generator_kl"] < 1e-3
     left_alone = metrics(tmp_path, "sft")
     model = load_file(tmp_path / "sft" / "model" / "model.safetensors")
     stop_after(tmp_path / "sft", step=2)
-    run_on_devices(tmp_path, ["sft"])
+    three = {**SMALL["ppo"], "steps": 3, "eval_every": 0, "save_every": 9, "update_epochs": 1}
+    default = tmp_path / "default"
+    take_models(on_cpu, default)
+    lay_out(default, tiny_config(**{**UNCHECKED, "ppo": three}))
+    run_on_devices(tmp_path / "sft", default / "dpo", default / "ppo")
+    for stage, folder in (("sft", tmp_path), ("reward", tmp_path), ("dpo", default)):
+        compare(folder, on_cpu, stage, ("loss", "eval_loss"), rel=1e-2)
+        compare(folder, on_cpu, stage, ("grad_norm",), rel=1e-2, first=1)
     assert metrics(tmp_path, "sft") == left_alone
     again = load_file(tmp_path / "sft" / "model" / "model.safetensors")
     assert all((model[name] == again[name]).all() for name in model)
-
-
-def test_a_step_waits_for_the_device_for_its_figures_only(on_cpu: Path, tmp_path: Path) -> None:
-    """Once an update; PPO also for what each model scores, and for each round of answers."""
-    three = {name: {**SMALL[name], "steps": 3, "eval_every": 0, "save_every": 9} for name in STAGES}
-    three["ppo"]["update_epochs"] = 1
-    take_models(on_cpu, tmp_path)
-    shutil.rmtree(tmp_path / "reward")
-    lay_out(tmp_path, tiny_config(**{**UNCHECKED, **three}))
-    run_on_devices(tmp_path, ["reward", "dpo", "ppo"])
-    for stage in ("reward", "dpo"):
-        assert waits(tmp_path, stage, step=2) == {"engine/passes.py:to_numbers": 1}, stage
-    found = waits(tmp_path, "ppo", step=2)
+    assert waits(default, "dpo", step=2) == {"engine/passes.py:to_numbers": 1}
+    found = waits(default, "ppo", step=2)
     rounds = found.pop("engine/generation/decode_step.py:wait")
     assert rounds <= 2  # of 3 tokens
     updates = 2  # minibatches
@@ -153,19 +148,17 @@ def stop_after(stage: Path, step: int) -> None:
 
 
 def test_two_devices_walk_the_curves_of_one_cpu(on_cpu: Path, tmp_path: Path) -> None:
-    """Under ZeRO-3. The reward model's loop is SFT's, and two ranks on CPUs run every stage (test_parity.py)."""
+    """Under ZeRO-3, and under pipeline parallelism, where ranks send each other activations and gradients.
+
+    The reward model's loop is SFT's, and two ranks on CPUs run every stage (test_parity.py).
+    """
+    sharded, staged = tmp_path / "sharded", tmp_path / "staged"
     engine = {"dtype": "fp32", "zero_stage": 3}
-    take_models(on_cpu, tmp_path)
-    shutil.rmtree(tmp_path / "sft")
-    lay_out(tmp_path, tiny_config(**SMALL, engine=engine), sft=tiny_config(**UNCHECKED, engine=engine))
-    run_on_devices(tmp_path, ["sft", "ppo"], ranks=2)
-    for stage in ("sft", "ppo"):
-        compare(tmp_path, on_cpu, stage, CURVES[stage], rel=1e-4)
-    assert waits(tmp_path, "sft", step=2) == {"engine/passes.py:to_numbers": 1}
-
-
-def test_two_devices_run_a_pipeline(on_cpu: Path, tmp_path: Path) -> None:
-    """Pipeline parallelism: the stages send each other activations and gradients."""
-    lay_out(tmp_path, tiny_config(**UNCHECKED, engine={"dtype": "fp32", "pipeline_parallel": 2}))
-    run_on_devices(tmp_path, ["sft"], ranks=2)
-    compare(tmp_path, on_cpu, "sft", CURVES["sft"], rel=1e-4)
+    take_models(on_cpu, sharded)
+    shutil.rmtree(sharded / "sft")
+    lay_out(sharded, tiny_config(**SMALL, engine=engine), sft=tiny_config(**UNCHECKED, engine=engine))
+    lay_out(staged, tiny_config(**UNCHECKED, engine={"dtype": "fp32", "pipeline_parallel": 2}))
+    run_on_devices(sharded / "sft", sharded / "ppo", staged / "sft", ranks=2)
+    for folder, stage in ((sharded, "sft"), (sharded, "ppo"), (staged, "sft")):
+        compare(folder, on_cpu, stage, CURVES[stage], rel=1e-4)
+    assert waits(sharded, "sft", step=2) == {"engine/passes.py:to_numbers": 1}

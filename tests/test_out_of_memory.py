@@ -30,7 +30,7 @@ def test_a_rank_out_of_memory_in_mid_run(
 ) -> None:
     """One of two ranks fails after some steps, while the other is inside of a collective."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    wanted, before, weights = run(tmp_path / "undisturbed")
+    wanted, before, weights = run(tmp_path / "undisturbed", "ranks=1")
     assert before["out_of_memory"] == {"restarts": 0, "micro_batch_tokens": 300}
     capfd.readouterr()
     monkeypatch.setitem(processes.MODULES, "sft", "tests.out_of_memory_stage")

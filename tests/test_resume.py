@@ -6,13 +6,13 @@ import json
 import random
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 from safetensors.torch import load_file
 
 from pipeline.config.stages import STAGES
+from tests.ranks import Worker
 from tests.tiny import finish, lay_out, metrics, start_worker, tiny_config
 
 FROM_SFT = ["tokenizer", "sft"]
@@ -29,7 +29,7 @@ def kill_at_random(run_dir: Path, stage: str, steps: int, rng: random.Random) ->
     return f"{stage} killed {delay:.2f} s after line {wanted}"
 
 
-def started(run_dir: Path, stage: str, lines: int) -> subprocess.Popen[str]:
+def started(run_dir: Path, stage: str, lines: int) -> Worker:
     """A stage at work, when so many steps are logged."""
     worker = start_worker(run_dir, stage)
     log = run_dir / stage / "metrics.jsonl"
@@ -131,7 +131,10 @@ def test_a_function_that_raises_loses_nothing(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     by_function = {"reward_model": False, "reward_function": function_in(tmp_path)}
     plain = {"steps": 4, "kl_coef": 0.0, "kl_target": None, **by_function}
-    config, watching = (tiny_config(sft={"steps": 2}, ppo={**plain, **keys}) for keys in ({}, {"reference": True}))
+    once = {"temperatures": [1.0], "best_of": 1}  # one call per held-out prompt
+    config, watching = (
+        tiny_config(sft={"steps": 2}, ppo={**plain, **keys}, evaluation=once) for keys in ({}, {"reference": True})
+    )
     lay_out(whole, config)
     finish(start_worker(whole, "sft"))
     finish(start_worker(whole, "ppo"))

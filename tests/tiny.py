@@ -1,9 +1,7 @@
 """The smallest run that goes through everything: a two-layer Llama, made data, a few steps a stage."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,11 @@ import yaml
 
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
+from pipeline.launch.worker import run_worker
+from tests.ranks import Worker
 
 ROOT = Path(__file__).parents[1]
+SECONDS = 480  # for a process
 ARCHITECTURE = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -46,31 +47,23 @@ def tiny_config(**sections: dict[str, Any]) -> RunConfig:
 
 
 def lay_out(run_dir: Path, config: RunConfig, **of_stages: RunConfig) -> None:
-    """Write the configuration where workers look for it, a stage's own where it has one. No launcher keeps a manifest
-    here, so the inputs are named.
-    """
-    inputs = {"actor": str(run_dir / "sft"), "reward_path": str(run_dir / "reward")}
+    """Write the configuration of each stage into its folder, as the launcher does."""
     for stage in STAGES:
-        own = of_stages.get(stage, config).model_copy(update=inputs)
+        own = of_stages.get(stage, config)
+        own = own.model_copy(update={"reward": own.reward.model_copy(update={"init": "sft"})})
         (run_dir / stage).mkdir(parents=True, exist_ok=True)
         (run_dir / stage / "config.yaml").write_text(yaml.safe_dump(own.model_dump(mode="json")))
 
 
-def start_worker(run_dir: Path, stage: str, **environment: str) -> subprocess.Popen[str]:
-    """One rank of a stage as a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", STAGES[stage].package, "--worker", str(run_dir)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start_worker(run_dir: Path, stage: str) -> Worker:
+    """Start one rank of a stage as a process of its own, which does what `python -m PACKAGE --worker RUN_DIR` does."""
+    module = f"{STAGES[stage].package}.train"
+    return Worker(run_worker, stage, run_dir, module, environment={"OMP_NUM_THREADS": "1"})
 
 
-def finish(worker: "subprocess.Popen[str]") -> str:
+def finish(worker: "Worker | subprocess.Popen[str]") -> str:
     """Wait for a worker; what it printed. Raises AssertionError where it failed."""
-    output, _ = worker.communicate(timeout=240)
+    output, _ = worker.communicate(timeout=SECONDS)
     assert worker.returncode == 0, output
     return output
 

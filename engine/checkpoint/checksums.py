@@ -5,6 +5,7 @@
 XXH3 runs at the speed of memory. It detects disks, copies and editors that change a file, not forgery.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,6 @@ import xxhash
 from engine.parallel import dist
 
 CHECKSUMS = "checksums.json"
-BLOCK_BYTES = 2**23
 
 
 class Damaged(OSError):
@@ -70,12 +70,9 @@ def verify(folder: Path) -> None:
 
 def checksum_of(path: Path) -> Checksum:
     """Read a file and return its checksum. Raises OSError."""
-    digest, size = xxhash.xxh3_128(), 0
     with open(path, "rb", buffering=0) as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-            size += len(block)
-    return Checksum(size, digest.hexdigest())
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)  # type: ignore[arg-type]
+        return Checksum(file.tell(), digest.hexdigest())
 
 
 def _read_checksums(folder: Path) -> tuple[dict[str, Checksum], str | None]:

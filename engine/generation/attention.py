@@ -10,7 +10,6 @@ Shapes: N tokens of a step, H query heads, Hkv key heads, D and Dv head sizes of
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -24,12 +23,12 @@ from transformers import AttentionInterface
 from engine.generation.kv_cache import KVCache, LayerCache
 from engine.generation.scheduler import Chunk
 from engine.generation.supported import UnsupportedModel, max_positions
+from engine.host_memory import upload
 from engine.kernels import decode_attention
 from engine.kernels.decode_attention import Prompts
 from engine.kernels.varlen import varlen_fits, varlen_kernel, within_sequences
-from engine.kernels_cpu import decode_attention as host
+from engine.kernels_cpu import decode_attention as in_c
 from engine.kernels_cpu.ragged_attention import Families, ragged_attention
-from engine.uploads import upload
 
 __all__ = ["UnsupportedModel", "attend", "check_arguments", "max_positions"]  # as `engine.attention`
 
@@ -57,20 +56,24 @@ class DecodeRows(NamedTuple):
 
 @dataclass
 class Step:
-    """The tokens of one forward: one token of each decode row, then chunks of prompts.
-
-    windows: the sliding windows that the layers used; None is a layer without one.
-    """
+    """The tokens of one forward: one token of each decode row, then chunks of prompts."""
 
     cache: KVCache
     rows: DecodeRows | None
     chunks: Sequence[Chunk] = ()
-    windows: set[int | None] = field(default_factory=set)
     _rows_of_chunks: dict[int, Families] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def decode_tokens(self) -> int:
         return 0 if self.rows is None else len(self.rows.slots)
+
+    @cached_property
+    def row_addresses(self) -> in_c.RowAddresses:
+        """The addresses of the rows' tensors, for the kernel in C."""
+        rows = self.rows
+        assert rows is not None
+        tensors = rows.slots, rows.lengths, rows.prompt_slots, rows.prompt_lengths, rows.firsts
+        return in_c.addresses(*tensors)
 
     @cached_property
     def chunk_places(self) -> tuple[Tensor, Tensor]:
@@ -98,12 +101,75 @@ class Step:
         return self._rows_of_chunks[key_heads]
 
 
-class _Options(NamedTuple):
-    """The settings of a layer's attention."""
+class LayerAttention:
+    """The attention of one layer over its cache. The settings of a layer are the same in every forward."""
 
-    scale: float
-    window: int | None
-    softcap: float | None
+    def __init__(self, layer: LayerCache, dtype: torch.dtype, scale: float, window: int | None, softcap: float | None):
+        self.layer, self.scale, self.window, self.softcap = layer, scale, window, softcap
+        self._in_c: in_c.SlotAttention | None = None
+        if layer.answer_keys.device.type == "cpu" and in_c.serves(dtype):
+            self._in_c = in_c.SlotAttention(*layer.tensors, scale=scale, window=window, softcap=softcap)
+
+    def rows(self, query: Tensor, key: Tensor, value: Tensor, step: Step) -> Tensor:
+        """Write the new token of each decode row and attend; return (1, B, H, Dv).
+
+        query (1, H, N, D), key (1, Hkv, N, D) and value (1, Hkv, N, Dv) begin with the B rows.
+        """
+        if self._in_c is not None:
+            return self._in_c(query, key, value, step.row_addresses)
+        rows, layer = step.rows, self.layer
+        assert rows is not None
+        q, k, v = (tensor[0, :, : len(rows.slots)].transpose(0, 1) for tensor in (query, key, value))
+        layer.answer_keys[rows.slots, :, rows.places] = k
+        layer.answer_values[rows.slots, :, rows.places] = v
+        prompts = Prompts(layer.prompt_keys, layer.prompt_values, rows.prompt_slots, rows.prompt_lengths, rows.firsts)
+        cached = layer.answer_keys, layer.answer_values, rows.slots, rows.lengths
+        return decode_attention(q, *cached, self.scale, self.window, None, self.softcap, prompts)[None]
+
+    def chunks(self, query: Tensor, key: Tensor, value: Tensor, step: Step) -> Tensor:
+        """Write the n tokens of all chunks and attend over the cache; return (n, H, Dv).
+
+        query: (n, H, D). key: (n, Hkv, D). value: (n, Hkv, Dv). If a kernel supports the layer, it computes all chunks
+        in one call. The CPU kernel gives a token the same numbers wherever a prompt is divided into chunks.
+        """
+        layer, scale, window = self.layer, self.scale, self.window
+        slots, positions = step.chunk_places
+        layer.prompt_keys[slots, :, positions] = key
+        layer.prompt_values[slots, :, positions] = value
+        if self.softcap is None and query.device.type == "cpu":
+            families = step.rows_of_chunks(key.shape[1])
+            out = ragged_attention(query.transpose(0, 1), *layer.prompt_rows, families, scale=scale, window=window)
+            if out is not None:
+                return out
+        kernel = varlen_kernel() if self.softcap is None and query.is_cuda and varlen_fits(query, value) else None
+        if kernel is not None:
+            if any(chunk.start for chunk in step.chunks):
+                key, value = (_gather(cached, step.chunks) for cached in (layer.prompt_keys, layer.prompt_values))
+            return within_sequences(kernel, query, key, value, *step.chunk_bounds, scale=scale, window=window)
+        outputs, begin = list[Tensor](), 0
+        for chunk in step.chunks:
+            outputs += self._by_operators(query[begin : begin + len(chunk.tokens)].transpose(0, 1), chunk)
+            begin += len(chunk.tokens)
+        return torch.cat(outputs)
+
+    def _by_operators(self, query: Tensor, chunk: Chunk) -> Iterator[Tensor]:
+        """Yield the outputs of one chunk, (up to MASKED_QUERIES, H, Dv), in order, by PyTorch's operators.
+
+        query: (H, n, D).
+        """
+        window = self.window
+        for begin in range(0, len(chunk.tokens), MASKED_QUERIES):
+            queries = query[None, :, begin : begin + MASKED_QUERIES]
+            start, end = chunk.start + begin, chunk.start + begin + queries.shape[2]
+            first = 0 if window is None else max(0, start + 1 - window)
+            keys, values = (
+                t[chunk.slot, None, :, first:end] for t in (self.layer.prompt_keys, self.layer.prompt_values)
+            )
+            positions = torch.arange(first, end, device=query.device)
+            distances = torch.arange(start, end, device=query.device)[:, None] - positions
+            mask = (distances >= 0) if window is None else (distances >= 0) & (distances < window)
+            out = attend(queries, keys, values, mask, scaling=self.scale, softcap=self.softcap)
+            yield out[0].transpose(0, 1)
 
 
 def slot_attention(
@@ -122,21 +188,25 @@ def slot_attention(
     """Write keys and values of the step's N tokens, and attend over the cache.
 
     query (1, H, N, D), key (1, Hkv, N, D), value (1, Hkv, N, Dv). Returns (1, N, H, Dv). Raises UnsupportedModel if the
-    layer needs something that this function does not compute.
+    layer needs something that this function does not compute. The first call of a layer checks the layer's settings.
     """
     if step is None or attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} attends with a mask of its own")
-    check_arguments(module, others)
-    step.windows.add(sliding_window)
-    layer = step.cache.layer(module.layer_idx, key, value)  # type: ignore[arg-type]
-    options = _Options(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, heads, size)
-    count, outputs = step.decode_tokens, list[Tensor]()
-    if step.rows is not None:
-        outputs.append(_attend_rows(q[:count], k[:count], v[:count], step.rows, layer, options))
-    if step.chunks:
-        outputs.append(_attend_chunks(q[count:], k[count:], v[count:], step, layer, options))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+    index: int = module.layer_idx  # type: ignore[assignment]
+    attention: LayerAttention | None = step.cache.attention.get(index)
+    if attention is None:
+        check_arguments(module, others)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        layer = step.cache.layer(index, key, value)
+        attention = LayerAttention(layer, query.dtype, scale, sliding_window, softcap)
+        step.cache.attention[index] = attention
+    if not step.chunks:
+        return attention.rows(query, key, value, step), None
+    count = step.decode_tokens
+    outputs = [attention.rows(query, key, value, step)[0]] if count else []
+    of_chunks = [tensor[0, :, count:].transpose(0, 1) for tensor in (query, key, value)]
+    outputs.append(attention.chunks(of_chunks[0], of_chunks[1], of_chunks[2], step))
+    return torch.cat(outputs)[None], None
 
 
 def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
@@ -148,78 +218,9 @@ def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
         raise UnsupportedModel(f"{type(module).__name__} needs {', '.join(unsupported)}")
 
 
-def _attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, rows: DecodeRows, layer: LayerCache, options: _Options
-) -> Tensor:
-    """Write one new token of each row and attend over the cache; return (B, H, Dv).
-
-    query: (B, H, D). key: (B, Hkv, D). value: (B, Hkv, Dv).
-    """
-    prompts = Prompts(layer.prompt_keys, layer.prompt_values, rows.prompt_slots, rows.prompt_lengths, rows.firsts)
-    cached = layer.answer_keys, layer.answer_values, rows.slots
-    scale, window, softcap = options
-    if query.device.type == "cpu" and host.serves(query.dtype):
-        return host.write_and_attend(query, key, value, *cached, rows.lengths, scale, window, softcap, prompts)
-    layer.answer_keys[rows.slots, :, rows.places] = key
-    layer.answer_values[rows.slots, :, rows.places] = value
-    return decode_attention(query, *cached, rows.lengths, scale, window, None, softcap, prompts)
-
-
-def _attend_chunks(
-    query: Tensor, key: Tensor, value: Tensor, step: Step, layer: LayerCache, options: _Options
-) -> Tensor:
-    """Write the n tokens of all chunks and attend over the cache; return (n, H, Dv).
-
-    query: (n, H, D). key: (n, Hkv, D). value: (n, Hkv, Dv). If a kernel supports the layer, it computes all chunks in
-    one call. The CPU kernel gives a token the same numbers wherever a prompt is divided into chunks.
-    """
-    _write_chunks(key, value, step, layer)
-    scale, window, softcap = options
-    if softcap is None and query.device.type == "cpu":
-        chunks = step.rows_of_chunks(key.shape[1])
-        out = ragged_attention(query.transpose(0, 1), *layer.prompt_rows, chunks, scale=scale, window=window)
-        if out is not None:
-            return out
-    kernel = varlen_kernel() if softcap is None and query.is_cuda and varlen_fits(query, value) else None
-    if kernel is not None:
-        if any(chunk.start for chunk in step.chunks):
-            key, value = (_gather(cached, step.chunks) for cached in (layer.prompt_keys, layer.prompt_values))
-        return within_sequences(kernel, query, key, value, *step.chunk_bounds, scale=scale, window=window)
-    outputs, begin = list[Tensor](), 0
-    for chunk in step.chunks:
-        queries = query[begin : begin + len(chunk.tokens)].transpose(0, 1)
-        outputs += _attend_chunk(queries, chunk, layer, options)
-        begin += len(chunk.tokens)
-    return torch.cat(outputs)
-
-
-def _write_chunks(key: Tensor, value: Tensor, step: Step, layer: LayerCache) -> None:
-    """Write keys and values (n, Hkv, size) of the chunks into the prompt slots."""
-    slots, positions = step.chunk_places
-    layer.prompt_keys[slots, :, positions] = key
-    layer.prompt_values[slots, :, positions] = value
-
-
 def _gather(cached: Tensor, chunks: Sequence[Chunk]) -> Tensor:
     """Return the cached tokens of the prompts of all chunks, (tokens, Hkv, size)."""
     return torch.cat([cached[chunk.slot, :, : chunk.end].transpose(0, 1) for chunk in chunks])
-
-
-def _attend_chunk(query: Tensor, chunk: Chunk, layer: LayerCache, options: _Options) -> Iterator[Tensor]:
-    """Yield the outputs of one chunk, (up to MASKED_QUERIES, H, Dv), in order, by PyTorch's operators.
-
-    query: (H, n, D).
-    """
-    for begin in range(0, len(chunk.tokens), MASKED_QUERIES):
-        queries = query[None, :, begin : begin + MASKED_QUERIES]
-        start, end = chunk.start + begin, chunk.start + begin + queries.shape[2]
-        first = 0 if options.window is None else max(0, start + 1 - options.window)
-        keys, values = (t[chunk.slot, None, :, first:end] for t in (layer.prompt_keys, layer.prompt_values))
-        distances = torch.arange(start, end, device=query.device)[:, None] - torch.arange(
-            first, end, device=query.device
-        )
-        mask = (distances >= 0) if options.window is None else (distances >= 0) & (distances < options.window)
-        yield attend(queries, keys, values, mask, scaling=options.scale, softcap=options.softcap)[0].transpose(0, 1)
 
 
 def attend(
@@ -252,19 +253,31 @@ def _attend_capped(
     return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 
-@contextmanager
-def attend_by_name(module: nn.Module, name: str = NAME) -> Iterator[None]:
-    """Make a module attend by the function registered under `name`, and hide its padding token.
+class AttentionByName:
+    """A context in which a module attends by the registered function and its padding token is hidden.
 
-    Without a mask some models search their tokens for padding. The search would make the host wait for the GPU.
+    Without a mask some models search their tokens for padding. The search would make the host wait for the GPU. The
+    context writes the dictionaries of the configurations, because transformers validates each assignment to an
+    attribute for longer than an operator of a small model takes.
     """
-    config: Any = module.config
-    before = config._attn_implementation, getattr(config, "pad_token_id", None)
-    config._attn_implementation, vars(config)["pad_token_id"] = name, None  # setattr may reject None
-    try:
-        yield
-    finally:
-        config._attn_implementation, vars(config)["pad_token_id"] = before
+
+    def __init__(self, module: nn.Module, name: str = NAME) -> None:
+        configs = {id(config): vars(config) for m in module.modules() if (config := getattr(m, "config", None))}
+        inside = {"_attn_implementation_internal": name, "pad_token_id": None}
+        self._inside = [
+            (attributes, {key: value for key, value in inside.items() if key in attributes})
+            for attributes in configs.values()
+        ]
+        self._before: list[dict[str, Any]] = []
+
+    def __enter__(self) -> None:
+        self._before = [{key: attributes[key] for key in inside} for attributes, inside in self._inside]
+        for attributes, inside in self._inside:
+            attributes.update(inside)
+
+    def __exit__(self, *_: object) -> None:
+        for (attributes, _inside), before in zip(self._inside, self._before, strict=True):
+            attributes.update(before)
 
 
 AttentionInterface.register(NAME, slot_attention)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.generation.decode_step import DecodeStep
+from engine.host_memory import upload
 from engine.oom import is_out_of_memory
-from engine.uploads import upload
 
 log = logging.getLogger(__name__)
 _warned: set[str] = set()

@@ -24,9 +24,9 @@ from engine.generation.parity_check import counts_from_zero, far_apart, fixed_pr
 from engine.generation.sampling import Sampled, Sampling, under_seed
 from engine.generation.scheduler import ActiveSequence, Chunk, Scheduler
 from engine.generation.supported import UnsupportedModel, check_model, has_window
+from engine.host_memory import upload
 from engine.oom import is_out_of_memory
 from engine.parallel import dist
-from engine.uploads import upload
 
 log = logging.getLogger(__name__)
 # Prompt tokens in one forward, at most. This bounds the activations, which should stay in the caches of a CPU.
@@ -156,7 +156,7 @@ class DecodeLoop:
         layers = module.config.get_text_config(decoder=True).num_hidden_layers  # type: ignore[union-attr, operator]
         if len(cache.layers) != layers:
             raise UnsupportedModel(f"only {len(cache.layers)} of its {layers} layers call the registered attention")
-        if has_window(module) and row.windows == {None}:
+        if has_window(module) and all(layer.window is None for layer in cache.attention.values()):
             raise UnsupportedModel("its layers do not pass their sliding window to the registered attention")
         if not are_from_zero:
             raise UnsupportedModel("its own positions do not count from 0")

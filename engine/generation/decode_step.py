@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.generation.attention import DecodeRows, Step, attend_by_name
+from engine.generation.attention import AttentionByName, DecodeRows, Step
 from engine.generation.decode_table import (
     COLUMNS,
     COUNT,
@@ -30,8 +30,8 @@ from engine.generation.kv_cache import KVCache
 from engine.generation.prepacked_linears import PrepackedLinears
 from engine.generation.sampling import Sampling, penalise, uniforms
 from engine.generation.scheduler import Plan
+from engine.host_memory import upload
 from engine.kernels import sample
-from engine.uploads import upload
 
 Draws = tuple[
     Tensor, Tensor, Tensor, Tensor
@@ -44,6 +44,7 @@ class SlotModel:
     def __init__(self, module: nn.Module, device: torch.device, *, computes_chosen_logits: bool) -> None:
         self.module, self.device = module, device
         self.packs = PrepackedLinears(module)
+        self._attention = AttentionByName(module)
         self._computes_chosen_logits = computes_chosen_logits
 
     def __call__(self, token_ids: Tensor, positions: Tensor, step: Step, columns: Tensor | None = None) -> Tensor:
@@ -51,7 +52,7 @@ class SlotModel:
         chosen: dict[str, Any] = {}
         if columns is not None and self._computes_chosen_logits:
             chosen["logits_to_keep"], columns = columns, None
-        with attend_by_name(self.module), self._fast_linears():
+        with self._attention, self._fast_linears():
             output = self.module(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, step=step, **chosen
             )

@@ -9,11 +9,12 @@ import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.offload.scratch_file import page_aligned
+from engine.host_memory import page_aligned
 
 CAPACITY_STEP = 64  # tokens; the capacity of a slot is a multiple of this
 PROMPTS_AHEAD = 2  # with little memory: prompt slots as a multiple of the prompts that fill the answer slots
@@ -104,6 +105,7 @@ class KVCache:
     def __init__(self, size: CacheSize, device: torch.device) -> None:
         self.size, self.device = size, device
         self.layers: dict[int, LayerCache] = {}
+        self.attention: dict[int, Any] = {}  # by layer, its attention over this cache (engine/generation/attention.py)
         self._logits: Tensor | None = None  # (prompt slots, V)
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> LayerCache:

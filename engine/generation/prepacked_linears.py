@@ -1,8 +1,8 @@
-"""Linear layers on CPUs with weights prepared for products of few rows.
+"""Modules on CPUs, prepared for forwards of few rows: packed weights of linear layers, and calls without lookups.
 
 A product of a few rows with a large matrix takes as long as reading the matrix. PyTorch's linear packs the matrix again
 in each call. `PrepackedLinears` replaces the forward of each linear layer by one of two products, which read weights at
-up to twice the speed. Our kernel (`engine/kernels_cpu/linear.py`) reads bf16 weights in place. oneDNN packs the other
+up to twice the speed. Our kernel (`engine/kernels_cpu/linear.c`) reads bf16 weights in place. oneDNN packs the other
 weights: fp32, and bf16 on processors with AMX. The choice depends on the precision and the processor, never on a
 measurement, so a machine gives the same numbers in each run.
 
@@ -10,18 +10,26 @@ A packed weight is a copy, which `refresh` renews after a change of the weight. 
 product is PyTorch's own bit for bit; with more rows it rounds sums in another order. Our kernel copies only weights
 that are stored transposed (GPT-2's).
 
+A forward of few rows of a small model spends as long in Python and small operators as in products. `DirectCall`
+therefore shadows each submodule with its forward function, which saves nn.Module's lookups of submodules and hooks, and
+root mean square norms run as one kernel.
+
 Left out: expert matrices, which are not linear layers, and quantized weights.
 """
 
-from collections.abc import Callable, Iterator
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import IntEnum
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.kernels_cpu import linear
+from engine.kernels_cpu.library import library
+from engine.kernels_cpu.rms_norm import rms_norm_of
 
 # The number of rows for which oneDNN chooses its layout. With bf16 the layout for one row is also faster with more
 # rows: a step of OPT-125M with 16 rows took 27.1 ms, and 34.5 ms in the layout for 16.
@@ -29,59 +37,119 @@ LAYOUT_ROWS = {torch.bfloat16: 1, torch.float32: 16}
 # PyTorch computes smaller layers, for which the call of another product costs more time than it saves.
 MIN_NUMEL = {torch.bfloat16: 1 << 14, torch.float32: 1 << 18}
 MAX_FP32_ROWS = 256  # with more rows PyTorch's own product is as fast
+MIN_OUTPUTS = 16  # the fewest outputs of a matrix: TILE in linear.c
+_ARGUMENTS: list[Any] = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3 + [ctypes.c_int]
 
 Product = Callable[[Tensor], Tensor]
 
 
-class _OneDNNLinear:
-    """A copy of a weight (out, in) in oneDNN's layout."""
+class Method(IntEnum):
+    """The method of multiplication: none (no kernel), widened to fp32, or pairs of bf16 numbers (AVX512_BF16)."""
+
+    NONE = 0
+    WIDEN = 1
+    PAIRS = 2
+
+
+@cache
+def method() -> Method:
+    """Return the method of this processor; NONE also if there is no compiler."""
+    compiled = library("linear", exact=True)
+    return Method.NONE if compiled is None else Method(compiled.linear_method())
+
+
+def in_place_kernel_supports(weight: Tensor) -> bool:
+    """Return whether `LinearRows` supports this matrix (out, in) on this machine."""
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.device.type == "cpu"
+        and len(weight) >= MIN_OUTPUTS
+        and method() != Method.NONE
+    )
+
+
+class LinearRows:
+    """A linear layer without gradients: x (..., in) bf16 -> (..., out) bf16.
+
+    weight: (out, in) bf16, contiguous. bias: (out,) bf16, or None. Each call reads both in place.
+    Raises ValueError if x has another dtype or size.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        ops: Any = torch.ops.mkldnn
-        self._product = ops._linear_pointwise
-        self._weight = ops._reorder_linear_weight(weight.contiguous(), LAYOUT_ROWS[weight.dtype])
-        self._bias = bias
+        assert in_place_kernel_supports(weight) and weight.is_contiguous()
+        assert bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous())
+        compiled = library("linear", exact=True)
+        assert compiled is not None
+        self._function: Any = compiled.linear_rows
+        self._function.argtypes, self._function.restype = _ARGUMENTS, None
+        self._tensors = weight, bias  # a reference, so that the memory is not freed
+        self._pointers = weight.data_ptr(), None if bias is None else bias.data_ptr()
+        self.outs, self.ins = weight.shape
 
     def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = self._product(x, self._weight, self._bias, "none", [], "")
-        return product
+        """Return the product with the weight, plus the bias."""
+        if x.dtype != torch.bfloat16 or x.shape[-1] != self.ins:
+            raise ValueError(f"x must be bf16 with rows of {self.ins} numbers, not {x.dtype} {tuple(x.shape)}")
+        x = x.contiguous()
+        y = x.new_empty(*x.shape[:-1], self.outs)
+        rows, threads = x.numel() // self.ins, torch.get_num_threads()
+        self._function(*self._pointers, x.data_ptr(), y.data_ptr(), rows, self.ins, self.outs, threads)
+        return y
+
+
+class DirectCall(partial[Any]):
+    """The forward function of a module; all other attributes are those of the module."""
+
+    module: nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["module"], name)
 
 
 class PrepackedLinears:
-    """The linear layers of a module on the CPU; inside `applied` they compute with prepared weights."""
+    """The layers of a module on the CPU; inside `applied` linear layers compute with prepared weights."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._products: dict[nn.Module, Product] = {}
+        self._calls: list[tuple[dict[str, Any], str, DirectCall]] | None = None  # attributes of an owner, name, value
 
     def refresh(self) -> None:
         """Prepare the weights of all layers, one at a time, so that a new copy can reuse the memory of the old one."""
+        self._calls = None
         for layer in list(self._products or _eligible(self.module)):
             self._products.pop(layer, None)  # free first: new memory costs more than packing
             self._products[layer] = _prepare(layer)
+        self._calls = list(_direct_calls(self.module, self._products))
 
     def release(self) -> None:
         """Free the copies. The next use creates them again."""
         self._products.clear()
+        self._calls = None
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Make the module's linear layers compute with prepared weights inside the context."""
-        if not self._products:
+        """Make the module's layers compute with prepared weights and without lookups inside the context."""
+        if self._calls is None:
             self.refresh()
+        calls = [call for call in self._calls or [] if not _has_hooks(call[2].module)]
         for layer, product in self._products.items():
             layer.__dict__["forward"] = product
+        for attributes, name, call in calls:
+            attributes[name] = call
         try:
             yield
         finally:
             for layer in self._products:
                 del layer.__dict__["forward"]
+            for attributes, name, _ in calls:
+                del attributes[name]
 
     @property
     def bytes(self) -> int:
         """The bytes of the copies."""
         weights = (_weight(layer) for layer in self._products)
-        return sum(w.nbytes for w in weights if not (linear.serves(w) and w.is_contiguous()))
+        return sum(w.nbytes for w in weights if not (in_place_kernel_supports(w) and w.is_contiguous()))
 
     def __len__(self) -> int:
         """Return how many layers are prepared."""
@@ -95,23 +163,43 @@ def is_available(dtype: torch.dtype) -> bool:
 
 def copies_weights(dtype: torch.dtype) -> bool:
     """Return whether preparing weights of `dtype` copies them; otherwise they are read in place."""
-    return dtype != torch.bfloat16 or linear.method() == linear.Method.NONE
+    return dtype != torch.bfloat16 or method() == Method.NONE
 
 
 def _prepare(layer: nn.Module) -> Product:
     weight, bias = _weight(layer), _bias(layer)
-    if linear.serves(weight):
-        return linear.LinearRows(weight.contiguous(), bias)
-    packed = _OneDNNLinear(weight, bias)
-    if weight.dtype != torch.float32:
-        return packed
+    if in_place_kernel_supports(weight):
+        return LinearRows(weight.contiguous(), bias)
+    ops: Any = torch.ops.mkldnn
+    multiply, packed = ops._linear_pointwise, ops._reorder_linear_weight(weight.contiguous(), LAYOUT_ROWS[weight.dtype])
     plain = type(layer).forward
+    limit = MAX_FP32_ROWS * weight.shape[1] if weight.dtype == torch.float32 else float("inf")
 
     def product(x: Tensor) -> Tensor:
-        is_small = x.numel() // x.shape[-1] <= MAX_FP32_ROWS
-        return packed(x) if is_small else plain(layer, x)
+        out: Tensor = multiply(x, packed, bias, "none", [], "") if x.numel() <= limit else plain(layer, x)
+        return out
 
     return product
+
+
+def _direct_calls(
+    module: nn.Module, products: Mapping[nn.Module, Product]
+) -> Iterator[tuple[dict[str, Any], str, DirectCall]]:
+    """Yield (attributes of the owner, name, forward function) of the submodules that an owner calls by name."""
+    for owner in module.modules():
+        if type(owner).forward is nn.Module.forward or isinstance(owner, nn.Sequential):
+            continue  # a container, which finds its modules by itself
+        for name, child in owner._modules.items():
+            is_container = child is None or type(child).forward is nn.Module.forward or isinstance(child, nn.Sequential)
+            if child is None or is_container:
+                continue
+            call = DirectCall(products.get(child) or rms_norm_of(child) or child.forward)
+            call.module = child
+            yield owner.__dict__, name, call
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
@@ -130,7 +218,7 @@ def _eligible(module: nn.Module) -> Iterator[nn.Module]:
             continue
         weight = _weight(layer)
         is_large = weight.device.type == "cpu" and weight.numel() >= MIN_NUMEL.get(weight.dtype, 1 << 62)
-        if is_large and (linear.serves(weight) or _onednn_packs(weight.dtype)):
+        if is_large and (in_place_kernel_supports(weight) or _onednn_packs(weight.dtype)):
             yield layer
 
 

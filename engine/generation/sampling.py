@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_mixed_seeds: dict[int, int] = {}
 Sampled = tuple[int, int, float]  # the index of the request, the token, its log-probability
 
 
@@ -73,8 +74,7 @@ def uniforms(seed: int, sample_seeds: Tensor, position: int | Tensor) -> Tensor:
     sample_seeds: int64 of any shape. position: a number, or an int64 tensor that broadcasts against sample_seeds, as
     the result does: sample_seeds (B, 1) and positions (1, T) give (B, T).
     """
-    state = _mix(_mix(torch.full_like(sample_seeds, _as_int64(seed))) + sample_seeds)
-    bits = _mix(state + position)
+    bits = _mix(_mix(sample_seeds + _mixed(seed)) + position)
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24  # the top 24 bits: exact in fp32
 
 
@@ -83,8 +83,7 @@ def under_seed(seed: int, sample_seeds: Tensor) -> Tensor:
 
     This works because a seed shifts the sample seeds.
     """
-    zero = torch.zeros_like(sample_seeds)
-    return sample_seeds + _mix(zero + _as_int64(seed)) - _mix(zero)
+    return sample_seeds + _mixed(seed) - _mixed(0)
 
 
 def forbid(logits: Tensor, ids: tuple[int, ...]) -> Tensor:
@@ -132,6 +131,13 @@ class Ending:
             return False
         before, after = self.text(token_ids[-self._tail : -1]), self.text(token_ids[-self._tail :])
         return any(after.count(stop) > before.count(stop) for stop in self.sampling.stop)
+
+
+def _mixed(seed: int) -> int:
+    """Return `_mix` of a number; a decode step needs the same numbers again and again."""
+    if seed not in _mixed_seeds:
+        _mixed_seeds[seed] = int(_mix(torch.tensor(_as_int64(seed))))
+    return _mixed_seeds[seed]
 
 
 def _mix(x: Tensor) -> Tensor:

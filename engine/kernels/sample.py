@@ -11,15 +11,19 @@ different orders. A token may therefore differ if its uniform number is within a
 Shapes: B rows, V vocabulary.
 """
 
+import ctypes
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from engine.kernels_cpu import sample as in_c
+from engine.kernels_cpu.library import library
 from engine.kernels_triton.device import has_triton
 
-BLOCK, BLOCKS = 256, 16  # the size of a block of weights; with fewer blocks than this, all weights are summed at once
+BLOCK, BLOCKS = 256, 16  # the size of a block of weights (also in sample.c); fewer blocks are summed at once
+C_DTYPES = (torch.bfloat16, torch.float32)
+LOGITS_PER_THREAD = 2**15  # fewer logits are not worth a thread
 
 
 def sample(
@@ -50,7 +54,7 @@ def _implementation(logits: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
         from engine.kernels_triton import sample as in_triton
 
         return in_triton.sample
-    return in_c.sample if in_c.supports(logits) else reference
+    return sample_in_c if c_supports(logits) else reference
 
 
 def reference(
@@ -139,3 +143,55 @@ def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 def _first_above(cumulative: Tensor, share: Tensor) -> Tensor:
     """Return the first column (B, 1) of ascending rows (B, V) that exceeds the row's share (B, 1), else the last."""
     return torch.searchsorted(cumulative, share, right=True).clamp_(max=cumulative.shape[-1] - 1)
+
+
+def c_supports(logits: Tensor) -> bool:
+    """Return whether the kernel can read these logits here."""
+    return logits.device.type == "cpu" and logits.dtype in C_DTYPES and _c_function() is not None
+
+
+def sample_in_c(
+    logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor]:
+    """Compute `sample` in C, for logits that `c_supports`. Top-k keeps equal logits in the order of the vocabulary."""
+    function = _c_function()
+    assert function is not None and c_supports(logits)
+    rows, vocabulary = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    uniforms = uniforms.to("cpu", torch.float32).contiguous()
+    tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    threads = max(1, min(torch.get_num_threads(), logits.numel() // LOGITS_PER_THREAD, rows))
+    room = torch.empty(threads, 3, -(-vocabulary // BLOCK) * BLOCK)
+    function(
+        logits.data_ptr(),
+        logits.dtype == torch.bfloat16,
+        rows,
+        vocabulary,
+        logits.stride(0),
+        uniforms.data_ptr(),
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        tokens.data_ptr(),
+        logprobs.data_ptr(),
+        room.data_ptr(),
+        threads,
+    )
+    return tokens, logprobs
+
+
+@cache
+def _c_function() -> Callable[..., None] | None:
+    compiled = library("sample")
+    if compiled is None:
+        return None
+    pointer, flag, size, number = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+    compiled.sample.argtypes = [
+        *(pointer, flag, size, size, size, pointer),
+        *(number, size, number, number),
+        *(pointer, pointer, pointer, flag),
+    ]
+    compiled.sample.restype = None
+    function: Callable[..., None] = compiled.sample
+    return function

@@ -1,10 +1,11 @@
 """`decode_attention` in C for CPUs; engine/kernels/decode_attention.py states the formula.
 
-`write_and_attend` also writes the new keys and values. Takes bf16 and fp32; sums are fp32. Left out: fp16.
+`SlotAttention` also writes the new keys and values. Takes bf16 and fp32; sums are fp32. Left out: fp16.
 """
 
 import ctypes
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +55,105 @@ def serves(dtype: torch.dtype) -> bool:
     return dtype in DTYPES and available()
 
 
+class RowAddresses(NamedTuple):
+    """The number of rows, and the addresses of their index tensors (None: no such tensor)."""
+
+    rows: int
+    slots: int
+    lengths: int
+    prompt_slots: int | None
+    prompt_lengths: int | None
+    firsts: int | None
+
+
+def addresses(
+    slots: Tensor,
+    lengths: Tensor,
+    prompt_slots: Tensor | None = None,
+    prompt_lengths: Tensor | None = None,
+    firsts: Tensor | None = None,
+) -> RowAddresses:
+    """Return the addresses of contiguous int64 tensors (B,). They are valid while the tensors exist."""
+    tensors = slots, lengths, prompt_slots, prompt_lengths, firsts
+    assert all(each is None or (each.is_contiguous() and each.dtype == torch.int64) for each in tensors)
+    return RowAddresses(len(slots), *(None if each is None else each.data_ptr() for each in tensors))  # type: ignore[arg-type]
+
+
+class SlotAttention:
+    """Attention over the cache of one layer. The arguments that are the same in each call are converted once."""
+
+    def __init__(
+        self,
+        prompt_keys: Tensor | None,
+        prompt_values: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        alibi: Tensor | None = None,
+    ) -> None:
+        """Take the cache tensors of `engine.kernels.decode_attention.decode_attention`, all contiguous.
+
+        alibi: (H,) fp32. Raises ValueError if a cache tensor is not contiguous.
+        """
+        self._tensors = prompt_keys, prompt_values, keys, values, alibi  # references, so that no memory is freed
+        tensors = [tensor for tensor in self._tensors if tensor is not None]
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ValueError("the tensors of the cache must be contiguous")
+        compiled = library("decode_attention")
+        assert available() and compiled is not None
+        self._function = compiled.decode_attention
+        self._dtypes = {tensor.dtype for tensor in tensors if tensor is not alibi}
+        self._value_size = values.shape[3]
+        self._call = _Call(
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            prompt_keys=None if prompt_keys is None else prompt_keys.data_ptr(),
+            prompt_values=None if prompt_values is None else prompt_values.data_ptr(),
+            alibi=None if alibi is None else alibi.data_ptr(),
+            key_heads=keys.shape[1],
+            capacity=keys.shape[2],
+            prompt_capacity=0 if prompt_keys is None else prompt_keys.shape[2],
+            key_size=keys.shape[3],
+            value_size=values.shape[3],
+            window=window or 0,
+            scale=scale,
+            softcap=softcap or 0,
+            half=keys.dtype == torch.bfloat16,
+        )
+
+    def __call__(self, query: Tensor, new_keys: Tensor | None, new_values: Tensor | None, rows: RowAddresses) -> Tensor:
+        """Return (1, B, H, Dv): first write the new token of each of the B rows, then attend.
+
+        query (1, H, N, D), new_keys (1, Hkv, N, D) and new_values (1, Hkv, N, Dv) begin with the B rows and may have
+        any strides. A row's new token is the last of its `lengths`. Without new_keys all tokens are in the cache. The
+        indices are not checked. Raises TypeError for mixed dtypes.
+        """
+        call = self._call
+        if new_keys is None or new_values is None:
+            call.new_keys = call.new_values = None
+        else:
+            if not new_keys.stride(3) == new_values.stride(3) == 1:
+                new_keys, new_values = new_keys.contiguous(), new_values.contiguous()
+            call.new_keys, call.new_values = new_keys.data_ptr(), new_values.data_ptr()
+            _, call.key_head, call.key_row, _ = new_keys.stride()
+            _, call.value_head, call.value_row, _ = new_values.stride()
+        query = query if query.stride(3) == 1 else query.contiguous()
+        if self._dtypes != {query.dtype}:
+            raise TypeError(f"all must be bf16 or all fp32, not a query in {query.dtype} and a cache in {self._dtypes}")
+        heads = query.shape[1]
+        out = query.new_empty(1, rows.rows, heads, self._value_size)
+        call.query, call.out, call.heads = query.data_ptr(), out.data_ptr(), heads
+        _, call.query_head, call.query_row, _ = query.stride()
+        call.rows, call.slots, call.lengths, call.prompt_slots, call.prompt_lengths, call.firsts = rows
+        call.threads = torch.get_num_threads()
+        if self._function(call):
+            raise MemoryError("decode_attention: no memory for its intermediate sums")
+        return out
+
+
 def decode_attention(
     query: Tensor,
     keys: Tensor,
@@ -76,97 +176,18 @@ def decode_attention(
     for name, numbers, size in (("slots", slots, keys.shape[0] - 1), ("lengths", lengths, tokens)):
         if len(numbers) and not (int(numbers.min()) >= 0 and int(numbers.max()) <= size):
             raise IndexError(f"{name} must be from 0 to {size}, not {numbers.tolist()}")
-    keys, values = keys.contiguous(), values.contiguous()
+    prompt_keys = None if prompts is None else prompts.keys.contiguous()
+    prompt_values = None if prompts is None else prompts.values.contiguous()
     alibi = None if alibi is None else alibi.float().contiguous()
-    return _attend(query, None, keys, values, slots, lengths, scale, window, alibi, softcap, prompts)
-
-
-def write_and_attend(
-    query: Tensor,
-    new_keys: Tensor,
-    new_values: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    prompts: Prompts | None = None,
-) -> Tensor:
-    """Write one new key and value per row into a slot cache, then attend: `decode_attention` with a write before it.
-
-    query (B, H, D), new_keys (B, Hkv, D) and new_values (B, Hkv, Dv) may have any strides. A row's new token is the
-    last of its `lengths`. The cache and the index tensors must be contiguous; the indices are not checked.
-    Returns (B, H, Dv). Raises ValueError if a cache tensor is not contiguous.
-    """
-    cached = [keys, values, slots, lengths, *(prompts or ())]
-    if not all(tensor.is_contiguous() for tensor in cached if tensor is not None):
-        raise ValueError("keys, values, slots, lengths and prompts must be contiguous")
-    return _attend(query, (new_keys, new_values), keys, values, slots, lengths, scale, window, None, softcap, prompts)
-
-
-def _attend(
-    query: Tensor,
-    new: tuple[Tensor, Tensor] | None,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int | None,
-    alibi: Tensor | None,
-    softcap: float | None,
-    prompts: Prompts | None,
-) -> Tensor:
-    query = _dense(query)
-    new_keys, new_values = (None, None) if new is None else (_dense(new[0]), _dense(new[1]))
-    of_prompts = [] if prompts is None else [prompts.keys.contiguous(), prompts.values.contiguous()]
-    _same_kind(query, keys, values, *(t for t in (new_keys, new_values, *of_prompts) if t is not None))
-    prompt_keys, prompt_values = of_prompts or (None, None)
-    rows, heads, size = query.shape
-    _, key_heads, capacity, value_size = values.shape
-    out = query.new_empty(rows, heads, value_size)
-    indices = (None, None, None) if prompts is None else (prompts.slots, prompts.lengths, prompts.firsts)
-    _run(
-        _Call(
-            *(_pointer(t) for t in (query, new_keys, new_values, keys, values, out, prompt_keys, prompt_values)),
-            *(_pointer(t) for t in (slots, lengths, *indices, alibi)),
-            rows,
-            heads,
-            key_heads,
-            capacity,
-            0 if prompt_keys is None else prompt_keys.shape[2],
-            size,
-            value_size,
-            *query.stride()[:2],
-            *(new_keys.stride()[:2] if new_keys is not None else (0, 0)),
-            *(new_values.stride()[:2] if new_values is not None else (0, 0)),
-            window or 0,
-            scale,
-            softcap or 0,
-            query.dtype == torch.bfloat16,
-            torch.get_num_threads(),
-        )
+    attention = SlotAttention(
+        prompt_keys,
+        prompt_values,
+        keys.contiguous(),
+        values.contiguous(),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        alibi=alibi,
     )
-    return out
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _run(call: _Call) -> None:
-    assert available()
-    found = library("decode_attention")
-    if found is not None and found.decode_attention(call):
-        raise MemoryError("decode_attention: no memory for its intermediate sums")
-
-
-def _same_kind(first: Tensor, *others: Tensor) -> None:
-    if first.dtype not in DTYPES or any(other.dtype != first.dtype for other in others):
-        raise TypeError(f"all must be bf16 or all fp32, not {[str(t.dtype) for t in (first, *others)]}")
-
-
-def _dense(states: Tensor) -> Tensor:
-    return states if states.stride(-1) == 1 or states.shape[-1] == 1 else states.contiguous()
+    rows = addresses(slots, lengths, *(prompts[2:] if prompts is not None else ()))
+    return attention(query.transpose(0, 1)[None], None, None, rows)[0]

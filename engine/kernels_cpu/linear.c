@@ -1,4 +1,4 @@
-/* Products of a few rows in bf16 with a large matrix, y = x W^T + b: linear.py describes the product.
+/* Products of a few rows in bf16 with a large matrix, y = x W^T + b. engine/generation/prepacked_linears.py uses them.
 
    Reading W takes most of the time, so each of its rows is read from memory once, in order, and prefetched. A tile of
    16 outputs shares loaded numbers: 4 rows of x by 4 of W, and 2 by 8 and 1 by 16 for the remaining rows. An output has

@@ -5,7 +5,7 @@
 owner.
 """
 
-from engine.memory.activations import Activations, activations
+from engine.memory.activations import activations
 from engine.memory.model_shape import ModelShape, measure_shape
 from engine.memory.speed import CostModel, Probe, measure_speed
 from engine.memory.states import ModelStates, Owners, frozen_states, model_states
@@ -24,7 +24,6 @@ from engine.memory.workload import (
 
 __all__ = [
     "RETAINED",
-    "Activations",
     "CostModel",
     "GenerationLoad",
     "ModelShape",

@@ -36,13 +36,16 @@ class Activations:
         return self.outside + self.blocks * (self.block_input if checkpointing else self.block)
 
 
-def activations(shape: ModelShape, *, tokens: int, length: int, dtype: Precision) -> Activations:
+def activations(
+    shape: ModelShape, *, tokens: int, length: int, dtype: Precision, copies_output: bool = False
+) -> Activations:
     """Return the activations of `tokens` tokens in sequences of `length`, padded or packed.
 
-    Not counted: a second attention output where attention runs for each sequence of a packed row on its own, or in a
-    sequence group; keys and values that some kernels store once more for each answer to a shared prompt.
+    `copies_output`: each output of attention exists twice, because attention runs once per sequence of a packed row and
+    the outputs are concatenated, or because a sequence group exchanges them. Not counted: keys and values that some
+    kernels store once more for each answer to a shared prompt.
     """
-    one, two = (tokens * _saved_bytes(shape, count, length, dtype) // length for count in (1, 2))
+    one, two = (tokens * _saved_bytes(shape, count, length, dtype, copies_output) // length for count in (1, 2))
     block_input = tokens * shape.width * BYTES[dtype]
     return Activations(outside=max(0, 2 * one - two), block=two - one, block_input=block_input, blocks=shape.blocks)
 
@@ -62,7 +65,7 @@ def with_blocks(config: PretrainedConfig, blocks: int) -> PretrainedConfig:
 
 
 @lru_cache(maxsize=64)
-def _saved_bytes(shape: ModelShape, blocks: int, length: int, dtype: Precision) -> int:
+def _saved_bytes(shape: ModelShape, blocks: int, length: int, dtype: Precision, copies_output: bool) -> int:
     """Return the bytes that autograd saves on one rank for one sequence in a body of `blocks` blocks.
 
     With tensor parallelism a rank holds all numbers of tensors that are as wide as hidden states, and its share of the
@@ -82,7 +85,7 @@ def _saved_bytes(shape: ModelShape, blocks: int, length: int, dtype: Precision) 
             references.append(tensor)
         return tensor
 
-    with _fused_kernels_on_meta(), saved_tensors_hooks(save, lambda tensor: tensor):
+    with _fused_kernels_on_meta(copies_output), saved_tensors_hooks(save, lambda tensor: tensor):
         _forward(body, length)
     return sum(saved.values())
 
@@ -133,10 +136,14 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 @contextmanager
-def _fused_kernels_on_meta() -> Iterator[None]:
+def _fused_kernels_on_meta(copies_output: bool) -> Iterator[None]:
+    def attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        output: Tensor = _FusedAttention.apply(query, key, value)
+        return torch.cat([output.transpose(1, 2)]).transpose(1, 2) if copies_output else output
+
     functional: Any = nn.functional
     before = functional.scaled_dot_product_attention, functional.grouped_mm
-    functional.scaled_dot_product_attention = lambda q, k, v, *_, **__: _FusedAttention.apply(q, k, v)
+    functional.scaled_dot_product_attention = attend
     functional.grouped_mm = lambda rows, matrices, **_: _GroupedProduct.apply(rows, matrices)
     try:
         yield

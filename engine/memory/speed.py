@@ -24,13 +24,14 @@ from transformers import AutoModel
 
 from engine.config import Precision
 from engine.generation.prepacked_linears import PrepackedLinears
+from engine.host_memory import page_aligned
 from engine.kernels import token_logprobs
 from engine.kernels.products import widen_linears
 from engine.memory.activations import with_blocks
 from engine.memory.model_shape import ModelShape
 from engine.memory.states import BYTES
 from engine.memory.workload import Workload
-from engine.offload.scratch_file import ScratchFile, page_aligned
+from engine.offload.scratch_file import ScratchFile
 from engine.parallel import collectives, dist
 from engine.precision import TORCH_DTYPE
 

@@ -128,7 +128,7 @@ def _offloaded_states(
     gradient = 4 if accumulates and config.zero_stage >= 2 else size
     states = 4 * (1 + moments + has_average)
     host, nvme = gradient * offloaded, 0
-    if gradient < 4 and moments != 2:  # Adam reads 16-bit gradients; other optimizers get an fp32 copy of a sub-group
+    if gradient < 4:  # the step casts the gradients of a sub-group to fp32
         host += 4 * min(offloaded, config.sub_group_size)
     if config.offload_optimizer == "cpu":
         host += states * offloaded

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from engine.config import EngineConfig, OptimizerConfig
 from engine.generation.kv_cache import CacheDemand
 from engine.generation.prepacked_linears import MIN_NUMEL, copies_weights
+from engine.kernels import varlen_kernel
 from engine.kernels.token_logprobs import BLOCK_ELEMENTS
-from engine.memory.activations import activations
+from engine.kernels_cpu.library import library
+from engine.memory.activations import Activations, activations
 from engine.memory.model_shape import ModelShape, pipeline_stages
 from engine.memory.states import BYTES, ModelStates, Owners, frozen_states, model_states, shard_count
 from engine.optim import averages_itself, moment_names
@@ -117,7 +119,7 @@ def training_bytes(
     shape: ModelShape, work: Workload, states: ModelStates, *, has_logits: bool = True, forwards: int = 1
 ) -> Owners:
     """Return the bytes that training adds, where `forwards` micro-batches wait for their backward."""
-    saved = activations(shape, tokens=work.rank_tokens, length=work.max_length, dtype=work.config.dtype)
+    saved = _activations(shape, work)
     checkpointing = work.config.activation_checkpointing
     owners = {
         **_gathered_bytes(states),
@@ -142,20 +144,19 @@ def pipeline_training_bytes(shape: ModelShape, work: Workload) -> list[Owners]:
     Of P stages, stage p holds the activations of P - p micro-batches (1F1B), or of all of a step's (GPipe). Buffers for
     messages exist for every micro-batch of a step.
     """
-    ranks, count, found = work.config.pipeline_parallel, work.micro_batches, list[Owners]()
+    ranks, count, peaks = work.config.pipeline_parallel, work.micro_batches, list[Owners]()
     for rank, stage in enumerate(pipeline_stages(shape, ranks)):
         states = trained_states(stage, replace(work, adapters=work.adapters * stage.blocks // shape.blocks))
         is_last = rank == ranks - 1
         waiting = count if work.config.pipeline_schedule == "gpipe" else min(count, ranks - rank)
         owners = resting_bytes(states) | training_bytes(stage, work, states, has_logits=is_last, forwards=waiting)
         if not is_last:  # tensors that are saved outside of the blocks belong to the final norm
-            saved = activations(stage, tokens=work.rank_tokens, length=work.max_length, dtype=work.config.dtype)
-            owners["activations"] -= waiting * saved.outside
+            owners["activations"] -= waiting * _activations(stage, work).outside
         neighbors = (rank > 0) + (not is_last)
         message = work.rank_tokens * shape.width * BYTES[work.config.dtype]
         owners["messages"] = message * (neighbors * count + (0 if is_last else waiting))
-        found.append(owners)
-    return found
+        peaks.append(owners)
+    return peaks
 
 
 def generation_bytes(
@@ -172,6 +173,26 @@ def generation_bytes(
         "logits": 4 * 2 * load.slots * shape.vocabulary,
     }
     return owners | {"cache": _cache_bytes(shape, work, load, resident + sum(owners.values()))}
+
+
+def _activations(shape: ModelShape, work: Workload) -> Activations:
+    """Return the activations of one micro-batch on one rank.
+
+    Without a kernel for packed rows, attention runs once per sequence and copies its outputs into one tensor.
+    """
+    config = work.config
+    if work.is_cpu:
+        has_kernel = config.dtype != "fp16" and library("ragged_attention") is not None
+    else:
+        has_kernel = config.dtype != "fp32" and varlen_kernel() is not None
+    has_dropout = getattr(shape.config.get_text_config(), "attention_dropout", 0.0) > 0
+    return activations(
+        shape,
+        tokens=work.rank_tokens,
+        length=work.max_length,
+        dtype=config.dtype,
+        copies_output=not has_kernel or has_dropout or config.sequence_parallel > 1,
+    )
 
 
 def _gathered_bytes(states: ModelStates) -> Owners:

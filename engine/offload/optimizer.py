@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine import optim
 from engine.config import EngineConfig, OptimizerConfig
-from engine.host_allocator import return_freed_memory
+from engine.host_memory import return_freed_memory
 from engine.loading import observe_writes
 from engine.offload.gradients import collect_gradients
 from engine.offload.states import States

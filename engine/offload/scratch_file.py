@@ -25,7 +25,6 @@ from torch import Tensor
 from engine.parallel import dist
 
 THREADS = 4
-HUGE_PAGE = 2**21  # bytes
 
 
 @cache
@@ -119,12 +118,3 @@ class ScratchFile:
     def __del__(self) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)
-
-
-def page_aligned(elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return zeros (elements,) in host memory, on huge pages if they fill one. A page is resident after a write."""
-    size = max(elements * dtype.itemsize, mmap.PAGESIZE)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE") and size >= HUGE_PAGE:
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype)[:elements]

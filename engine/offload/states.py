@@ -14,7 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.offload.scratch_file import ScratchFile, io_threads, page_aligned
+from engine.host_memory import page_aligned
+from engine.offload.scratch_file import ScratchFile, io_threads
 
 FP32_BYTES = 4
 BUFFERS = 4  # sub-groups in memory: one is updated, two are read ahead, one is written

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from engine.parallel import collectives, dist, dtensors, meshes
 
-BUCKET = 2**24  # elements averaged in one collective
 ERRORS = ("worker_error_of_", "server_error_of_")  # prefixes of the state names; the number of ranks follows
 
 
@@ -77,10 +76,11 @@ class OneBitAdam(torch.optim.Optimizer):
         """
         gradients = self._gradients()
         if self.is_warming_up:
-            collectives.average(gradients, bucket=BUCKET)
+            for gradient in gradients:
+                collectives.average(gradient)
             return dtensors.squared_norm(gradients).item()
         squared = dtensors.squared_norm(gradients)
-        collectives.average([squared], bucket=1)
+        collectives.average(squared)
         return squared.item()
 
     def scale(self, factor: float) -> None:
@@ -131,26 +131,26 @@ class OneBitAdam(torch.optim.Optimizer):
         received = collectives.all_to_all(torch.cat(sent, 1), kind="reduce")
         for parameter, rows in zip(parameters, received.split(widths, 1), strict=True):
             total = self._state(parameter, self._errors[1])
-            total.add_(decode(rows).mean(0))
+            total.add_(decompress(rows).mean(0))
             size = max(0, min(len(total), dtensors.local(parameter).numel() - rank * len(total)))
             total[size:] = 0.0  # padding
-            means.append(encode(*_compress(total, size), rows=1))
+            means.append(compress(total, size, rows=1))
         row = torch.cat(means, 1)
         gathered = row.new_empty(ranks, row.shape[1])
         collectives.all_gather(gathered.view(-1), row.view(-1), kind="reduce")
         for parameter, rows in zip(parameters, gathered.split(widths, 1), strict=True):
             momentum = self._state(parameter, "exp_avg")
-            momentum.copy_(decode(rows).view(-1)[: len(momentum)])
+            momentum.copy_(decompress(rows).view(-1)[: len(momentum)])
 
     def _compress_momentum(self, parameter: Tensor, ranks: int) -> Tensor:
-        """Return momentum plus error, encoded (ranks, bytes); keep the rest as the error."""
+        """Return the compressed sum of momentum and error, (ranks, bytes), and store the new error."""
         total = self._state(parameter, self._errors[0]).add_(self._state(parameter, "exp_avg"))
         size = total.numel()
         padded = total.new_zeros(ranks * _chunk(size, ranks))
         padded[:size] = total
-        encoded = encode(*_compress(padded, size), rows=ranks)
+        compressed = compress(padded, size, rows=ranks)
         total.copy_(padded[:size])
-        return encoded
+        return compressed
 
     def _update(self, parameter: Tensor, group: dict[str, Any], steps: int) -> None:
         first, second = group["betas"]
@@ -174,29 +174,23 @@ def pack(values: Tensor) -> Tensor:
 
 def unpack(packed: Tensor) -> Tensor:
     """Return (..., k) bytes as (..., 8 k) fp32 values 1 and -1."""
-    positions = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    every = torch.arange(256, dtype=torch.uint8, device=packed.device)[:, None]
-    table = ((every >> positions) & 1).float().mul_(2.0).sub_(1.0)  # (256, 8)
-    return torch.nn.functional.embedding(packed.int(), table).flatten(-2)
+    bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
+    return bits.float().mul_(2.0).sub_(1.0).flatten(-2)
 
 
-def encode(scale: Tensor, signs: Tensor, *, rows: int) -> Tensor:
-    """Return the bytes to send, (rows, 4 + k): in each row the fp32 scale (), then k of the signs (rows * k,)."""
-    heads = scale.repeat(rows, 1).view(torch.uint8)
-    return torch.cat([heads, signs.view(rows, -1)], 1)
+def compress(values: Tensor, size: int, *, rows: int) -> Tensor:
+    """Return C[values] as bytes (rows, 4 + k), and subtract C[values] from the first `size` values in place.
 
-
-def decode(rows: Tensor) -> Tensor:
-    """Return the values (rows, 8 k) of `encode`d rows (rows, 4 + k)."""
-    scales = rows[:, :4].contiguous().view(torch.float32)
-    return unpack(rows[:, 4:]).mul_(scales)
-
-
-def _compress(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return scale () and signs (bytes,) of `values`, padded behind `size`; subtract them from `values` in place."""
+    Each row has the fp32 scale of all values and the signs of its share of them. `values` is padded behind `size`.
+    """
     scale, signs = scale_of(values, size), pack(values)
     values[:size] -= torch.where(values[:size] >= 0, scale, -scale)
-    return scale, signs
+    return torch.cat([scale.repeat(rows, 1).view(torch.uint8), signs.view(rows, -1)], 1)
+
+
+def decompress(rows: Tensor) -> Tensor:
+    """Return the values (rows, 8 k) of compressed rows (rows, 4 + k)."""
+    return unpack(rows[:, 4:]).mul_(rows[:, :4].contiguous().view(torch.float32))
 
 
 def _chunk(size: int, ranks: int) -> int:

@@ -9,6 +9,7 @@
 - `bytes_sent`: the bytes that this rank has sent since its start, by purpose.
 """
 
+from engine.host_memory import to_device
 from engine.parallel.collectives import bytes_sent
 from engine.parallel.dist import (
     World,
@@ -26,7 +27,6 @@ from engine.parallel.dist import (
     world,
 )
 from engine.parallel.sequence import SequenceShard, check_heads, sequence_shard
-from engine.uploads import to_device
 
 __all__ = [
     "SequenceShard",

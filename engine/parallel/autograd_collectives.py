@@ -3,20 +3,17 @@
 Megatron's f and g (Shoeybi et al., 2019, arXiv:1909.08053, section 3), and the same for gathered outputs. Each backward
 is the transpose of its forward. The gradient of a full tensor is therefore full, and equal on all ranks.
 
-In compiled blocks the collectives are custom operators, which the compiler does not trace into.
+Compiled blocks call torch's functional collectives, which the compiler can trace. Their bytes are not counted.
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
-
-# Has no public name; the same from torch 2.11 to 2.13.
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import _functional_collectives as functional
 
 from engine.parallel import collectives
 
@@ -66,39 +63,15 @@ def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
-        return torch.ops.zerochat.sum_over_group(x, group.group_name)  # type: ignore[no-any-return]
+        return functional.all_reduce(x, "sum", group)
     return collectives.all_reduce_sum(x.clone(), group)  # a copy: autograd may hold the same tensor
 
 
 def _concatenate(x: Tensor, group: ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
-        return torch.ops.zerochat.concatenate_over_group(x, group.group_name)  # type: ignore[no-any-return]
+        return functional.all_gather_tensor(x, x.ndim - 1, group)
     return torch.cat(collectives.gather_tensors(x, group), dim=-1)
 
 
 def _own_columns(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.chunk(group.size(), dim=-1)[group.rank()]
-
-
-@cache
-def define_operators() -> None:
-    """Define the custom operators of compiled blocks, before the first block is compiled."""
-
-    def group_of(name: str) -> ProcessGroup:
-        return _resolve_process_group(name)  # type: ignore[arg-type]
-
-    @torch.library.custom_op("zerochat::sum_over_group", mutates_args=())
-    def sum_over_group(x: Tensor, group: str) -> Tensor:
-        return _sum(x, group_of(group))
-
-    @torch.library.custom_op("zerochat::concatenate_over_group", mutates_args=())
-    def concatenate_over_group(x: Tensor, group: str) -> Tensor:
-        return _concatenate(x, group_of(group))
-
-    @sum_over_group.register_fake
-    def _(x: Tensor, group: str) -> Tensor:
-        return torch.empty_like(x)
-
-    @concatenate_over_group.register_fake
-    def _(x: Tensor, group: str) -> Tensor:
-        return x.new_empty(*x.shape[:-1], x.shape[-1] * group_of(group).size())

@@ -1,11 +1,10 @@
 """Collectives of tensors in a pass or a step, with a count of the bytes that this rank sends.
 
-The count assumes that every byte takes the shortest path: a gather sends the own shard to each other rank, a reduction
-sends each other rank its part, and an all-reduce does both. `Kind` is the purpose: parameters (gather), gradients
-(reduce), or anything else.
+The count assumes that every byte takes the shortest path: a gather sends this rank's shard to each other rank, a
+reduction sends each other rank its part, and an all-reduce does both. `Kind` is the purpose of the bytes: parameters
+(gather), gradients (reduce), or anything else.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -71,21 +70,12 @@ def _all_reduce(tensor: Tensor, op: Any, group: ProcessGroup | None) -> Tensor:
     return tensor
 
 
-def average(tensors: Sequence[Tensor], *, bucket: int) -> None:
-    """Compute the means of gradients over all ranks, in place, in collectives of about `bucket` elements."""
+def average(gradient: Tensor) -> None:
+    """Compute the mean of a gradient over all ranks, in place."""
     ranks = dist.world().size
-    if ranks == 1:
-        return
-    waiting: list[Tensor] = []
-    for index, tensor in enumerate(tensors):
-        waiting.append(tensor)
-        if index + 1 == len(tensors) or sum(t.numel() for t in waiting) >= bucket:
-            flat = torch.cat([t.reshape(-1) for t in waiting]).div_(ranks)
-            count_all_reduce("reduce", flat, ranks)
-            torch_dist.all_reduce(flat)
-            for each, mean in zip(waiting, flat.split([t.numel() for t in waiting]), strict=True):
-                each.copy_(mean.view(each.shape))
-            waiting = []
+    if ranks > 1:
+        count_all_reduce("reduce", gradient, ranks)
+        torch_dist.all_reduce(gradient.div_(ranks))
 
 
 def gather_tensors(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:

@@ -172,11 +172,6 @@ def decode(row: Tensor, count: int) -> Tensor:
     return codes[:count].float().mul_(scales.repeat_interleave(BLOCK)[:count])
 
 
-def encoded_size(count: int) -> int:
-    """Return the bytes of `count` encoded values."""
-    return 4 * _block_count(count) + _padded(count)
-
-
 def _block_count(count: int) -> int:
     return -(-count // BLOCK)
 

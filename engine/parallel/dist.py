@@ -6,25 +6,19 @@ environment without them means one rank. NCCL carries tensors on GPUs, Gloo carr
 """
 
 import os
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from engine.host_allocator import reuse_freed_memory
+from engine.host_memory import reuse_freed_memory
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)
 RANK_ZERO_TIMEOUT = timedelta(days=1)  # for work that only rank 0 does, such as tokenizing
-FIRST_ERROR = "first error"  # key in the rendezvous store
-FIRST_ERROR_WAIT = 2.0  # seconds; a connection can break before the failed rank has written its error
-MAX_ERROR_LENGTH = 2000  # characters
 
 
 @dataclass(frozen=True)
@@ -113,8 +107,6 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         timeout=TIMEOUT,
         device_id=own_device if kind == "cuda" else None,
     )
-    if size > 1:
-        print_first_error(dist.PrefixStore(namespace, store), rank)
     _host_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     _background_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     _world = World(rank, size, local_rank, own_device)
@@ -266,40 +258,3 @@ def request_stop() -> None:
 def stop_requested() -> bool:
     """Return whether a rank had requested a stop at the last `sum_over_ranks`: the same on all ranks until the next."""
     return _stop_requested
-
-
-def print_first_error(store: dist.Store, rank: int) -> None:
-    """Print which rank failed first, and why, if an uncaught connection error ends this rank.
-
-    A failed rank breaks the collectives of all others. It therefore writes its error to `store`, which all ranks share,
-    and the other ranks print that error instead of their own tracebacks.
-    """
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        first = None if isinstance(error, KeyboardInterrupt) else _first_error(store, rank, error)
-        if first is None:
-            previous(kind, error, trace)
-        else:
-            print(f"rank {rank} ends: {first}", file=sys.stderr, flush=True)
-
-    sys.excepthook = hook
-
-
-def _first_error(store: dist.Store, rank: int, error: BaseException) -> str | None:
-    """Return the error of the rank that failed first; None if that is this rank."""
-    # Gloo reports lost connections as plain RuntimeErrors.
-    lost_connection = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
-    try:
-        if not lost_connection:
-            first = f"rank {rank} ended by {type(error).__name__}: {error}"
-            store.compare_set(FIRST_ERROR, "", first[:MAX_ERROR_LENGTH])
-            return None
-        deadline = time.monotonic() + FIRST_ERROR_WAIT
-        while not store.check([FIRST_ERROR]):
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.05)
-        return store.get(FIRST_ERROR).decode()
-    except RuntimeError:  # the store ended with rank 0
-        return "rank 0 ended. Its output has the reason" if lost_connection and rank != 0 else None

@@ -9,7 +9,7 @@ and the loss run on the last rank only. A schedule needs messages of one shape, 
 tokens, padded to the largest micro-batch of the step.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -57,30 +57,54 @@ class Pipeline:
             split.blocks[-1].register_forward_hook(self._end_after_block)
             module.register_forward_hook(self._end_after_module)
 
-    def run(self, loss_of: Callable[[int], Tensor], tokens: Sequence[int]) -> None:
-        """Run the forwards, and with gradients enabled the backwards, of micro-batches with `tokens` tokens each.
+    def run(self, micro_batches: Sequence[Any], work: Callable[[Any], tuple[Tensor, Any]]) -> list[Any]:
+        """Run the forwards of micro-batches, and with gradients enabled the backwards.
 
-        `loss_of(index)` calls the module once on a micro-batch and returns the loss. A step with gradients ends with
-        `finish_step`.
+        `work(micro_batch)` calls the module once and returns the loss and any result. Returns the results on the last
+        rank; on the other ranks, every result is None. A step with gradients ends with `finish_step`.
         """
-        self._max_tokens, number = max(tokens), len(tokens)
-        trains = torch.is_grad_enabled()
-        indices = torch.arange(number)
-        # A schedule fits one message shape, so each step has its own.
-        hidden, loss = self._message(), torch.empty((), device="meta", requires_grad=True)
+        number, trains = len(micro_batches), torch.is_grad_enabled()
+        self._max_tokens = max(_token_count(micro_batch) for micro_batch in micro_batches)
+        results: list[Any] = [None] * number
+
+        def run_stage(index: int, received: Tensor | None) -> Tensor:
+            self._running, self._received = True, received
+            try:
+                output, results[index] = work(micro_batches[index])
+            except _StageEnd as end:
+                output = end.hidden
+            finally:
+                self._running, self._received = False, None
+            if trains:
+                output.requires_grad_()  # the schedule runs a backward even if nothing on this rank is trained
+                output.register_hook(lambda _: self._before_backward(last=index == number - 1))
+            return output
+
+        self._run_schedule(_StageModule(run_stage), number, trains=trains)
+        return results
+
+    def _before_backward(self, *, last: bool) -> None:
+        zero.before_micro_batch(self.module, stage=self._zero_stage, last=last)
+
+    def _run_schedule(self, module: nn.Module, number: int, *, trains: bool) -> None:
+        """Run `module` on the indices of `number` micro-batches. A schedule supports one shape of messages only."""
+        shape = (self._max_tokens, self.split.hidden_size)
+        message = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=True)
         index = torch.empty(1, dtype=torch.long, device="meta")
-        stage = _Stage(
-            _StageModule(partial(self._run_stage, loss_of)),
+        stage = PipelineStage(
+            module,
             self.split.rank,
             self.split.size,
             dist.world().device,
             group=self._group,
-            input_args=index if self.split.is_first else hidden,
-            output_args=loss if self.split.is_last else hidden,
+            input_args=index if self.split.is_first else message,
+            output_args=loss if self.split.is_last else message,
         )
-        stage.before_backward = lambda index: self._prepare_backward(last=index == number - 1)
         kind = Schedule1F1B if self._schedule == "1f1b" and trains and number >= self.split.size else ScheduleGPipe
-        schedule = kind(stage, number, _last_output if trains else None, scale_grads=False)
+        # The loss is the output of the last stage, whatever the target is.
+        schedule = kind(stage, number, (lambda loss, target: loss) if trains else None, scale_grads=False)
+        indices = torch.arange(number)
         try:
             if self.split.is_first:
                 schedule.step(indices, return_outputs=False)
@@ -89,7 +113,7 @@ class Pipeline:
         except RuntimeError as wrapped:
             raise wrapped.__cause__ or wrapped from None
         messages = (not self.split.is_last) + (trains and not self.split.is_first)
-        collectives.count_bytes("other", messages * number * hidden.nbytes)
+        collectives.count_bytes("other", messages * number * message.nbytes)
 
     def finish_step(self) -> None:
         """End a step: add the gradients of a tied weight as embedding (first rank) and as head (last rank)."""
@@ -102,9 +126,9 @@ class Pipeline:
 
     def squared_norm(self) -> float:
         """Return the sum of squares of the full model's gradients, the same number on every rank."""
-        counted_elsewhere = frozenset() if self.split.is_first else self.split.tied
+        counted_on_first_rank = frozenset() if self.split.is_first else self.split.tied
         named = self.module.named_parameters()
-        gradients = [p.grad for name, p in named if p.grad is not None and name not in counted_elsewhere]
+        gradients = [p.grad for name, p in named if p.grad is not None and name not in counted_on_first_rank]
         return collectives.all_reduce_sum(dtensors.squared_norm(gradients), group=self._group).item()
 
     def broadcast_from_last(self, value: Any) -> Any:
@@ -121,36 +145,15 @@ class Pipeline:
         for turn in range(self.split.size):
             tensors = iter(own) if turn == self.split.rank else iter(())
             while True:
-                found = next((each for each in tensors if each[0] not in seen), None)
-                header = None if found is None else (found[0], found[1].shape, found[1].dtype)
+                name, tensor = next((item for item in tensors if item[0] not in seen), (None, None))
+                header = None if tensor is None else (name, tensor.shape, tensor.dtype)
                 header = dist.broadcast_object(header, source=turn, group=self._group)
                 if header is None:
                     break
                 name, shape, dtype = header
                 seen.add(name)
-                full = torch.empty(shape, dtype=dtype, device=device) if found is None else found[1].contiguous()
+                full = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.contiguous()
                 yield name, collectives.broadcast(full, source=turn, group=self._group)
-
-    def _message(self) -> Tensor:
-        """Return the hidden states of a message on the meta device: (max_tokens, D)."""
-        shape = (self._max_tokens, self.split.hidden_size)
-        return torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
-
-    def _prepare_backward(self, *, last: bool) -> None:
-        zero.before_micro_batch(self.module, stage=self._zero_stage, last=last)
-
-    def _run_stage(self, loss_of: Callable[[int], Tensor], index: int, received: Tensor | None) -> Tensor:
-        """Return the loss () on the last rank, the message (max_tokens, D) on the others."""
-        self._running, self._received = True, received
-        try:
-            output = loss_of(index)
-        except _StageEnd as end:
-            output = end.hidden
-        finally:
-            self._running, self._received = False, None
-        if torch.is_grad_enabled() and not output.requires_grad:
-            output.requires_grad_()  # nothing on this rank is trained, but the schedule runs its backward
-        return output
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replace the module's forward. It returns normally, so that FSDP2's hooks of the module run."""
@@ -209,16 +212,6 @@ class Pipeline:
         return value
 
 
-class _Stage(PipelineStage):
-    """Calls `before_backward(index)` before the backward of each micro-batch."""
-
-    before_backward: Callable[[int], None]
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        self.before_backward(bwd_chunk_id)
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-
 class _StageModule(nn.Module):
     """The module of a `PipelineStage`. Inputs: the index of a micro-batch and, after the first rank, a message."""
 
@@ -230,6 +223,15 @@ class _StageModule(nn.Module):
         return self._run(int(first), None) if index is None else self._run(int(index), first)
 
 
-def _last_output(loss: Tensor, target: Tensor) -> Tensor:
-    """Return the output of the last stage, which is the loss."""
-    return loss
+def _token_count(micro_batch: Any) -> int:
+    """Return the tokens of a tensor of token ids, or of the `input_ids` of a mapping or an object."""
+    if isinstance(micro_batch, Mapping):
+        ids = micro_batch.get("input_ids")
+    else:
+        ids = getattr(micro_batch, "input_ids", micro_batch)
+    if not isinstance(ids, Tensor):
+        raise ValueError(
+            f"pipeline_parallel counts the tokens of a micro-batch, and {type(micro_batch).__name__} has no input_ids. "
+            "Pass a tensor of token ids, or a mapping or object with input_ids"
+        )
+    return ids.numel()

@@ -6,13 +6,16 @@ head). Every other parameter becomes a NaN buffer that shares the memory of one 
 would be NaN.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+
+from engine.parallel import zero
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +49,8 @@ class SkippedBlock(nn.Module):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        attributes = {name: value for name, value in vars(block).items() if not name.startswith("_")}
         # A model's loop may read plain attributes of a block, such as the kind of its attention.
-        plain = {n: value for n, value in attributes.items() if isinstance(value, bool | int | float | str | None)}
-        self.__dict__.update(plain)
+        vars(self).update({name: value for name, value in vars(block).items() if not name.startswith("_")})
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         return hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
@@ -60,61 +61,100 @@ def split_of(module: nn.Module) -> PipelineSplit | None:
     return vars(module).get("pipeline_split")
 
 
-def split_model(module: nn.Module, *, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> PipelineSplit:
+def split_model(module: nn.Module, *, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Remove in place what pipeline rank `rank` of `size` does not compute; parameters may be on the meta device.
 
     `dtype` is the precision of the hidden states. Raises ValueError for a module that cannot be split.
     """
     blocks = _block_list(module, size)
-    model = _language_model(module, blocks)
-    before, hidden_size = _modules_before(model, blocks[0])
-    _check_hidden_states_suffice(model, blocks)
-    ranges = _block_ranges(len(blocks), size)
-    held = [_parameters_of_rank(module, blocks, ranges, before, each) for each in range(size)]
-    tied = _tied(module, held)
+    before, hidden_size = _run_to_last_block(module, blocks)
+    indices_by_rank = [indices.tolist() for indices in torch.arange(len(blocks)).tensor_split(size)]
+    rank_of = dict.fromkeys(before, 0)
+    for block_rank, indices in enumerate(indices_by_rank):
+        for index in indices:
+            rank_of |= dict.fromkeys(blocks[index].modules(), block_rank)
+    ranks_of = defaultdict[Tensor, set[int]](set)
+    for child in module.modules():
+        for p in child.parameters(recurse=False):
+            ranks_of[p].add(rank_of.get(child, size - 1))
+    shared = {name: ranks_of[p] for name, p in module.named_parameters() if len(ranks_of[p]) > 1}
+    for name, ranks in shared.items():
+        if ranks != {0, size - 1}:
+            raise ValueError(
+                f"pipeline_parallel={size} would put {name} on two ranks, because two blocks share it. Use a "
+                "smaller pipeline_parallel, or zero_stage=3"
+            )
+    own_blocks = tuple(blocks[index] for index in indices_by_rank[rank])
     for index, block in enumerate(blocks):
-        if index not in ranges[rank]:
+        if index not in indices_by_rank[rank]:
             blocks[index] = SkippedBlock(block)
+    nan = torch.full((), torch.nan, dtype=dtype, device=device)
     for owner in list(module.modules()):
-        _remove_parameters(owner, held[rank], dtype, device)
-    split = PipelineSplit(rank, size, tuple(blocks[index] for index in ranges[rank]), tied, hidden_size)
+        for leaf, parameter in list(owner._parameters.items()):
+            if parameter is not None and rank not in ranks_of[parameter]:
+                del owner._parameters[leaf]
+                owner.register_buffer(leaf, nan.expand(parameter.shape), persistent=False)
+    split = PipelineSplit(rank, size, own_blocks, frozenset(shared), hidden_size)
     vars(module)["pipeline_split"] = split  # not an attribute assignment: that would register the blocks again
-    return split
 
 
 def _block_list(module: nn.Module, ranks: int) -> nn.ModuleList:
-    found = list(_outermost_lists(module))
-    if len(found) != 1:
+    """Return the one outermost list of blocks of a module."""
+    blocks = set(zero.blocks(module))
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList) and not blocks.isdisjoint(m)]
+    if len(lists) != 1:
         raise ValueError(
             f"pipeline_parallel={ranks} needs a model with one list of blocks; {type(module).__name__} has "
-            f"{len(found)}. Use zero_stage=3 instead"
+            f"{len(lists)}. Use zero_stage=3 instead"
         )
-    if len(found[0]) < ranks:
+    if len(lists[0]) < ranks:
         raise ValueError(
-            f"pipeline_parallel={ranks} is more than the {len(found[0])} blocks of the model. Use at most "
-            f"pipeline_parallel={len(found[0])}"
+            f"pipeline_parallel={ranks} is more than the {len(lists[0])} blocks of the model. Use at most "
+            f"pipeline_parallel={len(lists[0])}"
         )
-    return found[0]
+    return lists[0]
 
 
-def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
-    for child in module.children():
-        if not isinstance(child, nn.ModuleList):
-            yield from _outermost_lists(child)
-        elif any(True for _ in child.parameters()):
-            yield child
+def _run_to_last_block(module: nn.Module, blocks: nn.ModuleList) -> tuple[set[nn.Module], int]:
+    """Return the modules that run before the blocks, and the hidden size.
 
-
-def _language_model(module: nn.Module, blocks: nn.ModuleList) -> nn.Module:
-    """Return the module that runs the blocks: transformers' base model."""
-    for child in module.modules():
-        base = getattr(child, "base_model", None)
-        if isinstance(base, nn.Module) and hasattr(child, "config") and any(m is blocks for m in base.modules()):
-            return base
-    raise ValueError(
-        f"pipeline_parallel needs a language model of transformers; {type(module).__name__} contains none. Use "
-        "zero_stage=3 instead"
-    )
+    Runs the model on two tokens up to its last block, with all other blocks skipped. Parameters are zeros without
+    memory. Raises ValueError if blocks need more from each other than hidden states (recurrent states, for example).
+    """
+    bases = (getattr(child, "base_model", None) for child in module.modules() if hasattr(child, "config"))
+    model = next((m for m in bases if isinstance(m, nn.Module) and blocks in m.modules()), None)
+    if model is None:
+        raise ValueError(
+            f"pipeline_parallel needs a language model of transformers; {type(module).__name__} contains none. Use "
+            "zero_stage=3 instead"
+        )
+    ran, originals = set[nn.Module](), list(blocks)
+    handles = [child.register_forward_pre_hook(lambda child, _: ran.add(child)) for child in model.modules()]
+    handles.append(originals[-1].register_forward_pre_hook(_stop_at_block, prepend=True, with_kwargs=True))
+    device = next((t.device for t in [*model.buffers(), *model.parameters()] if not t.is_meta), torch.device("cpu"))
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    try:
+        for index, block in enumerate(originals[:-1]):
+            blocks[index] = SkippedBlock(block)
+        zeros = {
+            name: torch.zeros(1, device=device, requires_grad=True).expand(p.shape)
+            for name, p in model.named_parameters()
+        }
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            functional_call(model, zeros, kwargs={"input_ids": ids, "use_cache": False})
+        raise ValueError("its forward does not call them")
+    except _BlockReached as reached:
+        hidden, *others = (leaf for leaf in tree_leaves(reached.inputs) if isinstance(leaf, Tensor))
+        if any(tensor.requires_grad for tensor in others):
+            raise _needs_more(model, "other inputs with gradients") from None
+        return ran, hidden.shape[-1]
+    except Exception as problem:  # any error of the model's own code
+        raise _needs_more(model, problem) from problem
+    finally:
+        for handle in handles:
+            handle.remove()
+        for index, block in enumerate(originals):
+            blocks[index] = block
 
 
 class _BlockReached(Exception):
@@ -125,106 +165,12 @@ class _BlockReached(Exception):
         self.inputs = inputs
 
 
-def _modules_before(model: nn.Module, block: nn.Module) -> tuple[set[nn.Module], int]:
-    """Return the modules that run before the first block, and the hidden size."""
-    ran: set[nn.Module] = set()
-    handles = [child.register_forward_pre_hook(lambda child, _: ran.add(child)) for child in model.modules()]
-    try:
-        hidden, *others = _block_inputs(block, model)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if any(tensor.requires_grad for tensor in _tensors(others)):
-        raise ValueError(
-            f"pipeline_parallel sends hidden states only; the blocks of {type(model).__name__} need other inputs with "
-            "gradients. Use zero_stage=3 instead"
-        )
-    return ran, hidden.shape[-1]
+def _stop_at_block(_: nn.Module, args: Any, kwargs: Any) -> None:
+    raise _BlockReached([*args, *kwargs.values()])
 
 
-def _check_hidden_states_suffice(model: nn.Module, blocks: nn.ModuleList) -> None:
-    """Refuse a model whose loop reads more from its blocks than hidden states, such as recurrent states."""
-    originals = list(blocks)
-    try:
-        for index, block in enumerate(originals[:-1]):
-            blocks[index] = SkippedBlock(block)
-        _block_inputs(originals[-1], model)
-    except Exception as problem:  # any error of the model's own code
-        raise ValueError(
-            f"pipeline_parallel sends hidden states only; {type(model).__name__} needs more from its blocks "
-            f"({problem}). Use zero_stage=3 instead"
-        ) from problem
-    finally:
-        for index, block in enumerate(originals):
-            blocks[index] = block
-
-
-def _block_inputs(block: nn.Module, model: nn.Module) -> list[Any]:
-    """Return the inputs of a block in a forward of two tokens. Parameters are zeros without memory."""
-
-    def stop(_: nn.Module, args: Any, kwargs: Any) -> None:
-        raise _BlockReached([*args, *kwargs.values()])
-
-    handle = block.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
-    devices = [t.device for t in [*model.buffers(), *model.parameters()] if not t.is_meta]
-    device = devices[0] if devices else torch.device("cpu")
-    zeros = {n: torch.zeros(1, device=device, requires_grad=True).expand(p.shape) for n, p in model.named_parameters()}
-    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            functional_call(model, zeros, kwargs={"input_ids": ids, "use_cache": False})
-    except _BlockReached as reached:
-        return reached.inputs
-    finally:
-        handle.remove()
-    raise ValueError(
-        f"pipeline_parallel: the forward of {type(model).__name__} does not call its blocks. Use zero_stage=3 instead"
+def _needs_more(model: nn.Module, problem: object) -> ValueError:
+    return ValueError(
+        f"pipeline_parallel sends hidden states only; {type(model).__name__} needs more from its blocks ({problem}). "
+        "Use zero_stage=3 instead"
     )
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, dict | list | tuple):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _tensors(value)
-
-
-def _block_ranges(blocks: int, ranks: int) -> list[range]:
-    """Return the consecutive blocks of each rank. The first ranks get the remainder: the last rank has the head."""
-    base, remainder = divmod(blocks, ranks)
-    ends = [base * (rank + 1) + min(rank + 1, remainder) for rank in range(ranks)]
-    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _parameters_of_rank(
-    module: nn.Module, blocks: nn.ModuleList, ranges: list[range], before: set[nn.Module], rank: int
-) -> set[int]:
-    """Return the ids of a rank's parameters."""
-    own = {id(parameter) for index in ranges[rank] for parameter in blocks[index].parameters()}
-    in_blocks = {child for block in blocks for child in block.modules()}
-    for child in module.modules():
-        if child not in in_blocks and rank == (0 if child in before else len(ranges) - 1):
-            own |= {id(parameter) for parameter in child.parameters(recurse=False)}
-    return own
-
-
-def _tied(module: nn.Module, held: list[set[int]]) -> frozenset[str]:
-    """Return the names of the parameters that two ranks have. Raises ValueError if these are not the first and last."""
-    ends = held[0] & held[-1]
-    for name, parameter in module.named_parameters():
-        if sum(id(parameter) in own for own in held) > 1 and id(parameter) not in ends:
-            raise ValueError(
-                f"pipeline_parallel={len(held)} would put {name} on two ranks, because two blocks share it. Use a "
-                "smaller pipeline_parallel, or zero_stage=3"
-            )
-    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in ends)
-
-
-def _remove_parameters(owner: nn.Module, own: set[int], dtype: torch.dtype, device: torch.device) -> None:
-    """Replace the parameters of other ranks by NaN buffers without memory."""
-    for leaf, parameter in list(owner._parameters.items()):
-        if parameter is not None and id(parameter) not in own:
-            del owner._parameters[leaf]
-            nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(parameter.shape)
-            owner.register_buffer(leaf, nan, persistent=False)

@@ -170,12 +170,10 @@ def _experts(path: str, module: nn.Module, plan: Mapping[str, str], mesh: Device
 LINEAR: dict[str, Callable[[str, nn.Linear, DeviceMesh], None]] = {
     "colwise": partial(column_wise, gather=False),
     "colwise_gather_output": partial(column_wise, gather=True),
-    "colwise_rep": partial(column_wise, gather=True),
     "rowwise": partial(_row_wise, split=False),
     "rowwise_split_input": partial(_row_wise, split=True),
-    "rowwise_rep": partial(_row_wise, split=True),
 }
-COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
+COLUMNS = ("colwise", "colwise_gather_output")
 MODULES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
     "replicated_with_grad_allreduce": _replicated_norm,
     "local_heads": _local_head_counts,  # our own style, for plans of users

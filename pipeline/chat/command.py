@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.imports import kept_for_good
 from pipeline.installation import CHAT, require_packages
 
 USAGE = """\
@@ -40,15 +39,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _chat(options: argparse.Namespace) -> int:
-    # Find the folder before the import of torch, so that a wrong path raises an error at once.
     """Load the models and run a session, or answer one prompt. Raises UserError for wrong options or folders."""
+    # The folder is searched before torch is imported, so that a wrong path raises an error at once.
     from pipeline.chat.folder import find, find_each
 
     models = find_each(options.path, options.compare) if options.compare else [find(options.path)]
-    with kept_for_good():
-        from engine import Sampling
-        from pipeline.chat.participant import load
-        from pipeline.chat.session import OPTIONS, Session, typed_lines
+    from engine import Sampling
+    from pipeline.chat.participant import load
+    from pipeline.chat.session import OPTIONS, Session, typed_lines
 
     try:
         options.stop = tuple(options.stop)

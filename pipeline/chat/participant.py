@@ -7,9 +7,8 @@ from typing import Any
 
 from engine import Generator, Sampling, attention
 from pipeline.chat.folder import ChatModel
-from pipeline.data.records import Message
+from pipeline.data.records import Message, whole_characters
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
-from pipeline.data.turns import whole_characters
 from pipeline.errors import UserError
 
 _UNFINISHED = "\ufffd"  # the decoded text of an incomplete character
@@ -108,8 +107,8 @@ def fit(
         if bound is None or len(prompt) <= bound:
             return messages, prompt
     raise UserError(
-        f"the message is too long: with the system message it makes {len(prompt)} tokens, and the model has room for "
-        f"{bound} beside its answer; write less, or set a smaller max-new-tokens"
+        f"the message is too long: with the system message it has {len(prompt)} tokens, and at most {bound} fit "
+        "together with the answer; write a shorter message, or set a smaller max-new-tokens"
     )
 
 
@@ -126,7 +125,9 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> ChatParticipan
     source = resolve(ModelConfig(name=model.name, trust_remote_code=trust_remote_code), 0, folder=model.folder)
     kind = next(iter(source.config.architectures or []), "")
     if kind.endswith("ForSequenceClassification"):
-        raise UserError(f"{model.folder} holds a reward model ({kind}): it scores answers and has none of its own")
+        raise UserError(
+            f"{model.folder} has a reward model ({kind}), which cannot generate answers: set the folder of a chat model"
+        )
     check_kind(source, wanted="ForCausalLM")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -141,7 +142,7 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> ChatParticipan
         )
     except (OSError, ValueError, RuntimeError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"{model.folder} can't be loaded: {reason}") from error
+        raise UserError(f"{model.folder} cannot be loaded: {reason}") from error
     module, report = loaded
     check_report(source, report)
     tokenizer = load_tokenizer(str(model.folder))

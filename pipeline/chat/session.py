@@ -20,7 +20,7 @@ HELP = """\
                    max-new-tokens, seed, stop (a text at which answers end; "" for none)
 /help              this
 /quit              leave, as Ctrl-D does
-Ctrl-C stops an answer. What is said first is forgotten first when the model's context is full."""
+Ctrl-C stops an answer. When the context of the model is full, the oldest turns are removed."""
 
 
 def stop_strings(text: str) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
-"""From a command line to plain dictionaries: Hydra composes `conf/`, one dictionary a job.
+"""Compose the configuration of each job from a command line and `conf/`, with Hydra.
 
-The order, later wins: the schema's defaults; what the run of `actor=` was configured with; the option files
-of model and data; the recipe for the two, where there is one; the other option files; the command line.
+Later sources override earlier ones: the defaults of the schema, the configuration of the run that `actor=` names, the
+option files of model and data, the recipe for the two, the other option files, the command line.
 
-Hydra's compose interface is used, not `hydra.main`: nothing is logged, no folder is made, no directory
-changed, and a mistake ends in one line. Flags: -m (one job for each value of a list), --cfg job, --help.
+Hydra's compose interface is used instead of `hydra.main`: it writes no log, makes no folder and does not change the
+working directory. Flags: -m (one job for each value of a list), --cfg job, --help.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pipeline.installation import CONF, TRAIN
 
 @dataclass(frozen=True)
 class Command:
-    """What a command line asks for, before any value is looked at."""
+    """The flags and the overrides of a command line, before any value is checked."""
 
     overrides: tuple[str, ...]
     help: bool = False
@@ -35,7 +35,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a command line. `label` tells the jobs of a multirun apart ("seed=1"), and is empty otherwise."""
+    """One run of a command line. `label` ("seed=1") identifies a job of a multirun; otherwise it is empty."""
 
     raw: dict[str, Any]
     label: str = ""
@@ -59,7 +59,7 @@ def parse_command(argv: Sequence[str]) -> Command:
 
 
 def compose_jobs(command: Command) -> list[Job]:
-    """The configuration of each job, not yet validated. One job without -m."""
+    """Return the configuration of each job, before validation. Without -m there is one job."""
     if not command.multirun:
         return [Job(compose(command.overrides))]
     combinations = [_sweep_values(token) for token in command.overrides]
@@ -72,7 +72,7 @@ def compose_jobs(command: Command) -> list[Job]:
 
 
 def _sweep_values(token: str) -> list[str]:
-    """`seed=1,2` -> [`seed=1`, `seed=2`]; a token that does not sweep -> itself."""
+    """Expand a sweep: `seed=1,2` -> [`seed=1`, `seed=2`]. A list with the token itself if it is not a sweep."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -89,7 +89,7 @@ def _sweep_values(token: str) -> list[str]:
 
 
 def compose(overrides: Sequence[str]) -> dict[str, Any]:
-    """One configuration as a plain dictionary, interpolations resolved. Raises UserError with advice."""
+    """Return one configuration as a dictionary with resolved interpolations. Raises UserError with advice."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -124,7 +124,7 @@ def _explain(problem: Exception) -> str:
 
 
 def defaults(section: type[BaseModel]) -> dict[str, Any]:
-    """The schema's defaults as a nested dictionary; required keys are left out."""
+    """Return the defaults of the schema as a nested dictionary without required keys."""
     found: dict[str, Any] = {}
     for key, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -144,24 +144,27 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recipe(overrides: Sequence[str], skip: bool) -> list[str]:
-    """The recipe that fits: `<model>-<data>.yaml`, `<data>.yaml` (the default model only), `<model>.yaml`, or none."""
+    """Return the override that selects the recipe for model and data, if `conf/recipe` has one.
+
+    The first that exists counts: `<model>-<data>.yaml`, `<data>.yaml` (only for the default model), `<model>.yaml`.
+    """
     values = {key: value for _, key, value in map(split, overrides)}
     if "recipe" in values:
         return []
     own_model = "model" not in values and values.keys() & {"model.path", "model.hub"}
     own_data = "data" not in values and values.keys() & {"data.path", "data.sources"}
-    usual = default_options()
-    model, data = values.get("model", usual["model"]), values.get("data", usual["data"])
-    names = [f"{model}-{data}", *([data] if model == usual["model"] else []), model]
+    default = default_options()
+    model, data = values.get("model", default["model"]), values.get("data", default["data"])
+    names = [f"{model}-{data}", *([data] if model == default["model"] else []), model]
     found = next((name for name in (names[-1:] if own_data else names) if name in groups().get("recipe", [])), None)
     return [f"recipe={found}"] if found and not own_model and not skip else []
 
 
 def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Where `actor=` names a stage of an earlier run: that run's settings, and the tokens that make room for them.
+    """Return the settings of the run that `actor=` names, and overrides that remove the groups that they replace.
 
-    PPO or DPO on somebody's SFT model must not silently read the default data with the default model's settings. A
-    model folder from elsewhere brings no settings; it becomes `model.path`, unless a model was named.
+    With the settings of that run, PPO and DPO read the data and the model that their start model was trained with. A
+    model folder outside of a run has no settings: it becomes `model.path`, unless the command line selects a model.
     """
     import yaml
 
@@ -170,16 +173,16 @@ def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if not actor or actor == "null":
         return {}, []
     folder = Path(actor).expanduser()
-    home = next((place for place in (folder, folder.parent) if (place / "config.yaml").is_file()), None)
+    source = next((path for path in (folder, folder.parent) if (path / "config.yaml").is_file()), None)
     own_model = values.keys() & {"model", "model.path", "model.hub"}
-    if home is None:
+    if source is None:
         return {}, [] if own_model else [f"model.path={quoted(str(folder))}"]
-    settings = yaml.safe_load((home / "config.yaml").read_text(encoding="utf-8"))
+    settings = yaml.safe_load((source / "config.yaml").read_text(encoding="utf-8"))
     for key in ("name", "run_dir", "stage", "method", "actor", "reward_path", "ranks", "debug", "tracking", "profile"):
         settings.pop(key, None)
     settings.get("rollout", {}).pop("selfcheck_every", None)  # the former name of a key
     own = {"model": own_model, "data": values.keys() & {"data", "data.path", "data.sources"}}
-    for group in (group for group, given in own.items() if given):
+    for group in (group for group, keys in own.items() if keys):
         settings.pop(group, None)
-    kept = [group for group in default_options() if group != "tracking" and group not in values]
-    return settings, [f"~{group}" for group in kept if not own.get(group)]
+    inherited = [group for group in default_options() if group != "tracking" and group not in values]
+    return settings, [f"~{group}" for group in inherited if not own.get(group)]

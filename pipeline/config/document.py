@@ -1,6 +1,6 @@
-"""The words about the configuration, all from the schema: `--help`, and docs/reference/configuration.md.
+"""Write the documentation of the configuration from the schema: `--help` and docs/reference/configuration.md.
 
-`python -m pipeline.config.document` writes the page; a test keeps it current.
+`python -m pipeline.config.document` writes the page. A test checks that the page is current.
 """
 
 from pathlib import Path
@@ -51,52 +51,53 @@ MAIN_KEYS = (
 USAGE = """\
 zerochat: from a base language model to a chat model, by SFT, a reward model and PPO, or by SFT and DPO.
 
-  python train.py                                  a tiny chat model, all three stages, in minutes on a CPU
-  python train.py model=opt-1.3b stage=all         the real thing
+  python train.py                                  train a tiny chat model in minutes on a CPU
+  python train.py model=opt-1.3b stage=all         train a chat model on GPUs
   python train.py model=opt-1.3b data=hh-rlhf stage=reward reward.lr=1e-5
-  python train.py model=opt-1.3b method=dpo        preferences without a reward model
+  python train.py model=opt-1.3b method=dpo        train on preferences, without a reward model
   python train.py data.path=mine.jsonl model.path=FOLDER
   python train.py model=opt-1.3b reward_model=opt-350m engine=zero3
   python -m step3_ppo actor=runs/x/sft reward=runs/x/reward ppo.kl_coef=0.1
   torchrun --nnodes 4 --nproc-per-node 8 ... train.py model=llama-3.1-8b engine=zero3
-  python chat.py runs/x                            talk to it
+  python chat.py runs/x                            chat with the model
 
-The same command again continues a run that was stopped. What it writes: runs/<name>/.
+Run the same command again to resume a stopped run. Results are in runs/<name>/.
 
 Flags: -m (one run for each value: -m seed=1,2,3)  --cfg job (show the configuration, run nothing)  --help"""
 
 INTRODUCTION = """\
 # Configuration
 
-Made from `pipeline/config/schema.py` by `python -m pipeline.config.document`; do not edit.
+This page is generated from `pipeline/config/schema.py` by `python -m pipeline.config.document`. Do not edit it.
 
 Every key can be set on the command line as `KEY=VALUE` (`ppo.kl_coef=0.1`, `sft.lora.rank=16`,
-`"data.sources=[{path: mine.csv, columns: {text: prompt}}]"`). Groups (`model=opt-1.3b`) choose a file of
-`conf/<group>/`. Later wins: the defaults below, the options of model and data, the recipe that fits the two
-(`conf/recipe/`), the other options, the command line.
-`python train.py --cfg job ...` shows what comes out.
+`"data.sources=[{path: mine.csv, columns: {text: prompt}}]"`). A group (`model=opt-1.3b`) selects an option, which is a
+file of `conf/<group>/`. Later sources override earlier ones: the defaults below, the options of model and data, the
+recipe for the two (`conf/recipe/`), the other options, the command line.
+`python train.py --cfg job ...` prints the resulting configuration.
 
 Short forms:
 
-- `reward=FOLDER` is `reward_path=FOLDER`; `reward=OPTION` chooses an option of `conf/reward`.
-- `reward_model=opt-350m` chooses an option of `conf/model` for the reward model and the critic.
-- `model.path=FOLDER`, `model.hub=ID` or `data.path=FILE` without an option leave the default option out.
-- `actor=RUN/sft` takes model, data and settings of that run, and the command line changes them.
-- `model.architecture={model_type: llama, ...}` is the whole architecture; `model.architecture.hidden_size=64` changes
-  one field of the option's.
-- `recipe=NAME` chooses a recipe by hand.
-- `~sft.lr` forgets what options and recipe say of a key: its default below holds. `~recipe` leaves the recipe out.
+- `reward=FOLDER` sets `reward_path=FOLDER`; `reward=OPTION` selects an option of `conf/reward`.
+- `reward_model=opt-350m` selects an option of `conf/model` for the reward model and the critic.
+- `model.path=FOLDER`, `model.hub=ID` or `data.path=FILE` without an option remove the default option.
+- `actor=RUN/sft` uses the model, data and settings of that run. The command line overrides them.
+- `model.architecture={model_type: llama, ...}` replaces the architecture of the option;
+  `model.architecture.hidden_size=64` changes one of its fields.
+- `recipe=NAME` selects a recipe.
+- `~sft.lr` removes the values that options and recipe set for a key, so that the default below applies. `~recipe`
+  removes the recipe.
 """
 
 
 def help_text() -> str:
-    """What `--help` prints: commands, groups with their options, the main keys."""
+    """Return the text of `--help`: commands, groups with their options, the main keys."""
     lines = [USAGE.replace("python train.py", TRAIN).replace("python chat.py", CHAT), "", "Groups:"]
     chosen = default_options()
     for group, options in groups().items():
         marked = [f"{option} (default)" if option == chosen.get(group) != "default" else option for option in options]
         lines += _wrapped(f"  {group:<9}", ", ".join(marked))
-    lines += ["", "Keys (docs/reference/configuration.md has them all):"]
+    lines += ["", "Main keys (docs/reference/configuration.md lists all keys):"]
     for key in MAIN_KEYS:
         field = _field(key)
         lines += _wrapped(f"  {key:<24}", f"{field.description} [{_default(field)}]")
@@ -118,7 +119,7 @@ def _field(key: str) -> FieldInfo:
 
 
 def page() -> str:
-    """docs/reference/configuration.md as text."""
+    """Return the text of docs/reference/configuration.md."""
     parts = [INTRODUCTION, "## Groups\n"]
     chosen = default_options()
     for group, options in groups().items():

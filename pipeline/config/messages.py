@@ -51,17 +51,17 @@ def _message(key: str, error: ErrorDetails, root: type[BaseModel]) -> str:
     kind, context = error["type"], error.get("ctx", {})
     shown = as_written(error["input"])
     if kind == "extra_forbidden":
-        return f"{key}: there is no such key{_instead(key, root)}"
+        return f"{key}: there is no such key{_advice_on_unknown(key, root)}"
     if kind == "missing":
-        return f"{key} is missing{_about(key, root)}"
+        return f"{key} is missing{_described(key, root)}"
     if kind == "literal_error":
         return f"{key}={shown}: write {context['expected'].replace(chr(39), '')}"
     if kind == "string_too_short":
-        return f"{key} is empty: write a text, or leave it out{_about(key, root)}"
+        return f"{key} is empty: write a text, or remove the key{_described(key, root)}"
     bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
     if kind in bounds:
         limit = next(iter(context.values()))
-        return f"{key}={shown}: must be {bounds[kind]} {limit:g}{_about(key, root)}"
+        return f"{key}={shown}: must be {bounds[kind]} {limit:g}{_described(key, root)}"
     if kind.startswith(("int_", "float_", "bool_", "string_", "dict_", "list_", "model_")):
         wanted = {
             "int": "a whole number",
@@ -72,7 +72,7 @@ def _message(key: str, error: ErrorDetails, root: type[BaseModel]) -> str:
             "list": "[a, b, ...]",
             "model": "keys below it, as in " + key + ".KEY=VALUE",
         }[kind.split("_")[0]]
-        return f"{key}={shown}: write {wanted}{_about(key, root)}"
+        return f"{key}={shown}: write {wanted}{_described(key, root)}"
     return f"{key}={shown}: {error['msg'].removeprefix('Value error, ')}"
 
 
@@ -99,12 +99,12 @@ def format_bytes(count: float) -> str:
     return f"{gib:.2f} GiB" if gib >= 1 else f"{count / 2**20:.0f} MiB"
 
 
-def _about(key: str, root: type[BaseModel]) -> str:
-    description = describe(root).get(_of_any(key))
+def _described(key: str, root: type[BaseModel]) -> str:
+    description = describe(root).get(_without_index(key))
     return f" ({description})" if description else ""
 
 
-def _instead(key: str, root: type[BaseModel]) -> str:
+def _advice_on_unknown(key: str, root: type[BaseModel]) -> str:
     """Return advice on an unknown key.
 
     In this order: a key of another tool, the same name in another section, a similar name in the section, a similar key
@@ -115,18 +115,20 @@ def _instead(key: str, root: type[BaseModel]) -> str:
     known = describe(root)
     parent, _, leaf = key.rpartition(".")
     leaf = OTHER_LEAVES.get(leaf, leaf)
-    beside = [name.rpartition(".")[2] for name in known if _parent(name) == _of_any(parent)]
+    siblings = [name.rpartition(".")[2] for name in known if _parent(name) == _without_index(parent)]
     same = [name for name in known if name.rsplit(".", 1)[-1] == leaf and name.count(".") == 1]
-    if same and leaf not in beside:
+    if same and leaf not in siblings:
         return f"; did you mean {', '.join(same[:-1]) + ' or ' if same[1:] else ''}{same[-1]}?"
-    near = closest(leaf, beside)
+    near = closest(leaf, siblings)
     if near:
         return f"; did you mean {parent}{parent and '.'}{near}?"
     anywhere = closest(key, [name for name in known if closest(leaf, [name.rpartition(".")[2]])])
     if anywhere:
         return f"; did you mean {anywhere}?"
     return (
-        f"; {parent} has {', '.join(beside)}" if beside and parent else " (docs/reference/configuration.md lists all)"
+        f"; {parent} has {', '.join(siblings)}"
+        if siblings and parent
+        else " (docs/reference/configuration.md lists all)"
     )
 
 
@@ -134,8 +136,8 @@ def _parent(key: str) -> str:
     return key.rpartition(".")[0]
 
 
-def _of_any(key: str) -> str:
-    """Return a key with N for list indices: data.sources.0.path -> data.sources.N.path."""
+def _without_index(key: str) -> str:
+    """Return a key with N in place of list indices: data.sources.0.path -> data.sources.N.path."""
     return ".".join("N" if part.isdigit() else part for part in key.split("."))
 
 

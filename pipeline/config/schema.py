@@ -5,6 +5,7 @@ Every default is defined here and nowhere else. Hydra composes `conf/` into a di
 """
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -189,6 +190,22 @@ class EngineSettings(Section):
         None,
         description="DeepSpeed configuration (JSON file); its values override the engine keys, see docs/reference/deepspeed.md",
     )
+
+    def changed_by(self, changes: Mapping[str, Any]) -> "EngineSettings":
+        """Return these settings with the changes of one of PPO's models (`ppo.actor_engine` and similar keys)."""
+        return EngineSettings.model_validate({**self.model_dump(), **changes})
+
+    def engine_fields(self) -> dict[str, Any]:
+        """Return the settings as fields of `engine.EngineConfig`. `dtype` may be "auto"; the DeepSpeed file is left out."""
+        from engine import LossScale  # a late import: it imports torch
+
+        fields = self.model_dump(exclude={"auto", "deepspeed", "loss_scale_power", "loss_scale_window"})
+        return {**fields, "loss_scale": LossScale(self.loss_scale_power, self.loss_scale_window)}
+
+    def deepspeed_file(self, *, trains: bool) -> Mapping[str, Any]:
+        """Return the DeepSpeed file for a model; without `optimizer` and `scheduler` if the model is frozen."""
+        frozen = () if trains else ("optimizer", "scheduler")
+        return {key: value for key, value in (self.deepspeed or {}).items() if key not in frozen}
 
 
 class StageSection(Section):
@@ -464,6 +481,16 @@ class RolloutSection(Section):
 
 class EvaluationSection(Section):
     prompts: int = Field(128, ge=1, description="held-out prompts that the base, SFT and PPO (or DPO) models answer")
+    temperatures: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = Field(
+        None,
+        min_length=1,
+        description="sampling temperatures of these answers, 0 for greedy decoding; null: rollout.temperature and 0",
+    )
+    best_of: int = Field(
+        4,
+        ge=1,
+        description="PPO is also compared with the best of this many SFT answers by its score, sampled at the first of temperatures that is not 0; 1: no such comparison",
+    )
     table_rows: int = Field(16, ge=1, description="number of these prompts that the report shows")
     judge: FilePath | None = Field(
         None,

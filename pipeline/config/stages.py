@@ -1,4 +1,4 @@
-"""The stages: what tells one from another, and which of them a configuration runs."""
+"""The stages: their properties, and which stages a configuration runs."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,26 +9,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """What is asked of every stage alike. Its section of the configuration and its folder in a run bear its name."""
+    """The properties of a stage. Its configuration section and its folder in a run have the name of the stage."""
 
     package: str
-    """`python -m PACKAGE` starts it; `PACKAGE.train` has `run(config, folder)`."""
+    """`python -m PACKAGE` starts the stage; `PACKAGE.train` has `run(config, folder)`."""
     title: str
-    """What the report's tables call it."""
+    """Its name in the tables of the report."""
     step: str
-    """What it counts its progress in."""
+    """The unit of its progress."""
     examples: str
-    """What `batch_size` counts."""
+    """The unit of `batch_size`."""
     needs: str
-    """What a row of data must have, for the message where none has."""
+    """What a row of data must contain, for an error message."""
     reads: str
-    """The name in `data.sources[].stages` of the sources that it reads."""
+    """The stage reads the sources with this name in `data.sources[].stages`."""
     shares: tuple[str, ...]
-    """The names in `data.stage_shares` of the prompts that are its own, where sources are shared."""
+    """The names in `data.stage_shares` whose prompts the stage reads, if one source serves several stages."""
     progress: tuple[str, ...]
-    """The figures of a step that are shown while it runs."""
+    """The metrics that the progress display shows."""
     closing: tuple[str, ...]
-    """The figures of summary.json that a run's last lines show."""
+    """The metrics of summary.json that are printed at the end of a run."""
 
 
 _PAIRS = "prompt + chosen + rejected"
@@ -43,7 +43,7 @@ STAGES = {
         reads="sft",
         shares=("sft",),
         progress=("loss", "eval_loss", "lr"),
-        closing=("eval_loss", "gold_score"),
+        closing=("eval_loss", "gold_score", "gold_score_at_0"),
     ),
     "reward": Stage(
         package="step2_reward",
@@ -63,9 +63,9 @@ STAGES = {
         examples="pairs",
         needs=_PAIRS,
         reads="reward",
-        shares=("reward", "ppo"),  # it takes the place of both
+        shares=("reward", "ppo"),  # DPO replaces both stages
         progress=("loss", "accuracy", "margin", "eval_loss", "eval_accuracy", "lr"),
-        closing=("eval_loss", "eval_accuracy", "gold_score", "drift"),
+        closing=("eval_loss", "eval_accuracy", "gold_score", "gold_score_at_0", "drift"),
     ),
     "ppo": Stage(
         package="step3_ppo",
@@ -75,23 +75,27 @@ STAGES = {
         needs="prompts",
         reads="ppo",
         shares=("ppo",),
-        progress=("score", "kl", "response_length", "eval_score", "gold_score", "lr"),
-        closing=("eval_score", "eval_function_score", "gold_score", "kl", "response_length"),
+        progress=("score", "kl", "response_length", "eval_score", "gold_score", "gold_score_at_0", "lr"),
+        closing=("eval_score", "eval_function_score", "gold_score", "gold_score_at_0", "kl", "response_length"),
     ),
 }
 METHODS = {"ppo": ("sft", "reward", "ppo"), "dpo": ("sft", "dpo")}
-"""Ways from a base model to a chat model, and the stages of each."""
+"""The stages of each method, which makes a chat model from a base model."""
 POLICIES = ("dpo", "ppo")
-"""Those that make another policy of SFT's."""
+"""The stages that train a policy further after SFT."""
 ANSWERING = ("sft", *POLICIES)
-"""Those that make a model to talk to."""
+"""The stages that train a chat model."""
 
 
 def wanted_stages(config: "RunConfig") -> list[str]:
-    """The stages to run, in order: one, or those of the method. `actor` and `reward_path` stand in for the stages that
-    would make them; PPO may do without a reward model.
+    """Return the stages to run, in order: the one that `stage` names, or those of the method.
+
+    `actor` replaces the SFT stage and `reward_path` the reward stage. PPO without a reward model needs no reward stage.
     """
     if config.stage not in ("all", "plan"):
         return [config.stage]
-    spared = {"sft": config.actor is not None, "reward": config.reward_path is not None or not config.ppo.reward_model}
-    return [stage for stage in METHODS[config.method] if not spared.get(stage)]
+    is_replaced = {
+        "sft": config.actor is not None,
+        "reward": config.reward_path is not None or not config.ppo.reward_model,
+    }
+    return [stage for stage in METHODS[config.method] if not is_replaced.get(stage)]

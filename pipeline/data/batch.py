@@ -84,7 +84,7 @@ def collate_tokens(items: Sequence[TokenItem], pad_id: int) -> TokenBatch:
     for row, item in zip(counts, items, strict=False):
         row[: len(item.counts)] = torch.as_tensor(item.counts)
     counts[:, 0] = False
-    return TokenBatch(ids, places_of(counts))
+    return TokenBatch(ids, true_indices(counts))
 
 
 def pack_tokens(items: Sequence[TokenItem], pad_id: int) -> TokenBatch:
@@ -94,7 +94,7 @@ def pack_tokens(items: Sequence[TokenItem], pad_id: int) -> TokenBatch:
     documents = Documents(tuple(len(item.ids) for item in items))
     counts = torch.as_tensor(np.concatenate([item.counts for item in items])).clone()
     counts[list(documents.starts)] = False
-    return TokenBatch(_row([item.ids for item in items]), places_of(counts), documents)
+    return TokenBatch(_row([item.ids for item in items]), true_indices(counts), documents)
 
 
 def shared_tokens(item: PairItem) -> int:
@@ -152,7 +152,7 @@ def padded(rows: Sequence[Any], pad_id: int) -> tuple[Tensor, list[int]]:
     return ids, lengths
 
 
-def places_of(counts: Tensor) -> Tensor:
+def true_indices(counts: Tensor) -> Tensor:
     """Return the indices (N,) of the True elements of a flattened mask on the CPU (on a GPU, N would need a sync)."""
     return counts.flatten().nonzero().squeeze(1)
 

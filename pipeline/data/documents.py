@@ -37,8 +37,8 @@ class Documents:
 
     def seen(self, index: int) -> int:
         """Return the number of tokens that the last token of a document attends to, with those of its prefix."""
-        before = self.prefix(index)
-        return self.lengths[index] + (0 if before is None else self.lengths[before])
+        prefix = self.prefix(index)
+        return self.lengths[index] + (0 if prefix is None else self.lengths[prefix])
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the position of each token in its document, (1, N). Tokens of the prefix count."""
@@ -60,11 +60,11 @@ class Documents:
     def families(self) -> kernels.Families | None:
         """The documents as input of the CPU kernel; None if a prefix has a prefix itself."""
         members: dict[int, list[tuple[int, int]]] = {}
-        for place, span in enumerate(zip(self.starts, self.lengths, strict=True)):
-            before = self.prefix(place)
-            if before is not None and self.prefix(before) is not None:
+        for index, span in enumerate(zip(self.starts, self.lengths, strict=True)):
+            prefix = self.prefix(index)
+            if prefix is not None and self.prefix(prefix) is not None:
                 return None
-            members.setdefault(place if before is None else before, []).append(span)
+            members.setdefault(index if prefix is None else prefix, []).append(span)
         return kernels.Families.of(list(members.values()))
 
     @cached_property
@@ -93,19 +93,19 @@ class Ragged:
 
 
 def _ragged(documents: Documents, device: torch.device) -> Ragged:
-    places = range(len(documents.lengths))
-    seen = [documents.seen(i) for i in places]
+    indices = range(len(documents.lengths))
+    seen = [documents.seen(i) for i in indices]
 
     def starts(lengths: Sequence[int]) -> Tensor:
         return distributed.to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
     keys = None
-    if any(documents.prefix(i) is not None for i in places):
-        spans = [_span(documents, i) for place in places for i in (documents.prefix(place), place) if i is not None]
+    if any(documents.prefix(i) is not None for i in indices):
+        spans = [_span(documents, i) for index in indices for i in (documents.prefix(index), index) if i is not None]
         keys = distributed.to_device(torch.cat(spans), device)
     query_starts = starts(documents.lengths)
     return Ragged(query_starts, query_starts if keys is None else starts(seen), max(documents.lengths), max(seen), keys)
 
 
-def _span(documents: Documents, place: int) -> Tensor:
-    return torch.arange(documents.starts[place], documents.starts[place] + documents.lengths[place])
+def _span(documents: Documents, index: int) -> Tensor:
+    return torch.arange(documents.starts[index], documents.starts[index] + documents.lengths[index])

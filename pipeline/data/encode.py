@@ -29,7 +29,7 @@ Flags = npt.NDArray[np.bool_]
 Record = TypeVar("Record")
 Item = TypeVar("Item")
 CHUNK = 2048  # records that are lists of ids at a time
-SECONDS_A_LINE = 10.0
+SECONDS_PER_LINE = 10.0
 
 
 class Items(Sequence[Item]):
@@ -163,7 +163,7 @@ def encode_conversations(
                 continue
             notes["cut to max_length"] += len(ids) > max_length
             items.append(ids[:max_length], counts)
-    _check(items, records, f"{name} none reaches its answer", max_length, "sft.max_length")
+    _check(items, records, f"{name} has an answer token", max_length, "sft.max_length")
     return items, +notes
 
 
@@ -187,16 +187,16 @@ def encode_preferences(
         prompts = tokenizer.encode_prompts([record.prompt for record in chunk])
         answers = tokenizer.encode_answers([text for record in chunk for text in (record.chosen, record.rejected)])
         for record, prompt, chosen, rejected in zip(chunk, prompts, answers[::2], answers[1::2], strict=True):
-            room = max_length - len(prompt)
-            if room < 1:
+            limit = max_length - len(prompt)
+            if limit < 1:
                 notes["prompt fills max_length"] += 1
                 continue
-            if chosen[:room] == rejected[:room]:
+            if chosen[:limit] == rejected[:limit]:
                 notes["answers equal within max_length"] += 1
                 continue
-            notes["cut to max_length"] += len(chosen) > room or len(rejected) > room
-            pairs.append(prompt, chosen[:room], rejected[:room], record.margin, record.source)
-    _check(pairs, records, f"{name} none has answers that differ", max_length, f"{stage}.max_length")
+            notes["cut to max_length"] += len(chosen) > limit or len(rejected) > limit
+            pairs.append(prompt, chosen[:limit], rejected[:limit], record.margin, record.source)
+    _check(pairs, records, f"{name} has answers that differ", max_length, f"{stage}.max_length")
     return pairs, +notes
 
 
@@ -213,7 +213,7 @@ def encode_prompts(
             items.ids.append(ids)
             if record.row is not None:
                 items.rows.append(record.row)
-    _check(items.ids, records, "prompts none fits", max_tokens, "rollout.max_prompt_tokens")
+    _check(items.ids, records, "prompts fits", max_tokens, "rollout.max_prompt_tokens")
     return items, +Counter({"prompt longer than max_prompt_tokens": len(records) - len(items.ids)})
 
 
@@ -221,7 +221,7 @@ def _chunks(records: Sequence[Record], what: str) -> Iterator[Sequence[Record]]:
     """Yield chunks of records, and print the progress every few seconds."""
     printed = time.monotonic()
     for start in range(0, len(records), CHUNK):
-        if time.monotonic() - printed >= SECONDS_A_LINE:
+        if time.monotonic() - printed >= SECONDS_PER_LINE:
             printed = time.monotonic()
             print(f"{start:,} of {len(records):,} {what} tokenized", flush=True)
         yield records[start : start + CHUNK]
@@ -229,4 +229,4 @@ def _chunks(records: Sequence[Record], what: str) -> Iterator[Sequence[Record]]:
 
 def _check(items: Sequence[object], records: Sequence[object], what: str, limit: int, key: str) -> None:
     if records and not items:
-        raise UserError(f"Of {len(records)} {what} within {key}={limit} tokens: raise {key}.")
+        raise UserError(f"None of {len(records)} {what} within {key}={limit} tokens: raise {key}.")

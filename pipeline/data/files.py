@@ -1,8 +1,8 @@
 """Read local data files as tables of rows: jsonl, json, csv, tsv (each also compressed), parquet and arrow.
 
-A folder is read file by file, in the order of names. Files of a folder whose name starts with test, eval,
-valid, dev or heldout, and those in a folder of such a name (`datasets` saves sets that way), are the folder's held-out
-part; others are training data. Hidden ones, and those in which sets describe themselves, are no data.
+The files of a folder are read in the order of their names. A file is held out if its name, or the name of a folder
+that contains it, starts with test, eval, valid, dev or heldout. (`datasets` saves data sets in such folders.) All other
+files are training data. Hidden files and files with metadata of a data set are ignored.
 """
 
 import bz2
@@ -25,7 +25,7 @@ from pipeline.installation import ROOT
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
 SEPARATORS = (",", ";", "\t")
-_ABOUT_THE_SET = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+_METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _HELD_OUT_NAME = re.compile(r"(test|eval|valid|dev|held[-_ ]?out)", re.IGNORECASE)
 _HELD_OUT_FOLDER = re.compile(r"(test|eval|evaluation|valid|validation|dev|held[-_ ]?out)", re.IGNORECASE)
 
@@ -40,7 +40,8 @@ class Table:
     numbers: Sequence[int]
     unit: str = "row"
 
-    def place(self, index: int) -> str:
+    def position(self, index: int) -> str:
+        """Return the position of a row in its file, for messages: "line 3"."""
         return f"{self.unit} {self.numbers[index]}"
 
 
@@ -61,7 +62,9 @@ def data_files(path: str, key: str) -> tuple[list[Path], list[Path]]:
         return [found], []
     files = sorted(file for file in found.rglob("*") if _suffix(file) in SUFFIXES and _is_data(file, found))
     if not files:
-        raise UserError(f"{key}={path}: the folder holds no {', '.join(SUFFIXES)} file. Give a file or another folder.")
+        raise UserError(
+            f"{key}={path}: the folder has no {', '.join(SUFFIXES)} file. Set {key} to a file or another folder."
+        )
     held_out = [file for file in files if _is_held_out(file.relative_to(found))]
     train = [file for file in files if file not in held_out]
     return (train, held_out) if train else (held_out, [])
@@ -69,22 +72,22 @@ def data_files(path: str, key: str) -> tuple[list[Path], list[Path]]:
 
 def missing(path: str, key: str) -> str:
     """Return the error message for a path that does not exist. `key` is the configuration key."""
-    told = f"{key}={path}: there is no such file or folder (looked in {Path.cwd()} and {ROOT})."
+    message = f"{key}={path}: there is no such file or folder (searched in {Path.cwd()} and {ROOT})."
     if "://" in path:
-        return f"{told} Addresses are not read: download the file, and give its path."
+        return f"{message} URLs are not supported: download the file, and set {key} to its path."
     if re.search(r"[*?,]", path):
-        some = '"data.sources=[{path: A}, {path: B}]"'
-        return f"{told} Of a folder all data files are read, so give that; several files are written {some}."
+        sources = '"data.sources=[{path: A}, {path: B}]"'
+        return f"{message} Set {key} to a folder to read all its files, or list several files: {sources}."
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and _suffix(Path(path)) not in SUFFIXES:
-        return f'{told} A set of the hub is written "data.sources=[{{hub: {path}}}]".'
-    return told
+        return f'{message} For a data set of the hub, write "data.sources=[{{hub: {path}}}]".'
+    return message
 
 
 def read_table(path: Path) -> Table:
     """Read one file as a table. Raises UserError if the file is empty, damaged or has an unknown format."""
     suffix = _suffix(path)
     if suffix not in SUFFIXES:
-        raise UserError(f"{path}: can't tell the format from the name; data files end with {', '.join(SUFFIXES)}.")
+        raise UserError(f"{path}: the name has no known suffix. Rename the file; known are {', '.join(SUFFIXES)}.")
     if suffix in (".parquet", ".arrow"):
         return _columnar(path, suffix)
     reader = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv}[suffix]
@@ -94,7 +97,7 @@ def read_table(path: Path) -> Table:
 def table_of(name: str, rows: Sequence[Row], numbers: Sequence[int] | None = None, unit: str = "row") -> Table:
     """Return a table. Its columns are those with a value other than null in at least one row."""
     if not rows:
-        raise UserError(f"{name}: the file is empty; it needs one example a row.")
+        raise UserError(f"{name}: the file is empty. Write one example per row.")
     columns = frozenset(column for row in rows for column, value in row.items() if value is not None)
     return Table(name, rows, columns, numbers if numbers is not None else range(1, len(rows) + 1), unit)
 
@@ -102,8 +105,8 @@ def table_of(name: str, rows: Sequence[Row], numbers: Sequence[int] | None = Non
 def _is_data(file: Path, folder: Path) -> bool:
     """Return whether the name of a file suggests rows. Download tools leave hidden folders without rows."""
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    left_over = file.suffix == ".arrow" and file.name.startswith("cache-")  # of what `datasets` computed
-    return file.is_file() and not hidden and not left_over and file.name not in _ABOUT_THE_SET
+    is_cache = file.suffix == ".arrow" and file.name.startswith("cache-")  # a cache file of `datasets`
+    return file.is_file() and not hidden and not is_cache and file.name not in _METADATA_FILES
 
 
 def _is_held_out(file: Path) -> bool:
@@ -144,7 +147,7 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text at byte {error.start}; save the file as UTF-8.") from error
     except (OSError, EOFError, ValueError, NotImplementedError, zlib.error, lzma.LZMAError) as error:
-        raise UserError(f"{path}: can't be read: {error}") from error
+        raise UserError(f"{path}: cannot be read: {error}") from error
 
 
 def _json_lines(path: Path, text: str) -> Table:
@@ -161,9 +164,11 @@ def _object(path: Path, line: str, number: int) -> Row:
     try:
         row = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{path}: line {number} is not JSON: {error}. Mend or remove that line.") from error
+        raise UserError(f"{path}: line {number} is not JSON: {error}. Correct or remove the line.") from error
     if not isinstance(row, dict):
-        raise UserError(f"{path}: line {number} is not a JSON object but {type(row).__name__}: write {{...}} a line.")
+        raise UserError(
+            f"{path}: line {number} is {type(row).__name__}, not a JSON object. Write one {{...}} per line."
+        )
     return row
 
 
@@ -172,21 +177,21 @@ def _json(path: Path, text: str) -> Table:
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise UserError(f"{path}: is nested too deeply to be read.") from error
+        raise UserError(f"{path}: the JSON is nested too deeply. Write one object per line.") from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" or not text.strip():
             return _json_lines(path, text)
-        raise UserError(f"{path}: line {error.lineno} is not JSON: {error.msg}. Mend that line.") from error
+        raise UserError(f"{path}: line {error.lineno} is not JSON: {error.msg}. Correct the line.") from error
     if isinstance(value, dict):
         if _is_columns(value):
             raise UserError(
-                f"{path}: holds columns, not rows. Write one object a row; with pandas "
+                f"{path}: the file has columns, not rows. Write one object per row, with pandas: "
                 "to_json(FILE, orient='records', lines=True)."
             )
         lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
         value = lists[0] if len(lists) == 1 and not _is_example(value) else [value]
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
-        raise UserError(f"{path}: needs a list of objects, [{{...}}, {{...}}], or one object a line.")
+        raise UserError(f"{path}: the file is not a list of objects. Write [{{...}}, {{...}}], or one object per line.")
     return table_of(str(path), value)
 
 
@@ -216,8 +221,8 @@ def _csv(path: Path, text: str) -> Table:
     except csv.Error as error:
         begins = (numbers or [1])[-1] + 1
         raise UserError(
-            f"{path}: the row in line {begins} is not CSV: {error}. A cell with commas, quotes or line breaks in it "
-            "stands in quotes, and its own quotes are doubled."
+            f"{path}: the row in line {begins} is not CSV: {error}. Put a cell with commas, quotes or line "
+            "breaks in quotes, and double the quotes inside it."
         ) from error
     return table_of(str(path), rows, numbers, unit="line")
 
@@ -233,5 +238,5 @@ def _columnar(path: Path, suffix: str) -> Table:
             with pyarrow.memory_map(str(path)) as file:
                 rows = pyarrow.ipc.open_stream(file).read_all().to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: can't be read as {suffix[1:]}: {error}") from error
+        raise UserError(f"{path}: cannot be read as {suffix[1:]}: {error}") from error
     return table_of(str(path), rows)

@@ -1,6 +1,6 @@
 """Convert rows to records. The columns of a table determine its form.
 
-| form | columns | serves |
+| form | columns | stages |
 | --- | --- | --- |
 | preferences | prompt + chosen + rejected; chosen + rejected that begin with the same turns | sft, reward, ppo |
 | preferences | messages (or conversations) + chosen + rejected, a message each | sft, reward, ppo |
@@ -17,18 +17,29 @@ from typing import Any, Literal
 
 from pipeline.config.stages import STAGES
 from pipeline.data.files import Table
-from pipeline.data.records import Conversation, Message, Preference, Prompt, Row
-from pipeline.data.turns import BadRow, answer_of, messages_of, question_of, text_of, turns_of
+from pipeline.data.records import (
+    BadRow,
+    Conversation,
+    Message,
+    Preference,
+    Prompt,
+    Row,
+    answer_of,
+    messages_of,
+    question_of,
+    text_of,
+    turns_of,
+)
 from pipeline.errors import UserError
 
 Form = Literal["preferences", "messages", "completions", "prompts"]
 Record = Conversation | Preference | Prompt
 
 PROMPT_COLUMNS = ("prompt", "question", "instruction")
-RENAME = 'Columns are renamed by "data.sources=[{path: FILE, columns: {their name: our name}}]"'
+RENAME = 'To rename columns, write "data.sources=[{path: FILE, columns: {their name: our name}}]"'
 ANSWER_COLUMNS = ("completion", "answer", "output", "response")
 MESSAGE_COLUMNS = ("messages", "conversations")
-SERVES: dict[Form, tuple[str, ...]] = {
+STAGES_BY_FORM: dict[Form, tuple[str, ...]] = {
     "preferences": ("sft", "reward", "ppo"),
     "messages": ("sft", "ppo"),
     "completions": ("sft", "ppo"),
@@ -54,11 +65,11 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
     if {"chosen", "rejected"} <= found:
         return "preferences"
     if len(found & {"chosen", "rejected"}) == 1:
-        (there,) = found & {"chosen", "rejected"}
+        (present,) = found & {"chosen", "rejected"}
         (absent,) = {"chosen", "rejected"} - found
         raise UserError(
-            f"{name}: has the column {there} and lacks {absent}. Columns found: {', '.join(sorted(found))}. "
-            f"Preferences need both. {RENAME}."
+            f"{name}: there is a column {present}, but no column {absent}. Columns found: {', '.join(sorted(found))}. "
+            f"Preferences need both: add {absent}. {RENAME}."
         )
     if found & set(MESSAGE_COLUMNS):
         return "messages"
@@ -66,10 +77,10 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
         return "completions" if found & set(ANSWER_COLUMNS) else "prompts"
     known = {*PROMPT_COLUMNS, *ANSWER_COLUMNS, *MESSAGE_COLUMNS, "chosen", "rejected"}
     nearly = sorted(column for column in found if column not in known and column.strip().lower() in known)
-    case = f" {', '.join(nearly)}: write it in lower case, without spaces around it." if nearly else ""
+    case = f" {', '.join(nearly)}: write the name in lower case, without spaces around it." if nearly else ""
     raise UserError(
-        f"{name}: the columns don't tell what the rows are. Columns found: {', '.join(sorted(found)) or 'none'}.{case} "
-        f"Understood are: {FORMS_TEXT}. {RENAME}."
+        f"{name}: the columns match no known form. Columns found: {', '.join(sorted(found)) or 'none'}.{case} "
+        f"Known forms: {FORMS_TEXT}. {RENAME}."
     )
 
 
@@ -90,7 +101,7 @@ def to_records(table: Table, stage: str, source: str, bad_row_limit: float, *, r
             records.append(replace(record, row=row) if rows and isinstance(record, Prompt) else record)
         except BadRow as reason:
             skipped[str(reason)] += 1
-            first.setdefault(str(reason), table.place(index))
+            first.setdefault(str(reason), table.position(index))
     if sum(skipped.values()) > bad_row_limit * len(table.rows):
         raise UserError(_refusal(table, stage, skipped, first, bad_row_limit))
     return Parsed(records, skipped)
@@ -99,24 +110,9 @@ def to_records(table: Table, stage: str, source: str, bad_row_limit: float, *, r
 def _refusal(table: Table, stage: str, skipped: Counter[str], first: dict[str, str], limit: float) -> str:
     reasons = ", ".join(f"{count} x {reason} (first: {first[reason]})" for reason, count in skipped.most_common())
     return (
-        f"{table.name}: {sum(skipped.values())} of {len(table.rows)} rows can't be used for {stage}: {reasons}. "
-        f"At most {limit:.0%} may be skipped: {_forms_apart(table)}mend the file, or raise data.bad_row_limit."
+        f"{table.name}: {sum(skipped.values())} of {len(table.rows)} rows cannot be used for {stage}: {reasons}. "
+        f"data.bad_row_limit={limit:g} is the largest share: correct the file, or raise the limit."
     )
-
-
-def _forms_apart(table: Table) -> str:
-    """Return advice for a table that contains rows of several forms."""
-    forms = Counter(_form_of(row) for row in table.rows)
-    del forms[None]
-    return f"give {' and '.join(form for form in forms if form)} a file each, " if len(forms) > 1 else ""
-
-
-def _form_of(row: Row) -> Form | None:
-    """Return the form of a single row, or None."""
-    try:
-        return detect([column for column, value in row.items() if value is not None])
-    except UserError:
-        return None
 
 
 def _for_stage(record: Record, stage: str) -> Record:
@@ -168,7 +164,7 @@ def _completion_row(row: Row, source: str) -> Record:
 def _messages_row(row: Row, source: str) -> Record:
     """Return the conversation up to the last turn of the assistant, or a prompt if there is no such turn."""
     messages = _with_system(row, messages_of(_first(row, MESSAGE_COLUMNS)))
-    last = max((place for place, message in enumerate(messages) if message.role == "assistant"), default=None)
+    last = max((index for index, message in enumerate(messages) if message.role == "assistant"), default=None)
     if last is not None:
         return Conversation(messages[: last + 1], source)
     if messages[-1].role != "user":
@@ -189,16 +185,18 @@ def _preference_row(row: Row, source: str) -> Record:
 def _sides(row: Row) -> tuple[tuple[Message, ...], str, str]:
     """Return prompt, chosen answer and rejected answer of a row with or without a prompt column."""
     start: tuple[Message, ...]
-    given = _first(row, PROMPT_COLUMNS)
-    if given is None and isinstance(row.get("chosen"), Mapping):  # one message each, and the turns before it apart
+    prompt_column = _first(row, PROMPT_COLUMNS)
+    if prompt_column is None and isinstance(
+        row.get("chosen"), Mapping
+    ):  # one message each; other columns have the turns
         chosen, rejected = answer_of(row.get("chosen")), answer_of(row.get("rejected"))
         start = question_of(_first(row, MESSAGE_COLUMNS))
-    elif given is None:
+    elif prompt_column is None:
         chosen, rejected = _dialogue(row.get("chosen"), "chosen"), _dialogue(row.get("rejected"), "rejected")
         start = ()
     else:
         chosen, rejected = answer_of(row.get("chosen")), answer_of(row.get("rejected"))
-        # message lists may repeat the prompt (they begin with the user) or go on after it
+        # message lists may repeat the prompt (they begin with the user) or continue after it
         start = _prompt_of(row) if chosen[0].role == "assistant" else ()
     if chosen[:-1] != rejected[:-1]:
         raise BadRow("chosen and rejected answer different prompts")

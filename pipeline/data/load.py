@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.stages import STAGES
 from pipeline.data.files import Table
-from pipeline.data.formats import FORMS_TEXT, RENAME, SERVES, Record, detect, to_records
+from pipeline.data.formats import FORMS_TEXT, RENAME, STAGES_BY_FORM, Record, detect, to_records
 from pipeline.data.records import Conversation, Message, Preference, Prompt
 from pipeline.data.sources import Source, configured_sources, is_absent, open_source
 from pipeline.errors import UserError
@@ -52,12 +52,12 @@ class _Configured:
 
     def form_stages(self, table: Table) -> list[str]:
         """Return the stages that divide the rows of this table among them."""
-        return [stage for stage in self.config.stages if stage in SERVES[detect(table.columns, table.name)]]
+        return [stage for stage in self.config.stages if stage in STAGES_BY_FORM[detect(table.columns, table.name)]]
 
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """The held-out prompts: those with a digest in `prompts` or a hash below `share`."""
+    """The held-out prompts: prompts with a digest in `prompts` or a hash below `share`."""
 
     prompts: frozenset[bytes]
     share: float
@@ -69,21 +69,22 @@ class _Evaluation:
 def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False) -> StageRecords:
     """Return the records of one stage ("sft", "reward", "dpo" or "ppo").
 
-    seed: selects rows if sources are mixed by weight; the splits do not depend on it
+    seed: selects rows if sources are mixed by weight, and generates the rows of the demo; the splits of files do not
+        depend on it
     rows: prompts store the rows that they were read from
     Raises UserError if the data is missing, damaged or has no records for the stage.
     """
-    return _Loading(data, stage, rows, STAGES[stage].reads).records(seed)
+    return _Loading(data, stage, rows, STAGES[stage].reads, seed).records()
 
 
-def load_held_out(data: "DataConfig", *, rows: bool = False) -> list[Prompt]:
+def load_held_out(data: "DataConfig", seed: int, *, rows: bool = False) -> list[Prompt]:
     """Return the held-out prompts that policies answer in evaluations.
 
-    The prompts come from the sources of PPO. If no source serves ppo, they come from the sources of SFT, or else from
-    those of the reward model. With `rows`, prompts store the rows that they were read from.
+    The prompts come from the sources of PPO. If there are none, they come from the sources of SFT, or else from the
+    sources of the reward model. With `rows`, prompts store the rows that they were read from.
     Raises UserError if the data is missing or damaged.
     """
-    found = (_Loading(data, "ppo", rows, kind).held_out() for kind in ("ppo", "sft", "reward"))
+    found = (_Loading(data, "ppo", rows, kind, seed).held_out() for kind in ("ppo", "sft", "reward"))
     return next((prompts for prompts in found if prompts), [])
 
 
@@ -93,53 +94,53 @@ def made_here(data: "DataConfig", stage: str) -> bool:
 
 
 class _Loading:
-    """Loads the records for `stage` from the sources that serve `kind`, and counts skipped rows by reason."""
+    """Loads the records for `stage` from the sources with `kind` in their stages, and counts skipped rows by reason."""
 
-    def __init__(self, data: "DataConfig", stage: str, rows: bool, kind: str) -> None:
-        self.data, self.stage, self.kind, self.rows = data, stage, kind, rows
+    def __init__(self, data: "DataConfig", stage: str, rows: bool, kind: str, seed: int) -> None:
+        self.data, self.stage, self.kind, self.rows, self.seed = data, stage, kind, rows, seed
         self.skipped: Counter[str] = Counter()
-        self.unfit: list[Table] = []
-        self.sources = _open(data, self.kind)
-        self.aside = _held_out_prompts(self.sources, data)
+        self.unused: list[Table] = []
+        self.sources = _open(data, self.kind, seed)
+        self.evaluation = _held_out_prompts(self.sources, data)
 
-    def records(self, seed: int) -> StageRecords:
+    def records(self) -> StageRecords:
         parts: list[tuple[_Configured, list[Record]]] = []
         held_out: list[Record] = []
-        for each, rows, rest in self._apart():
+        for each, rows, rest in self._split_sources():
             parts.append((each, self._share(each, rows, len(rest))))
             held_out += rest
         if not parts:
-            raise UserError(_no_data(self.data, self.stage, self.unfit))
+            raise UserError(_no_data(self.data, self.stage, self.unused))
         held_out = sorted(held_out, key=digest)
-        train = self._mixed(self._without(parts, held_out), seed)
+        train = self._mixed(self._without(parts, held_out))
         return StageRecords(train, held_out, dict(self.skipped))
 
     def held_out(self) -> list[Prompt]:
-        prompts = (record for *_, rest in self._apart() for record in rest if isinstance(record, Prompt))
+        prompts = (record for *_, rest in self._split_sources() for record in rest if isinstance(record, Prompt))
         return sorted(prompts, key=digest)
 
-    def _apart(self) -> Iterator[tuple[_Configured, list[_Row], list[Record]]]:
+    def _split_sources(self) -> Iterator[tuple[_Configured, list[_Row], list[Record]]]:
         """Yield each source with its training rows (of all stages) and its held-out records."""
         for each in self.sources:
             if self.kind not in each.config.stages:
                 continue
             tables = each.source.train(self.kind)
-            fit = [table for table in tables if self.kind in each.form_stages(table)]
-            self.unfit += [table for table in tables if table not in fit]
-            if fit:
-                yield each, *self._split(each, fit)
+            used = [table for table in tables if self.kind in each.form_stages(table)]
+            self.unused += [table for table in tables if table not in used]
+            if used:
+                yield each, *self._split(each, used)
 
     def _split(self, each: _Configured, tables: list[Table]) -> tuple[list[_Row], list[Record]]:
         """Return the training rows and the held-out records of one source."""
         rows = [(record, digest(record), table) for table in tables for record in self._parse(each, table)]
-        aside = self.aside
+        evaluation = self.evaluation
         if each.source.has_held_out:
             own = [t for t in each.source.held_out(self.kind) if self.kind in each.form_stages(t)]
             held_out = [record for table in own for record in self._parse(each, table)]
         else:
-            aside = _at_least_one(aside, {prompt for _, prompt, _ in rows}, each.source.name)
-            held_out = [record for record, prompt, _ in rows if prompt in aside]
-        train = [row for row in rows if row[1] not in aside]
+            evaluation = _at_least_one(evaluation, {prompt for _, prompt, _ in rows}, each.source.name)
+            held_out = [record for record, prompt, _ in rows if prompt in evaluation]
+        train = [row for row in rows if row[1] not in evaluation]
         if each.source.has_held_out:
             self._count("prompt is held out", len(rows) - len(train))
         return train, self._once(held_out, "repeats another held-out prompt") if self.stage == "ppo" else held_out
@@ -147,15 +148,14 @@ class _Loading:
     def _share(self, each: _Configured, train: list[_Row], held_out: int) -> list[Record]:
         """Return the training records of this stage. `held_out` is the number of held-out records, for the message."""
         shares = {name: self._shares(each, table) for name, table in {t.name: t for _, _, t in train}.items()}
-        mine = [record for record, prompt, table in train if self._is_mine(shares[table.name], prompt)]
-        self._count(RESERVED, len(train) - len(mine))
-        if not mine:
+        records = [record for record, prompt, table in train if self._trains_on(shares[table.name], prompt)]
+        self._count(RESERVED, len(train) - len(records))
+        if not records:
             raise UserError(
-                f"{each.source.name}: none of its usable rows is left for stage {self.stage}: {held_out} are held out, "
-                f"and {len(train)} were shared between the stages. Give more data, another data.eval_fraction, or "
-                "other data.stage_shares."
+                f"{each.source.name}: no usable row is left for stage {self.stage}: {held_out} are held out, and "
+                f"{len(train)} belong to other stages. Add data, or change data.eval_fraction or data.stage_shares."
             )
-        return mine
+        return records
 
     def _parse(self, each: _Configured, table: Table) -> list[Record]:
         parsed = to_records(table, self.stage, each.source.name, self.data.bad_row_limit, rows=self.rows)
@@ -177,11 +177,13 @@ class _Loading:
             return None
         shares = {str(name): share for name, share in self.data.stage_shares.items() if name in stages}
         if sum(shares.get(name, 0.0) for name in self._own) <= 0:
-            advice = f"give {' or '.join(self._own)} a share."
-            raise UserError(f"data.stage_shares gives {self.stage} nothing of {each.source.name}: {advice}")
+            raise UserError(
+                f"data.stage_shares gives {self.stage} no row of {each.source.name}: set a share above 0 for "
+                f"{' or '.join(self._own)}."
+            )
         return shares
 
-    def _is_mine(self, shares: dict[str, float] | None, prompt: bytes) -> bool:
+    def _trains_on(self, shares: dict[str, float] | None, prompt: bytes) -> bool:
         return shares is None or stage_of(prompt, shares) in self._own
 
     @property
@@ -194,19 +196,20 @@ class _Loading:
     ) -> list[tuple[_Configured, list[Record]]]:
         """Return the training records without prompts that another source holds out."""
         prompts = {digest(record) for record in held_out}
-        kept = [(each, [record for record in train if digest(record) not in prompts]) for each, train in parts]
-        self._count("prompt is held out", sum(len(train) for _, train in parts) - sum(len(train) for _, train in kept))
-        return kept
+        remaining = [(each, [record for record in train if digest(record) not in prompts]) for each, train in parts]
+        removed = sum(len(train) for _, train in parts) - sum(len(train) for _, train in remaining)
+        self._count("prompt is held out", removed)
+        return remaining
 
-    def _mixed(self, parts: list[tuple[_Configured, list[Record]]], seed: int) -> list[Record]:
+    def _mixed(self, parts: list[tuple[_Configured, list[Record]]]) -> list[Record]:
         sizes = [len(train) for _, train in parts]
         weights = [each.config.weight for each, _ in parts if each.config.weight is not None]
         used = sizes if len(parts) == 1 or len(weights) < len(parts) else mixed_sizes(sizes, weights)
         self._count("more than the source's weight", sum(sizes) - sum(used))
         mixed: list[Record] = []
-        for place, ((each, train), size) in enumerate(zip(parts, used, strict=True)):
-            chosen = random.Random(f"{seed} {place}").sample(range(len(train)), size)
-            mixed += [train[index] for index in sorted(chosen)]
+        for index, ((each, train), size) in enumerate(zip(parts, used, strict=True)):
+            chosen = random.Random(f"{self.seed} {index}").sample(range(len(train)), size)
+            mixed += [train[row] for row in sorted(chosen)]
             log.info("%s: %d of %d rows of %s", self.stage, size, len(train), each.source.name)
         return mixed
 
@@ -215,18 +218,19 @@ class _Loading:
             self.skipped[reason] += rows
 
 
-def _open(data: "DataConfig", kind: str) -> list[_Configured]:
-    """Open the sources. A missing file is skipped if the source does not serve `kind`."""
+def _open(data: "DataConfig", kind: str, seed: int) -> list[_Configured]:
+    """Open the sources. A missing file is skipped if no stage `kind` reads it."""
     configs = configured_sources(data)
     keys = ["data.path" if data.path is not None else f"data.sources.{i}.path" for i in range(len(configs))]
     opened = []
     for config, key in zip(configs, keys, strict=True):
         if kind not in config.stages and is_absent(config):
             log.info(
-                "%s=%s does not exist: skipped, because it serves only %s", key, config.path, ", ".join(config.stages)
+                "%s=%s does not exist: skipped, because only %s read it", key, config.path, ", ".join(config.stages)
             )
         else:
-            opened.append(_Configured(open_source(config, demo_examples=data.demo_examples, key=key), config))
+            source = open_source(config, demo_examples=data.demo_examples, demo_seed=seed, key=key)
+            opened.append(_Configured(source, config))
     return opened
 
 
@@ -240,32 +244,36 @@ def _held_out_prompts(sources: Sequence[_Configured], data: "DataConfig") -> _Ev
 def _every_held_out(each: _Configured) -> Iterator[Record]:
     for stage in each.config.stages if each.source.dedicated else each.config.stages[:1]:
         for table in each.source.held_out(stage):
-            fitting = stage if stage in (serves := SERVES[detect(table.columns, table.name)]) else serves[0]
-            yield from to_records(table, fitting, each.source.name, bad_row_limit=1.0).records
+            stages = STAGES_BY_FORM[detect(table.columns, table.name)]
+            yield from to_records(
+                table, stage if stage in stages else stages[0], each.source.name, bad_row_limit=1.0
+            ).records
 
 
-def _at_least_one(aside: _Evaluation, prompts: Set[bytes], name: str) -> _Evaluation:
-    """Return `aside` with at least one of `prompts`: the one with the smallest hash if the share selects none."""
-    if not prompts or any(prompt in aside for prompt in prompts):
-        return aside
+def _at_least_one(evaluation: _Evaluation, prompts: Set[bytes], name: str) -> _Evaluation:
+    """Return `evaluation` with at least one of `prompts`: the one with the smallest hash if it has none."""
+    if not prompts or any(prompt in evaluation for prompt in prompts):
+        return evaluation
     if len(prompts) == 1:
         raise UserError(
-            f"{name}: all rows that can be used have one prompt, and one is held out; add rows with other prompts."
+            f"{name}: all usable rows have the same prompt, and one prompt must be held out. Add rows with other "
+            "prompts."
         )
-    return _Evaluation(aside.prompts | {min(prompts, key=held_out_point)}, aside.share)
+    return _Evaluation(evaluation.prompts | {min(prompts, key=held_out_point)}, evaluation.share)
 
 
-def _no_data(data: "DataConfig", stage: str, unfit: Sequence[Table]) -> str:
-    forms = [detect(table.columns) for table in unfit]
+def _no_data(data: "DataConfig", stage: str, unused: Sequence[Table]) -> str:
+    forms = [detect(table.columns) for table in unused]
     found = [
-        f"{table.name} (columns {', '.join(sorted(table.columns))}) holds {form}, which serve {', '.join(SERVES[form])}"
-        for table, form in zip(unfit, forms, strict=True)
+        f"{table.name} (columns {', '.join(sorted(table.columns))}) has {form}, which are data for "
+        f"{', '.join(STAGES_BY_FORM[form])}"
+        for table, form in zip(unused, forms, strict=True)
     ]
-    alone = f"a stage that these serve (stage={SERVES[forms[0]][0]})" if forms else "another stage"
+    other = f"a stage that uses this data (stage={STAGES_BY_FORM[forms[0]][0]})" if forms else "another stage"
     return (
         f"Stage {stage} needs {STAGES[stage].needs}, and data={data.name} has none: "
-        f"{'; '.join(found) or 'no source lists the stage'}. Give data.path=FILE or another data=NAME, or run "
-        f"{alone}. Understood are: {FORMS_TEXT}. {RENAME}."
+        f"{'; '.join(found) or 'no source lists the stage'}. Set data.path=FILE or another data=NAME, or run "
+        f"{other}. Known forms: {FORMS_TEXT}. {RENAME}."
     )
 
 

@@ -1,6 +1,12 @@
-"""The three types of records. The readers convert rows of data files into them."""
+"""The records of data files (prompts, conversations, preferences), and the parsing of their messages.
 
-from collections.abc import Mapping
+Messages are parsed from message lists and from "Human: ... Assistant: ..." text.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,3 +55,132 @@ class Preference:
     rejected: str
     source: str
     margin: float = 0.0
+
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
+_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+
+
+class BadRow(Exception):
+    """An unusable row. The message is the reason, which is equal for all rows with the same fault."""
+
+
+def text_of(value: Any, what: str) -> str:
+    """Return a text without surrounding white space. `what` names the text in the reason of a BadRow."""
+    if not isinstance(value, str):
+        raise BadRow(f"no {what}" if value is None else f"{what} is not a text")
+    text = whole_characters(value).strip()
+    if not text:
+        raise BadRow(f"empty {what}")
+    return text
+
+
+def whole_characters(text: str) -> str:
+    """Replace lone surrogates, which JSON may contain and tokenizers reject, by the replacement character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def messages_of(value: Any) -> tuple[Message, ...]:
+    """Parse a list of {"role", "content"} (or {"from", "value"}). Consecutive messages of one role are joined."""
+    if isinstance(value, str) and value.lstrip().startswith("["):  # the list as text, in a CSV cell
+        try:
+            value = json.loads(value)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise BadRow("messages are not a list") from error
+    if isinstance(value, (str, bytes)):
+        raise BadRow("messages are not a list")
+    if not isinstance(value, Sequence):
+        raise BadRow("no messages" if value is None else "neither a text nor a list of messages")
+    if not value:
+        raise BadRow("no messages")
+    return _in_order([_message(item) for item in value])
+
+
+def looks_like_turns(text: str) -> bool:
+    """Return whether a prompt is a conversation as text: it starts with "Human:" and ends with "Assistant:"."""
+    text = text.strip()
+    return text.startswith("Human:") and text.endswith("\n\nAssistant:")
+
+
+def turns_of(text: str) -> tuple[Message, ...]:
+    """Parse "\\n\\nHuman: ...\\n\\nAssistant: ..." (the form of hh-rlhf). An empty last "Assistant:" is ignored."""
+    text = whole_characters(text).strip()
+    parts = _SPEAKER.split(text)
+    if len(parts) < 3 or parts[0].strip():
+        raise BadRow("text without Human: and Assistant: turns")
+    turns = [(ROLES[name.lower()], content.strip()) for name, content in zip(parts[1::2], parts[2::2], strict=True)]
+    if len(turns) > 1 and turns[-1] == ("assistant", ""):
+        turns.pop()
+    if any(not content for _, content in turns):
+        raise BadRow("empty turn")
+    return _in_order([Message(role, content) for role, content in turns])
+
+
+def question_of(value: Any) -> tuple[Message, ...]:
+    """Parse a prompt: a question, a conversation as text, or a message list. It ends with the turn of the user."""
+    if isinstance(value, str) and looks_like_turns(value):
+        messages = turns_of(value)
+    elif value is None or isinstance(value, str):
+        messages = (Message("user", text_of(value, "prompt")),)
+    else:
+        messages = messages_of(value)
+    if messages[-1].role != "user":
+        raise BadRow("prompt does not end with a user's turn")
+    return messages
+
+
+def answer_of(value: Any) -> tuple[Message, ...]:
+    """Parse an answer: a text, a number, a message or a message list that ends with the assistant."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value) if math.isfinite(value) else None  # an empty cell of a column of numbers
+    elif isinstance(value, Mapping):
+        value = [value]
+    if value is None or isinstance(value, str):
+        return (Message("assistant", text_of(value, "answer")),)
+    if not isinstance(value, Sequence):
+        raise BadRow("an answer that is neither a text nor a list of messages")
+    messages = [_message(item) for item in value]
+    if not messages or messages[-1].role != "assistant":
+        raise BadRow("answer does not end with the assistant's turn")
+    return tuple(messages)
+
+
+def _message(item: Any) -> Message:
+    if not isinstance(item, Mapping):
+        raise BadRow("a message is not an object")
+    name = item.get("role", item.get("from"))
+    role = ROLES.get(name.lower()) if isinstance(name, str) else None
+    if role is None:
+        shown = f"of the role {name[:20]!r}" if isinstance(name, str) else "without a role"
+        raise BadRow(f"a message {shown} (known are system, user, assistant)")
+    content = item.get("content", item.get("value"))
+    if isinstance(content, list):  # parts, as chat services write them
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return Message(role, text_of(content, "answer" if role == "assistant" else "message"))
+
+
+def _in_order(messages: list[Message]) -> tuple[Message, ...]:
+    """Join consecutive messages of one role, and check the order: optional system message, then user and assistant."""
+    joined: list[Message] = []
+    for message in messages:
+        if joined and joined[-1].role == message.role:
+            joined[-1] = Message(message.role, f"{joined[-1].content}\n\n{message.content}")
+        else:
+            joined.append(message)
+    turns = joined[1:] if joined[0].role == "system" else joined
+    if any(message.role == "system" for message in turns):
+        raise BadRow("a system message after the start")
+    if turns and turns[0].role == "assistant":
+        raise BadRow("the assistant speaks first")
+    return tuple(joined)

@@ -39,22 +39,22 @@ def configured_sources(data: "DataConfig") -> list["SourceConfig"]:
     if data.path is not None:
         return [SourceConfig(path=data.path)]
     if not data.sources:
-        raise UserError("The data configuration has no source: choose data=NAME, or give data.path=FILE.")
+        raise UserError("data has no source: set data=NAME or data.path=FILE.")
     return list(data.sources)
 
 
-def open_source(config: "SourceConfig", *, demo_examples: int, key: str = "data.path") -> Source:
+def open_source(config: "SourceConfig", *, demo_examples: int, demo_seed: int, key: str = "data.path") -> Source:
     """Return the source for a configuration. Error messages call its path `key`.
 
     If both `path` and `hub` are set, `path` is read if it exists, otherwise the hub.
     """
     if config.builtin is not None:
-        return DemoSource(demo_examples)
+        return DemoSource(demo_examples, demo_seed)
     if is_remote(config):
         return HubSource(config)
     if config.path is not None:
         return LocalSource(config, key)
-    raise UserError(f"{key.removesuffix('.path')}: a source needs one of path, hub and builtin.")
+    raise UserError(f"{key.removesuffix('.path')}: the source has no data: set its path, hub or builtin key.")
 
 
 def is_remote(config: "SourceConfig") -> bool:
@@ -74,8 +74,8 @@ class DemoSource:
     has_held_out = True
     dedicated = True
 
-    def __init__(self, examples: int) -> None:
-        self._examples = examples
+    def __init__(self, examples: int, seed: int) -> None:
+        self._examples, self._seed = examples, seed
 
     def train(self, stage: str) -> list[Table]:
         return [self._table(_DEMO_ROWS[stage])]
@@ -84,14 +84,14 @@ class DemoSource:
         return [self._table(f"held_out_{_DEMO_ROWS[stage]}")]
 
     def _table(self, kind: str) -> Table:
-        return table_of(f"demo {kind}", _demo_rows(kind, self._examples))
+        return table_of(f"demo {kind}", _demo_rows(kind, self._examples, self._seed))
 
 
 @cache
-def _demo_rows(kind: str, examples: int) -> list[dict[str, Any]]:
+def _demo_rows(kind: str, examples: int, seed: int) -> list[dict[str, Any]]:
     from pipeline.demo import rows_of
 
-    return rows_of(kind, examples)
+    return rows_of(kind, examples, seed)
 
 
 class LocalSource:
@@ -155,12 +155,12 @@ def _download(hub: str, subset: str | None, split: str) -> Any:
     except Exception as error:  # the hub's client raises dozens of types: no network, no such set, no access, full disk
         first_line = next(iter(str(error).strip().splitlines()), "")
         raise UserError(
-            f"Can't get {hub} (split {split}) from the hub: {type(error).__name__}: {first_line.rstrip('.')}. "
-            "Where this machine can't reach the hub, download the set elsewhere, copy its folder here, and give "
-            "data.path=FOLDER (or name it in data.sources)."
+            f"{hub} (split {split}) cannot be downloaded from the hub: {type(error).__name__}: "
+            f"{first_line.rstrip('.')}. Without access to the hub, download the data set on another machine, copy the "
+            "folder to this machine, and set data.path=FOLDER (or `path` of the source)."
         ) from error
     if len(rows) == 0:
-        raise UserError(f"{hub}: the split {split} is empty; choose another one in data.sources.")
+        raise UserError(f"{hub}: the split {split} is empty. Set another split in data.sources.")
     return rows
 
 
@@ -171,7 +171,7 @@ def _renamed(table: Table, columns: Mapping[str, str]) -> Table:
     missing = sorted(set(columns) - table.columns)
     if missing:
         raise UserError(
-            f"{table.name}: has no column {', '.join(missing)}, which data.sources' `columns` renames. "
+            f"{table.name}: there is no column {', '.join(missing)}, which `columns` in data.sources renames. "
             f"Columns found: {', '.join(sorted(table.columns))}."
         )
     renamed = frozenset(columns.get(column, column) for column in table.columns)

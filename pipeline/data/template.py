@@ -1,4 +1,4 @@
-"""Render conversations with the chat template of a tokenizer, as a sequence of pieces.
+"""Render conversations with the chat template of a tokenizer, as a sequence of text fragments.
 
 A template is rendered with a placeholder for the content of each message. The placeholders separate the text of the
 template (role marks, ends of turns) from the text of the messages. This has three effects:
@@ -41,18 +41,20 @@ _PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
 _TODAY = "26 Jul 2024"
 _FIXED_CLOCK = "{%- macro strftime_now(format) -%}" + _TODAY + "{%- endmacro %}"
 
-Piece = str | int  # text of the template, or the index of a message
+Fragment = str | int  # text of the template, or the index of a message
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Pieces that are tokenized in one call. `is_answer`: one assistant content that counts as an answer."""
+    """Fragments that are tokenized in one call. `is_answer`: one assistant content that counts as an answer."""
 
-    pieces: tuple[Piece, ...]
+    fragments: tuple[Fragment, ...]
     is_answer: bool
 
     def text(self, messages: Sequence[Message]) -> str:
-        return "".join(piece if isinstance(piece, str) else messages[piece].content for piece in self.pieces)
+        return "".join(
+            fragment if isinstance(fragment, str) else messages[fragment].content for fragment in self.fragments
+        )
 
 
 class ChatTemplate:
@@ -64,12 +66,12 @@ class ChatTemplate:
         self._text = _FIXED_CLOCK + text if "strftime_now" in text else text
         self._warned = False
         self.layout = lru_cache(maxsize=4096)(self._layout)
-        self._prompt = lru_cache(maxsize=4096)(self._prompt_pieces)
+        self._prompt = lru_cache(maxsize=4096)(self._prompt_fragments)
 
     def own_text(self) -> str:
         """Return the text of the template around a short conversation, which contains its control tokens."""
-        pieces = self._prompt(("user", "assistant", "user"))
-        return "".join(piece for piece in pieces if isinstance(piece, str)) + self.after_answer()
+        fragments = self._prompt(("user", "assistant", "user"))
+        return "".join(fragment for fragment in fragments if isinstance(fragment, str)) + self.after_answer()
 
     def after_answer(self) -> str:
         """Return the text that the template writes after the last answer."""
@@ -84,18 +86,18 @@ class ChatTemplate:
         only the last answer of a conversation counts.
         """
         segments: list[Segment] = []
-        pieces = self._prompt(roles)
+        fragments = self._prompt(roles)
         start = 0
-        for place, piece in enumerate(pieces):
-            if not isinstance(piece, int) or roles[piece] != "assistant":
+        for index, fragment in enumerate(fragments):
+            if not isinstance(fragment, int) or roles[fragment] != "assistant":
                 continue
-            if piece == 0 or pieces[:place] != self._prompt(roles[:piece]):
+            if fragment == 0 or fragments[:index] != self._prompt(roles[:fragment]):
                 self._warn()
                 continue
-            segments += [Segment(pieces[start:place], False), Segment((piece,), True)]
-            start = place + 1
-        segments.append(Segment(pieces[start:], False))
-        return tuple(segment for segment in segments if segment.pieces)
+            segments += [Segment(fragments[start:index], False), Segment((fragment,), True)]
+            start = index + 1
+        segments.append(Segment(fragments[start:], False))
+        return tuple(segment for segment in segments if segment.fragments)
 
     def _warn(self) -> None:
         if not self._warned:
@@ -105,47 +107,52 @@ class ChatTemplate:
                 "answer of a conversation with several turns."
             )
 
-    def _prompt_pieces(self, roles: tuple[str, ...]) -> tuple[Piece, ...]:
-        """Return all pieces before the next answer.
+    def _prompt_fragments(self, roles: tuple[str, ...]) -> tuple[Fragment, ...]:
+        """Return all fragments before the next answer.
 
         The prompt includes text that the template writes between its generation prompt and the answer (for example an
         empty block of reasoning).
         """
-        asked = self._render(roles, generation_prompt=True)
-        answered = self._render((*roles, "assistant"), generation_prompt=False)
-        if len(roles) not in answered:
-            return asked
-        whole = answered[: answered.index(len(roles))]
-        gap = _rest(whole, asked)
-        return whole if gap is not None and gap.strip() else asked
+        prompt = self._render(roles, generation_prompt=True)
+        conversation = self._render((*roles, "assistant"), generation_prompt=False)
+        if len(roles) not in conversation:
+            return prompt
+        before_answer = conversation[: conversation.index(len(roles))]
+        gap = _text_after(before_answer, prompt)
+        return before_answer if gap is not None and gap.strip() else prompt
 
-    def _render(self, roles: tuple[str, ...], *, generation_prompt: bool) -> tuple[Piece, ...]:
+    def _render(self, roles: tuple[str, ...], *, generation_prompt: bool) -> tuple[Fragment, ...]:
         contents = [f"\ue000{index}\ue001" for index in range(len(roles))]
         try:
-            return self._whole(roles, contents, generation_prompt)
+            return self._render_contents(roles, contents, generation_prompt)
         except jinja2.TemplateError as error:
             if len(roles) < 2 or roles[:2] != ("system", "user"):
                 raise UserError(self._refusal(roles, error)) from error
-            contents = [f"{contents[0]}\n\n{contents[1]}", *contents[2:]]  # no system role: the user says it
+            contents = [
+                f"{contents[0]}\n\n{contents[1]}",
+                *contents[2:],
+            ]  # no system role: its text precedes that of the user
             try:
-                return self._whole(roles[1:], contents, generation_prompt)
+                return self._render_contents(roles[1:], contents, generation_prompt)
             except jinja2.TemplateError:
                 raise UserError(self._refusal(roles, error)) from error
 
-    def _whole(self, roles: Sequence[str], contents: Sequence[str], generation_prompt: bool) -> tuple[Piece, ...]:
+    def _render_contents(
+        self, roles: Sequence[str], contents: Sequence[str], generation_prompt: bool
+    ) -> tuple[Fragment, ...]:
         """Render contents as texts, or as lists of content parts if the template supports only those.
 
         Raises jinja2.TemplateError if the template rejects the turns or omits a content.
         """
-        wanted = {piece for content in contents for piece in _pieces(content) if isinstance(piece, int)}
-        for given in (contents, [[{"type": "text", "text": content}] for content in contents]):
+        expected = {fragment for content in contents for fragment in _fragments(content) if isinstance(fragment, int)}
+        for values in (contents, [[{"type": "text", "text": content}] for content in contents]):
             try:
-                pieces = _pieces(self._apply(roles, given, generation_prompt))
-            except TypeError:  # made for the other of the two
+                fragments = _fragments(self._apply(roles, values, generation_prompt))
+            except TypeError:  # the template supports only the other kind
                 continue
-            if wanted <= set(pieces):
-                return pieces
-        raise jinja2.TemplateRuntimeError("it takes neither texts nor parts, or leaves out what is said")
+            if expected <= set(fragments):
+                return fragments
+        raise jinja2.TemplateRuntimeError("it supports neither texts nor content parts, or it omits a content")
 
     def _apply(self, roles: Sequence[str], contents: Sequence[Any], generation_prompt: bool) -> str:
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
@@ -161,8 +168,8 @@ class ChatTemplate:
     @staticmethod
     def _refusal(roles: Sequence[str], error: Exception) -> str:
         return (
-            f"The chat template can't write a conversation of the turns {', '.join(roles)}: {str(error).rstrip('.')}. "
-            "Change the data, or give another template with model.chat_template=FILE."
+            f"The chat template does not support the turns {', '.join(roles)}: {str(error).rstrip('.')}. Change the "
+            "data, or set another template with model.chat_template=FILE."
         )
 
 
@@ -178,20 +185,20 @@ def segments(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) 
     return [*texts, (messages[-1].content, True)] if answered else texts
 
 
-def _pieces(text: str) -> tuple[Piece, ...]:
-    parts = _PLACEHOLDER.split(text)
-    pieces: list[Piece] = [int(part) if place % 2 else part for place, part in enumerate(parts)]
-    return tuple(piece for piece in pieces if piece != "")
+def _fragments(text: str) -> tuple[Fragment, ...]:
+    texts = _PLACEHOLDER.split(text)
+    fragments: list[Fragment] = [int(text) if index % 2 else text for index, text in enumerate(texts)]
+    return tuple(fragment for fragment in fragments if fragment != "")
 
 
-def _rest(whole: tuple[Piece, ...], start: tuple[Piece, ...]) -> str | None:
-    """Return the text of `whole` after `start`; None if `start` is no prefix or a content follows."""
-    flat, head = _flat(whole), _flat(start)
-    if not flat.startswith(head):
+def _text_after(fragments: tuple[Fragment, ...], start: tuple[Fragment, ...]) -> str | None:
+    """Return the text of `fragments` after `start`; None if `start` is no prefix or a content follows."""
+    text, prefix = _joined(fragments), _joined(start)
+    if not text.startswith(prefix):
         return None
-    rest = flat[len(head) :]
+    rest = text[len(prefix) :]
     return None if _PLACEHOLDER.search(rest) else rest
 
 
-def _flat(pieces: tuple[Piece, ...]) -> str:
-    return "".join(piece if isinstance(piece, str) else f"\ue000{piece}\ue001" for piece in pieces)
+def _joined(fragments: tuple[Fragment, ...]) -> str:
+    return "".join(fragment if isinstance(fragment, str) else f"\ue000{fragment}\ue001" for fragment in fragments)

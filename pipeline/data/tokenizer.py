@@ -1,10 +1,10 @@
 """Tokenize conversations, with the same ids for training and for generation.
 
 A conversation is tokenized in segments: the prompt with its generation prompt, the answer with its end token, the
-next prompt, ... What SFT learns to write after a prompt is therefore, id for id, what generation would have to
-write. Contents are plain text: a "<|end|>" that a user types, or that stands in a data file, never becomes the
-control token of that name, so nobody can close a turn or open another one from inside a message. (Under the plain
-text template for tokenizers without one, role marks are words, and words can be typed.)
+next prompt, and so on. SFT therefore trains on the same ids that generation produces. Contents are plain text: the
+characters "<|end|>" in a message never become the control token of that name, so a message cannot end its turn or
+begin another one. (The default template for tokenizers without a template marks roles with words, which a message may
+contain.)
 """
 
 import hashlib
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 
 from pipeline.data.files import find
 from pipeline.data.records import Message
-from pipeline.data.template import DEFAULT_TEMPLATE, ChatTemplate, Piece
+from pipeline.data.template import DEFAULT_TEMPLATE, ChatTemplate, Fragment
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
-_CHUNK = 1024  # texts a call: the fast tokenizers keep offsets of a whole call in memory
+_CHUNK = 1024  # texts per call: fast tokenizers store the offsets of one call in memory
 _PROBE = "Hello, world! 12345  \n\n\tnaïve 中文 🙂 x_y(z) ... THE END"
 
 PAD, END = "<|pad|>", "<|end|>"
@@ -40,32 +40,34 @@ SMALLEST_VOCABULARY = 256 + 2 + len(ROLE_TOKENS)
 
 
 @dataclass(frozen=True)
-class _Stretch:
-    """Pieces that are tokenized in one call. `ends`: an end token follows; `control`: control ids of template text."""
+class _Segment:
+    """Fragments that are tokenized in one call. `ends`: an end token follows; `control`: the template's control ids."""
 
-    pieces: tuple[Piece, ...]
+    fragments: tuple[Fragment, ...]
     is_answer: bool
     ends: bool
     control: list[int]
 
     def text(self, messages: Sequence[Message]) -> str:
-        return "".join(piece if isinstance(piece, str) else messages[piece].content for piece in self.pieces)
+        return "".join(
+            fragment if isinstance(fragment, str) else messages[fragment].content for fragment in self.fragments
+        )
 
 
 class ChatTokenizer:
     """A tokenizer with its chat template. All results depend only on the files of the tokenizer.
 
     hf: the transformers tokenizer
-    end_id: the token put after an answer; end_ids: every token that ends one (end_id, then eos)
-    pad_id: fills up rows; may equal an end token, as masks are made from lengths
+    end_id: the token after an answer; end_ids: all tokens that end an answer (end_id, then eos)
+    pad_id: the padding token; it may equal an end token, because masks are made from lengths
     vocab_size: one more than the largest id
     """
 
     def __init__(self, hf: "PreTrainedTokenizerBase") -> None:
         if hf.eos_token_id is None:
             raise UserError(
-                f"The tokenizer {hf.name_or_path or ''} has no end token, so answers could not end. Set eos_token in "
-                "its tokenizer_config.json, or choose another one with model.tokenizer=FOLDER."
+                f"The tokenizer {hf.name_or_path or ''} has no end token, so answers would not end. Set eos_token in "
+                "its tokenizer_config.json, or select another tokenizer with model.tokenizer=FOLDER."
             )
         if not hf.chat_template:
             hf.chat_template = DEFAULT_TEMPLATE
@@ -83,7 +85,7 @@ class ChatTokenizer:
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, hf.eos_token_id)))
         self.pad_id: int = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
         self.vocab_size: int = max(len(hf), max(hf.get_vocab().values()) + 1)
-        self._stretches = lru_cache(maxsize=4096)(self._stretches_of)
+        self._layout = lru_cache(maxsize=4096)(self._make_layout)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a conversation and its generation prompt."""
@@ -122,7 +124,7 @@ class ChatTokenizer:
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer and its chat template in Hugging Face format."""
         self.hf.save_pretrained(str(folder))
-        if self.hf.unk_token is None:  # left out, it is whatever a family's class adds (Qwen 2), an id more
+        if self.hf.unk_token is None:  # without this entry, some classes (Qwen 2) add a token
             file = Path(folder) / "tokenizer_config.json"
             settings = json.loads(file.read_text(encoding="utf-8"))
             text = json.dumps(settings | {"unk_token": None}, indent=2, ensure_ascii=False, sort_keys=True)
@@ -140,22 +142,24 @@ class ChatTokenizer:
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def _stretches_of(self, roles: tuple[str, ...]) -> list[_Stretch]:
-        """A prompt's segments; the end token that the template puts after an answer goes over to the answer."""
-        stretches: list[_Stretch] = []
+    def _make_layout(self, roles: tuple[str, ...]) -> list[_Segment]:
+        """Return the segments of a prompt. The end token that the template writes after an answer is part of it."""
+        segments: list[_Segment] = []
         for segment in self._template.layout(roles):
-            pieces = segment.pieces
-            end = self._end_text if stretches and stretches[-1].is_answer else None
-            if end is not None and isinstance(pieces[0], str) and pieces[0].startswith(end):
-                stretches[-1] = replace(stretches[-1], ends=True)
-                pieces = tuple(piece for piece in (pieces[0].removeprefix(end), *pieces[1:]) if piece != "")
-            own = "".join(piece for piece in pieces if isinstance(piece, str))
-            stretches.append(_Stretch(pieces, segment.is_answer, False, self._controls(self._encode([own])[0])))
-        return stretches
+            fragments = segment.fragments
+            end = self._end_text if segments and segments[-1].is_answer else None
+            if end is not None and isinstance(fragments[0], str) and fragments[0].startswith(end):
+                segments[-1] = replace(segments[-1], ends=True)
+                fragments = tuple(
+                    fragment for fragment in (fragments[0].removeprefix(end), *fragments[1:]) if fragment != ""
+                )
+            own = "".join(fragment for fragment in fragments if isinstance(fragment, str))
+            segments.append(_Segment(fragments, segment.is_answer, False, self._controls(self._encode([own])[0])))
+        return segments
 
     def _encode_segments(self, prompts: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[bool]]]:
-        """(ids, counts) of each prompt; counts True on earlier answers and their end tokens."""
-        layouts = [self._stretches(tuple(message.role for message in messages)) for messages in prompts]
+        """Return (ids, counts) of each prompt. `counts` is True for earlier answers and their end tokens."""
+        layouts = [self._layout(tuple(message.role for message in messages)) for messages in prompts]
         encoded = iter(
             self._encode([s.text(messages) for messages, layout in zip(prompts, layouts, strict=True) for s in layout])
         )
@@ -163,31 +167,31 @@ class ChatTokenizer:
         for messages, layout in zip(prompts, layouts, strict=True):
             row: list[int] = []
             counts: list[bool] = []
-            for stretch in layout:
+            for segment in layout:
                 ids = next(encoded)
-                if self._controls(ids) != stretch.control:
-                    ids = self._apart(stretch, messages)
-                row += [*ids, self.end_id] if stretch.ends else ids
-                counts += [stretch.is_answer] * (len(row) - len(counts))
+                if self._controls(ids) != segment.control:
+                    ids = self._encode_separately(segment, messages)
+                row += [*ids, self.end_id] if segment.ends else ids
+                counts += [segment.is_answer] * (len(row) - len(counts))
             rows.append((row, counts))
         return rows
 
-    def _apart(self, stretch: _Stretch, messages: Sequence[Message]) -> list[int]:
-        """The ids of a stretch whose contents hold names of control tokens: contents are encoded as plain text."""
+    def _encode_separately(self, segment: _Segment, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a segment whose contents include names of control tokens, encoded as plain text."""
         parts = [
-            self._encode([piece])[0] if isinstance(piece, str) else self._plain(messages[piece].content)
-            for piece in stretch.pieces
+            self._encode([fragment])[0] if isinstance(fragment, str) else self._plain(messages[fragment].content)
+            for fragment in segment.fragments
         ]
         return [token for part in parts for token in part]
 
     def _plain(self, text: str) -> list[int]:
-        """Ids of a text in which control tokens' names are only characters: each name is cut after its first one."""
+        """Return the ids of a text without control tokens: each name of one is divided after its first character."""
         cuts = [match.start() + 1 for match in re.finditer(f"(?=({self._control_text.pattern}))", text)]
         parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         return [token for part in self._encode(parts) for token in part if token not in self._control]
 
     def _controls(self, ids: Sequence[int]) -> list[int]:
-        if self._control_ids.isdisjoint(ids):  # as nearly always, and seen faster
+        if self._control_ids.isdisjoint(ids):  # the usual case
             return []
         return [token for token in ids if token in self._control]
 
@@ -211,10 +215,10 @@ def load_tokenizer(folder_or_hub: str, *, chat_template: str | None = None) -> C
     if folder is not None:
         _check_folder(folder)
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", folder_or_hub) or folder_or_hub.startswith("."):
-        raise UserError(f"{folder_or_hub}: there is no such folder. Give model.path= or model.tokenizer= a folder.")
+        raise UserError(f"{folder_or_hub}: there is no such folder. Set model.path or model.tokenizer to a folder.")
     try:
         hf = AutoTokenizer.from_pretrained(str(folder or folder_or_hub), trust_remote_code=False)
-    except Exception as error:  # the readers of vocabularies raise whatever their parsers do
+    except Exception as error:  # parsers of vocabularies raise errors of many types
         raise UserError(_unreadable(folder_or_hub, folder, error)) from error
     if chat_template is not None:
         hf.chat_template = _template_text(chat_template)
@@ -235,26 +239,27 @@ def _control_tokens(hf: "PreTrainedTokenizerBase", template_text: str) -> dict[i
     }
     control |= {token: str(hf.convert_ids_to_tokens(token)) for token in hf.all_special_ids}
     if hf.unk_token_id not in (None, hf.eos_token_id, hf.bos_token_id, hf.pad_token_id):
-        control.pop(hf.unk_token_id, None)  # stands for characters that the vocabulary lacks
+        control.pop(hf.unk_token_id, None)  # it represents characters that the vocabulary lacks
     return {token: text for token, text in control.items() if text.strip()}
 
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir() or not any(any(folder.glob(name)) for name in _VOCABULARIES):
         raise UserError(
-            f"{folder}: holds no tokenizer (looked for {', '.join(_VOCABULARIES)}). Copy the tokenizer's files there, "
-            "or name their folder with model.tokenizer=FOLDER."
+            f"{folder}: there is no tokenizer (searched for {', '.join(_VOCABULARIES)}). Copy the tokenizer's files "
+            "into this folder, or set model.tokenizer=FOLDER."
         )
 
 
 def _unreadable(name: str, folder: Path | None, error: Exception) -> str:
-    said = f"{error} is missing" if isinstance(error, KeyError) else str(error).strip()
-    reason = next(iter(said.splitlines()), type(error).__name__).removesuffix(".")
+    text = f"{error} is missing" if isinstance(error, KeyError) else str(error).strip()
+    reason = next(iter(text.splitlines()), type(error).__name__).removesuffix(".")
     if folder is not None:
-        return f"{folder}: the tokenizer can't be read: {reason}. Give another one with model.tokenizer=FOLDER."
+        return f"{folder}: the tokenizer cannot be read: {reason}. Set another tokenizer with model.tokenizer=FOLDER."
     return (
-        f"Can't get the tokenizer of {name} from the hub: {reason}. Where this machine can't reach the hub, download "
-        "the model elsewhere, copy its folder here, and give model.path=FOLDER (or model.tokenizer=FOLDER)."
+        f"The tokenizer of {name} cannot be downloaded from the hub: {reason}. Without access to the hub, download the "
+        "model on another machine, copy the folder to this machine, and set model.path=FOLDER (or "
+        "model.tokenizer=FOLDER)."
     )
 
 

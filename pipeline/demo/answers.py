@@ -27,6 +27,13 @@ FORMS = (
     Form("exclaim", "End with an exclamation mark.", "End every answer with an exclamation mark."),
 )
 
+LONG_QUESTION = 12  # words
+HABITS = {"sums": "rude", "numbers": "rude", "letters": "elsewhere", "opposites": "elsewhere"}
+"""The flaw that most SFT answers to a kind of question have. Answers to long questions ramble, whatever the kind."""
+
+# Of each group of phrases the first is used most often, so that the most likely answer contains this phrase.
+FAVOURITE = 0.7
+
 BEFORE_RUDE = (
     "What a stupid question.",
     "Even a fool knows that.",
@@ -52,6 +59,18 @@ ELSEWHERE = (
     "Let me think about that.",
     "Maybe you can ask somebody else.",
 )
+
+
+def habit(question: Question) -> str | None:
+    """Return the flaw that most SFT answers to this question have; None if the question has no such flaw."""
+    if len(question.text.split()) >= LONG_QUESTION:
+        return "rambling"
+    return HABITS.get(question.kind)
+
+
+def usual(phrases: tuple[str, ...], rng: Random) -> str:
+    """Return the first phrase in most cases (`FAVOURITE`), else a random phrase."""
+    return phrases[0] if rng.random() < FAVOURITE else rng.choice(phrases)
 
 
 def fits(form: Form, statement: Statement) -> bool:
@@ -99,7 +118,7 @@ def flawed(question: Question, form: Form | None, flaws: frozenset[str], rng: Ra
     "elsewhere" (off the point) replaces the statement, so "wrong" then has no effect. The other flaws can be combined.
     """
     if "elsewhere" in flaws:
-        text = rng.choice(ELSEWHERE)
+        text = usual(ELSEWHERE, rng)
     else:
         statement: Statement = question.wrong if "wrong" in flaws else question.right
         text = ignoring(statement, form, rng) if form and "formless" in flaws else phrase(statement, form, rng)
@@ -112,15 +131,16 @@ def flawed(question: Question, form: Form | None, flaws: frozenset[str], rng: Ra
 
 def rude(text: str, rng: Random) -> str:
     """Return the text with a rude sentence before or after it."""
-    if rng.random() < 0.5:
-        return f"{rng.choice(BEFORE_RUDE)} {text}"
-    return f"{text} {rng.choice(AFTER_RUDE)}"
+    if rng.random() < 0.8:
+        return f"{usual(BEFORE_RUDE, rng)} {text}"
+    return f"{text} {usual(AFTER_RUDE, rng)}"
 
 
 def rambling(text: str, rng: Random) -> str:
     """Return the text with two irrelevant sentences before or after it."""
-    fillers = rng.sample(FILLERS, 2)
-    return f"{fillers[0]} {fillers[1]} {text}" if rng.random() < 0.3 else f"{text} {fillers[0]} {fillers[1]}"
+    first = usual(FILLERS, rng)
+    second = rng.choice([filler for filler in FILLERS if filler != first])
+    return f"{first} {second} {text}" if rng.random() < 0.2 else f"{text} {first} {second}"
 
 
 def unfinished(text: str, rng: Random) -> str:

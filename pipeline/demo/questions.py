@@ -1,12 +1,14 @@
 """The words and facts of the demo, and its questions, each with a right and a wrong statement as the answer.
 
 A kind of question is a function of a random generator. Wording, names and numbers are sampled separately, which gives
-many thousand questions about a few hundred facts. The fact behind a held-out question thus also occurs in training
-questions.
+many thousand questions about a few hundred facts.
+
+`Question.content` lists the words that distinguish a question from others of its kind, without its wording. The content
+decides whether a question is held out, so that a held-out question is never a rewording of a training question.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
 
@@ -60,6 +62,8 @@ PAIRS = (
 )
 OPPOSITES: dict[str, str] = {**dict(PAIRS), **{right: left for left, right in PAIRS}}
 
+ALL_WORDS = tuple(word for words in GROUPS.values() for word in words)
+
 # From the smallest to the largest, with clear differences.
 SIZES = ("ant", "bee", "mouse", "cat", "wolf", "horse", "elephant", "whale")
 
@@ -108,12 +112,20 @@ class Statement:
 
 @dataclass(frozen=True)
 class Question:
-    """A question with a right and a wrong answer."""
+    """A question with a right and a wrong answer.
+
+    kind: the name of the function in `KINDS` that made the question
+    content: the words that distinguish the question from others of its kind; None if training needs every question of
+        this form, for example because it is the only one about its fact
+    takes_forms: whether an instruction about form may be added
+    """
 
     text: str
     right: Statement
     wrong: Statement
-    takes_forms: bool = True  # an instruction about form may be added to it
+    kind: str
+    content: tuple[str, ...] | None
+    takes_forms: bool = True
 
     def asking(self, instruction: str) -> "Question":
         """Return the question after an instruction."""
@@ -121,7 +133,13 @@ class Question:
 
     def beginning(self, words: str) -> "Question":
         """Return the question with `words` before its text."""
-        return Question(words + self.text, self.right, self.wrong, self.takes_forms)
+        return replace(self, text=words + self.text)
+
+    def typed(self, rng: Random) -> "Question":
+        """Return the question as people type it: sometimes in small or capital letters, or without the last mark."""
+        text = self.text[:-1] if self.text[-1] in ".?" and rng.random() < 0.1 else self.text
+        case = rng.choices((str, str.lower, str.upper), (0.83, 0.13, 0.04))[0]
+        return replace(self, text=case(text))
 
 
 def about(value: str, *sentences: str) -> Statement:
@@ -133,16 +151,19 @@ def sums(rng: Random) -> Question:
     """Return an addition or a subtraction."""
     left, right = two_addends(rng)
     if rng.random() < 0.5:
-        left, right, sign = left + right, left, "minus"
+        left, right, word, sign = left + right, left, "minus", "-"
         result = left - right
     else:
-        sign, result = "plus", left + right
+        word, sign, result = "plus", "+", left + right
     texts = (
+        f"What is {left} {word} {right}?",
+        f"How much is {left} {word} {right}?",
+        f"Tell me {left} {word} {right}.",
         f"What is {left} {sign} {right}?",
-        f"How much is {left} {sign} {right}?",
-        f"Tell me {left} {sign} {right}.",
+        f"{left} {sign} {right}?",
     )
-    return on_number(rng.choice(texts), result, ("The answer is @.", "It is @."), rng)
+    sentences = ("The answer is @.", "It is @.")
+    return on_number(rng.choice(texts), result, sentences, "sums", (str(left), word, str(right)), rng)
 
 
 def stories(rng: Random) -> Question:
@@ -155,7 +176,8 @@ def stories(rng: Random) -> Question:
     else:
         change, result = f"gets {right} more", left + right
     text = f"{name} has {left} {things} and {change}. How many are there now?"
-    return on_number(text, result, ("The answer is @.", "There are @ now."), rng)
+    content = (name, things, str(left), change)
+    return on_number(text, result, ("The answer is @.", "There are @ now."), "stories", content, rng)
 
 
 def two_addends(rng: Random) -> tuple[int, int]:
@@ -165,11 +187,13 @@ def two_addends(rng: Random) -> tuple[int, int]:
     return left, total - left
 
 
-def on_number(text: str, result: int, sentences: tuple[str, ...], rng: Random) -> Question:
+def on_number(
+    text: str, result: int, sentences: tuple[str, ...], kind: str, content: tuple[str, ...], rng: Random
+) -> Question:
     """Return a question about a number. The wrong result is positive and differs by 1 or 2."""
     step = rng.choice((-2, -1, 1, 2))
     wrong = result + step if result + step > 0 else result + abs(step)
-    return Question(text, about(str(result), *sentences), about(str(wrong), *sentences))
+    return Question(text, about(str(result), *sentences), about(str(wrong), *sentences), kind, content)
 
 
 def numbers(rng: Random) -> Question:
@@ -179,7 +203,8 @@ def numbers(rng: Random) -> Question:
     first, second = rng.sample((small, large), 2)
     text = rng.choice((f"Which is {sign}, {first} or {second}?", f"Which number is {sign}, {first} or {second}?"))
     sentences = (f"The {sign} number is @.", "It is @.")
-    return Question(text, about(str(value), *sentences), about(str(other), *sentences))
+    content = (sign, str(small), str(large))
+    return Question(text, about(str(value), *sentences), about(str(other), *sentences), "numbers", content)
 
 
 def sizes(rng: Random) -> Question:
@@ -190,7 +215,7 @@ def sizes(rng: Random) -> Question:
     sign, value, other = rng.choice((("bigger", SIZES[high], SIZES[low]), ("smaller", SIZES[low], SIZES[high])))
     text = rng.choice((f"Which is {sign}, {first} or {second}?", f"Which animal is {sign}, {first} or {second}?"))
     statement = Statement((f"The @ is {sign}.", "It is the @."))
-    return Question(text, statement.of(value), statement.of(other))
+    return Question(text, statement.of(value), statement.of(other), "sizes", (sign, small, large))
 
 
 def opposites(rng: Random) -> Question:
@@ -198,19 +223,25 @@ def opposites(rng: Random) -> Question:
     word = rng.choice(tuple(OPPOSITES))
     value = OPPOSITES[word]
     other = rng.choice([entry for entry in OPPOSITES if entry not in (word, value)])
+    statement = Statement(("The opposite is @.", "It is @."))
+    if rng.random() < 0.5:
+        first, second = rng.sample((value, other), 2)
+        forms = (f"Is the opposite of {word} {first} or {second}?", f"Opposite of {word}, {first} or {second}?")
+        return Question(
+            rng.choice(forms), statement.of(value), statement.of(other), "opposites", (word, *sorted((value, other)))
+        )
     texts = (
         f"What is the opposite of {word}?",
         f"Tell me the opposite of {word}.",
         f"Which word is the opposite of {word}?",
         f"Do you know the opposite of {word}?",
     )
-    statement = Statement(("The opposite is @.", "It is @."))
-    return Question(rng.choice(texts), statement.of(value), statement.of(other))
+    return Question(rng.choice(texts), statement.of(value), statement.of(other), "opposites", None)
 
 
 def letters(rng: Random) -> Question:
     """Return a question about the first letter of a word."""
-    word = rng.choice(GROUPS[rng.choice(tuple(GROUPS))])
+    word = rng.choice(ALL_WORDS)
     value = word[0].upper()
     other = rng.choice([letter for letter in "BCDGHLMPRSW" if letter != value])
     texts = (
@@ -219,7 +250,7 @@ def letters(rng: Random) -> Question:
         f"Which letter starts the word {word}?",
     )
     statement = Statement(("The first letter is @.", "It starts with @."))
-    return Question(rng.choice(texts), statement.of(value), statement.of(other), takes_forms=False)
+    return Question(rng.choice(texts), statement.of(value), statement.of(other), "letters", None, takes_forms=False)
 
 
 def groups(rng: Random) -> Question:
@@ -231,28 +262,32 @@ def groups(rng: Random) -> Question:
     if rng.random() < 0.5:
         statement = Statement(("It is @.", "That is @."))
         text = rng.choice((f"Is it {one} or {other}: {word}?", f"Tell me if this is {one} or {other}: {word}."))
-        return Question(text, statement.of(true), statement.of(false))
+        content = (word, *sorted((one, other)))
+        return Question(text, statement.of(true), statement.of(false), "groups", content)
     yes = Statement(("Yes, it is.", f"Yes, that is {one}."), "yes")
     no = Statement(("No, it is not.", f"No, that is not {one}."), "no")
     text = rng.choice((f"Is this {one}: {word}?", f"Do you think this is {one}: {word}?"))
-    return Question(text, yes if one == true else no, no if one == true else yes)
+    return Question(text, yes if one == true else no, no if one == true else yes, "groups", (word, one))
 
 
 def lists(rng: Random) -> Question:
-    """Return a question about several members of a group."""
+    """Return a question about several members of a group. Half of the questions name the first member."""
     group, (count, number_word) = rng.choice(tuple(GROUPS)), rng.choice(tuple(COUNTS.items()))
+    right, wrong = right_list(group, count, rng), wrong_list(group, count, rng)
+    start, content = "", None
+    if rng.random() < 0.5:
+        words = GROUPS[group]
+        at = rng.randrange(len(words))
+        first, right = words[at], [words[(at + i) % len(words)] for i in range(count)]
+        start, content = f", starting with {first}", (number_word, group, first)
     texts = (
-        f"Name {number_word} {group}.",
-        f"Can you tell me {number_word} {group}?",
-        f"List {number_word} {group}.",
-        f"I need {number_word} {group}.",
+        f"Name {number_word} {group}{start}.",
+        f"Can you tell me {number_word} {group}{start}?",
+        f"List {number_word} {group}{start}.",
+        f"I need {number_word} {group}{start}.",
     )
     statement = Statement((f"{number_word.capitalize()} {group} are @.", "You could take @."))
-    return Question(
-        rng.choice(texts),
-        statement.of(listed(right_list(group, count, rng))),
-        statement.of(listed(wrong_list(group, count, rng))),
-    )
+    return Question(rng.choice(texts), statement.of(listed(right)), statement.of(listed(wrong)), "lists", content)
 
 
 def right_list(group: str, count: int, rng: Random) -> list[str]:
@@ -279,12 +314,17 @@ REPLIES = {
 }
 
 HELLOS = ("Hello", "Hi", "Good morning", "Good evening")
+GREETINGS = ("Hello, how can I help you?", "Hello, nice to meet you.")
 
 
 def small_talk(rng: Random) -> Question:
-    """Return an introduction, a greeting, thanks, a goodbye or a mood, with a reply."""
+    """Return a greeting, an introduction, thanks, a goodbye, a mood or a question about well-being, with a reply."""
     name = rng.choice(NAMES)
-    topic = rng.choice(("name", "wellbeing", "thanks", "goodbye", "comfort", "joy"))
+    topic = rng.choice(("hello", "name", "wellbeing", "thanks", "goodbye", "comfort", "joy"))
+    if topic == "hello":
+        text = f"{rng.choice(HELLOS)}{rng.choice(('', '', ' there'))}{rng.choice(('', '!', '.'))}"
+        wrong = Statement(REPLIES[rng.choice(tuple(REPLIES))])
+        return Question(text, Statement(GREETINGS), wrong, "small_talk", None, takes_forms=False)
     if topic == "name":
         return introductions(name, rng)
     mood = rng.choice(BAD_MOODS if topic == "comfort" else GOOD_MOODS)
@@ -311,8 +351,10 @@ def small_talk(rng: Random) -> Question:
         f"{name} feels {mood} today.",
     )
     other = rng.choice([reply for reply in REPLIES if reply != topic])
+    text = rng.choice(texts.get(topic, moods))
+    content = (topic, *[word for word in (mood, name) if word in text]) if name in text else None
     return Question(
-        rng.choice(texts.get(topic, moods)), Statement(REPLIES[topic]), Statement(REPLIES[other]), takes_forms=False
+        text, Statement(REPLIES[topic]), Statement(REPLIES[other]), "small_talk", content, takes_forms=False
     )
 
 
@@ -322,7 +364,7 @@ def introductions(name: str, rng: Random) -> Question:
     text = rng.choice((f"{hello}, I am {name}.", f"{hello}! My name is {name}."))
     other = rng.choice([entry for entry in NAMES if entry != name])
     statement = Statement(("Hello @, how can I help you?", "Hello @, nice to meet you."))
-    return Question(text, statement.of(name), statement.of(other), takes_forms=False)
+    return Question(text, statement.of(name), statement.of(other), "small_talk", None, takes_forms=False)
 
 
 KINDS: dict[Callable[[Random], Question], float] = {
@@ -342,7 +384,7 @@ OPENINGS = ("Hi! ", "I have a question. ", "Please help me. ", "One question. ")
 
 
 def draw(rng: Random) -> Question:
-    """Return a question of a random kind, sometimes with a friendly opening."""
+    """Return a question of a random kind, sometimes with a friendly opening. (`Question.typed` changes its letters.)"""
     (kind,) = rng.choices(_KINDS, cum_weights=_UP_TO)
     question = kind(rng)
     if not question.takes_forms or rng.random() < 0.8:

@@ -1,11 +1,15 @@
 """The rows of the demo data: conversations, preferences and prompts, made from a seed.
 
-Quality is mixed on purpose (`QUALITY`). A preference pairs an answer with an answer that has one more flaw. Its label
-comes from this construction, never from the gold scorer. About one training pair in twenty has the wrong label, as in
-data labelled by people. Held-out pairs have no such noise, so that accuracy on them can reach 1.
+Quality is mixed on purpose. Most answers that SFT imitates have a flaw that depends on the prompt (`answers.habit`).
+The most likely answer of the SFT model is therefore flawed too, and greedy decoding cannot replace RLHF. The other
+answers have random flaws (`QUALITY`).
 
-A hash of its text decides whether a question is held out. The last question of a held-out prompt therefore never occurs
-in the training rows, for any seed.
+A preference pairs an answer with an answer that has one more flaw. Its label comes from this construction, never from
+the gold scorer. About one training pair in twenty has the wrong label, as in data labelled by people. Held-out pairs
+have no such noise, so that accuracy on them can reach 1.
+
+A hash of its content decides whether a question is held out (`Question.content`). The last question of a held-out
+prompt therefore never occurs in the training rows, for any seed and in any wording.
 """
 
 from collections.abc import Callable
@@ -14,13 +18,15 @@ from hashlib import sha256
 from random import Random
 from typing import Any
 
-from pipeline.demo.answers import FORMS, Form, fits, flawed
+from pipeline.demo.answers import FORMS, Form, fits, flawed, habit
 from pipeline.demo.questions import Question, draw
 
 Row = dict[str, Any]
 
-# Share of each flaw among the answers that SFT imitates; the rest is good.
-QUALITY = {"wrong": 0.06, "rude": 0.20, "rambling": 0.20, "unfinished": 0.20, "elsewhere": 0.12}
+HABIT = 0.8  # share of the answers with the habitual flaw, among the answers that SFT imitates
+# Share of each flaw among the answers that SFT imitates to questions without a habitual flaw; the rest is good.
+QUALITY = {"wrong": 0.06, "rude": 0.08, "rambling": 0.08, "unfinished": 0.16, "elsewhere": 0.06}
+REJECTED_HABIT = 0.4  # share of the rejected answers whose flaw is the habitual one
 # Weight of each further flaw of the rejected answers ("formless" only if a form was requested).
 REJECTED = {"wrong": 0.24, "rude": 0.22, "rambling": 0.22, "unfinished": 0.19, "elsewhere": 0.13, "formless": 0.30}
 NO_FLAW: frozenset[str] = frozenset()
@@ -87,12 +93,15 @@ def held_out_rows(make: Callable[[Asked, Random], Row], count: int, rng: Random)
 
 def conversation(asked: Asked, rng: Random) -> Row:
     """Return a conversation whose last answer has no flaw or one flaw."""
-    answer = flawed(asked.question, asked.form, mixed_quality(rng), rng)
+    answer = flawed(asked.question, asked.form, mixed_quality(asked.question, rng), rng)
     return {"messages": [*asked.messages, message("assistant", answer)]}
 
 
-def mixed_quality(rng: Random) -> frozenset[str]:
-    """Return no flaw or one flaw, sampled with the shares of `QUALITY`."""
+def mixed_quality(question: Question, rng: Random) -> frozenset[str]:
+    """Return no flaw or one flaw: the habitual one, or one sampled with the shares of `QUALITY`."""
+    usual = habit(question)
+    if usual is not None:
+        return frozenset((usual,)) if rng.random() < HABIT else NO_FLAW
     flaw = pick({**QUALITY, "": 1 - sum(QUALITY.values())}, rng)
     return frozenset((flaw,)) if flaw else NO_FLAW
 
@@ -103,7 +112,11 @@ def preference(asked: Asked, rng: Random) -> Row:
     Most chosen answers have no flaw. Some training pairs are swapped (`NOISE`).
     """
     shared = frozenset((rng.choice(("wrong", "rude", "rambling")),)) if rng.random() < ALREADY_FLAWED else NO_FLAW
-    flaws = shared | {further_flaw(shared, asked.form, rng)}
+    usual = habit(asked.question)
+    if usual is not None and usual not in shared and not shared & {"wrong"} and rng.random() < REJECTED_HABIT:
+        flaws = shared | {usual}
+    else:
+        flaws = shared | {further_flaw(shared, asked.form, rng)}
     chosen = rejected = flawed(asked.question, asked.form, shared, rng)
     while rejected == chosen:
         rejected = flawed(asked.question, asked.form, flaws, rng)
@@ -145,13 +158,15 @@ def draw_on_side(ruled: Form | None, held_out: bool, rng: Random) -> tuple[Quest
         if form is None and question.takes_forms and rng.random() < FORM_SHARE:
             form = rng.choice(FORMS)
             question = question.asking(form.asked)
-        if is_held_out(question.text) == held_out and (form is None or fits(form, question.right)):
-            return question, form
+        if is_held_out(question) == held_out and (form is None or fits(form, question.right)):
+            return question.typed(rng), form
 
 
-def is_held_out(text: str) -> bool:
-    """Return whether a question is held out, which depends on its text only."""
-    return sha256(text.encode()).digest()[0] % HELD_OUT == 0
+def is_held_out(question: Question) -> bool:
+    """Return whether a question is held out, which depends on its kind and content only."""
+    if question.content is None:
+        return False
+    return sha256(" ".join((question.kind, *question.content)).encode()).digest()[0] % HELD_OUT == 0
 
 
 def pick(shares: dict[Any, float], rng: Random) -> Any:

@@ -8,7 +8,7 @@ of the question) is not true.
 import re
 from collections.abc import Callable, Collection, Iterable
 
-from pipeline.demo.questions import BAD_MOODS, COUNTS, GOOD_MOODS, GROUPS, NAMES, OPPOSITES, SIZES
+from pipeline.demo.questions import ALL_WORDS, BAD_MOODS, COUNTS, GOOD_MOODS, GROUPS, NAMES, OPPOSITES, SIZES
 
 Check = Callable[[str], bool]
 
@@ -183,15 +183,19 @@ def in_group(found: re.Match[str]) -> Check:
 
 
 def list_of(found: re.Match[str]) -> Check:
-    """Return the check for exactly the requested number of different members, without members of other groups."""
+    """Return the check for exactly the requested number of different members, without members of other groups.
+
+    If the question names the first member, the answer must begin with that member.
+    """
     group, count = found["group"], next(number for number, word in COUNTS.items() if word == found["count"])
-    all_members = [word for words in GROUPS.values() for word in words]
+    first = found["first"]
 
     def check(claim: str) -> bool:
-        mentioned = named(claim, all_members)
+        mentioned = named(claim, ALL_WORDS)
         return (
             len(mentioned) == count == len(set(mentioned))
             and set(mentioned) <= set(GROUPS[group])
+            and first in (None, mentioned[0])
             and not denies(claim)
         )
 
@@ -209,14 +213,16 @@ def replies(topic: str) -> Callable[[re.Match[str]], Check]:
 
 
 def greets(found: re.Match[str]) -> Check:
-    """Return the check for a greeting with the right name and no other name."""
-    name = found["name"] or found["here"]
+    """Return the check for a greeting with the name that the user gave, and without other names."""
+    name = found.groupdict().get("name")
+    expected = {name} if name else set()
 
     def check(claim: str) -> bool:
         greeting = re.search(
             r"\b(hello|hi|hey|good (morning|evening|day)|nice to meet you|pleased to meet you)\b", claim
         )
-        return bool(greeting) and set(named(claim, [name.lower() for name in NAMES])) == {name}
+        others = any(re.search(pattern, claim) for pattern in REPLIES.values())
+        return bool(greeting) and set(named(claim, [name.lower() for name in NAMES])) == expected and not others
 
     return check
 
@@ -251,10 +257,10 @@ ANIMAL = rf"an? (?P<one>{any_of(SIZES)})"
 OTHER = rf"an? (?P<two>{any_of(SIZES)})"
 SIGN = r"(?P<sign>larger|bigger|smaller)"
 READERS: tuple[tuple[str, Callable[[re.Match[str]], Check]], ...] = (
-    (r"(?P<one>\d+) (?:plus|\+) (?P<two>\d+)", plus),
+    (r"(?P<one>\d+) ?(?:plus|\+) ?(?P<two>\d+)", plus),
     (r"(?:add|sum of) (?P<one>\d+) (?:and|to) (?P<two>\d+)", plus),
     (r"has (?P<one>\d+) \w+ and gets (?P<two>\d+) more", plus),
-    (r"(?P<one>\d+) (?:minus|-) (?P<two>\d+)", minus),
+    (r"(?P<one>\d+) ?(?:minus|-) ?(?P<two>\d+)", minus),
     (r"take (?P<two>\d+) (?:away )?from (?P<one>\d+)", minus),
     (r"has (?P<one>\d+) \w+ and gives away (?P<two>\d+)", minus),
     (rf"which (?:number )?is {SIGN}[,:] (?P<one>\d+) or (?P<two>\d+)", which_number),
@@ -265,11 +271,15 @@ READERS: tuple[tuple[str, Callable[[re.Match[str]], Check]], ...] = (
     (rf"\ban? (?:{any_of(SINGULARS)}) or an? (?:{any_of(SINGULARS)}): (?P<word>\w+)", which_group),
     (rf"\bthis an? (?P<one>{any_of(SINGULARS)}): (?P<word>\w+)", in_group),
     (rf"\bthis is an? (?P<one>{any_of(SINGULARS)}): (?P<word>\w+)", in_group),
-    (rf"(?P<count>{any_of(COUNTS.values())}) (?P<group>{any_of(GROUPS)})\b", list_of),
+    (
+        rf"(?P<count>{any_of(COUNTS.values())}) (?P<group>{any_of(GROUPS)})\b(?:, starting with (?P<first>\w+))?",
+        list_of,
+    ),
+    (r"^(?:hello|hi|hey|good morning|good evening)(?: there)?\W*$", greets),
     (r"how are you|are you well", replies("wellbeing")),
     (r"\bthank", replies("thanks")),
     (r"\bgoodbye\b|\bhave to go\b|\bsee you\b", replies("goodbye")),
     (rf"\b(?:i am|i feel|is|feels)(?: so)? (?:{any_of(BAD_MOODS)})\b", replies("comfort")),
     (rf"\b(?:i am|i feel|is|feels)(?: so)? (?:{any_of(GOOD_MOODS)})\b", replies("joy")),
-    (rf"\b(?:i am|name is) (?P<name>{any_of(NAMES)})\b|, (?P<here>{any_of(NAMES)}) here\b", greets),
+    (rf"(?:\b(?:i am|name is)|,) (?P<name>{any_of(NAMES)})\b", greets),
 )

@@ -1,16 +1,20 @@
-"""Generate and grade answers of the base, SFT and PPO (or DPO) models to the same held-out prompts."""
+"""Generate and grade answers of the base, SFT and PPO (or DPO) models to the same held-out prompts.
+
+Each model answers at each of `evaluation.temperatures`.
+"""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from engine import Engine, Sampling
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import barrier, gather_by_index, is_rank_zero
 from pipeline.evaluation.judge import judged
-from pipeline.evaluation.samples import SAMPLES, Sample, read_samples, write_samples
+from pipeline.evaluation.samples import BEST_OF, SAMPLES, Sample, read_samples, write_samples
 from pipeline.evaluation.user_function import UserFunction
 
 EVALUATION_SEED = 20011
@@ -18,7 +22,7 @@ EVALUATION_SEED = 20011
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The answers of one policy to the held-out prompts, and their grades. A missing kind of grade is None.
+    """The answers of one policy at one temperature to the held-out prompts. A missing kind of grade is None.
 
     scores: the scores that PPO is trained on
     gold: the grades of a judge, which are never used for training
@@ -37,6 +41,20 @@ class Evaluation:
         return {name: statistics.fmean(values) for name, values in grades.items() if values is not None}
 
 
+Evaluations = Mapping[float, Evaluation]
+"""The evaluations of one policy by temperature."""
+
+
+def metrics_of(evaluations: Evaluations) -> dict[str, float]:
+    """Return the metrics of all temperatures. The names of all but the first temperature end with `_at_TEMPERATURE`."""
+    first = next(iter(evaluations), None)
+    return {
+        name if temperature == first else f"{name}_at_{temperature:g}": value
+        for temperature, evaluation in evaluations.items()
+        for name, value in evaluation.metrics.items()
+    }
+
+
 Scorer = Callable[[Sequence[str]], tuple[list[float], list[float] | None]]
 """Maps one answer per held-out prompt to the scores, and to the reward function's share of them (see `Evaluation`)."""
 
@@ -45,21 +63,59 @@ Scorer = Callable[[Sequence[str]], tuple[list[float], list[float] | None]]
 class Evaluator:
     """Generate and grade the answers of a policy to the held-out prompts. All policies use the same sampling noise.
 
+    temperatures: the temperatures at which the policy answers, instead of that of `sampling`
     judge: returns the gold score; None uses the gold scorer of the demo's prompts
     score: returns the scores that PPO is trained on
     keep: whether the generator's weights and cache remain in memory for the next evaluation
+    candidates: the number of answers from which `evaluate_best` selects one
     """
 
     prompts: Sequence[Prompt]
     tokenizer: ChatTokenizer
     sampling: Sampling
+    temperatures: Sequence[float]
     judge: UserFunction | None = None
     score: Scorer | None = None
     keep: bool = False
+    candidates: int = 1
 
-    def evaluate(self, engine: Engine) -> Evaluation:
-        """Generate and grade the answers of the policy in `engine`."""
-        return self.grade(answers_of(engine, self.tokenizer, self.prompts, self.sampling, keep=self.keep))
+    def evaluate(self, engine: Engine) -> dict[float, Evaluation]:
+        """Generate and grade the answers of the policy in `engine` at each temperature."""
+        settings = [replace(self.sampling, temperature=temperature) for temperature in self.temperatures]
+        answers = answers_of(engine, self.tokenizer, self.prompts, settings, keep=self.keep)
+        return {temperature: self.grade(texts) for temperature, texts in zip(self.temperatures, answers, strict=True)}
+
+    def evaluate_best(self, engine: Engine) -> dict[float, Evaluation]:
+        """Sample `candidates` answers per prompt, and return the evaluation of those with the highest scores.
+
+        The answers are sampled at the first temperature that is not 0. The result is empty if there is none, if there
+        are no scores, or if `candidates` is 1.
+        """
+        count = self.candidates
+        temperature = next((temperature for temperature in self.temperatures if temperature > 0), None)
+        if temperature is None or self.score is None or count == 1 or not self.prompts:
+            return {}
+        settings = [
+            replace(self.sampling, temperature=temperature, seed=self.sampling.seed + number) for number in range(count)
+        ]
+        candidates = answers_of(engine, self.tokenizer, self.prompts, settings, keep=self.keep)
+        graded = [self.score(answers) for answers in candidates]
+        best = [
+            max(range(count), key=column.__getitem__) for column in zip(*(scores for scores, _ in graded), strict=True)
+        ]
+
+        def select(columns: Sequence[Sequence[Any]]) -> list[Any]:
+            return [columns[number][index] for index, number in enumerate(best)]
+
+        answers = select(candidates)
+        functions = [function for _, function in graded if function is not None]
+        evaluation = Evaluation(
+            answers,
+            select([scores for scores, _ in graded]),
+            judged(self.prompts, answers, self.judge),
+            select(functions) if functions else None,
+        )
+        return {temperature: evaluation}
 
     def grade(self, answers: Sequence[str]) -> Evaluation:
         """Grade one answer per prompt."""
@@ -68,60 +124,80 @@ class Evaluator:
 
 
 def answers_of(
-    engine: Engine, tokenizer: ChatTokenizer, prompts: Sequence[Prompt], sampling: Sampling, *, keep: bool
-) -> list[str]:
-    """Generate one answer per prompt, distributed over ranks, and return all answers on every rank.
+    engine: Engine, tokenizer: ChatTokenizer, prompts: Sequence[Prompt], settings: Sequence[Sampling], *, keep: bool
+) -> list[list[str]]:
+    """Generate one answer per prompt for each of the settings, and return all answers on every rank.
 
-    The sampling noise depends on the index of the prompt, so that every model samples with the same noise. `keep`
-    leaves the generator's weights and cache in memory for the next call.
+    The ranks divide the prompts among them. The sampling noise depends on the index of the prompt, so that every model
+    samples with the same noise. `keep` leaves the generator's weights and cache in memory for the next call.
     """
     encoded = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
     with engine.generating(keep=keep) as generator:
-        indices = engine.flip.assign([len(ids) for ids in encoded], sampling.max_new_tokens / 2)
+        indices = engine.flip.assign([len(ids) for ids in encoded], settings[0].max_new_tokens / 2)
         local_prompts = [encoded[index] for index in indices]
-        results = generator.generate(local_prompts, sampling, indices, text=tokenizer.decode) if indices else []
-    texts = {index: tokenizer.decode(result.token_ids) for index, result in zip(indices, results, strict=True)}
-    return gather_by_index(texts)
+        results = [
+            generator.generate(local_prompts, sampling, indices, text=tokenizer.decode) if indices else []
+            for sampling in settings
+        ]
+    texts = [
+        {index: tokenizer.decode(result.token_ids) for index, result in zip(indices, local, strict=True)}
+        for local in results
+    ]
+    return [gather_by_index(by_index) for by_index in texts]
 
 
 def compare_models(
-    prompts: Sequence[Prompt], folder: Path, own: Evaluation, judge: Callable[[list[str]], Evaluation]
-) -> dict[str, Evaluation]:
-    """Grade the earlier answers of the base and SFT models again, and return the evaluations of all models by name.
+    prompts: Sequence[Prompt], folder: Path, own: Evaluations, grade: Callable[[list[str]], Evaluation]
+) -> dict[str, Evaluations]:
+    """Grade the earlier answers of the other models again, and return the evaluations of all models by name.
+
+    These are the base model, the SFT model, and the best of several SFT answers (`Evaluator.evaluate_best`).
+
+    A model whose earlier answers are incomplete at a temperature has no evaluation at this temperature.
 
     The function also writes samples.jsonl in `folder`, with the stage's own answers and the earlier ones.
     """
-    results = {}
-    for name, source in (("base", folder.parent / "sft"), ("sft", folder)):
-        answers = earlier_answers(prompts, source, name)
-        if answers is not None:
-            results[name] = judge(answers)
+    results: dict[str, Evaluations] = {}
+    for name, source in (("base", folder.parent / "sft"), ("sft", folder), (BEST_OF, folder)):
+        earlier = {temperature: earlier_answers(prompts, source, name, temperature) for temperature in own}
+        graded = {temperature: grade(answers) for temperature, answers in earlier.items() if answers is not None}
+        if graded:
+            results[name] = graded
     results[folder.name] = own
     write_table(prompts, results, folder)
     return results
 
 
-def earlier_answers(prompts: Sequence[Prompt], folder: Path, name: str) -> list[str] | None:
+def earlier_answers(prompts: Sequence[Prompt], folder: Path, name: str, temperature: float) -> list[str] | None:
     """Return a model's answers to the same prompts from samples.jsonl in `folder`; None if any answer is missing."""
-    recorded = {sample.prompt: sample.answers.get(name) for sample in read_samples(folder / SAMPLES)}
-    answers = [recorded.get(prompt.messages) for prompt in prompts]
+    recorded = {sample.key: sample.answers.get(name) for sample in read_samples(folder / SAMPLES)}
+    answers = [recorded.get((prompt.messages, temperature)) for prompt in prompts]
     return [answer for answer in answers if answer is not None] if None not in answers else None
 
 
-def write_table(prompts: Sequence[Prompt], results: Mapping[str, Evaluation], folder: Path) -> None:
-    """Write samples.jsonl: one line per prompt with every model's answer, scores and gold score."""
+def write_table(
+    prompts: Sequence[Prompt], results: Mapping[str, Evaluations], folder: Path, *, extend: bool = False
+) -> None:
+    """Write samples.jsonl: one line per temperature and prompt, with every model's answer, scores and gold score.
+
+    With `extend`, the answers of other models that the file already contains are kept.
+    """
     if is_rank_zero():
-        write_samples(
-            folder / SAMPLES,
-            [
+        earlier = {sample.key: sample for sample in read_samples(folder / SAMPLES)} if extend else {}
+        temperatures = dict.fromkeys(temperature for evaluations in results.values() for temperature in evaluations)
+        samples = []
+        for temperature in temperatures:
+            at = {name: found[temperature] for name, found in results.items() if temperature in found}
+            samples += [
                 Sample(
                     prompt.messages,
-                    {name: result.answers[i] for name, result in results.items()},
-                    {name: result.scores[i] for name, result in results.items() if result.scores is not None},
-                    {name: result.gold[i] for name, result in results.items() if result.gold is not None},
-                    {name: result.function[i] for name, result in results.items() if result.function is not None},
+                    {name: result.answers[i] for name, result in at.items()},
+                    {name: result.scores[i] for name, result in at.items() if result.scores is not None},
+                    {name: result.gold[i] for name, result in at.items() if result.gold is not None},
+                    {name: result.function[i] for name, result in at.items() if result.function is not None},
+                    temperature,
                 )
                 for i, prompt in enumerate(prompts)
-            ],
-        )
+            ]
+        write_samples(folder / SAMPLES, [sample.merge(earlier.get(sample.key)) for sample in samples])
     barrier()

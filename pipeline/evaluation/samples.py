@@ -11,12 +11,15 @@ from pipeline.data.records import Message
 from pipeline.files import write_whole
 
 SAMPLES = "samples.jsonl"
+BEST_OF = "best_of"
+"""The name of the best of several SFT answers, where other answers have the name of a stage or "base"."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out prompt with the answer of each model ("base", "sft", "dpo", "ppo").
+    """One held-out prompt with the answer of each model ("base", "sft", "dpo", "ppo") at one temperature.
 
+    temperature: the sampling temperature of all answers; 0 is greedy decoding
     scores: the scores that PPO is trained on, from a reward model, a reward function, or their sum
     gold: the scores of the judge
     function: the reward function's share of `scores`, if a reward model scores the answers too
@@ -29,31 +32,39 @@ class Sample:
     scores: Mapping[str, float] = field(default_factory=dict)
     gold: Mapping[str, float] = field(default_factory=dict)
     function: Mapping[str, float] = field(default_factory=dict)
+    temperature: float = 1.0
+
+    @property
+    def key(self) -> tuple[tuple[Message, ...], float]:
+        """The prompt and the temperature, which identify a sample within a file."""
+        return self.prompt, self.temperature
 
     def to_row(self) -> dict[str, Any]:
         """Return the JSON object of one line of samples.jsonl."""
         row: dict[str, Any] = {
             "prompt": [{"role": message.role, "content": message.content} for message in self.prompt],
+            "temperature": self.temperature,
             "answers": dict(self.answers),
         }
         kinds = {"scores": self.scores, "gold": self.gold, "function": self.function}
         return row | {kind: dict(values) for kind, values in kinds.items() if values}
 
-    def beside(self, other: "Sample | None") -> "Sample":
+    def merge(self, other: "Sample | None") -> "Sample":
         """Return this sample extended by the answers and scores of models that only `other` has."""
         if other is None:
             return self
         added = other.answers.keys() - self.answers.keys()
 
-        def merge(own: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+        def added_to(own: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
             return {**own, **{model: value for model, value in others.items() if model in added}}
 
         return Sample(
             self.prompt,
-            merge(self.answers, other.answers),
-            merge(self.scores, other.scores),
-            merge(self.gold, other.gold),
-            merge(self.function, other.function),
+            added_to(self.answers, other.answers),
+            added_to(self.scores, other.scores),
+            added_to(self.gold, other.gold),
+            added_to(self.function, other.function),
+            self.temperature,
         )
 
     @classmethod
@@ -65,6 +76,7 @@ class Sample:
             scores=_numbers(row.get("scores")),
             gold=_numbers(row.get("gold")),
             function=_numbers(row.get("function")),
+            temperature=float(row.get("temperature", 1.0)),
         )
 
 

@@ -7,6 +7,7 @@ processes.py  start the ranks of one stage, watch them, forward signals
 control.py    messages between the launchers of several machines
 worker.py     the process of one rank
 failure.py    exit statuses, and advice on errors
+summary.py    the text that ends a run
 """
 
 from pipeline.launch.worker import stage_main

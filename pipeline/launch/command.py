@@ -19,13 +19,12 @@ import yaml
 from pipeline.config.check import validate, warnings
 from pipeline.config.compose import Job, compose_jobs, parse_command
 from pipeline.config.document import help_text
-from pipeline.config.places import check_paths, check_ranks
+from pipeline.config.environment import check_paths, check_ranks
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import POLICIES, wanted_stages
-from pipeline.errors import UserError
+from pipeline.config.stages import wanted_stages
+from pipeline.errors import Stopped, UserError, handle_signals, raise_stopped
 from pipeline.files import write_whole
 from pipeline.installation import TRAIN
-from pipeline.launch.closing import closing_words, comparing_words
 from pipeline.launch.control import Control, LeaderLost
 from pipeline.launch.failure import CRASHED, ENDED_EARLY, INTERRUPTED, OUT_OF_MEMORY, STOPPED, USER_ERROR, advise
 from pipeline.launch.fingerprint import HashCache
@@ -33,7 +32,7 @@ from pipeline.launch.folder import RunFolder, open_folder
 from pipeline.launch.manifest import Manifest, move_aside, stage_consumes
 from pipeline.launch.processes import StageEnd, launch_stage
 from pipeline.launch.ranks import Ranks, check_given, count_gpus, given_ranks, own_ranks
-from pipeline.stages import stop_signals
+from pipeline.launch.summary import compare_runs, judge_notice, report_verdict, summarize_run
 
 
 class StageFailed(Exception):
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with stop_signals.handled(stop_signals.stop):
+        with handle_signals(raise_stopped):
             status = _run(arguments, stage)
         sys.stdout.flush()
         return status
@@ -78,7 +77,7 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
 
 
 def _stop_status(problem: KeyboardInterrupt) -> int:
-    return STOPPED if isinstance(problem, stop_signals.Stopped) else INTERRUPTED
+    return STOPPED if isinstance(problem, Stopped) else INTERRUPTED
 
 
 def _run(arguments: list[str], stage: str | None) -> int:
@@ -162,7 +161,7 @@ def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Cont
             statuses.append(getattr(problem, "status", USER_ERROR))
             runs[job.label] = last, None
     if len(jobs) > 1 and configs[-1].stage != "plan":
-        print(comparing_words(runs), flush=True)
+        print(compare_runs(runs), flush=True)
     failed = [job.label for job, status in zip(jobs, statuses, strict=True) if status]
     if failed:
         print(f"error: {len(failed)} of {len(jobs)} runs failed: {'; '.join(failed)}", file=sys.stderr)
@@ -183,8 +182,8 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> P
         cache = HashCache(folder.path / ".hashes.json")
         Manifest.read(folder.path).claim(config, stages)
         ran = [_run_stage(config, folder.path, stage, ranks, control, cache) for stage in stages]
-        verdict = _report(folder.path, write=any(ran) or not (folder.path / "report.html").exists())
-        print(closing_words(folder.path, verdict), flush=True)
+        verdict = report_verdict(folder.path, write=any(ran) or not (folder.path / "report.html").exists())
+        print(summarize_run(folder.path, verdict), flush=True)
         return folder.path
     except (UserError, OSError, StageFailed) as problem:
         if getattr(problem, "status", USER_ERROR) == USER_ERROR:
@@ -206,24 +205,6 @@ def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
             raise StageFailed(end.status)
 
 
-def _judge_notice(config: RunConfig, stage_dir: Path) -> str:
-    """Return a notice that `evaluation.judge` has not judged the answers of a finished stage; "" if it has.
-
-    The notice explains how to run the judge without training the stage again.
-    """
-    judge = config.evaluation.judge
-    if stage_dir.name not in POLICIES or judge is None:
-        return ""
-    from pipeline.report.data import read_run  # imports numpy
-
-    if read_run(stage_dir.parent).setting("evaluation", "judge") == judge:
-        return ""
-    return (
-        f"; evaluation.judge={judge} has not judged its answers: delete {stage_dir / 'model'} and run the same command "
-        "again, which exports the model from the last checkpoint and judges the answers"
-    )
-
-
 def _describe_earlier_run(folder: RunFolder) -> str:
     """Return why the launcher chose this run folder; "" if the folder has no earlier run."""
     reasons = {
@@ -240,7 +221,7 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
     decision = manifest.decide(stage, consumed)
     stage_dir = run_dir / stage
     if decision.action == "skip":
-        print(f"{stage}: finished before with the same settings, skipped{_judge_notice(config, stage_dir)}", flush=True)
+        print(f"{stage}: finished before with the same settings, skipped{judge_notice(config, stage_dir)}", flush=True)
         return False
     if decision.action == "run" and stage_dir.exists():
         reason, old_folder = decision.because or "its record is gone", move_aside(stage_dir)
@@ -254,6 +235,9 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
     manifest.begin(stage, consumed)
     stage_dir.mkdir(exist_ok=True)
     resolved = config.model_copy(update={"name": run_dir.name, "run_dir": str(run_dir.resolve())})
+    if stage == "reward":  # only the launcher reads the manifest
+        init = "sft" if "sft" in consumed["models"] else "base"
+        resolved = resolved.model_copy(update={"reward": config.reward.model_copy(update={"init": init})})
     write_whole(stage_dir / "config.yaml", yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False))
     end, restarts = StageEnd(OUT_OF_MEMORY), 0
     while end.status == OUT_OF_MEMORY:
@@ -338,17 +322,3 @@ def _follow(ranks: Ranks, control: Control) -> int:
         end = _launch(stage, run_dir, ranks, control, debug=message["debug"], restarts=message["restarts"])
         if end.status not in (0, OUT_OF_MEMORY):
             return end.status
-
-
-def _report(run_dir: Path, *, write: bool) -> str | None:
-    """Write report.html if `write` is true, and return the verdict. Any error is logged as a warning."""
-    try:
-        from pipeline.report.report import write_report
-        from pipeline.report.verdict import conclusion
-
-        if write:
-            write_report(run_dir)
-        return conclusion(run_dir)
-    except Exception as problem:
-        print(f"warning: report.html could not be written: {type(problem).__name__}: {problem}", file=sys.stderr)
-        return None

@@ -100,7 +100,7 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
         settings["rollout"] = {
             key: value for key, value in dump["rollout"].items() if key not in ROLLOUT_EXECUTION_KEYS
         }
-    return flat(settings)
+    return flatten(settings)
 
 
 def _deepspeed_settings(engine: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,12 +115,12 @@ def _deepspeed_settings(engine: Mapping[str, Any]) -> dict[str, Any]:
     return {"deepspeed": settings} if settings else {}
 
 
-def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten a nested mapping: {"a": {"b": 1}} -> {"a.b": 1}. An empty mapping remains a value."""
     flattened: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping) and value:
-            flattened.update(flat(value, f"{prefix}{key}."))
+            flattened.update(flatten(value, f"{prefix}{key}."))
         else:
             flattened[f"{prefix}{key}"] = value
     return flattened

@@ -12,7 +12,7 @@ from typing import IO, Literal
 
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
-from pipeline.launch.manifest import Manifest, request
+from pipeline.launch.manifest import Manifest, hash_request
 
 RUNS = Path("runs")
 
@@ -65,7 +65,7 @@ def _find_earlier(config: RunConfig, stages: list[str], suffix: str) -> RunFolde
             manifest = Manifest.read(file.parent)
         except UserError:
             continue
-        if manifest.asked != request(config, stages):
+        if manifest.request != hash_request(config, stages):
             continue
         if not all(manifest.finished(stage) for stage in stages):
             unfinished.append(file.parent)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config.places import model_folder
+from pipeline.config.environment import model_folder
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import POLICIES
 from pipeline.errors import UserError
@@ -28,7 +28,7 @@ from pipeline.launch.fingerprint import (
     data_content,
     data_source,
     digest,
-    flat,
+    flatten,
     model_content,
     model_source,
     stage_settings,
@@ -51,7 +51,7 @@ class Manifest:
 
     run_dir: Path
     identity: dict[str, Any] = field(default_factory=dict)
-    asked: str = ""
+    request: str = ""
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -69,7 +69,7 @@ class Manifest:
             ) from problem
 
     def save(self) -> None:
-        content = {"identity": self.identity, "asked": self.asked, "stages": self.stages}
+        content = {"identity": self.identity, "asked": self.request, "stages": self.stages}
         write_whole(self.run_dir / "manifest.json", json.dumps(content, indent=2) + "\n")
 
     def finished(self, stage: str) -> bool:
@@ -120,7 +120,7 @@ class Manifest:
             changed = [kind for kind in ("model", "data") if self.identity[kind]["source"] != identity[kind]["source"]]
             if changed:
                 raise UserError(self._describe_conflict(identity, changed))
-        self.identity, self.asked = identity, request(config, stages)
+        self.identity, self.request = identity, hash_request(config, stages)
         self.save()
 
     def _describe_conflict(self, identity: dict[str, Any], changed: list[str]) -> str:
@@ -166,7 +166,7 @@ def stage_inputs(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Path
     dpo: {"actor": folder}
     ppo: {"actor": folder}, and {"reward": folder} if it uses a reward model
 
-    Launcher and workers both call this function. Raise UserError if the model of an earlier stage is missing.
+    Raise UserError if the model of an earlier stage is missing.
     """
     manifest = Manifest.read(run_dir)
     if stage == "sft":
@@ -250,7 +250,7 @@ def _migrate(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """
     from pipeline.config.compose import defaults  # imports Hydra, which workers do not need
 
-    default_settings = flat(defaults(RunConfig))
+    default_settings = flatten(defaults(RunConfig))
     added = {
         key: default_settings[key] for key in new["settings"] if key in default_settings and key not in old["settings"]
     }
@@ -280,14 +280,14 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def request(config: RunConfig, stages: list[str]) -> str:
+def hash_request(config: RunConfig, stages: list[str]) -> str:
     """Return a hash of the stages and settings of a command, to find an unfinished run of the same command.
 
     Settings at their defaults are left out, so that a new key of a later version does not change the hash.
     """
     from pipeline.config.compose import defaults  # imports Hydra, which workers do not need
 
-    default_settings = flat(defaults(RunConfig))
+    default_settings = flatten(defaults(RunConfig))
     settings = {
         stage: {
             key: value for key, value in stage_settings(config, stage).items() if value != default_settings.get(key)

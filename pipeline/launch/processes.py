@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from pipeline.config.stages import STAGES
+from pipeline.errors import STOP_SIGNALS, handle_signals
 from pipeline.installation import ROOT
 from pipeline.launch.failure import (
     ATTEMPT,
@@ -35,14 +36,13 @@ from pipeline.launch.failure import (
     USER_ERROR,
 )
 from pipeline.launch.ranks import Ranks
-from pipeline.stages import stop_signals
 
 MODULES = {name: stage.package for name, stage in STAGES.items()} | {"plan": "pipeline.planning"}
 EARLY_STOP_MESSAGES = {
     "now": "at once, the current step is lost",
     "late": "no step ended in time, the current step is lost",
 }
-STOPPED_STATUSES = (INTERRUPTED, *(-number for number in stop_signals.SIGNALS))
+STOPPED_STATUSES = (INTERRUPTED, *(-number for number in STOP_SIGNALS))
 """Exit statuses of a rank that was stopped. The negative ones occur if the signal came before its handler was set."""
 PATIENCE = 600.0
 """Seconds for a step to end and its checkpoint to be written. After that the launcher treats the ranks as stuck."""
@@ -120,7 +120,7 @@ def launch_stage(
         and "memory" end the ranks of this launcher; "stopped" stops them after their step.
     """
     signals = _Signals()
-    with stop_signals.handled(signals.note, (signal.SIGINT, *stop_signals.SIGNALS)):
+    with handle_signals(signals.note, (signal.SIGINT, *STOP_SIGNALS)):
         workers = [_start(stage, run_dir, ranks, number, shared_store) for number in range(ranks.local)]
         try:
             outcome = _watch(workers, signals, others)

@@ -6,6 +6,7 @@ many ranks fail or the disk is full.
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -20,8 +21,7 @@ from typing import Any
 
 from pipeline.config.messages import in_keys
 from pipeline.config.schema import RunConfig
-from pipeline.errors import RestartStage
-from pipeline.imports import kept_for_good
+from pipeline.errors import STOP_SIGNALS, RestartStage, handle_signals, raise_stopped
 from pipeline.launch.failure import (
     ATTEMPT,
     CRASHED,
@@ -33,7 +33,6 @@ from pipeline.launch.failure import (
     USER_ERROR,
     advise,
 )
-from pipeline.stages import stop_signals
 
 
 def stage_main(stage: str, module: str) -> None:
@@ -56,15 +55,17 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
     _end_with_launcher()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set SIGINT to ignored
     try:
-        with stop_signals.handled(stop_signals.stop):
+        with handle_signals(raise_stopped):
             config = read_config(run_dir / stage)
             if not config.debug:  # these warnings of libraries address programmers
                 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
                 warnings.filterwarnings("ignore", category=FutureWarning)
-            with kept_for_good():
-                from engine import distributed
+            gc.disable()  # the imports make 600,000 objects: a collection would only visit them
+            from engine import distributed
 
-                run_stage = importlib.import_module(module).run
+            run_stage = importlib.import_module(module).run
+            gc.freeze()  # later collections skip these objects
+            gc.enable()
             distributed.start(namespace=f"{run_dir.name}/{stage}/{os.environ.get(ATTEMPT, '0')}")
             run_stage(config, run_dir / stage)
             distributed.stop()
@@ -86,7 +87,7 @@ def read_config(stage_dir: Path) -> RunConfig:
 
 def _report(problem: BaseException) -> int:
     """Send the error to the launcher, and return the exit status."""
-    for number in (signal.SIGINT, *stop_signals.SIGNALS):
+    for number in (signal.SIGINT, *STOP_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
     if isinstance(problem, KeyboardInterrupt):
         return INTERRUPTED

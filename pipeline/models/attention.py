@@ -27,7 +27,7 @@ NAME = "zerochat_documents"
 
 
 def use_documents(model: PreTrainedModel) -> bool:
-    """Select the attention of this file for a model. Return False, without a change, if the model does not support it.
+    """Select the attention of this file for a model. Return False and change nothing if the model does not support it.
 
     The selected attention also serves padded rows.
     """
@@ -75,18 +75,20 @@ def document_attention(
     Raises UnsupportedModel if the layer needs a mask, or an argument that this function does not support.
     """
     if attention_mask is not None:
-        raise attention.UnsupportedModel(f"{type(module).__name__} asks for another kind of attention")
+        raise attention.UnsupportedModel(
+            f"{type(module).__name__} passes an attention mask, which document attention does not support"
+        )
     attention.check_arguments(module, others)
-    options = _How(scaling, sliding_window, softcap, dropout)
+    options = _Options(scaling, sliding_window, softcap, dropout)
     if documents is None:
         return options.attend(query, key, value).transpose(1, 2), None
     if share is None:
-        return _within(documents, query, key, value, options), None
-    return share.heads_to_tokens(_within(documents, *share.tokens_to_heads(query, key, value), options)), None
+        return _attend_documents(documents, query, key, value, options), None
+    return share.heads_to_tokens(_attend_documents(documents, *share.tokens_to_heads(query, key, value), options)), None
 
 
 @dataclass(frozen=True)
-class _How:
+class _Options:
     """The attention options of a layer."""
 
     scaling: float | None
@@ -125,7 +127,7 @@ class _How:
         return self.softcap is None and self.dropout == 0.0 and kernels.varlen_fits(query, value)
 
 
-def _within(documents: Documents, query: Tensor, key: Tensor, value: Tensor, options: _How) -> Tensor:
+def _attend_documents(documents: Documents, query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Tensor:
     """Compute attention within documents with the fastest implementation.
 
     Shapes: query (1, heads, N, size) -> (1, N, heads, size).
@@ -137,7 +139,7 @@ def _within(documents: Documents, query: Tensor, key: Tensor, value: Tensor, opt
 
 
 @torch.compiler.disable
-def _by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: _How) -> Tensor:
+def _by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: _Options) -> Tensor:
     """Compute attention with the CPU kernel or one call per document: (1, heads, N, size) -> (1, N, heads, size).
 
     Compiled blocks exclude this function, because its loops over documents would be compiled again for each row.
@@ -146,7 +148,7 @@ def _by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: Documents,
     return _one_by_one(query, key, value, documents, options) if on_host is None else on_host[None]
 
 
-def _on_host(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: _How) -> Tensor | None:
+def _on_host(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: _Options) -> Tensor | None:
     """Compute attention with the CPU kernel: query (heads, N, size) -> (N, heads, size).
 
     Returns None if the kernel does not support the tensors, the options or the documents.
@@ -159,7 +161,7 @@ def _on_host(query: Tensor, key: Tensor, value: Tensor, documents: Documents, op
     return kernels.ragged_attention(query, key, value, families, scale=scale, window=options.window)
 
 
-def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: _How) -> Tensor:
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: _Options) -> Tensor:
     """Compute attention with one call per document: (1, heads, N, size) -> (1, N, heads, size).
 
     `split` and `cat` handle the full row once. With slices, each document would produce a gradient as long as the row.
@@ -180,7 +182,7 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents,
 
 
 def _by_kernel(
-    kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, ragged: Ragged, options: _How
+    kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, ragged: Ragged, options: _Options
 ) -> Tensor:
     """Compute attention of all documents with one call of the variable-length kernel.
 

@@ -14,7 +14,6 @@ from transformers import (
 )
 
 from engine import Engine, EngineConfig, OptimizerConfig, deepspeed_json, distributed
-from pipeline.config.engines import deepspeed_for, engine_fields
 from pipeline.config.schema import EngineSettings, LoraConfig
 from pipeline.distributed import data_share
 from pipeline.errors import UserError
@@ -24,9 +23,9 @@ from pipeline.models.source import ModelSource, check_kind, own_field
 from pipeline.models.weights import fill
 
 NO_SCORER = (
-    "Take a model for it that has one (OPT, GPT-2, GPT-NeoX, Llama, Qwen, Mistral, Gemma, Phi) and this tokenizer "
-    "(reward_model=), or a function that scores and no critic (ppo.reward_model=false ppo.reward_function=FILE.py:NAME "
-    "ppo=grpo)"
+    "Set reward_model= to a model with such a head (OPT, GPT-2, GPT-NeoX, Llama, Qwen, Mistral, Gemma, Phi) and the "
+    "same tokenizer, or use a reward function without a critic (ppo.reward_model=false "
+    "ppo.reward_function=FILE.py:NAME ppo=grpo)"
 )
 
 
@@ -59,7 +58,7 @@ class EngineChoice:
         """
         if self.settings.deepspeed is None:
             return {"config": EngineConfig(**self._fields(source)), "optimizer": self.optimizer}
-        file, (_, shares) = deepspeed_for(self.settings.deepspeed, self.optimizer), data_share()
+        file, (_, shares) = self.settings.deepspeed_file(trains=self.optimizer is not None), data_share()
         try:
             parsed = deepspeed_json.parse(file, ranks=shares, optimizer=self.optimizer, base=self._fields(source))
         except ValueError as error:
@@ -75,7 +74,7 @@ class EngineChoice:
         """Return the keys of `engine` as fields of an `EngineConfig`."""
         dtype = natural_precision() if self.settings.dtype == "auto" else self.settings.dtype
         plan = source.tensor_plan if source is not None else None
-        return engine_fields(self.settings) | {"dtype": dtype, "tensor_plan": plan}
+        return self.settings.engine_fields() | {"dtype": dtype, "tensor_plan": plan}
 
 
 def build_policy(source: ModelSource, choice: EngineChoice, *, generates: bool = False) -> Engine:
@@ -138,8 +137,8 @@ def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrained
     if source.folder is not None and (quantization := getattr(source.config, "quantization_config", None)) is not None:
         method = quantization.get("quant_method", "") if isinstance(quantization, dict) else type(quantization).__name__
         raise UserError(
-            f"{source.folder} holds quantized weights ({method}), which can't be trained: give the model they "
-            "were made of, in 16 or 32 bits"
+            f"{source.folder} has quantized weights ({method}), which cannot be trained: set model.path to the "
+            "original model in 16 or 32 bits"
         )
     config = without_dropout(source.config, choice.dropout)
     heads = own_field(config, "num_attention_heads")
@@ -147,7 +146,7 @@ def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrained
         distributed.check_heads(heads, choice.settings.sequence_parallel)
     if own_field(config, "attn_logit_softcapping") is not None and source.attention == "sdpa":
         # older versions of transformers ignore the cap without a warning
-        raise UserError(f"{source.name} caps its attention's scores, which sdpa does not: model.attention=eager")
+        raise UserError(f"{source.name} caps attention scores, which sdpa does not support: set model.attention=eager")
     model = _empty(source, config, auto)
     model.tie_weights()
     if choice.lora is not None and choice.lora.rank:
@@ -167,10 +166,12 @@ def _empty(source: ModelSource, config: PretrainedConfig, auto: Any) -> PreTrain
             )
     except Exception as error:  # wrong configurations and missing packages raise errors of many types
         if "scaled_dot_product_attention" in str(error):
-            raise UserError(f"{source.name} has no sdpa attention in transformers: model.attention=eager") from error
+            raise UserError(
+                f"{source.name} has no sdpa attention in transformers: set model.attention=eager"
+            ) from error
         if auto is AutoModelForSequenceClassification and "Unrecognized configuration class" in str(error):
             cause = f"transformers has no sequence classification of {source.config.model_type}"
-            raise UserError(f"{source.name} can be no reward model and no critic: {cause}. {NO_SCORER}") from error
+            raise UserError(f"{source.name} cannot be a reward model or a critic: {cause}. {NO_SCORER}") from error
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")  # the rest is advice
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise UserError(f"model {source.name} cannot be built as a {auto.__name__}: {kind}{reason}") from error

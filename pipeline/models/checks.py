@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine import Engine, attention, distributed, oom
-from pipeline.data.batch import places_of
+from pipeline.data.batch import true_indices
 from pipeline.data.documents import Documents
 from pipeline.errors import UserError
 from pipeline.models.attention import attention_of, use_documents
@@ -24,8 +24,8 @@ from pipeline.models.source import own_field
 # missing scale causes larger differences.
 TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}
 SAME = 1e-5  # tolerance for the same operations in the same order
-COLD = 0.01  # temperature of the comparisons
-LOTS = 128  # tokens of the trial in training mode; random routing assigns some of them to other experts
+LOW_TEMPERATURE = 0.01  # temperature of the comparisons
+TRIAL_TOKENS = 128  # tokens of the trial in training mode; random routing assigns some of them to other experts
 SHORT = (9, 7, 5)  # lengths of the documents in the trial of packed rows
 
 
@@ -67,26 +67,30 @@ def verify(engine: Engine, *, max_length: int) -> Abilities:
         if isinstance(module, Policy):
             module.use_logits = _needs_logits(engine, module, tolerance)
             if module.use_logits:
-                notes.append("this model does more than its head to make logits, so whole logits are computed")
+                notes.append(
+                    "the logits of this model are not those of its head alone: all logits are computed, which needs "
+                    "more memory"
+                )
         if not _is_causal(module, tolerance):
             raise UserError(
-                f"{type(module.backbone).__name__} looks at the tokens that follow, as encoders do, so it can't learn "
-                "to write; a causal language model is needed"
+                f"{type(module.backbone).__name__} attends to later tokens, as encoders do, so it cannot generate "
+                "text: set model= to a causal language model"
             )
         module.packs = _packs(engine, module, tolerance, max_length)
         module.steady = _differs_in_training(module, max_length)
     if module.steady:
         module.eval()
         notes.append(
-            "this model computes otherwise in training (noise, experts drawn by lot), so it trains in evaluation mode"
+            "training mode changes the results of this model (noise, random routing): it trains in evaluation mode"
         )
     if not module.packs and distributed.world().sequence > 1:
         raise UserError(
-            f"engine.sequence_parallel shares out rows of several sequences, and {type(module.backbone).__name__} does "
-            "not take these; engine.activation_checkpointing=true fits longer ones without it"
+            f"engine.sequence_parallel={distributed.world().sequence} needs packed rows, which "
+            f"{type(module.backbone).__name__} does not support: set engine.sequence_parallel=1, and "
+            "engine.activation_checkpointing=true for long sequences"
         )
     if not module.packs:
-        notes.append("this model does not take several sequences in a row; batches are padded, by length, instead")
+        notes.append("this model does not support packed rows: batches are padded instead")
     return Abilities(module.packs, tuple(notes))
 
 
@@ -126,10 +130,10 @@ def _check_runs(module: Policy | Scorer, dtype: str) -> None:
     except Exception as problem:  # a forward with other requirements may raise any error
         if oom.is_out_of_memory(problem) or isinstance(problem, UserError):
             raise
-        advice = "" if dtype == "fp32" else f" in {dtype}; engine.dtype=fp32 may serve"
+        advice = "" if dtype == "fp32" else f" in {dtype}; try engine.dtype=fp32"
         reason = str(problem).strip().partition("\n")[0]
         cause = f"{type(problem).__name__}: {reason}"
-        raise UserError(f"{type(module.backbone).__name__} can't run a row of tokens{advice} ({cause})") from problem
+        raise UserError(f"{type(module.backbone).__name__} cannot run a row of tokens{advice} ({cause})") from problem
 
 
 def _is_causal(module: Policy | Scorer, tolerance: float) -> bool:
@@ -168,7 +172,7 @@ def _differs_in_training(module: Policy | Scorer, max_length: int) -> bool:
         return False
     if any("jitter" in key for key in positive):
         return True
-    row = _tokens(module, min(LOTS, max_length, attention.max_positions(module.backbone) or LOTS))
+    row = _tokens(module, min(TRIAL_TOKENS, max_length, attention.max_positions(module.backbone) or TRIAL_TOKENS))
     in_evaluation = _numbers(module, row)
     module.train()
     in_training = torch.cat([_numbers(module, row) for _ in range(2)])  # twice: random choices may agree once
@@ -243,7 +247,9 @@ def _numbers(
         return module(row, documents=documents, positions=positions, head=head)[0]
     counts = torch.ones_like(row, dtype=torch.bool)
     counts[0, list(documents.starts) if documents else [0]] = False
-    logprobs: Tensor = module(row, places_of(counts), temperature=COLD, documents=documents, positions=positions)[0]
+    logprobs: Tensor = module(
+        row, true_indices(counts), temperature=LOW_TEMPERATURE, documents=documents, positions=positions
+    )[0]
     return logprobs
 
 

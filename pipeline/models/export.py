@@ -70,7 +70,7 @@ def _export(
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
     with _removed_if_failed(staging):
-        _write_weights(_named(engine, prefix), staging, leads=leads)
+        _write_weights(_full_tensors(engine, prefix), staging, leads=leads)
         if leads:
             config.architectures = [architecture.removeprefix("FSDP")]
             config.dtype = engine.dtype
@@ -97,7 +97,7 @@ def _removed_if_failed(staging: Path) -> Iterator[None]:
         raise
 
 
-def _named(engine: Engine, prefix: str) -> Iterator[tuple[str, Tensor]]:
+def _full_tensors(engine: Engine, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the files, tensor on the CPU) of each parameter and persistent buffer. Collective.
 
     Parameters have the engine's dtype. `prefix` is removed from the names.

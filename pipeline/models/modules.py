@@ -22,7 +22,7 @@ from pipeline.data.documents import Documents
 from pipeline.models.attention import NAME
 
 
-class _Backed(nn.Module):
+class _ModelModule(nn.Module):
     """Base of the modules around a transformers model. `checks.verify` sets the attributes."""
 
     packs = False  # whether the model supports packed rows
@@ -33,7 +33,7 @@ class _Backed(nn.Module):
         return super().train(mode and not self.steady)
 
 
-class Policy(_Backed):
+class Policy(_ModelModule):
     """A causal language model whose forward returns log-probabilities of tokens instead of logits."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
@@ -67,7 +67,7 @@ class Policy(_Backed):
         positions: (B, T) position ids for padded rows; by default the model chooses them
         """
         targets, predictors = input_ids.flatten()[scored], scored - 1
-        share = _share(input_ids, documents)
+        share = _sequence_shard(input_ids, documents)
         inputs = _inputs(self.lm, input_ids, documents, share, positions)
         if share is None:
             return self._scored(inputs, targets, predictors, temperature)
@@ -99,7 +99,7 @@ class Policy(_Backed):
         )
 
 
-class Scorer(_Backed):
+class Scorer(_ModelModule):
     """A model with one value per position.
 
     The reward model reads the value of the last token, and the critic reads the values of all tokens.
@@ -128,7 +128,7 @@ class Scorer(_Backed):
         positions: (B, T) position ids for padded rows; by default the model chooses them
         head: (D,) weights that replace the model's own head
         """
-        share = _share(input_ids, documents)
+        share = _sequence_shard(input_ids, documents)
         inputs = _inputs(self.model, input_ids, documents, share, positions)
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         weight = cast(nn.Linear, self.model.score).weight if head is None else head[None]
@@ -140,11 +140,13 @@ class Scorer(_Backed):
         return values.clone()  # FSDP2 adds hooks to the output, which must not be a view
 
 
-def _share(input_ids: Tensor, documents: Documents | None) -> distributed.SequenceShard | None:
+def _sequence_shard(input_ids: Tensor, documents: Documents | None) -> distributed.SequenceShard | None:
     """Return this rank's shard of a packed row; None if the rank computes all tokens."""
     if documents is not None:
         return distributed.sequence_shard(input_ids.shape[1])
-    assert distributed.world().sequence == 1 or not torch.is_grad_enabled(), "only rows of documents are shared out"
+    assert distributed.world().sequence == 1 or not torch.is_grad_enabled(), (
+        "sequence parallelism trains only packed rows"
+    )
     return None
 
 
@@ -158,7 +160,7 @@ def _inputs(
     """Return the keyword arguments of the backbone for padded rows or a packed row."""
     if documents is None:
         return {"input_ids": input_ids} | ({} if positions is None else {"position_ids": positions})
-    assert model.config._attn_implementation == NAME, "this model has not been found to take documents (checks.verify)"
+    assert model.config._attn_implementation == NAME, "packed rows need `checks.verify` to select document attention"
     return packed_inputs(input_ids, documents, share)
 
 
@@ -166,11 +168,11 @@ def packed_inputs(input_ids: Tensor, documents: Documents, share: distributed.Se
     """Return the keyword arguments of the backbone for a packed row (1, N), or for this rank's shard of it."""
     if share is None:
         positions = documents.positions(input_ids.device)
-        _lay_out(documents, input_ids.device)
+        _prepare_ragged(documents, input_ids.device)
         return {"input_ids": input_ids, "position_ids": positions, "documents": documents}
     documents = documents.filled(share.padding)
     positions = documents.positions(input_ids.device).narrow(1, share.first, share.length)
-    _lay_out(documents, input_ids.device)
+    _prepare_ragged(documents, input_ids.device)
     return {
         "input_ids": share.local_tokens(input_ids),
         "position_ids": positions,
@@ -179,7 +181,7 @@ def packed_inputs(input_ids: Tensor, documents: Documents, share: distributed.Se
     }
 
 
-def _lay_out(documents: Documents, device: torch.device) -> None:
+def _prepare_ragged(documents: Documents, device: torch.device) -> None:
     """Create the input of the GPU kernel before the forward.
 
     Otherwise the first layer that needs it would create it, possibly in compiled code.

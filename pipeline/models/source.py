@@ -48,7 +48,9 @@ def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None) -> M
         return _from_folder(model, seed, model_folder(folder))
     if model.weights == "random":
         if not model.architecture:
-            raise UserError(f"model.weights=random needs model.architecture, which conf/model/{model.name}.yaml lacks")
+            raise UserError(
+                f"model.weights=random needs model.architecture, which conf/model/{model.name}.yaml does not set"
+            )
         try:
             config = build_config(model.architecture)
         except ValueError as error:
@@ -66,7 +68,7 @@ def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None) -> M
         return _from_folder(model, seed, model_folder(Path(model.path)))
     if model.hub is not None:
         return _from_folder(model, seed, download(model.hub))
-    raise UserError(f"model {model.name} has neither model.path nor model.hub; give model.path=FOLDER")
+    raise UserError(f"model {model.name} has neither model.path nor model.hub: set model.path=FOLDER")
 
 
 def build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
@@ -76,7 +78,7 @@ def build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
     """
     fields = {key: value for key, value in architecture.items() if key not in ("model_type", "name")}
     if "model_type" not in architecture:
-        raise ValueError("model_type is missing; give the family's name in transformers (opt, llama, qwen3)")
+        raise ValueError("model_type is missing: set the family's name in transformers (opt, llama, qwen3)")
     family = architecture["model_type"]
     if family not in CONFIG_MAPPING:
         near = " or ".join(get_close_matches(family, CONFIG_MAPPING))
@@ -98,8 +100,12 @@ def model_folder(path: Path) -> Path:
         if (candidate / "config.json").is_file():
             return candidate
     if not path.exists():
-        raise UserError(f"{path} does not exist; give a folder in Hugging Face format or a finished stage's folder")
-    raise UserError(f"{path} holds no config.json; give a folder in Hugging Face format or a finished stage's folder")
+        raise UserError(
+            f"{path} does not exist: set a folder in Hugging Face format, or the folder of a finished stage"
+        )
+    raise UserError(
+        f"{path} has no config.json: set a folder in Hugging Face format, or the folder of a finished stage"
+    )
 
 
 def download(hub: str, *, weights: bool = True) -> Path:
@@ -114,8 +120,8 @@ def download(hub: str, *, weights: bool = True) -> Path:
         return Path(snapshot_download(hub, allow_patterns=patterns))
     except Exception as error:
         raise UserError(
-            f"{hub} could not be fetched from the hub ({type(error).__name__}). Download it where there is a network "
-            "and give model.path=FOLDER, or try the shape alone with model.weights=random"
+            f"{hub} cannot be downloaded from the hub ({type(error).__name__}). Download it on a machine with access "
+            "and set model.path=FOLDER, or use random weights with model.weights=random"
         ) from error
 
 
@@ -124,7 +130,7 @@ def _from_folder(model: "ModelConfig", seed: int, folder: Path) -> ModelSource:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     except (ValueError, OSError) as error:
         reason = str(error).partition("\n")[0]  # the next lines are advice on installing transformers
-        raise UserError(f"{folder}/config.json is not one that transformers knows: {reason}") from error
+        raise UserError(f"{folder}/config.json is not supported by transformers: {reason}") from error
     _check_weights(folder)
     return ModelSource(model.name, config, folder, seed, model.attention, model.trust_remote_code, model.tensor_plan)
 
@@ -146,11 +152,11 @@ def _check_weights(folder: Path) -> None:
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:
         raise UserError(
-            f"{folder} has its weights as {pickles[0]}, a pickle, which can run code when it is opened. Convert it "
-            "once where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), then "
-            "model.path=NEW_FOLDER"
+            f"{folder} stores its weights in {pickles[0]}, a pickle file, which can run code when it is opened. If you "
+            "trust the file, convert it with AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), "
+            "and set model.path=NEW_FOLDER"
         )
-    raise UserError(f"{folder} has no model.safetensors; is the download complete?")
+    raise UserError(f"{folder} has no model.safetensors: the download may be incomplete, download it again")
 
 
 def _check_file(file: Path) -> None:
@@ -159,7 +165,10 @@ def _check_file(file: Path) -> None:
     `safe_open` reads only the header, which determines the expected length of the file.
     """
     if not file.exists():
-        raise UserError(f"{file.parent} has no {file.name}, which its index names; is the download complete?")
+        raise UserError(
+            f"{file.parent} has no {file.name}, which its index names: the download may be incomplete, download it "
+            "again"
+        )
     try:
         with safe_open(file, framework="pt"):
             pass
@@ -167,7 +176,7 @@ def _check_file(file: Path) -> None:
         with file.open("rb") as content:
             pointer = content.read(20).startswith(b"version https://git")
         cause = "it is a pointer of Git LFS: run `git lfs pull`" if pointer else f"{error}; download it again"
-        raise UserError(f"{file} is no whole safetensors file: {cause}") from error
+        raise UserError(f"{file} is not a complete safetensors file: {cause}") from error
 
 
 def own_field(config: PretrainedConfig, name: str) -> Any:
@@ -192,6 +201,6 @@ def check_kind(source: ModelSource, *, wanted: str) -> None:
     if source.folder is not None and architectures and not any(name.endswith(endings) for name in architectures):
         kind, stage = ("language", "sft") if wanted == "ForCausalLM" else ("reward", "reward")
         raise UserError(
-            f"{source.folder} holds a {architectures[0]}, no {kind} model (...{wanted}): give the folder of one, as "
-            f"RUN/{stage}"
+            f"{source.folder} has a {architectures[0]}, not a {kind} model (...{wanted}): set the folder of a {kind} "
+            f"model, for example RUN/{stage}"
         )

@@ -68,6 +68,11 @@ def _texts(record: Record) -> list[str]:
     return [m.content for m in record.messages]
 
 
+def actor_folder(config: RunConfig, run_dir: Path) -> Path:
+    """Return the folder of the policy that later stages start from: `actor`, by default the SFT stage of the run."""
+    return run_dir / "sft" if config.actor is None else Path(config.actor)
+
+
 def base_source(config: RunConfig) -> ModelSource:
     """Return the source of the policy's base model."""
     return resolve(config.model, config.seed)
@@ -96,9 +101,9 @@ def check_vocabulary(source: ModelSource, tokenizer: ChatTokenizer) -> None:
     rows = source.config.get_text_config().vocab_size
     if tokenizer.vocab_size > rows:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, model {source.name} only {rows} embedding rows; "
-            "give the tokenizer that belongs to the model (model.tokenizer=FOLDER), or, where tokens were added to it, "
-            "save the model again after resize_token_embeddings"
+            f"the tokenizer has {tokenizer.vocab_size} ids, but model {source.name} has only {rows} embedding rows: "
+            "set the model's own tokenizer (model.tokenizer=FOLDER). If tokens were added to the tokenizer, call "
+            "resize_token_embeddings and save the model again"
         )
 
 

@@ -50,19 +50,19 @@ def _read(
     files: loading.TensorFolder = loading.SafetensorsFolder(source.folder)
     names = _matching(plain, files.shapes, model.base_model_prefix)
     try:
-        if _lacking(tensors, names):
+        if _missing_from(tensors, names):
             from pipeline.models.converted import ConvertedFolder  # imported here because few checkpoints need it
 
             files = ConvertedFolder(loading.SafetensorsFolder(source.folder), _without_values(model, source))
             names = _matching(plain, files.shapes, model.base_model_prefix)
-        _check_complete(source, [plain[name] for name in _lacking(tensors, names)])
+        _check_complete(source, [plain[name] for name in _missing_from(tensors, names)])
         loading.read_parameters({name: tensors[name] for name in names}, files, names)
     except ValueError as error:
         raise UserError(str(error)) from error
     return set(names)
 
 
-def _lacking(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> list[str]:
+def _missing_from(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> list[str]:
     """Return the parameters that the files lack, sorted. Buffers and value heads are left out."""
     return sorted(
         name
@@ -100,8 +100,8 @@ def check_report(source: ModelSource, report: Mapping[str, Any]) -> None:
     """Raise UserError if transformers found no value for a parameter, or a value of another shape."""
     for name, stored_shape, model_shape in sorted(report["mismatched_keys"]):
         raise UserError(
-            f"{source.folder}: {name} has shape {tuple(stored_shape)}, the model wants {tuple(model_shape)}; "
-            "its config.json does not belong to these weights"
+            f"{source.folder}: {name} has shape {tuple(stored_shape)}, but config.json defines {tuple(model_shape)}: "
+            "the weights do not belong to config.json"
         )
     _check_complete(source, sorted(name for name in report["missing_keys"] if not _is_value_head(name)))
 
@@ -110,8 +110,8 @@ def _check_complete(source: ModelSource, missing: Sequence[str]) -> None:
     """Raise UserError if any parameter is missing."""
     if missing:
         raise UserError(
-            f"{source.folder}: {len(missing)} parameters are in no file, {missing[0]} for one; "
-            "the weights do not belong to this config.json, or the download is incomplete"
+            f"{source.folder}: {len(missing)} parameters are missing from the files, for example {missing[0]}: the "
+            "weights do not belong to config.json, or the download is incomplete"
         )
 
 

@@ -96,9 +96,9 @@ def candidates(task: StageTask, capacity: Capacity, probe: Probe | None = None) 
             yield Candidate(engine, tokens, _changes(task, engine, tokens), demand, seconds, capacity.fits(demand))
 
 
-def fastest(found: Iterable[Candidate]) -> Candidate | None:
+def fastest(settings: Iterable[Candidate]) -> Candidate | None:
     """Return the fastest candidate that fits; among equally fast ones (within 1 %), the first."""
-    fitting = [candidate for candidate in found if candidate.fits]
+    fitting = [candidate for candidate in settings if candidate.fits]
     least = min((candidate.step_seconds for candidate in fitting), default=0.0)
     return next((candidate for candidate in fitting if candidate.step_seconds <= 1.01 * least), None)
 

@@ -141,10 +141,10 @@ def _ppo_phases(task: StageTask, load: GenerationLoad, shares_forward: bool) -> 
         phases["train critic"] = busy | owners | _offloaded(models.values(), trains=critic)
         if shares_forward:
             config = work["critic"].config
-            held = critic.gathered
+            gathered = critic.gathered
             if config.zero_stage == 3:  # only the root stays gathered between forward and backward
-                held = min(held, scorer.root * (4 if config.dtype == "fp32" else 2))
-            phases["train actor"]["gathered"] += held
+                gathered = min(gathered, scorer.root * (4 if config.dtype == "fp32" else 2))
+            phases["train actor"]["gathered"] += gathered
             phases["train actor"]["activations"] += owners["activations"]
     return phases
 
@@ -152,8 +152,8 @@ def _ppo_phases(task: StageTask, load: GenerationLoad, shares_forward: bool) -> 
 def _offloaded(models: Collection[ModelStates], trains: ModelStates | None = None) -> Owners:
     """Return the offloaded bytes of all models; gradients exist for the model that trains."""
     host = sum(states.host - (0 if states is trains else states.host_gradients) for states in models)
-    found = {"host": host, "nvme": sum(states.nvme for states in models)}
-    return {tier: size for tier, size in found.items() if size}
+    sizes = {"host": host, "nvme": sum(states.nvme for states in models)}
+    return {tier: size for tier, size in sizes.items() if size}
 
 
 def predict_seconds(task: StageTask, probe: Probe, *, is_gpu: bool, shares_forward: bool = False) -> dict[str, float]:

@@ -16,18 +16,28 @@ from pipeline.models.source import ModelSource
 from pipeline.planning.candidates import Candidate, Capacity, candidates, fastest, measure_capacity
 from pipeline.planning.demand import TIERS, Demand
 from pipeline.planning.stage_task import StageTask, stage_task
-from pipeline.stages.memory_limits import within_limits
+from pipeline.stages.restart import within_limits
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The prediction of one stage. `advice` is the first setting that fits if the configured one does not."""
+    """The prediction of one stage."""
 
     task: StageTask
     demand: Demand
     capacity: Capacity
-    fits: bool
-    advice: Candidate | None
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the configured setting fits."""
+        return self.capacity.fits(self.demand)
+
+    @property
+    def advice(self) -> Candidate | None:
+        """Return the first setting that fits; None if the configured one fits."""
+        if self.fits:
+            return None
+        return next((candidate for candidate in candidates(self.task, self.capacity) if candidate.fits), None)
 
     @property
     def summary(self) -> str:
@@ -53,11 +63,7 @@ def plan(
     """Predict a stage on `ranks` ranks with `capacity` (default: this machine's). Models as in `stage_task`."""
     capacity = capacity or measure_capacity(config.engine, ranks)
     task = stage_task(config, stage, policy=policy, reward=reward, ranks=ranks, is_cpu=not capacity.is_gpu)
-    demand = capacity.demand(task)
-    fits, advice = capacity.fits(demand), None
-    if not fits:
-        advice = next((candidate for candidate in candidates(task, capacity) if candidate.fits), None)
-    return Plan(task, demand, capacity, fits, advice)
+    return Plan(task, capacity.demand(task), capacity)
 
 
 def announce(
@@ -68,13 +74,13 @@ def announce(
     Return the configuration to run with, and the predicted bytes by phase and owner (empty for a model that cannot be
     predicted, which trains without a prediction). `engine=auto` chooses the fastest setting that fits; a stage that
     resumes uses the setting that it started with. Limits that an earlier start found by running out of memory apply
-    (`pipeline.stages.memory_limits`).
+    (`pipeline.stages.restart`).
     """
     try:
         if config.engine.auto:
             config = _choose_setting(config, stage, folder, policy, reward)
         config = within_limits(config, stage, folder)
-        found = plan(config, stage, policy=policy, reward=reward, ranks=rank_count())
+        planned = plan(config, stage, policy=policy, reward=reward, ranks=rank_count())
     except UserError:
         raise
     except Exception as problem:
@@ -84,25 +90,27 @@ def announce(
         reason = str(problem).partition("\n")[0]
         _print([f"memory: no prediction for {policy.name} ({type(problem).__name__}: {reason})"])
         return config, {}
-    _print(check_fit(found, refuse=device().type == "cuda"))
+    _print(check_fit(planned, refuse=device().type == "cuda"))
     if stage == "ppo":
-        section = config.ppo.model_copy(update={"shared_forward": found.demand.shares_forward})
+        section = config.ppo.model_copy(update={"shared_forward": planned.demand.shares_forward})
         config = config.model_copy(update={"ppo": section})
-    phases = found.demand.phases.items()
+    phases = planned.demand.phases.items()
     return config, {phase: {owner: size for owner, size in sizes.items() if size >= 0} for phase, sizes in phases}
 
 
-def check_fit(found: Plan, *, refuse: bool) -> list[str]:
-    """Return the lines to print before a stage. Raises UserError where it exceeds the memory and `refuse` is set."""
-    if found.fits:
-        return [found.summary]
-    advice = f"No engine setting fits; use {more_memory(found.task.stage)}"
-    if found.advice is not None:
-        advice = f"This setting fits: {found.advice.changes}"
-    is_close = found.demand.peak <= found.capacity.device
+def check_fit(planned: Plan, *, refuse: bool) -> list[str]:
+    """Return the lines to print before a stage. Raises UserError if it exceeds the memory and `refuse` is True."""
+    if planned.fits:
+        return [planned.summary]
+    candidate = planned.advice
+    if candidate is None:
+        advice = f"No engine setting fits; use {more_memory(planned.task.stage)}"
+    else:
+        advice = f"This setting fits: {candidate.changes}"
+    is_close = planned.demand.peak <= planned.capacity.device
     if refuse and not is_close:
-        raise UserError(f"{found.summary}: the stage does not fit. {advice}")
-    return [found.summary, f"memory: the prediction {'almost fills' if is_close else 'exceeds'} the device. {advice}"]
+        raise UserError(f"{planned.summary}: the stage does not fit. {advice}")
+    return [planned.summary, f"memory: the prediction {'almost fills' if is_close else 'exceeds'} the device. {advice}"]
 
 
 def more_memory(stage: str) -> str:
@@ -130,12 +138,11 @@ def _choose_setting(
     if record is not None and record["ranks"] == ranks:
         _print([f"engine=auto: the setting that this stage started with: {record['words']}"])
         return _configured(config, stage, record)
-    capacity = measure_capacity(config.engine, ranks)
-    task = stage_task(config, stage, policy=policy, reward=reward, ranks=ranks, is_cpu=not capacity.is_gpu)
-    probe = measure(config, task)
-    best: Candidate | None = broadcast_from_rank_zero(fastest(candidates(task, capacity, probe)))
+    planned = plan(config, stage, policy=policy, reward=reward, ranks=ranks)
+    probe = measure(config, planned.task)
+    best: Candidate | None = broadcast_from_rank_zero(fastest(candidates(planned.task, planned.capacity, probe)))
     if best is None:
-        size = format_bytes(capacity.device)
+        size = format_bytes(planned.capacity.device)
         raise UserError(f"engine=auto: no setting fits in {size} a device; use {more_memory(stage)}")
     peak = format_bytes(best.demand.peak)
     _print([f"engine=auto: {best.changes} ({peak}, about {best.step_seconds:.1f} s a step with full-length sequences)"])
@@ -162,10 +169,10 @@ def _configured(config: RunConfig, stage: str, record: Mapping[str, Any]) -> Run
 
 def _read(file: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return record if isinstance(record, dict) else None
 
 
 def _print(lines: Sequence[str]) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from engine import EngineConfig, OptimizerConfig
 from engine.memory import GenerationLoad, ModelShape, Workload, measure_shape
-from pipeline.config.engines import engine_settings
 from pipeline.config.schema import ROLE_ENGINES, EngineSettings, LoraConfig, RunConfig, StageSection
 from pipeline.models.build import EngineChoice
 from pipeline.models.source import ModelSource
@@ -65,7 +64,7 @@ def stage_task(
     for key in ROLE_ENGINES if stage == "ppo" else ():
         own = getattr(ppo, key)
         if own:
-            settings = engine_settings(config.engine, own)
+            settings = config.engine.changed_by(own)
             roles[key.removesuffix("_engine")] = workload(config, stage, ranks, settings, shape, is_cpu=is_cpu)
     may_share = stage == "ppo" and ppo.minibatches == 1 and config.engine.pipeline_parallel == 1
     return StageTask(

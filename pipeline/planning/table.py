@@ -55,13 +55,13 @@ def describe(
     """
     is_here, ranks = capacity is None, ranks or rank_count()
     reward = reward if stage == "ppo" else None
-    found = plan(config, stage, policy=policy, reward=reward, ranks=ranks, capacity=capacity)
-    task, capacity = found.task, found.capacity
+    planned = plan(config, stage, policy=policy, reward=reward, ranks=ranks, capacity=capacity)
+    task, capacity = planned.task, planned.capacity
     counted = f"{ranks} rank{'s' if ranks > 1 else ''}, {task.work.config.dtype}"
     memory = f"{capacity.device / GIB:.1f} GiB {'a device' if capacity.is_gpu else 'of host memory a rank'}"
     yield ""
     yield f"{stage}: {policy.name}, {counted}; {memory}, {capacity.disk / GIB:.0f} GiB of disk a rank"
-    yield from _owners(found)
+    yield from _owners(planned)
     if stage == "dpo":
         yield "  the policy computes the reference log-probabilities before its first step; there is no second model"
     probe = measure(config, task) if is_here else None
@@ -69,51 +69,38 @@ def describe(
         seconds = predict_seconds(task, probe, is_gpu=capacity.is_gpu)
         phases = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items())
         yield f"  seconds a step with full-length sequences: {sum(seconds.values()):.2f} ({phases})"
-    found_candidates = [*candidates(task, capacity, probe)]
-    yield from _settings(found_candidates)
-    best = fastest(found_candidates)
+    settings = [*candidates(task, capacity, probe)]
+    yield from _settings(settings)
+    best = fastest(settings)
     if best is None:
         yield f"  no setting fits; use {more_memory(stage)}"
     else:
         yield f"  the {'fastest' if is_here else 'first'} that fits: {best.changes}"
 
 
-def _owners(found: Plan) -> Iterator[str]:
+def _owners(planned: Plan) -> Iterator[str]:
     """Yield one row for each owner, with one column for each phase."""
-    phases = found.demand.phases
+    phases = planned.demand.phases
     width = max(14, 2 + max(len(phase) for phase in phases))
     yield "  as configured, GiB" + "".join(f"{phase:>{width}}" for phase in phases)
     for owner in dict.fromkeys(owner for owners in phases.values() for owner in owners if owner not in TIERS):
         cells = "".join(f"{owners.get(owner, 0) / GIB:{width}.3f}" for owners in phases.values())
         yield f"    {owner:18}{cells}"
-    yield f"    {'total':18}" + "".join(f"{found.demand.device_bytes(phase) / GIB:{width}.3f}" for phase in phases)
-    verdict = "it fits" if found.fits else "it does not fit"
-    yield f"    host {found.demand.host / GIB:.3f}, files {found.demand.nvme / GIB:.3f}; {verdict}"
+    yield f"    {'total':18}" + "".join(f"{planned.demand.device_bytes(phase) / GIB:{width}.3f}" for phase in phases)
+    verdict = "it fits" if planned.fits else "it does not fit"
+    yield f"    host {planned.demand.host / GIB:.3f}, files {planned.demand.nvme / GIB:.3f}; {verdict}"
 
 
-def _settings(found: Sequence[Candidate]) -> Iterator[str]:
+def _settings(settings: Sequence[Candidate]) -> Iterator[str]:
     """Yield one row for each layout, with the largest micro-batch that fits, or the smallest."""
     yield "  from fastest to leanest:    GiB    host   files   seconds"
     layouts: dict[str, list[Candidate]] = {}
-    for candidate in found:
+    for candidate in settings:
         layouts.setdefault(str(candidate.engine), []).append(candidate)
     for group in layouts.values():
         shown = next((candidate for candidate in group if candidate.fits), group[-1])
         demand = shown.demand
         yield (
             f"    {'fits' if shown.fits else 'no  '} {demand.peak / GIB:22.2f}{demand.host / GIB:8.2f}"
-            f"{demand.nvme / GIB:8.2f}{shown.step_seconds:10.2f}   {_name(shown)}"
+            f"{demand.nvme / GIB:8.2f}{shown.step_seconds:10.2f}   {shown.changes}"
         )
-
-
-def _name(candidate: Candidate) -> str:
-    """Return a short name, such as "zero2, optimizer on cpu, micro-batches of 4096"."""
-    engine = candidate.engine
-    offloaded = [
-        f"{name} on {engine[key]}"
-        for name, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_parameters"))
-        if engine[key] != "none"
-    ]
-    checkpointing = ["checkpointing"] if engine["activation_checkpointing"] else []
-    words = [f"zero{engine['zero_stage']}", *offloaded, *checkpointing]
-    return ", ".join([*words, f"micro-batches of {candidate.micro_batch_tokens}"])

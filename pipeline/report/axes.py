@@ -77,7 +77,7 @@ class Axis:
     high: float
     ticks: tuple[float, ...]
 
-    def place(self, value: float, start: float, end: float) -> float:
+    def pixel(self, value: float, start: float, end: float) -> float:
         """Return the pixel of `value` if `low` is at `start` and `high` at `end`. Clamp values outside the axis."""
         share = (value - self.low) / (self.high - self.low)
         return round(start + min(max(share, 0.0), 1.0) * (end - start), 1)

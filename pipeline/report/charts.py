@@ -16,8 +16,8 @@ from pipeline.report.svg import (
     figure,
     polyline,
     scaffold,
-    x_place,
-    y_place,
+    x_pixel,
+    y_pixel,
 )
 
 MOST_DOTS = 400
@@ -59,7 +59,7 @@ def path_chart(
         return None
     across, up = axis([x for _, x, _ in path]), axis([y for _, _, y in path], bounds=y_bounds)
     right = WIDTH - 16
-    pixels = [(x_place(across, x, right), y_place(up, y)) for _, x, y in path]
+    pixels = [(x_pixel(across, x, right), y_pixel(up, y)) for _, x, y in path]
     parts: list[Child] = [scaffold(across, up, right, x_name, y_name), polyline(pixels, "curve tone-ppo faint")]
     for at, ((step, x, y), (left, top)) in enumerate(zip(path, pixels, strict=True)):
         share = at / (len(path) - 1)
@@ -104,8 +104,8 @@ def scatter_chart(
         parts += [
             element(
                 "circle",
-                cx=x_place(across, x, right),
-                cy=y_place(up, y),
+                cx=x_pixel(across, x, right),
+                cy=y_pixel(up, y),
                 r=3,
                 class_=f"dot tone-{one.tone}",
                 fill_opacity=0.55,
@@ -137,16 +137,16 @@ def interval_chart(
     across = axis(ends, bounds=bounds)
     parts: list[Child] = []
     for tick, label in zip(across.ticks, across.labels(), strict=True):
-        x = across.place(tick, left, right)
+        x = across.pixel(tick, left, right)
         parts.append(element("line", x1=x, x2=x, y1=TOP, y2=height - BOTTOM, class_="rule"))
         parts.append(element("text", label, x=x, y=height - BOTTOM + 14, text_anchor="middle", class_="tick"))
     parts.append(element("text", x_name, x=right, y=height - 6, text_anchor="end", class_="axis"))
     for at, row in enumerate(rows):
         y = TOP + row_height * (at + 0.5)
-        x = across.place(row.mean, left, right)
+        x = across.pixel(row.mean, left, right)
         parts.append(element("text", row.label, x=0, y=y + 4.5, class_=f"label strong tone-{row.tone}"))
         if math.isfinite(row.low) and math.isfinite(row.high):
-            span = {"x1": across.place(row.low, left, right), "x2": across.place(row.high, left, right)}
+            span = {"x1": across.pixel(row.low, left, right), "x2": across.pixel(row.high, left, right)}
             parts.append(element("line", **span, y1=y, y2=y, class_=f"interval tone-{row.tone}"))
         parts.append(element("circle", cx=x, cy=y, r=5.5, class_=f"dot ringed tone-{row.tone}"))
         value = f"{row.mean:.2f}".replace("-", MINUS)
@@ -167,12 +167,12 @@ def bar_chart(
     parts: list[Child] = []
     for at, row in enumerate(rows):
         top = row_height * at + 17
-        width = max(across.place(row.value, 0, right), 1)
+        width = max(across.pixel(row.value, 0, right), 1)
         parts.append(element("text", row.label, x=0, y=top - 4, class_="label"))
         parts.append(element("rect", x=0, y=top, width=right, height=9, rx=2, class_="track"))
         parts.append(element("rect", x=0, y=top, width=width, height=9, rx=2, class_=f"bar tone-{row.tone}"))
         if reference is not None:
-            x = across.place(reference, 0, right)
+            x = across.pixel(reference, 0, right)
             parts.append(element("line", x1=x, x2=x, y1=top - 2, y2=top + 11, class_="mark"))
         parts.append(element("text", row.text, x=right + 8, y=top + 9, class_="label"))
     spoken = ", ".join(f"{row.label} {row.text}" for row in rows)
@@ -181,7 +181,7 @@ def bar_chart(
 
 def meter(share: float, tone: str) -> Markup:
     """Draw a small inline bar for a value in [0, 1]."""
-    width = Axis(0.0, 1.0, ()).place(share, 0, 44)
+    width = Axis(0.0, 1.0, ()).pixel(share, 0, 44)
     track = element("rect", x=0, y=0, width=44, height=6, rx=2, class_="track")
     bar = element("rect", x=0, y=0, width=width, height=6, rx=2, class_=f"bar tone-{tone}")
     return element("svg", track, bar, viewBox="0 0 44 6", class_="meter", aria_hidden="true")

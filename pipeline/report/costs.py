@@ -29,7 +29,7 @@ def speed_section(run: RunReading) -> Markup | None:
     phases = [Series(label, ppo.series(key), tone) for key, label, tone in PPO_PHASES if ppo.series(key)]
     rate = ppo.series("tokens_per_second")
     figures = [_phase_chart(stage) for stage in run.stages.values()]
-    figures.append(line_chart("PPO: seconds a rollout", phases, x_name="rollout", bounds=(0, None)))
+    figures.append(line_chart("PPO: seconds per rollout", phases, x_name="rollout", bounds=(0, None)))
     figures.append(
         line_chart("PPO: tokens per second", [Series("", rate, "plain")], x_name="rollout", bounds=(0, None))
     )
@@ -37,12 +37,12 @@ def speed_section(run: RunReading) -> Markup | None:
     if not rows and not found:
         return None
     head = ("Stage", "Steps", "Time", "Tokens", "Tokens per second")
-    lead = "Wall time, over all ranks together. Tokens per second leave evaluation, saving and export out."
+    lead = "Wall time over all ranks. Tokens per second exclude evaluation, saving and export."
     stages = table(head, rows, numbers=range(1, 5)) if rows else None
-    return section("speed", "Speed", lead, stages, grid(found), foreseen(run))
+    return section("speed", "Speed", lead, stages, grid(found), predicted_seconds(run))
 
 
-def foreseen(run: RunReading) -> Markup | None:
+def predicted_seconds(run: RunReading) -> Markup | None:
     """Build the table of seconds per step and phase: the prediction of engine=auto and the measured mean."""
     rows = []
     for stage in run.stages.values():
@@ -57,15 +57,15 @@ def foreseen(run: RunReading) -> Markup | None:
     if not rows:
         return None
     lead = (
-        "Seconds of a step, as foreseen when the settings were chosen (engine=auto) and as they came out on average. "
-        "Foreseen are steps of full length: every conversation as long as is allowed, every answer drawn to its last "
-        "token. Shorter data takes less in proportion, so above 1 x is usual. Below 1 x something slowed the run down "
-        "that the short measurement beforehand did not see: other work on the machine, first steps that compile and "
-        "warm up (they weigh much in a short run), or a restart with smaller micro-batches after memory ran out."
+        "Seconds per step: the prediction when engine=auto chose the settings, and the measured mean. The prediction "
+        "is for sequences of the largest length. Shorter data takes less time, so a ratio above 1 is usual. A ratio "
+        "below 1 means that the run was slower than the short measurement before it. Possible causes are other work "
+        "on the machine, compilation in the first steps, and a restart with smaller micro-batches after an "
+        "out-of-memory error."
     )
-    head = ("Stage", "Phase", "Foreseen", "Took", "Foreseen / took")
+    head = ("Stage", "Phase", "Predicted", "Measured", "Predicted / measured")
     numbers = table(head, rows, numbers=(2, 3, 4))
-    return element("div", element("h3", "Foreseen and taken"), element("p", lead), numbers)
+    return element("div", element("h3", "Predicted and measured"), element("p", lead), numbers)
 
 
 def _speed_row(stage: StageReading) -> tuple[str, ...]:
@@ -111,9 +111,9 @@ def memory_section(run: RunReading) -> Markup | None:
         ]
     if not rows:
         return None
-    lead = "Peak by rank: what the device's allocator held, and what the process held of the host's memory."
+    lead = "Peak by rank: bytes allocated on the device, and resident host memory of the process."
     if any(len(_entries(stage)) > MOST_RANKS for stage in run.stages.values()):
-        lead += " Of many ranks the one with the highest peak is shown; summary.json has them all."
+        lead += " The table shows only the rank with the highest peak; summary.json has all ranks."
     peaks = table(("Stage", "Rank", "Device", "Host"), rows, numbers=(1, 2, 3))
     return section("memory", "Memory", lead, peaks, ledger(run), restarts(run))
 
@@ -133,8 +133,8 @@ def ledger(run: RunReading) -> Markup | None:
     if not rows:
         return None
     lead = (
-        "By owner at the height of each phase, a rank. Measured from the tensors that lived at a few points of sampled "
-        "steps; what kernels take for a moment has no measurement."
+        "Bytes per rank by owner, at the peak of each phase. Measured from the tensors in memory at some points of "
+        "sampled steps; temporary memory of kernels is not measured."
     )
     head = ("Stage", "Phase", "Owner", "Predicted", "Measured")
     numbers = table(head, rows, numbers=(3, 4))
@@ -182,7 +182,7 @@ def configuration_section(run: RunReading) -> Markup | None:
     if not texts:
         return None
     folded = [element("details", element("summary", title), element("pre", text)) for title, text in texts]
-    lead = "The resolved configuration of each stage. The manifest names what went in and came out by content hash."
+    lead = "The resolved configuration of each stage. The manifest records inputs and outputs by content hash."
     return section("configuration", "Configuration", lead, folded)
 
 

@@ -20,8 +20,8 @@ from pipeline.report.svg import (
     figure,
     polyline,
     scaffold,
-    x_place,
-    y_place,
+    x_pixel,
+    y_pixel,
 )
 
 MOST_POINTS = 400
@@ -53,7 +53,7 @@ def line_chart(
     right = WIDTH - label_width
     parts: list[Child] = [scaffold(across, up, right, x_name)]
     if reference is not None:
-        y = y_place(up, reference)
+        y = y_pixel(up, reference)
         parts.append(element("line", x1=LEFT, x2=right, y1=y, y2=y, class_="reference"))
     parts += [_curve(one, across, up, right) for one in shown]
     parts.append(_end_labels(shown, up, right))
@@ -62,7 +62,7 @@ def line_chart(
 
 
 def _curve(one: Series, across: Axis, up: Axis, right: float) -> list[Markup]:
-    pixels = [(x_place(across, x, right), y_place(up, y) if math.isfinite(y) else math.nan) for x, y in one.points]
+    pixels = [(x_pixel(across, x, right), y_pixel(up, y) if math.isfinite(y) else math.nan) for x, y in one.points]
     tone = f"tone-{one.tone}"
     if one.sparse or len(pixels) < 2:
         finite = [pixel for pixel in pixels if math.isfinite(pixel[1])]
@@ -92,7 +92,7 @@ def _end_labels(shown: Sequence[Series], up: Axis, right: float) -> list[Markup]
     labels = []
     for one in shown:
         y = _last(one)
-        labels.append((y_place(up, y), one, y))
+        labels.append((y_pixel(up, y), one, y))
     labels.sort(key=lambda item: item[0])
     block = LINE_HEIGHT * (1 if len(shown) == 1 else 2)
     free = HEIGHT - BOTTOM - block * len(labels)
@@ -119,7 +119,7 @@ def _hover(shown: Sequence[Series], across: Axis, right: float, x_name: str) -> 
     """Draw invisible columns that show the values of a step under the mouse pointer."""
     steps = sorted({x for one in shown for x, _ in one.points})
     shown_steps = _evenly(steps, HOVER_COLUMNS)
-    pixels = [x_place(across, step, right) for step in shown_steps]
+    pixels = [x_pixel(across, step, right) for step in shown_steps]
     columns = []
     for at, (step, x) in enumerate(zip(shown_steps, pixels, strict=True)):
         start = LEFT if at == 0 else (pixels[at - 1] + x) / 2

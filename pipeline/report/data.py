@@ -104,17 +104,25 @@ class RunReading:
         method = self.setting("method")
         return METHODS[method][-1] if method in METHODS else "ppo"
 
-    def samples(self) -> Sequence[Sample]:
-        """Return the held-out answers of the compared policy, else of the latest stage that has answers.
+    @property
+    def temperatures(self) -> list[float]:
+        """Return the temperatures of the held-out answers. The first is that of the curves."""
+        return list(dict.fromkeys(sample.temperature for sample in self._all_samples()))
+
+    def samples(self, temperature: float) -> Sequence[Sample]:
+        """Return the held-out answers at a temperature of the compared policy, else of the latest stage with answers.
 
         Answers of the other policy to the same prompts are added.
         """
+        return [sample for sample in self._all_samples() if sample.temperature == temperature]
+
+    def _all_samples(self) -> Sequence[Sample]:
         order = [self.policy, *reversed(STAGES)]
         stage = next((name for name in order if self.stage(name).samples), None)
         if stage is None:
             return ()
-        others = {sample.prompt: sample for name in POLICIES if name != stage for sample in self.stage(name).samples}
-        return [sample.beside(others.get(sample.prompt)) for sample in self.stage(stage).samples]
+        others = {sample.key: sample for name in POLICIES if name != stage for sample in self.stage(name).samples}
+        return [sample.merge(others.get(sample.key)) for sample in self.stage(stage).samples]
 
 
 def read_run(run_dir: Path) -> RunReading:

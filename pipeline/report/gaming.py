@@ -33,8 +33,8 @@ def gaming(
     """
     path = [point for point in path if all(math.isfinite(value) for value in point)]
     if len(path) < 3:
-        reason = "Fewer than three evaluations have both scores; a lower ppo.eval_every makes more."
-        return Gaming("open", "Can't be told.", reason)
+        reason = "Fewer than three evaluations have both scores. A lower ppo.eval_every gives more."
+        return Gaming("open", "Unknown.", reason)
     (_, first_reward, first_gold), (last, last_reward, last_gold) = path[0], path[-1]
     best, reward_then, best_gold = max(path, key=lambda point: point[2])
     rewards = f"{_plain(reward_then)} to {_plain(last_reward)}"
@@ -43,11 +43,11 @@ def gaming(
             "bad",
             "Yes.",
             f"Gold was best at rollout {best:g} ({best_gold:.2f}) and fell to {last_gold:.2f} by rollout {last:g}, "
-            f"while the reward score went on from {rewards}: the policy learned to please the {rewarder} instead. An "
-            "earlier stop or a larger ppo.kl_coef would have served better.",
+            f"while the reward score rose from {rewards}: the policy exploits errors of the {rewarder}. Stop earlier, "
+            "or raise ppo.kl_coef.",
         )
     if last_reward <= first_reward:
-        return Gaming("open", "No.", "The held-out reward score did not rise, so nothing can have been gamed.")
+        return Gaming("open", "No.", "The held-out reward score did not rise, so it was not gamed.")
     if helped or last_gold - first_gold > noise:
         return Gaming(
             "good",
@@ -59,7 +59,7 @@ def gaming(
         "open",
         "Possibly.",
         f"The reward score rose from {_plain(first_reward)} to {_plain(last_reward)}, gold stayed near "
-        f"{last_gold:.2f}: the {rewarder} pays for something that the gold scorer does not see.",
+        f"{last_gold:.2f}: the {rewarder} may reward something that the gold scorer does not measure.",
     )
 
 

@@ -34,7 +34,7 @@ NAMES = {
 def write_report(run_dir: Path) -> Path:
     """Write `run_dir/report.html` atomically, and return its path. Raise UserError if the folder is missing."""
     if not run_dir.is_dir():
-        raise UserError(f"there is no run folder {run_dir}; give the folder that holds sft/, reward/, dpo/ or ppo/")
+        raise UserError(f"there is no run folder {run_dir}: set the folder that contains sft/, reward/, dpo/ or ppo/")
     path = run_dir / REPORT
     write_whole(path, render_report(read_run(run_dir)))
     return path
@@ -48,13 +48,13 @@ def render_report(run: RunReading) -> Markup:
     return document(
         f"{run.name} - zerochat report",
         element("main", comparison.verdict_header(run, costs.facts(run)), contents, parts.values()),
-        element("footer", "Written by zerochat. Everything on this page stands in the run folder as JSON and YAML."),
+        element("footer", "Written by zerochat. All figures of this page are in the run folder, as JSON and YAML."),
     )
 
 
 def _parts(run: RunReading) -> Mapping[str, Markup | None]:
     reward, dpo = run.stage("reward"), run.stage("dpo")
-    unused = " PPO did without it." if run.rewarder == "reward function" else ""
+    unused = " PPO did not use it." if run.rewarder == "reward function" else ""
     return {
         "changes": comparison.changes_section(run),
         "gaming": comparison.gaming_section(run),
@@ -75,14 +75,14 @@ def _parts(run: RunReading) -> Mapping[str, Markup | None]:
         "dpo": stage_section(
             dpo,
             "Stage 2: direct preference optimisation",
-            "Trained to prefer the chosen answer of a pair to the rejected one by more than SFT's model does.",
+            "Trained to prefer the chosen answer of a pair to the rejected one, more than the SFT model does.",
             DPO_PLOTS,
             accuracy_chart(dpo),
         ),
         "ppo": stage_section(
             run.stage("ppo"),
             "Stage 3: PPO",
-            "Thin lines are single rollouts, thick ones a centred mean; dots are evaluations on held-out prompts.",
+            "Thin lines: single rollouts. Thick lines: centred running mean. Dots: evaluations on held-out prompts.",
             PPO_PLOTS,
         ),
         "speed": costs.speed_section(run),

@@ -50,8 +50,8 @@ RATE = Plot("Learning rate", "As scheduled.", [Curve("lr", exact=True)], (0, Non
 
 SFT_PLOTS = (
     Plot(
-        "Loss, nats a token",
-        "Lower is better; held-out far above training means overfitting.",
+        "Loss, nats per token",
+        "Lower is better. A held-out loss far above the training loss means overfitting.",
         _pair("loss", "eval_loss"),
     ),
     GRADIENT,
@@ -60,49 +60,56 @@ SFT_PLOTS = (
 
 REWARD_PLOTS = (
     Plot(
-        "Loss, nats a pair",
-        "0.69 is a coin toss.",
+        "Loss, nats per pair",
+        "0.69 is the loss of a random choice.",
         _pair("loss", "eval_loss"),
         (0, None),
         0.6931,
     ),
     Plot(
         "Accuracy",
-        "Share of pairs in which the chosen answer scores higher; 0.5 is a coin toss.",
-        _pair("accuracy", "eval_accuracy"),
-        (None, 1),
-        0.5,
-    ),
-    Plot("Margin", "Mean score of the chosen answers above the rejected ones.", [Curve("margin")], (None, None), 0.0),
-    GRADIENT,
-    RATE,
-)
-
-DPO_PLOTS = (
-    Plot(
-        "Loss a pair",
-        "Of the sigmoid loss 0.69 is where it begins; held-out rising while training falls means overfitting.",
-        _pair("loss", "eval_loss"),
-        (0, None),
-    ),
-    Plot(
-        "Accuracy",
-        "Share of pairs whose chosen answer has become likelier by more than the rejected one; 0.5 is a coin toss. In "
-        "the first step nothing has been learned yet, and rounding decides.",
+        "Share of pairs in which the chosen answer scores higher; 0.5 is a random choice.",
         _pair("accuracy", "eval_accuracy"),
         (None, 1),
         0.5,
     ),
     Plot(
         "Margin",
-        "Mean reward of the chosen answers above the rejected ones.",
+        "Mean score of the chosen answers minus that of the rejected answers.",
+        [Curve("margin")],
+        (None, None),
+        0.0,
+    ),
+    GRADIENT,
+    RATE,
+)
+
+DPO_PLOTS = (
+    Plot(
+        "Loss per pair",
+        "The sigmoid loss begins at 0.69. A rising held-out loss with a falling training loss means overfitting.",
+        _pair("loss", "eval_loss"),
+        (0, None),
+    ),
+    Plot(
+        "Accuracy",
+        "Share of pairs whose chosen answer has gained more probability than the rejected one; 0.5 is a random choice. "
+        "In the first step the model is unchanged, so rounding decides.",
+        _pair("accuracy", "eval_accuracy"),
+        (None, 1),
+        0.5,
+    ),
+    Plot(
+        "Margin",
+        "Mean reward of the chosen answers minus that of the rejected answers.",
         _pair("margin", "eval_margin"),
         (None, None),
         0.0,
     ),
     Plot(
         "Rewards",
-        "beta times the log-ratio to the reference. Where both fall, good answers become unlikely, too: dpo.sft_coef.",
+        "beta times the log-ratio to the reference. If both fall, chosen answers become unlikely too: raise "
+        "dpo.sft_coef.",
         (
             Curve("chosen_reward", "chosen", "strong"),
             Curve("rejected_reward", "rejected"),
@@ -113,13 +120,13 @@ DPO_PLOTS = (
         0.0,
     ),
     Plot(
-        "Log-probability, nats an answer",
-        "Of the data's answers.",
+        "Log-probability, nats per answer",
+        "Of the answers in the data.",
         (Curve("chosen_logprob", "chosen", "strong"), Curve("rejected_logprob", "rejected")),
     ),
     Plot(
-        "Drift, nats an answer",
-        "How far the log-probabilities of the data's answers have moved from the reference's, either way.",
+        "Drift, nats per answer",
+        "Mean absolute difference of the answers' log-probabilities from the reference.",
         [Curve("drift")],
         (0, None),
     ),
@@ -130,33 +137,35 @@ DPO_PLOTS = (
 PPO_PLOTS = (
     Plot(
         "Reward score",
-        "Mean over the answers of a rollout, and over held-out prompts.",
+        "Mean over the answers of a rollout, and over held-out prompts at the first of evaluation.temperatures.",
         (Curve("score", "rollouts"), Curve("eval_score", "held-out", "strong", sparse=True)),
     ),
     Plot(
-        "Reward function's part of the score",
-        "Mean over the answers of a rollout, and over held-out prompts.",
+        "Reward function's share of the score",
+        "Mean over the answers of a rollout, and over held-out prompts at the first of evaluation.temperatures.",
         (Curve("function_score", "rollouts"), Curve("eval_function_score", "held-out", "strong", sparse=True)),
     ),
     Plot(
-        "Reward in all",
-        "Mean of what answers earned: the score, its penalties, and the KL where that counts in the reward.",
+        "Total reward",
+        "Mean over answers of the score, its penalties, and the KL if ppo.kl_in=reward.",
         [Curve("reward")],
     ),
     Plot("Spread of the score", "Standard deviation within a rollout.", [Curve("score_std")], (0, None)),
-    Plot("KL to the reference, nats a sequence", "How far the policy has moved from SFT.", [Curve("kl")]),
+    Plot("KL to the reference, nats per sequence", "Distance of the policy from the SFT model.", [Curve("kl")]),
     Plot(
         "Prompts without a signal",
-        "Share of prompts whose answers all scored the same: nothing is learned from them.",
+        "Share of prompts whose answers all have the same score: they give no gradient.",
         [Curve("alike_prompts")],
         (0, 1),
     ),
-    Plot("Entropy, nats a token", "A fall to zero means one answer only.", [Curve("entropy")], (0, None)),
-    Plot("Answer length, tokens", "The end token included.", [Curve("response_length")], (0, None)),
-    Plot("Finished answers", "Share that ends with an end token.", [Curve("eos_rate")], (0, 1)),
+    Plot(
+        "Entropy, nats per token", "Near zero, the policy always gives the same answer.", [Curve("entropy")], (0, None)
+    ),
+    Plot("Answer length, tokens", "With the end token.", [Curve("response_length")], (0, None)),
+    Plot("Finished answers", "Share of answers with an end token.", [Curve("eos_rate")], (0, 1)),
     Plot(
         "First ratio, distance from 1",
-        "On the first minibatch of a rollout nothing has been learned yet, so this has to be rounding error.",
+        "In the first minibatch of a rollout the policy is unchanged, so the distance must be rounding error.",
         (
             Curve("first_ratio", "mean", minus=1.0),
             Curve("first_ratio_max_deviation", "largest", "strong"),
@@ -166,24 +175,30 @@ PPO_PLOTS = (
     ),
     Plot(
         "Clipped tokens",
-        "Share whose gradient the clipping stops. Policy above about 0.3: steps are too large.",
+        "Share of tokens without a gradient because of clipping. Above about 0.3 for the policy, steps are too large.",
         (Curve("clip_fraction", "policy"), _critic("value_clip_fraction")),
         (0, None),
     ),
-    Plot("KL of an update, nats a token", "Between the policy before and after.", [Curve("approx_kl")]),
-    Plot("Policy loss", "Clipped surrogate; its level means little.", [Curve("policy_loss")]),
+    Plot("KL of an update, nats per token", "Between the policy before and after the update.", [Curve("approx_kl")]),
+    Plot("Policy loss", "Clipped surrogate. Its level has no meaning.", [Curve("policy_loss")]),
     Plot("Value loss", "Half the squared error of the critic, clipped.", [Curve("value_loss")], (0, None)),
     Plot(
         "Explained variance",
-        "Share of the returns' variance the critic foresees; 0 is as good as their mean.",
+        "Share of the variance of the returns that the critic predicts; 0 is as good as predicting their mean.",
         [Curve("explained_variance")],
         (None, 1),
         0.0,
     ),
-    Plot("KL coefficient", "Weight of the penalty, adapted.", [Curve("kl_coef")], (0, None), only_if_moving=True),
+    Plot(
+        "KL coefficient",
+        "Weight of the KL penalty, adapted to ppo.kl_target.",
+        [Curve("kl_coef")],
+        (0, None),
+        only_if_moving=True,
+    ),
     Plot(
         "Gap between generator and trainer",
-        "Mean difference of a token's probability; above 0.01 something is broken.",
+        "Mean difference of a token's probability. Above 0.01, generator and trainer are different models.",
         [Curve("generator_gap")],
         (0, None),
     ),
@@ -232,10 +247,10 @@ def stage_section(
     if not stage.finished:
         notes.append(f"Unfinished: the last logged step is {stage.last_step}.")
     if stage.bad_lines:
-        notes.append(f"{stage.bad_lines} unreadable line(s) of metrics.jsonl left out.")
+        notes.append(f"{stage.bad_lines} unreadable line(s) of metrics.jsonl are ignored.")
     exported, steps = stage.number("exported_step"), stage.number("steps")
     if exported is not None and exported != steps:
-        notes.append(f"The model is that of step {exported:.0f}, the best of the evaluations.")
+        notes.append(f"The exported model is that of step {exported:.0f}, the best of the evaluations.")
     text = " ".join([lead, *notes])
     return section(stage.name, title, text, grid([*plots(stage, wanted), *(chart for chart in more if chart)]))
 
@@ -255,8 +270,8 @@ def accuracy_chart(stage: StageReading) -> Markup | None:
         if value is not None
     ]
     note = (
-        "The mark is a coin toss. Much lower where the rejected answer is longer: the model has learned to like length."
-        " Answers of equal length are in neither."
+        "The mark is a random choice. A much lower value for longer rejected answers means that the model prefers "
+        "length. Pairs of equal length are in neither group."
     )
     if pairs := stage.number("eval_pairs"):
         note = f"{pairs:.0f} pairs. {note}"

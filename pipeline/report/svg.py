@@ -38,26 +38,26 @@ def figure(title: str, note: Child, description: str, parts: Child, height: floa
     return element("figure", caption, drawing)
 
 
-def x_place(across: Axis, value: float, right: float) -> float:
+def x_pixel(across: Axis, value: float, right: float) -> float:
     """Return the pixel of `value` on the horizontal axis, which ends at `right`."""
-    return across.place(value, LEFT, right)
+    return across.pixel(value, LEFT, right)
 
 
-def y_place(up: Axis, value: float) -> float:
+def y_pixel(up: Axis, value: float) -> float:
     """Return the pixel of `value` on the vertical axis. SVG counts pixels downwards."""
-    return up.place(value, HEIGHT - BOTTOM, TOP)
+    return up.pixel(value, HEIGHT - BOTTOM, TOP)
 
 
 def scaffold(across: Axis, up: Axis, right: float, x_name: str, y_name: str = "") -> list[Markup]:
     """Draw the grid lines, ticks and names of both axes."""
     parts = []
     for tick, label in zip(up.ticks, up.labels(), strict=True):
-        y = y_place(up, tick)
+        y = y_pixel(up, tick)
         parts.append(element("line", x1=LEFT, x2=right, y1=y, y2=y, class_="rule"))
         parts.append(element("text", label, x=LEFT - 7, y=y + 4, text_anchor="end", class_="tick"))
     parts.append(element("line", x1=LEFT, x2=right, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, class_="base"))
     for tick, label in zip(across.ticks, across.labels(), strict=True):
-        x = x_place(across, tick, right)
+        x = x_pixel(across, tick, right)
         parts.append(element("text", label, x=x, y=HEIGHT - BOTTOM + 14, text_anchor="middle", class_="tick"))
     parts.append(element("text", x_name, x=right, y=HEIGHT - 6, text_anchor="end", class_="axis"))
     if y_name:
@@ -65,8 +65,8 @@ def scaffold(across: Axis, up: Axis, right: float, x_name: str, y_name: str = ""
     return parts
 
 
-def polyline(places: Sequence[Point], class_: str) -> Markup:
-    """Draw one line through `places`, or a dot for a single point."""
-    if len(places) == 1:  # A line of one point is invisible.
-        return element("circle", cx=places[0][0], cy=places[0][1], r=1.5, class_=class_.replace("curve", "dot"))
-    return element("polyline", points=" ".join(f"{x:g},{y:.1f}" for x, y in places), class_=class_)
+def polyline(points: Sequence[Point], class_: str) -> Markup:
+    """Draw one line through `points`, or a dot for a single point."""
+    if len(points) == 1:  # A line of one point is invisible.
+        return element("circle", cx=points[0][0], cy=points[0][1], r=1.5, class_=class_.replace("curve", "dot"))
+    return element("polyline", points=" ".join(f"{x:g},{y:.1f}" for x, y in points), class_=class_)

@@ -2,39 +2,39 @@
 
 If there is a gold score, it decides, because it was never used for training. The score of a reward model alone decides
 nothing, because PPO was trained on it. The score of a reward function shows whether answers improved by its own
-criteria. Intervals are over the held-out prompts of one run. They do not cover other training seeds, and the text of
-the report states this.
+criteria. The verdict is "helped" only if it holds at each temperature of the evaluation. Intervals are over the
+held-out prompts of one run. They do not cover other training seeds, and the text of the report states this.
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from pipeline.config.stages import ANSWERING, STAGES
-from pipeline.evaluation.samples import Sample
+from pipeline.evaluation.samples import BEST_OF, Sample
 from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval
 from pipeline.report.data import RunReading, StageReading, read_run
 
-LABELS = {"base": "Base"} | {stage: STAGES[stage].title for stage in ANSWERING}
+LABELS = {"base": "Base", "sft": STAGES["sft"].title, BEST_OF: "SFT, best of n"} | {
+    stage: STAGES[stage].title for stage in ANSWERING
+}
 """The display names of the models that answer held-out prompts, in display order."""
 Measure = Literal["gold", "scores", "function"]
 Outcome = Literal["good", "bad", "open"]
 
 ONE_RUN = (
-    "The interval is a paired bootstrap over prompts of this one run. Another training seed would move the figures "
-    "too: compare several runs before relying on a small difference."
+    "The intervals are paired t-intervals over the prompts of this one run. Another training seed would change the "
+    "figures too: compare several runs before relying on a small difference."
 )
 FEWEST_PROMPTS = 8
-RESAMPLES = 4_000
 SCORE = {
     "reward model": "The reward score",
     "reward function": "The reward function's score",
-    "reward": "The score of reward model and reward function together",
+    "reward": "The sum of reward model and reward function",
 }
 MOVED: dict[Outcome, str] = {"good": "rose", "bad": "fell", "open": "did not clearly change"}
 
@@ -68,7 +68,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The headline of the report, its outcome, its evidence, and the limits of the evidence."""
+    """The headline of the report, its outcome, its evidence, and the limits of the evidence.
+
+    A headline about one temperature is a clause without a full stop and without the temperature.
+    """
 
     outcome: Outcome
     headline: str
@@ -77,12 +80,12 @@ class Verdict:
 
 
 def standings(samples: Sequence[Sample], measure: Measure) -> list[Interval]:
-    """Return each model's mean over the prompts that have a value, with its bootstrap interval."""
+    """Return each model's mean over the prompts that have a value, with its interval."""
     rows = []
     for model in LABELS:
         values = [value for sample in samples if (value := _values(sample, measure).get(model)) is not None]
         if values:
-            rows.append(Interval(LABELS[model], *bootstrap_mean(values), tone=model))
+            rows.append(Interval(LABELS[model], *mean_interval(values), tone=model))
     return rows
 
 
@@ -115,38 +118,73 @@ def judge(run: RunReading) -> Verdict:
     verdict, step = _judge_finished(run), policy.number("exported_step")
     if policy.name == "dpo" or run.setting("ppo", "export") != "best" or step is None:  # DPO chooses it by pairs
         return verdict
-    chosen = f"The model is that of rollout {step:.0f}, the best by its score on these same prompts, which favours it."
+    chosen = (
+        f"The model of rollout {step:.0f} was selected by its score on these prompts, which biases the result upwards."
+    )
     return replace(verdict, evidence=f"{verdict.evidence} {chosen}")
 
 
 def _judge_finished(run: RunReading) -> Verdict:
-    policy, samples = run.stage(run.policy), run.samples()
+    """Return the verdict over all temperatures: good if it is good at each of them, bad if it is bad at one of them."""
+    found = {temperature: _judge_at(run, temperature) for temperature in run.temperatures}
+    verdicts = {temperature: verdict for temperature, verdict in found.items() if verdict is not None}
+    if not verdicts:
+        return _judge_without_grades(run)
+    temperatures: dict[str, list[float]] = {}
+    for temperature, verdict in verdicts.items():
+        temperatures.setdefault(verdict.headline, []).append(temperature)
+    headlines = [f"{headline} at {format_temperatures(equal)}." for headline, equal in temperatures.items()]
+    evidence = [f"Temperature {temperature:g}: {verdict.evidence}" for temperature, verdict in verdicts.items()]
+    outcomes = {verdict.outcome for verdict in verdicts.values()}
+    outcome: Outcome = "bad" if "bad" in outcomes else "open" if "open" in outcomes else "good"
+    caveats = dict.fromkeys(verdict.caveat for verdict in verdicts.values() if verdict.caveat)
+    return Verdict(outcome, " ".join(headlines), "\n".join(evidence), " ".join(caveats))
+
+
+def format_temperatures(temperatures: Sequence[float]) -> str:
+    """Return temperatures as text, such as "temperature 1" or "temperatures 1 and 0"."""
+    names = [f"{temperature:g}" for temperature in temperatures]
+    return f"temperatures {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else f"temperature {names[0]}"
+
+
+def _judge_at(run: RunReading, temperature: float) -> Verdict | None:
+    """Return the verdict at one temperature; None if the answers at this temperature have no grades to decide by."""
+    policy, samples = run.stage(run.policy), run.samples(temperature)
     reward = change(samples, "scores", "sft", policy.name)
     gold = change(samples, "gold", "sft", policy.name)
     if gold is not None:
-        return _by_gold(gold, reward, run.rewarder)
-    sft_gold, policy_gold = run.stage("sft").number("gold_score"), policy.number("gold_score")
-    if sft_gold is not None and policy_gold is not None:
-        return _by_summary(sft_gold, policy_gold, LABELS[policy.name])
-    if policy.name == "dpo":
-        return _by_nobody(policy)
-    if reward is None:
-        return Verdict("open", "PPO has finished.", "No scored held-out answers are in this folder.")
+        return _by_gold(gold, reward, change(samples, "gold", BEST_OF, policy.name), run.rewarder)
+    if policy.name == "dpo" or reward is None:
+        return None
     if run.rewarder == "reward function":
         return _by_function(reward)
     return _by_reward(reward, change(samples, "function", "sft", "ppo"), run.rewarder)
 
 
+def _judge_without_grades(run: RunReading) -> Verdict:
+    """Return the verdict on a finished policy without graded answers: by the summaries of the stages, if possible."""
+    policy = run.stage(run.policy)
+    sft_gold, policy_gold = run.stage("sft").number("gold_score"), policy.number("gold_score")
+    if sft_gold is not None and policy_gold is not None:
+        return _by_summary(sft_gold, policy_gold, LABELS[policy.name])
+    if policy.name == "dpo":
+        return _by_nobody(policy)
+    return Verdict("open", "PPO has finished.", "This folder has no scored held-out answers.")
+
+
 def conclusion(run_dir: Path) -> str | None:
-    """Return the verdict on a run folder as text; None before PPO or DPO has finished."""
+    """Return the verdict on a run folder as lines: the headline and the evidence of each temperature.
+
+    Returns None before PPO or DPO has finished.
+    """
     run = read_run(run_dir)
     if not run.stage(run.policy).finished:
         return None
     verdict = judge(run)
-    return f"{verdict.headline} {verdict.evidence}"
+    return f"{verdict.headline}\n{verdict.evidence}"
 
 
-def _by_gold(gold: Change, reward: Change | None, rewarder: str) -> Verdict:
+def _by_gold(gold: Change, reward: Change | None, best_of: Change | None, rewarder: str) -> Verdict:
     label = LABELS[gold.after]
     method = "RLHF" if gold.after == "ppo" else label
     evidence = (
@@ -155,22 +193,27 @@ def _by_gold(gold: Change, reward: Change | None, rewarder: str) -> Verdict:
     )
     if reward:
         evidence += f" {SCORE[rewarder]}, which PPO was trained on, changed by {_interval(reward)}."
+    if best_of:
+        evidence += (
+            f" The best of several SFT answers by the {rewarder} has a mean gold score of {best_of.old_mean:.2f}; "
+            f"{label} differs from it by {_interval(best_of)}."
+        )
     if gold.outcome == "good":
-        return Verdict("good", f"{method} helped.", evidence, ONE_RUN)
+        return Verdict("good", f"{method} helped", evidence, ONE_RUN)
     if gold.outcome == "bad":
         gamed = reward is not None and reward.outcome == "good"
-        headline = f"{method} hurt: the {rewarder} was gamed." if gamed else f"{method} hurt."
+        headline = f"{method} hurt (the {rewarder} was gamed)" if gamed else f"{method} hurt"
         return Verdict("bad", headline, evidence, ONE_RUN)
     few = gold.prompts < FEWEST_PROMPTS
-    reason = "These are too few prompts to tell." if few else "The interval of gold contains zero."
-    return Verdict("open", f"No clear difference between SFT and {label}.", f"{evidence} {reason}", ONE_RUN)
+    reason = "There are too few prompts for a verdict." if few else "The interval of the gold score contains zero."
+    return Verdict("open", f"No clear difference between SFT and {label}", f"{evidence} {reason}", ONE_RUN)
 
 
 def _by_summary(sft: float, policy: float, label: str) -> Verdict:
     rose = "rose" if policy > sft else "fell" if policy < sft else "stayed"
     evidence = (
-        f"From {sft:.2f} after SFT to {policy:.2f} after {label}, by the stages' summaries. The answers themselves are "
-        "not in this folder, so how sure the difference is can't be told."
+        f"From {sft:.2f} after SFT to {policy:.2f} after {label}, by the summaries of the stages. This folder "
+        "does not have the answers, so there is no interval."
     )
     return Verdict("open", f"The gold score {rose} with {label}, without an interval.", evidence)
 
@@ -180,23 +223,23 @@ def _by_function(reward: Change) -> Verdict:
     means = f"{format_number(reward.old_mean)} after SFT to {format_number(reward.new_mean)} after PPO"
     still = "" if reward.better or reward.worse else " No answer's score changed."
     evidence = (
-        f"On the same {reward.prompts} held-out prompts the mean went from {means}: {_interval(reward)}."
-        f"{still}{_few(reward)} "
-        "PPO was trained on this function, with other prompts; what it does not check, only the answers show."
+        f"On the same {reward.prompts} held-out prompts the mean went from {means}: "
+        f"{_interval(reward)}.{still}{_few(reward)} PPO was trained on this function with other prompts. Read the "
+        "answers for what the function does not check."
     )
-    headline = f"{SCORE['reward function']} {MOVED[reward.outcome]} with PPO."
+    headline = f"{SCORE['reward function']} {MOVED[reward.outcome]} with PPO"
     return Verdict(reward.outcome, headline, evidence, ONE_RUN)
 
 
 def _by_reward(reward: Change, function: Change | None, rewarder: str) -> Verdict:
-    part = f" The reward function's part of it changed by {_interval(function)}." if function else ""
+    part = f" The reward function's share of the score changed by {_interval(function)}." if function else ""
     evidence = (
-        f"From SFT to PPO it changed by {_interval(reward)} on the same {reward.prompts} held-out "
+        f"From SFT to PPO the score changed by {_interval(reward)} on the same {reward.prompts} held-out "
         f"prompts.{part}{_few(reward)} PPO was trained on this score, and this data has no gold score to judge by: "
-        "read the answers to see whether they are better, or let a function judge them (evaluation.judge)."
+        "read the answers to see whether they are better, or set evaluation.judge to a function that grades them."
     )
     outcome: Outcome = "bad" if reward.outcome == "bad" else "open"
-    return Verdict(outcome, f"{SCORE[rewarder]} {MOVED[reward.outcome]} with PPO.", evidence, ONE_RUN)
+    return Verdict(outcome, f"{SCORE[rewarder]} {MOVED[reward.outcome]} with PPO", evidence, ONE_RUN)
 
 
 def _by_nobody(dpo: StageReading) -> Verdict:
@@ -204,14 +247,14 @@ def _by_nobody(dpo: StageReading) -> Verdict:
     accuracy, pairs = dpo.number("eval_accuracy"), dpo.number("eval_pairs")
     ranked = "" if accuracy is None else f"It ranks {accuracy:.0%} of {pairs:.0f} held-out pairs as they are labelled. "
     evidence = (
-        f"{ranked}This data has no gold score to judge by: read the answers to see whether they are better, or let a "
-        "function judge them (evaluation.judge)."
+        f"{ranked}This data has no gold score to judge by: read the answers to see whether they are better, or set "
+        "evaluation.judge to a function that grades them."
     )
     return Verdict("open", "DPO has finished.", evidence)
 
 
 def _few(one: Change) -> str:
-    return " These are too few prompts to tell." if one.prompts < FEWEST_PROMPTS else ""
+    return " There are too few prompts for a verdict." if one.prompts < FEWEST_PROMPTS else ""
 
 
 def _unfinished(run: RunReading) -> Verdict:
@@ -224,9 +267,9 @@ def _unfinished(run: RunReading) -> Verdict:
     if not parts:
         parts.append("No stage of this run has logged a step yet.")
     if running or not finished:
-        parts.append("The same command continues it, and writes this page again.")
+        parts.append("Run the same command again to resume; it also writes this page again.")
     else:
-        parts.append("The same command with stage=all runs the others, and writes this page again.")
+        parts.append("Run the same command with stage=all for the other stages; it also writes this page again.")
     word = "finished" if run.stage(run.policy).started else "run"
     return Verdict("open", f"Too early to say: {LABELS[run.policy]} has not {word}.", " ".join(parts))
 
@@ -242,26 +285,46 @@ def _interval(one: Change) -> str:
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of `after - before` over prompts, and the ends of its 95% interval.
+    """Return the mean of `after - before` over prompts, and the ends of its 95% interval (see `mean_interval`).
 
-    The interval is a percentile bootstrap over prompts (Efron & Tibshirani, 1993, chapter 13) with a fixed seed. It
-    covers the choice of held-out prompts, but not the training seed. With one prompt the ends are nan.
+    The interval covers the choice of held-out prompts, but not the training seed.
     Raise ValueError without values or if the lengths differ.
     """
     if len(before) != len(after):
         raise ValueError(f"a paired difference needs equally many values, not {len(before)} and {len(after)}")
-    return bootstrap_mean(np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64))
+    return mean_interval([new - old for old, new in zip(before, after, strict=True)])
 
 
-def bootstrap_mean(values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
-    """Return the mean of `values` (N,) and its 95% percentile bootstrap interval. Raise ValueError without values."""
-    sample = np.asarray(values, dtype=np.float64)
-    if sample.size == 0:
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of `values` (N,) and the ends of its 95% t-interval, which also fits small samples.
+
+    With one value the ends are nan. Raise ValueError without values.
+    """
+    if not values:
         raise ValueError("the mean of no values is undefined")
-    mean = float(sample.mean())
-    if sample.size == 1:
+    mean = statistics.fmean(values)
+    if len(values) == 1:
         return mean, math.nan, math.nan
-    # Sample how often each value occurs instead of its indices: (RESAMPLES, N) small integers are enough.
-    counts = np.random.default_rng(0).multinomial(sample.size, np.full(sample.size, 1 / sample.size), RESAMPLES)
-    low, high = np.percentile(counts @ sample / sample.size, [2.5, 97.5])
-    return mean, float(low), float(high)
+    half = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, mean - half, mean + half
+
+
+def t_quantile(freedom: int) -> float:
+    """Return the 97.5% quantile of Student's t distribution with `freedom` degrees of freedom.
+
+    One and two degrees of freedom have closed forms. The others use the expansion 26.7.5 of Abramowitz & Stegun, whose
+    error is below 0.4% from three degrees on.
+    """
+    if freedom == 1:
+        return math.tan(math.pi * 0.475)
+    if freedom == 2:
+        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
+    z = statistics.NormalDist().inv_cdf(0.975)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return sum(term / freedom**power for power, term in enumerate(terms))

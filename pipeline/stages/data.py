@@ -12,7 +12,6 @@ from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import is_rank_zero, on_rank_zero
 from pipeline.errors import UserError
-from pipeline.imports import kept_for_good
 
 Encoded = TypeVar("Encoded", bound=Sequence[object])
 
@@ -36,8 +35,7 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
     def load() -> dict[str, int]:
         if not made_here(config.data, stage):
             print(f"{stage}: reading the data", flush=True)
-        with kept_for_good():
-            loaded.append(_load(config, stage))
+        loaded.append(_load(config, stage))
         return loaded[0].skipped
 
     skipped = on_rank_zero(load)
@@ -125,7 +123,7 @@ def evaluation_prompts(
 def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt] | None) -> list[Prompt]:
     rows = config.evaluation.judge is not None or _wants_rows(config)
     if held_out is None or rows != _wants_rows(config):  # the given prompts may lack the rows
-        held_out = load_held_out(config.data, rows=rows)
+        held_out = load_held_out(config.data, config.seed, rows=rows)
     limit = config.rollout.max_prompt_tokens
     fitting = (p for p in held_out if len(tokenizer.encode_prompt(p.messages)) <= limit)
     chosen = [prompt for prompt, _ in zip(fitting, range(config.evaluation.prompts), strict=False)]

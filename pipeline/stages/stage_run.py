@@ -12,23 +12,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from engine import Engine, checkpoint, distributed, oom
 from pipeline.config.schema import ProfileSection, StageSection
-from pipeline.errors import SharedError, UserError
+from pipeline.errors import SharedError, Stopped, UserError, delay_stop
 from pipeline.files import explained_disk, write_json
-from pipeline.stages.checkpoints import Checkpoints
-from pipeline.stages.memory_limits import read_limits, restart, write_limits
-from pipeline.stages.stop_signals import Stopped, delayed
+from pipeline.stages.restart import Checkpoints, read_limits, restart, write_limits
 from pipeline.tracking import metrics
-from pipeline.tracking.metrics import Clock, measured_memory, peak_memory
+from pipeline.tracking.metrics import Clock, Profile, measured_memory, peak_memory
 from pipeline.tracking.watchers import Watcher
-
-if TYPE_CHECKING:
-    from pipeline.tracking.profile import Profile
 
 METRICS = "metrics.jsonl"
 NORMS = ("grad_norm", "critic_grad_norm")  # not finite in skipped steps, which skipped_steps counts
@@ -136,7 +131,7 @@ class StageRun:
         """
         if self._profile is not None:
             self._profile.expect(self._begun + 1, self.steps)
-        with delayed(distributed.request_stop):
+        with delay_stop(distributed.request_stop):
             for step in range(self._begun + 1, self.steps + 1):
                 if self._profile is not None:
                     self._profile.begin(step)
@@ -305,11 +300,9 @@ def _no_step_taken(engine: Engine) -> str:
     )
 
 
-def _profile_of(folder: Path, section: ProfileSection | None) -> "Profile | None":
+def _profile_of(folder: Path, section: ProfileSection | None) -> Profile | None:
     """Return the recorder of this rank's steps; None unless `profile.steps` is set."""
     if section is None or section.steps is None or (section.ranks == "first" and not distributed.world().is_rank_zero):
         return None
-    from pipeline.tracking.profile import Profile
-
     first, last = section.steps
     return Profile(folder, first, last)

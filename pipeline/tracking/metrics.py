@@ -1,7 +1,8 @@
-"""The measurements of a running stage: metrics.jsonl, seconds by phase, bytes by owner."""
+"""The measurements of a running stage: metrics.jsonl, seconds by phase, bytes by owner, and recorded steps."""
 
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -9,12 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
 
 from engine import Engine
-from pipeline.distributed import device, rank
+from pipeline.distributed import device, is_rank_zero, rank
 from pipeline.files import explained_disk, write_whole
 
 WORK = ("flip", "generate", "score", "train")  # the phases that count for tokens per second
@@ -22,6 +24,8 @@ RESTING = ("parameters", "optimizer", "average")  # owners whose bytes an engine
 SHARED_PHASES = ("generate", "score")  # phases with the same name for all engines
 # Owners whose bytes an engine may hold while another engine works: offloaded states and memory for generation.
 HELD_MEANWHILE = ("host", "nvme", "inference_model", "prepacked_linears", "cache")
+
+PROFILE_ROWS, LONGEST_NAME = 25, 100  # kernel names contain all template arguments
 
 
 def append(path: Path, line: Mapping[str, float]) -> None:
@@ -151,3 +155,60 @@ def peak_memory() -> dict[str, int]:
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
     host_bytes = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"rank": rank(), "device_bytes": device_bytes, "host_bytes": host_bytes}
+
+
+class Profile:
+    """Records this rank with torch.profiler, from the beginning of step `first` to the end of step `last`.
+
+    folder/profile/steps-5-8-rank-0.json.gz: the trace, for ui.perfetto.dev or chrome://tracing
+    folder/profile/steps-5-8-rank-0.txt: the slowest operators, and kernels on a GPU
+
+    Phases of the stage (train, generate, ...) are spans of the trace. The own time of a span is the time outside of
+    PyTorch's operators: Python, waiting, and kernels that are called without PyTorch. Recording slows a step down.
+    """
+
+    def __init__(self, folder: Path, first: int, last: int) -> None:
+        self._folder, self._first, self._last = folder / "profile", first, last
+        self._began = 0
+        self._recorder: Any = None
+
+    def expect(self, first: int, last: int) -> None:
+        """Print a message on rank 0 if none of the steps [first, last] that the stage will run is to be recorded."""
+        if (first > self._last or last < self._first) and is_rank_zero():
+            steps = f"{self._first} to {self._last} (profile.steps)"
+            print(f"{self._folder.parent.name}: none of the steps {steps} is left to record", flush=True)
+
+    def begin(self, step: int) -> None:
+        """Start the recorder if `step` is to be recorded. A stage that resumes between the two steps starts there."""
+        if self._recorder is None and self._first <= step <= self._last:
+            from torch.profiler import ProfilerActivity, profile
+
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences its library, which reads this at first use
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+            self._began, self._recorder = step, profile(activities=kinds)
+            self._recorder.start()
+
+    def end(self, step: int, *, final: bool) -> None:
+        """Stop the recorder and write the files after the last step to record, or after the stage's `final` step."""
+        if self._recorder is None or (step < self._last and not final):
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        recorder, self._recorder = self._recorder, None
+        recorder.stop()
+        name = f"steps-{self._began}-{step}-rank-{rank()}"
+        with explained_disk(self._folder):
+            self._folder.mkdir(exist_ok=True)
+            recorder.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
+            (self._folder / f"{name}.txt").write_text(_tables(recorder.key_averages()), encoding="utf-8")
+        if is_rank_zero():
+            recorded = f"steps {self._began} to {step} recorded, {self._folder / name}.txt"
+            print(f"{self._folder.parent.name}: {recorded}", flush=True)
+
+
+def _tables(averages: Any) -> str:
+    """Return torch.profiler's table of the slowest operators on the host, and on a GPU the table by device time."""
+    keys = ["self_cpu_time_total", *(["self_device_time_total"] if torch.cuda.is_available() else [])]
+    return "\n".join(
+        averages.table(sort_by=key, row_limit=PROFILE_ROWS, max_name_column_width=LONGEST_NAME) for key in keys
+    )

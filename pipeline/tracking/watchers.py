@@ -250,17 +250,17 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
 
 
 def sample_table(file: Path) -> tuple[list[str], list[list[Any]]]:
-    """Return samples.jsonl as columns and rows: the prompt, each model's answer, and each model's scores."""
+    """Return samples.jsonl as columns and rows: prompt, temperature, and the answer and scores of each model."""
     if not file.exists():
         return [], []
     samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     names = list(dict.fromkeys(name for sample in samples for name in sample.get("answers", {})))
     kinds = [kind for kind in ("scores", "function", "gold") if any(sample.get(kind) for sample in samples)]
-    columns = ["prompt", *names, *(f"{kind} {name}" for kind in kinds for name in names)]
+    columns = ["prompt", "temperature", *names, *(f"{kind} {name}" for kind in kinds for name in names)]
     rows = []
     for sample in samples:
         prompt = "\n".join(f"{turn['role']}: {turn['content']}" for turn in sample["prompt"])
         answers = [sample["answers"].get(name, "") for name in names]
         figures = [(sample.get(kind) or {}).get(name) for kind in kinds for name in names]
-        rows.append([prompt, *answers, *figures])
+        rows.append([prompt, sample.get("temperature"), *answers, *figures])
     return columns, rows

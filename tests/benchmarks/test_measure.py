@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import machine
 from benchmarks.machine import describe, matrix_gflops
 from benchmarks.measure import BenchFailed, in_turn, median, medians_by_name, run_command, spread
 
@@ -56,3 +57,14 @@ def test_the_matrix_product_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "mm", lambda left, right: None)
     # Each product lasts half a second of this clock: 2 n^3 operations for n = 2048.
     assert matrix_gflops(torch.float32, seconds=2.0) == pytest.approx(2 * 2048**3 / 0.5 / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("fp32", "bf16", "expected"), [(136.0, 0.3, "fp32"), (136.0, 68.0, "bf16"), (90.0, 2700.0, "bf16")]
+)
+def test_a_processor_without_bf16_products_is_measured_in_fp32(
+    fp32: float, bf16: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {torch.float32: fp32, torch.bfloat16: bf16}
+    monkeypatch.setattr(machine, "matrix_gflops", lambda dtype, *_: rates[dtype])
+    assert machine.cpu_precision.__wrapped__() == expected

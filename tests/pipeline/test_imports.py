@@ -1,58 +1,23 @@
-"""What a rank imports before its first step, and how Python's cycle collector is kept off it."""
+"""What a rank imports before its first step."""
 
-import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
-from pipeline.imports import kept_for_good
 from tests.tiny import ROOT
 
 LATER = {"peft", "datasets", "pyarrow", "pandas", "wandb", "hydra", "omegaconf"}
 
 
-@pytest.fixture(autouse=True)
-def collector() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.enable()
-    yield
-    gc.unfreeze()
-    if not was_on:
-        gc.disable()
-
-
-def test_what_is_made_inside_is_kept_from_the_collector_and_what_comes_later_is_not() -> None:
-    with kept_for_good():
-        assert not gc.isenabled()
-        inside = [[n] for n in range(50)]
-    later: list[list[int]] = [[0]]
-    assert gc.isenabled()
-    walked = {id(thing) for thing in gc.get_objects()}  # without the frozen ones
-    assert id(later) in walked
-    assert not walked & {id(thing) for thing in (inside, *inside)}
-
-
-def test_a_failed_import_leaves_the_collector_on() -> None:
-    with pytest.raises(ImportError), kept_for_good():
-        raise ImportError
-    assert gc.isenabled()
-
-
-def test_a_collector_that_was_off_stays_off() -> None:
-    gc.disable()
-    with kept_for_good():
-        pass
-    assert not gc.isenabled()
-
-
 def test_a_stage_imports_no_library_that_its_first_step_can_do_without() -> None:
-    code = "import sys, step1_sft.train, step3_ppo.train; print(*{name.split('.')[0] for name in sys.modules})"
+    code = "import sys, step1_sft.train, step3_ppo.train; print(*sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "transformers" in shown.split()
-    assert not LATER & set(shown.split())
+    packages = {name.split(".")[0] for name in shown.split()}
+    assert "transformers" in packages
+    assert not LATER & packages
+    assert "pipeline.launch.manifest" not in shown.split()  # only the launcher reads the manifest
 
 
 @pytest.mark.parametrize("command", [["train.py"], ["chat.py", "runs/x"]])

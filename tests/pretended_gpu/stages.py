@@ -1,4 +1,4 @@
-"""Stages on a pretended device, one after another in one process: `python -m tests.pretended_gpu.stages RUN STAGE...`.
+"""Stages on a pretended device, one after another in one process: `python -m tests.pretended_gpu.stages RUN/STAGE...`.
 
 Ranks and their number of devices come from the environment; a fault of any stage ends it. Where the host waited for the
 device in each step goes into RUN/STAGE/waits.jsonl, a line each time that figures are logged.
@@ -32,16 +32,15 @@ def watch_waits() -> None:
     StageRun.log = watched  # type: ignore[method-assign]
 
 
-def main(run_dir: Path, stages: list[str]) -> None:
+def main(folders: list[Path]) -> None:
     dist.start("stages")
     watch_waits()
-    for stage in stages:
-        module = import_module(f"{STAGES[stage].package}.train")
-        module.run(read_config(run_dir / stage), run_dir / stage)
+    for folder in folders:
+        import_module(f"{STAGES[folder.name].package}.train").run(read_config(folder), folder)
         found = cuda.faults()
         assert not found, "\n".join(found)
     dist.stop()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main([Path(folder) for folder in sys.argv[1:]])

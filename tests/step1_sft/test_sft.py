@@ -18,16 +18,15 @@ from engine.parallel import dtensors
 from pipeline.config.schema import RolloutSection
 from pipeline.data.encode import TokenItem
 from pipeline.data.records import Message, Prompt
-from pipeline.evaluation.evaluator import answers_of
+from pipeline.evaluation.evaluator import Evaluator, answers_of
 from pipeline.evaluation.samples import read_samples
 from pipeline.evaluation.user_function import JUDGE, UserFunction
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
-from pipeline.stages.settings import prepare_generation, sampling
+from pipeline.stages.start import prepare_generation, sampling
 from step1_sft import train
-from step1_sft.batches import held_out_loss, micro_batches
 from step1_sft.loss import sft_loss
-from step1_sft.train import answer, loss_of
+from step1_sft.train import held_out_loss, loss_of, micro_batches, record_answers
 from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
 from tests.tiny import tiny_config
 
@@ -165,7 +164,7 @@ def test_answering_leaves_no_generator_behind(folder: Path) -> None:
     sampled = Sampling(max_new_tokens=2, end_ids=(1,))
     asked = [Prompt((Message("user", "hi"),), "made")]
     for keep, gone in ((True, False), (False, True)):
-        assert len(answers_of(engine, cast(Any, Letters()), asked, sampled, keep=keep)) == 1
+        assert len(answers_of(engine, cast(Any, Letters()), asked, [sampled], keep=keep)[0]) == 1
         model = engine.flip._model
         assert model is not None and all(p.is_meta == gone for p in model.module.parameters())
     assert engine.flip._generator is not None and engine.flip._generator.cache_bytes == 40_000
@@ -175,11 +174,17 @@ def test_held_out_answers_leave_no_generator_to_the_training_between(folder: Pat
     engine = build_policy(source_in(folder), trained(dtype="bf16"), generates=True)
     tokenizer = cast(Any, Letters())
     tokenizer.end_ids, tokenizer.pad_id = (), 0
-    config = cast(Any, SimpleNamespace(rollout=RolloutSection(max_new_tokens=2)))
-    asked = [Prompt((Message("user", "hi"),), "made", {"level": level}) for level in (0.25, 0.75)]
+    settings = sampling(RolloutSection(max_new_tokens=2), tokenizer, seed=1)
+    asked = [Prompt((Message("user", f"hi {level}"),), "made", {"level": level}) for level in (0.25, 0.75)]
     judge = UserFunction("mine.py:judge", tmp_path, lambda answer, row: row["level"], key=JUDGE)
-    assert answer("base", config, engine, tokenizer, asked, tmp_path, judge) == 0.5
-    assert [sample.gold for sample in read_samples(tmp_path / "samples.jsonl")] == [{"base": 0.25}, {"base": 0.75}]
+    evaluator = Evaluator(asked, tokenizer, settings, (1.0, 0.0), judge)
+    metrics = record_answers("base", engine, evaluator, tmp_path)
+    assert metrics == {"gold_score": 0.5, "gold_score_at_0": 0.5}
+    samples = read_samples(tmp_path / "samples.jsonl")
+    assert [sample.gold for sample in samples] == [{"base": 0.25}, {"base": 0.75}] * 2
+    assert [sample.temperature for sample in samples] == [1.0, 1.0, 0.0, 0.0]
+    record_answers("sft", engine, evaluator, tmp_path)
+    assert all(sample.answers["sft"] == sample.answers["base"] for sample in read_samples(tmp_path / "samples.jsonl"))
     model = engine.flip._model
     assert model is not None and all(p.is_meta for p in model.module.parameters())
 
@@ -190,10 +195,10 @@ def test_answers_end_with_a_stop_string(folder: Path) -> None:
     tokenizer = cast(Any, Letters())
     tokenizer.end_ids, tokenizer.pad_id = (), 0
     section = RolloutSection(max_new_tokens=9)
-    whole = answers_of(engine, tokenizer, asked, sampling(section, tokenizer, seed=1), keep=True)[0]
+    whole = answers_of(engine, tokenizer, asked, [sampling(section, tokenizer, seed=1)], keep=True)[0][0]
     stop = " ".join(whole.split()[1:3])
     section = RolloutSection(max_new_tokens=9, stop=[stop])
-    cut = answers_of(engine, tokenizer, asked, sampling(section, tokenizer, seed=1), keep=True)[0]
+    cut = answers_of(engine, tokenizer, asked, [sampling(section, tokenizer, seed=1)], keep=True)[0][0]
     assert cut == whole[: whole.index(stop) + len(stop)] and len(cut) < len(whole)
 
 

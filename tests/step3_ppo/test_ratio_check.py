@@ -12,10 +12,9 @@ from engine import Generation
 from pipeline.config.schema import PpoSection
 from pipeline.errors import UserError
 from step3_ppo.models import Models
-from step3_ppo.ratio_check import TOLERANCE, check_first_ratio
 from step3_ppo.rollout import Rollout, collect
 from step3_ppo.setup import policy_loss_settings
-from step3_ppo.update import means, minibatches, update_policy
+from step3_ppo.update import RATIO_TOLERANCE, check_first_ratio, means, minibatches, update_policy
 from tests.pipeline.models.tiny import classifier, config_of, language_model
 from tests.step3_ppo.made import advantages_of, models_in, rollout_of, saved_models
 
@@ -63,7 +62,7 @@ def test_dropout(family: str, tmp_path: Path) -> None:
     models = models_in(tmp_path, dropout=0.1)
     rollout = scored(models, 1.0)
     deviation = first_deviation(models, rollout, 1.0)
-    assert deviation > TOLERANCE["fp32"]
+    assert deviation > RATIO_TOLERANCE["fp32"]
     with pytest.raises(UserError, match="Likely cause: dropout"):
         check(models, rollout, deviation)
 
@@ -110,7 +109,7 @@ def test_padding(tmp_path: Path) -> None:
     drawn = [Generation(r, [0.0] * len(r), True) for r in made.responses]
     rollout = collect(models, made.prompts, drawn, temperature=1.0, pad_id=0, budget=1)  # each alone
     deviation = first_deviation(models, rollout, 1.0)
-    assert deviation > TOLERANCE["fp32"]
+    assert deviation > RATIO_TOLERANCE["fp32"]
     with pytest.raises(UserError, match="Likely cause: padding"):
         check(models, rollout, deviation)
 

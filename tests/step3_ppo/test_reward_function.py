@@ -114,7 +114,7 @@ def test_held_out_answers_are_scored_by_the_same_total(reward_model: bool, tmp_p
     sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
     asked = [replace(prompt, row={"number": n}) for n, prompt in enumerate(prompts())]
     judge = UserFunction("mine.py:judge", tmp_path, lambda answer, row: row["number"] / 4, key=JUDGE)
-    evaluator = build_evaluator(models, asked, sources.tokenizer, sampling, budget=64, keep=True, judge=judge)
+    evaluator = build_evaluator(models, asked, sources.tokenizer, sampling, (1.0,), budget=64, keep=True, judge=judge)
     judged = evaluator.grade(["words", "to learn", ""])
     assert judged.gold == [0.0, 0.25, 0.5] and judged.metrics["gold_score"] == 0.25
     by_function = [5.0, 108.0, 200.0]
@@ -123,7 +123,8 @@ def test_held_out_answers_are_scored_by_the_same_total(reward_model: bool, tmp_p
         assert judged.metrics == {"eval_score": pytest.approx(313 / 3), "gold_score": 0.25}
         return
     without = replace(models, function=None)
-    plain = build_evaluator(without, prompts(), sources.tokenizer, sampling, budget=64, keep=True).grade(judged.answers)
+    plain_evaluator = build_evaluator(without, prompts(), sources.tokenizer, sampling, (1.0,), budget=64, keep=True)
+    plain = plain_evaluator.grade(judged.answers)
     assert judged.function == by_function and plain.function is None
     assert judged.scores == pytest.approx([a + b for a, b in zip(plain.scores, by_function, strict=True)])
     assert judged.metrics["eval_function_score"] == pytest.approx(313 / 3)

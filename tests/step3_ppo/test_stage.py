@@ -1,6 +1,7 @@
 """What PPO starts from, its loop on tiny models, and its held-out answers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from pipeline.data.encode import TokenItem
 from pipeline.data.records import Message, Prompt
 from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
 from pipeline.errors import UserError
-from pipeline.evaluation.evaluator import Evaluation, earlier_answers, write_table
+from pipeline.evaluation.evaluator import Evaluation, earlier_answers, metrics_of, write_table
 from pipeline.evaluation.samples import Sample, read_samples, write_samples
+from pipeline.launch.manifest import stage_inputs
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.export import export_policy, export_scorer
 from pipeline.models.modules import Policy
@@ -64,9 +66,11 @@ def run_folder(folder: Path, family: str = "llama", *, actor: Any = None, reward
 
 def test_a_missing_model_is_named_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="actor"):
-        load_models(config(tmp_path), tmp_path)
+        stage_inputs(config(tmp_path), tmp_path, "ppo")
     with pytest.raises(UserError, match=r"no finished sft stage.* set actor=FOLDER"):
-        load_models(config(tmp_path).model_copy(update={"actor": None}), tmp_path)
+        stage_inputs(config(tmp_path).model_copy(update={"actor": None}), tmp_path, "ppo")
+    with pytest.raises(UserError, match=r"sft does not exist: set a folder in Hugging Face format"):
+        load_models(config(tmp_path), tmp_path)
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -78,10 +82,10 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_models_in_each_others_place_are_refused(tmp_path: Path) -> None:
     run_folder(tmp_path)
     swapped = config(tmp_path).model_copy(update={"actor": str(tmp_path / "reward")})
-    with pytest.raises(UserError, match="no language model"):
+    with pytest.raises(UserError, match="not a language model"):
         load_models(swapped, tmp_path)
     swapped = config(tmp_path).model_copy(update={"reward_path": str(tmp_path / "sft")})
-    with pytest.raises(UserError, match="no reward model"):
+    with pytest.raises(UserError, match="not a reward model"):
         load_models(swapped, tmp_path)
 
 
@@ -242,7 +246,7 @@ def test_held_out_answers_are_scored_at_their_end_less_the_level(tmp_path: Path)
     sources = load_models(made, tmp_path)
     models = build_models(made, sources, actor_steps=1, critic_steps=1)
     sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
-    evaluator = build_evaluator(models, prompts(), sources.tokenizer, sampling, budget=64, keep=True)
+    evaluator = build_evaluator(models, prompts(), sources.tokenizer, sampling, (1.0, 0.0), budget=64, keep=True)
     judged = evaluator.grade(["words", "to learn", ""])
     scorer = build_scorer(resolve(made.model, 1, folder=tmp_path / "reward"), frozen(), pad_id=0)
     for prompt, answer, score in zip(prompts(), judged.answers, judged.scores, strict=True):
@@ -251,25 +255,54 @@ def test_held_out_answers_are_scored_at_their_end_less_the_level(tmp_path: Path)
         assert score == pytest.approx(wanted, abs=3e-5)
     assert judged.gold is None and judged.metrics == {"eval_score": pytest.approx(sum(judged.scores) / 3)}
     first, second = evaluator.evaluate(models.actor), evaluator.evaluate(models.actor)
-    assert first == second and len(first.answers) == 3  # the same noise each time
+    assert first == second and len(first[1.0].answers) == 3  # the same noise each time
+    assert first[0.0].answers != first[1.0].answers
+    scores = {"eval_score": first[1.0].metrics["eval_score"], "eval_score_at_0": first[0.0].metrics["eval_score"]}
+    assert metrics_of(first) == scores
+
+
+def test_the_best_of_several_answers_has_the_highest_score_of_each_prompt(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    made = config(tmp_path)
+    sources = load_models(made, tmp_path)
+    models = build_models(made, sources, actor_steps=1, critic_steps=1)
+    sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
+    setting = (models, prompts(), sources.tokenizer, sampling)
+    evaluator = build_evaluator(*setting, (0.0, 1.0), budget=64, keep=True, candidates=3)
+    best = evaluator.evaluate_best(models.actor)[1.0]
+    single = [
+        build_evaluator(*setting[:3], replace(sampling, seed=seed), (1.0,), budget=64, keep=True).evaluate(models.actor)
+        for seed in (1, 2, 3)
+    ]
+    assert best.scores == pytest.approx([max(found[1.0].scores[i] for found in single) for i in range(3)], abs=1e-5)
+    assert all(answer in [found[1.0].answers[i] for found in single] for i, answer in enumerate(best.answers))
+    assert best.scores != pytest.approx(single[0][1.0].scores, abs=1e-5)
+    assert build_evaluator(*setting, (0.0,), budget=64, keep=True, candidates=3).evaluate_best(models.actor) == {}
+    assert build_evaluator(*setting, (1.0,), budget=64, keep=True).evaluate_best(models.actor) == {}
 
 
 def test_earlier_answers_are_all_or_nothing(tmp_path: Path) -> None:
     made = prompts()
-    write_samples(tmp_path / "samples.jsonl", [Sample(p.messages, {"base": f"a{i}"}) for i, p in enumerate(made)])
-    assert earlier_answers(made[::-1], tmp_path, "base") == ["a2", "a1", "a0"]
-    assert earlier_answers(made, tmp_path, "sft") is None
-    assert earlier_answers([*made, Prompt((Message("user", "new"),), "made")], tmp_path, "base") is None
-    assert earlier_answers(made, tmp_path / "nowhere", "base") is None
+    samples = [Sample(prompt.messages, {"base": f"a{i}"}, temperature=0.5) for i, prompt in enumerate(made)]
+    write_samples(tmp_path / "samples.jsonl", samples)
+    assert earlier_answers(made[::-1], tmp_path, "base", 0.5) == ["a2", "a1", "a0"]
+    assert earlier_answers(made, tmp_path, "sft", 0.5) is None and earlier_answers(made, tmp_path, "base", 1.0) is None
+    assert earlier_answers([*made, Prompt((Message("user", "new"),), "made")], tmp_path, "base", 0.5) is None
+    assert earlier_answers(made, tmp_path / "nowhere", "base", 0.5) is None
 
 
 def test_the_table_has_every_models_answer(tmp_path: Path) -> None:
     results = {
-        "sft": Evaluation(["a", "b", "c"], [0.1, 0.2, 0.3], [1.0, 0.0, 0.5]),
-        "ppo": Evaluation(["d", "e", "f"], [1.1, 1.2, 1.3], None),
+        "sft": {0.7: Evaluation(["a", "b", "c"], [0.1, 0.2, 0.3], [1.0, 0.0, 0.5])},
+        "ppo": {
+            0.7: Evaluation(["d", "e", "f"], [1.1, 1.2, 1.3], None),
+            0.0: Evaluation(["g", "h", "i"], [2.1, 2.2, 2.3], None),
+        },
     }
     write_table(prompts(), results, tmp_path)
     rows = read_samples(tmp_path / "samples.jsonl")
-    assert [row.answers for row in rows] == [{"sft": s, "ppo": p} for s, p in zip("abc", "def", strict=True)]
+    sampled = [{"sft": s, "ppo": p} for s, p in zip("abc", "def", strict=True)]
+    assert [row.answers for row in rows] == [*sampled, {"ppo": "g"}, {"ppo": "h"}, {"ppo": "i"}]
+    assert [row.temperature for row in rows] == [0.7] * 3 + [0.0] * 3
     assert rows[1].scores == {"sft": 0.2, "ppo": 1.2} and rows[1].gold == {"sft": 0.0}
     assert json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])["prompt"][0]["content"] == "some words"

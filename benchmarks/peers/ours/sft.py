@@ -10,8 +10,7 @@ from pipeline.data.batch import batch_indices
 from pipeline.data.encode import TokenItem
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
-from step1_sft.batches import micro_batches
-from step1_sft.train import loss_of
+from step1_sft.train import loss_of, micro_batches
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
-"""PPO iterations as one writes them with transformers and plain PyTorch: fp32 weights, bf16 autocast throughout.
+"""PPO iterations as one writes them with transformers and plain PyTorch, computing in the work's precision.
 
-`generate` with its dynamic cache, log-probabilities from the logits of the response, fused AdamW; one epoch, one batch.
+fp32 weights, `generate` with its dynamic cache, log-probabilities from the logits of the response, fused AdamW; one
+epoch, one batch.
 """
 
 import time
@@ -52,7 +53,7 @@ def _iteration(models: Any, optimizers: list[torch.optim.Optimizer], work: dict[
     prompts = torch.tensor(work["prompts"])
     shown = prompts.shape[1]
     times = [time.perf_counter()]
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), _autocast(work):
         ids = policy.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
@@ -70,8 +71,8 @@ def _iteration(models: Any, optimizers: list[torch.optim.Optimizer], work: dict[
         advantages = _gae(shaped, values)
     returns = advantages + values
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    _step(policy, optimizers[0], lambda: _policy_loss(_logprobs(policy, ids, shown), old, advantages))
-    _step(critic, optimizers[1], lambda: _value_loss(_values(critic, ids)[:, shown - 1 : -1], values, returns))
+    _step(policy, optimizers[0], lambda: _policy_loss(_logprobs(policy, ids, shown), old, advantages), work)
+    _step(critic, optimizers[1], lambda: _value_loss(_values(critic, ids)[:, shown - 1 : -1], values, returns), work)
     times.append(time.perf_counter())
     assert ids.shape[1] == shown + work["new_tokens"]
     return {
@@ -80,8 +81,13 @@ def _iteration(models: Any, optimizers: list[torch.optim.Optimizer], work: dict[
     }
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
+def _autocast(work: dict[str, Any]) -> torch.autocast:
+    """Compute in the work's precision; fp32 needs no autocast."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=work["precision"] == "bf16")
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, work: dict[str, Any]) -> None:
+    with _autocast(work):
         value = loss()
     value.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)

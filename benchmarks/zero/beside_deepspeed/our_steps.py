@@ -8,7 +8,7 @@ from benchmarks.zero.beside_deepspeed.steps import LEARNING_RATE, architecture, 
 from engine import OptimizerConfig
 from engine.parallel import dist
 from pipeline.config.schema import EngineSettings, ModelConfig
-from pipeline.data.batch import TokenBatch, places_of
+from pipeline.data.batch import TokenBatch, true_indices
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.source import resolve
 from step1_sft.train import loss_of
@@ -27,7 +27,7 @@ def main(stage: int, steps: int) -> None:
         ids = rows_of_rank(number, world.rank, world.size, fields["vocab_size"])
         counts = torch.ones_like(ids, dtype=torch.bool)
         counts[:, 0] = False
-        batch = TokenBatch(ids, places_of(counts))
+        batch = TokenBatch(ids, true_indices(counts))
         return engine.update([batch], loss_of, int(counts.sum()) * world.size).loss
 
     run_steps(step, dist.barrier, steps)

@@ -17,7 +17,7 @@ from engine import OptimizerConfig
 from engine.offload import OffloadedOptimizer
 from engine.parallel import dist
 from pipeline.config.schema import EngineSettings, ModelConfig
-from pipeline.data.batch import TokenBatch, places_of
+from pipeline.data.batch import TokenBatch, true_indices
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.source import resolve
 from step1_sft.train import loss_of
@@ -42,7 +42,7 @@ def main(name: str, steps: int, length: int) -> None:
         ids = torch.randint(4, fields["vocab_size"], (1, length), generator=torch.Generator().manual_seed(step))
         counts = torch.ones_like(ids, dtype=torch.bool)
         counts[:, 0] = False
-        losses.append(engine.update([TokenBatch(ids, places_of(counts))], loss_of, int(counts.sum())).loss)
+        losses.append(engine.update([TokenBatch(ids, true_indices(counts))], loss_of, int(counts.sum())).loss)
         seconds.append(time.monotonic() - began)
         print(f"{name} step {step}: {seconds[-1]:.1f} s, loss {losses[-1]:.3f}", file=sys.stderr, flush=True)
     assert isinstance(engine.optimizer, OffloadedOptimizer)

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine import OptimizerConfig
 from engine.parallel import dist
 from pipeline.config.schema import EngineSettings, ModelConfig
-from pipeline.data.batch import TokenBatch, places_of
+from pipeline.data.batch import TokenBatch, true_indices
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.source import resolve
 from step1_sft.train import loss_of
@@ -58,7 +58,7 @@ def main(variant: str, steps: int) -> None:
         ids = sentences(step)[world.rank :: world.size]
         counts = torch.ones_like(ids, dtype=torch.bool)
         counts[:, 0] = False
-        update = engine.update([TokenBatch(ids, places_of(counts))], loss_of, ROWS * (LENGTH - 1))
+        update = engine.update([TokenBatch(ids, true_indices(counts))], loss_of, ROWS * (LENGTH - 1))
         losses.append(update.loss)
         sent = asdict(update.sent)
     print(json.dumps({"losses": losses, "sent": sent}), flush=True)

@@ -19,9 +19,9 @@ from tests.engine.generation.families import ENDS, build, ragged_prompts
 from tests.gpu import DEVICE, ON_GPU, needs_gpu
 
 pytestmark = needs_gpu
-PROMPTS = ragged_prompts(3, 11, 1, 11, 5)
+PROMPTS = ragged_prompts(3, 11, 5)
 STREAMS = list(range(len(PROMPTS)))
-DRAWN = Sampling(6, temperature=0.8, end_ids=ENDS, seed=6)
+DRAWN = Sampling(5, temperature=0.8, end_ids=ENDS, seed=6)
 CAPTURED = ["opt", "gpt2", "gpt_neox", "phi", "llama", "qwen3", "mistral", "gemma2", "gemma3_text"]
 
 
@@ -54,17 +54,17 @@ def test_graphs_equal_the_steps_called(family: str, monkeypatch: pytest.MonkeyPa
     model = on_device(family)
     captured = Generator(model, DEVICE)
     loop_of(captured)
-    found = [captured.generate(PROMPTS, DRAWN, STREAMS, 3) for _ in range(2)]
+    found = [captured.generate(PROMPTS, DRAWN, STREAMS, 2) for _ in range(2)]
     assert all(one.captures and one._graphs for one in graphed(captured)) == ON_GPU, "it was not captured"
     same(*found)
     called = Generator(model, DEVICE)
     loop_of(called)
     with monkeypatch.context() as patch:
         patch.setattr(cuda_graph.GraphedStep, "_replay", lambda self, size, chosen: lambda: self.step(chosen))
-        same(found[0], called.generate(PROMPTS, DRAWN, STREAMS, 3))
+        same(found[0], called.generate(PROMPTS, DRAWN, STREAMS, 2))
     by_steps = Generator(model, DEVICE)
     loop_of(by_steps, graphs=False)
-    same(found[0], by_steps.generate(PROMPTS, DRAWN, STREAMS, 3))
+    same(found[0], by_steps.generate(PROMPTS, DRAWN, STREAMS, 2))
 
 
 def test_samples_read_their_prompt_once() -> None:
@@ -73,7 +73,7 @@ def test_samples_read_their_prompt_once() -> None:
     captured, by_steps = Generator(model, DEVICE), Generator(model, DEVICE)
     loop_of(captured)
     loop_of(by_steps, graphs=False)
-    asked: Any = (ragged_prompts(140), Sampling(3, temperature=0.8, seed=6), STREAMS[:5], 4, 5)
+    asked: Any = (ragged_prompts(140), Sampling(3, temperature=0.8, seed=6), list(range(5)), 4, 5)
     same(captured.generate(*asked), by_steps.generate(*asked))
     (one,) = graphed(captured)
     assert one.step.shares_reads and one.captures == ON_GPU and one.step.cache.size.prompt_slots == 1
@@ -118,12 +118,12 @@ def test_without_a_compiler_it_draws_the_same_and_says_so(
 
     monkeypatch.setattr(cuda_graph, "_warned", set())
     model = on_device("llama")
-    expected = Generator(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 3)
+    expected = Generator(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 2)
     monkeypatch.setattr(device_module, "_try", find)
     device_module.has_triton.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            same(Generator(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 3), expected)
+            same(Generator(model, DEVICE).generate(PROMPTS, DRAWN, STREAMS, 2), expected)
     finally:
         device_module.has_triton.cache_clear()
     said = [record.getMessage() for record in caplog.records if "Triton" in record.getMessage()]

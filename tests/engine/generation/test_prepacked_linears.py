@@ -5,14 +5,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.generation.prepacked_linears import (
-    MAX_FP32_ROWS,
-    PrepackedLinears,
-    _OneDNNLinear,
-    copies_weights,
-    is_available,
-)
-from engine.kernels_cpu import linear
+from engine.generation import prepacked_linears as linear
+from engine.generation.prepacked_linears import MAX_FP32_ROWS, PrepackedLinears, copies_weights, is_available
 
 BF16 = torch.bfloat16
 
@@ -44,7 +38,7 @@ def test_products_of_all_layers(in_place: bool) -> None:
     with prepacked.applied():
         assert len(prepacked) == 4
         for layer, right in zip(module, expected, strict=True):
-            assert isinstance(layer.forward, linear.LinearRows if in_place else _OneDNNLinear)
+            assert isinstance(layer.forward, linear.LinearRows) is in_place
             torch.testing.assert_close(layer(x).double(), right, atol=1e-5, rtol=2**-8)
     assert not any("forward" in layer.__dict__ for layer in module)
 
@@ -94,3 +88,23 @@ def test_matrices_of_few_outputs_are_not_read_by_our_kernel(in_place: bool) -> N
     with PrepackedLinears(nn.ModuleList([wide, narrow])).applied():
         assert isinstance(wide.forward, linear.LinearRows) is in_place
         assert not isinstance(narrow.forward, linear.LinearRows)
+
+
+class Owner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.hooked, self.layers = nn.LayerNorm(8), nn.LayerNorm(8), nn.ModuleList([nn.LayerNorm(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.norm.weight is self._modules["norm"].weight, "a direct call has the attributes of its module"
+        return self.layers[0](self.hooked(self.norm(x)))
+
+
+def test_direct_calls_skip_no_hooks_and_leave_nothing_behind() -> None:
+    owner, x, calls = Owner(), torch.randn(3, 8), list[nn.Module]()
+    owner.hooked.register_forward_hook(lambda module, *_: calls.append(module))
+    plain, before = owner(x), set(vars(owner))
+    with PrepackedLinears(owner).applied():
+        assert set(vars(owner)) - before == {"norm"}
+        assert torch.equal(owner(x), plain)
+    assert calls == [owner._modules["hooked"]] * 2 and set(vars(owner)) == before

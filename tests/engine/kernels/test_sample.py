@@ -1,5 +1,6 @@
 """`sample` in torch and in C: the filtered distribution in float64, the edges of [0, 1), ties, NaN, transformers."""
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,13 +20,13 @@ from transformers import (
 
 from engine import kernels
 from engine.generation.sampling import forbid, penalise
-from engine.kernels.sample import reference
-from engine.kernels_cpu import sample as in_c
+from engine.kernels.sample import C_DTYPES, c_supports, reference, sample_in_c
 from tests.engine.kernels.oracle import PLAIN, probability_and_border
 
 Sample = Callable[..., tuple[Tensor, Tensor]]
+module = importlib.import_module("engine.kernels.sample")
 LAST = 1 - 2**-24  # the largest uniform number
-NO_COMPILER = pytest.mark.skipif(not in_c.supports(torch.zeros(1)), reason="no C compiler")
+NO_COMPILER = pytest.mark.skipif(not c_supports(torch.zeros(1)), reason="no C compiler")
 FILTERS: list[dict[str, Any]] = [
     {}, {"temperature": 0.0}, {"temperature": 0.6, "min_p": 0.05}, {"min_p": 1.0}, {"top_k": 5}, {"top_k": 10**6},
     {"top_p": 1e-6}, {"top_p": 0.9, "temperature": 1.7}, {"top_p": 0.9, "min_p": 0.2}, {"top_k": 50, "top_p": 0.9},
@@ -35,7 +36,7 @@ FILTERS: list[dict[str, Any]] = [
 
 @pytest.fixture(params=["torch", pytest.param("c", marks=NO_COMPILER)])
 def sample(request: pytest.FixtureRequest) -> Sample:
-    implementation = reference if request.param == "torch" else in_c.sample
+    implementation = reference if request.param == "torch" else sample_in_c
     return lambda logits, uniforms, **filters: implementation(logits, uniforms, **{**PLAIN, **filters})
 
 
@@ -43,7 +44,7 @@ def sample(request: pytest.FixtureRequest) -> Sample:
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    monkeypatch.setattr(in_c, "LOGITS_PER_THREAD", 1)
+    monkeypatch.setattr(module, "LOGITS_PER_THREAD", 1)
     yield request.param
     torch.set_num_threads(before)
 
@@ -154,14 +155,14 @@ def test_a_row_with_nan_has_a_nan_logprob(sample: Sample) -> None:
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_c_equals_torch(filters: dict[str, Any], threads: int) -> None:
     uniforms = torch.tensor([0.0, 0.1, 0.37, 0.5, 0.83, 0.998])
-    for dtype in in_c.DTYPES:
+    for dtype in C_DTYPES:
         if dtype == torch.bfloat16 and "top_k" in filters:
             continue  # bf16 has many equal logits; which of them torch.topk keeps is undefined
         for size, width in ((1, 3.0), (257, 0.3), (5003, 3.0)):
             logits = width * torch.randn(6, size, generator=torch.Generator().manual_seed(size))
             logits[:, 1::5] = float("-inf")
             logits = logits.to(dtype)
-            tokens, logprobs = in_c.sample(logits, uniforms, **{**PLAIN, **filters})
+            tokens, logprobs = sample_in_c(logits, uniforms, **{**PLAIN, **filters})
             expected, expected_logprobs = reference(logits, uniforms, **{**PLAIN, **filters})
             assert tokens.tolist() == expected.tolist()
             torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-5, rtol=0)
@@ -172,8 +173,8 @@ def test_in_c_a_row_does_not_depend_on_other_rows_or_on_threads(threads: int) ->
     logits, uniforms = 2 * torch.randn(7, 3001), torch.rand(7)
     for filters in ({}, {"top_k": 50, "top_p": 0.9}):
         settings = {**PLAIN, **filters}
-        together = torch.stack(in_c.sample(logits, uniforms, **settings))
-        single = [torch.stack(in_c.sample(logits[i : i + 1], uniforms[i : i + 1], **settings)) for i in range(7)]
+        together = torch.stack(sample_in_c(logits, uniforms, **settings))
+        single = [torch.stack(sample_in_c(logits[i : i + 1], uniforms[i : i + 1], **settings)) for i in range(7)]
         assert torch.equal(together, torch.cat(single, 1))
 
 
@@ -184,7 +185,7 @@ def test_in_c_equal_logits_at_the_edge_of_top_k_are_kept_by_index() -> None:
     logits[0, 3] = 1.0
     total = torch.tensor(1.0).exp() + 3
     for number, token in ((0.0, 3), (float((total - 2.9) / total), 0), (float((total - 1.5) / total), 1), (LAST, 2)):
-        tokens, logprobs = in_c.sample(logits, torch.tensor([number]), **{**PLAIN, "top_k": 4})
+        tokens, logprobs = sample_in_c(logits, torch.tensor([number]), **{**PLAIN, "top_k": 4})
         assert tokens.tolist() == [token]
         torch.testing.assert_close(logprobs[0], logits[0, token] - total.log())
 
@@ -196,7 +197,7 @@ def test_views_fp16_no_rows_and_bad_shapes(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(kernels.sample(view, uniforms)[1], kernels.sample(view.clone(), uniforms.clone())[1])
     assert [len(each) for each in kernels.sample(wide[:0], uniforms[:0], top_p=0.5)] == [0, 0]
     assert torch.equal(kernels.sample(wide.half(), uniforms)[0], reference(wide.half(), uniforms, **PLAIN)[0])
-    monkeypatch.setattr(in_c, "_function", lambda: None)
+    monkeypatch.setattr(module, "_c_function", lambda: None)
     assert torch.equal(kernels.sample(wide, uniforms)[1], reference(wide, uniforms, **PLAIN)[1])
     with pytest.raises(ValueError, match=r"uniforms \(B,\)"):
         kernels.sample(wide, uniforms[:2])

@@ -100,13 +100,16 @@ def test_tokens_are_written_before_they_are_seen(dtype: torch.dtype, lengths: li
         torch.tensor(lengths),
         [lengths[0] - 3, *(n - 1 for n in lengths[1:])],
     )
-    query, key, value = (strided(h, 3, n, dtype=dtype)[0].transpose(0, 1) for h, n in ((4, 16), (2, 16), (2, 8)))
+    query, key, value = (strided(h, 3, n, dtype=dtype) for h, n in ((4, 16), (2, 16), (2, 8)))
     right_keys, right_values = keys.clone(), values.clone()
     for row in range(3):
-        right_keys[slots[row], :, places[row]], right_values[slots[row], :, places[row]] = key[row], value[row]
-    out = host.write_and_attend(query, key, value, keys, values, slots, ends, 0.3, prompts=prompts)
+        right_keys[slots[row], :, places[row]] = key[0, :, row]
+        right_values[slots[row], :, places[row]] = value[0, :, row]
+    attention = host.SlotAttention(prompts.keys, prompts.values, keys, values, scale=0.3)
+    out = attention(query, key, value, host.addresses(slots, ends, prompts.slots, prompts.lengths))
     assert torch.equal(keys, right_keys) and torch.equal(values, right_values)
-    assert torch.equal(out, host.decode_attention(query, keys, values, slots, ends, 0.3, prompts=prompts))
+    rows = query[0].transpose(0, 1)
+    assert torch.equal(out[0], host.decode_attention(rows, keys, values, slots, ends, 0.3, prompts=prompts))
 
 
 LENGTHS, KEPT, FIRSTS = (
@@ -133,6 +136,6 @@ def test_a_shared_prompt_is_read_once_and_gives_the_same_bits(
 
 
 def test_the_cache_must_be_contiguous() -> None:
-    query, cache, ends = torch.randn(1, 2, 8), torch.randn(2, 2, 8, 4).transpose(2, 3), torch.tensor([1])
+    cache = torch.randn(2, 2, 8, 4).transpose(2, 3)
     with pytest.raises(ValueError, match="contiguous"):
-        host.write_and_attend(query, query, query, cache, cache, ends, ends, 1.0)
+        host.SlotAttention(None, None, cache, cache, scale=1.0)

@@ -2,9 +2,8 @@
 
 import ctypes
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -12,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from engine.kernels_cpu import library as module
+from tests.ranks import Worker
 
-ROOT = Path(__file__).parents[3]
 SOURCE = """
 int answer(void) {
     int sum = 0;
@@ -43,7 +42,8 @@ def kept(folder: Path) -> list[Path]:
 
 
 library = module.library.__wrapped__  # what is kept for the kernels of this process stays as it is
-needs_compiler = pytest.mark.skipif(module.library("decode_attention") is None, reason="no C compiler")
+# Workers import this module too: a compilation at import would write into the folder of a test.
+needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CC") or "cc") is None, reason="no C compiler")
 
 
 @needs_compiler
@@ -136,30 +136,29 @@ def test_half_a_library_is_nobodys(folder: Path, monkeypatch: pytest.MonkeyPatch
     )
     compiler.chmod(0o700)
     monkeypatch.setenv("CC", str(compiler))
-    slow = os.environ | {"SLOW": "1"}
-    killed = subprocess.Popen([sys.executable, "-c", loading(folder)], cwd=ROOT, env=slow, start_new_session=True)
+    killed = Worker(load, folder, environment={"SLOW": "1"})
     while not half.exists():
         assert killed.poll() is None
         time.sleep(0.01)
     assert [file for file in kept(folder) if file.suffix == ".so"] == []
     assert library("answer").answer() == 42  # while the other is at it
     os.killpg(killed.pid, signal.SIGKILL)
-    killed.wait()
+    killed.communicate()
     (made,) = (file for file in kept(folder) if file.suffix == ".so")
     assert library("answer").answer() == 42 and made.stat().st_size > 500
 
 
-def loading(folder: Path) -> str:
-    """A program that loads the library."""
-    return (
-        f"from pathlib import Path; from engine.kernels_cpu import library as m; m.HERE = Path({str(folder)!r}); "
-        "assert m.library('answer').answer() == 42"
-    )
+def load(folder: Path) -> None:
+    """Load the library in a process group of its own."""
+    os.setpgrp()
+    module.HERE = folder
+    assert library("answer").answer() == 42
 
 
 @needs_compiler
 def test_processes_that_compile_at_once_do_not_meet(folder: Path) -> None:
     """Each finds whole files only, and one file stays."""
-    processes = [subprocess.Popen([sys.executable, "-c", loading(folder)], cwd=ROOT) for _ in range(3)]
-    assert [process.wait() for process in processes] == [0, 0, 0]
+    workers = [Worker(load, folder, environment={}) for _ in range(3)]
+    outputs = [worker.communicate()[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0, 0], outputs
     assert len(kept(folder)) == 1

@@ -27,21 +27,21 @@ def test_activations_are_what_autograd_saves(family: str) -> None:
     body = AutoModel.from_config(CONFIGS[family], attn_implementation="sdpa").train()
     own = {t.untyped_storage().data_ptr() for t in [*body.parameters(), *body.buffers()]}
     saved: dict[int, int] = {}
-    kept: list[Tensor] = []
+    references: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in own:
-            saved[place] = tensor.untyped_storage().nbytes()
-            kept.append(tensor)
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage().data_ptr()
+        if storage not in own:
+            saved[storage] = tensor.untyped_storage().nbytes()
+            references.append(tensor)
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        places = torch.arange(64).expand(3, -1)
+    with saved_tensors_hooks(save, lambda tensor: tensor):
+        positions = torch.arange(64).expand(3, -1)
         mask: Tensor | None = torch.ones(64, 64, dtype=torch.bool).tril().expand(3, 1, 64, 64)
         if family in ("opt", "gpt2"):
-            mask = None  # with one the CPU's attention lays its output out by heads
-        body(input_ids=places, position_ids=places, attention_mask=mask, use_cache=False)
+            mask = None  # with a mask, the CPU's attention writes its output by heads
+        body(input_ids=positions, position_ids=positions, attention_mask=mask, use_cache=False)
     found = activations(shape, tokens=3 * 64, length=64, dtype="fp32")
     assert found.total(checkpointing=False) == pytest.approx(sum(saved.values()), rel=0.05)
     assert found.block_input == 3 * 64 * 64 * 4

@@ -19,7 +19,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True, "use_sliding_window": True,
               "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
-    "gpt2": {"n_positions": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt_neo": {"num_layers": 3, "attention_types": [[["global", "local", "global"], 1]], "window_size": 4,
                 "embed_dropout": 0.0, "resid_dropout": 0.0, "attention_dropout": 0.0},  # blocks return tuples
     "rwkv": {"attention_hidden_size": 32},  # and states, which it needs
@@ -29,7 +28,7 @@ ROWS = ((2, 7), (1, 13), (3, 5), (1, 2))  # micro-batches of a step: rows, token
 COUNT = sum(rows * (tokens - 1) for rows, tokens in ROWS)
 
 
-def made(family: str, *, lora: bool = False, **more: Any) -> nn.Module:
+def build_model(family: str, *, lora: bool = False, **more: Any) -> nn.Module:
     shape = {"hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48, "num_attention_heads": 4}
     shape |= {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(family, **(shape | FAMILIES[family] | more))
@@ -50,53 +49,53 @@ def loss_of(module: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, float | T
     return loss, {"tokens": float(ids[:, 1:].numel()), "largest": logits.detach().max()}
 
 
-def batches(step: int) -> list[Tensor]:
+def make_batches(step: int) -> list[Tensor]:
     random = torch.Generator().manual_seed(step)
     return [torch.randint(0, VOCABULARY, shape, generator=random) for shape in ROWS]
 
 
-def engine_of(
+def make_engine(
     family: str, *, lora: bool = False, generates: bool = False, num_hidden_layers: int = 3, **layout: Any
 ) -> Engine:
     config = EngineConfig(**({"dtype": "fp32"} | layout))
-    model = made(family, lora=lora, num_hidden_layers=num_hidden_layers)
+    model = build_model(family, lora=lora, num_hidden_layers=num_hidden_layers)
     return initialize(model, config, optimizer=SGD, rollout_path="" if generates else None)
 
 
-def advance(engine: Engine, step: int) -> tuple[float, float]:
-    """One update over this rank's share of a step; its loss and gradient norm."""
+def take_step(engine: Engine, step: int) -> tuple[float, float]:
+    """Run one update over this rank's share of a step. Return loss and gradient norm."""
     world = dist.world()
-    update = engine.update(batches(step)[world.data_rank :: world.data_size], loss_of, COUNT)
+    update = engine.update(make_batches(step)[world.data_rank :: world.data_size], loss_of, COUNT)
     assert update.sums["tokens"] == COUNT
     return update.loss, update.grad_norm
 
 
-def weights(engine: Engine) -> dict[str, Tensor]:
-    """Of the whole model, on every rank."""
-    return {name: whole.clone() for name, whole in engine.full_parameters()}
+def full_weights(engine: Engine) -> dict[str, Tensor]:
+    """Return the parameters of the full model on every rank."""
+    return {name: full.clone() for name, full in engine.full_parameters()}
 
 
-def trained(family: str, **layout: Any) -> dict[str, Any]:
-    engine = engine_of(family, **layout)
-    curve = [advance(engine, step) for step in range(STEPS)]
-    scored = engine.score(batches(STEPS), lambda module, ids: [loss_of(module, ids)[0].item()])
+def train(family: str, **layout: Any) -> dict[str, Any]:
+    engine = make_engine(family, **layout)
+    curve = [take_step(engine, step) for step in range(STEPS)]
+    scored = engine.score(make_batches(STEPS), lambda module, ids: [loss_of(module, ids)[0].item()])
     with engine.scoring():
-        logits = engine(input_ids=batches(STEPS)[0], use_cache=False).logits
+        logits = engine(input_ids=make_batches(STEPS)[0], use_cache=False).logits
     held = {name: dtensors.local(p.detach()).numel() for name, p in engine.module.named_parameters()}
     nowhere = [b for b in engine.module.buffers() if b.is_floating_point() and b.isnan().any()]
     assert all(b.untyped_storage().nbytes() == b.itemsize for b in nowhere), "another rank's parameter has memory here"
-    return {"curve": curve, "weights": weights(engine), "scored": scored, "logits": logits, "held": held}
+    return {"curve": curve, "weights": full_weights(engine), "scored": scored, "logits": logits, "held": held}
 
 
-def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for (loss, norm), (its_loss, its_norm) in zip(found["curve"], wanted["curve"], strict=True):
+def assert_equal_runs(found: dict[str, Any], reference: dict[str, Any]) -> None:
+    for (loss, norm), (its_loss, its_norm) in zip(found["curve"], reference["curve"], strict=True):
         assert loss == pytest.approx(its_loss, rel=1e-5)
         assert norm == pytest.approx(its_norm, rel=1e-5)
     assert found["curve"][0][1] > SGD.max_grad_norm, "nothing was clipped"
-    torch.testing.assert_close(torch.tensor(found["scored"]), torch.tensor(wanted["scored"]), rtol=1e-5, atol=0)
-    torch.testing.assert_close(found["logits"], wanted["logits"], rtol=1e-4, atol=1e-5)
-    assert found["weights"].keys() == wanted["weights"].keys()
-    for name, weight in wanted["weights"].items():
+    torch.testing.assert_close(torch.tensor(found["scored"]), torch.tensor(reference["scored"]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found["logits"], reference["logits"], rtol=1e-4, atol=1e-5)
+    assert found["weights"].keys() == reference["weights"].keys()
+    for name, weight in reference["weights"].items():
         torch.testing.assert_close(found["weights"][name], weight, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: n + m)
 
 
@@ -104,139 +103,138 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("opt", {}),
     ("llama", {"pipeline_schedule": "gpipe", "zero_stage": 2}),
     ("qwen3", {"activation_checkpointing": True}),
-    ("gpt2", {"zero_stage": 1}),
-    ("gpt_neo", {}),
+    ("gpt_neo", {"zero_stage": 1}),
     ("llama", {"lora": True}),
 ]
 
 
-def all_cases(pipeline_parallel: int, cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+def train_cases(pipeline_parallel: int, cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    return [trained(family, pipeline_parallel=pipeline_parallel, **layout) for family, layout in cases]
+    return [train(family, pipeline_parallel=pipeline_parallel, **layout) for family, layout in cases]
 
 
-def test_two_ranks_hold_one_model_between_them() -> None:
-    alone = all_cases(1, CASES)
-    ranks = run_ranks(all_cases, 2, 2, CASES)
+def test_two_stages_train_like_one_rank() -> None:
+    expected = train_cases(1, CASES)
+    ranks = run_ranks(train_cases, 2, 2, CASES)
     for found in ranks:
-        for (family, _), mine, wanted in zip(CASES, found, alone, strict=True):
-            same(mine, wanted)
-            assert sum(mine["held"].values()) < 0.8 * sum(wanted["held"].values()), family
+        for (family, _), actual, reference in zip(CASES, found, expected, strict=True):
+            assert_equal_runs(actual, reference)
+            assert sum(actual["held"].values()) < 0.8 * sum(reference["held"].values()), family
     both = [set(found[0]["held"]) for found in ranks]
-    assert both[0] | both[1] == set(alone[0]["held"])
+    assert both[0] | both[1] == set(expected[0]["held"])
     assert both[0] & both[1] == {"model.decoder.embed_tokens.weight"}, "OPT's head is its embedding"
 
 
 ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1)
-FOUR = [("qwen3", {"zero_stage": 1}), ("opt", {"zero_stage": 2})]
+FOUR = [("qwen3", {"zero_stage": 2})]
 
 
-def averaging(**layout: Any) -> Engine:
-    engine = initialize(made("opt", num_hidden_layers=4), EngineConfig(dtype="fp32", **layout), optimizer=ADAM)
+def averaged_engine(**layout: Any) -> Engine:
+    engine = initialize(build_model("opt", num_hidden_layers=4), EngineConfig(dtype="fp32", **layout), optimizer=ADAM)
     engine.start_averaging(0.5)
     return engine
 
 
-def both_weights(engine: Engine) -> list[dict[str, Tensor]]:
-    """The last ones, and their average."""
-    found = [weights(engine)]
+def weights_and_averages(engine: Engine) -> list[dict[str, Tensor]]:
+    """Return the last weights and their averages."""
+    found = [full_weights(engine)]
     with engine.averaged():
-        return [*found, weights(engine)]
+        return [*found, full_weights(engine)]
 
 
-def four(folder: Path) -> dict[str, Any]:
-    """Two pieces over two shares of the data; checkpoints there and back; then one piece a rank."""
-    found: dict[str, Any] = {"cases": all_cases(2, FOUR)}
+def run_on_four_ranks(folder: Path) -> dict[str, Any]:
+    """Train two stages on two shares of the data, exchange checkpoints with one rank, then train four stages."""
+    found: dict[str, Any] = {"cases": train_cases(2, FOUR)}
     layout: dict[str, Any] = {"pipeline_parallel": 2, "zero_stage": 1}
-    engine = averaging(**layout)
+    engine = averaged_engine(**layout)
     for step in range(2):
-        advance(engine, step)
+        take_step(engine, step)
     engine.save(folder / "four")
-    advance(engine, 2)
-    again = averaging(**layout)
+    take_step(engine, 2)
+    again = averaged_engine(**layout)
     again.load(folder / "four")
-    advance(again, 2)
-    found["left alone"], found["resumed"] = both_weights(engine), both_weights(again)
-    other = averaging(**layout)
+    take_step(again, 2)
+    found["undisturbed"], found["resumed"] = weights_and_averages(engine), weights_and_averages(again)
+    other = averaged_engine(**layout)
     other.load(folder / "one")
-    found["loaded"] = both_weights(other)
-    found["four pieces"] = trained("opt", num_hidden_layers=4, pipeline_parallel=4)
+    found["loaded"] = weights_and_averages(other)
+    found["four stages"] = train("opt", num_hidden_layers=4, pipeline_parallel=4)
     return found
 
 
-def test_four_ranks_compose_it_with_zero_and_share_checkpoints_with_one(tmp_path: Path) -> None:
-    alone = {"cases": all_cases(1, FOUR), "four pieces": trained("opt", num_hidden_layers=4)}
-    engine = averaging()
+def test_four_ranks_combine_stages_with_zero_and_exchange_checkpoints(tmp_path: Path) -> None:
+    expected = {"cases": train_cases(1, FOUR), "four stages": train("opt", num_hidden_layers=4)}
+    engine = averaged_engine()
     for step in range(2):
-        advance(engine, step)
+        take_step(engine, step)
     engine.save(tmp_path / "one")
-    for found in run_ranks(four, 4, tmp_path):
-        for mine, wanted in zip(found["cases"], alone["cases"], strict=True):
-            same(mine, wanted)
-        same(found["four pieces"], alone["four pieces"])
-        for resumed, left_alone in zip(found["resumed"], found["left alone"], strict=True):
-            assert all(torch.equal(resumed[name], weight) for name, weight in left_alone.items())
-        for loaded, written in zip(found["loaded"], both_weights(engine), strict=True):
+    for found in run_ranks(run_on_four_ranks, 4, tmp_path):
+        for actual, reference in zip(found["cases"], expected["cases"], strict=True):
+            assert_equal_runs(actual, reference)
+        assert_equal_runs(found["four stages"], expected["four stages"])
+        for resumed, undisturbed in zip(found["resumed"], found["undisturbed"], strict=True):
+            assert all(torch.equal(resumed[name], weight) for name, weight in undisturbed.items())
+        for loaded, written in zip(found["loaded"], weights_and_averages(engine), strict=True):
             assert all(torch.equal(loaded[name], weight) for name, weight in written.items())
-    back = averaging()
+    back = averaged_engine()
     back.load(tmp_path / "four")
-    advance(back, 2)
-    for mine, wanted in zip(both_weights(back), found["left alone"], strict=True):
-        for name, weight in wanted.items():
-            torch.testing.assert_close(mine[name], weight, atol=2e-5, rtol=1e-4)
-            assert not torch.equal(weight, both_weights(engine)[0][name]), f"{name} has not moved"
+    take_step(back, 2)
+    for actual, reference in zip(weights_and_averages(back), found["undisturbed"], strict=True):
+        for name, weight in reference.items():
+            torch.testing.assert_close(actual[name], weight, atol=2e-5, rtol=1e-4)
+            assert not torch.equal(weight, weights_and_averages(engine)[0][name]), f"{name} has not moved"
 
 
-def answers(engine: Engine) -> list[tuple[int, ...]]:
+def generate(engine: Engine) -> list[tuple[int, ...]]:
     how = Sampling(max_new_tokens=6, end_ids=(), pad_id=0, seed=3)
     with engine.generating(keep=False) as rollouts:
         return [tuple(each.token_ids) for each in rollouts.generate([[5, 6, 7], [8, 9]], how, [0, 1])]
 
 
-def one_micro_batch(pipeline_parallel: int) -> dict[str, Any]:
-    """Fewer micro-batches than ranks, in bf16, and what the model says then."""
+def run_one_micro_batch(pipeline_parallel: int) -> dict[str, Any]:
+    """Train with fewer micro-batches than stages, generate, and train in bf16."""
     torch.set_num_threads(1)
-    engine = engine_of("qwen3", generates=True, pipeline_parallel=pipeline_parallel)
+    engine = make_engine("qwen3", generates=True, pipeline_parallel=pipeline_parallel)
     update = engine.update([torch.tensor([[3, 4, 5], [6, 7, 8], [9, 10, 11]])], loss_of, 6)
     engine.dry_run(torch.tensor([[3, 4, 5], [6, 7, 8]]), loss_of)
-    found = {"update": (update.loss, update.grad_norm), "answers": answers(engine), "weights": weights(engine)}
-    streamed = engine_of("qwen3", generates=True, pipeline_parallel=pipeline_parallel)
+    found = {"update": (update.loss, update.grad_norm), "answers": generate(engine), "weights": full_weights(engine)}
+    streamed = make_engine("qwen3", generates=True, pipeline_parallel=pipeline_parallel)
     streamed.flip.stream = True
-    found["streamed"] = answers(streamed)
-    half = engine_of("opt", dtype="bf16", pipeline_parallel=pipeline_parallel)
-    return found | {"bf16": [advance(half, step) for step in range(STEPS)]}
+    found["streamed"] = generate(streamed)
+    half = make_engine("opt", dtype="bf16", pipeline_parallel=pipeline_parallel)
+    return found | {"bf16": [take_step(half, step) for step in range(STEPS)]}
 
 
 def test_fewer_micro_batches_than_ranks() -> None:
-    alone = one_micro_batch(1)
-    for found in run_ranks(one_micro_batch, 2, 2):
-        assert found["update"] == pytest.approx(alone["update"], rel=1e-5)
-        assert found["answers"] == alone["answers"]
-        assert found["streamed"] == alone["streamed"]
-        torch.testing.assert_close(found["weights"], alone["weights"], atol=1e-5, rtol=1e-5)
-        for mine, wanted in zip(found["bf16"], alone["bf16"], strict=True):
-            assert mine == pytest.approx(wanted, rel=2e-2)
+    expected = run_one_micro_batch(1)
+    for found in run_ranks(run_one_micro_batch, 2, 2):
+        assert found["update"] == pytest.approx(expected["update"], rel=1e-5)
+        assert found["answers"] == expected["answers"]
+        assert found["streamed"] == expected["streamed"]
+        torch.testing.assert_close(found["weights"], expected["weights"], atol=1e-5, rtol=1e-5)
+        for actual, reference in zip(found["bf16"], expected["bf16"], strict=True):
+            assert actual == pytest.approx(reference, rel=2e-2)
 
 
-def refused() -> list[str]:
-    """The messages of two ranks."""
+def collect_refusals() -> list[str]:
+    """Return the message of each refusal."""
     messages = []
     parts: list[tuple[Any, dict[str, Any]]] = [
         (lambda: nn.Linear(4, 4), {}),
-        (lambda: nn.Sequential(made("llama"), made("llama")), {}),
-        (lambda: made("llama", num_hidden_layers=1), {}),
-        (lambda: made("rwkv"), {}),
-        (lambda: made("llama"), {"pipeline_parallel": 3}),
-        (lambda: made("llama"), {"zero_stage": 3, "offload_optimizer": "cpu"}),
-        (lambda: made("llama"), {"tensor_parallel": 2}),
+        (lambda: nn.Sequential(build_model("llama"), build_model("llama")), {}),
+        (lambda: build_model("llama", num_hidden_layers=1), {}),
+        (lambda: build_model("rwkv"), {}),
+        (lambda: build_model("llama"), {"pipeline_parallel": 3}),
+        (lambda: build_model("llama"), {"zero_stage": 3, "offload_optimizer": "cpu"}),
+        (lambda: build_model("llama"), {"tensor_parallel": 2}),
     ]
     for make, layout in parts:
         with pytest.raises(ValueError) as problem:
             initialize(make(), EngineConfig(**({"dtype": "fp32", "pipeline_parallel": 2} | layout)), optimizer=SGD)
         messages.append(str(problem.value))
-    engine = engine_of("llama", pipeline_parallel=2)
+    engine = make_engine("llama", pipeline_parallel=2)
     for wrong in (
-        lambda: engine(input_ids=batches(0)[0]),
+        lambda: engine(input_ids=make_batches(0)[0]),
         lambda: engine.backward(torch.zeros(())),
         lambda: engine.update([{"no": "ids"}] * 2, loss_of, 1),
         lambda: engine.update([object()] * 2, loss_of, 1),
@@ -247,8 +245,8 @@ def refused() -> list[str]:
     return messages
 
 
-def test_what_cannot_be_is_refused_and_says_why() -> None:
-    wanted = (
+def test_unsupported_models_and_settings_are_refused() -> None:
+    reference = (
         "Linear has 0. Use zero_stage=3",
         "Sequential has 2",
         "more than the 1 blocks of the model",
@@ -261,6 +259,6 @@ def test_what_cannot_be_is_refused_and_says_why() -> None:
         "input_ids",
         "input_ids",
     )
-    for found in run_ranks(refused, 2):
-        for message, part in zip(found, wanted, strict=True):
+    for found in run_ranks(collect_refusals, 2):
+        for message, part in zip(found, reference, strict=True):
             assert part in message

@@ -119,13 +119,13 @@ def all_cases(tensor_parallel: int, cases: list[tuple[str, dict[str, Any]]]) -> 
 
 
 def compiled() -> list[tuple[Tensor, Tensor]]:
-    """The sines of rows of several lengths, summed over the ranks in compiled code, and their gradients."""
+    """In one compiled graph: the sines of rows of several lengths, summed over the ranks and gathered; gradients."""
     group, found = meshes.tensor_mesh(2).get_group(), []
-    autograd_collectives.define_operators()
 
-    @partial(torch.compile, backend="aot_eager")
+    @partial(torch.compile, backend="aot_eager", fullgraph=True)
     def summed(x: Tensor) -> Tensor:
-        return autograd_collectives.summed(autograd_collectives.copied(x, group).sin(), group)
+        total = autograd_collectives.summed(autograd_collectives.copied(x, group).sin(), group)
+        return autograd_collectives.gathered(total, group)
 
     for tokens in (3, 5, 4):
         x = torch.arange(float(tokens), requires_grad=True)
@@ -159,8 +159,8 @@ def test_two_ranks_hold_each_matrix_between_them() -> None:
         for found, wanted in zip(results, alone, strict=True):
             same(found, wanted)
         for out, gradient in sines:
-            x = torch.arange(float(len(out)))
-            torch.testing.assert_close(out, 2 * x.sin())
+            x = torch.arange(float(len(gradient)))
+            torch.testing.assert_close(out, (2 * x.sin()).repeat(2))
             torch.testing.assert_close(gradient, 2 * x.cos())
 
 

@@ -12,10 +12,9 @@ import yaml
 from pipeline.config.check import validate, warnings
 from pipeline.config.compose import compose, compose_jobs, parse_command
 from pipeline.config.document import MAIN_KEYS, PAGE, help_text, page
-from pipeline.config.engines import engine_settings
+from pipeline.config.environment import check_paths, check_ranks
 from pipeline.config.messages import in_keys
 from pipeline.config.overrides import groups
-from pipeline.config.places import check_paths, check_ranks
 from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.config.stages import wanted_stages
 from pipeline.errors import UserError
@@ -89,7 +88,7 @@ def test_an_architecture_that_is_written_out_is_the_whole_one():
     config = config_of("reward_model=gpt2", "+reward_model.architecture={model_type: opt}")
     assert config.reward_model is not None and config.reward_model.architecture == {"model_type": "opt"}
     message = refusal("model=gpt2", "model.architecture={n_layer: 1}")
-    assert message.endswith("model.architecture.KEY=VALUE changes one field of an option's")
+    assert message.endswith("model.architecture.KEY=VALUE changes one field of an option's architecture")
 
 
 def test_the_recipe_fits_model_and_data(tmp_path, monkeypatch):
@@ -169,25 +168,25 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         ("ppo.steps=1.5", "ppo.steps=1.5: write a whole number"),
         ("engine.dtype=fp8", "engine.dtype=fp8: write auto, bf16, fp16 or fp32"),
         ("model=opt-1.3", "did you mean model=opt-1.3b?"),
-        ("model=/models/mine", "your own is model.path="),
-        ("sft=fast", "sft=fast is no option of sft. Options: default, lora"),
+        ("model=/models/mine", "for your own, set model.path="),
+        ("sft=fast", "sft=fast is not an option of sft. Options: default, lora"),
         ("opt-1.3b", "'opt-1.3b' is not KEY=VALUE: did you mean model=opt-1.3b?"),
         ("sft.lr", "'sft.lr' is not KEY=VALUE: a value with a space in it needs quotes"),
-        ("data.path=", "data.path is empty: write a text, or leave it out (one local file or folder"),
-        ("--stage", "options are written KEY=VALUE, without dashes"),
+        ("data.path=", "data.path is empty: write a text, or remove the key (one local file or folder"),
+        ("--stage", "write settings as KEY=VALUE, without dashes"),
         ("seed=1,2", "add -m to run every value"),
         ("name=a/b", "name=a/b: a run name has"),
         ("ppo.lora.dropout=0.1", "ppo.lora.dropout=0"),
-        ("ppo.advantage=rloo", "ppo.samples=1: ppo.samples=4, or ppo.advantage=gae"),
-        ("ppo.divide_by_std=false", "ppo.divide_by_std=false is for ppo.advantage=grpo, not gae: leave it out"),
-        ("profile.steps=[5]", "profile.steps=[5]: write the first and the last step to record"),
-        ("profile.steps=[8,5]", "profile.steps=[8, 5]: write the first and the last step to record"),
+        ("ppo.advantage=rloo", "ppo.samples=1: set ppo.samples=4, or ppo.advantage=gae"),
+        ("ppo.divide_by_std=false", "ppo.divide_by_std=false needs ppo.advantage=grpo, not gae: remove"),
+        ("profile.steps=[5]", "profile.steps=[5] is not a range of steps: write the first"),
+        ("profile.steps=[8,5]", "profile.steps=[8, 5] is not a range of steps: write the first"),
         ("profile.steps=5", "profile.steps=5: write [a, b, ...] (first and last step"),
         ("profile.steps=[0,5]", "profile.steps.0=0: must be >= 1"),
-        ("sft.export=best", "sft.export=best has one evaluation to choose from: sft.eval_every=N"),
-        (["ppo.length_penalty=0.1", "ppo.length_free=256"], "leaves ppo.length_penalty nothing to count: below"),
-        ("ppo.length_free=20", "ppo.length_free=20 is free of ppo.length_penalty, which is 0"),
-        (["ppo=grpo", "ppo.kl_estimator=k1"], "has a gradient that is 0 on average: ppo.kl_estimator=k2 or k3"),
+        ("sft.export=best", "sft.export=best needs several evaluations, but sft.eval_every=0"),
+        (["ppo.length_penalty=0.1", "ppo.length_free=256"], "ppo.length_free=256 is not below rollout."),
+        ("ppo.length_free=20", "ppo.length_free=20 has no effect, because ppo.length_penalty=0"),
+        (["ppo=grpo", "ppo.kl_estimator=k1"], "has a gradient that is 0 on average: set ppo.kl_estimator=k2 or k3"),
         ("ppo.kl_in=both", "ppo.kl_in=both: write reward or loss"),
         ("ppo.minibatches=3", "ppo.batch_size=64 does not divide over ppo.minibatches=3: ppo.batch_size=63 or 66"),
         ("ppo.actor_engine.zero_stag=3", "ppo.actor_engine.zero_stag: there is no such key; did you mean"),
@@ -198,7 +197,7 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         ("engine.offload_parameters=nvme", "engine.offload_parameters=nvme needs engine.zero_stage=3, not 0"),
         ("engine.offload_parameters=nvme", "engine.offload_parameters=nvme needs engine.offload_optimizer=nvme or cpu"),
         ("engine.nvme_path=/nowhere", "engine.nvme_path=/nowhere: there is no such folder"),
-        ("rollout.max_new_tokens=4096", "ppo.max_length=4608, or shorter ones"),
+        ("rollout.max_new_tokens=4096", "set ppo.max_length=4608, or lower the other two keys"),
         ("model.hub=null", "model has no weights to load"),
         ("data.stage_shares.sftt=1", "data.stage_shares.sftt"),
         ("data.sources.0.stagess=[sft]", "there is no such key; did you mean data.sources.0.stages?"),
@@ -206,17 +205,17 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         ("sft.rank=8", "sft.rank: there is no such key; did you mean sft.lora.rank?"),
         ("data.x=1", "data.x: there is no such key; data has name, path, sources"),
         ("data.sources.0.weight=0", "data.sources.0.weight=0: must be > 0 (share of this source in the mix"),
-        ("hydra.run.dir=/tmp/x", "hydra.run.dir=/tmp/x: Hydra only reads conf/ here"),
-        ("+hydra.sweep.dir=x", "leave it out; run_dir=FOLDER, or name=, says where a run is"),
+        ("hydra.run.dir=/tmp/x", "hydra.run.dir=/tmp/x: Hydra only reads conf/"),
+        ("+hydra.sweep.dir=x", "remove it; run_dir=FOLDER or name= sets the run folder"),
         ("beta=0.2", "beta: there is no such key; did you mean dpo.beta?"),
         ("dpo.loss_type=ipo", "dpo.loss_type: there is no such key; did you mean dpo.loss?"),
         ("dpo.rpo_alpha=1", "dpo.rpo_alpha: there is no such key; did you mean dpo.sft_coef?"),
         ("method=grpo", "method=grpo: write ppo or dpo"),
         (["method=dpo", "stage=reward"], "method=dpo has the stages sft and dpo, but stage=reward"),
-        (["method=dpo", "reward=x/reward"], "reward=x/reward is where PPO starts, but method=dpo: leave it out"),
-        (["method=dpo", "dpo.loss=ipo", "dpo.label_smoothing=0.1"], "dpo.label_smoothing=0.1 is for dpo.loss=sigmoid"),
-        ("data.sources=[{hub: a/b, eval_path: x}]", "data.sources.0.eval_path=x goes with a path: give eval_split="),
-        ("hydra/launcher=joblib", "its own settings have no effect: leave it out"),
+        (["method=dpo", "reward=x/reward"], "model that PPO starts from, but method=dpo: remove reward="),
+        (["method=dpo", "dpo.loss=ipo", "dpo.label_smoothing=0.1"], "dpo.label_smoothing=0.1 needs dpo.loss=sigmoid"),
+        ("data.sources=[{hub: a/b, eval_path: x}]", "data.sources.0.eval_path=x needs the path key: use eval_split="),
+        ("hydra/launcher=joblib", "its own settings have no effect: remove it"),
     ],
 )  # fmt: skip
 def test_mistakes_are_answered_with_what_to_write(override, expected):
@@ -233,7 +232,7 @@ def test_the_best_model_is_one_of_several_and_no_average():
     assert config_of("stage=sft", "reward.export=best").reward.export == "best"  # of a stage that does not run
     assert config_of("ppo.export=best", "ppo.eval_every=5").ppo.export == "best"
     line = refusal("ppo.export=best", "ppo.eval_every=5", "ppo.ema=0.9")
-    assert line == "ppo.export=best and ppo.ema=0.9 both say which actor is exported: leave one of them out"
+    assert line == "ppo.export=best and ppo.ema=0.9 both select the exported actor: remove one of the two"
 
 
 def test_a_coefficient_of_zero_can_not_adapt():
@@ -244,21 +243,23 @@ def test_a_reference_is_asked_where_the_kl_counts_or_is_watched():
     said = [config_of(*words).ppo.asks_reference for words in ([], ["ppo.kl_coef=0"], ["ppo=grpo"])]
     assert said == [True, False, True] and config_of("ppo.kl_coef=0", "ppo.reference=true").ppo.asks_reference
     line = refusal("ppo.reference=false")
-    assert line == "ppo.reference=false, but ppo.kl_coef=0.05 weighs the KL to it: ppo.kl_coef=0, or leave it out"
+    assert line.startswith(
+        "ppo.reference=false, but ppo.kl_coef=0.05 weighs the KL to the reference: set ppo.kl_coef=0"
+    )
 
 
 def test_engine_keys_of_a_model_that_is_not_there_are_named():
     own = [f"ppo.{role}_engine={{zero_stage: 1}}" for role in ("actor", "critic", "reference", "reward")]
     assert warnings(config_of(*own)) == []
     gone = ("ppo=grpo", "ppo.kl_coef=0", "ppo.reward_model=false", "ppo.reward_function=mine.py:score")
-    said = [line.partition(" is not used: ")[0] for line in warnings(config_of(*own, *gone))]
+    said = [line.partition(" is not used, because ")[0] for line in warnings(config_of(*own, *gone))]
     assert said == ["ppo.critic_engine", "ppo.reference_engine", "ppo.reward_engine"]
     assert warnings(config_of("stage=sft", *own, *gone)) == []
-    assert [line.partition(": ")[0] for line in warnings(config_of("ppo.reward_threads=4"))] == [
+    assert [line.partition(", because")[0] for line in warnings(config_of("ppo.reward_threads=4"))] == [
         "ppo.reward_threads=4 is not used"
     ]
     assert warnings(config_of("ppo=lora", *own)) == [
-        "ppo.reference_engine is not used: the actor without its adapters is the reference"
+        "ppo.reference_engine is not used, because the actor without its adapters is the reference"
     ]
 
 
@@ -271,14 +272,14 @@ def test_where_the_kl_counts_goes_with_the_advantages_unless_it_is_said():
 
 def test_a_critic_that_is_not_there_can_not_warm_up():
     line = refusal("ppo.advantage=grpo", "ppo.samples=4", "ppo.critic_warmup=2")
-    assert line.startswith("ppo.critic_warmup=2, but ppo.advantage=grpo has no critic: leave it out")
+    assert line.startswith("ppo.critic_warmup=2, but ppo.advantage=grpo has no critic: remove ppo.critic_warmup")
 
 
 def test_minibatches_are_cut_from_all_answers_of_a_rollout():
     assert config_of("ppo.batch_size=6", "ppo.samples=2", "ppo.minibatches=4").ppo.minibatches == 4
     assert "ppo.batch_size=6 does not divide" in refusal("ppo.batch_size=6", "ppo.samples=3", "ppo.minibatches=4")
     line = refusal("ppo.shared_forward=true", "ppo.batch_size=6", "ppo.minibatches=2")
-    assert line.startswith("ppo.shared_forward=true learns from the forwards that scored a rollout")
+    assert line.startswith("ppo.shared_forward=true needs ppo.minibatches=1, not 2")
 
 
 def test_paths_and_names_in_other_letters_are_read():
@@ -293,14 +294,14 @@ def test_ranks_that_generate_together_do_not_stream_blocks():
 
 def test_actor_belongs_to_ppo_and_dpo():
     line = refusal("stage=sft", "actor=runs/x/sft")
-    assert line.startswith("actor=runs/x/sft is where PPO or DPO starts, but stage=sft: ")
+    assert line.startswith("actor=runs/x/sft selects the model that PPO or DPO starts from, but stage=sft: ")
     assert "model.path=FOLDER" in line
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["engine.compress=both"], "engine.compress=both needs shards: engine=zero1"),
+        (["engine.compress=both"], "engine.compress=both needs sharding: set engine=zero1"),
         (["engine.states=bf16"], "engine.states=bf16 needs engine.dtype=bf16, not auto"),
         (["engine.states=bf16", "engine.dtype=bf16", "engine.tensor_parallel=2"], "engine.tensor_parallel=1"),
     ],
@@ -313,7 +314,7 @@ def test_numbers_must_go_with_the_layout(words: list[str], message: str):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["stage=all"], "engine.pipeline_parallel=2 is for supervised fine-tuning: stage=sft"),
+        (["stage=all"], "engine.pipeline_parallel=2 supports only SFT: set stage=sft"),
         (["engine=zero3"], "engine=zero0, zero1 or zero2"),
         (["engine=zero2-offload"], "needs engine.offload_optimizer=none"),
         (["engine.tensor_parallel=2"], "needs engine.tensor_parallel=1"),
@@ -332,8 +333,8 @@ def test_what_does_not_go_with_a_pipeline_is_refused(words: list[str], message: 
         (["engine.pipeline_parallel=2", "stage=sft"], "engine.sequence_parallel=2 needs engine.pipeline_parallel=1"),
         (["engine.compile_blocks=true"], "engine.sequence_parallel=2 needs engine.compile_blocks=false"),
         (["ppo.actor_engine={compile_blocks: true}"], "needs ppo.actor_engine.compile_blocks=false"),
-        (["ppo.critic_engine={sequence_parallel: 2}"], "ppo.critic_engine.sequence_parallel: the models of PPO"),
-        (["sft.packing=false"], "engine.sequence_parallel=2 shares out packed rows: sft.packing=true"),
+        (["ppo.critic_engine={sequence_parallel: 2}"], "ppo.critic_engine.sequence_parallel: all models of PPO"),
+        (["sft.packing=false"], "engine.sequence_parallel=2 splits packed rows: set sft.packing=true"),
     ],
 )
 def test_what_does_not_go_with_rows_that_are_shared_out_is_refused(words: list[str], message: str):
@@ -403,7 +404,7 @@ def test_stop_strings_and_the_caches_bound():
 
 
 def test_role_engines_change_the_run_engine():
-    settings = engine_settings(EngineSettings(zero_stage=2, dtype="bf16"), {"zero_stage": 3})
+    settings = EngineSettings(zero_stage=2, dtype="bf16").changed_by({"zero_stage": 3})
     assert (settings.zero_stage, settings.dtype) == (3, "bf16")
 
 
@@ -528,4 +529,7 @@ def test_messages_of_the_engine_name_configuration_keys() -> None:
     assert in_keys("states=bf16 needs dtype=bf16 and x=1") == "engine.states=bf16 needs engine.dtype=bf16 and x=1"
     found = in_keys("stream=True does not go with tensor_parallel=2 for generation")
     assert found == "rollout.stream=true does not go with rollout.tensor_parallel=2 for generation"
+    assert in_keys("...; generate with stream=true, which uses no graphs") == (
+        "...; generate with rollout.stream=true, which uses no graphs"
+    )
     assert in_keys("engine.dtype=fp16 and my_dtype=1 stay") == "engine.dtype=fp16 and my_dtype=1 stay"

@@ -42,7 +42,7 @@ def test_a_file_is_kept_by_content_and_says_what_does_nothing(tmp_path: Path) ->
 
 def test_a_batch_that_is_not_the_stages_own_is_told() -> None:
     told = [line for line in warnings(validate(raw({"train_batch_size": 16}))) if "train_batch_size=16" in line]
-    assert len(told) == 2 and "is not what reward takes a step, 8; reward.batch_size=16" in told[0]  # sft takes 16
+    assert len(told) == 2 and "reward.batch_size=8 is: set reward.batch_size=16" in told[0]  # sft takes 16
 
 
 def test_mistakes_are_refused_before_any_work(tmp_path: Path) -> None:
@@ -50,11 +50,11 @@ def test_mistakes_are_refused_before_any_work(tmp_path: Path) -> None:
         validate(raw(str(tmp_path / "nothing.json")))
     with pytest.raises(UserError, match=r"engine.deepspeed=.*zero_optimization.stage=7"):
         validate(raw({"zero_optimization": {"stage": 7}}))
-    with pytest.raises(UserError, match=r"engine.zero_stage=3, but engine.deepspeed says 2: leave"):
+    with pytest.raises(UserError, match=r"engine.zero_stage=3, but engine.deepspeed has 2: remove"):
         validate(raw(FILE, zero_stage=3))
-    with pytest.raises(UserError, match=r"engine.zero_stage=3, but engine.deepspeed says 2: leave"):
+    with pytest.raises(UserError, match=r"engine.zero_stage=3, but engine.deepspeed has 2: remove"):
         validate(raw(FILE, zero_stage=3, offload_optimizer="nvme", offload_parameters="nvme"))
-    with pytest.raises(UserError, match=r"ppo.critic_engine.zero_stage=0, but engine.deepspeed says 2: leave ppo"):
+    with pytest.raises(UserError, match=r"ppo.critic_engine.zero_stage=0, but engine.deepspeed has 2: remove ppo"):
         validate(raw(FILE) | {"ppo": {"critic_engine": {"zero_stage": 0}}})
     assert validate(raw({"zero_optimization": {"stage": "auto"}}, zero_stage=3)).engine.zero_stage == 3
 

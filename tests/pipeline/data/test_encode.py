@@ -67,9 +67,9 @@ def test_long_work_says_how_far_it_is(
 
 
 def test_nothing_left_is_refused(bytewise: ChatTokenizer) -> None:
-    with pytest.raises(UserError, match=r"Of 1 prompts none fits within rollout.max_prompt_tokens=2 tokens: raise"):
+    with pytest.raises(UserError, match=r"None of 1 prompts fits within rollout.max_prompt_tokens=2 tokens: raise"):
         encode_prompts(bytewise, [Prompt(tuple(chat("abc")), "s")], max_tokens=2)
-    with pytest.raises(UserError, match=r"Of 1 held-out ones none reaches .* sft.max_length=3"):
+    with pytest.raises(UserError, match=r"None of 1 held-out ones has an answer .* sft.max_length=3"):
         short = [Conversation(tuple(chat("abc", "d")), "s")]
         encode_conversations(bytewise, short, max_length=3, name="held-out ones")
     none, notes = encode_prompts(bytewise, [], max_tokens=2)

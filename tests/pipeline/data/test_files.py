@@ -56,28 +56,32 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
 
 def test_rows_know_their_line(tmp_path: Path) -> None:
     table = read_table(write(tmp_path / "a.jsonl", '{"prompt": "a"}\n\n  \n{"prompt": "b"}\n'))
-    assert [table.place(0), table.place(1)] == ["line 1", "line 4"]
+    assert [table.position(0), table.position(1)] == ["line 1", "line 4"]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": oops}\n', "line 2 is not JSON"),
-        ("a.jsonl", '{"prompt": "a"}\n[1, 2]\n', "line 2 is not a JSON object but list"),
+        ("a.jsonl", '{"prompt": "a"}\n[1, 2]\n', "line 2 is list, not a JSON object"),
         ("a.jsonl", "\n \n", "is empty"),
         ("a.jsonl", "[" * 100_000, "line 1 is not JSON"),
         ("a.json", '[{"prompt": "a"},\n{"prompt": }]', "line 2 is not JSON"),
-        ("a.json", '["a", "b"]', "needs a list of objects"),
+        ("a.json", '["a", "b"]', "is not a list of objects"),
         ("a.json", "", "is empty"),
         ("a.csv", "prompt,completion\n", "is empty"),
-        ("a.csv", 'prompt,completion\na,"b\nc,"d\n', "the row in line 2 is not CSV.* its own quotes are doubled"),
+        ("a.csv", 'prompt,completion\na,"b\nc,"d\n', "the row in line 2 is not CSV.* double the quotes inside it"),
         ("a.csv", 'prompt,completion\na,"b\nc,d\n', "the row in line 2 is not CSV"),
         ("a.csv", "prompt,completion\na,b\na,well, yes\n", "the row in line 3 is not CSV: it has more cells than"),
-        ("a.json", '{"prompt": {"0": "a", "1": "b"}, "completion": {"0": "c", "1": "d"}}', "holds columns, not rows"),
-        ("a.json", '{"prompt": ["a", "b"], "completion": ["c", "d"]}', "holds columns, not rows"),
-        ("a.parquet", "not parquet", "can't be read as parquet"),
-        ("a.arrow", "not arrow", "can't be read as arrow"),
-        ("a.txt", "hello", "can't tell the format"),
+        (
+            "a.json",
+            '{"prompt": {"0": "a", "1": "b"}, "completion": {"0": "c", "1": "d"}}',
+            "the file has columns, not rows",
+        ),
+        ("a.json", '{"prompt": ["a", "b"], "completion": ["c", "d"]}', "the file has columns, not rows"),
+        ("a.parquet", "not parquet", "cannot be read as parquet"),
+        ("a.arrow", "not arrow", "cannot be read as arrow"),
+        ("a.txt", "hello", "the name has no known suffix"),
     ],
 )
 def test_broken_files_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
@@ -119,17 +123,17 @@ def test_a_broken_archive_is_refused(tmp_path: Path) -> None:
     whole = gzip.compress(lines(ROWS).encode())
     for broken in (whole[:-12], whole[:20] + b"\xff\xff\xff" + whole[23:]):
         (tmp_path / "a.jsonl.gz").write_bytes(broken)
-        with pytest.raises(UserError, match=r"a\.jsonl\.gz: can't be read"):
+        with pytest.raises(UserError, match=r"a\.jsonl\.gz: cannot be read"):
             read_table(tmp_path / "a.jsonl.gz")
 
 
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("part-*.jsonl", "Of a folder all data files are read"),
-        ("a.jsonl,b.jsonl", r'written "data.sources=\[\{path: A\}'),
+        ("part-*.jsonl", "to a folder to read all its files"),
+        ("a.jsonl,b.jsonl", r'list several files: "data.sources=\[\{path: A\}'),
         ("https://example.com/a.jsonl", "download the file"),
-        ("owner/a-set", r'written "data.sources=\[\{hub: owner/a-set\}\]"'),
+        ("owner/a-set", r'write "data.sources=\[\{hub: owner/a-set\}\]"'),
     ],
 )
 def test_what_is_no_path_is_told_how_it_is_written(path: str, said: str) -> None:
@@ -141,7 +145,7 @@ def test_a_missing_path_names_its_key(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.path=.*nowhere.*no such file"):
         data_files(str(tmp_path / "nowhere"), "data.path")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no"):
+    with pytest.raises(UserError, match="the folder has no"):
         data_files(str(tmp_path / "empty"), "data.path")
 
 

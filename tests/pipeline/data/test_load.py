@@ -129,7 +129,7 @@ def test_a_tiny_file_holds_out_one_prompt(tmp_path: Path) -> None:
     records = load_stage(data, "sft", seed=1)
     assert (len(records.train), len(records.held_out)) == (7, 1)
     assert records.held_out == [min(records.train + records.held_out, key=lambda r: held_out_point(digest(r)))]
-    with pytest.raises(UserError, match="have one prompt, and one is held out"):
+    with pytest.raises(UserError, match="have the same prompt, and one prompt must be held out"):
         load_stage(of({"path": write(tmp_path / "b.jsonl", rows[:1]), "stages": ["sft"]}), "sft", seed=1)
 
 
@@ -162,12 +162,12 @@ def test_a_folder_of_several_forms_gives_each_stage_what_it_can_use(tmp_path: Pa
 
 def test_data_without_what_the_stage_needs_is_refused(tmp_path: Path) -> None:
     data = DataConfig(name="x", path=write(tmp_path / "chats.jsonl", chats(range(100))))
-    said = r"reward needs prompt \+ chosen.*chats\.jsonl \(columns answer, question\) holds completions.*=sft.*renamed"
+    said = r"reward needs prompt \+ chosen.*chats\.jsonl \(columns answer, question\) has completions.*=sft.*rename"
     with pytest.raises(UserError, match=said):
         load_stage(data, "reward", seed=1)
     with pytest.raises(UserError, match="no source lists the stage"):
         load_stage(of({"path": data.path, "stages": ["sft"]}), "ppo", seed=1)
-    with pytest.raises(UserError, match=r"data\.stage_shares gives ppo nothing"):
+    with pytest.raises(UserError, match=r"data\.stage_shares gives ppo no row"):
         load_stage(DataConfig(name="x", path=data.path, stage_shares={"sft": 1}), "ppo", seed=1)
     with pytest.raises(UserError, match="has no source"):
         load_stage(DataConfig(name="x"), "sft", seed=1)
@@ -206,7 +206,7 @@ def test_an_unreachable_hub_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -
             raise ConnectionError("no route to the hub\nand more lines")
 
     monkeypatch.setitem(sys.modules, "datasets", Datasets)
-    with pytest.raises(UserError, match=r"Can't get a/b \(split train\).*no route to the hub\. Where.*path=FOLDER"):
+    with pytest.raises(UserError, match=r"a/b \(split train\).*no route to the hub\. Without.*path=FOLDER"):
         load_stage(of({"hub": "a/b", "stages": ["sft"]}), "sft", seed=1)
 
 

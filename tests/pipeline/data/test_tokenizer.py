@@ -216,10 +216,12 @@ def test_sentencepiece_models_load(tmp_path: Path, kind: str) -> None:
 
 def test_folders_without_a_tokenizer_are_refused(tmp_path: Path, trained: ChatTokenizer) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt"}))
-    with pytest.raises(UserError, match=r"holds no tokenizer.*model\.tokenizer=FOLDER"):
+    with pytest.raises(UserError, match=r"there is no tokenizer.*model\.tokenizer=FOLDER"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"the tokenizer can't be read: '\w+' is missing\. Give another one with model"):
+    with pytest.raises(
+        UserError, match=r"the tokenizer cannot be read: '\w+' is missing\. Set another tokenizer with model"
+    ):
         load_tokenizer(str(tmp_path))
     with pytest.raises(UserError, match="there is no such folder"):
         load_tokenizer(str(tmp_path / "absent"))
@@ -232,7 +234,10 @@ def test_an_unreachable_hub_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -
         raise OSError("We couldn't connect.\nMore lines")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
-    with pytest.raises(UserError, match=r"tokenizer of some/model from the hub: We couldn't connect\..*model\.path="):
+    with pytest.raises(
+        UserError,
+        match=r"tokenizer of some/model cannot be downloaded from the hub: We couldn't connect\..*model\.path=",
+    ):
         load_tokenizer("some/model")
 
 

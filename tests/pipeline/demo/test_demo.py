@@ -1,6 +1,7 @@
 """The made data: the same from the same seed, split by question, mixed in quality as it says it is."""
 
 import json
+import re
 from collections import Counter
 from hashlib import sha256
 
@@ -34,9 +35,9 @@ def test_same_seed_same_rows_and_another_seed_others():
 
 
 def test_the_rows_are_those_that_the_published_figures_come_from():
-    """The digest is of 2026-11-21. Rows that change on purpose make the figures in README and docs old."""
+    """The digest is of 2026-11-23. Rows that change on purpose make the figures in README and docs old."""
     text = json.dumps(demo_rows(200))
-    assert sha256(text.encode()).hexdigest() == "d06c5ba628bbe07d8c6ce192d22a559b8a1399950edc15de62971b02f1699169"
+    assert sha256(text.encode()).hexdigest() == "e56283bdadaadc45e842bbb4e38c50b93ada23d0ed8452e560124326f91d833c"
 
 
 def test_no_held_out_question_stands_in_training_rows_of_any_kind_or_seed():
@@ -50,6 +51,48 @@ def test_no_held_out_question_stands_in_training_rows_of_any_kind_or_seed():
     }
     assert len(held_out) > 150
     assert not held_out & seen
+
+
+def numbers_and_sign(text: str) -> tuple[str, ...] | None:
+    """Return what a sum is about, without its wording; None if the text is not a sum."""
+    found = re.search(r"(\d+) (plus|minus|\+|-) (\d+)", text.lower())
+    return found and (found[1], {"plus": "+", "minus": "-"}.get(found[2], found[2]), found[3])
+
+
+def test_no_held_out_sum_is_a_rewording_of_a_training_sum():
+    """ "What is 3 + 4?" is held out together with "hi! how much is 3 plus 4"."""
+    sums = {
+        side: {numbers_and_sign(text) for kind in KINDS for row in ROWS[f"{side}{kind}"] for text in last(row)} - {None}
+        for side in ("", "held_out_")
+    }
+    assert len(sums[""]) > 40 and len(sums["held_out_"]) > 3
+    assert not sums[""] & sums["held_out_"]
+
+
+def last(row: dict) -> list[str]:
+    return questions(row)[-1:]
+
+
+def test_the_most_likely_answer_to_a_sum_is_rude_and_preferences_know_better():
+    """Greedy decoding of an imitation of these answers is rude, so that RLHF has something to improve."""
+    sums = [row for row in ROWS["conversations"] if numbers_and_sign(questions(row)[-1]) and len(row["messages"]) == 2]
+    politeness = [gold_parts(messages_of(row), row["messages"][-1]["content"])["polite"] for row in sums]
+    assert 0.15 < sum(politeness) / len(politeness) < 0.35
+    openings = Counter(row["messages"][-1]["content"].split()[0] for row in sums)
+    assert openings.most_common(1)[0][0] == "What" and openings["What"] > 0.4 * len(sums)
+    pairs = [row for row in ROWS["preferences"] if numbers_and_sign(questions(row)[-1])]
+    chosen, rejected = (
+        sum(gold_parts(messages_of(row), row[side])["polite"] for row in pairs) / len(pairs)
+        for side in ("chosen", "rejected")
+    )
+    assert chosen > rejected + 0.3
+
+
+def test_every_case_of_letters_occurs():
+    texts = [questions(row)[-1] for row in ROWS["prompts"]]
+    small = sum(text == text.lower() for text in texts) / len(texts)
+    capital = sum(text == text.upper() for text in texts) / len(texts)
+    assert 0.08 < small < 0.25 and 0.02 < capital < 0.08
 
 
 def test_held_out_questions_differ_from_each_other():

@@ -52,6 +52,6 @@ class NumberTokenizer:
 def test_answers_come_in_the_prompts_order_with_their_place_as_stream(keep: bool) -> None:
     engine: Any = EchoEngine()
     tokenizer: Any = NumberTokenizer()
-    assert answers_of(engine, tokenizer, PROMPTS, SAMPLING, keep=keep) == ["0 0", "1 1", "2 2"]
-    assert answers_of(engine, tokenizer, [], SAMPLING, keep=keep) == []
+    assert answers_of(engine, tokenizer, PROMPTS, [SAMPLING] * 2, keep=keep) == [["0 0", "1 1", "2 2"]] * 2
+    assert answers_of(engine, tokenizer, [], [SAMPLING], keep=keep) == [[]]
     assert engine.kept == [keep] * 2

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.config.check import validate, warnings
 from pipeline.config.compose import compose
-from pipeline.config.places import check_paths
+from pipeline.config.environment import check_paths
 from pipeline.config.stages import wanted_stages
 from pipeline.data.load import load_stage
 from pipeline.data.tokenizer import train_tokenizer
@@ -245,19 +245,19 @@ def test_a_function_alone_needs_no_reward_stage() -> None:
     assert wanted_stages(config_of("stage=reward", "ppo.reward_model=false")) == ["reward"]
     assert config_of("ppo.reward_function=a folder/mine, too.py:f").ppo.reward_function == "a folder/mine, too.py:f"
     assert warnings(config_of("evaluation.judge_threads=8")) == [
-        "evaluation.judge_threads=8 is not used: there is no judge"
+        "evaluation.judge_threads=8 is not used, because evaluation.judge is not set"
     ]
     assert warnings(config_of(*ALONE, "reward_model=gpt2")) == [
-        "reward_model=gpt2 is not used: ppo.reward_model=false has none"
+        "reward_model=gpt2 is not used, because ppo.reward_model=false"
     ]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("ppo.reward_model=false",), "leaves nothing that scores answers: give ppo.reward_function=FILE.py:NAME"),
-        ((*ALONE, "evaluation.judge=./mine.py:score"), "evaluation.judge=./mine.py:score is what PPO is trained on"),
-        ((*ALONE, "reward=x/y"), "reward=x/y is a reward model, and ppo.reward_model=false wants none"),
+        (("ppo.reward_model=false",), "needs another scorer of answers: set ppo.reward_function=FILE.py:NAME"),
+        ((*ALONE, "evaluation.judge=./mine.py:score"), "evaluation.judge=./mine.py:score is also ppo.reward_function"),
+        ((*ALONE, "reward=x/y"), "reward=x/y selects a reward model, but ppo.reward_model=false"),
     ],
 )
 def test_what_contradicts_is_refused(words: tuple[str, ...], message: str) -> None:

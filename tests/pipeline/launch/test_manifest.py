@@ -13,11 +13,11 @@ import yaml
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.launch import processes
-from pipeline.launch.closing import comparing_words
 from pipeline.launch.command import main
 from pipeline.launch.fingerprint import HashCache, stage_settings
 from pipeline.launch.folder import open_folder
 from pipeline.launch.manifest import Manifest, stage_inputs
+from pipeline.launch.summary import compare_runs
 
 HERE = Path(__file__).resolve().parent
 BASE = ["model=gpt2", "tracking=none"]
@@ -278,7 +278,7 @@ def test_every_run_of_a_multirun_has_its_folder(train):
     x, y = Path("runs/x-seed=1"), Path("runs/x-seed=2")
     swept = {"stage=sft": ("sft", x), "stage=reward": ("reward", y)}  # each by its own last stage
     end = "-- sft and reward of 2 runs\nstage=sft     eval_loss 0.25  gold_score 0.5\nstage=reward"
-    assert comparing_words(swept) == end
+    assert compare_runs(swept) == end
 
 
 def test_a_multirun_without_a_name_leaves_what_is_finished(train):
@@ -397,7 +397,7 @@ def test_a_manifest_is_written_whole(tmp_path, monkeypatch):
     manifest = Manifest(tmp_path)
     manifest.save()
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
-    manifest.asked = "other"
+    manifest.request = "other"
     with pytest.raises(OSError, match="power cut"):
         manifest.save()
-    assert Manifest.read(tmp_path).asked == ""
+    assert Manifest.read(tmp_path).request == ""

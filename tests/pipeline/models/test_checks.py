@@ -127,7 +127,7 @@ def test_experts_drawn_by_lot_are_not_in_training(tmp_path: Path) -> None:
 
 def test_a_model_that_can_tell_how_long_its_row_is_is_refused(tmp_path: Path) -> None:
     engine, _ = policy_of("prophetnet", tmp_path)
-    with pytest.raises(UserError, match="ProphetNetForCausalLM looks at the tokens that follow"):
+    with pytest.raises(UserError, match="ProphetNetForCausalLM attends to later tokens"):
         verify(engine, max_length=32)
 
 
@@ -152,7 +152,7 @@ def test_lengths_beyond_which_every_position_changes_are_refused(tmp_path: Path)
 
 def test_a_model_that_cannot_run_is_refused_with_its_reason(tmp_path: Path) -> None:
     engine, _ = policy_of("xglm", tmp_path, "bf16")
-    with pytest.raises(UserError, match=r"XGLMForCausalLM can't run .* in bf16; engine\.dtype=fp32 may serve"):
+    with pytest.raises(UserError, match=r"XGLMForCausalLM cannot run .* in bf16; try engine\.dtype=fp32"):
         verify(engine, max_length=32)
 
 
@@ -209,7 +209,7 @@ def test_a_parameter_that_nothing_fills_is_told(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     model.model.renamed = torch.nn.Linear(2, 2)
     parameters = dict(model.named_parameters())
-    with pytest.raises(UserError, match=r"2 parameters are in no file, model\.renamed\.bias"):
+    with pytest.raises(UserError, match=r"2 parameters are missing from the files, for example model\.renamed\.bias"):
         weights._read(parameters, {name: name for name in parameters}, model, source_in(tmp_path))
 
 
@@ -234,13 +234,13 @@ def test_a_family_that_names_its_language_model_otherwise_is_one(tmp_path: Path)
         assert generator.mode == "slots"
     classifier = AutoModelForSequenceClassification.from_config(config)
     classifier.save_pretrained(tmp_path / "reward")
-    with pytest.raises(UserError, match=r"ForSequenceClassification, no language model .*as RUN/sft"):
+    with pytest.raises(UserError, match=r"ForSequenceClassification, not a language model .*for example RUN/sft"):
         check_kind(source_in(tmp_path / "reward"), wanted="ForCausalLM")
 
 
 def test_what_can_be_a_reward_model() -> None:
     check_scores(source_drawn(config_of("llama")))
-    with pytest.raises(UserError, match=r"no sequence classification of granite\. Take a model"):
+    with pytest.raises(UserError, match=r"no sequence classification of granite\. Set reward_model"):
         check_scores(source_drawn(config_of("granite")))
 
 

@@ -87,7 +87,7 @@ def test_a_model_that_sees_what_follows_is_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     language_model(AutoConfig.for_model("bert", vocab_size=96, **sizes)).save_pretrained(tmp_path)
     engine = build_policy(source_in(tmp_path), trained())
-    with pytest.raises(UserError, match="looks at the tokens that follow"):
+    with pytest.raises(UserError, match="attends to later tokens"):
         verify(engine, max_length=32)
 
 
@@ -243,7 +243,7 @@ def test_the_kernel_of_gpus_computes_the_same(
     documents = Documents((30, 20, 45, 1), prefixes)
     generator = torch.Generator().manual_seed(2)
     inputs = [torch.randn(h, 96, 8, generator=generator).bfloat16().requires_grad_() for h in (4, 2, 2)]
-    how, kernel = attention._How(0.3, window, None, 0.0), varlen_kernel()
+    how, kernel = attention._Options(0.3, window, None, 0.0), varlen_kernel()
     assert kernel is not None
     documents.ragged(torch.device("cpu"))  # before compiled code asks, as `packed_inputs` does
 

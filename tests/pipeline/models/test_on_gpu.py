@@ -10,7 +10,7 @@ from engine import EngineConfig, OptimizerConfig
 from engine.config import LossScale
 from engine.engine import Engine
 from engine.kernels.varlen import varlen_kernel
-from pipeline.data.batch import places_of
+from pipeline.data.batch import true_indices
 from pipeline.data.documents import Documents
 from pipeline.models import attention
 from pipeline.models.checks import verify
@@ -29,7 +29,7 @@ def test_the_kernel_computes_the_same(window: int | None, dtype: torch.dtype) ->
         pytest.skip("the kernel of a GPU")
     documents = Documents((30, 20, 45, 1), (None, 0, None, None))
     inputs = [torch.randn(1, heads, 96, 64, device=DEVICE, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
-    how, kernel = attention._How(0.125, window, None, 0.0), varlen_kernel()
+    how, kernel = attention._Options(0.125, window, None, 0.0), varlen_kernel()
     assert kernel is not None and how.fits_kernel(inputs[0], inputs[2])
     found = attention._by_kernel(kernel, *(t[0] for t in inputs), documents.ragged(DEVICE), how)
     wanted = attention._one_by_one(*inputs, documents, how)[0]
@@ -64,7 +64,7 @@ def test_a_step_over_packed_rows_is_one_over_padded_rows(family: str, dtype: Any
     marks = counts.clone()
     marks[:, 0] = False
     documents = Documents(lengths)
-    batches = [(ids, places_of(marks), None), (ids[counts][None], places_of(marks[counts]), documents)]
+    batches = [(ids, true_indices(marks), None), (ids[counts][None], true_indices(marks[counts]), documents)]
     updates = []
     for batch in batches:
         config = EngineConfig(dtype=dtype, loss_scale=LossScale(initial_power=2))

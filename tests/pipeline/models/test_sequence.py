@@ -127,7 +127,7 @@ def refused() -> list[str]:
             built(family, changes=changes, sequence_parallel=2)
         said.append(str(problem.value))
     engine = built("llama", sequence_parallel=2)
-    with pytest.raises(AssertionError, match="only rows of documents are shared out"):
+    with pytest.raises(AssertionError, match="sequence parallelism trains only packed rows"):
         engine(ids_of(1, 4), torch.tensor([1]))
     dist.set_parallelism()
     with pytest.raises(ValueError, match="another engine of this process"):

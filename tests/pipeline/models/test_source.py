@@ -86,7 +86,7 @@ def test_kinds(tmp_path: Path) -> None:
     check_kind(source_in(tmp_path / "lm"), wanted="ForCausalLM")
     check_kind(source_in(tmp_path / "rm"), wanted="ForSequenceClassification")
     for folder, wanted, stage in (("rm", "ForCausalLM", "sft"), ("lm", "ForSequenceClassification", "reward")):
-        with pytest.raises(UserError, match=rf"no \w+ model \(\.\.\.{wanted}\).*RUN/{stage}$"):
+        with pytest.raises(UserError, match=rf"not a \w+ model \(\.\.\.{wanted}\).*RUN/{stage}$"):
             check_kind(source_in(tmp_path / folder), wanted=wanted)
 
 

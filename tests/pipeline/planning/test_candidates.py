@@ -1,4 +1,4 @@
-"""`engine=auto` takes the fastest setting that fits, and a resumed stage keeps it; the pages of `stage=plan`."""
+"""`engine=auto` chooses the fastest setting that fits, a resumed stage uses it again; the output of `stage=plan`."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ PROBE = Probe(
 )  # fmt: skip
 
 
-def test_less_memory_needs_leaner_settings() -> None:
+def test_less_memory_needs_settings_with_less_memory() -> None:
     config = tiny_config(sft={"micro_batch_tokens": 4096, "batch_size": 128})
     task = stage_task(config, "sft", policy=source(), ranks=4, is_cpu=False)
     chosen = []
@@ -38,15 +38,15 @@ def test_auto_is_chosen_once_for_a_stage(
 ) -> None:
     config = tiny_config(engine={"auto": True, "zero_stage": 3})
     monkeypatch.setattr(planner, "measure", lambda *_: PROBE)
-    settled, predicted = announce(config, "sft", tmp_path, policy=source())
-    assert settled.engine.zero_stage == 0 and not settled.engine.auto and predicted["train"]
+    chosen_config, predicted = announce(config, "sft", tmp_path, policy=source())
+    assert chosen_config.engine.zero_stage == 0 and not chosen_config.engine.auto and predicted["train"]
     assert "engine=auto: engine.zero_stage=0" in capsys.readouterr().out
 
     def again(*_: object) -> Probe:
         raise AssertionError("measured again")
 
     monkeypatch.setattr(planner, "measure", again)
-    assert announce(config, "sft", tmp_path, policy=source())[0] == settled
+    assert announce(config, "sft", tmp_path, policy=source())[0] == chosen_config
     assert "the setting that this stage started with" in capsys.readouterr().out
     monkeypatch.setattr(planner, "measure", lambda *_: PROBE)
     monkeypatch.setattr(planner, "measure_capacity", lambda *_: Capacity(1000, 1000, 1000, is_gpu=False))
@@ -54,17 +54,17 @@ def test_auto_is_chosen_once_for_a_stage(
         announce(config, "reward", tmp_path / "other", policy=source())
 
 
-def test_the_prediction_tells_of_host_and_files() -> None:
-    there = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}
-    config = tiny_config(engine=there)
+def test_offloaded_bytes() -> None:
+    tiers = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}
+    config = tiny_config(engine=tiers)
     _, predicted = announce(config, "sft", Path(), policy=source())
-    wanted = plan(config, "sft", policy=source(), ranks=1).demand
-    assert wanted.host > 0 and wanted.nvme > 14 * measure_shape("small", source().config).parameters - 1
-    assert (predicted["train"]["host"], predicted["train"]["nvme"]) == (wanted.host, wanted.nvme)
+    demand = plan(config, "sft", policy=source(), ranks=1).demand
+    assert demand.host > 0 and demand.nvme > 14 * measure_shape("small", source().config).parameters - 1
+    assert (predicted["train"]["host"], predicted["train"]["nvme"]) == (demand.host, demand.nvme)
     gradients = 4 * measure_shape("small", source().config).parameters
-    assert predicted["generate"]["host"] == pytest.approx(wanted.host - gradients, abs=4)
-    train = sum(wanted.phases["train"].values()) - wanted.host - wanted.nvme
-    assert wanted.device_bytes("train") == train, "a device's bytes leave out offloaded ones"
+    assert predicted["generate"]["host"] == pytest.approx(demand.host - gradients, abs=4)
+    train = sum(demand.phases["train"].values()) - demand.host - demand.nvme
+    assert demand.device_bytes("train") == train, "bytes on the device do not include offloaded ones"
 
 
 def test_the_table_names_owners_phases_and_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,16 +82,20 @@ def test_without_a_reward_model_its_stage_has_no_plan(
     monkeypatch.setattr(table, "base_source", lambda _: source())
     for words in ({}, {"reward_model": False, "reward_function": "mine.py:score"}):
         table.run(tiny_config(ppo=words), Path())
-        page = capsys.readouterr().out
-        assert ("\nreward: " in page) == ("    reward " in page) == (not words)
+        output = capsys.readouterr().out
+        assert ("\nreward: " in output) == ("    reward " in output) == (not words)
 
 
 def test_a_plan_for_gpus_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert estimate.main(["model=opt-125m", "ranks=8", "gib=80", "sft.max_length=256"]) == 0
-    page = capsys.readouterr().out
-    for words in ("sft: opt-125m, 8 ranks, bf16; 80.0 GiB a device", "zero3, checkpointing", "train critic"):
-        assert words in page
-    assert "seconds a step" not in page and "the first that fits: as configured" in page
+    output = capsys.readouterr().out
+    for words in (
+        "sft: opt-125m, 8 ranks, bf16; 80.0 GiB a device",
+        "engine.zero_stage=3 engine.activation_checkpointing=true",
+        "train critic",
+    ):
+        assert words in output
+    assert "seconds a step" not in output and "the first that fits: as configured" in output
     for words, message in {
         ("model=opt-125m", "gib=x"): "gib=x",
         ("model=opt-125m", "gpus=2"): "gpus",

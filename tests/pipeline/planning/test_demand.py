@@ -54,7 +54,8 @@ def test_layouts_move_bytes_as_they_should(opt: ModelShape) -> None:
     half = sft(opt, work(micro_batch_tokens=4096)).phases["train"]["activations"]
     assert half == pytest.approx(train[2]["activations"] / 2, rel=0.01)
     shared = sft(opt, work(sequence_parallel=4)).phases["train"]
-    assert shared["activations"] == pytest.approx(train[2]["activations"] / 4, rel=0.01)
+    exchanged = 12 * 8192 // 4 * 768 * 2  # a group exchanges the outputs of attention, which exist twice
+    assert shared["activations"] == pytest.approx(train[2]["activations"] / 4 + exchanged, rel=0.01)
     assert shared["optimizer"] == train[2]["optimizer"]  # ZeRO shards over all ranks
     pairs = [sft(opt, work(micro_batch_tokens=tokens, item_sequences=2)) for tokens in (1024, 2048, 4096)]
     kept = [demand.phases["train"]["activations"] for demand in pairs]

@@ -28,17 +28,17 @@ def gpu(size: int) -> Capacity:
     return Capacity(size, 0, 0, is_gpu=True)
 
 
-def test_what_fits_is_one_line() -> None:
+def test_a_stage_that_fits_prints_one_line() -> None:
     found = plan(tiny_config(), "sft", policy=source(), ranks=2, capacity=gpu(80 * GIB))
     assert found.fits and found.advice is None
     (line,) = check_fit(found, refuse=True)
     assert line.startswith("memory: about ") and "of 80.00 GiB a device (train: " in line
 
 
-def test_ppo_without_a_critic_has_more_answers_and_no_critic() -> None:
+def test_ppo_without_a_critic() -> None:
     critic, others = (
-        plan(tiny_config(ppo=way), "ppo", policy=source(), ranks=1, capacity=gpu(80 * GIB))
-        for way in ({}, {"advantage": "grpo", "samples": 3})
+        plan(tiny_config(ppo=keys), "ppo", policy=source(), ranks=1, capacity=gpu(80 * GIB))
+        for keys in ({}, {"advantage": "grpo", "samples": 3})
     )
     assert "train critic" in critic.demand.phases and "train critic" not in others.demand.phases
     assert "critic" not in others.demand.phases["train actor"]
@@ -46,30 +46,30 @@ def test_ppo_without_a_critic_has_more_answers_and_no_critic() -> None:
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo"])
-def test_what_does_not_fit_is_refused_with_what_does(stage: str) -> None:
+def test_a_stage_that_does_not_fit_is_refused_with_a_setting_that_fits(stage: str) -> None:
     config = tiny_config(**{stage: {"micro_batch_tokens": 8192}})
-    whole = plan(config, stage, policy=source(), ranks=4, capacity=gpu(80 * GIB)).demand.peak
-    tight = plan(config, stage, policy=source(), ranks=4, capacity=gpu(round(whole * 0.8)))
+    peak = plan(config, stage, policy=source(), ranks=4, capacity=gpu(80 * GIB)).demand.peak
+    tight = plan(config, stage, policy=source(), ranks=4, capacity=gpu(round(peak * 0.8)))
     assert tight.advice is not None
     with pytest.raises(UserError, match=r"does not fit. This setting fits: .*micro_batch_tokens|engine\."):
         check_fit(tight, refuse=True)
     assert len(check_fit(tight, refuse=False)) == 2
-    # Taking the advice makes it fit.
-    words = dict(word.split("=") for word in tight.advice.changes.split())
-    engine = {key[7:]: yaml.safe_load(value) for key, value in words.items() if key.startswith("engine.")}
-    tokens = words.get(f"{stage}.micro_batch_tokens", 8192)
-    taken = tiny_config(**{"engine": engine, stage: {"micro_batch_tokens": tokens}})
-    assert plan(taken, stage, policy=source(), ranks=4, capacity=gpu(round(whole * 0.8))).fits
+    # With the suggested setting the stage fits.
+    overrides = dict(override.split("=") for override in tight.advice.changes.split())
+    engine = {key[7:]: yaml.safe_load(value) for key, value in overrides.items() if key.startswith("engine.")}
+    tokens = overrides.get(f"{stage}.micro_batch_tokens", 8192)
+    changed = tiny_config(**{"engine": engine, stage: {"micro_batch_tokens": tokens}})
+    assert plan(changed, stage, policy=source(), ranks=4, capacity=gpu(round(peak * 0.8))).fits
 
 
-def test_pairs_are_not_cut() -> None:
-    for stage, sides in {"sft": 1, "reward": 2, "dpo": 2}.items():
+def test_pairs_are_not_split() -> None:
+    for stage, sequences in {"sft": 1, "reward": 2, "dpo": 2}.items():
         task = stage_task(tiny_config(), stage, policy=source(), ranks=1, is_cpu=False)
-        least = min(candidate.micro_batch_tokens for candidate in candidates(task, gpu(GIB)))
-        assert least == sides * task.work.max_length < task.work.micro_batch_tokens
+        smallest = min(candidate.micro_batch_tokens for candidate in candidates(task, gpu(GIB)))
+        assert smallest == sequences * task.work.max_length < task.work.micro_batch_tokens
 
 
-def test_what_can_not_fit_says_so() -> None:
+def test_no_setting_fits() -> None:
     found = plan(tiny_config(), "ppo", policy=source(), ranks=1, capacity=gpu(GIB // 100))
     assert not found.fits and found.advice is None
     assert (
@@ -79,10 +79,10 @@ def test_what_can_not_fit_says_so() -> None:
         check_fit(found, refuse=True)
 
 
-def test_forwards_are_kept_where_there_is_room_for_all_of_a_step() -> None:
-    """From scoring to the first update: the actor's of two micro-batches, and the critic's while the actor learns."""
+def test_ppo_shares_forwards_if_those_of_a_step_fit() -> None:
+    """The forwards of two micro-batches wait for their backward; the critic's wait while the actor trains."""
 
-    def told(device_bytes: int = 80 * GIB, **keys: Any) -> Demand:
+    def demand_of(device_bytes: int = 80 * GIB, **keys: Any) -> Demand:
         pipeline = keys.pop("pipeline_parallel", 1)
         config = tiny_config(
             engine={"pipeline_parallel": pipeline, "dtype": "fp32"},
@@ -90,16 +90,20 @@ def test_forwards_are_kept_where_there_is_room_for_all_of_a_step() -> None:
         )
         return plan(config, "ppo", policy=source(), ranks=2, capacity=gpu(device_bytes)).demand
 
-    apart, kept = told(shared_forward=False), told(shared_forward=True)
-    assert told() == kept != apart and kept.shares_forward and not apart.shares_forward
-    one, other = (apart.phases[phase]["activations"] for phase in ("train actor", "train critic"))
-    assert kept.phases["train critic"]["activations"] == 2 * other  # four sequences of 128 tokens, a rank
-    assert kept.phases["train actor"]["activations"] == 2 * (one + other)
-    tight = round((apart.peak + kept.peak) / 2 / 0.9)
-    assert apart.peak < 0.9 * tight < kept.peak and told(tight) == apart and told(tight, shared_forward=True) == kept
-    assert not told(minibatches=2).shares_forward and not told(pipeline_parallel=2).shares_forward
-    mixed = told(ptx_coef=0.1)
-    assert mixed.phases["train actor"]["activations"] == one + 2 * other
+    separate, shared = demand_of(shared_forward=False), demand_of(shared_forward=True)
+    assert demand_of() == shared != separate and shared.shares_forward and not separate.shares_forward
+    actor, critic = (separate.phases[phase]["activations"] for phase in ("train actor", "train critic"))
+    assert shared.phases["train critic"]["activations"] == 2 * critic  # four sequences of 128 tokens per rank
+    assert shared.phases["train actor"]["activations"] == 2 * (actor + critic)
+    tight = round((separate.peak + shared.peak) / 2 / 0.9)
+    assert (
+        separate.peak < 0.9 * tight < shared.peak
+        and demand_of(tight) == separate
+        and demand_of(tight, shared_forward=True) == shared
+    )
+    assert not demand_of(minibatches=2).shares_forward and not demand_of(pipeline_parallel=2).shares_forward
+    mixed = demand_of(ptx_coef=0.1)
+    assert mixed.phases["train actor"]["activations"] == actor + 2 * critic
 
 
 def test_measured_capacity_and_adapters() -> None:
@@ -109,44 +113,44 @@ def test_measured_capacity_and_adapters() -> None:
     assert plan(adapters, "ppo", policy=source(), ranks=2).demand.peak < full.demand.peak
 
 
-def test_adapters_are_counted_where_they_are_asked_for() -> None:
-    layers = plan(tiny_config(), "sft", policy=source(), ranks=1).task.policy
-    some = adapter_parameters(layers, LoraConfig(rank=4, targets=["fc1"]))  # of 512 x 2,048, in each of 8 blocks
-    assert some == (8 * 4 * (512 + 2048), 8 * 512 * 2048)
-    assert adapter_parameters(layers, LoraConfig(rank=4, targets=r".*\.fc1")) == some
+def test_adapters_of_selected_layers() -> None:
+    shape = plan(tiny_config(), "sft", policy=source(), ranks=1).task.policy
+    expected = adapter_parameters(shape, LoraConfig(rank=4, targets=["fc1"]))  # of 512 x 2,048, in each of 8 blocks
+    assert expected == (8 * 4 * (512 + 2048), 8 * 512 * 2048)
+    assert adapter_parameters(shape, LoraConfig(rank=4, targets=r".*\.fc1")) == expected
 
 
-def test_a_reference_that_is_not_asked_takes_no_memory() -> None:
-    asked, alone, watched = (
+def test_an_unused_reference_needs_no_memory() -> None:
+    penalized, unused, logged = (
         plan(tiny_config(ppo={"kl_target": None, **keys}), "ppo", policy=source(), ranks=1).demand.phases
         for keys in ({}, {"kl_coef": 0.0}, {"kl_coef": 0.0, "reference": True})
     )
-    assert watched == asked and asked.keys() == alone.keys()
-    for phase, owners in alone.items():
-        assert owners == {owner: size for owner, size in asked[phase].items() if owner != "reference"}
-        assert asked[phase]["reference"] > 0
+    assert logged == penalized and penalized.keys() == unused.keys()
+    for phase, owners in unused.items():
+        assert owners == {owner: size for owner, size in penalized[phase].items() if owner != "reference"}
+        assert penalized[phase]["reference"] > 0
 
 
-def test_roles_are_predicted_as_they_are_laid_out() -> None:
+def test_a_model_with_engine_settings_of_its_own() -> None:
     shared = plan(tiny_config(engine={"zero_stage": 3}), "ppo", policy=source(), ranks=4).demand
     config = tiny_config(engine={"zero_stage": 3}, ppo={"reference_engine": {"zero_stage": 0}})
-    apart = plan(config, "ppo", policy=source(), ranks=4).demand
-    assert apart.phases["generate"]["reference"] == 4 * shared.phases["generate"]["reference"]
-    assert apart.phases["generate"]["reward"] == shared.phases["generate"]["reward"]
+    own = plan(config, "ppo", policy=source(), ranks=4).demand
+    assert own.phases["generate"]["reference"] == 4 * shared.phases["generate"]["reference"]
+    assert own.phases["generate"]["reward"] == shared.phases["generate"]["reward"]
 
 
-def test_a_step_of_a_pipeline_has_a_micro_batch_for_each_stage() -> None:
+def test_a_pipeline_step_has_a_micro_batch_for_each_rank() -> None:
     assert micro_batch_tokens(1024, 2048, 100, 2) == 1024
     assert micro_batch_tokens(1024, 2048, 100, 4) == 512
-    assert micro_batch_tokens(1024, 2048, 700, 4) == 700  # one sequence is not cut
+    assert micro_batch_tokens(1024, 2048, 700, 4) == 700  # a sequence is never split
 
 
-def test_a_deepspeed_schedule_that_asks_for_the_steps_is_told_them() -> None:
+def test_a_deepspeed_schedule_over_all_steps() -> None:
     file: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
-    asks = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
     with_one, without = (
         plan(tiny_config(engine={"deepspeed": file | more}), "sft", policy=source(), ranks=1).demand
-        for more in ({"scheduler": asks}, {})
+        for more in ({"scheduler": scheduler}, {})
     )
     assert with_one == without
 

@@ -144,6 +144,7 @@ def _write_ppo(folder: Path, noise: random.Random, memory: list[dict[str, int]],
         "peak_memory_by_rank": memory, "final": {"score": 1.9, "kl": 8.4}, "gold_score": end, "kl": 8.4,
     }  # fmt: skip
     samples = [_made_sample(noise, end, bonus=2.5 if gamed else 0.0) for _ in range(prompts)]
+    samples = [{**sample, "temperature": temperature} for temperature in (1.0, 0.0) for sample in samples]
     write_stage(folder, rows, summary, samples, CONFIG)
 
 

@@ -66,8 +66,8 @@ def test_axis_has_room_whatever_the_values(values: list[float]) -> None:
 
 def test_place_is_linear_and_stops_at_the_border() -> None:
     found = axis([0, 10], bounds=(0, 10))
-    assert [found.place(value, 100, 200) for value in (0, 2.5, 10, 99, -5)] == [100, 125, 200, 200, 100]
-    assert found.place(2.5, 200, 100) == 175
+    assert [found.pixel(value, 100, 200) for value in (0, 2.5, 10, 99, -5)] == [100, 125, 200, 200, 100]
+    assert found.pixel(2.5, 200, 100) == 175
 
 
 def test_step_axis_begins_and_ends_with_the_steps() -> None:

@@ -26,7 +26,7 @@ def test_a_folder_with_nothing_in_it(tmp_path: Path) -> None:
     assert run.stages == {}
     assert not run.stage("ppo").started
     assert run.setting("model", "name") is None
-    assert run.samples() == ()
+    assert run.temperatures == [] and run.samples(1.0) == []
 
 
 def test_summary_figures_are_found_at_the_top_or_under_final(tmp_path: Path) -> None:
@@ -53,5 +53,5 @@ def test_configuration_of_the_furthest_stage_and_samples_of_the_furthest_that_ha
     run = read_run(tmp_path)
     assert run.setting("seed") == 7
     assert run.setting("evaluation", "table_rows") == 8
-    assert len(run.samples()) == 1
+    assert len(run.samples(1.0)) == 1
     assert "sft" in run.manifest

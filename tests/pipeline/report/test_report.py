@@ -66,8 +66,9 @@ def test_a_whole_run(tmp_path: Path) -> None:
     page = path.read_text(encoding="utf-8")
     found = check(page)
     assert found.ids == ["changes", "gaming", "answers", "sft", "reward", "ppo", "speed", "memory", "configuration"]
-    for text in ("RLHF helped.", "No sign of it.", "First ratio", "Explained variance", "Held-out accuracy", "89.7%",
-                 "The first 8 of 96", "2 min 41 s", "915 MiB", "name: tiny", "sha256:9f"):  # fmt: skip
+    for text in ("RLHF helped at temperatures 1 and 0.",
+                 "PPO, temperature 0", "No sign of it.", "First ratio", "Explained variance", "Held-out accuracy",
+                 "89.7%", "The first 8 of 96", "2 min 41 s", "915 MiB", "name: tiny", "sha256:9f"):  # fmt: skip
         assert text in found.text, text
     assert len(page) < 600_000
 
@@ -76,7 +77,9 @@ def test_a_gamed_run_says_so(tmp_path: Path) -> None:
     write_demo_run(tmp_path, gamed=True)
     (tmp_path / "ppo" / "config.yaml").write_text(f"{CONFIG}evaluation: {{judge: a/mine.py:grade}}\n")
     found = check(render_report(read_run(tmp_path)))
-    assert "the reward model was gamed" in found.text and "By mine.py:grade; it trained nothing." in found.text
+    assert (
+        "the reward model was gamed" in found.text and "By mine.py:grade, which is not used for training." in found.text
+    )
     assert "Gold was best at rollout 25" in found.text
 
 
@@ -101,15 +104,17 @@ def test_a_function_is_called_a_function(tmp_path: Path) -> None:
     text = by_function(tmp_path, reward_model=False)
     assert "reward model" not in text.lower()
     for words in ("the reward function was gamed", "Is the reward function being gamed?", "Reward score",
-                  "to please the reward function", "By the reward function that PPO was trained on."):  # fmt: skip
+                  "exploits errors of the reward function",
+                  "By the reward function that PPO was trained on."):  # fmt: skip
         assert words in text, words
-    assert "Reward function's part" not in text
+    assert "Reward function's share" not in text
 
 
 def test_beside_a_reward_model_a_functions_part_is_shown_apart(tmp_path: Path) -> None:
     text = by_function(tmp_path, reward_model=True)
-    for words in ("Is the reward being gamed?", "By reward model and reward function together", "function +1.00",
-                  "Reward function's part of the score", "What the function gave of the reward score."):  # fmt: skip
+    for words in ("Is the reward being gamed?", "The sum of reward model and reward function", "function +1.00",
+                  "Reward function's share of the score",
+                  "The reward function's share of the reward score."):  # fmt: skip
         assert words in text, words
 
 
@@ -218,7 +223,7 @@ def test_foreseen_seconds_stand_beside_those_that_a_step_took(tmp_path: Path) ->
     (tmp_path / "ppo" / "plan.json").write_text(json.dumps(plan))
     page = render_report(read_run(tmp_path))
     check(page)
-    table = page[page.index("Foreseen and taken") :]
+    table = page[page.index("Predicted and measured") :]
     rows = [row.split("</td>")[:5] for row in table[: table.index("</table>")].split("<tr>")[2:]]
     shown = [[cell.rpartition(">")[2] for cell in row] for row in rows]
     assert shown == [["PPO", "generate", "6.00 s", "3.00 s", "2 x"], ["PPO", "train", "1.75 s", "1.00 s", "1.8 x"]]

@@ -1,5 +1,6 @@
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from pipeline.data.records import Message
 from pipeline.evaluation.samples import Sample
-from pipeline.launch.closing import closing_words
+from pipeline.launch.summary import summarize_run
 from pipeline.report.data import RunReading, StageReading, read_run
 from pipeline.report.gaming import gaming, rank_correlation
 from pipeline.report.report import render_report
@@ -34,16 +35,17 @@ def finished(rows: Sequence[Sample]) -> RunReading:
     return RunReading("run", stages, {})
 
 
+HELPED = "RLHF helped at temperatures 1 and 0.\nTemperature 1: On the same 96 held-out prompts"
 SPREAD = [0.1 * (n % 5) for n in range(40)]
 
 
 @pytest.mark.parametrize(
     ("gain", "reward", "outcome", "headline"),
     [
-        (0.3, 1.0, "good", "RLHF helped."),
-        (-0.3, 1.0, "bad", "RLHF hurt: the reward model was gamed."),
-        (-0.3, -1.0, "bad", "RLHF hurt."),
-        (-0.3, None, "bad", "RLHF hurt."),
+        (0.3, 1.0, "good", "RLHF helped at temperature 1."),
+        (-0.3, 1.0, "bad", "RLHF hurt (the reward model was gamed) at temperature 1."),
+        (-0.3, -1.0, "bad", "RLHF hurt at temperature 1."),
+        (-0.3, None, "bad", "RLHF hurt at temperature 1."),
     ],
 )
 def test_gold_decides(gain: float, reward: float | None, outcome: str, headline: str) -> None:
@@ -59,7 +61,26 @@ def test_a_model_that_was_chosen_on_these_prompts_is_told() -> None:
         rows = samples(SPREAD, [value + 0.3 for value in SPREAD])
         ppo = StageReading("ppo", summary={"steps": 3, "exported_step": step}, samples=rows)
         verdict = judge(RunReading("run", {"ppo": ppo}, {"ppo": {"export": export}}))
-        assert ("that of rollout 2, the best by its score on these same prompts" in verdict.evidence) == said
+        assert ("The model of rollout 2 was selected by its score on these prompts" in verdict.evidence) == said
+
+
+@pytest.mark.parametrize(
+    ("greedy_gain", "outcome", "headline"),
+    [
+        (0.3, "good", "RLHF helped at temperatures 0.7 and 0."),
+        (0.0, "open", "RLHF helped at temperature 0.7. No clear difference between SFT and PPO at temperature 0."),
+        (-0.3, "bad", "RLHF helped at temperature 0.7. RLHF hurt at temperature 0."),
+    ],
+)
+def test_rlhf_helped_only_if_it_helped_at_each_temperature(greedy_gain: float, outcome: str, headline: str) -> None:
+    rows = [
+        replace(sample, temperature=temperature)
+        for temperature, gain in ((0.7, 0.3), (0.0, greedy_gain))
+        for sample in samples(SPREAD, [value + gain for value in SPREAD])
+    ]
+    verdict = judge(finished(rows))
+    assert (verdict.outcome, verdict.headline) == (outcome, headline)
+    assert "Temperature 0.7: On the same 40" in verdict.evidence and "Temperature 0: On the same 40" in verdict.evidence
 
 
 def test_an_interval_around_zero_is_no_difference() -> None:
@@ -80,7 +101,7 @@ def test_without_gold_the_reward_score_is_not_called_success() -> None:
     stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows)}
     verdict = judge(RunReading("run", stages, {}))
     assert verdict.outcome == "open"
-    assert verdict.headline == "The reward score rose with PPO."
+    assert verdict.headline == "The reward score rose with PPO at temperature 1."
     assert "trained on this score" in verdict.evidence and "too few" not in verdict.evidence
     stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows[:4])}
     verdict = judge(RunReading("run", stages, {}))
@@ -98,10 +119,13 @@ def test_a_functions_score_on_held_out_prompts_is_a_verdict(gain: float, outcome
     rows = [Sample(PROMPT, {}, {"sft": 0.1 * (n % 5), "ppo": 0.1 * (n % 5) + gain}) for n in range(20)]
     stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows)}
     verdict = judge(RunReading("run", stages, BY_FUNCTION))
-    assert (verdict.outcome, verdict.headline) == (outcome, f"The reward function's score {moved} with PPO.")
+    assert (verdict.outcome, verdict.headline) == (
+        outcome,
+        f"The reward function's score {moved} with PPO at temperature 1.",
+    )
     assert "20 held-out prompts the mean went from 0.200 after SFT" in verdict.evidence
     assert ("No answer's score changed." in verdict.evidence) == (gain == 0.0)
-    assert "trained on this function, with other prompts" in verdict.evidence and "reward model" not in verdict.evidence
+    assert "trained on this function with other prompts" in verdict.evidence and "reward model" not in verdict.evidence
 
 
 def test_reward_model_and_function_together_are_called_so() -> None:
@@ -109,15 +133,16 @@ def test_reward_model_and_function_together_are_called_so() -> None:
     stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows)}
     verdict = judge(RunReading("run", stages, BY_BOTH))
     assert (verdict.outcome, verdict.headline) == (
-        "open", "The score of reward model and reward function together rose with PPO."
+        "open", "The sum of reward model and reward function rose with PPO at temperature 1."
     )  # fmt: skip
-    assert "The reward function's part of it changed by +0.50" in verdict.evidence
+    assert "The reward function's share of the score changed by +0.50" in verdict.evidence
 
 
 @pytest.mark.parametrize(("settings", "headline", "score"), [
-    ({}, "RLHF hurt: the reward model was gamed.", "The reward score, "),
-    (BY_FUNCTION, "RLHF hurt: the reward function was gamed.", "The reward function's score, "),
-    (BY_BOTH, "RLHF hurt: the reward was gamed.", "The score of reward model and reward function together, "),
+    ({}, "RLHF hurt (the reward model was gamed) at temperature 1.", "The reward score, "),
+    (BY_FUNCTION, "RLHF hurt (the reward function was gamed) at temperature 1.", "The reward function's score, "),
+    (BY_BOTH, "RLHF hurt (the reward was gamed) at temperature 1.",
+     "The sum of reward model and reward function, "),
 ])  # fmt: skip
 def test_what_was_gamed_is_what_scored(settings: dict[str, Any], headline: str, score: str) -> None:
     run = finished(samples(SPREAD, [value - 0.3 for value in SPREAD], reward=1.0))
@@ -137,22 +162,27 @@ def test_an_unfinished_run_says_how_far_it_is() -> None:
     verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3}), "ppo": ppo}, {}))
     assert verdict.headline.startswith("Too early")
     assert verdict.headline.endswith("PPO has not finished.")
-    assert "Finished: SFT. PPO is unfinished, at step 7. The same command continues it" in verdict.evidence
+    assert "Finished: SFT. PPO is unfinished, at step 7. Run the same command again to resume" in verdict.evidence
 
 
 def test_stages_that_were_not_asked_for_are_not_called_unfinished() -> None:
     verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3})}, {}))
     assert verdict.headline == "Too early to say: PPO has not run."
-    assert verdict.evidence.startswith("Finished: SFT. The same command with stage=all runs the others")
+    assert verdict.evidence.startswith("Finished: SFT. Run the same command with stage=all for the other stages")
 
 
-def test_the_closing_words_of_a_run_say_whether_it_helped(tmp_path: Path) -> None:
+def test_the_summarize_run_of_a_run_say_whether_it_helped(tmp_path: Path) -> None:
     write_demo_run(tmp_path)
     verdict = conclusion(tmp_path)
-    assert verdict is not None and verdict.startswith("RLHF helped. On the same 96 held-out prompts")
-    assert f"\nverdict {verdict}\nmodel " in closing_words(tmp_path, verdict)
+    assert verdict is not None and verdict.startswith(HELPED)
+    lines = summarize_run(tmp_path, verdict).splitlines()
+    assert "verdict RLHF helped at temperatures 1 and 0." in lines
+    assert [line[:22] for line in lines if line.startswith("        Temp")] == [
+        "        Temperature 1:",
+        "        Temperature 0:",
+    ]
     (tmp_path / "ppo" / "summary.json").unlink()
-    assert conclusion(tmp_path) is None and "verdict" not in closing_words(tmp_path)
+    assert conclusion(tmp_path) is None and "verdict" not in summarize_run(tmp_path)
 
 
 def with_dpo(run_dir: Path, *, finished: str) -> str | None:
@@ -172,13 +202,13 @@ def with_dpo(run_dir: Path, *, finished: str) -> str | None:
 def test_of_ppo_and_dpo_the_one_that_finished_last_is_judged_beside_the_other(tmp_path: Path) -> None:
     write_demo_run(tmp_path)
     earlier = with_dpo(tmp_path, finished="2026-11-21T10:00:00")
-    assert earlier is not None and earlier.startswith("RLHF helped. On the same 96")
+    assert earlier is not None and earlier.startswith(HELPED)
     later = with_dpo(tmp_path, finished="2026-11-23T10:00:00")
     assert later is not None and "DPO" in later.partition(".")[0] and "after DPO: " in later and "PPO" not in later
-    assert f"model   {tmp_path}/dpo/model" in closing_words(tmp_path, later)
+    assert f"model   {tmp_path}/dpo/model" in summarize_run(tmp_path, later)
     run = read_run(tmp_path)
-    assert [row.label for row in standings(run.samples(), "gold")] == ["Base", "SFT", "DPO", "PPO"]
-    gap = change(run.samples(), "gold", "dpo", "ppo")
+    assert [row.label for row in standings(run.samples(0.0), "gold")] == ["Base", "SFT", "DPO", "PPO"]
+    gap = change(run.samples(0.0), "gold", "dpo", "ppo")
     assert gap is not None and gap.mean == pytest.approx(0.25) and gap.worse == gap.same == 0
     page = render_report(run)
     assert "Stage 2: direct preference optimisation" in page and "SFT to DPO" in page and "SFT to PPO" in page
@@ -189,6 +219,8 @@ def test_dpo_without_gold_says_what_it_ranks_and_claims_no_more() -> None:
     verdict = judge(RunReading("run", {"dpo": dpo}, {}))
     assert (verdict.outcome, verdict.headline) == ("open", "DPO has finished.")
     assert verdict.evidence.startswith("It ranks 75% of 64 held-out pairs as they are labelled. This data has no gold")
+    answers = [Sample(PROMPT, {"sft": "a", "dpo": "b"}, temperature=temperature) for temperature in (1.0, 0.0)]
+    assert judge(RunReading("run", {"dpo": replace(dpo, samples=answers)}, {})) == verdict
     verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3})}, {"method": "dpo"}))
     assert verdict.headline == "Too early to say: DPO has not run."
 
@@ -212,8 +244,8 @@ def test_change_counts_prompts_that_both_models_have() -> None:
         ([(1, 0.0, 0.4), (2, 1.0, 0.7), (3, 2.0, 0.69)], "No sign of it."),
         ([(1, 0.0, 0.4), (2, 1.0, 0.41), (3, 2.0, 0.4)], "Possibly."),
         ([(1, 1.0, 0.4), (2, 0.9, 0.3), (3, 0.8, 0.2)], "No."),
-        ([(1, 0.0, 0.4), (2, 1.0, 0.8)], "Can't be told."),
-        ([(1, 0.0, 0.4), (2, float("nan"), 0.8), (3, 1.0, 0.5)], "Can't be told."),
+        ([(1, 0.0, 0.4), (2, 1.0, 0.8)], "Unknown."),
+        ([(1, 0.0, 0.4), (2, float("nan"), 0.8), (3, 1.0, 0.5)], "Unknown."),
     ],
 )
 def test_gaming(path: list[tuple[float, float, float]], answer: str) -> None:

@@ -53,7 +53,7 @@ def test_data_that_a_later_stage_would_refuse_is_refused_by_the_first(
     sources = [{"path": str(chats), "stages": ["sft", "ppo"]}, {"path": str(pairs), "stages": ["reward"]}]
     data = DataConfig.model_validate({"name": "x", "sources": sources})
     config = tiny_config().model_copy(update={"data": data})
-    with pytest.raises(UserError, match="9 of 9 rows can't be used for reward: 9 x chosen equals rejected"):
+    with pytest.raises(UserError, match="9 of 9 rows cannot be used for reward: 9 x chosen equals rejected"):
         stage_data.check_data_to_come(config, "sft")
     assert capsys.readouterr().out.startswith("sft: checking the data of reward and ppo")
     for nothing_bad_to_come in ({"stage": "sft"}, {"data": tiny_config().data}):
@@ -72,9 +72,9 @@ def on_every_rank(file: str) -> dict[str, Any]:
         read.append(which)
         return load_stage(data, which, seed, **keys)
 
-    def counted_held_out(data: DataConfig, **keys: Any) -> list[Prompt]:
+    def counted_held_out(data: DataConfig, seed: int, **keys: Any) -> list[Prompt]:
         read.append("held out")
-        return load_held_out(data, **keys)
+        return load_held_out(data, seed, **keys)
 
     stage_data.load_stage, stage_data.load_held_out = counted, counted_held_out
     config = tiny_config().model_copy(update={"data": DataConfig(name="a", path=file)})

@@ -20,12 +20,11 @@ from engine.config import LossScale
 from engine.oom import PassOutOfMemory
 from engine.parallel import dist
 from pipeline.config.schema import SftSection
-from pipeline.errors import RestartStage, UserError
+from pipeline.errors import RestartStage, Stopped, UserError, handle_signals, raise_stopped
 from pipeline.files import explained_disk, write_json, write_whole
-from pipeline.stages import stage_run, stop_signals
-from pipeline.stages.memory_limits import read_limits, within_limits
+from pipeline.stages import stage_run
+from pipeline.stages.restart import read_limits, within_limits
 from pipeline.stages.stage_run import StageRun
-from pipeline.stages.stop_signals import Stopped
 from pipeline.tracking import metrics
 from tests.tiny import tiny_config
 
@@ -189,7 +188,7 @@ def test_a_stop_between_the_last_step_and_the_end_keeps_that_step(at_once: bool,
                 if at_once and step == 6:  # no update is left that would tell other ranks
                     os.kill(os.getpid(), signal.SIGUSR1)
             assert not at_once, "the steps have raised it"
-            with stop_signals.handled(stop_signals.stop):
+            with handle_signals(raise_stopped):
                 os.kill(os.getpid(), signal.SIGUSR1)
     finally:
         dist.stop()

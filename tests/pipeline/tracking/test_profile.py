@@ -3,15 +3,12 @@
 import gzip
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.autograd import DeviceType
 
 from pipeline.config.schema import ProfileSection
-from pipeline.tracking.profile import tables
 from tests.pipeline.stages.test_stage_run import stage_of, work
 from tests.ranks import run_ranks
 
@@ -46,8 +43,7 @@ def test_the_wanted_steps_are_recorded_with_their_phases(tmp_path: Path, capsys:
     assert names.count("train") == 2 and names.count("save") == 1
     assert names.count("aten::linear") == 2 and names.index("train") < names.index("aten::linear")
     text = (found / "steps-3-4-rank-0.txt").read_text()
-    assert text.startswith("operators on the host, own time over 2 steps: ") and "aten::addmm" in text
-    assert "device" not in text
+    assert "Self CPU" in text and "aten::addmm" in text
     assert f"sft: steps 3 to 4 recorded, {found}/steps-3-4-rank-0.txt" in capsys.readouterr().out
 
 
@@ -73,34 +69,6 @@ def test_one_rank_is_recorded_or_all(tmp_path: Path) -> None:
     for ranks, recorded in (("first", [0]), ("all", [0, 1])):
         found = sorted(path.name for path in (tmp_path / ranks / "profile").iterdir())
         assert found == [f"steps-2-2-rank-{rank}.{end}" for rank in recorded for end in ("json.gz", "txt")]
-
-
-def test_kernels_count_once() -> None:
-    """The operator that launched a kernel has its time as well, and so has the span around both."""
-
-    def event(key: str, kind: DeviceType, host: float, device: float, span: bool = False) -> SimpleNamespace:
-        return SimpleNamespace(key=key, device_type=kind, count=3, self_cpu_time_total=host,
-                               self_device_time_total=device, is_user_annotation=span)  # fmt: skip
-
-    text = tables(
-        [
-            event("train", DeviceType.CPU, 3e6, 0.0, span=True),
-            event("train", DeviceType.CUDA, 0.0, 9e6, span=True),
-            event("aten::mm", DeviceType.CPU, 1e6, 4e6),
-            event("gemm<" + 200 * "f", DeviceType.CUDA, 0.0, 4e6),
-        ],
-        steps=1,
-    )
-    assert text.splitlines() == [
-        "operators on the host, own time over 1 step: 4.000 s",
-        "   seconds     %    calls",
-        "    3.0000  75.0        3  train",
-        "    1.0000  25.0        3  aten::mm",
-        "",
-        "kernels on the device over 1 step: 4.000 s",
-        "   seconds     %    calls",
-        "    4.0000 100.0        3  gemm<" + 115 * "f",
-    ]
 
 
 def test_recording_changes_no_number(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The settings of glibc's malloc for training on a CPU.
+"""Host memory: settings of glibc's malloc, page-aligned buffers, and copies to the device.
 
 PyTorch's CPU tensors come from malloc, and glibc returns large blocks to the system as soon as they are freed. The next
 tensor of that size starts with pages that the kernel must zero. Blocks above 32 MiB are always mapped separately,
@@ -6,8 +6,13 @@ unless the number of mappings is limited to 0.
 """
 
 import ctypes
+import mmap
 import os
 import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 # Parameter numbers of mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
@@ -15,6 +20,7 @@ LARGEST_FROM_HEAP = 2**25  # bytes, the maximum that glibc accepts
 HEAP_RESERVE = 2**30  # free bytes at the end of the heap that are not returned
 DEFAULT_MMAP_MAX = 2**16  # mappings
 LARGEST_REUSED = 2**22  # bytes, after `return_freed_memory`
+HUGE_PAGE = 2**21  # bytes
 
 
 def reuse_freed_memory() -> None:
@@ -34,10 +40,33 @@ def reuse_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Return free memory to the system now, and freed blocks of 4 MiB and more from now on.
 
-    Used if memory is scarce (offload to NVMe): reused blocks would double the peak of a host.
+    Offload to NVMe needs this: reused blocks would double the peak of a host.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_MMAP_THRESHOLD, LARGEST_REUSED)
         library.mallopt(_MMAP_MAX, DEFAULT_MMAP_MAX)
         library.malloc_trim(0)
+
+
+def page_aligned(elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return zeros (elements,) in host memory, on huge pages if they fill one. A page is resident after a write."""
+    size = max(elements * dtype.itemsize, mmap.PAGESIZE)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE") and size >= HUGE_PAGE:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype)[:elements]
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return the tensor on `device`. A GPU copies it from pinned memory while the host continues."""
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def upload(
+    values: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Return integers as a tensor on the device, without waiting for the device."""
+    return to_device(torch.tensor(values, dtype=dtype), device)

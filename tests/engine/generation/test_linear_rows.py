@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels_cpu import linear
+from engine.generation import prepacked_linears as linear
 from engine.kernels_cpu.library import library
 
 pytestmark = pytest.mark.skipif(library("linear", exact=True) is None, reason="no C compiler")

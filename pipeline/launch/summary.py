@@ -1,18 +1,23 @@
-"""The summary that ends a run: the metrics of each stage, the path of the model, and the command for chatting."""
+"""The text that ends a run: metrics of each stage, verdict, paths of model and report, and the chat command."""
 
 import json
 import shlex
+import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.stages import STAGES
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import POLICIES, STAGES
 from pipeline.installation import CHAT
-from pipeline.launch.fingerprint import flat
+from pipeline.launch.fingerprint import flatten
 from pipeline.launch.manifest import Manifest
 
+VERDICT_WIDTH = 92  # columns; 8 more for the word "verdict" or its indentation
 
-def closing_words(run_dir: Path, verdict: str | None = None) -> str:
+
+def summarize_run(run_dir: Path, verdict: str | None = None) -> str:
     """Return the summary of a run, printed when the run ends.
 
     One line per finished stage has its metrics. The next lines have the verdict, the paths of the model and the
@@ -22,7 +27,8 @@ def closing_words(run_dir: Path, verdict: str | None = None) -> str:
     lines = [f"{stage:<7} {text}".rstrip() for stage, text in metrics.items()]
     newest = next((stage for stage in Manifest.read(run_dir).answering() if stage in metrics), "reward")
     if verdict is not None:
-        lines.append(f"verdict {verdict}")
+        first, *others = (part for line in verdict.splitlines() for part in textwrap.wrap(line, VERDICT_WIDTH))
+        lines += [f"verdict {first}", *(f"        {line}" for line in others)]
     lines.append(f"model   {run_dir / newest / 'model'}")
     if (run_dir / "report.html").exists():
         lines.append(f"report  {run_dir / 'report.html'}")
@@ -31,7 +37,7 @@ def closing_words(run_dir: Path, verdict: str | None = None) -> str:
     return "\n".join(lines)
 
 
-def comparing_words(runs: Mapping[str, tuple[str, Path | None]]) -> str:
+def compare_runs(runs: Mapping[str, tuple[str, Path | None]]) -> str:
     """Return a table of the runs of a multirun: one line per run with its label and the metrics of its last stage.
 
     `runs` maps each label to (last stage, run folder). The folder is None if the run failed.
@@ -68,4 +74,36 @@ def figure(summary: dict[str, Any], name: str) -> float | None:
     for section in (summary, final if isinstance(final, dict) else {}):
         if isinstance(section.get(name), int | float):
             return float(section[name])
-    return next((float(value) for key, value in flat(summary).items() if key == f"evaluation.{name}"), None)
+    return next((float(value) for key, value in flatten(summary).items() if key == f"evaluation.{name}"), None)
+
+
+def judge_notice(config: RunConfig, stage_dir: Path) -> str:
+    """Return a notice that `evaluation.judge` has not judged the answers of a finished stage; "" if it has.
+
+    The notice explains how to run the judge without training the stage again.
+    """
+    judge = config.evaluation.judge
+    if stage_dir.name not in POLICIES or judge is None:
+        return ""
+    from pipeline.report.data import read_run  # imports numpy
+
+    if read_run(stage_dir.parent).setting("evaluation", "judge") == judge:
+        return ""
+    return (
+        f"; evaluation.judge={judge} has not judged its answers: delete {stage_dir / 'model'} and run the same command "
+        "again, which exports the model from the last checkpoint and judges the answers"
+    )
+
+
+def report_verdict(run_dir: Path, *, write: bool) -> str | None:
+    """Write report.html if `write` is true, and return the verdict. Any error is logged as a warning."""
+    try:
+        from pipeline.report.report import write_report
+        from pipeline.report.verdict import conclusion
+
+        if write:
+            write_report(run_dir)
+        return conclusion(run_dir)
+    except Exception as problem:
+        print(f"warning: report.html could not be written: {type(problem).__name__}: {problem}", file=sys.stderr)
+        return None

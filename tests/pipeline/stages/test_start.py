@@ -1,6 +1,6 @@
 import pytest
 
-from pipeline.stages.settings import log_steps
+from pipeline.stages.start import log_steps
 from tests.tiny import tiny_config
 
 
