@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from benchmarks.measure import BenchFailed
 from benchmarks.record import ROOT
+from pipeline.launch.ranks import free_port
 
 LIMIT_SECONDS = 1200.0
 
@@ -23,13 +23,10 @@ def run_ranks(
     Ranks learn who they are from the environment, as from torchrun. Raises BenchFailed where one ends badly, says
     nothing, or takes too long.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": str(threads),
         "DS_ACCELERATOR": "cpu",  # for DeepSpeed's side
     }

@@ -40,10 +40,13 @@ def serve(control: socket.socket) -> None:
 def answer(connection: Connection) -> None:
     """Send the process id, receive (environment, pickled function and arguments), send the result, and exit.
 
-    The process exits without the interpreter's finalization, which takes a second with so many modules.
+    The process first waits until every rank has its result, because the others may still use rank 0's store. It exits
+    without the interpreter's finalization, which takes a second with so many modules.
     """
     connection.send(os.getpid())
     connection.send(rank(*connection.recv()))
+    with suppress(EOFError, ConnectionResetError):
+        connection.recv()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -93,8 +96,6 @@ def rank(environment: dict[str, str], task: bytes) -> tuple[bytes | None, str | 
         return saved.getvalue(), None
     except BaseException:
         return None, traceback.format_exc()
-    finally:
-        dist.stop()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 240  # for a test
@@ -28,10 +29,14 @@ def run_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[
 
     `function` must be importable (top level of a test module). What a rank raises is raised here.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+    }
     task = pickle.dumps((function, arguments))
     started: list[_Rank] = []
     try:
@@ -95,7 +100,8 @@ class _Rank:
         self.process_id: int | None = self.connection.recv()
 
     def wait(self) -> None:
-        """Wait until the rank, which gave its result, has ended; kill it after ten seconds."""
+        """Let the rank, which gave its result, end, and wait for it; kill it after ten seconds."""
+        self.connection.send("every rank has its result")
         if self.connection.poll(10):
             with suppress(EOFError, ConnectionResetError):
                 self.connection.recv()

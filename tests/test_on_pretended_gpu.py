@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from pipeline.config.stages import STAGES
+from pipeline.launch.ranks import free_port
 from pipeline.launch.worker import read_config
 from tests.pretended_gpu import building
 from tests.ranks import run_ranks
@@ -58,11 +58,8 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def run_on_devices(*folders: Path, ranks: int = 1) -> str:
     """Run the stages of these folders with one process for each pretended device, and return what was printed."""
     building.library()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = {"OMP_NUM_THREADS": "1", "PRETENDED_GPUS": str(ranks), "WORLD_SIZE": str(ranks),
-              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
     command = [sys.executable, "-m", "tests.pretended_gpu.stages", *map(str, folders)]
     workers = [
         subprocess.Popen(

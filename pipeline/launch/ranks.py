@@ -1,18 +1,21 @@
 """Determine the ranks: from torchrun or Slurm, or one process per GPU of this machine (one process without GPUs)."""
 
 import os
+import random
 import re
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import UserError
 
 SLURM_PORT = 29400
+PORTS = range(20_000, 29_000)
 
 
 @dataclass(frozen=True)
@@ -115,10 +118,16 @@ def check_given(ranks: Ranks, requested: int | None) -> None:
 
 
 def free_port() -> int:
-    """Return a free TCP port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a free TCP port of this machine.
+
+    Rank 0 opens the port seconds later. The operating system takes the ports of outgoing connections from a range above
+    these, so that no connection takes the port in the meantime.
+    """
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise UserError(f"every TCP port from {PORTS[0]} to {PORTS[-1]} of this machine is in use: free one of them")
 
 
 def count_gpus() -> int:
