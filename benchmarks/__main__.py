@@ -1,13 +1,14 @@
 """`python -m benchmarks` lists the benches; `python -m benchmarks NAME [CASE ...]` runs one.
 
-A run prints a table and one JSON object a case, and adds them to benchmarks/results.jsonl.
+A run prints one JSON object a case as soon as the case is measured, and adds the object to benchmarks/results.jsonl. A
+table of all cases comes last.
 """
 
 import argparse
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, cast
 
 from benchmarks.measure import BenchFailed
@@ -29,8 +30,8 @@ class Bench(Protocol):
     __doc__: str | None
     CASES: tuple[str, ...]
 
-    def run(self, cases: Sequence[str], rounds: int) -> list[Result]:
-        """Measure `cases`, each `rounds` times, in turn. Raises BenchFailed."""
+    def run(self, cases: Sequence[str], rounds: int) -> Iterable[Result]:
+        """Measure `cases`, each `rounds` times. Ours and the peer alternate. Raises BenchFailed."""
         ...
 
 
@@ -84,15 +85,16 @@ def _run(bench: Bench, cases: Sequence[str], rounds: int, *, record: bool) -> in
 
     machine = {**describe(), **quiet_figures()}
     print(json.dumps({"machine": machine}), flush=True)
+    results = []
     try:
-        results = bench.run(cases, rounds)
+        for result in bench.run(cases, rounds):
+            print(json.dumps(result.to_object()), flush=True)
+            results.append(result)
+            if record:
+                append([result], machine)
     except BenchFailed as problem:
         return _refuse(str(problem))
     print(table(results))
-    for result in results:
-        print(json.dumps(result.to_object()))
-    if record:
-        append(results, machine)
     return 0
 
 

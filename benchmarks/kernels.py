@@ -4,7 +4,7 @@ On a CPU the torch paths run, on a GPU Triton's. The plain side is what one woul
 log-probabilities, keys gathered and masked for attention, softmax and multinomial for sampling.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -28,10 +28,11 @@ class Work:
     bytes: int
 
 
-def run(cases: Sequence[str], rounds: int) -> list[Result]:
+def run(cases: Sequence[str], rounds: int) -> Iterator[Result]:
     """Measure on a GPU where there is one, else on the CPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return [measure(case, device, rounds=rounds) for case in cases]
+    for case in cases:
+        yield measure(case, device, rounds=rounds)
 
 
 def measure(case: str, device: torch.device, *, rounds: int = 5, tiny: bool = False) -> Result:

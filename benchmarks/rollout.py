@@ -7,7 +7,7 @@ many prompts that have nothing in common.
 """
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -78,12 +78,11 @@ class Lengths:
         return self.drawn[answer] == self.lengths[answer]
 
 
-def run(cases: Sequence[str], rounds: int) -> list[Result]:
+def run(cases: Sequence[str], rounds: int) -> Iterator[Result]:
     """Measure `cases`, ours and the peers in turn."""
-    return [
-        importlib.import_module(ELSEWHERE[case]).measure(case, rounds) if case in ELSEWHERE else _measure(case, rounds)
-        for case in cases
-    ]
+    for case in cases:
+        measure = importlib.import_module(ELSEWHERE[case]).measure if case in ELSEWHERE else _measure
+        yield measure(case, rounds)
 
 
 def work(case: str) -> Work:

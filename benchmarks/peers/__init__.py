@@ -5,13 +5,14 @@ is a process of its own, and a peer's runs in an environment of its own (environ
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from benchmarks.record import Result
 
 CASES = ("sft", "reward", "dpo", "ppo", "ppo_zero3", "logprob_memory", "ratio")
 
 
-def run(cases: Sequence[str], rounds: int) -> list[Result]:
+def run(cases: Sequence[str], rounds: int) -> Iterator[Result]:
     """Measure `cases`, one after the other."""
-    return [result for case in cases for result in importlib.import_module(f"benchmarks.peers.{case}").run(rounds)]
+    for case in cases:
+        yield from importlib.import_module(f"benchmarks.peers.{case}").run(rounds)
