@@ -37,7 +37,7 @@ class AnswerBatch(Movable):
 class Pairs:
     """N pairs with their log-probabilities under the reference model.
 
-    reference (N, 2) fp32 on the CPU: chosen answers, rejected answers
+    reference (N, 2) fp32 on the CPU: chosen answers, rejected answers; zeros for a loss without a reference
     """
 
     items: Sequence[PairItem]
@@ -45,6 +45,12 @@ class Pairs:
 
     def __len__(self) -> int:
         return len(self.items)
+
+    @property
+    def lengths(self) -> Tensor:
+        """The number of tokens of the chosen and the rejected answer of each pair, (N, 2) fp32."""
+        sides = ((len(item.chosen) - item.prompt, len(item.rejected) - item.prompt) for item in self.items)
+        return torch.tensor(list(sides), dtype=torch.float32).view(len(self), 2)
 
     def micro_batches(
         self, indices: Sequence[int], *, budget: int, packing: bool, pad_id: int

@@ -17,7 +17,7 @@ from pipeline.distributed import gather_by_index, is_rank_zero, on_rank_zero
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.files import explained_disk, write_whole
 from step2_dpo.batches import AnswerBatch, Pairs, answer_logprobs
-from step2_dpo.objective import preference_loss
+from step2_dpo.objective import objective
 
 REFERENCE_FILE = "reference.safetensors"
 CHUNK_PAIRS = 512  # pairs that the reference model scores before progress is printed or saved
@@ -90,11 +90,13 @@ def _load_tables(file: Path) -> dict[str, Tensor]:
 
 def held_out_figures(pairs: Pairs, logprobs: Tensor, dpo: DpoSection) -> dict[str, float]:
     """Return loss, accuracy, margin and rewards of held-out pairs. `logprobs` (N, 2) are those of the policy."""
-    log_ratios = logprobs - pairs.reference
-    margins = log_ratios[:, 0] - log_ratios[:, 1]
-    chosen, rejected = (dpo.beta * log_ratios.mean(0)).tolist()
+    chosen_objective = objective(dpo)
+    scores = answer_scores(pairs, logprobs, dpo)
+    margins = scores[:, 0] - scores[:, 1]
+    loss = chosen_objective.loss(scores.T.flatten(), logprobs.T.flatten(), pairs.lengths.T.flatten())
+    chosen, rejected = (dpo.beta * scores.mean(0)).tolist()
     return {
-        "eval_loss": preference_loss(dpo)(margins).item() / len(pairs),
+        "eval_loss": loss.item() / len(pairs),
         "eval_accuracy": (margins > 0).double().mean().item(),
         "eval_margin": dpo.beta * margins.mean().item(),
         "eval_chosen_reward": chosen,
@@ -102,7 +104,12 @@ def held_out_figures(pairs: Pairs, logprobs: Tensor, dpo: DpoSection) -> dict[st
     }
 
 
-def held_out_shares(pairs: Pairs, logprobs: Tensor) -> dict[str, Any]:
+def held_out_shares(pairs: Pairs, logprobs: Tensor, dpo: DpoSection) -> dict[str, Any]:
     """Return the accuracy over all held-out pairs, by source, and by which answer is longer."""
-    log_ratios = (logprobs - pairs.reference).tolist()
-    return accuracies([Scored(item, *both) for item, both in zip(pairs.items, log_ratios, strict=True)])
+    scores = answer_scores(pairs, logprobs, dpo).tolist()
+    return accuracies([Scored(item, *both) for item, both in zip(pairs.items, scores, strict=True)])
+
+
+def answer_scores(pairs: Pairs, logprobs: Tensor, dpo: DpoSection) -> Tensor:
+    """Return the score (N, 2) of each answer by the loss of the configuration, see `step2_dpo.loss`."""
+    return objective(dpo).score(logprobs, pairs.reference, pairs.lengths)

@@ -1,11 +1,45 @@
-"""The losses of direct preference optimisation. Each function returns the sum over B pairs.
+"""The losses of preference optimisation on pairs. Each loss returns the sum over B pairs.
 
-The log-ratio of an answer is log pi(y | x) - log pi_ref(y | x), summed over the tokens of the answer. The margin of a
-pair is the log-ratio of the chosen answer minus the log-ratio of the rejected answer. `margins` is (B,) fp32.
+An answer y to a prompt x has a score (M,) fp32, from its log-probability summed over its tokens, the same under the
+reference, and its length. The margin of a pair is the score of the chosen answer minus that of the rejected answer.
+`margins` is (B,) fp32.
+
+| loss | score of an answer | loss of a margin |
+| --- | --- | --- |
+| sigmoid | `log_ratios` | `sigmoid_loss` |
+| ipo | `log_ratios` | `ipo_loss` |
+| length_normalized | `mean_log_ratios` | `sigmoid_loss` |
+| simpo | `mean_logprobs` | `simpo_loss` |
+| orpo | `log_odds` | `orpo_loss`, and `imitation_loss` |
 """
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+def log_ratios(logprobs: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
+    """Return log pi(y | x) - log pi_ref(y | x) (Rafailov et al., 2023, arXiv:2305.18290)."""
+    return logprobs - reference
+
+
+def mean_log_ratios(logprobs: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
+    """Return (log pi(y | x) - log pi_ref(y | x)) / |y| (Tulu 3; Lambert et al., 2024, arXiv:2411.15124)."""
+    return (logprobs - reference) / lengths
+
+
+def mean_logprobs(logprobs: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
+    """Return log pi(y | x) / |y|, without the reference (Meng et al., 2024, arXiv:2405.14734, equation 4)."""
+    return logprobs / lengths
+
+
+def log_odds(logprobs: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
+    """Return log(p / (1 - p)) with p = exp(log pi(y | x) / |y|) (Hong et al., 2024, arXiv:2403.07691, equation 4).
+
+    log p is at most -1e-6, so that the odds stay finite. The reference is not used.
+    """
+    mean = (logprobs / lengths).clamp(max=-1e-6)
+    return mean - torch.log(-torch.expm1(mean))
 
 
 def sigmoid_loss(margins: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
@@ -20,6 +54,22 @@ def sigmoid_loss(margins: Tensor, *, beta: float, label_smoothing: float) -> Ten
 def ipo_loss(margins: Tensor, *, beta: float) -> Tensor:
     """Return the sum of (margin - 1 / (2 beta))^2 (Azar et al., 2023, arXiv:2310.12036, equation 17; beta is tau)."""
     return (margins - 0.5 / beta).square().sum()
+
+
+def simpo_loss(margins: Tensor, *, beta: float, target: float) -> Tensor:
+    """Return the sum of -log sigmoid(beta * margin - target) (Meng et al., 2024, arXiv:2405.14734, equation 6).
+
+    target: the difference of rewards that a pair should exceed, gamma in the paper
+    """
+    return -F.logsigmoid(beta * margins - target).sum()
+
+
+def orpo_loss(margins: Tensor, *, beta: float) -> Tensor:
+    """Return the sum of -beta * log sigmoid(margin) (Hong et al., 2024, arXiv:2403.07691, equation 7; beta is lambda).
+
+    The full loss of ORPO adds `imitation_loss` (equation 6).
+    """
+    return -beta * F.logsigmoid(margins).sum()
 
 
 def imitation_loss(logprobs: Tensor, lengths: Tensor) -> Tensor:

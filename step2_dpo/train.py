@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine import Engine
@@ -57,9 +58,12 @@ def run(config: RunConfig, folder: Path) -> None:
     longest = 2 * max(longer_side(pair) for pair in train)
     with open_stage(plan, "dpo", folder, {"policy": engine}, best_metric="eval_loss", longest=longest) as stage:
         logprobs = partial(pair_logprobs, engine, packing=packing, pad_id=tokenizer.pad_id)
-        with stage.clock.phase("reference"):  # the policy is the reference until its first step
-            sets = {"train": train, "held_out": data.held_out}
-            pairs = with_reference(folder, sets, partial(logprobs, budget=stage.budget))
+        sets = {"train": train, "held_out": data.held_out}
+        if section.has_reference:
+            with stage.clock.phase("reference"):  # the policy is the reference until its first step
+                pairs = with_reference(folder, sets, partial(logprobs, budget=stage.budget))
+        else:
+            pairs = {name: Pairs(items, torch.zeros(len(items), 2)) for name, items in sets.items()}
         batches = DpoBatches(pairs["train"], pairs["held_out"], schedule, packing, tokenizer.pad_id)
         task = SupervisedTask(
             engine,
@@ -114,7 +118,7 @@ class DpoBatches:
             engine, self.held_out.items, budget=budget, packing=self.packing, pad_id=self.pad_id
         )
         metrics = held_out_figures(self.held_out, logprobs, section)
-        return metrics, {**metrics, **held_out_shares(self.held_out, logprobs)}
+        return metrics, {**metrics, **held_out_shares(self.held_out, logprobs, section)}
 
 
 def select_used(pairs: Sequence[PairItem], schedule: Sequence[Sequence[int]]) -> tuple[list[PairItem], list[list[int]]]:

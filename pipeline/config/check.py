@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from pipeline.config.engines import engine_mistakes
 from pipeline.config.messages import indivisible, messages
-from pipeline.config.schema import DataConfig, ModelConfig, PpoSection, RunConfig
+from pipeline.config.schema import DataConfig, DpoSection, ModelConfig, PpoSection, RunConfig
 from pipeline.config.stages import METHODS, POLICIES, STAGES, wanted_stages
 from pipeline.errors import UserError
 
@@ -62,10 +62,8 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
             )
     if "ppo" in stages:
         yield from _ppo_mistakes(config)
-    if "dpo" in stages and config.dpo.loss == "ipo" and config.dpo.label_smoothing:
-        yield (
-            f"dpo.label_smoothing={config.dpo.label_smoothing:g} needs dpo.loss=sigmoid, not ipo: remove one of the two"
-        )
+    if "dpo" in stages:
+        yield from _dpo_mistakes(config.dpo)
     if "reward" in stages and config.reward.init == "sft" and config.reward_model is not None:
         yield (
             "reward.init=sft starts the reward model from the SFT model, but reward_model= selects another model: "
@@ -127,6 +125,22 @@ def _data_mistakes(data: DataConfig) -> Iterable[str]:
     shares = data.stage_shares
     if not shares or min(shares.values()) < 0 or sum(shares.values()) <= 0:
         yield f"data.stage_shares={shares}: every share must be 0 or more, and at least one above 0"
+
+
+def _dpo_mistakes(dpo: DpoSection) -> Iterable[str]:
+    """Yield messages about keys that the loss of the preference stage does not use."""
+    if dpo.label_smoothing and dpo.loss not in ("sigmoid", "length_normalized"):
+        yield (
+            f"dpo.label_smoothing={dpo.label_smoothing:g} needs dpo.loss=sigmoid or dpo.loss=length_normalized, not "
+            f"{dpo.loss}: remove dpo.label_smoothing, or change dpo.loss"
+        )
+    if dpo.margin and dpo.loss != "simpo":
+        yield f"dpo.margin={dpo.margin:g} needs dpo.loss=simpo, not {dpo.loss}: remove one of the two"
+    if dpo.sft_coef and dpo.loss == "orpo":
+        yield (
+            f"dpo.sft_coef={dpo.sft_coef:g} with dpo.loss=orpo adds the SFT loss twice, because ORPO contains it: "
+            "remove dpo.sft_coef (dpo.beta weighs the odds ratio against the SFT loss)"
+        )
 
 
 def _ppo_mistakes(config: RunConfig) -> Iterable[str]:

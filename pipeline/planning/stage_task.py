@@ -76,7 +76,7 @@ def stage_task(
         generates,
         roles,
         has_critic=has_critic,
-        has_reference=ppo.asks_reference,
+        has_reference=config.dpo.has_reference if stage == "dpo" else ppo.asks_reference,
         has_reward=ppo.reward_model,
         shares_forward=ppo.shared_forward if may_share else False,
         sequences=_rows(config, stage),

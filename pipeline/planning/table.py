@@ -62,7 +62,7 @@ def describe(
     yield ""
     yield f"{stage}: {policy.name}, {counted}; {memory}, {capacity.disk / GIB:.0f} GiB of disk a rank"
     yield from _owners(planned)
-    if stage == "dpo":
+    if stage == "dpo" and task.has_reference:
         yield "  the policy computes the reference log-probabilities before its first step; there is no second model"
     probe = measure(config, task) if is_here else None
     if probe is not None:

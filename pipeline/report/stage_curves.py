@@ -108,8 +108,8 @@ DPO_PLOTS = (
     ),
     Plot(
         "Rewards",
-        "beta times the log-ratio to the reference. If both fall, chosen answers become unlikely too: raise "
-        "dpo.sft_coef.",
+        "beta times the score that dpo.loss compares (by default the log-ratio to the reference). If both fall, chosen "
+        "answers become unlikely too: raise dpo.sft_coef.",
         (
             Curve("chosen_reward", "chosen", "strong"),
             Curve("rejected_reward", "rejected"),

@@ -69,6 +69,19 @@ def plain_logprobs(model: Any, items: Sequence[PairItem]) -> Tensor:
     return torch.stack([torch.stack([one(i.chosen, i.prompt), one(i.rejected, i.prompt)]) for i in items])
 
 
+LENGTHS = torch.tensor([[chosen, rejected] for _, chosen, rejected in SIZES])
+
+
+def plain_scores(loss: str, logprobs: Tensor, reference: Tensor) -> Tensor:
+    """The quantity (N, 2) whose difference each loss makes large."""
+    if loss == "simpo":
+        return logprobs / LENGTHS
+    if loss == "orpo":
+        likelihood = (logprobs / LENGTHS).exp()
+        return torch.log(likelihood / (1 - likelihood))
+    return (logprobs - reference) / (LENGTHS if loss == "length_normalized" else 1)
+
+
 def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], Any]:
     """Loss and figures of each step, and the model after all: what DPO is, without anything of ours."""
     model, items = AutoModelForCausalLM.from_pretrained(folder), pairs()
@@ -77,15 +90,18 @@ def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], 
     told = []
     for _ in range(STEPS):
         logprobs = plain_logprobs(model, items)
-        moved = logprobs - reference
+        moved = plain_scores(dpo.loss, logprobs, reference)
         lead = moved[:, 0] - moved[:, 1]
+        right = torch.sigmoid(dpo.beta * lead)
         if dpo.loss == "ipo":
             losses = (lead - 1 / (2 * dpo.beta)) ** 2
+        elif dpo.loss == "simpo":
+            losses = torch.log1p(torch.exp(dpo.margin - dpo.beta * lead))
+        elif dpo.loss == "orpo":
+            losses = dpo.beta * torch.log1p(torch.exp(-lead)) - logprobs[:, 0] / LENGTHS[:, 0]
         else:
-            right = torch.sigmoid(dpo.beta * lead)
             losses = -(1 - dpo.label_smoothing) * right.log() - dpo.label_smoothing * (1 - right).log()
-        lengths = torch.tensor([chosen for _, chosen, _ in SIZES])
-        loss = (losses - dpo.sft_coef * logprobs[:, 0] / lengths).mean()
+        loss = (losses - dpo.sft_coef * logprobs[:, 0] / LENGTHS[:, 0]).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -98,9 +114,10 @@ def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], 
                 "rejected_reward": dpo.beta * moved[:, 1].mean().item(),
                 "chosen_logprob": logprobs[:, 0].mean().item(),
                 "rejected_logprob": logprobs[:, 1].mean().item(),
-                "drift": moved.abs().mean().item(),
             }
         )
+        if dpo.loss not in ("simpo", "orpo"):
+            told[-1]["drift"] = (logprobs - reference).abs().mean().item()
     return told, model
 
 
@@ -110,13 +127,17 @@ def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], 
         ({}, True, 10_000),
         ({"beta": 0.5, "label_smoothing": 0.1, "sft_coef": 0.7}, True, 40),
         ({"loss": "ipo", "beta": 0.2}, False, 1),
+        ({"loss": "length_normalized", "beta": 5.0, "label_smoothing": 0.1}, True, 40),
+        ({"loss": "simpo", "beta": 2.0, "margin": 1.0}, True, 40),
+        ({"loss": "orpo", "beta": 0.3}, False, 1),
     ],
 )
 def test_steps_are_those_of_plain_pytorch(folder: Path, keys: dict[str, Any], packing: bool, budget: int) -> None:
     dpo, items = DpoSection(**keys), pairs()
     wanted, model = plain_steps(folder, dpo)
     engine, cut = policy_in(folder, packing=packing), {"budget": budget, "packing": packing, "pad_id": 0}
-    known = Pairs(items, pair_logprobs(engine, items, **cut))
+    read = pair_logprobs(engine, items, **cut) if dpo.has_reference else torch.zeros(len(items), 2)
+    known = Pairs(items, read)
     for figures in wanted:
         batches, places = known.micro_batches(range(len(items)), **cut)
         assert sorted(place for where in places for place in where) == list(range(5)) and len(batches) >= 1
@@ -127,7 +148,7 @@ def test_steps_are_those_of_plain_pytorch(folder: Path, keys: dict[str, Any], pa
     for name, parameter in model.named_parameters():
         assert torch.allclose(ours[name], parameter, rtol=1e-3, atol=2e-5), name
     last = held_out_figures(known, pair_logprobs(engine, items, **cut), dpo)
-    after = plain_logprobs(model, items).detach() - known.reference
+    after = plain_scores(dpo.loss, plain_logprobs(model, items).detach(), known.reference)
     lead = after[:, 0] - after[:, 1]
     assert last["eval_accuracy"] == (lead > 0).double().mean().item()
     assert last["eval_margin"] == pytest.approx(dpo.beta * lead.mean().item(), rel=1e-3)
@@ -140,7 +161,7 @@ def test_held_out_shares_are_by_what_was_gained_on_the_reference() -> None:
     """The second pair, the only one whose chosen answer is the longer, and the last lose, however likely they are."""
     before = torch.tensor([[-9.0, -5.0], [-2.0, -7.0], [-4.0, -4.0], [-1.0, -1.0], [0.0, 0.0]])
     after = torch.tensor([[-8.0, -5.0], [-2.0, -6.0], [-3.0, -4.0], [-1.0, -3.0], [-2.0, -1.0]])
-    shares = held_out_shares(Pairs(pairs(), before), after)
+    shares = held_out_shares(Pairs(pairs(), before), after, DpoSection())
     assert (shares["eval_accuracy"], shares["eval_pairs"]) == (3 / 5, 5)
     assert shares["eval_accuracy_chosen_longer"] == 0.0 and shares["eval_accuracy_rejected_longer"] == 3 / 4
     assert shares["eval_accuracy_by_source"] == {"made": 3 / 5}

@@ -6,7 +6,17 @@ import random
 import pytest
 import torch
 
-from step2_dpo.loss import imitation_loss, ipo_loss, sigmoid_loss
+from step2_dpo.loss import (
+    imitation_loss,
+    ipo_loss,
+    log_odds,
+    log_ratios,
+    mean_log_ratios,
+    mean_logprobs,
+    orpo_loss,
+    sigmoid_loss,
+    simpo_loss,
+)
 
 
 @pytest.mark.parametrize(("beta", "smoothing"), [(0.1, 0.0), (0.5, 0.2)])
@@ -47,3 +57,31 @@ def test_ipo_by_hand() -> None:
 
 def test_imitation_is_a_mean_over_each_answers_tokens() -> None:
     assert imitation_loss(torch.tensor([-6.0, -8.0]), torch.tensor([3.0, 2.0])).item() == 2 + 4
+
+
+def test_scores_by_hand() -> None:
+    """Two answers of 4 and 2 tokens: likelihoods per token of exp(-0.5) and exp(-3)."""
+    numbers = torch.tensor([-2.0, -6.0]), torch.tensor([-6.0, -5.0]), torch.tensor([4.0, 2.0])
+    assert log_ratios(*numbers).tolist() == [4.0, -1.0]
+    assert mean_log_ratios(*numbers).tolist() == [1.0, -0.5]
+    assert mean_logprobs(*numbers).tolist() == [-0.5, -3.0]
+    odds = [math.exp(-0.5) / (1 - math.exp(-0.5)), math.exp(-3) / (1 - math.exp(-3))]
+    assert log_odds(*numbers).exp().tolist() == pytest.approx(odds, rel=1e-5)
+
+
+def test_odds_of_a_certain_answer_are_finite() -> None:
+    logprobs = torch.zeros(1, requires_grad=True)
+    odds = log_odds(logprobs, torch.zeros(1), torch.ones(1))
+    odds.backward()
+    assert odds.item() == pytest.approx(math.log(1e6), rel=1e-3) and logprobs.grad.isfinite().all()
+
+
+def test_simpo_by_hand() -> None:
+    """At beta = 2 a lead of half the target of 1 loses log 2, and no lead loses -log sigmoid(-1)."""
+    found = simpo_loss(torch.tensor([0.5, 0.0]), beta=2.0, target=1.0)
+    assert found.item() == pytest.approx(math.log(2) + math.log(1 + math.e))
+
+
+def test_orpo_by_hand() -> None:
+    """Odds that are three times as high lose -log(3/4), weighted by 0.1."""
+    assert orpo_loss(torch.tensor([math.log(3.0)]), beta=0.1).item() == pytest.approx(0.1 * math.log(4 / 3))
