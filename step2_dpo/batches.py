@@ -93,20 +93,25 @@ def collate_answers(items: Sequence[PairItem], reference: Tensor, pad_id: int, *
     else:
         pairs = collate_pairs(items, pad_id)
     lengths = [len(item.chosen) - item.prompt for item in items] + [len(item.rejected) - item.prompt for item in items]
-    longest = max(lengths, default=0)
-    ends = pairs.ends[: len(lengths)].tolist()
-    scored = [torch.arange(end + 1 - length, end + 1) for end, length in zip(ends, lengths, strict=True)]
-    slots = [torch.arange(row * longest, row * longest + length) for row, length in enumerate(lengths)]
-    nothing = torch.empty(0, dtype=torch.long)
+    scored, slots, longest = answer_tokens(pairs.ends[: len(lengths)].tolist(), lengths)
     return AnswerBatch(
         pairs.input_ids,
-        torch.cat([nothing, *scored]),
-        torch.cat([nothing, *slots]),
+        scored,
+        slots,
         torch.tensor(lengths, dtype=torch.float32),
         reference.T.flatten(),
         longest,
         pairs.documents,
     )
+
+
+def answer_tokens(ends: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor, int]:
+    """Return `scored`, `slots` and `longest` of an `AnswerBatch` from the last index and the length of each answer."""
+    longest = max(lengths, default=0)
+    scored = [torch.arange(end + 1 - length, end + 1) for end, length in zip(ends, lengths, strict=True)]
+    slots = [torch.arange(row * longest, row * longest + length) for row, length in enumerate(lengths)]
+    nothing = torch.empty(0, dtype=torch.long)
+    return torch.cat([nothing, *scored]), torch.cat([nothing, *slots]), longest
 
 
 def answer_logprobs(module: nn.Module, batch: AnswerBatch) -> Tensor:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -20,7 +20,8 @@ from step2_dpo.batches import AnswerBatch, Pairs, answer_logprobs
 from step2_dpo.objective import objective
 
 REFERENCE_FILE = "reference.safetensors"
-CHUNK_PAIRS = 512  # pairs that the reference model scores before progress is printed or saved
+Item = TypeVar("Item")
+CHUNK_PAIRS = 512  # items that the reference model scores before progress is printed or saved
 PRINT_SECONDS = 10.0
 SAVE_SECONDS = 60.0
 
@@ -48,11 +49,19 @@ def _logprobs_by_pair(module: nn.Module, batch: AnswerBatch) -> Sequence[Tensor]
 def with_reference(
     folder: Path, sets: Mapping[str, Sequence[PairItem]], read: Callable[[Sequence[PairItem]], Tensor]
 ) -> dict[str, Pairs]:
-    """Return each set of pairs with its log-probabilities under the reference model.
+    """Return each set of pairs with its log-probabilities under the reference model, see `reference_tables`."""
+    tables = reference_tables(folder, sets, read)
+    return {name: Pairs(items, tables[name]) for name, items in sets.items()}
+
+
+def reference_tables(
+    folder: Path, sets: Mapping[str, Sequence[Item]], read: Callable[[Sequence[Item]], Tensor], *, unit: str = "pairs"
+) -> dict[str, Tensor]:
+    """Return the log-probabilities of each set under the reference model, (N, 2) fp32 for N items.
 
     The log-probabilities are read from `reference.safetensors` in `folder`, or computed by `read` and saved there. A
     restarted run computes only the missing log-probabilities. The reference is the model before training: call this
-    function before the first optimizer step, on every rank.
+    function before the first optimizer step, on every rank. `unit` is what messages call the items.
     """
     saved_tables = on_rank_zero(lambda: _load_tables(folder / REFERENCE_FILE))
     tables = {name: saved_tables.get(name, torch.empty(0, 2)) for name in sets}
@@ -64,7 +73,7 @@ def with_reference(
     missing = [(name, chunk) for name, chunk in chunks if tables[name][chunk].isnan().any()]
     is_leader, count = is_rank_zero(), sum(len(tables[name][chunk]) for name, chunk in missing)
     if is_leader and missing:
-        print(f"dpo: the reference (the model before training) scores {count} pairs", flush=True)
+        print(f"dpo: the reference (the model before training) scores {count} {unit}", flush=True)
     printed_at = saved_at = time.monotonic()
     done = 0
     for name, chunk in missing:
@@ -72,12 +81,12 @@ def with_reference(
         done += len(tables[name][chunk])
         if is_leader and time.monotonic() - printed_at >= PRINT_SECONDS:
             printed_at = time.monotonic()
-            print(f"dpo: the reference has scored {done} of {count} pairs", flush=True)
+            print(f"dpo: the reference has scored {done} of {count} {unit}", flush=True)
         if is_leader and (done == count or time.monotonic() - saved_at >= SAVE_SECONDS):
             saved_at = time.monotonic()
             with explained_disk(folder):
                 write_whole(folder / REFERENCE_FILE, save(tables))
-    return {name: Pairs(items, tables[name]) for name, items in sets.items()}
+    return tables
 
 
 def _load_tables(file: Path) -> dict[str, Tensor]:

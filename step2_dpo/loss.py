@@ -1,4 +1,4 @@
-"""The losses of preference optimisation on pairs. Each loss returns the sum over B pairs.
+"""The losses of preference optimisation. Each loss returns a sum: over B pairs, or over B labelled answers (KTO).
 
 An answer y to a prompt x has a score (M,) fp32, from its log-probability summed over its tokens, the same under the
 reference, and its length. The margin of a pair is the score of the chosen answer minus that of the rejected answer.
@@ -79,3 +79,27 @@ def imitation_loss(logprobs: Tensor, lengths: Tensor) -> Tensor:
     lengths (B,): |y|, the number of tokens of each chosen answer
     """
     return -(logprobs / lengths).sum()
+
+
+def kto_baseline(log_ratios: Tensor) -> Tensor:
+    """Return the estimate of KL(pi, pi_ref), at least 0, from which KTO measures rewards: the mean log-ratio, ().
+
+    log_ratios (B,): of answers to other prompts (Ethayarajh et al., 2024, arXiv:2402.01306, section 4.1)
+    """
+    return log_ratios.mean().clamp(min=0.0)
+
+
+def kto_loss(
+    log_ratios: Tensor, labels: Tensor, baseline: Tensor | float, *, beta: float, undesirable_weight: float
+) -> Tensor:
+    """Return the sum of weight * (1 - v) (Ethayarajh et al., 2024, arXiv:2402.01306, equation 8).
+
+        v = sigmoid(beta * (log-ratio - baseline)) if the answer is desirable, sigmoid(beta * (baseline - log-ratio))
+        if not; the weight is 1 if the answer is desirable, and `undesirable_weight` if not
+
+    labels (B,) bool: whether the answer is desirable
+    baseline: without a gradient, see `kto_baseline`
+    """
+    gain = torch.where(labels, log_ratios - baseline, baseline - log_ratios)
+    weights = torch.where(labels, 1.0, undesirable_weight)
+    return (weights * (1.0 - torch.sigmoid(beta * gain))).sum()

@@ -136,6 +136,13 @@ def _dpo_mistakes(dpo: DpoSection) -> Iterable[str]:
         )
     if dpo.margin and dpo.loss != "simpo":
         yield f"dpo.margin={dpo.margin:g} needs dpo.loss=simpo, not {dpo.loss}: remove one of the two"
+    if dpo.undesirable_weight != 1 and dpo.loss != "kto":
+        yield (
+            f"dpo.undesirable_weight={dpo.undesirable_weight:g} needs dpo.loss=kto, not {dpo.loss}: remove one of the "
+            "two"
+        )
+    if dpo.sft_coef and dpo.loss == "kto":
+        yield f"dpo.sft_coef={dpo.sft_coef:g} needs a loss on pairs, not dpo.loss=kto: remove one of the two"
     if dpo.sft_coef and dpo.loss == "orpo":
         yield (
             f"dpo.sft_coef={dpo.sft_coef:g} with dpo.loss=orpo adds the SFT loss twice, because ORPO contains it: "

@@ -266,14 +266,14 @@ class DpoSection(StageSection):
     warmup: float = Field(
         0.1, ge=0, le=1, description="share of the steps in which the learning rate rises from 0 to lr"
     )
-    loss: Literal["sigmoid", "ipo", "length_normalized", "simpo", "orpo"] = Field(
+    loss: Literal["sigmoid", "ipo", "length_normalized", "simpo", "orpo", "kto"] = Field(
         "sigmoid",
-        description="sigmoid: negative log-likelihood of the preferences (Rafailov et al., 2023); ipo: squared distance to a fixed margin, which bounds the log-ratios even if no labels contradict each other (Azar et al., 2023); length_normalized: sigmoid of log-ratios per token (Lambert et al., 2024); simpo: log-probabilities per token and a target margin (Meng et al., 2024); orpo: SFT loss and odds ratio (Hong et al., 2024); simpo and orpo have no reference",
+        description="sigmoid: negative log-likelihood of the preferences (Rafailov et al., 2023); ipo: squared distance to a fixed margin, which bounds the log-ratios even if no labels contradict each other (Azar et al., 2023); length_normalized: sigmoid of log-ratios per token (Lambert et al., 2024); simpo: log-probabilities per token and a target margin (Meng et al., 2024); orpo: SFT loss and odds ratio (Hong et al., 2024); kto: answers labelled desirable or not, without pairs (Ethayarajh et al., 2024); simpo and orpo have no reference",
     )
     beta: float = Field(
         0.1,
         gt=0,
-        description="sigmoid, length_normalized: strength of the pull towards the reference (the model that DPO starts from), reward = beta * log-ratio to the reference; ipo: beta = 1 / (2 * margin), where margin is the target difference of the log-ratios; simpo: reward = beta * log-probability per token; orpo: weight of the odds ratio",
+        description="sigmoid, length_normalized, kto: strength of the pull towards the reference (the model that DPO starts from), reward = beta * log-ratio to the reference; ipo: beta = 1 / (2 * margin), where margin is the target difference of the log-ratios; simpo: reward = beta * log-probability per token; orpo: weight of the odds ratio",
     )
     margin: float = Field(0.0, ge=0, description="simpo: the reward difference that a pair should exceed (gamma)")
     label_smoothing: float = Field(
@@ -287,6 +287,15 @@ class DpoSection(StageSection):
         ge=0,
         description="weight of an added SFT loss: the cross-entropy per token of the chosen answer, which prevents good answers from becoming unlikely (Pang et al., 2024)",
     )
+
+    undesirable_weight: float = Field(
+        1.0, gt=0, description="kto: weight of an answer with label=false, relative to an answer with label=true"
+    )
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether the stage learns from pairs; otherwise from answers with labels."""
+        return self.loss != "kto"
 
     @property
     def has_reference(self) -> bool:

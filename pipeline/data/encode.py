@@ -4,6 +4,7 @@
 | --- | --- |
 | conversation | truncated on the right; dropped if no target token remains |
 | preference | answers are truncated (without an end token); dropped if no answer token fits or both are equal |
+| labelled answer | truncated (without an end token); dropped if no answer token fits |
 | prompt | dropped |
 
 Token ids are stored in one array for all rows: 4 bytes for each id, where a list of Python numbers takes up to 36.
@@ -20,7 +21,7 @@ from typing import Any, Literal, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.records import Conversation, Preference, Prompt, Row
+from pipeline.data.records import Conversation, LabelledAnswer, Preference, Prompt, Row
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 
@@ -92,6 +93,15 @@ class PairItem:
     prompt: int
 
 
+@dataclass(frozen=True, eq=False)
+class LabelledItem:
+    """An answer with a label. ids (T,): prompt and answer; prompt: number of tokens of the prompt."""
+
+    ids: Ids
+    prompt: int
+    label: bool
+
+
 class TokenItems(Items[TokenItem]):
     """Conversations as arrays."""
 
@@ -129,6 +139,25 @@ class PairItems(Items[PairItem]):
 
     def at(self, index: int) -> PairItem:
         return PairItem(self._chosen.view(index), self._rejected.view(index), *self._labels[index])
+
+
+class LabelledItems(Items[LabelledItem]):
+    """Answers with labels, as arrays."""
+
+    def __init__(self) -> None:
+        self._ids = TokenRows()
+        self._labels: list[tuple[int, bool]] = []
+
+    def append(self, prompt: Sequence[int], answer: Sequence[int], label: bool) -> None:
+        """Add an answer to a prompt."""
+        self._ids.append([*prompt, *answer])
+        self._labels.append((len(prompt), label))
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def at(self, index: int) -> LabelledItem:
+        return LabelledItem(self._ids.view(index), *self._labels[index])
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,6 +227,30 @@ def encode_preferences(
             pairs.append(prompt, chosen[:limit], rejected[:limit], record.margin, record.source)
     _check(pairs, records, f"{name} has answers that differ", max_length, f"{stage}.max_length")
     return pairs, +notes
+
+
+def encode_labelled(
+    tokenizer: ChatTokenizer, records: Sequence[LabelledAnswer], *, max_length: int, name: str = "answers"
+) -> tuple[LabelledItems, Counter[str]]:
+    """Return the answers with labels, and the numbers of cut and dropped records by reason.
+
+    name: what messages call the records
+    Raises UserError if no record is left.
+    """
+    notes: Counter[str] = Counter()
+    items = LabelledItems()
+    for chunk in _chunks(records, name):
+        prompts = tokenizer.encode_prompts([record.messages[:-1] for record in chunk])
+        answers = tokenizer.encode_answers([record.messages[-1].content for record in chunk])
+        for record, prompt, answer in zip(chunk, prompts, answers, strict=True):
+            limit = max_length - len(prompt)
+            if limit < 1:
+                notes["prompt fills max_length"] += 1
+                continue
+            notes["cut to max_length"] += len(answer) > limit
+            items.append(prompt, answer[:limit], record.label)
+    _check(items, records, f"{name} has an answer token", max_length, "dpo.max_length")
+    return items, +notes
 
 
 def encode_prompts(

@@ -6,6 +6,7 @@
 | preferences | messages (or conversations) + chosen + rejected, a message each | sft, reward, ppo |
 | messages | messages (or conversations) | sft, ppo |
 | completions | prompt + completion, question + answer, instruction (+ input) + output | sft, ppo |
+| labelled | completions or messages, and label: whether the answer is desirable | sft, ppo; dpo if dpo.loss=kto |
 | prompts | prompt (or question, instruction) alone | ppo |
 """
 
@@ -20,11 +21,14 @@ from pipeline.data.files import Table
 from pipeline.data.records import (
     BadRow,
     Conversation,
+    LabelledAnswer,
     Message,
     Preference,
     Prompt,
     Row,
+    UnusedRow,
     answer_of,
+    label_of,
     messages_of,
     question_of,
     text_of,
@@ -32,8 +36,8 @@ from pipeline.data.records import (
 )
 from pipeline.errors import UserError
 
-Form = Literal["preferences", "messages", "completions", "prompts"]
-Record = Conversation | Preference | Prompt
+Form = Literal["preferences", "messages", "completions", "labelled", "prompts"]
+Record = Conversation | LabelledAnswer | Preference | Prompt
 
 PROMPT_COLUMNS = ("prompt", "question", "instruction")
 RENAME = 'To rename columns, write "data.sources=[{path: FILE, columns: {their name: our name}}]"'
@@ -43,12 +47,20 @@ STAGES_BY_FORM: dict[Form, tuple[str, ...]] = {
     "preferences": ("sft", "reward", "ppo"),
     "messages": ("sft", "ppo"),
     "completions": ("sft", "ppo"),
+    "labelled": ("sft", "ppo"),
     "prompts": ("ppo",),
 }
+LABEL_COLUMN = "label"
 FORMS_TEXT = (
     "prompt + completion (or question + answer, or instruction + input + output); messages; "
-    "prompt + chosen + rejected; chosen + rejected that begin with the same turns; prompt alone"
+    "prompt + chosen + rejected; chosen + rejected that begin with the same turns; prompt + completion + label; "
+    "prompt alone"
 )
+
+
+def stages_of(form: Form, *, labels: bool) -> tuple[str, ...]:
+    """Return the stages that read a form. `labels`: the preference stage learns from labels (dpo.loss=kto)."""
+    return (*STAGES_BY_FORM[form], "reward") if labels and form == "labelled" else STAGES_BY_FORM[form]
 
 
 @dataclass(frozen=True)
@@ -71,10 +83,13 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
             f"{name}: there is a column {present}, but no column {absent}. Columns found: {', '.join(sorted(found))}. "
             f"Preferences need both: add {absent}. {RENAME}."
         )
+    has_answer = bool(found & set(ANSWER_COLUMNS))
+    if LABEL_COLUMN in found and (found & set(MESSAGE_COLUMNS) or (found & set(PROMPT_COLUMNS) and has_answer)):
+        return "labelled"
     if found & set(MESSAGE_COLUMNS):
         return "messages"
     if found & set(PROMPT_COLUMNS):
-        return "completions" if found & set(ANSWER_COLUMNS) else "prompts"
+        return "completions" if has_answer else "prompts"
     known = {*PROMPT_COLUMNS, *ANSWER_COLUMNS, *MESSAGE_COLUMNS, "chosen", "rejected"}
     nearly = sorted(column for column in found if column not in known and column.strip().lower() in known)
     case = f" {', '.join(nearly)}: write the name in lower case, without spaces around it." if nearly else ""
@@ -84,27 +99,33 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
     )
 
 
-def to_records(table: Table, stage: str, source: str, bad_row_limit: float, *, rows: bool = False) -> Parsed:
+def to_records(
+    table: Table, stage: str, source: str, bad_row_limit: float, *, rows: bool = False, labels: bool = False
+) -> Parsed:
     """Convert the rows of a table to records of a stage: Conversation (sft), Preference (reward, dpo), Prompt (ppo).
 
     rows: prompts store the row that they were read from
+    labels: dpo also reads labelled answers (LabelledAnswer), and sft leaves out the undesirable ones
     Unusable rows are skipped and counted. Raises UserError if their share is above `bad_row_limit`. The message lists
     the number of rows and the first row for each reason.
     """
     parse = _PARSERS[detect(table.columns, table.name)]
     records: list[Record] = []
     skipped: Counter[str] = Counter()
+    unused: Counter[str] = Counter()
     first: dict[str, str] = {}
     for index, row in enumerate(table.rows):
         try:
-            record = _for_stage(parse(row, source), stage)
+            record = _for_stage(parse(row, source), stage, labels=labels)
             records.append(replace(record, row=row) if rows and isinstance(record, Prompt) else record)
+        except UnusedRow as reason:
+            unused[str(reason)] += 1
         except BadRow as reason:
             skipped[str(reason)] += 1
             first.setdefault(str(reason), table.position(index))
     if sum(skipped.values()) > bad_row_limit * len(table.rows):
         raise UserError(_refusal(table, stage, skipped, first, bad_row_limit))
-    return Parsed(records, skipped)
+    return Parsed(records, skipped + unused)
 
 
 def _refusal(table: Table, stage: str, skipped: Counter[str], first: dict[str, str], limit: float) -> str:
@@ -115,12 +136,18 @@ def _refusal(table: Table, stage: str, skipped: Counter[str], first: dict[str, s
     )
 
 
-def _for_stage(record: Record, stage: str) -> Record:
+def _for_stage(record: Record, stage: str, *, labels: bool) -> Record:
     """Convert a record to the type that the stage reads. The form must serve the stage."""
     reads = STAGES[stage].reads
     if reads == "reward":
-        assert isinstance(record, Preference)
+        assert isinstance(record, Preference) or (labels and isinstance(record, LabelledAnswer))
         return record
+    if isinstance(record, LabelledAnswer):
+        if reads == "sft" and not record.label:
+            if labels:
+                raise UnusedRow("label is false, for dpo")
+            raise BadRow("label is false, and only method=dpo dpo=kto learns from undesirable answers")
+        record = Conversation(record.messages, record.source)
     if reads == "sft":
         if isinstance(record, Preference):
             return Conversation((*record.prompt, Message("assistant", record.chosen)), record.source)
@@ -159,6 +186,14 @@ def _prompt_row(row: Row, source: str) -> Record:
 
 def _completion_row(row: Row, source: str) -> Record:
     return Conversation(_prompt_of(row) + answer_of(_first(row, ANSWER_COLUMNS)), source)
+
+
+def _labelled_row(row: Row, source: str) -> Record:
+    label = label_of(row.get(LABEL_COLUMN))
+    record = _messages_row(row, source) if _first(row, MESSAGE_COLUMNS) is not None else _completion_row(row, source)
+    if not isinstance(record, Conversation):
+        raise BadRow("no assistant's turn")
+    return LabelledAnswer(record.messages, label, source)
 
 
 def _messages_row(row: Row, source: str) -> Record:
@@ -235,5 +270,6 @@ _PARSERS: dict[Form, Callable[[Row, str], Record]] = {
     "preferences": _preference_row,
     "messages": _messages_row,
     "completions": _completion_row,
+    "labelled": _labelled_row,
     "prompts": _prompt_row,
 }

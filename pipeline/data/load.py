@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.stages import STAGES
 from pipeline.data.files import Table
-from pipeline.data.formats import FORMS_TEXT, RENAME, STAGES_BY_FORM, Record, detect, to_records
-from pipeline.data.records import Conversation, Message, Preference, Prompt
+from pipeline.data.formats import FORMS_TEXT, RENAME, STAGES_BY_FORM, Record, detect, stages_of, to_records
+from pipeline.data.records import Conversation, LabelledAnswer, Message, Preference, Prompt
 from pipeline.data.sources import Source, configured_sources, is_absent, open_source
 from pipeline.errors import UserError
 
@@ -45,14 +45,16 @@ class StageRecords:
 
 @dataclass(frozen=True)
 class _Configured:
-    """A source with the configuration it came from."""
+    """A source with the configuration it came from. `labels`: see `load_stage`."""
 
     source: Source
     config: "SourceConfig"
+    labels: bool
 
     def form_stages(self, table: Table) -> list[str]:
         """Return the stages that divide the rows of this table among them."""
-        return [stage for stage in self.config.stages if stage in STAGES_BY_FORM[detect(table.columns, table.name)]]
+        readers = stages_of(detect(table.columns, table.name), labels=self.labels)
+        return [stage for stage in self.config.stages if stage in readers]
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,16 @@ class _Evaluation:
         return held_out_point(prompt) < self.share or prompt in self.prompts
 
 
-def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False) -> StageRecords:
+def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False, labels: bool = False) -> StageRecords:
     """Return the records of one stage ("sft", "reward", "dpo" or "ppo").
 
     seed: selects rows if sources are mixed by weight, and generates the rows of the demo; the splits of files do not
         depend on it
     rows: prompts store the rows that they were read from
+    labels: dpo also reads answers with a label (LabelledAnswer), and sft imitates the desirable ones only
     Raises UserError if the data is missing, damaged or has no records for the stage.
     """
-    return _Loading(data, stage, rows, STAGES[stage].reads, seed).records()
+    return _Loading(data, stage, rows, STAGES[stage].reads, seed, labels).records()
 
 
 def load_held_out(data: "DataConfig", seed: int, *, rows: bool = False) -> list[Prompt]:
@@ -96,11 +99,12 @@ def made_here(data: "DataConfig", stage: str) -> bool:
 class _Loading:
     """Loads the records for `stage` from the sources with `kind` in their stages, and counts skipped rows by reason."""
 
-    def __init__(self, data: "DataConfig", stage: str, rows: bool, kind: str, seed: int) -> None:
+    def __init__(self, data: "DataConfig", stage: str, rows: bool, kind: str, seed: int, labels: bool = False) -> None:
         self.data, self.stage, self.kind, self.rows, self.seed = data, stage, kind, rows, seed
+        self.labels = labels
         self.skipped: Counter[str] = Counter()
         self.unused: list[Table] = []
-        self.sources = _open(data, self.kind, seed)
+        self.sources = _open(data, self.kind, seed, labels)
         self.evaluation = _held_out_prompts(self.sources, data)
 
     def records(self) -> StageRecords:
@@ -158,11 +162,12 @@ class _Loading:
         return records
 
     def _parse(self, each: _Configured, table: Table) -> list[Record]:
-        parsed = to_records(table, self.stage, each.source.name, self.data.bad_row_limit, rows=self.rows)
+        limit = self.data.bad_row_limit
+        parsed = to_records(table, self.stage, each.source.name, limit, rows=self.rows, labels=self.labels)
         self.skipped.update(parsed.skipped)
-        if self.kind == "reward" or detect(table.columns) != "preferences":
+        if self.kind == "reward" or detect(table.columns) not in ("preferences", "labelled"):
             return parsed.records
-        return self._once(parsed.records, "repeats another row")  # pairs often share their prompt, and chosen answer
+        return self._once(parsed.records, "repeats another row")  # they often share their prompt, and chosen answer
 
     def _once(self, records: list[Record], reason: str) -> list[Record]:
         """Return the records without duplicates, and count the duplicates under `reason`."""
@@ -218,7 +223,7 @@ class _Loading:
             self.skipped[reason] += rows
 
 
-def _open(data: "DataConfig", kind: str, seed: int) -> list[_Configured]:
+def _open(data: "DataConfig", kind: str, seed: int, labels: bool) -> list[_Configured]:
     """Open the sources. A missing file is skipped if no stage `kind` reads it."""
     configs = configured_sources(data)
     keys = ["data.path" if data.path is not None else f"data.sources.{i}.path" for i in range(len(configs))]
@@ -230,7 +235,7 @@ def _open(data: "DataConfig", kind: str, seed: int) -> list[_Configured]:
             )
         else:
             source = open_source(config, demo_examples=data.demo_examples, demo_seed=seed, key=key)
-            opened.append(_Configured(source, config))
+            opened.append(_Configured(source, config, labels))
     return opened
 
 
@@ -244,10 +249,7 @@ def _held_out_prompts(sources: Sequence[_Configured], data: "DataConfig") -> _Ev
 def _every_held_out(each: _Configured) -> Iterator[Record]:
     for stage in each.config.stages if each.source.dedicated else each.config.stages[:1]:
         for table in each.source.held_out(stage):
-            stages = STAGES_BY_FORM[detect(table.columns, table.name)]
-            yield from to_records(
-                table, stage if stage in stages else stages[0], each.source.name, bad_row_limit=1.0
-            ).records
+            yield from to_records(table, "ppo", each.source.name, bad_row_limit=1.0).records  # every form has prompts
 
 
 def _at_least_one(evaluation: _Evaluation, prompts: Set[bytes], name: str) -> _Evaluation:
@@ -266,7 +268,7 @@ def _no_data(data: "DataConfig", stage: str, unused: Sequence[Table]) -> str:
     forms = [detect(table.columns) for table in unused]
     found = [
         f"{table.name} (columns {', '.join(sorted(table.columns))}) has {form}, which are data for "
-        f"{', '.join(STAGES_BY_FORM[form])}"
+        f"{', '.join((*STAGES_BY_FORM[form], *['dpo with dpo=kto'] * (form == 'labelled')))}"
         for table, form in zip(unused, forms, strict=True)
     ]
     other = f"a stage that uses this data (stage={STAGES_BY_FORM[forms[0]][0]})" if forms else "another stage"
@@ -277,9 +279,9 @@ def _no_data(data: "DataConfig", stage: str, unused: Sequence[Table]) -> str:
     )
 
 
-def digest(record: Conversation | Preference | Prompt) -> bytes:
+def digest(record: Record) -> bytes:
     """Return the SHA-256 of the prompt of a record: every message before the answer, with its role."""
-    if isinstance(record, Conversation):
+    if isinstance(record, Conversation | LabelledAnswer):
         return digest_of(record.messages[:-1])
     return digest_of(record.prompt if isinstance(record, Preference) else record.messages)
 

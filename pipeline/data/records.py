@@ -57,6 +57,15 @@ class Preference:
     margin: float = 0.0
 
 
+@dataclass(frozen=True)
+class LabelledAnswer:
+    """A conversation with a label: whether its last message, an answer, is desirable (KTO)."""
+
+    messages: tuple[Message, ...]
+    label: bool
+    source: str
+
+
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -74,6 +83,10 @@ _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 class BadRow(Exception):
     """An unusable row. The message is the reason, which is equal for all rows with the same fault."""
+
+
+class UnusedRow(Exception):
+    """A usable row that the stage does not read. The message is the reason."""
 
 
 def text_of(value: Any, what: str) -> str:
@@ -154,6 +167,17 @@ def answer_of(value: Any) -> tuple[Message, ...]:
     if not messages or messages[-1].role != "assistant":
         raise BadRow("answer does not end with the assistant's turn")
     return tuple(messages)
+
+
+def label_of(value: Any) -> bool:
+    """Parse a label: true or false, 1 or 0, or these words as text."""
+    labels = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    if value is None:
+        raise BadRow("no label")
+    label = labels.get(str(value).strip().lower())
+    if label is None:
+        raise BadRow("label is neither true nor false (rename a column with another meaning)")
+    return label
 
 
 def _message(item: Any) -> Message:

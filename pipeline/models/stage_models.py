@@ -56,7 +56,7 @@ def _make_tokenizer(config: RunConfig, trained_on: Sequence[Record]) -> ChatToke
 def _records_or_none(config: RunConfig, stage: str) -> list[Record]:
     """Return the training records of a stage; an empty list if they cannot be loaded."""
     try:
-        return load_stage(config.data, stage, config.seed).train
+        return load_stage(config.data, stage, config.seed, labels=not config.dpo.reads_pairs).train
     except UserError:
         return []
 

@@ -107,7 +107,7 @@ def workload(
         ),
         max_length=length,
         step_tokens=step_tokens,
-        item_sequences=2 if stage in ("reward", "dpo") else 1,
+        item_sequences=_item_sequences(config, stage),
         optimizer=layout["optimizer"],
         has_average=stage == "ppo" and config.ppo.ema is not None,
         has_other_loss=stage == "ppo" and config.ppo.ptx_coef > 0,
@@ -157,8 +157,13 @@ def _generation_load(config: RunConfig, stage: str, ranks: int) -> GenerationLoa
 
 def _rows(config: RunConfig, stage: str) -> int:
     """Return the sequences of a step over all ranks."""
-    per_item = config.ppo.samples if stage == "ppo" else 2 if stage in ("reward", "dpo") else 1
+    per_item = config.ppo.samples if stage == "ppo" else _item_sequences(config, stage)
     return int(getattr(config, stage).batch_size) * per_item
+
+
+def _item_sequences(config: RunConfig, stage: str) -> int:
+    """Return the sequences that a micro-batch does not divide: two for a pair."""
+    return 2 if stage == "reward" or (stage == "dpo" and config.dpo.reads_pairs) else 1
 
 
 def _data_ranks(settings: EngineSettings, ranks: int) -> int:

@@ -146,7 +146,8 @@ def log_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> Non
 
 
 def _load(config: RunConfig, stage: str) -> StageRecords:
-    return load_stage(config.data, stage, config.seed, rows=stage == "ppo" and _wants_rows(config))
+    rows = stage == "ppo" and _wants_rows(config)
+    return load_stage(config.data, stage, config.seed, rows=rows, labels=not config.dpo.reads_pairs)
 
 
 def _wants_rows(config: RunConfig) -> bool:

@@ -6,7 +6,16 @@ import pytest
 
 from pipeline.data.files import Table, table_of
 from pipeline.data.formats import detect, to_records
-from pipeline.data.records import BadRow, Conversation, Message, Preference, Prompt, messages_of, turns_of
+from pipeline.data.records import (
+    BadRow,
+    Conversation,
+    LabelledAnswer,
+    Message,
+    Preference,
+    Prompt,
+    messages_of,
+    turns_of,
+)
 from pipeline.errors import UserError
 
 
@@ -34,6 +43,10 @@ def chat(*contents: str, system: str | None = None) -> tuple[Message, ...]:
         (["prompt", "chosen", "rejected", "messages", "score_chosen", "score_rejected"], "preferences"),
         (["chosen", "rejected"], "preferences"),
         (["question"], "prompts"),
+        (["prompt", "completion", "label"], "labelled"),
+        (["messages", "label"], "labelled"),
+        (["prompt", "label"], "prompts"),
+        (["prompt", "chosen", "rejected", "label"], "preferences"),
     ],
 )
 def test_columns_tell_the_form(columns: list[str], form: str) -> None:
@@ -190,3 +203,25 @@ def test_neighbours_of_one_role_are_joined() -> None:
 def test_text_before_the_first_turn_is_refused() -> None:
     with pytest.raises(BadRow):
         turns_of("Once upon a time\n\nHuman: a\n\nAssistant: b")
+
+
+def test_labelled_answers_for_each_stage() -> None:
+    """SFT imitates desirable answers only, and refuses the others unless the preference stage learns from them."""
+    texts = ["true", False, 1, "0"]
+    rows = [{"prompt": "q", "completion": f"a {i}", "label": label} for i, label in enumerate(texts)]
+    desirable = [Conversation(chat("q", f"a {i}"), "s") for i in (0, 2)]
+    table = table_of("t", rows)
+    read = to_records(table, "dpo", "s", bad_row_limit=0.0, labels=True)
+    assert read.records == [LabelledAnswer(chat("q", f"a {i}"), i % 2 == 0, "s") for i in range(4)]
+    sft = to_records(table, "sft", "s", bad_row_limit=0.0, labels=True)
+    assert sft.records == desirable and sft.skipped == {"label is false, for dpo": 2}
+    with pytest.raises(UserError, match=r"2 of 4 rows .* for sft: 2 x label is false, and only method=dpo dpo=kto"):
+        to_records(table, "sft", "s", bad_row_limit=0.49)
+    assert to_records(table, "sft", "s", bad_row_limit=0.5).records == desirable
+    assert to_records(table, "ppo", "s", bad_row_limit=0.0).records == [Prompt(chat("q"), "s")] * 4
+
+
+@pytest.mark.parametrize(("label", "reason"), [("good", "neither true nor false"), (2, "neither")])
+def test_labels_that_are_none(label: Any, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        to_records(table_of("t", [{"prompt": "q", "answer": "a", "label": label}]), "sft", "s", bad_row_limit=0.0)

@@ -11,7 +11,7 @@ import yaml
 from pipeline.config.schema import DataConfig, SourceConfig
 from pipeline.data import files
 from pipeline.data.load import digest, held_out_point, load_stage
-from pipeline.data.records import Conversation, Preference, Prompt
+from pipeline.data.records import Conversation, LabelledAnswer, Preference, Prompt
 from pipeline.errors import UserError
 
 STAGES = ("sft", "reward", "ppo")
@@ -252,3 +252,18 @@ def test_gsm8k() -> None:
     held_out = set().union(*(prompts(records.held_out) for records in loaded.values()))
     assert not any(prompts(records.train) & held_out for records in loaded.values())
     assert loaded["reward"].train and loaded["reward"] == loaded["dpo"] and loaded["reward"].held_out
+
+
+def test_labelled_answers_serve_the_preference_stage_that_learns_from_labels(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q {i}", "completion": f"a {i} {j}", "label": j == 0} for i in range(60) for j in range(2)]
+    data = DataConfig(name="x", path=write(tmp_path / "a.jsonl", rows))
+    parts = {stage: load_stage(data, stage, seed=1, labels=True) for stage in ("sft", "dpo")}
+    assert all(isinstance(record, LabelledAnswer) for record in parts["dpo"].train + parts["dpo"].held_out)
+    assert {record.label for record in parts["dpo"].train} == {True, False}
+    prompts = {stage: {digest(record) for record in part.train} for stage, part in parts.items()}
+    assert prompts["sft"] and prompts["dpo"] and not prompts["sft"] & prompts["dpo"]
+    with pytest.raises(
+        UserError,
+        match=r"Stage dpo needs prompt \+ chosen \+ rejected.*has labelled.* dpo with dpo=kto",
+    ):
+        load_stage(data, "dpo", seed=1)

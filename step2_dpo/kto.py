@@ -1,0 +1,216 @@
+"""KTO: learn from single answers that are labelled desirable or not (Ethayarajh et al., 2024, arXiv:2402.01306).
+
+KTO measures the log-ratio of an answer from a baseline, the KL to the reference. The paper estimates the KL by the
+log-ratios of unrelated answers: the answers to other prompts of the batch. Here the unrelated answer of an example is
+fixed, so that its log-probability under the reference is computed once. The baseline of a step is a mean over the
+global batch: ranks and micro-batches do not change it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine import Engine
+from pipeline.config.schema import DpoSection
+from pipeline.data.batch import padded
+from pipeline.data.documents import Documents
+from pipeline.data.encode import Ids, LabelledItem
+from pipeline.data.microbatches import largest_microbatch, local_microbatches
+from pipeline.data.records import LabelledAnswer, Message, Preference
+from pipeline.distributed import gather_by_index
+from pipeline.stages.supervised import StepBatch
+from step2_dpo.batches import AnswerBatch, answer_logprobs, answer_tokens
+from step2_dpo.evaluate import reference_tables
+from step2_dpo.loss import kto_baseline, kto_loss
+
+Side = tuple[Ids, int]  # the ids of prompt and answer, and the number of tokens of the prompt
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """An answer with its label, and an unrelated answer to the same prompt. Both sides have `prompt` tokens of it."""
+
+    ids: Ids
+    unrelated: Ids
+    prompt: int
+    label: bool
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LabelBatch(AnswerBatch):
+    """A micro-batch of B labelled answers: the fields of `AnswerBatch` with B answers instead of 2B.
+
+    labels (B,) bool: whether the answer is desirable
+    baseline () fp32: the baseline of the step
+    desirable_share: share of desirable answers in the global batch
+    """
+
+    labels: Tensor
+    baseline: Tensor
+    desirable_share: float
+
+
+def labelled_answers(records: Sequence[Preference | LabelledAnswer]) -> list[LabelledAnswer]:
+    """Return the answers with labels. A pair becomes a desirable and an undesirable answer."""
+    answers = []
+    for record in records:
+        if isinstance(record, LabelledAnswer):
+            answers.append(record)
+            continue
+        for text, label in ((record.chosen, True), (record.rejected, False)):
+            answers.append(LabelledAnswer((*record.prompt, Message("assistant", text)), label, record.source))
+    return answers
+
+
+def examples_of(items: Sequence[LabelledItem], *, max_length: int) -> list[Example]:
+    """Return each item with the answer of the next item that has another prompt (of the next item if none has)."""
+    prompts = [item.ids[: item.prompt] for item in items]
+    examples = []
+    for index, item in enumerate(items):
+        following = [*range(index + 1, len(items)), *range(index)]
+        other = next((i for i in following if not np.array_equal(prompts[i], prompts[index])), following[0])
+        unrelated = np.concatenate([prompts[index], items[other].ids[items[other].prompt :]])[:max_length]
+        examples.append(Example(item.ids, unrelated, item.prompt, item.label))
+    return examples
+
+
+def collate_sides(sides: Sequence[Side], reference: Tensor, pad_id: int, *, packing: bool) -> AnswerBatch:
+    """Return the batch of B sequences with their `reference` (B,). An empty batch has one unscored padding token."""
+    rows = [ids for ids, _ in sides] or [np.array([pad_id])]
+    documents = Documents(tuple(len(row) for row in rows)) if packing else None
+    input_ids, row_lengths = padded([np.concatenate(rows)] if packing else rows, pad_id)
+    if documents is None:
+        ends = [row * input_ids.shape[1] + length - 1 for row, length in enumerate(row_lengths)]
+    else:
+        ends = documents.ends()
+    lengths = [len(ids) - prompt for ids, prompt in sides]
+    scored, slots, longest = answer_tokens(ends[: len(sides)], lengths)
+    counts = torch.tensor(lengths, dtype=torch.float32)
+    return AnswerBatch(input_ids, scored, slots, counts, reference, longest, documents)
+
+
+def side_logprobs(engine: Engine, sides: Sequence[Side], *, budget: int, packing: bool, pad_id: int) -> Tensor:
+    """Return the log-probability of each answer, (N,) fp32, on the CPU of every rank. The ranks share the work."""
+
+    def collate(chosen: Sequence[Side]) -> AnswerBatch:
+        return collate_sides(chosen, torch.zeros(len(chosen)), pad_id, packing=packing)
+
+    def work(module: nn.Module, batch: AnswerBatch) -> Sequence[Tensor]:
+        return answer_logprobs(module, batch).unbind()
+
+    lengths = [len(ids) for ids, _ in sides]
+    batches, indices = local_microbatches(sides, lengths, collate, budget=budget, packing=packing)
+    local = {
+        index: logprob.item()
+        for microbatch, logprobs in zip(indices, engine.score(batches, work), strict=True)
+        for index, logprob in zip(microbatch, logprobs, strict=False)
+    }
+    return torch.tensor(gather_by_index(local))
+
+
+@dataclass(frozen=True)
+class LabelBatches:
+    """The training and held-out examples as batches; `step2_dpo.train.PairBatches` is the same for pairs.
+
+    reference: (N, 2) fp32 on the CPU for "train" and "held_out": of each answer, and of its unrelated answer
+    schedule: for each step, the indices of its examples in `train`
+    """
+
+    engine: Engine
+    section: DpoSection
+    train: Sequence[Example]
+    held_out: Sequence[Example]
+    reference: dict[str, Tensor]
+    schedule: Sequence[Sequence[int]]
+    packing: bool
+    pad_id: int
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest answer, or of the longest unrelated answer, with its prompt."""
+        return max(max(len(each.ids), len(each.unrelated)) for each in self.train)
+
+    def step(self, step: int, budget: int) -> StepBatch[AnswerBatch]:
+        """Return the batch of a step, counted from 0, with its baseline under the present policy."""
+        indices = self.schedule[step]
+        examples, reference = [self.train[i] for i in indices], self.reference["train"][indices]
+        logprobs = self._logprobs([(each.unrelated, each.prompt) for each in examples], budget)
+        make = self._collate(examples, reference[:, 0], kto_baseline(logprobs - reference[:, 1]))
+        lengths = [len(each.ids) for each in examples]
+        order = range(len(examples))
+        batches, _ = local_microbatches(order, lengths, make, budget=budget, packing=self.packing)
+        return StepBatch(batches, len(examples), sum(lengths))
+
+    def largest_microbatch(self, budget: int) -> AnswerBatch:
+        """Return the largest micro-batch that a step can have."""
+        lengths = [len(each.ids) for each in self.train]
+        make = self._collate(self.train, torch.zeros(len(lengths)), torch.zeros(()))
+        return largest_microbatch(range(len(lengths)), lengths, make, budget=budget, packing=self.packing)
+
+    def evaluate(self, budget: int) -> tuple[dict[str, float], dict[str, Any]]:
+        """Return the metrics of the held-out answers for a line of metrics.jsonl, and those for summary.json."""
+        if not self.held_out:
+            return {}, {"eval_answers": 0}
+        own, unrelated = self._both(self.held_out, budget).sub(self.reference["held_out"]).unbind(1)
+        labels, baseline = torch.tensor([each.label for each in self.held_out]), kto_baseline(unrelated)
+        metrics = {
+            "eval_loss": self._loss(own, labels, baseline).item() / len(labels),
+            "eval_label_accuracy": ((own > baseline) == labels).double().mean().item(),
+        }
+        for name, chosen in (("chosen", labels), ("rejected", ~labels)):
+            if chosen.any():
+                metrics[f"eval_{name}_reward"] = self.section.beta * own[chosen].mean().item()
+        return metrics, {**metrics, "eval_answers": len(labels)}
+
+    def loss(self, module: nn.Module, batch: AnswerBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
+        """Return the loss and the metrics of a micro-batch, both summed over answers."""
+        assert isinstance(batch, LabelBatch)
+        log_ratios = answer_logprobs(module, batch) - batch.reference
+        total = self._loss(log_ratios, batch.labels, batch.baseline)
+        rewards, labels = self.section.beta * log_ratios.detach(), batch.labels
+        desirable, undesirable = (rewards * labels).sum(), (rewards * ~labels).sum()
+        return total, {
+            "label_accuracy": ((log_ratios.detach() > batch.baseline) == labels).sum(),
+            "chosen_reward": desirable / max(batch.desirable_share, 1e-9),
+            "rejected_reward": undesirable / max(1.0 - batch.desirable_share, 1e-9),
+            "baseline": batch.baseline * len(labels),
+            "drift": log_ratios.detach().abs().sum(),
+        }
+
+    def read_reference(self, folder: Path, budget: int) -> "LabelBatches":
+        """Return these batches with the log-probabilities under the reference: the policy before its first step."""
+        sets = {"train": self.train, "held_out": self.held_out}
+        tables = reference_tables(folder, sets, partial(self._both, budget=budget), unit="answers")
+        return replace(self, reference=tables)
+
+    def _loss(self, log_ratios: Tensor, labels: Tensor, baseline: Tensor) -> Tensor:
+        weight = self.section.undesirable_weight
+        return kto_loss(log_ratios, labels, baseline, beta=self.section.beta, undesirable_weight=weight)
+
+    def _both(self, examples: Sequence[Example], budget: int) -> Tensor:
+        """Return the log-probabilities (N, 2) of each answer and of its unrelated answer, on the CPU."""
+        sides = [(each.ids, each.prompt) for each in examples] + [(each.unrelated, each.prompt) for each in examples]
+        return self._logprobs(sides, budget).view(2, len(examples)).T
+
+    def _logprobs(self, sides: Sequence[Side], budget: int) -> Tensor:
+        return side_logprobs(self.engine, sides, budget=budget, packing=self.packing, pad_id=self.pad_id)
+
+    def _collate(self, examples: Sequence[Example], reference: Tensor, baseline: Tensor) -> Any:
+        """Return the function that makes the batch of the examples at some indices."""
+        share = sum(each.label for each in examples) / len(examples)
+
+        def collate(indices: Sequence[int]) -> LabelBatch:
+            chosen = [examples[i] for i in indices]
+            sides = [(each.ids, each.prompt) for each in chosen]
+            answers = collate_sides(sides, reference[list(indices)], self.pad_id, packing=self.packing)
+            labels = torch.tensor([each.label for each in chosen], dtype=torch.bool)
+            fields = {name: getattr(answers, name) for name in AnswerBatch.__dataclass_fields__}
+            return LabelBatch(**fields, labels=labels, baseline=baseline, desirable_share=share)
+
+        return collate
