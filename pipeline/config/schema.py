@@ -64,6 +64,10 @@ class ModelConfig(Section):
         None, description="file with a Jinja chat template, instead of the tokenizer's own"
     )
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of transformers")
+    fused_kernels: Literal["auto", "liger", "none"] = Field(
+        "auto",
+        description="norm, rotary embedding and gate of Liger Kernel, in training and generation; auto uses them on GPUs if liger-kernel is installed (`pip install '.[gpu]'`) and supports the model's family",
+    )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     tensor_plan: dict[str, str] | None = Field(
         None,

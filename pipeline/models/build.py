@@ -12,6 +12,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import is_liger_kernel_available
 
 from engine import Engine, EngineConfig, OptimizerConfig, deepspeed_json, distributed
 from pipeline.config.schema import EngineSettings, LoraConfig
@@ -149,9 +150,34 @@ def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrained
         raise UserError(f"{source.name} caps attention scores, which sdpa does not support: set model.attention=eager")
     model = _empty(source, config, auto)
     model.tie_weights()
+    if _should_fuse(source.fused_kernels):
+        fuse_kernels(model)
     if choice.lora is not None and choice.lora.rank:
         add_adapters(model, choice.lora)
     return model
+
+
+def _should_fuse(fused_kernels: str) -> bool:
+    """Return whether to use Liger Kernel. Raises UserError if it is required and this machine cannot run it."""
+    lacks = [] if torch.cuda.is_available() else ["a GPU"]
+    lacks += [] if is_liger_kernel_available() else ["the package liger-kernel (pip install '.[gpu]')"]
+    if fused_kernels == "liger" and lacks:
+        raise UserError(
+            f"model.fused_kernels=liger needs {' and '.join(lacks)}, which this machine does not have: "
+            "set model.fused_kernels=auto"
+        )
+    return fused_kernels != "none" and not lacks
+
+
+def fuse_kernels(model: PreTrainedModel) -> None:
+    """Replace a model's norms, rotary embedding and gates by Liger Kernel's (Hsu et al., 2024, arXiv:2410.10989).
+
+    A model of a family that Liger Kernel does not support stays as it is. The model's own losses are not used.
+    """
+    from transformers.integrations.liger import apply_liger_kernel
+
+    fused = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True}
+    apply_liger_kernel(model, fused | {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
 def _empty(source: ModelSource, config: PretrainedConfig, auto: Any) -> PreTrainedModel:

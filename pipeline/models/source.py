@@ -28,6 +28,7 @@ class ModelSource:
 
     folder: the folder of the weights; None initializes random weights from `seed`
     tensor_plan: how tensor parallelism splits the modules, for models without a plan of their own
+    fused_kernels: auto, liger or none, as `model.fused_kernels`
     """
 
     name: str
@@ -37,6 +38,21 @@ class ModelSource:
     attention: str
     trust_remote_code: bool
     tensor_plan: dict[str, str] | None = None
+    fused_kernels: str = "none"
+
+    @classmethod
+    def of(cls, model: "ModelConfig", config: PretrainedConfig, folder: Path | None, seed: int) -> "ModelSource":
+        """Return a source with the options of a configured model."""
+        return cls(
+            model.name,
+            config,
+            folder,
+            seed,
+            model.attention,
+            model.trust_remote_code,
+            model.tensor_plan,
+            model.fused_kernels,
+        )
 
 
 def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None) -> ModelSource:
@@ -55,15 +71,7 @@ def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None) -> M
             config = build_config(model.architecture)
         except ValueError as error:
             raise UserError(f"model.architecture: {error}") from error
-        return ModelSource(
-            model.name,
-            config,
-            None,
-            seed,
-            model.attention,
-            model.trust_remote_code,
-            model.tensor_plan,
-        )
+        return ModelSource.of(model, config, None, seed)
     if model.path is not None:
         return _from_folder(model, seed, model_folder(Path(model.path)))
     if model.hub is not None:
@@ -132,7 +140,7 @@ def _from_folder(model: "ModelConfig", seed: int, folder: Path) -> ModelSource:
         reason = str(error).partition("\n")[0]  # the next lines are advice on installing transformers
         raise UserError(f"{folder}/config.json is not supported by transformers: {reason}") from error
     _check_weights(folder)
-    return ModelSource(model.name, config, folder, seed, model.attention, model.trust_remote_code, model.tensor_plan)
+    return ModelSource.of(model, config, folder, seed)
 
 
 def _check_weights(folder: Path) -> None:

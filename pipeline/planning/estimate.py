@@ -62,7 +62,7 @@ def architecture(model: ModelConfig, seed: int) -> ModelSource:
         config = build_config(model.architecture)
     else:
         raise UserError(f"model={model.name}: conf/model has no architecture of it; give model.path=FOLDER")
-    return ModelSource(model.name, config, None, seed, model.attention, model.trust_remote_code, model.tensor_plan)
+    return ModelSource.of(model, config, None, seed)
 
 
 if __name__ == "__main__":

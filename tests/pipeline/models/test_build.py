@@ -1,5 +1,6 @@
 """Engines from sources: every layout of files, random weights, adapters, dropout, and what is refused."""
 
+import copy
 import math
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from engine.parallel import dtensors
 from pipeline.config.schema import LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.adapters import adapters_off
-from pipeline.models.build import build_policy, build_scorer, natural_precision, without_dropout
+from pipeline.models.build import build_policy, build_scorer, fuse_kernels, natural_precision, without_dropout
+from pipeline.models.source import ModelSource
 from tests.pipeline.models.tiny import (
     FAMILIES,
     after_first,
@@ -265,3 +267,30 @@ def test_dtype_auto_is_what_the_machine_computes_best(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
     assert natural_precision() == expected
+
+
+def test_fused_kernels_replace_norms_and_gates_in_a_model_and_its_copy() -> None:
+    config = config_of("qwen3")
+    model = AutoModelForCausalLM.from_config(config)
+    names = [name for name, _ in model.named_parameters()]
+    fuse_kernels(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    clone = copy.deepcopy(model)  # generation uses a copy
+    for each in (model, clone):
+        layer = each.model.layers[0]
+        for module in (layer.mlp, layer.input_layernorm, layer.self_attn.q_norm, each.model.norm):
+            assert module.forward.__self__ is module and "liger" in module.forward.__module__
+        assert type(each).forward is type(model).forward and "liger" not in each.forward.__module__  # no fused loss
+
+
+def test_fused_kernels_leave_an_unsupported_family_as_it_is() -> None:
+    model = AutoModelForCausalLM.from_config(config_of("opt"))
+    fuse_kernels(model)
+    assert not any("liger" in module.forward.__module__ for module in model.modules())
+
+
+def test_fused_kernels_that_this_machine_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    source = ModelSource("tiny", config_of("llama"), None, 1, "sdpa", False, fused_kernels="liger")
+    with pytest.raises(UserError, match=r"needs a GPU, which this machine does not have: set model.fused_kernels=auto"):
+        build_policy(source, frozen())
