@@ -1,8 +1,10 @@
 """Read, check, split and mix the sources of a stage.
 
-The splits depend on the text of the prompts only. The SHA-256 of a prompt gives two fixed points in [0, 1): one decides
-whether the prompt is held out, the other which stage trains on it. So the splits do not depend on ranks, machine, order
-or seed, all sources agree on them, and a change of one share does not change the other split.
+The splits depend on the first turn of the conversations only: the system message and the first message of the user.
+The SHA-256 of a first turn gives two fixed points in [0, 1): one decides whether the conversation is held out, the
+other which stage trains on it. So the splits do not depend on ranks, machine, order or seed, all sources agree on them,
+and a change of one share does not change the other split. A conversation and its continuations are always on the same
+side.
 """
 
 import hashlib
@@ -26,16 +28,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RESERVED = "reserved for other stages"  # why a stage does not train on a row of a shared source
+HELD_OUT = "prompt is held out"  # the first turn of the row is that of a held-out row
 
-_Row = tuple[Record, bytes, Table]  # the record, the digest of its prompt, and its table
+_Row = tuple[Record, bytes, Table]  # the record, the digest of its first turn, and its table
 
 
 @dataclass(frozen=True)
 class StageRecords:
     """Training and held-out records of a stage: Conversation (sft), Preference (reward, dpo) or Prompt (ppo).
 
-    No stage trains on a prompt of `held_out`. `held_out` is sorted by the hash of the prompt, so its first N
-    records are a fair sample of all sources. `skipped` counts the excluded rows by reason.
+    No stage trains on a conversation that starts like one of `held_out`. `held_out` is sorted by the hash of the
+    prompt, so its first N records are a fair sample of all sources. `skipped` counts the excluded rows by reason.
     """
 
     train: list[Any]
@@ -59,13 +62,13 @@ class _Configured:
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """The held-out prompts: prompts with a digest in `prompts` or a hash below `share`."""
+    """The held-out first turns: those with a digest in `turns` or a hash below `share`."""
 
-    prompts: frozenset[bytes]
+    turns: frozenset[bytes]
     share: float
 
-    def __contains__(self, prompt: bytes) -> bool:
-        return held_out_point(prompt) < self.share or prompt in self.prompts
+    def __contains__(self, turn: bytes) -> bool:
+        return held_out_point(turn) < self.share or turn in self.turns
 
 
 def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False, labels: bool = False) -> StageRecords:
@@ -105,7 +108,7 @@ class _Loading:
         self.skipped: Counter[str] = Counter()
         self.unused: list[Table] = []
         self.sources = _open(data, self.kind, seed, labels)
-        self.evaluation = _held_out_prompts(self.sources, data)
+        self.evaluation = _held_out_turns(self.sources, data)
 
     def records(self) -> StageRecords:
         parts: list[tuple[_Configured, list[Record]]] = []
@@ -136,23 +139,23 @@ class _Loading:
 
     def _split(self, each: _Configured, tables: list[Table]) -> tuple[list[_Row], list[Record]]:
         """Return the training rows and the held-out records of one source."""
-        rows = [(record, digest(record), table) for table in tables for record in self._parse(each, table)]
+        rows = [(record, first_turn(record), table) for table in tables for record in self._parse(each, table)]
         evaluation = self.evaluation
         if each.source.has_held_out:
             own = [t for t in each.source.held_out(self.kind) if self.kind in each.form_stages(t)]
             held_out = [record for table in own for record in self._parse(each, table)]
         else:
-            evaluation = _at_least_one(evaluation, {prompt for _, prompt, _ in rows}, each.source.name)
-            held_out = [record for record, prompt, _ in rows if prompt in evaluation]
+            evaluation = _at_least_one(evaluation, {turn for _, turn, _ in rows}, each.source.name)
+            held_out = [record for record, turn, _ in rows if turn in evaluation]
         train = [row for row in rows if row[1] not in evaluation]
         if each.source.has_held_out:
-            self._count("prompt is held out", len(rows) - len(train))
+            self._count(HELD_OUT, len(rows) - len(train))
         return train, self._once(held_out, "repeats another held-out prompt") if self.stage == "ppo" else held_out
 
     def _share(self, each: _Configured, train: list[_Row], held_out: int) -> list[Record]:
         """Return the training records of this stage. `held_out` is the number of held-out records, for the message."""
         shares = {name: self._shares(each, table) for name, table in {t.name: t for _, _, t in train}.items()}
-        records = [record for record, prompt, table in train if self._trains_on(shares[table.name], prompt)]
+        records = [record for record, turn, table in train if self._trains_on(shares[table.name], turn)]
         self._count(RESERVED, len(train) - len(records))
         if not records:
             raise UserError(
@@ -188,8 +191,8 @@ class _Loading:
             )
         return shares
 
-    def _trains_on(self, shares: dict[str, float] | None, prompt: bytes) -> bool:
-        return shares is None or stage_of(prompt, shares) in self._own
+    def _trains_on(self, shares: dict[str, float] | None, turn: bytes) -> bool:
+        return shares is None or stage_of(turn, shares) in self._own
 
     @property
     def _own(self) -> tuple[str, ...]:
@@ -199,11 +202,11 @@ class _Loading:
     def _without(
         self, parts: list[tuple[_Configured, list[Record]]], held_out: list[Record]
     ) -> list[tuple[_Configured, list[Record]]]:
-        """Return the training records without prompts that another source holds out."""
-        prompts = {digest(record) for record in held_out}
-        remaining = [(each, [record for record in train if digest(record) not in prompts]) for each, train in parts]
+        """Return the training records without conversations that start like a held-out one of another source."""
+        turns = {first_turn(record) for record in held_out}
+        remaining = [(each, [record for record in train if first_turn(record) not in turns]) for each, train in parts]
         removed = sum(len(train) for _, train in parts) - sum(len(train) for _, train in remaining)
-        self._count("prompt is held out", removed)
+        self._count(HELD_OUT, removed)
         return remaining
 
     def _mixed(self, parts: list[tuple[_Configured, list[Record]]]) -> list[Record]:
@@ -239,11 +242,11 @@ def _open(data: "DataConfig", kind: str, seed: int, labels: bool) -> list[_Confi
     return opened
 
 
-def _held_out_prompts(sources: Sequence[_Configured], data: "DataConfig") -> _Evaluation:
-    """Return the held-out prompts of all sources: their held-out rows, or a share by hash for sources without any."""
+def _held_out_turns(sources: Sequence[_Configured], data: "DataConfig") -> _Evaluation:
+    """Return the held-out first turns of all sources: of their held-out rows, or a share by hash without such rows."""
     own = [each for each in sources if each.source.has_held_out]
-    prompts = {digest(record) for each in own for record in _every_held_out(each)}
-    return _Evaluation(frozenset(prompts), data.eval_fraction if len(own) < len(sources) else 0.0)
+    turns = {first_turn(record) for each in own for record in _every_held_out(each)}
+    return _Evaluation(frozenset(turns), data.eval_fraction if len(own) < len(sources) else 0.0)
 
 
 def _every_held_out(each: _Configured) -> Iterator[Record]:
@@ -252,16 +255,16 @@ def _every_held_out(each: _Configured) -> Iterator[Record]:
             yield from to_records(table, "ppo", each.source.name, bad_row_limit=1.0).records  # every form has prompts
 
 
-def _at_least_one(evaluation: _Evaluation, prompts: Set[bytes], name: str) -> _Evaluation:
-    """Return `evaluation` with at least one of `prompts`: the one with the smallest hash if it has none."""
-    if not prompts or any(prompt in evaluation for prompt in prompts):
+def _at_least_one(evaluation: _Evaluation, turns: Set[bytes], name: str) -> _Evaluation:
+    """Return `evaluation` with at least one of `turns`: the one with the smallest hash if it has none."""
+    if not turns or any(turn in evaluation for turn in turns):
         return evaluation
-    if len(prompts) == 1:
+    if len(turns) == 1:
         raise UserError(
-            f"{name}: all usable rows have the same prompt, and one prompt must be held out. Add rows with other "
-            "prompts."
+            f"{name}: all usable rows start with the same message, and the rows that start with one message must be "
+            "held out. Add rows that start with other messages."
         )
-    return _Evaluation(evaluation.prompts | {min(prompts, key=held_out_point)}, evaluation.share)
+    return _Evaluation(evaluation.turns | {min(turns, key=held_out_point)}, evaluation.share)
 
 
 def _no_data(data: "DataConfig", stage: str, unused: Sequence[Table]) -> str:
@@ -286,26 +289,37 @@ def digest(record: Record) -> bytes:
     return digest_of(record.prompt if isinstance(record, Preference) else record.messages)
 
 
+def first_turn(record: Record) -> bytes:
+    """Return the SHA-256 of the first turn of a record, in lower case and with single spaces.
+
+    The first turn is the system message, if there is one, and the first message of the user. Conversations with the
+    same first turn may contain each other's prompts and answers.
+    """
+    messages = record.prompt if isinstance(record, Preference) else record.messages
+    turn = messages[: 2 if messages[0].role == "system" else 1]
+    return digest_of([Message(message.role, " ".join(message.content.casefold().split())) for message in turn])
+
+
 def digest_of(messages: Sequence[Message]) -> bytes:
     text = "\x1e".join(f"{message.role}\x1f{message.content}" for message in messages)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
-def held_out_point(prompt: bytes) -> float:
+def held_out_point(turn: bytes) -> float:
     """Return a point in [0, 1) from the first 53 bits; points below the held-out share are held out."""
-    return (int.from_bytes(prompt[:8], "big") >> 11) / 2**53
+    return (int.from_bytes(turn[:8], "big") >> 11) / 2**53
 
 
-def stage_point(prompt: bytes) -> float:
+def stage_point(turn: bytes) -> float:
     """Return a point in [0, 1) that is independent of `held_out_point`."""
-    return (int.from_bytes(prompt[8:16], "big") >> 11) / 2**53
+    return (int.from_bytes(turn[8:16], "big") >> 11) / 2**53
 
 
-def stage_of(prompt: bytes, shares: Mapping[str, float]) -> str:
-    """Return the stage that trains on a prompt. `shares` are relative; their sum need not be 1."""
+def stage_of(turn: bytes, shares: Mapping[str, float]) -> str:
+    """Return the stage that trains on a first turn. `shares` are relative; their sum need not be 1."""
     stages = [stage for stage in STAGES if shares.get(stage, 0.0) > 0]
     total = sum(shares[stage] for stage in stages)
-    point, edge = stage_point(prompt) * total, 0.0
+    point, edge = stage_point(turn) * total, 0.0
     for stage in stages[:-1]:
         edge += shares[stage]
         if point < edge:

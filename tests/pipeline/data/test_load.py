@@ -10,8 +10,8 @@ import yaml
 
 from pipeline.config.schema import DataConfig, SourceConfig
 from pipeline.data import files
-from pipeline.data.load import digest, held_out_point, load_stage
-from pipeline.data.records import Conversation, LabelledAnswer, Preference, Prompt
+from pipeline.data.load import digest, first_turn, held_out_point, load_stage
+from pipeline.data.records import Conversation, LabelledAnswer, Message, Preference, Prompt
 from pipeline.errors import UserError
 
 STAGES = ("sft", "reward", "ppo")
@@ -66,6 +66,50 @@ def test_splits_depend_on_text_alone(tmp_path: Path) -> None:
     assert prompts(first.train) == prompts(second.train)
     assert prompts(first.held_out) == prompts(second.held_out)
     assert [digest(r) for r in first.held_out] == [digest(r) for r in second.held_out]
+
+
+def threads(count: int) -> list[dict[str, Any]]:
+    """Conversations of one to four questions. Each thread has a row per length, with another case in the short rows."""
+    rows = []
+    for thread in range(count):
+        turns = [
+            Message(role, f"{text} {thread}, turn {turn}")
+            for turn in range(1 + thread % 4)
+            for role, text in (("user", "Question"), ("assistant", "Answer"))
+        ]
+        for end in range(2, len(turns) + 1, 2):
+            texts = [turn.content.upper() if end < len(turns) else turn.content for turn in turns[:end]]
+            messages = zip(turns, texts, strict=False)
+            rows.append({"messages": [{"role": turn.role, "content": text} for turn, text in messages]})
+    return rows
+
+
+def test_conversations_with_one_first_turn_stay_together(tmp_path: Path) -> None:
+    data = DataConfig(name="x", path=write(tmp_path / "c.jsonl", threads(400)), eval_fraction=0.1)
+    loaded = {stage: load_stage(data, stage, seed=1) for stage in ("sft", "ppo")}
+    turns = {stage: {first_turn(record) for record in records.train} for stage, records in loaded.items()}
+    held_out = {first_turn(record) for record in loaded["ppo"].held_out}
+    assert held_out == {first_turn(record) for record in loaded["sft"].held_out}
+    assert len(held_out) == pytest.approx(40, abs=18) and len(loaded["ppo"].held_out) > 1.5 * len(held_out)
+    assert not held_out & (turns["sft"] | turns["ppo"]) and not turns["sft"] & turns["ppo"]
+    assert len(turns["sft"] | turns["ppo"] | held_out) == 400
+    trained = {
+        tuple(message.content.lower() for message in record.messages[:end])
+        for record in loaded["sft"].train
+        for end in range(1, len(record.messages), 2)
+    }
+    asked = {tuple(message.content.lower() for message in prompt.messages) for prompt in loaded["ppo"].held_out}
+    assert not asked & trained  # SFT imitates every answer of a conversation, not only the last one
+
+
+def test_a_thread_of_a_test_file_is_held_out_of_the_training_file(tmp_path: Path) -> None:
+    rows = threads(40)
+    test = write(tmp_path / "test.jsonl", [row for row in rows if len(row["messages"]) == 2][:20])
+    data = of({"path": write(tmp_path / "train.jsonl", rows), "eval_path": test, "stages": ["sft"]})
+    records = load_stage(data, "sft", seed=1)
+    assert not {first_turn(record) for record in records.train} & {first_turn(record) for record in records.held_out}
+    assert len({first_turn(record) for record in records.train}) == 20
+    assert records.skipped == {"prompt is held out": len(rows) - len(records.train)}
 
 
 def test_rows_that_serve_one_stage_are_not_shared_out(tmp_path: Path) -> None:
@@ -129,13 +173,14 @@ def test_a_tiny_file_holds_out_one_prompt(tmp_path: Path) -> None:
     records = load_stage(data, "sft", seed=1)
     assert (len(records.train), len(records.held_out)) == (7, 1)
     assert records.held_out == [min(records.train + records.held_out, key=lambda r: held_out_point(digest(r)))]
-    with pytest.raises(UserError, match="have the same prompt, and one prompt must be held out"):
+    with pytest.raises(
+        UserError, match="start with the same message, and the rows that start with one message must be held out"
+    ):
         load_stage(of({"path": write(tmp_path / "b.jsonl", rows[:1]), "stages": ["sft"]}), "sft", seed=1)
 
 
 def digest_of_question(row: dict[str, Any]) -> bytes:
     from pipeline.data.load import digest_of
-    from pipeline.data.records import Message
 
     return digest_of([Message("user", row["question"])])
 

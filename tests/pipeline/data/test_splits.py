@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from pipeline.data.load import digest, held_out_point, mixed_sizes, stage_of, stage_point
+from pipeline.data.load import digest, first_turn, held_out_point, mixed_sizes, stage_of, stage_point
 from pipeline.data.records import Conversation, Message, Preference, Prompt
 
 USER = Message("user", "How much is 2 + 2?")
@@ -22,6 +22,16 @@ def test_a_prompt_is_the_same_in_every_record_and_source() -> None:
     assert digest(conversation) == digest(Prompt((USER,), "a")) == digest(Preference((USER,), "4", "5", "c"))
     assert digest(Prompt((Message("system", USER.content),), "a")) != digest(Prompt((USER,), "a"))
     assert digest(Prompt((Message("user", "Grüße \ud800"),), "a"))  # half of a surrogate pair, as JSON may hold
+
+
+def test_the_first_turn_is_the_system_message_and_the_first_question() -> None:
+    system, answer = Message("system", "Be brief."), Message("assistant", "4")
+    turn = hashlib.sha256(b"user\x1fhow much is 2 + 2?").digest()
+    assert first_turn(Prompt((USER,), "a")) == turn
+    assert first_turn(Conversation((Message("user", " HOW much\nis  2 + 2? "), answer), "b")) == turn
+    assert first_turn(Preference((USER, answer, Message("user", "Why?")), "a", "b", "c")) == turn
+    with_system = hashlib.sha256(b"system\x1fbe brief.\x1euser\x1fhow much is 2 + 2?").digest()
+    assert first_turn(Conversation((system, USER, answer, Message("user", "Why?"), answer), "b")) == with_system
 
 
 def test_shares_are_kept_and_independent_of_the_held_out_share() -> None:
