@@ -13,7 +13,7 @@ usage: zerochat COMMAND ...
 
   train KEY=VALUE ...   train a chat model (zerochat train --help lists the keys)
   chat RUN              chat with the result (zerochat chat --help)
-  report RUN            write RUN/report.html again from the files of the run
+  report RUN ...        write RUN/report.html again; with several runs, one page over their seeds
 
 zerochat trains a chat model from a base language model: SFT, a reward model and PPO, or SFT and DPO.
 """

@@ -32,7 +32,7 @@ from pipeline.launch.folder import RunFolder, open_folder
 from pipeline.launch.manifest import Manifest, move_aside, stage_consumes
 from pipeline.launch.processes import StageEnd, launch_stage
 from pipeline.launch.ranks import Ranks, check_given, count_gpus, given_ranks, own_ranks
-from pipeline.launch.summary import compare_runs, judge_notice, report_verdict, summarize_run
+from pipeline.launch.summary import compare_runs, compare_seeds, judge_notice, report_verdict, summarize_run
 
 
 class StageFailed(Exception):
@@ -162,6 +162,9 @@ def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Cont
             runs[job.label] = last, None
     if len(jobs) > 1 and configs[-1].stage != "plan":
         print(compare_runs(runs), flush=True)
+        over_seeds = compare_seeds({job.label: config for job, config in zip(jobs, configs, strict=True)}, runs)
+        if over_seeds:
+            print(over_seeds, flush=True)
     failed = [job.label for job, status in zip(jobs, statuses, strict=True) if status]
     if failed:
         print(f"error: {len(failed)} of {len(jobs)} runs failed: {'; '.join(failed)}", file=sys.stderr)

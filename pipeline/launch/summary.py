@@ -27,13 +27,43 @@ def summarize_run(run_dir: Path, verdict: str | None = None) -> str:
     lines = [f"{stage:<7} {text}".rstrip() for stage, text in metrics.items()]
     newest = next((stage for stage in Manifest.read(run_dir).answering() if stage in metrics), "reward")
     if verdict is not None:
-        first, *others = (part for line in verdict.splitlines() for part in textwrap.wrap(line, VERDICT_WIDTH))
-        lines += [f"verdict {first}", *(f"        {line}" for line in others)]
+        lines += wrap_verdict(verdict)
     lines.append(f"model   {run_dir / newest / 'model'}")
     if (run_dir / "report.html").exists():
         lines.append(f"report  {run_dir / 'report.html'}")
     if newest != "reward":
         lines.append(f"talk    {CHAT} {shlex.quote(str(run_dir))}")
+    return "\n".join(lines)
+
+
+def wrap_verdict(verdict: str) -> list[str]:
+    """Return the lines of a verdict as they are printed."""
+    first, *others = (part for line in verdict.splitlines() for part in textwrap.wrap(line, VERDICT_WIDTH))
+    return [f"verdict {first}", *(f"        {line}" for line in others)]
+
+
+def compare_seeds(configs: Mapping[str, RunConfig], runs: Mapping[str, tuple[str, Path | None]]) -> str:
+    """Write one page for each group of runs that differ only in their seed. Return the verdicts and the paths as text.
+
+    `configs` and `runs` have the configuration and (last stage, run folder or None) of each label of a multirun. A
+    group needs two finished runs with PPO or DPO. Any error is logged as a warning.
+    """
+    groups: dict[str, list[str]] = {}
+    for label, config in configs.items():
+        same = config.model_copy(update={"seed": 0, "name": None, "run_dir": None}).model_dump_json()
+        groups.setdefault(same, []).append(label)
+    lines = []
+    for labels in groups.values():
+        finished = [run for label in labels if runs[label][0] in POLICIES and (run := runs[label][1]) is not None]
+        if len(finished) < 2:
+            continue
+        try:
+            from pipeline.report.seeds import write_seed_report
+
+            path, verdict = write_seed_report(finished, [label for label in labels if runs[label][1] is None])
+            lines += [*wrap_verdict(f"{verdict.headline}\n{verdict.evidence}"), f"report  {path}"]
+        except Exception as problem:
+            print(f"warning: no page over seeds: {type(problem).__name__}: {problem}", file=sys.stderr)
     return "\n".join(lines)
 
 

@@ -131,7 +131,7 @@ def interval_chart(
     """Draw means as dots on one scale, each with its interval as a line. Return None without rows."""
     if not rows:
         return None
-    left, right, row_height = 46, WIDTH - 62, 34
+    left, right, row_height = max(46.0, 10 + 6.6 * max(len(row.label) for row in rows)), WIDTH - 62, 34
     height = TOP + row_height * len(rows) + BOTTOM
     ends = [end for row in rows for end in (row.low, row.high, row.mean)]
     across = axis(ends, bounds=bounds)

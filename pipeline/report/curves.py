@@ -39,7 +39,10 @@ def line_chart(
     bounds: tuple[float | None, float | None] = (None, None),
     reference: float | None = None,
 ) -> Markup | None:
-    """Draw curves over steps, with labels at their ends. Return None if no series has a finite value."""
+    """Draw curves over steps. Curves that are not faint have labels at their ends and show values under the pointer.
+
+    Return None if no series has a finite value.
+    """
     shown = [one for one in series if any(math.isfinite(y) for _, y in one.points)]
     if not shown:
         return None
@@ -47,23 +50,26 @@ def line_chart(
     marks = [] if reference is None else [reference]
     across = step_axis(x for one in shown for x, _ in one.points)
     up = axis([y for one in shown for _, y in one.points] + marks, bounds=bounds)
-    label_width = max(44.0, *(12 + 6.6 * len(format_number(_last(one))) for one in shown))
-    if len(shown) > 1:
-        label_width = max(label_width, 26 + 6.2 * max(len(one.label) for one in shown))
+    labelled = [one for one in shown if not one.faint] or shown
+    label_width = max(44.0, *(12 + 6.6 * len(format_number(_last(one))) for one in labelled))
+    if len(labelled) > 1:
+        label_width = max(label_width, 26 + 6.2 * max(len(one.label) for one in labelled))
     right = WIDTH - label_width
     parts: list[Child] = [scaffold(across, up, right, x_name)]
     if reference is not None:
         y = y_pixel(up, reference)
         parts.append(element("line", x1=LEFT, x2=right, y1=y, y2=y, class_="reference"))
     parts += [_curve(one, across, up, right) for one in shown]
-    parts.append(_end_labels(shown, up, right))
-    parts.append(_hover(shown, across, right, x_name))
+    parts.append(_end_labels(labelled, up, right))
+    parts.append(_hover(labelled, across, right, x_name))
     return figure(title, note, _description(title, shown, x_name), parts)
 
 
 def _curve(one: Series, across: Axis, up: Axis, right: float) -> list[Markup]:
     pixels = [(x_pixel(across, x, right), y_pixel(up, y) if math.isfinite(y) else math.nan) for x, y in one.points]
     tone = f"tone-{one.tone}"
+    if one.faint:
+        return _line_segments(pixels, f"curve faint {tone}")
     if one.sparse or len(pixels) < 2:
         finite = [pixel for pixel in pixels if math.isfinite(pixel[1])]
         dots = [element("circle", cx=x, cy=y, r=3, class_=f"dot {tone}") for x, y in finite]

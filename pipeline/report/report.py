@@ -14,6 +14,7 @@ from pipeline.files import write_whole
 from pipeline.report import comparison, costs
 from pipeline.report.data import RunReading, read_run
 from pipeline.report.html import Markup, document, element
+from pipeline.report.seeds import write_seed_report
 from pipeline.report.stage_curves import DPO_PLOTS, PPO_PLOTS, REWARD_PLOTS, SFT_PLOTS, accuracy_chart, stage_section
 
 REPORT = "report.html"
@@ -92,11 +93,19 @@ def _parts(run: RunReading) -> Mapping[str, Markup | None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the report of the run folder on the command line and return the exit status."""
-    parser = argparse.ArgumentParser(prog="zerochat report", description="Write RUN/report.html again.")
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the folder of a run")
+    """Write the report of a run folder, or one page about several runs, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="zerochat report",
+        description="Write RUN/report.html again. With several runs, write one page about runs that differ in seed=.",
+    )
+    parser.add_argument("run_dirs", type=Path, metavar="RUN", nargs="+", help="the folder of a run")
+    run_dirs = parser.parse_args(arguments).run_dirs
     try:
-        print(write_report(parser.parse_args(arguments).run_dir))
+        if len(run_dirs) == 1:
+            print(write_report(run_dirs[0]))
+        else:
+            path, verdict = write_seed_report(run_dirs)
+            print(f"{verdict.headline}\n{verdict.evidence}\n{path}")
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2

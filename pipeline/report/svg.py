@@ -21,7 +21,7 @@ class Series:
     """Points of one curve. `tone` is its colour class.
 
     `sparse`: only some steps have a value; each value is drawn as a dot. `exact`: the values have no noise and are not
-    smoothed.
+    smoothed. `faint`: the curve is drawn thin, without a label.
     """
 
     label: str
@@ -29,6 +29,7 @@ class Series:
     tone: str
     sparse: bool = False
     exact: bool = False
+    faint: bool = False
 
 
 def figure(title: str, note: Child, description: str, parts: Child, height: float = HEIGHT) -> Markup:

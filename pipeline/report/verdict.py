@@ -7,13 +7,13 @@ held-out prompts of one run. They do not cover other training seeds, and the tex
 """
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from pipeline.config.stages import ANSWERING, STAGES
+from pipeline.evaluation.intervals import mean_interval, paired_difference
 from pipeline.evaluation.samples import BEST_OF, Sample
 from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval
@@ -83,7 +83,7 @@ def standings(samples: Sequence[Sample], measure: Measure) -> list[Interval]:
     """Return each model's mean over the prompts that have a value, with its interval."""
     rows = []
     for model in LABELS:
-        values = [value for sample in samples if (value := _values(sample, measure).get(model)) is not None]
+        values = [value for sample in samples if (value := grades(sample, measure).get(model)) is not None]
         if values:
             rows.append(Interval(LABELS[model], *mean_interval(values), tone=model))
     return rows
@@ -94,7 +94,7 @@ def change(samples: Sequence[Sample], measure: Measure, before: str, after: str)
     pairs = [
         (values[before], values[after])
         for sample in samples
-        if before in (values := _values(sample, measure)) and after in values
+        if before in (values := grades(sample, measure)) and after in values
     ]
     if not pairs:
         return None
@@ -106,7 +106,8 @@ def change(samples: Sequence[Sample], measure: Measure, before: str, after: str)
     return Change(before, after, *means, mean, low, high, better, len(pairs) - better - worse, worse)
 
 
-def _values(sample: Sample, measure: Measure) -> Mapping[str, float]:
+def grades(sample: Sample, measure: Measure) -> Mapping[str, float]:
+    """Return the values of one measure by model."""
     return {"gold": sample.gold, "scores": sample.scores, "function": sample.function}[measure]
 
 
@@ -128,8 +129,11 @@ def _judge_finished(run: RunReading) -> Verdict:
     """Return the verdict over all temperatures: good if it is good at each of them, bad if it is bad at one of them."""
     found = {temperature: _judge_at(run, temperature) for temperature in run.temperatures}
     verdicts = {temperature: verdict for temperature, verdict in found.items() if verdict is not None}
-    if not verdicts:
-        return _judge_without_grades(run)
+    return combine(verdicts) if verdicts else _judge_without_grades(run)
+
+
+def combine(verdicts: Mapping[float, Verdict]) -> Verdict:
+    """Return the verdict over all temperatures of `verdicts`, whose headlines have no full stop and no temperature."""
     temperatures: dict[str, list[float]] = {}
     for temperature, verdict in verdicts.items():
         temperatures.setdefault(verdict.headline, []).append(temperature)
@@ -282,49 +286,3 @@ def _interval(one: Change) -> str:
     if math.isnan(one.low):
         return format_signed(one.mean)
     return f"{format_signed(one.mean)}, 95% interval {format_interval(one.low, one.high)}"
-
-
-def paired_difference(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of `after - before` over prompts, and the ends of its 95% interval (see `mean_interval`).
-
-    The interval covers the choice of held-out prompts, but not the training seed.
-    Raise ValueError without values or if the lengths differ.
-    """
-    if len(before) != len(after):
-        raise ValueError(f"a paired difference needs equally many values, not {len(before)} and {len(after)}")
-    return mean_interval([new - old for old, new in zip(before, after, strict=True)])
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of `values` (N,) and the ends of its 95% t-interval, which also fits small samples.
-
-    With one value the ends are nan. Raise ValueError without values.
-    """
-    if not values:
-        raise ValueError("the mean of no values is undefined")
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return mean, math.nan, math.nan
-    half = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return mean, mean - half, mean + half
-
-
-def t_quantile(freedom: int) -> float:
-    """Return the 97.5% quantile of Student's t distribution with `freedom` degrees of freedom.
-
-    One and two degrees of freedom have closed forms. The others use the expansion 26.7.5 of Abramowitz & Stegun, whose
-    error is below 0.4% from three degrees on.
-    """
-    if freedom == 1:
-        return math.tan(math.pi * 0.475)
-    if freedom == 2:
-        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
-    z = statistics.NormalDist().inv_cdf(0.975)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return sum(term / freedom**power for power, term in enumerate(terms))

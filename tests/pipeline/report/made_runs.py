@@ -61,14 +61,16 @@ evaluation:
 MANIFEST = {"identity": {}, "asked": "", "stages": {"sft": {"produced": "sha256:9f"}}}
 
 
-def write_demo_run(run_dir: Path, *, gamed: bool = False, prompts: int = 96) -> None:
-    """A whole run as `make demo` would leave it: RLHF helps, or the reward model is gamed."""
-    noise = random.Random(3)
+def write_demo_run(run_dir: Path, *, gamed: bool = False, prompts: int = 96, seed: int = 1) -> None:
+    """A whole run as `make demo` would leave it: RLHF helps, or the reward model is gamed. Each seed has other data."""
+    noise = random.Random(2 + seed)
     memory = [{"rank": rank, "device_bytes": 0, "host_bytes": (900 + 15 * rank) * 2**20} for rank in range(2)]
     _write_sft(run_dir / "sft", noise, memory)
     _write_reward(run_dir / "reward", noise, memory)
     _write_ppo(run_dir / "ppo", noise, memory, gamed, prompts)
     (run_dir / "manifest.json").write_text(json.dumps(MANIFEST, indent=2))
+    for stage in ("sft", "reward", "ppo"):
+        (run_dir / stage / "config.yaml").write_text(CONFIG.replace("seed: 1", f"seed: {seed}"))
 
 
 def _write_sft(folder: Path, noise: random.Random, memory: list[dict[str, int]]) -> None:

@@ -1,0 +1,147 @@
+"""95% intervals: of means, of paired differences, of shares, and of a mean over several training seeds.
+
+The module depends on the standard library only. Every function takes numbers and returns numbers.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def paired_difference(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of `after - before` over prompts, and the ends of its 95% interval (see `mean_interval`).
+
+    The interval covers the choice of held-out prompts, but not the training seed.
+    Raise ValueError without values or if the lengths differ.
+    """
+    if len(before) != len(after):
+        raise ValueError(f"a paired difference needs equally many values, not {len(before)} and {len(after)}")
+    return mean_interval([new - old for old, new in zip(before, after, strict=True)])
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of `values` (N,) and the ends of its 95% t-interval, which also fits small samples.
+
+    With one value the ends are nan. Raise ValueError without values.
+    """
+    if not values:
+        raise ValueError("the mean of no values is undefined")
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return mean, math.nan, math.nan
+    half = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, mean - half, mean + half
+
+
+def t_quantile(freedom: int) -> float:
+    """Return the 97.5% quantile of Student's t distribution with `freedom` degrees of freedom.
+
+    One and two degrees of freedom have closed forms. The others use the expansion 26.7.5 of Abramowitz & Stegun, whose
+    error is below 0.4% from three degrees on.
+    """
+    if freedom == 1:
+        return math.tan(math.pi * 0.475)
+    if freedom == 2:
+        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
+    z = statistics.NormalDist().inv_cdf(0.975)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return sum(term / freedom**power for power, term in enumerate(terms))
+
+
+def wilson_interval(successes: float, count: int) -> tuple[float, float]:
+    """Return the ends of the 95% interval of a share, `successes / count`, by Wilson's score method.
+
+    The interval stays within [0, 1] and has a width above 0 for shares of 0 and 1 (Wilson, 1927; equation 4 of Brown,
+    Cai & DasGupta, 2001, doi:10.1214/ss/1009213286). A tie may count as half a success, which makes the interval
+    slightly too wide. Raise ValueError without values.
+    """
+    if count < 1:
+        raise ValueError("the share of no values is undefined")
+    z, share = statistics.NormalDist().inv_cdf(0.975), successes / count
+    middle = (successes + z**2 / 2) / (count + z**2)
+    half = z * math.sqrt(count * share * (1 - share) + z**2 / 4) / (count + z**2)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+@dataclass(frozen=True)
+class SeedEffect:
+    """A mean over several training seeds with its 95% interval, and the spread of its parts.
+
+    seed_deviation: the standard deviation of the seeds' true means; the noise of the prompts is subtracted
+    prompt_deviation: the standard deviation of the values of one seed over its prompts
+    """
+
+    mean: float
+    low: float
+    high: float
+    seed_deviation: float
+    prompt_deviation: float
+
+
+def mean_over_seeds(values: Sequence[Mapping[Any, float]]) -> SeedEffect:
+    """Estimate the mean of a value over training seeds and prompts. `values` has one mapping per seed, by prompt.
+
+    Both seeds and prompts are random samples. The value of seed i and prompt j is y_ij = mean + s_i + p_j + e_ij.
+
+    - If the seeds have the same n prompts, the mean squares of the two-way layout of k seeds and n prompts give
+      Var(mean) = (MS_seed + MS_prompt - MS_error) / (k n), with Satterthwaite's degrees of freedom.
+    - Otherwise the prompts are nested in the seeds: Var(mean) is the variance of the seeds' means divided by k, with
+      k - 1 degrees of freedom.
+
+    Source: Searle, Casella & McCulloch (1992), Variance Components, chapters 3 and 4; Satterthwaite (1946),
+    doi:10.2307/3002019. Raise ValueError with fewer than two seeds, or a seed with fewer than two prompts.
+    """
+    if len(values) < 2 or min(map(len, values)) < 2:
+        raise ValueError("a mean over seeds needs at least two seeds with at least two prompts each")
+    prompts = list(values[0])
+    if all(set(seed) == set(prompts) for seed in values):
+        return _crossed([[seed[prompt] for prompt in prompts] for seed in values])
+    return _nested([list(seed.values()) for seed in values])
+
+
+def _nested(rows: Sequence[Sequence[float]]) -> SeedEffect:
+    """Estimate the mean over seeds (rows) that have different prompts."""
+    k, total = len(rows), sum(map(len, rows))
+    means = [statistics.fmean(row) for row in rows]
+    mean, low, high = mean_interval(means)
+    grand = sum(map(sum, rows)) / total
+    within = sum((value - own) ** 2 for row, own in zip(rows, means, strict=True) for value in row) / (total - k)
+    between = sum(len(row) * (own - grand) ** 2 for row, own in zip(rows, means, strict=True)) / (k - 1)
+    size = (total - sum(len(row) ** 2 for row in rows) / total) / (k - 1)
+    return SeedEffect(mean, low, high, math.sqrt(max(0.0, (between - within) / size)), math.sqrt(within))
+
+
+def _crossed(rows: Sequence[Sequence[float]]) -> SeedEffect:
+    """Estimate the mean over seeds (rows) that have the same prompts (columns)."""
+    k, n = len(rows), len(rows[0])
+    seeds = [statistics.fmean(row) for row in rows]
+    prompts = [statistics.fmean(column) for column in zip(*rows, strict=True)]
+    mean = statistics.fmean(seeds)
+    seed = n * sum((value - mean) ** 2 for value in seeds) / (k - 1)
+    prompt = k * sum((value - mean) ** 2 for value in prompts) / (n - 1)
+    errors = [
+        value - by_seed - by_prompt + mean
+        for row, by_seed in zip(rows, seeds, strict=True)
+        for value, by_prompt in zip(row, prompts, strict=True)
+    ]
+    error = sum(value**2 for value in errors) / ((k - 1) * (n - 1))
+    # The expectation of the sum is at least that of each mean square, so the estimate is at least as large as both.
+    square = max(seed + prompt - error, seed, prompt)
+    parts = seed**2 / (k - 1) + prompt**2 / (n - 1) + error**2 / ((k - 1) * (n - 1))
+    freedom = max(1, math.floor(square**2 / parts)) if parts else k - 1
+    half = t_quantile(freedom) * math.sqrt(square / (k * n))
+    return SeedEffect(
+        mean,
+        mean - half,
+        mean + half,
+        math.sqrt(max(0.0, (seed - error) / n)),
+        math.sqrt(max(0.0, (prompt - error) / k) + error),
+    )

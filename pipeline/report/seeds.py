@@ -1,0 +1,329 @@
+"""Write one page about several runs that differ in their seed: the verdict over seeds, the spread, and overlaid curves.
+
+The effect of a training stage is the paired difference between two models on the same prompt. `mean_over_seeds` in
+`pipeline/evaluation/intervals.py` separates its spread between seeds from its spread between prompts.
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UserError
+from pipeline.evaluation.intervals import SeedEffect, mean_over_seeds
+from pipeline.evaluation.samples import BEST_OF
+from pipeline.files import write_whole
+from pipeline.report.axes import format_interval, format_number, format_signed
+from pipeline.report.charts import Interval, interval_chart
+from pipeline.report.curves import line_chart
+from pipeline.report.data import RunReading, mapping, read_run
+from pipeline.report.html import Markup, document, element, grid, section, table
+from pipeline.report.svg import Point, Series
+from pipeline.report.verdict import (
+    FEWEST_PROMPTS,
+    LABELS,
+    MOVED,
+    SCORE,
+    Change,
+    Measure,
+    Outcome,
+    Verdict,
+    change,
+    combine,
+    grades,
+)
+
+OWN_KEYS = {"seed", "name", "run_dir"}
+"""The keys that may differ between the runs of one page."""
+MEASURES: dict[Measure, str] = {"gold": "Gold score", "scores": "Reward score", "function": "Reward function"}
+CURVES = (
+    ("policy", "gold_score", "Gold score", (0, 1)),
+    ("policy", "eval_score", "Held-out reward score", (None, None)),
+    ("policy", "score", "Score of rollouts", (None, None)),
+    ("policy", "kl", "KL to the reference, nats per answer", (None, None)),
+    ("policy", "response_length", "Answer length, tokens", (0, None)),
+    ("policy", "entropy", "Entropy, nats per token", (0, None)),
+    ("policy", "eval_accuracy", "Held-out accuracy of pairs", (None, 1)),
+    ("reward", "eval_accuracy", "Held-out accuracy of the reward model", (None, 1)),
+    ("sft", "eval_loss", "Held-out SFT loss, nats per token", (None, None)),
+)
+METHOD = (
+    "The model is y = mean + seed + prompt + error, where seeds and prompts are random samples. The intervals are 95% "
+    "t-intervals from its mean squares, and cover other seeds and other prompts (Searle, Casella & McCulloch, 1992)."
+)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """The paired difference between two models over all seeds.
+
+    changes: the difference of each seed, in the order of the runs
+    prompts: the number of prompts of the seed that has the fewest
+    """
+
+    over_seeds: SeedEffect
+    changes: Sequence[Change]
+    prompts: int
+
+    @property
+    def outcome(self) -> Outcome:
+        """Return "good" or "bad" if the interval excludes zero and there are enough prompts, else "open"."""
+        low, high = self.over_seeds.low, self.over_seeds.high
+        if self.prompts < FEWEST_PROMPTS or not (low > 0 or high < 0):
+            return "open"
+        return "good" if low > 0 else "bad"
+
+    @property
+    def risen(self) -> int:
+        return sum(one.mean > 0 for one in self.changes)
+
+
+def write_seed_report(run_dirs: Sequence[Path], failed: Sequence[str] = ()) -> tuple[Path, Verdict]:
+    """Write the page about several finished runs next to the first run folder; return its path and its verdict.
+
+    failed: the labels of runs that failed, which the page names
+    Raise UserError if a folder has no finished policy, or if two runs have the same seed or different methods.
+    """
+    runs = [read_run(folder) for folder in run_dirs]
+    for folder, run in zip(run_dirs, runs, strict=True):
+        if not folder.is_dir():
+            raise UserError(f"there is no run folder {folder}: write folders that contain sft/ and ppo/ or dpo/")
+        if not run.stage(run.policy).finished:
+            raise UserError(f"{folder} has no finished PPO or DPO stage: finish the run, or leave the folder out")
+    by_seed: dict[Any, str] = {}
+    for run in runs:
+        if seed_of(run) in by_seed:
+            raise UserError(
+                f"{by_seed[seed_of(run)]} and {run.name} have the same seed {seed_of(run)}, but the page estimates the "
+                "spread between seeds: write runs that differ in seed="
+            )
+        by_seed[seed_of(run)] = run.name
+    policies = {run.policy: run.name for run in runs}
+    if len(policies) > 1:
+        found = ", ".join(f"{name} ends with {policy}" for policy, name in policies.items())
+        raise UserError(f"the runs have different methods ({found}): write runs of one method")
+    verdict = judge_seeds(runs)
+    name = run_dirs[0].resolve().name
+    pooled = re.sub(r"seed=\d+", "seeds", name)
+    path = run_dirs[0].resolve().parent / f"{pooled if pooled != name else f'{name}-seeds'}.html"
+    write_whole(path, render_seeds(path.stem, runs, verdict, failed))
+    return path, verdict
+
+
+def seed_of(run: RunReading) -> Any:
+    """Return the seed of a run."""
+    return run.setting("seed")
+
+
+def shared_temperatures(runs: Sequence[RunReading]) -> list[float]:
+    """Return the evaluation temperatures that all runs have."""
+    return [temperature for temperature in runs[0].temperatures if all(temperature in r.temperatures for r in runs)]
+
+
+def effect(runs: Sequence[RunReading], measure: Measure, before: str, after: str, temperature: float) -> Effect | None:
+    """Return the effect of training from one model to another; None unless every run has two prompts with both."""
+    samples = [run.samples(temperature) for run in runs]
+    differences = [
+        {
+            sample.prompt: values[after] - values[before]
+            for sample in of_run
+            if before in (values := grades(sample, measure)) and after in values
+        }
+        for of_run in samples
+    ]
+    fewest = min(map(len, differences))
+    changes = [found for of_run in samples if (found := change(of_run, measure, before, after))]
+    if len(runs) < 2 or fewest < 2:
+        return None
+    return Effect(mean_over_seeds(differences), changes, fewest)
+
+
+def judge_seeds(runs: Sequence[RunReading]) -> Verdict:
+    """Return the verdict over all seeds: "helped" only if the interval over seeds excludes 0 at each temperature."""
+    verdicts = {temperature: _judge_at(runs, temperature) for temperature in shared_temperatures(runs)}
+    found = {temperature: verdict for temperature, verdict in verdicts.items() if verdict is not None}
+    if not found:
+        return Verdict("open", f"{len(runs)} runs have finished.", "They have no graded held-out answers in common.")
+    return combine(found)
+
+
+def _judge_at(runs: Sequence[RunReading], temperature: float) -> Verdict | None:
+    policy = runs[0].policy
+    gold = effect(runs, "gold", "sft", policy, temperature)
+    count, label = len(runs), LABELS[policy]
+    if gold is not None:
+        evidence = _evidence(gold, "gold score", label)
+        headlines: dict[Outcome, str] = {
+            "good": f"{'RLHF' if policy == 'ppo' else label} helped over {count} seeds",
+            "bad": f"{'RLHF' if policy == 'ppo' else label} hurt over {count} seeds",
+            "open": f"No clear difference between SFT and {label} over {count} seeds",
+        }
+        return Verdict(gold.outcome, headlines[gold.outcome], evidence, METHOD)
+    reward = effect(runs, "scores", "sft", policy, temperature)
+    if reward is None:
+        return None
+    rewarder = runs[0].rewarder
+    headline = f"{SCORE[rewarder]} {MOVED[reward.outcome]} over {count} seeds"
+    outcome = reward.outcome if rewarder == "reward function" or reward.outcome == "bad" else "open"
+    trained = "PPO was trained on this score, and there is no gold score to judge by."
+    return Verdict(outcome, headline, f"{_evidence(reward, 'score', label)} {trained}", METHOD)
+
+
+def _evidence(found: Effect, measure: str, label: str) -> str:
+    over, changes = found.over_seeds, found.changes
+    old, new = (statistics.fmean(getattr(one, mean) for one in changes) for mean in ("old_mean", "new_mean"))
+    few = " There are too few prompts for a verdict." if found.prompts < FEWEST_PROMPTS else ""
+    return (
+        f"Over {len(changes)} seeds the mean {measure} went from {format_number(old)} after SFT to "
+        f"{format_number(new)} after {label}: {format_signed(over.mean)}, 95% interval "
+        f"{format_interval(over.low, over.high)}. It rose in {found.risen} of {len(changes)} seeds. The standard "
+        f"deviation of this change is {over.seed_deviation:.2f} between seeds and {over.prompt_deviation:.2f} between "
+        f"prompts.{few}"
+    )
+
+
+def render_seeds(title: str, runs: Sequence[RunReading], verdict: Verdict, failed: Sequence[str] = ()) -> Markup:
+    """Build the page about `runs`."""
+    summary = element(
+        "div",
+        element("p", "zerochat report over seeds", class_="kicker"),
+        element("h1", verdict.headline, class_=f"outcome-{verdict.outcome}"),
+        [element("p", line, class_="evidence") for line in verdict.evidence.splitlines()],
+        element("p", verdict.caveat, class_="caveat") if verdict.caveat else None,
+        [element("p", note, class_="caveat") for note in _notes(runs, failed)],
+    )
+    parts = {
+        "changes": ("Changes", _changes(runs)),
+        "seeds": ("Each seed", _by_seed(runs)),
+        "curves": ("Curves", _curves(runs)),
+    }
+    shown = {anchor: part for anchor, part in parts.items() if part[1]}
+    links = element(
+        "nav", [element("a", name, href=f"#{at}") for at, (name, _) in shown.items()], aria_label="Contents"
+    )
+    charts = _difference_charts(runs, "gold") or _difference_charts(runs, "scores")
+    scores = element("div", charts, class_="scores") if charts else None
+    return document(
+        f"{title} - zerochat report",
+        element(
+            "main", element("header", summary, scores), links if shown else None, (part for _, part in shown.values())
+        ),
+        element("footer", "Written by zerochat from the run folders. Each run also has its own report.html."),
+    )
+
+
+def _notes(runs: Sequence[RunReading], failed: Sequence[str]) -> list[str]:
+    notes = []
+    if failed:
+        notes.append(f"{len(failed)} run(s) failed and are not included: {'; '.join(failed)}.")
+    settings = [_flat(run.settings) for run in runs]
+    keys = {key for flat in settings for key in flat} - OWN_KEYS
+    different = sorted(key for key in keys if any(flat.get(key) != settings[0].get(key) for flat in settings))
+    if different:
+        notes.append(
+            f"These runs differ in more than the seed: {', '.join(different)}. The spread between seeds includes this."
+        )
+    return notes
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if mapping(value) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _difference_charts(runs: Sequence[RunReading], measure: Measure) -> list[Markup]:
+    """Draw the change from SFT to the final model at each temperature: one row per seed, and one over all seeds."""
+    charts = []
+    for temperature in shared_temperatures(runs):
+        found = effect(runs, measure, "sft", runs[0].policy, temperature)
+        if found is None:
+            continue
+        over = found.over_seeds
+        rows = [
+            Interval(f"seed {seed_of(run)}", one.mean, one.low, one.high, "plain")
+            for run, one in zip(runs, found.changes, strict=True)
+        ]
+        rows.append(Interval("all seeds", over.mean, over.low, over.high, runs[0].policy))
+        title = f"{MEASURES[measure]}: change at temperature {temperature:g}"
+        note = "A seed's interval covers its prompts. The last interval also covers other seeds."
+        chart = interval_chart(title, rows, x_name=f"SFT to {LABELS[runs[0].policy]}, 95% interval", note=note)
+        charts += [chart] if chart else []
+    return charts
+
+
+def _changes(runs: Sequence[RunReading]) -> Markup | None:
+    policy = runs[0].policy
+    rows = []
+    for measure, title in MEASURES.items():
+        for before, after in (("base", "sft"), ("sft", policy), (BEST_OF, policy)):
+            for temperature in shared_temperatures(runs):
+                found = effect(runs, measure, before, after, temperature)
+                if found is None:
+                    continue
+                over, tone = found.over_seeds, found.outcome if measure == "gold" else "open"
+                rows.append(
+                    (
+                        f"{LABELS[before]} to {LABELS[after]}",
+                        title,
+                        f"{temperature:g}",
+                        element("strong", format_signed(over.mean), class_=f"outcome-{tone}"),
+                        format_interval(over.low, over.high),
+                        f"{over.seed_deviation:.3f}",
+                        f"{over.prompt_deviation:.3f}",
+                        f"{found.risen} of {len(found.changes)}",
+                    )
+                )
+    if not rows:
+        return None
+    lead = (
+        "The spread between seeds is the standard deviation of the seeds' true changes. The spread between prompts is "
+        "that of the changes of single prompts within a seed."
+    )
+    head = ("Change", "Measure", "Temperature", "Mean", "95% interval", "SD, seeds", "SD, prompts", "Seeds that rose")
+    return section("changes", "What each stage changed", lead, table(head, rows, numbers=range(2, 8)))
+
+
+def _by_seed(runs: Sequence[RunReading]) -> Markup | None:
+    rows = [
+        (run.name, str(seed_of(run)), MEASURES[measure], f"{temperature:g}", format_number(found.old_mean),
+         format_number(found.new_mean), format_signed(found.mean),
+         "one prompt only" if math.isnan(found.low) else format_interval(found.low, found.high))
+        for measure in MEASURES
+        for temperature in shared_temperatures(runs)
+        for run in runs
+        if (found := change(run.samples(temperature), measure, "sft", run.policy))
+    ]  # fmt: skip
+    if not rows:
+        return None
+    head = ("Run", "Seed", "Measure", "Temperature", "SFT", LABELS[runs[0].policy], "Change", "95% interval")
+    lead = "Paired differences within each run. The intervals cover the prompts of the run only."
+    return section("seeds", "Each seed", lead, table(head, rows, numbers=range(3, 8)))
+
+
+def _curves(runs: Sequence[RunReading]) -> Markup | None:
+    charts = []
+    for stage, key, title, bounds in CURVES:
+        name = runs[0].policy if stage == "policy" else stage
+        curves = [run.stage(name).series(key) for run in runs]
+        shown = [points for points in curves if points]
+        if not shown:
+            continue
+        tone = name if name in LABELS else "plain"
+        series = [Series(f"seed {seed_of(run)}", c, tone, faint=True) for run, c in zip(runs, curves, strict=True) if c]
+        series.append(Series("mean", _mean_curve(shown), "strong", exact=True))
+        charts.append(line_chart(title, series, x_name="rollout" if name == "ppo" else "step", bounds=bounds))
+    if not any(charts):
+        return None
+    lead = "Thin lines: single seeds. Thick lines: their mean, at the steps that all seeds logged."
+    return section("curves", "Curves of all seeds", lead, grid(chart for chart in charts if chart))
+
+
+def _mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
+    tables = [dict(points) for points in curves]
+    steps = [step for step in tables[0] if all(step in values for values in tables)]
+    return [(step, statistics.fmean(values[step] for values in tables)) for step in steps]

@@ -1,0 +1,101 @@
+"""One page about several seeds: the verdict, the spread, and what makes runs comparable."""
+
+import shutil
+import statistics
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.check import validate
+from pipeline.config.compose import compose
+from pipeline.errors import UserError
+from pipeline.launch.summary import compare_seeds
+from pipeline.report.data import read_run
+from pipeline.report.report import main
+from pipeline.report.seeds import effect, write_seed_report
+from tests.pipeline.report.made_runs import CONFIG, write_demo_run
+from tests.pipeline.report.test_report import check
+
+
+def made(folder: Path, *, gamed: tuple[int, ...] = ()) -> list[Path]:
+    """Three runs with the seeds 1 to 3, of which some are gamed."""
+    paths = [folder / f"demo-seed={seed}" for seed in (1, 2, 3)]
+    for seed, path in enumerate(paths, start=1):
+        write_demo_run(path, gamed=seed in gamed, seed=seed)
+    return paths
+
+
+def test_three_seeds_that_agree_are_a_verdict(tmp_path: Path) -> None:
+    paths = made(tmp_path)
+    path, verdict = write_seed_report(paths)
+    assert path == tmp_path / "demo-seeds.html"
+    assert (verdict.outcome, verdict.headline) == ("good", "RLHF helped over 3 seeds at temperatures 1 and 0.")
+    assert verdict.evidence.startswith("Temperature 1: Over 3 seeds the mean gold score went from 0.4")
+    assert "It rose in 3 of 3 seeds." in verdict.evidence and "between seeds and 0." in verdict.evidence
+    found = check(path.read_text(encoding="utf-8"))
+    for text in ("Gold score: change at temperature 0", "seed 2", "all seeds", "demo-seed=3", "SD, prompts",
+                 "KL to the reference, nats per answer", "Held-out SFT loss"):  # fmt: skip
+        assert text in found.text, text
+    assert "differ in more than the seed" not in found.text and "failed" not in found.text
+
+
+def test_the_mean_over_seeds_is_that_of_the_paired_differences(tmp_path: Path) -> None:
+    runs = [read_run(path) for path in made(tmp_path)]
+    found = effect(runs, "gold", "sft", "ppo", 0.0)
+    means = []
+    for run in runs:
+        by_prompt = {sample.prompt: sample.gold["ppo"] - sample.gold["sft"] for sample in run.samples(0.0)}
+        means.append(statistics.fmean(by_prompt.values()))
+    assert found is not None
+    half = 4.302653 * statistics.stdev(means) / 3**0.5
+    over = found.over_seeds
+    middle = statistics.fmean(means)
+    assert (over.mean, over.low, over.high) == pytest.approx((middle, middle - half, middle + half), rel=1e-3)
+
+
+def test_seeds_that_disagree_are_no_verdict(tmp_path: Path) -> None:
+    _, verdict = write_seed_report(made(tmp_path, gamed=(2,)))
+    assert verdict.outcome == "open"
+    assert verdict.headline == "No clear difference between SFT and PPO over 3 seeds at temperatures 1 and 0."
+    assert "It rose in 2 of 3 seeds." in verdict.evidence
+
+
+def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    paths = made(tmp_path)
+    with pytest.raises(UserError, match="have the same seed 1"):
+        write_seed_report([paths[0], paths[0]])
+    with pytest.raises(UserError, match="no run folder"):
+        write_seed_report([paths[0], tmp_path / "none"])
+    (paths[1] / "ppo").rename(paths[1] / "dpo")
+    with pytest.raises(UserError, match=r"different methods \(demo-seed=1 ends with ppo, demo-seed=2 ends with dpo\)"):
+        write_seed_report(paths[:2])
+    shutil.rmtree(paths[1] / "dpo")
+    with pytest.raises(UserError, match="no finished PPO or DPO stage"):
+        write_seed_report(paths[:2])
+
+
+def test_what_else_differs_and_what_failed_is_written_on_the_page(tmp_path: Path) -> None:
+    paths = made(tmp_path)
+    (paths[2] / "ppo" / "config.yaml").write_text(CONFIG.replace("seed: 1", "seed: 3").replace("tiny", "gpt2"))
+    page = check(write_seed_report(paths, ["seed=4"])[0].read_text(encoding="utf-8"))
+    assert "These runs differ in more than the seed: model.name." in page.text
+    assert "1 run(s) failed and are not included: seed=4." in page.text
+
+
+def test_the_command_takes_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(path) for path in made(tmp_path)]
+    assert main(paths) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("RLHF helped over 3 seeds") and said.rstrip().endswith("demo-seeds.html")
+    assert main([paths[0], paths[0]]) == 2 and "same seed" in capsys.readouterr().err
+
+
+def test_a_multirun_compares_only_runs_that_differ_in_their_seed(tmp_path: Path) -> None:
+    paths = made(tmp_path)
+    overrides = {"seed=1": ["seed=1"], "seed=2": ["seed=2"], "other": ["seed=3", "ppo.kl_coef=0.2"]}
+    configs = {label: validate(compose(keys)) for label, keys in overrides.items()}
+    runs = {label: ("ppo", path) for label, path in zip(overrides, paths, strict=True)}
+    said = compare_seeds(configs, runs)
+    assert "verdict RLHF helped over 2 seeds" in said or "verdict No clear difference" in said
+    assert said.count("report ") == 1 and "Over 2 seeds" in said
+    assert compare_seeds(configs, {**runs, "seed=2": ("ppo", None)}) == ""
