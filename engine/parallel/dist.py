@@ -81,8 +81,9 @@ _stop_requested = False
 def start(namespace: str = "zerochat", device: str | None = None) -> World:
     """Join the process group.
 
-    `namespace` prefixes the keys in the rendezvous store, so that one store serves several groups in turn. `device` is
-    "cpu" or "cuda"; the default is CUDA if the machine has it.
+    `namespace` prefixes the keys in the rendezvous store, so that one store serves several groups in turn. Torchrun's
+    store also outlives a restart of the ranks, so its restart count is part of the prefix. `device` is "cpu" or "cuda";
+    the default is CUDA if the machine has it.
     """
     global _world, _host_group, _background_group, _store
     if _world is not None:
@@ -98,6 +99,7 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         own_device = torch.device(kind, local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(own_device)
     store: dist.Store = dist.HashStore() if size == 1 else next(dist.rendezvous("env://", rank, size))[0]
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     _store = dist.PrefixStore(f"{namespace} waits", store)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",

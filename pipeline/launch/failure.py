@@ -11,8 +11,10 @@ LAUNCHER = "ZEROCHAT_LAUNCHER"
 ATTEMPT = "ZEROCHAT_ATTEMPT"
 USER_ERROR, CRASHED = 2, 1
 OUT_OF_MEMORY = 3  # the launcher restarts the stage with smaller micro-batches
+UNFINISHED = 4  # of a rank that ended with status 0 before the stage was finished
 INTERRUPTED, STOPPED = 130, 143  # Ctrl-C; SIGTERM and other signals
 ENDED_EARLY = (INTERRUPTED, STOPPED)
+FINISHED = "finished"  # the kind of the record that a rank sends when it has finished the stage
 PIPE_BYTES = 32_000
 HOST_FULL = "can't allocate memory"  # the message of torch's host allocator, a RuntimeError
 

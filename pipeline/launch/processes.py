@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,10 +30,12 @@ from pipeline.launch.failure import (
     ATTEMPT,
     CRASHED,
     FAILURE_PIPE,
+    FINISHED,
     INTERRUPTED,
     LAUNCHER,
     OUT_OF_MEMORY,
     STOPPED,
+    UNFINISHED,
     USER_ERROR,
 )
 from pipeline.launch.ranks import Ranks
@@ -73,13 +76,19 @@ class _Worker:
     process: subprocess.Popen[bytes]
     pipe: int
 
-    def failure(self) -> dict[str, Any] | None:
-        """Return the error record that the rank wrote to its pipe; None if there is none."""
+    def status(self) -> int | None:
+        """Return the exit status; None while the process runs, UNFINISHED if it ended early with status 0."""
+        status = self.process.poll()
+        return UNFINISHED if status == 0 and self.record.get("kind") != FINISHED else status
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """The record that the rank wrote to its pipe, after its end: an error, or that it has finished the stage."""
         try:
-            lines = os.read(self.pipe, 65536).decode(errors="replace").splitlines()
-            return json.loads(lines[0]) if lines else None
-        except (OSError, ValueError):
-            return None
+            record: dict[str, Any] = json.loads(os.read(self.pipe, 65536).decode(errors="replace").splitlines()[0])
+            return record
+        except (OSError, ValueError, IndexError):
+            return {}
 
 
 class _Signals:
@@ -207,7 +216,7 @@ def _watch(workers: list[_Worker], signals: _Signals, others: Callable[[], str])
     while True:
         if signals.first is not None:
             return "stop"
-        statuses = [worker.process.poll() for worker in workers]
+        statuses = [worker.status() for worker in workers]
         if any(status not in (None, 0, INTERRUPTED) for status in statuses):
             time.sleep(0.5)  # the rank that failed first has also ended by then; the earliest time shows the cause
             return "failed"
@@ -238,7 +247,7 @@ def _stop(workers: list[_Worker], signals: _Signals, others: Callable[[], str]) 
     first_ended: float | None = None
     while True:
         time.sleep(0.05)
-        now, statuses = time.monotonic(), [worker.process.poll() for worker in workers]
+        now, statuses = time.monotonic(), [worker.status() for worker in workers]
         if None not in statuses:
             return "done"
         if signals.now:
@@ -263,9 +272,9 @@ def _stage_end(workers: list[_Worker], signals: _Signals) -> StageEnd:
 
     The first that applies counts: a user error, a stop, out of memory, a killed rank, the earliest crash.
     """
-    statuses = {worker.rank: worker.process.poll() for worker in workers}
+    statuses = {worker.rank: worker.status() for worker in workers}
     stop_status = 0 if signals.first is None else signals.status
-    failures = [failure for worker in workers if statuses[worker.rank] and (failure := worker.failure())]
+    failures = [worker.record for worker in workers if statuses[worker.rank] and "message" in worker.record]
     failures.sort(key=lambda failure: (failure["kind"] != "user", failure["time"]))
     if failures and failures[0]["kind"] == "user":
         return StageEnd(USER_ERROR, failures[0]["message"], failures[0]["traceback"])
@@ -281,6 +290,12 @@ def _stage_end(workers: list[_Worker], signals: _Signals) -> StageEnd:
     if failures:
         return StageEnd(CRASHED, f"rank {failures[0]['rank']}: {failures[0]['message']}", failures[0]["traceback"])
     for rank, status in statuses.items():
+        if status == UNFINISHED:
+            return StageEnd(
+                CRASHED,
+                f"rank {rank} exited before the stage was finished: a function of your own (such as "
+                "ppo.reward_function) must not call exit()",
+            )
         if status:
             return StageEnd(CRASHED, f"rank {rank} ended with status {status}")
     return StageEnd(0, stop_status=stop_status)

@@ -26,6 +26,7 @@ from pipeline.launch.failure import (
     ATTEMPT,
     CRASHED,
     FAILURE_PIPE,
+    FINISHED,
     INTERRUPTED,
     LAUNCHER,
     OUT_OF_MEMORY,
@@ -69,6 +70,7 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
             distributed.start(namespace=f"{run_dir.name}/{stage}/{os.environ.get(ATTEMPT, '0')}")
             run_stage(config, run_dir / stage)
             distributed.stop()
+            _send({"kind": FINISHED})
     except BaseException as problem:
         # End at once: other ranks may wait in a collective that this rank will never join.
         status = _report(problem)
@@ -92,7 +94,7 @@ def _report(problem: BaseException) -> int:
     if isinstance(problem, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(problem, SystemExit) and not problem.code:
-        return 0
+        return 0  # the launcher notices that the stage is not finished
     advice = str(problem) if isinstance(problem, RestartStage) else advise(problem)
     kind, status = ("crash", CRASHED) if advice is None else ("user", USER_ERROR)
     if isinstance(problem, RestartStage):
@@ -102,7 +104,7 @@ def _report(problem: BaseException) -> int:
         "rank": int(os.environ.get("RANK", "0")),
         "time": time.time(),
         "kind": kind,
-        "message": advice if advice is not None else in_keys(f"{type(problem).__name__}: {problem}"),
+        "message": (advice or in_keys(f"{type(problem).__name__}: {problem}"))[: PIPE_BYTES // 8],
         "traceback": text[-PIPE_BYTES // 2 :],
     }
     _send(record)
@@ -110,11 +112,12 @@ def _report(problem: BaseException) -> int:
 
 
 def _send(record: dict[str, Any]) -> None:
+    """Send a record to the launcher. Without a launcher, print the error of the record."""
     pipe = os.environ.get(FAILURE_PIPE)
     if pipe is None:
-        print(record["traceback"] if record["kind"] == "crash" else f"error: {record['message']}", file=sys.stderr)
+        if "message" in record:
+            print(record["traceback"] if record["kind"] == "crash" else f"error: {record['message']}", file=sys.stderr)
         return
-    record["message"] = record["message"][: PIPE_BYTES // 8]
     with contextlib.suppress(OSError):
         os.write(int(pipe), json.dumps(record).encode() + b"\n")
 

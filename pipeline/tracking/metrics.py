@@ -37,20 +37,19 @@ def append(path: Path, line: Mapping[str, float]) -> None:
 def cut(path: Path, step: int) -> None:
     """Remove the lines after `step` from a JSONL file with a `step` in each line; step 0 removes all lines.
 
-    A killed run may have logged steps after its last checkpoint. The resumed run repeats these steps.
+    A killed run may have logged steps after its last checkpoint. The resumed run repeats these steps. A full disk may
+    have cut a line anywhere, also inside a character. Lines that are not such JSON objects are removed, too.
     """
     if not path.exists():
         return
     lines = []
-    for line in path.read_text(encoding="utf-8").split(
-        "\n"
-    ):  # not splitlines: answers may contain its other separators
+    for line in path.read_bytes().split(b"\n"):
         try:
             if 0 < step >= json.loads(line)["step"]:
-                lines.append(line)
-        except (json.JSONDecodeError, KeyError):
+                lines.append(line.decode() + "\n")
+        except (ValueError, KeyError, TypeError):  # invalid UTF-8 is a ValueError
             continue
-    write_whole(path, "".join(line + "\n" for line in lines))
+    write_whole(path, "".join(lines))
 
 
 def plain(value: float) -> float | int | None:

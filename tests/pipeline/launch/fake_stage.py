@@ -3,6 +3,7 @@
 ok: leaves a model and a summary. Anything else is "behaviour" or "behaviour:rank" for one rank alone:
 user (a UserError), crash (a RuntimeError), unread (as a print to a pipe without a reader), kill (SIGKILL to itself),
 slow (sleeps a second), hang (sleeps long), deaf (likewise, and ignores signals),
+exit (ends with status 0 without a result, as os._exit(0) in a user's function does),
 echo (rank 1 has a UserError, rank 0 crashes because of it).
 """
 
@@ -43,6 +44,8 @@ def act(behaviour):
         raise RuntimeError("a bug")
     if behaviour == "unread":
         raise BrokenPipeError
+    if behaviour == "exit":
+        os._exit(0)
     if behaviour == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "deaf":

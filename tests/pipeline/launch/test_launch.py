@@ -94,6 +94,15 @@ def test_a_killed_rank_is_named(fake, monkeypatch):
     assert not _alive(fake, 1)
 
 
+@pytest.mark.parametrize("behaviour", ["exit", "exit:1"])
+def test_a_rank_that_exits_early_with_status_zero_has_failed(fake, monkeypatch, behaviour):
+    monkeypatch.setenv("FAKE_STAGE", behaviour)
+    end = ends(fake)
+    assert end.status == 1
+    assert "exited before the stage was finished" in end.message and "must not call exit()" in end.message
+    assert not _alive(fake, 0)
+
+
 def test_a_crash_says_how_to_go_on(tmp_path):
     killed = StageEnd(1, "rank 0 was killed")
     (tmp_path / "checkpoints" / "step-3.tmp").mkdir(parents=True)

@@ -1,0 +1,23 @@
+"""metrics.jsonl after a run that did not end in order."""
+
+from pathlib import Path
+
+from pipeline.tracking import metrics
+
+
+def test_a_line_that_a_full_disk_cut_inside_a_character_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    whole = b'{"step": 1, "answer": "\xc3\xa9t\xc3\xa9"}\n'
+    path.write_bytes(whole + b'{"step": 2, "answer": "\xff"}\n[2]\n"x"\n{"step": "2"}\n' + whole[:-7])
+    metrics.cut(path, 2)
+    assert path.read_bytes() == whole
+
+
+def test_lines_of_repeated_steps_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2, 3):
+        metrics.append(path, {"step": step, "loss": float("nan")})
+    metrics.cut(path, 2)
+    assert path.read_text() == '{"step": 1, "loss": null}\n{"step": 2, "loss": null}\n'
+    metrics.cut(path, 0)
+    assert path.read_text() == ""
