@@ -124,7 +124,7 @@ class LayerAttention:
         layer.answer_values[rows.slots, :, rows.places] = v
         prompts = Prompts(layer.prompt_keys, layer.prompt_values, rows.prompt_slots, rows.prompt_lengths, rows.firsts)
         cached = layer.answer_keys, layer.answer_values, rows.slots, rows.lengths
-        return decode_attention(q, *cached, self.scale, self.window, None, self.softcap, prompts)[None]
+        return decode_attention(q, *cached, self.scale, self.window, self.softcap, prompts)[None]
 
     def chunks(self, query: Tensor, key: Tensor, value: Tensor, step: Step) -> Tensor:
         """Write the n tokens of all chunks and attend over the cache; return (n, H, Dv).

@@ -1,10 +1,10 @@
 """Attention of one query token per sequence over a slot cache, with grouped heads.
 
-    o = sum_t softmax_t(scale q k_t + slope (t - n + 1)) v_t     over max(0, n - window) <= t < n
+    o = sum_t softmax_t(scale q k_t) v_t     over max(0, n - window) <= t < n
 
 n is the length of the sequence with the query's own token, whose key and value are in the cache. Query head h reads key
-head h // (H / Hkv) (Ainslie et al., 2023, arXiv:2305.13245); slopes are those of ALiBi (Press et al., 2022,
-arXiv:2108.12409). The first tokens of a sequence may be in a cache of prompts, which several sequences read.
+head h // (H / Hkv) (Ainslie et al., 2023, arXiv:2305.13245). The first tokens of a sequence may be in a cache of
+prompts, which several sequences read. Left out: biases by position (ALiBi).
 
 `decode_attention` selects the implementation: Triton on GPUs, C on CPUs, otherwise `reference`.
 
@@ -44,19 +44,18 @@ def decode_attention(
     lengths: Tensor,
     scale: float,
     window: int | None = None,
-    alibi: Tensor | None = None,
     softcap: float | None = None,
     prompts: Prompts | None = None,
 ) -> Tensor:
     """Return (B, H, Dv) in the query's dtype, zeros where the length is 0.
 
     query: (B, H, D). keys: (S, Hkv, T, D) and values: (S, Hkv, T, Dv), the cache of one layer. slots: (B,) rows of the
-    cache. lengths: (B,) tokens, including those in `prompts`. window: the most tokens that a query attends to. alibi:
-    (H,) slopes. `softcap` c bounds scores to c tanh(score / c) before ALiBi (Gemma 2). Scores and sums are fp32. No
-    gradient. Raises ValueError if the shapes do not fit.
+    cache. lengths: (B,) tokens, including those in `prompts`. window: the most tokens that a query attends to.
+    `softcap` c bounds scores to c tanh(score / c) (Gemma 2). Scores and sums are fp32. No gradient. Raises ValueError
+    if the shapes do not fit.
     """
     implementation = _implementation(query)
-    return implementation(query, keys, values, slots, lengths, scale, window, alibi, softcap, prompts)
+    return implementation(query, keys, values, slots, lengths, scale, window, softcap, prompts)
 
 
 def _implementation(query: Tensor) -> Callable[..., Tensor]:
@@ -80,13 +79,12 @@ def reference(
     lengths: Tensor,
     scale: float,
     window: int | None = None,
-    alibi: Tensor | None = None,
     softcap: float | None = None,
     prompts: Prompts | None = None,
 ) -> Tensor:
     """Compute `decode_attention` with torch operators."""
-    check(query, keys, values, slots, lengths, window, alibi, prompts)
-    heads, groups = query.shape[1], query.shape[1] // keys.shape[1]
+    check(query, keys, values, slots, lengths, window, prompts)
+    groups = query.shape[1] // keys.shape[1]
     with torch.no_grad():
         longest = int(lengths.max()) if len(lengths) else 0
         if prompts is None:
@@ -100,8 +98,6 @@ def reference(
             scores = softcap * torch.tanh(scores / softcap)
         positions = torch.arange(longest, device=query.device)
         distances = lengths[:, None] - 1 - positions  # (B, T)
-        if alibi is not None:
-            scores = scores - alibi.float().view(1, heads, 1) * distances[:, None]
         visible = (distances >= 0) if window is None else (distances >= 0) & (distances < window)
         scores = scores.masked_fill(~visible[:, None], float("-inf"))
         weights = torch.softmax(scores, -1).masked_fill(~visible[:, None], 0)  # a row of length 0 attends to nothing
@@ -125,7 +121,6 @@ def check(
     slots: Tensor,
     lengths: Tensor,
     window: int | None,
-    alibi: Tensor | None,
     prompts: Prompts | None = None,
 ) -> None:
     """Raise ValueError if the shapes do not fit."""
@@ -137,8 +132,6 @@ def check(
         )
     if slots.shape != (batch,) or lengths.shape != (batch,):
         raise ValueError(f"slots and lengths must be ({batch},), not {tuple(slots.shape)} and {tuple(lengths.shape)}")
-    if alibi is not None and alibi.shape != (heads,):
-        raise ValueError(f"alibi must be one slope a head, ({heads},), not {tuple(alibi.shape)}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 token, not {window}")
     if prompts is not None:

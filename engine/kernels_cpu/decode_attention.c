@@ -29,7 +29,6 @@ struct call {
     const int64_t *slots, *lengths;            /* (rows,): the row's slot, and its number of tokens with the new one */
     const int64_t *prompt_slots, *prompt_lengths; /* (rows,): the row's prompt slot, and its tokens there */
     const int64_t *firsts;                     /* (rows,): first neighbouring row with the same prompt, or NULL */
-    const float *alibi;                        /* (heads,) or NULL */
     int64_t rows, heads, key_heads, capacity, prompt_capacity, key_size, value_size;
     int64_t query_row, query_head, key_row, key_head, value_row, value_head;
     int64_t window; /* 0: no window */
@@ -140,11 +139,10 @@ INLINE float tanh_of(float x) {
     return copysignf((1 - e) / (1 + e), x);
 }
 
-/* Turn `count` products into scores, in place, and return the largest score. `ahead` (<= 0) is the position of the
-   first key minus the position of the query. */
-INLINE float scored(float *scores, int64_t count, float scale, float softcap, float slope, float ahead) {
+/* Turn `count` products into scores, in place, and return the largest score. */
+INLINE float scored(float *scores, int64_t count, float scale, float softcap) {
     float largest = -INFINITY;
-    if (softcap == 0 && slope == 0) {
+    if (softcap == 0) {
 #pragma omp simd reduction(max : largest)
         for (int64_t t = 0; t < count; t++) {
             scores[t] *= scale;
@@ -152,12 +150,9 @@ INLINE float scored(float *scores, int64_t count, float scale, float softcap, fl
         }
         return largest;
     }
-    float inverse = softcap ? 1 / softcap : 0;
 #pragma omp simd reduction(max : largest)
     for (int64_t t = 0; t < count; t++) {
-        float score = scores[t] * scale;
-        score = softcap ? softcap * tanh_of(score * inverse) : score;
-        scores[t] = score + slope * (ahead + (float)t);
+        scores[t] = softcap * tanh_of(scores[t] * scale / softcap);
         largest = scores[t] > largest ? scores[t] : largest;
     }
     return largest;
@@ -208,8 +203,7 @@ INLINE void attend(const struct call *c, const struct plan *p, const struct task
             float weights[SHARE], sum[c->value_size], mass = 0;
             const char *query = c->query + (row * c->query_row + head * c->query_head) * wide;
             products(weights, query, keys, count, c->key_size, half);
-            float slope = c->alibi ? c->alibi[head] : 0, ahead = (float)(task->begin - c->lengths[row] + 1);
-            float largest = scored(weights, count, c->scale, c->softcap, slope, ahead);
+            float largest = scored(weights, count, c->scale, c->softcap);
 #pragma omp simd reduction(+ : mass)
             for (int64_t t = 0; t < count; t++) {
                 weights[t] = exp_of(weights[t] - largest);

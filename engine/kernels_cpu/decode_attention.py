@@ -24,7 +24,7 @@ class _Call(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 *("query", "new_keys", "new_values", "keys", "values", "out", "prompt_keys", "prompt_values"),
-                *("slots", "lengths", "prompt_slots", "prompt_lengths", "firsts", "alibi"),
+                *("slots", "lengths", "prompt_slots", "prompt_lengths", "firsts"),
             )
         ),
         *(
@@ -92,27 +92,25 @@ class SlotAttention:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
-        alibi: Tensor | None = None,
     ) -> None:
         """Take the cache tensors of `engine.kernels.decode_attention.decode_attention`, all contiguous.
 
-        alibi: (H,) fp32. Raises ValueError if a cache tensor is not contiguous.
+        Raises ValueError if a cache tensor is not contiguous.
         """
-        self._tensors = prompt_keys, prompt_values, keys, values, alibi  # references, so that no memory is freed
+        self._tensors = prompt_keys, prompt_values, keys, values  # references, so that no memory is freed
         tensors = [tensor for tensor in self._tensors if tensor is not None]
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError("the tensors of the cache must be contiguous")
         compiled = library("decode_attention")
         assert available() and compiled is not None
         self._function = compiled.decode_attention
-        self._dtypes = {tensor.dtype for tensor in tensors if tensor is not alibi}
+        self._dtypes = {tensor.dtype for tensor in tensors}
         self._value_size = values.shape[3]
         self._call = _Call(
             keys=keys.data_ptr(),
             values=values.data_ptr(),
             prompt_keys=None if prompt_keys is None else prompt_keys.data_ptr(),
             prompt_values=None if prompt_values is None else prompt_values.data_ptr(),
-            alibi=None if alibi is None else alibi.data_ptr(),
             key_heads=keys.shape[1],
             capacity=keys.shape[2],
             prompt_capacity=0 if prompt_keys is None else prompt_keys.shape[2],
@@ -162,7 +160,6 @@ def decode_attention(
     lengths: Tensor,
     scale: float,
     window: int | None = None,
-    alibi: Tensor | None = None,
     softcap: float | None = None,
     prompts: Prompts | None = None,
 ) -> Tensor:
@@ -170,7 +167,7 @@ def decode_attention(
 
     Raises IndexError if slots or lengths point outside the cache.
     """
-    check(query, keys, values, slots, lengths, window, alibi, prompts)
+    check(query, keys, values, slots, lengths, window, prompts)
     slots, lengths = slots.long().contiguous(), lengths.long().contiguous()
     tokens = keys.shape[2] + (0 if prompts is None else prompts.keys.shape[2])
     for name, numbers, size in (("slots", slots, keys.shape[0] - 1), ("lengths", lengths, tokens)):
@@ -178,7 +175,6 @@ def decode_attention(
             raise IndexError(f"{name} must be from 0 to {size}, not {numbers.tolist()}")
     prompt_keys = None if prompts is None else prompts.keys.contiguous()
     prompt_values = None if prompts is None else prompts.values.contiguous()
-    alibi = None if alibi is None else alibi.float().contiguous()
     attention = SlotAttention(
         prompt_keys,
         prompt_values,
@@ -187,7 +183,6 @@ def decode_attention(
         scale=scale,
         window=window,
         softcap=softcap,
-        alibi=alibi,
     )
     rows = addresses(slots, lengths, *(prompts[2:] if prompts is not None else ()))
     return attention(query.transpose(0, 1)[None], None, None, rows)[0]

@@ -37,12 +37,11 @@ def decode_attention(
     lengths: Tensor,
     scale: float,
     window: int | None = None,
-    alibi: Tensor | None = None,
     softcap: float | None = None,
     prompts: Prompts | None = None,
 ) -> Tensor:
     """Compute `engine.kernels.decode_attention` for tensors on a GPU."""
-    check(query, keys, values, slots, lengths, window, alibi, prompts)
+    check(query, keys, values, slots, lengths, window, prompts)
     (batch, heads, width), (_, key_heads, capacity, of_values) = query.shape, values.shape
     out = query.new_empty(batch, heads, of_values)
     if batch == 0:
@@ -70,7 +69,6 @@ def decode_attention(
         slots,
         lengths,
         *before,
-        alibi,
         partial,
         highest,
         totals,
@@ -94,7 +92,6 @@ def decode_attention(
         HAS_PROMPTS=prompts is not None,
         JOINED=joined,
         HAS_WINDOW=window is not None,
-        HAS_ALIBI=alibi is not None,
         HAS_SOFTCAP=softcap is not None,
         WHOLE=splits == 1,
         PRECISION=dot_precision(keys.dtype),
@@ -171,7 +168,6 @@ def share_kernel(
     prompt_slots,
     prompt_lengths,
     firsts,
-    alibi,
     partial,
     highest,
     totals,
@@ -203,7 +199,6 @@ def share_kernel(
     HAS_PROMPTS: tl.constexpr,
     JOINED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -285,9 +280,6 @@ def share_kernel(
         scores = tl.dot(q, k, input_precision=PRECISION) * scale
         if HAS_SOFTCAP:
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
-        if HAS_ALIBI:
-            slope = tl.load(alibi + head).to(tl.float32)
-            scores += slope[:, None] * (places[None, :] - length + 1).to(tl.float32)
         seen = used[None, :]
         if JOINED:
             seen = seen & (places[None, :] >= begin) & (places[None, :] < end)

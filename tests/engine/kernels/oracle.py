@@ -42,7 +42,7 @@ def close(ours: Tensor, exact: Tensor, tolerance: float) -> None:
 
 def ragged_cache(
     heads: int, key_heads: int, *, width: int, lengths: list[int], capacity: int, dtype: torch.dtype = torch.float32,
-    of_values: int | None = None, alibi: bool = False, **extras: Any,
+    of_values: int | None = None, **extras: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Arguments of decode_attention: slots in disorder, NaN wherever a sequence has no token."""
     torch.manual_seed(heads + capacity)
@@ -55,11 +55,10 @@ def ragged_cache(
         unused[row, :length] = False
     for cache in (keys, values):
         cache.masked_fill_(unused[:, None, :, None], float("nan"))
-    slopes = {"alibi": (2.0 ** -torch.arange(1.0, heads + 1)).to(DEVICE)} if alibi else {}
     return {
         "query": (2 * torch.randn(batch, heads, width)).to(DEVICE, dtype), "keys": keys.to(DEVICE, dtype),
         "values": values.to(DEVICE, dtype), "slots": rows.to(DEVICE), "lengths": torch.tensor(lengths).to(DEVICE),
-        "scale": width**-0.5, **slopes, **extras,
+        "scale": width**-0.5, **extras,
     }  # fmt: skip
 
 
@@ -87,7 +86,7 @@ def with_prompts(case: dict[str, Any], firsts: list[int], kept: list[int], room:
 
 def attention_in_float64(
     query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float,
-    window: int | None = None, alibi: Tensor | None = None, softcap: float | None = None,
+    window: int | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """The definition, one sequence and one head after the other."""
     (batch, heads, _), group = query.shape, query.shape[1] // keys.shape[1]
@@ -100,8 +99,6 @@ def attention_in_float64(
             scores = scale * (k @ query[b, h].double())
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            if alibi is not None:
-                scores = scores + alibi[h].double() * torch.arange(begin - n + 1, 1, device=scores.device)
             out[b, h] = torch.softmax(scores, 0) @ v
     return out
 

@@ -15,7 +15,7 @@ TOLERANCE = {torch.float32: 2e-6 if DEVICE == "cpu" else 1e-5, torch.bfloat16: 2
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("heads", "extras"),
-    [((3, 3), {}), ((6, 2), {"window": 70}), ((20, 1), {"alibi": True, "window": 130}), ((6, 2), {"softcap": 2.0})],
+    [((3, 3), {}), ((6, 2), {"window": 70}), ((20, 1), {"softcap": 2.0, "window": 130}), ((6, 2), {"softcap": 2.0})],
 )
 def test_matches_float64(dtype: torch.dtype, heads: tuple[int, int], extras: dict) -> None:
     case = ragged_cache(*heads, width=20, of_values=24, lengths=[1, 70, 0, 301], capacity=310, dtype=dtype, **extras)
@@ -56,7 +56,7 @@ LENGTHS = [151, 290, 150, 220, 0, 163, 151, 200, 155, 150, 162, 111, 30]
     [
         (torch.float32, (2, 2), {"window": 70}),
         (torch.bfloat16, (4, 2), {}),
-        (torch.float32, (7, 1), {"window": 170, "alibi": True}),
+        (torch.float32, (7, 1), {"window": 170, "softcap": 2.0}),
         (torch.bfloat16, (12, 1), {"softcap": 2.0}),
     ],
 )

@@ -131,17 +131,17 @@ def _decode_attention(on: Card) -> Iterator[Variant]:
         types = {
             **_pointers(of, "query", "keys", "values", "prompt_keys", "prompt_values"),
             **_pointers("i64", "slots", "lengths", "prompt_slots", "prompt_lengths", "firsts"),
-            **_pointers("fp32", "alibi", "highest", "totals"), "scale": "fp32", "softcap": "fp32",
+            **_pointers("fp32", "highest", "totals"), "scale": "fp32", "softcap": "fp32",
             "partial": f"*{of if whole else 'fp32'}",
         }  # fmt: skip
-        absent = ["alibi"] * (not extras) + ["highest", "totals"] * whole + ["firsts"] * (not joined)
+        absent = ["highest", "totals"] * whole + ["firsts"] * (not joined)
         absent += ["prompt_slots", "prompt_lengths"] * (not prompts)
         constants = {
             **attention.launch_options(width, width, group, dtype, joined=joined, on=on), "GROUP": group,
-            "HAS_PROMPTS": bool(prompts), "JOINED": joined, "HAS_WINDOW": extras, "HAS_ALIBI": extras,
+            "HAS_PROMPTS": bool(prompts), "JOINED": joined, "HAS_WINDOW": extras,
             "HAS_SOFTCAP": extras, "WHOLE": whole, "PRECISION": "ieee", **dict.fromkeys(absent),
         }  # fmt: skip
-        more = ["window, ALiBi and soft cap"] * extras + ["in one share"] * whole + [prompts] * bool(prompts)
+        more = ["window and soft cap"] * extras + ["in one share"] * whole + [prompts] * bool(prompts)
         label = ", ".join([of, f"{group} head{'s' if group > 1 else ''} of {width}", *more])
         yield _variant(f"decode_attention, {label}", attention.share_kernel, types, constants)
     types = {**_pointers("fp32", "partial", "highest", "totals"), "out": "*bf16"}
