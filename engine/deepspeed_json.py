@@ -15,8 +15,17 @@ from typing import Any
 
 from engine import optim
 from engine.config import Compress, EngineConfig, LossScale, OptimizerConfig, Precision
-from engine.deepspeed_keys import IGNORED, OPTIMIZERS, SUPPORTED, UNSUPPORTED, UNSUPPORTED_OPTIMIZERS, Key, Optimizer
-from engine.schedules import SCHEDULES, OneCycle, WarmupCosineLR, parameters
+from engine.deepspeed_keys import (
+    IGNORED,
+    OPTIMIZERS,
+    SUPPORTED,
+    UNSUPPORTED,
+    UNSUPPORTED_OPTIMIZERS,
+    UNSUPPORTED_SCHEDULERS,
+    Key,
+    Optimizer,
+)
+from engine.schedules import SCHEDULES, WarmupCosineLR, parameters
 from engine.sharding import check_optimizer
 
 __all__ = ["Parsed", "config_fields", "ignored", "load", "parse"]
@@ -39,15 +48,14 @@ TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
 class Parsed:
     """The settings of a DeepSpeed configuration.
 
-    `optimizer` is None if neither the configuration nor the caller has one. `scheduler` and `betas` map the optimizer
-    step to the learning rate and the betas; None without a scheduler. The batch sizes are in rows, for the caller's
-    data loader; None if the configuration leaves them open. `ignored` has one line for each key without effect.
+    `optimizer` is None if neither the configuration nor the caller has one. `scheduler` maps the optimizer step to the
+    learning rate; None without a scheduler. The batch sizes are in rows, for the caller's data loader; None if the
+    configuration leaves them open. `ignored` has one line for each key without effect.
     """
 
     engine: EngineConfig
     optimizer: OptimizerConfig | None
     scheduler: Callable[[int], float] | None
-    betas: Callable[[int], tuple[float, float]] | None
     micro_batch_size: int | None
     train_batch_size: int | None
     drops_last_batch: bool
@@ -80,15 +88,15 @@ def parse(
         optimizer = optimizer and replace(optimizer, max_grad_norm=clipping)
     if section := _section("optimizer", raw.get("optimizer")):
         optimizer = _optimizer(section, optimizer, clipping)
-    scheduler, betas = None, None
+    scheduler = None
     if section := _section("scheduler", raw.get("scheduler")):
         if optimizer is None:
             raise ValueError("scheduler: there is no optimizer to schedule; add the optimizer section, or optimizer=")
-        scheduler, betas = _scheduler(section, optimizer)
+        scheduler = _scheduler(section, optimizer)
     if optimizer is not None:
         check_optimizer(engine, optimizer)
     drops_last = bool(values.get("dataloader_drop_last"))
-    return Parsed(engine, optimizer, scheduler, betas, micro, total, drops_last, tuple(ignored(raw)))
+    return Parsed(engine, optimizer, scheduler, micro, total, drops_last, tuple(ignored(raw)))
 
 
 def load(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
@@ -400,12 +408,12 @@ def _options(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in fields}
 
 
-def _scheduler(
-    section: Mapping[str, Any], optimizer: OptimizerConfig
-) -> tuple[Callable[[int], float], Callable[[int], tuple[float, float]] | None]:
+def _scheduler(section: Mapping[str, Any], optimizer: OptimizerConfig) -> Callable[[int], float]:
     """Translate the scheduler section. "auto" stands for the optimizer's rate, warm-up and number of steps."""
     _require_known(section, ("type", "params"), "scheduler")
     kind, params = str(section.get("type")), _section("scheduler.params", section.get("params"))
+    if kind in UNSUPPORTED_SCHEDULERS:
+        raise ValueError(f"scheduler.type={kind} is not supported: {UNSUPPORTED_SCHEDULERS[kind]}")
     _require_known([kind], SCHEDULES, "scheduler.type", what="scheduler")
     params.pop("last_batch_iteration", None)
     known = parameters(SCHEDULES[kind])
@@ -422,27 +430,22 @@ def _scheduler(
         for name, value in (known | {k: v for k, v in params.items() if v is not None}).items()
     }
     values = {name: _scheduler_value(name, value) for name, value in values.items()}
-    for name in ("total_num_steps", "cycle_min_lr", "cycle_max_lr"):
-        if name in values and values[name] is None:
-            raise ValueError(f"scheduler.params.{name} is missing and has no default; write a number")
+    if "total_num_steps" in values and values["total_num_steps"] is None:
+        raise ValueError("scheduler.params.total_num_steps is missing and has no default; write a number")
     if kind == WarmupCosineLR.__name__:
         values["optimizer_lr"] = optimizer.lr
-    schedule = SCHEDULES[kind](**values)
-    if isinstance(schedule, OneCycle) and schedule.cycle_momentum:
-        return schedule.lr, schedule.betas
-    return schedule.lr, None
+    return SCHEDULES[kind](**values).lr
 
 
 def _scheduler_value(name: str, value: Any) -> Any:
-    """Return a checked value. Numbers of steps are integers, and at least 1 where a formula divides by them."""
+    """Return a checked value. Numbers of steps are integers."""
     key = f"scheduler.params.{name}"
     if isinstance(value, list):
         raise ValueError(f"{key}={value}: write one number, for all parameters")
     if name == "warmup_type" and value not in ("log", "linear"):
         raise ValueError(f"{key}={value}: write log or linear")
-    if value is None or name in ("warmup_type", "cycle_momentum", "lr_range_test_staircase"):
+    if value is None or name == "warmup_type":
         return value
-    if not name.endswith(("_steps", "_step_size", "_count")):
+    if not name.endswith("_steps"):
         return _number(key, value)
-    is_divisor = name == "total_num_steps" or (name.endswith("_step_size") and name != "decay_step_size")
-    return int(_number(key, value, 1.0 if is_divisor else 0.0))
+    return int(_number(key, value, 1.0 if name == "total_num_steps" else 0.0))

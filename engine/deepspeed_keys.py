@@ -218,6 +218,11 @@ UNSUPPORTED_OPTIMIZERS = {
         for name in ("Muon", "LBFGS", "Adafactor", "SparseAdam", "Rprop")
     },
 }
+CYCLES = "write WarmupCosineLR, or pass lr_scheduler=torch.optim.lr_scheduler"
+UNSUPPORTED_SCHEDULERS = {
+    "OneCycle": f"{CYCLES}.OneCycleLR(...) to `initialize`",
+    "LRRangeTest": f"{CYCLES}.LambdaLR(...) to `initialize`",
+}
 
 
 def page() -> str:
@@ -239,6 +244,7 @@ def page() -> str:
         *(*optimizers, "| any other class of torch.optim | the arguments of the class |", "", "Unsupported:", ""),
         *(f"- {name}: {reason}" for name, reason in UNSUPPORTED_OPTIMIZERS.items()),
         *("", "## Schedulers (`scheduler.type`)", "", "| type | parameters |", "| --- | --- |", *schedulers),
+        *("", "Unsupported:", "", *(f"- {name}: {remedy}" for name, remedy in UNSUPPORTED_SCHEDULERS.items())),
     ]
     return PAGE.read_text(encoding="utf-8").partition(MARKER)[0] + MARKER + "\n" + "\n".join(lines) + "\n"
 

@@ -41,7 +41,7 @@ class Engine:
 
     Call `module` like the original module. `rollout_path` names the submodule that generates text, for `generating`.
     `scheduler` maps the optimizer step (from 0, without skipped steps) to its learning rate and overrides the schedule
-    of the optimizer configuration. `betas` does the same for schedules that cycle the momentum.
+    of the optimizer configuration.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class Engine:
         fill: Callable[[nn.Module], None] | None = None,
         rollout_path: str | None = None,
         scheduler: Callable[[int], float] | None = None,
-        betas: Callable[[int], tuple[float, float]] | None = None,
     ) -> None:
         self.config, self.optimizer_config = config, optimizer
         self.step_count = 0
@@ -78,7 +77,7 @@ class Engine:
         self._optimizer_step: OptimizerStep | None = None
         if self.optimizer is not None and optimizer is not None:
             self._optimizer_step = OptimizerStep(
-                self.module, self.optimizer, optimizer, self.scaler, self.average, scheduler, betas
+                self.module, self.optimizer, optimizer, self.scaler, self.average, scheduler
             )
         sharding.fill(self.module, self.optimizer, initial_values, fill)
         self._flush_pages()

@@ -95,7 +95,6 @@ def initialize(
         parsed.engine,
         optimizer=parsed.optimizer,
         scheduler=parsed.scheduler or scheduler,
-        betas=parsed.betas,
         fill=fill,
         rollout_path=rollout_path,
     )

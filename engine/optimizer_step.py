@@ -49,8 +49,8 @@ class Update:
 class OptimizerStep:
     """The optimizer steps of one module.
 
-    `scheduler` and `betas` map the number of steps that were not skipped to a learning rate and to betas. Without
-    `scheduler`, the optimizer configuration has the schedule.
+    `scheduler` maps the number of steps that were not skipped to a learning rate. Without it, the optimizer
+    configuration has the schedule.
     """
 
     def __init__(
@@ -61,10 +61,9 @@ class OptimizerStep:
         scaler: LossScaler,
         average: Average,
         scheduler: Callable[[int], float] | None,
-        betas: Callable[[int], tuple[float, float]] | None,
     ) -> None:
         self._module, self._optimizer, self._config = module, optimizer, config
-        self._scaler, self._average, self._scheduler, self._betas = scaler, average, scheduler, betas
+        self._scaler, self._average, self._scheduler = scaler, average, scheduler
 
     def run(self, gradients: Gradients, squared_norm: float, number: int) -> Step:
         """Clip, update the parameters, and drop the gradients. `number` counts steps from 0.
@@ -74,7 +73,7 @@ class OptimizerStep:
         if dist.world().tensor > 1:  # replicated parameters have a gradient on each rank; one of them may overflow
             squared_norm = dist.mean_over_ranks(squared_norm)
         norm = math.sqrt(squared_norm) / self._scaler.scale
-        lr = self._set_hyperparameters(number)
+        lr = self._set_learning_rate(number)
         skipped = not math.isfinite(norm)
         unused = zero.unused_on_all_ranks(self._module)
         if not skipped:
@@ -90,14 +89,12 @@ class OptimizerStep:
         self._scaler.update(skipped)
         return Step(norm, lr, skipped)
 
-    def _set_hyperparameters(self, number: int) -> float:
-        """Set and return the learning rate of a step, and set its betas if they are scheduled."""
+    def _set_learning_rate(self, number: int) -> float:
+        """Set and return the learning rate of a step."""
         not_skipped = number - self._scaler.skipped
         lr = self._scheduler(not_skipped) if self._scheduler else optim.learning_rate(self._config, number)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-            if self._betas is not None and "betas" in group:
-                group["betas"] = self._betas(not_skipped)
         return lr
 
     def _remove_gradients(self, names: set[str]) -> None:

@@ -73,71 +73,9 @@ class WarmupCosineLR:
         return self.optimizer_lr * max(0.0, ratio)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LRRangeTest:
-    """Grow without limit (Smith, 2015, arXiv:1506.01186)."""
-
-    lr_range_test_min_lr: float = 1e-3
-    lr_range_test_step_size: int = 2000
-    lr_range_test_step_rate: float = 1.0
-    lr_range_test_staircase: bool = False
-
-    def lr(self, step: int) -> float:
-        """Return the learning rate of a step."""
-        interval = step / self.lr_range_test_step_size
-        steps = math.floor(interval) if self.lr_range_test_staircase else interval
-        return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * steps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneCycle:
-    """Rise, fall, then decay from `cycle_min_lr` (Smith, 2018, arXiv:1803.09820).
-
-    With `cycle_momentum`, the first beta falls while the rate rises.
-    """
-
-    cycle_min_lr: float
-    cycle_max_lr: float
-    decay_lr_rate: float = 0.0
-    cycle_first_step_size: int = 2000
-    cycle_second_step_size: int | None = None
-    cycle_first_stair_count: int = 0
-    cycle_second_stair_count: int | None = None
-    decay_step_size: int = 0
-    cycle_momentum: bool = True
-    cycle_min_mom: float = 0.8
-    cycle_max_mom: float = 0.9
-    decay_mom_rate: float = 0.0
-
-    def lr(self, step: int) -> float:
-        """Return the learning rate of a step."""
-        height, decays = self._position(step)
-        rate = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * height
-        return rate / (1 + self.decay_lr_rate * decays)
-
-    def betas(self, step: int) -> tuple[float, float]:
-        """Return the betas of a step. The first step has the smallest first beta, as in DeepSpeed."""
-        height, decays = self._position(step) if step else (1.0, 0.0)
-        first = self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height
-        return first * (1 + self.decay_mom_rate * decays), 0.99
-
-    def _position(self, step: int) -> tuple[float, float]:
-        """Return the height in the cycle, from 0 to 1, and the number of decays after it."""
-        rise, fall = self.cycle_first_step_size, self.cycle_second_step_size or self.cycle_first_step_size
-        if step - 1 >= rise + fall:
-            return 0.0, (step - rise - fall) / self.decay_step_size if self.decay_step_size else 0.0
-        position = step % (rise + fall)  # the last step of the cycle starts it again
-        is_rising = position <= rise
-        count, length = (position, rise) if is_rising else (rise + fall - position, fall)
-        stairs = self.cycle_first_stair_count
-        if not is_rising and self.cycle_second_stair_count is not None:
-            stairs = self.cycle_second_stair_count
-        return (math.floor(count * stairs / length) / stairs if stairs else count / length), 0.0
-
-
-Schedule = WarmupLR | WarmupDecayLR | WarmupCosineLR | LRRangeTest | OneCycle
+Schedule = WarmupLR | WarmupDecayLR | WarmupCosineLR
 SCHEDULES: dict[str, type[Schedule]] = {
-    schedule.__name__: schedule for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+    schedule.__name__: schedule for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 
 

@@ -52,7 +52,7 @@ class EngineChoice:
     dropout: float = 0.0
 
     def layout(self, source: ModelSource | None = None) -> dict[str, Any]:
-        """Return the keyword arguments of `Engine`. A DeepSpeed file also sets the schedule and the betas.
+        """Return the keyword arguments of `Engine`. A DeepSpeed file also sets the schedule.
 
         Values of the DeepSpeed file (`engine.deepspeed`) take precedence over the other keys of `engine`. `source` has
         the plan for tensor parallelism. Raises UserError if the DeepSpeed file is invalid.
@@ -64,12 +64,7 @@ class EngineChoice:
             parsed = deepspeed_json.parse(file, ranks=shares, optimizer=self.optimizer, base=self._fields(source))
         except ValueError as error:
             raise UserError(f"engine.deepspeed: {error}") from None
-        return {
-            "config": parsed.engine,
-            "optimizer": parsed.optimizer,
-            "scheduler": parsed.scheduler,
-            "betas": parsed.betas,
-        }
+        return {"config": parsed.engine, "optimizer": parsed.optimizer, "scheduler": parsed.scheduler}
 
     def _fields(self, source: ModelSource | None) -> dict[str, Any]:
         """Return the keys of `engine` as fields of an `EngineConfig`."""

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from engine.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from engine.schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 
 def test_warm_up_is_logarithmic() -> None:
@@ -44,37 +44,3 @@ def test_warm_up_and_cosine() -> None:
     assert rates[:3] == pytest.approx([0.0, 1.0, 2.0])  # 0 first, then 0.5 of the peak, then ln 2 / ln 2
     assert rates[3:7] == pytest.approx([falling(0.25), falling(0.5), falling(0.75), 0.2])
     assert rates[7:] == pytest.approx([0.2, 0.2])
-
-
-def test_range_test() -> None:
-    smooth = LRRangeTest(lr_range_test_min_lr=0.1, lr_range_test_step_size=4, lr_range_test_step_rate=2.0)
-    assert [smooth.lr(step) for step in (0, 1, 4, 10)] == pytest.approx([0.1, 0.15, 0.3, 0.6])
-    stairs = LRRangeTest(
-        lr_range_test_min_lr=0.1, lr_range_test_step_size=4, lr_range_test_step_rate=2.0, lr_range_test_staircase=True
-    )
-    assert [stairs.lr(step) for step in (0, 3, 4, 10)] == pytest.approx([0.1, 0.1, 0.3, 0.5])
-
-
-def test_one_cycle_up_down_and_decay() -> None:
-    schedule = OneCycle(
-        cycle_min_lr=1.0, cycle_max_lr=5.0, decay_lr_rate=0.5, decay_mom_rate=-0.2,
-        cycle_first_step_size=2, cycle_second_step_size=4, decay_step_size=2,
-    )  # fmt: skip
-    rates = [schedule.lr(step) for step in range(11)]
-    assert rates[:6] == pytest.approx([1.0, 3.0, 5.0, 4.0, 3.0, 2.0])
-    assert rates[6:] == pytest.approx([1.0, 1 / 1.25, 1 / 1.5, 1 / 1.75, 1 / 2.0])
-    betas = [schedule.betas(step) for step in (0, 1, 2, 4, 8)]
-    assert [second for _, second in betas] == [0.99] * 5
-    assert [first for first, _ in betas] == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9 * (1 - 0.2)])
-
-
-def test_one_cycle_in_stairs() -> None:
-    schedule = OneCycle(cycle_min_lr=0.0, cycle_max_lr=4.0, cycle_first_step_size=4, cycle_first_stair_count=2)
-    rates = [schedule.lr(step) for step in range(9)]
-    assert rates == pytest.approx([0.0, 0.0, 2.0, 2.0, 4.0, 2.0, 2.0, 0.0, 0.0])
-    for rate in (0.0, 0.3):  # with decay_step_size=0 nothing decays
-        constant = OneCycle(
-            cycle_min_lr=0.5, cycle_max_lr=4.0, cycle_first_step_size=4, decay_lr_rate=rate, decay_mom_rate=rate
-        )
-        assert constant.lr(30) == 0.5
-        assert constant.betas(30) == (0.9, 0.99)
