@@ -1,14 +1,14 @@
 """Weight sync: copy a training module's parameters into the memory of an inference model.
 
-Each rank reads its own rows of a parameter, adds its rows of the LoRA update in fp32, and casts the sum to the
-inference precision once. One all-gather exchanges the rows of many parameters. A bucket holds the rows of one
-all-gather from all ranks. Two buckets exist at a time: one is gathered while the next is packed.
+Each rank takes its own rows of a parameter, adds its rows of the LoRA update in fp32, and casts the sum to the
+inference precision once. One all-gather of the rows writes the parameter, directly into its target if the ranks have
+equally many rows.
 
 `live_parameters` maps each parameter name of the inference model to the live parameter. `tensor_parallel_slices` splits
 an inference model over ranks by the plan of training (`engine/parallel/tensor.py`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.full_parameters import LoraFactors, lora_factors, lora_update
 from engine.loading import local_rows
-from engine.parallel import dist, dtensors, meshes, tensor
-
-BUCKET_BYTES = 64 << 20  # total over ranks
+from engine.parallel import collectives, dist, dtensors, meshes, tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,17 +50,6 @@ class Slice:
         slices = [block.narrow(self.dim, self.index * length, length) for block in full.chunk(self.blocks, self.dim)]
         return slices[0] if len(slices) == 1 else torch.cat(slices, self.dim)
 
-    def write(self, rows: Tensor, first: int, target: Tensor) -> None:
-        """Copy the values of this slice from `rows` to `target`. `rows` begin at row `first` of the full tensor."""
-        if self.dim > 0:
-            target[first : first + len(rows)].copy_(self.of(rows))
-            return
-        assert self.blocks == 1, "fused matrices are never split along the dimension of their rows"
-        begin = self.index * len(target)
-        low, high = max(first, begin), min(first + len(rows), begin + len(target))
-        if low < high:
-            target[low - begin : high - begin].copy_(rows[low - first : high - first])
-
 
 @dataclass(frozen=True)
 class WeightCopy:
@@ -78,13 +65,6 @@ class WeightCopy:
     @property
     def parameter(self) -> Tensor:
         return self.live.parameter.detach()
-
-    def write(self, rows: Tensor, first: int) -> None:
-        """Copy rows into the target; they begin at row `first` of the full parameter."""
-        if self.slice is None:
-            self.target[first : first + len(rows)].copy_(rows)
-        else:
-            self.slice.write(rows, first, self.target)
 
 
 def live_parameters(source: nn.Module) -> dict[str, LiveParameter]:
@@ -117,21 +97,10 @@ def base_name(path: str, leaf: str) -> str:
 def copy_weights(copies: Sequence[WeightCopy]) -> int:
     """Fill the targets of all copies and return the bytes written. Collective: every rank passes the same copies."""
     factors = _gather_factors([copy.live.lora for copy in copies if copy.live.lora is not None])
-    sharded_by_rows = []
     for copy in copies:
-        if dtensors.is_row_sharded(copy.parameter):
-            sharded_by_rows.append(copy)
-        else:  # full on each rank, or split by training's tensor parallelism
-            full = dtensors.full_tensor(copy.parameter)
-            copy.write(_with_lora(copy, full, factors, slice(None)), 0)
-    in_flight: tuple[list[_ShardRows], dtensors.Gathering] | None = None
-    for bucket in _buckets(sharded_by_rows):
-        gathering = dtensors.start_all_gather(_pack_bucket(bucket, factors), bucket[0].copy.parameter)
-        if in_flight is not None:
-            _write_bucket(*in_flight)
-        in_flight = bucket, gathering
-    if in_flight is not None:
-        _write_bucket(*in_flight)
+        full = _full_values(copy, factors)
+        if full.data_ptr() != copy.target.data_ptr():
+            copy.target.copy_(full if copy.slice is None else copy.slice.of(full))
     return sum(copy.target.numel() * copy.target.element_size() for copy in copies)
 
 
@@ -183,77 +152,20 @@ def _with_lora(copy: WeightCopy, values: Tensor, factors: Factors, rows: slice) 
     return values.to(copy.target.device, torch.float32) + lora_update(copy.live.lora, factors[copy.live.lora], rows)
 
 
-@dataclass(frozen=True)
-class _ShardRows:
-    """Rows [begin, end) of every rank's shard of a parameter. The last ranks may have fewer rows."""
-
-    copy: WeightCopy
-    begin: int
-    end: int
-
-    @property
-    def numel(self) -> int:
-        return (self.end - self.begin) * _row_numel(self.copy.parameter)
-
-    def of_rank(self, rank: int) -> slice:
-        """The rows of the full parameter that a rank contributes."""
-        shard, rows = rank * _rows_per_rank(self.copy.parameter), len(self.copy.parameter)
-        return slice(min(shard + self.begin, rows), min(shard + self.end, rows))
-
-
-def _rows_per_rank(parameter: Tensor) -> int:
-    return -(-len(parameter) // dtensors.shard_count(parameter))
-
-
-def _row_numel(parameter: Tensor) -> int:
-    return parameter.numel() // len(parameter)
-
-
-def _buckets(copies: Sequence[WeightCopy]) -> Iterator[list[_ShardRows]]:
-    """Yield the rows of each all-gather: rows of several small parameters, or some rows of a large one."""
-    bucket: list[_ShardRows] = []
-    free = limit = 0  # numbers per rank
-    for copy in copies:
-        limit = BUCKET_BYTES // (dtensors.shard_count(copy.parameter) * copy.target.element_size())
-        rows, width = _rows_per_rank(copy.parameter), _row_numel(copy.parameter)
-        step = max(1, limit // width)
-        for begin in range(0, rows, step):
-            chunk = _ShardRows(copy, begin, min(begin + step, rows))
-            if bucket and chunk.numel > free:
-                yield bucket
-                bucket = []
-            free = (free if bucket else limit) - chunk.numel
-            bucket.append(chunk)
-    if bucket:
-        yield bucket
-
-
-def _pack_bucket(bucket: Sequence[_ShardRows], factors: Factors) -> Tensor:
-    """Return this rank's rows of a bucket as one flat tensor, each parameter padded to the first rank's rows."""
-    target = bucket[0].copy.target
-    flat = torch.empty(sum(chunk.numel for chunk in bucket), dtype=target.dtype, device=target.device)
-    offset = 0
-    for chunk in bucket:
-        shard = local_rows(chunk.copy.parameter)
-        rows = chunk.of_rank(dtensors.shard_rank(chunk.copy.parameter))
-        values = dtensors.local(chunk.copy.parameter)[rows.start - shard.start : rows.stop - shard.start]
-        values = _with_lora(chunk.copy, values, factors, rows)
-        flat[offset : offset + values.numel()].view(values.shape).copy_(values)
-        offset += chunk.numel
-    return flat
-
-
-def _write_bucket(bucket: Sequence[_ShardRows], gathering: dtensors.Gathering) -> None:
-    """Wait for a bucket and copy each rank's rows into the targets."""
-    gathered = gathering.wait()  # (ranks, numbers)
-    offset = 0
-    for chunk in bucket:
-        width = _row_numel(chunk.copy.parameter)
-        for rank, flat in enumerate(gathered):
-            rows = chunk.of_rank(rank)
-            values = flat[offset : offset + (rows.stop - rows.start) * width]
-            chunk.copy.write(values.view(-1, *chunk.copy.parameter.shape[1:]), rows.start)
-        offset += chunk.numel
+def _full_values(copy: WeightCopy, factors: Factors) -> Tensor:
+    """Return the full parameter with its LoRA update: in the target's memory if its rows fit there."""
+    parameter, target = copy.parameter, copy.target
+    if not dtensors.is_row_sharded(parameter):  # full on each rank, or split by training's tensor parallelism
+        return _with_lora(copy, dtensors.full_tensor(parameter), factors, slice(None))
+    ranks, shape = dtensors.shard_count(parameter), parameter.shape
+    rows = -(-len(parameter) // ranks)
+    values = _with_lora(copy, dtensors.local(parameter), factors, local_rows(parameter))
+    shard = target.new_empty(rows, *shape[1:])  # the last ranks may have fewer rows; the others are padding
+    shard[: len(values)].copy_(values)
+    fits = copy.slice is None and rows * ranks == len(parameter)
+    full = target if fits else target.new_empty(rows * ranks, *shape[1:])
+    collectives.all_gather(full.view(-1), shard.view(-1), dtensors.shard_group(parameter))
+    return full[: len(parameter)]
 
 
 def _check_lora(path: str, layer: nn.Module) -> None:

@@ -5,11 +5,11 @@ every rank.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -78,27 +78,10 @@ def shard_rank(tensor: Tensor) -> int:
     return tensor.device_mesh["shard"].get_local_rank() if isinstance(tensor, DTensor) else 0
 
 
-@dataclass(frozen=True)
-class Gathering:
-    """An asynchronous all-gather. `local` must live until it is complete."""
-
-    local: Tensor
-    output: Tensor
-    work: Any
-
-    def wait(self) -> Tensor:
-        """Return the elements of each rank of the group: (ranks, n)."""
-        if self.work is not None:
-            self.work.wait()
-        return self.output
-
-
-def start_all_gather(local: Tensor, like: Tensor) -> Gathering:
-    """Send `local` (n,) to all ranks that have shards of the sharded tensor `like`. All send the same n."""
-    assert isinstance(like, DTensor)
-    output = local.new_empty(shard_count(like), len(local))
-    group = like.device_mesh.get_group("shard")
-    return Gathering(local, output, collectives.all_gather(output.view(-1), local, group, async_op=True))
+def shard_group(tensor: Tensor) -> ProcessGroup:
+    """Return the ranks over which FSDP2 sharded a tensor."""
+    assert isinstance(tensor, DTensor)
+    return tensor.device_mesh.get_group("shard")
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:

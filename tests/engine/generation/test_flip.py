@@ -1,4 +1,4 @@
-"""The flip on two ranks: buckets of any size, replicated shards, what is kept and what is freed; its prompts."""
+"""The flip on two ranks: gathered and replicated shards, what is kept and what is freed; its prompts."""
 
 import copy
 import random
@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
-from engine.generation import prepacked_linears, weight_sync
+from engine.generation import prepacked_linears
 from engine.generation.flip import PROMPT_TOKEN_COST, balance, states_on_host, storages_on_host
 from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
 from engine.generation.prepacked_linears import is_available
 from engine.generation.sampling import Sampling
-from engine.parallel import dtensors, zero
+from engine.parallel import collectives, dtensors, zero
 from engine.precision import policy
 from tests.engine.generation.families import build
 from tests.engine.generation.test_inference_model import PROMPTS, adapted, answers, in_dtype, merged_by_peft
@@ -30,7 +30,7 @@ def ranks() -> list[dict[str, Any]]:
 
 
 def everything() -> dict[str, Any]:
-    return {"buckets": buckets(), "freed": refilled_and_freed(), "replicated": replicated()}
+    return {"gathered": gathered(), "freed": refilled_and_freed(), "replicated": replicated()}
 
 
 def sharded(module: nn.Module, stage: int = 3, ranks: int | None = None) -> nn.Module:
@@ -38,43 +38,41 @@ def sharded(module: nn.Module, stage: int = 3, ranks: int | None = None) -> nn.M
     return module
 
 
-def buckets() -> dict[str, Any]:
-    """Gather one model in few and in many buckets; 97 rows over two ranks leave the last one short."""
+def gathered() -> dict[str, Any]:
+    """Gather one model with adapters; 97 rows over two ranks leave the last one short."""
     torch.set_num_threads(1)
     whole = adapted("llama")
     live = sharded(copy.deepcopy(whole))
     expected = dict(in_dtype(merged_by_peft(whole), torch.bfloat16).named_parameters())
-    found: dict[str, Any] = {}
-    start = dtensors.start_all_gather
-    for total in (1 << 20, 1 << 12):
-        weight_sync.BUCKET_BYTES = total
-        gathered: list[int] = []
+    outputs: list[int] = []
+    gather = collectives.all_gather
 
-        def counted(mine: torch.Tensor, like: torch.Tensor, sizes: list[int] = gathered) -> dtensors.Gathering:
-            sizes.append(2 * mine.nbytes)
-            return start(mine, like)
+    def counted(output: torch.Tensor, *args: Any, **others: Any) -> Any:
+        outputs.append(output.data_ptr())
+        return gather(output, *args, **others)
 
-        dtensors.start_all_gather = counted
-        model = InferenceModel(copy.deepcopy(whole), live, torch.bfloat16)
-        model.sync()
-        off = {name: (p.float() - expected[name].float()).abs().max() for name, p in model.module.named_parameters()}
-        rounding = {name: 2**-8 * expected[name].float().abs().max() for name in off}  # of a sum in another order
-        found[total] = {
-            "largest": max(gathered),
-            "buckets": len(gathered),
-            "wrong": [name for name in off if off[name] > rounding[name]],
-            "exact": sum(bool(value == 0) for value in off.values()) / len(off),
-        }
-    dtensors.start_all_gather = start
-    return found
+    collectives.all_gather = counted
+    model = InferenceModel(copy.deepcopy(whole), live, torch.bfloat16)
+    model.sync()
+    collectives.all_gather = gather
+    parameters = dict(model.module.named_parameters())
+    off = {name: (p.float() - expected[name].float()).abs().max() for name, p in parameters.items()}
+    rounding = {name: 2**-8 * expected[name].float().abs().max() for name in off}  # of a sum in another order
+    even = {name for name, p in parameters.items() if len(p) % 2 == 0}
+    return {
+        "wrong": [name for name in off if off[name] > rounding[name]],
+        "exact": sum(bool(value == 0) for value in off.values()) / len(off),
+        "even": len(even),
+        "odd": len(parameters) - len(even),
+        "into_the_model": [outputs.count(parameters[name].data_ptr()) for name in sorted(even)],
+    }
 
 
-def test_buckets_are_bounded_over_all_ranks_and_complete(ranks: list[dict[str, Any]]) -> None:
-    for found in (rank["buckets"] for rank in ranks):
-        for total, one in found.items():
-            assert one["wrong"] == [] and one["exact"] > 0.8
-            assert one["largest"] <= total, "a large parameter takes several buckets"
-        assert found[1 << 12]["buckets"] > 5 * found[1 << 20]["buckets"]
+def test_shards_are_gathered_once_into_the_memory_of_the_model(ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["gathered"] for rank in ranks):
+        assert found["wrong"] == [] and found["exact"] > 0.8
+        assert found["even"] > 10 and found["odd"] == 2, "embedding and head have 97 rows"
+        assert found["into_the_model"] == [1] * found["even"]
 
 
 def refilled_and_freed() -> dict[str, Any]:
