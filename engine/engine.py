@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from engine import optim, precision, sharding
 from engine.checkpoint import Checkpointer
 from engine.config import EngineConfig, OptimizerConfig
-from engine.full_parameters import full_parameters
 from engine.generation.flip import Flip
 from engine.generation.generator import Generator
 from engine.generation.inference_model import AssembledModel
 from engine.generation.parity_check import compare_logprobs
+from engine.generation.weight_sync import full_parameters
 from engine.loading import persistent_buffers
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
 from engine.offload import OffloadedOptimizer, parameter_values

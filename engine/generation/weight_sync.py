@@ -1,14 +1,15 @@
-"""Weight sync: copy a training module's parameters into the memory of an inference model.
+"""Weight sync: copy a training module's parameters into the memory of an inference model, with adapters merged.
 
-Each rank takes its own rows of a parameter, adds its rows of the LoRA update in fp32, and casts the sum to the
-inference precision once. One all-gather of the rows writes the parameter, directly into its target if the ranks have
-equally many rows.
+Each rank takes its own rows of a parameter, adds its rows of the LoRA update in fp32 (Hu et al., 2021,
+arXiv:2106.09685), and casts the sum to the inference precision once. One all-gather of the rows writes the parameter,
+directly into its target if the ranks have equally many rows. The live parameters are only read: merging into the live
+base and subtracting the update afterwards would change the base a little in 16 bit.
 
 `live_parameters` maps each parameter name of the inference model to the live parameter. `tensor_parallel_slices` splits
 an inference model over ranks by the plan of training (`engine/parallel/tensor.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.full_parameters import LoraFactors, lora_factors, lora_update
 from engine.loading import local_rows
-from engine.parallel import collectives, dist, dtensors, meshes, tensor
+from engine.parallel import collectives, dtensors, meshes, tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +96,8 @@ def base_name(path: str, leaf: str) -> str:
 @torch.no_grad()
 def copy_weights(copies: Sequence[WeightCopy]) -> int:
     """Fill the targets of all copies and return the bytes written. Collective: every rank passes the same copies."""
-    factors = _gather_factors([copy.live.lora for copy in copies if copy.live.lora is not None])
     for copy in copies:
-        full = _full_values(copy, factors)
+        full = _full_values(copy)
         if full.data_ptr() != copy.target.data_ptr():
             copy.target.copy_(full if copy.slice is None else copy.slice.of(full))
     return sum(copy.target.numel() * copy.target.element_size() for copy in copies)
@@ -122,50 +121,64 @@ def tensor_parallel_slices(module: nn.Module, ranks: int, plan: Mapping[str, str
     return slices
 
 
-Factors = Mapping[nn.Module, LoraFactors]
+@torch.no_grad()
+def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name without adapters, full tensor) of each parameter on every rank; tied parameters come once.
+
+    Gathering a sharded parameter is a collective, in the same order on all ranks. A tensor may share memory with the
+    live parameter if that one is not sharded and has no adapter.
+    """
+    lora_layers = {name: child for name, child in module.named_modules() if hasattr(child, "lora_A")}
+    for name, parameter in module.named_parameters():
+        if ".lora_" in name or ".modules_to_save." in name:
+            continue
+        full = dtensors.full_tensor(parameter.detach())
+        owner, _, leaf = name.rpartition(".")
+        layer = lora_layers.get(owner.removesuffix(".base_layer"))
+        if layer is not None and leaf == "weight":
+            full = (full.float() + lora_update(layer, full.device)).to(full.dtype)
+        yield name.replace(".base_layer.", "."), full
 
 
-def _gather_factors(layers: Sequence[nn.Module]) -> Factors:
-    """Return the full LoRA factors of each layer in fp32."""
-    live = {layer: lora_factors(layer) for layer in layers}
-    device = dist.world().device
-    full = {
-        id(factor): WeightCopy(
-            LiveParameter(factor, None), torch.empty(factor.shape, dtype=torch.float32, device=device)
-        )
-        for factors in live.values()
-        for _, *pair in factors
-        for factor in pair
-    }
-    if full:
-        copy_weights(list(full.values()))
-    return {
-        layer: [(scaling, full[id(a)].target, full[id(b)].target) for scaling, a, b in factors]
-        for layer, factors in live.items()
-    }
+def lora_update(layer: nn.Module, device: torch.device, rows: slice = slice(None)) -> Tensor:
+    """Return rows of the sum of scaling * B @ A over a LoRA layer's active adapters: fp32, laid out like its weight.
+
+    Gathers the factors A (r, in) and B (out, r). A layer with `fan_in_fan_out` (GPT-2's Conv1D) stores its weight as
+    (in, out).
+    """
+    scaling: Any = layer.scaling
+    factors: Any = layer.lora_A, layer.lora_B
+    names: Any = layer.active_adapters
+    total: Any = 0.0
+    for name in names:
+        a, b = (dtensors.full_tensor(each[name].weight.detach()).to(device).float() for each in factors)
+        update = (b @ a[:, rows]).T if getattr(layer, "fan_in_fan_out", False) else b[rows] @ a
+        total = total + scaling[name] * update
+    return total  # type: ignore[no-any-return]
 
 
-def _with_lora(copy: WeightCopy, values: Tensor, factors: Factors, rows: slice) -> Tensor:
-    """Return rows of a parameter with the LoRA update added in fp32; without an adapter, return `values`."""
-    if copy.live.lora is None:
-        return values
-    return values.to(copy.target.device, torch.float32) + lora_update(copy.live.lora, factors[copy.live.lora], rows)
-
-
-def _full_values(copy: WeightCopy, factors: Factors) -> Tensor:
+def _full_values(copy: WeightCopy) -> Tensor:
     """Return the full parameter with its LoRA update: in the target's memory if its rows fit there."""
     parameter, target = copy.parameter, copy.target
     if not dtensors.is_row_sharded(parameter):  # full on each rank, or split by training's tensor parallelism
-        return _with_lora(copy, dtensors.full_tensor(parameter), factors, slice(None))
+        return _with_lora(copy, dtensors.full_tensor(parameter), slice(None))
     ranks, shape = dtensors.shard_count(parameter), parameter.shape
     rows = -(-len(parameter) // ranks)
-    values = _with_lora(copy, dtensors.local(parameter), factors, local_rows(parameter))
+    values = _with_lora(copy, dtensors.local(parameter), local_rows(parameter))
     shard = target.new_empty(rows, *shape[1:])  # the last ranks may have fewer rows; the others are padding
     shard[: len(values)].copy_(values)
     fits = copy.slice is None and rows * ranks == len(parameter)
     full = target if fits else target.new_empty(rows * ranks, *shape[1:])
     collectives.all_gather(full.view(-1), shard.view(-1), dtensors.shard_group(parameter))
     return full[: len(parameter)]
+
+
+def _with_lora(copy: WeightCopy, values: Tensor, rows: slice) -> Tensor:
+    """Return rows of a parameter with the LoRA update added in fp32; without an adapter, return `values`."""
+    if copy.live.lora is None:
+        return values
+    device = copy.target.device
+    return values.to(device, torch.float32) + lora_update(copy.live.lora, device, rows)
 
 
 def _check_lora(path: str, layer: nn.Module) -> None:

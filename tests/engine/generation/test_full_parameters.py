@@ -8,7 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.full_parameters import full_lora_update, full_parameters
+from engine.generation.weight_sync import full_parameters, lora_update
 
 
 class Net(nn.Module):
@@ -77,7 +77,7 @@ def test_all_active_adapters_count() -> None:
     layer.set_adapter(["default", "second"])
     second = 5.0 * layer.lora_B["second"].weight @ layer.lora_A["second"].weight
     first = 1.5 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
-    torch.testing.assert_close(full_lora_update(layer, torch.device("cpu")), first + second)
+    torch.testing.assert_close(lora_update(layer, torch.device("cpu")), first + second)
 
 
 def test_precision_is_kept() -> None:
