@@ -25,8 +25,7 @@ from engine.generation.weight_sync import full_parameters
 from engine.loading import persistent_buffers
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
 from engine.offload import OffloadedOptimizer, parameter_values
-from engine.optimizer_step import Gradients, Optimizer, OptimizerStep, Step, Update
-from engine.optimizers.ema import Average
+from engine.optimizer_step import Average, Gradients, Optimizer, OptimizerStep, Step, Update
 from engine.optimizers.onebit_adam import OneBitAdam
 from engine.parallel import collectives, dist, zero
 from engine.passes import LossAndMetrics, Passes, PipelinePasses, add_up, to_numbers

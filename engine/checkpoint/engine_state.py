@@ -11,7 +11,7 @@ from engine.checkpoint.chunks import LocalChunks, chunks_of
 from engine.config import OptimizerConfig
 from engine.loading import persistent_buffers
 from engine.offload import OffloadedOptimizer
-from engine.optimizers.ema import Average
+from engine.optimizer_step import Average
 from engine.optimizers.onebit_adam import ERRORS
 from engine.parallel import dist
 from engine.precision import LossScaler

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from engine.generation.attention import DecodeRows, Step
 from engine.generation.cuda_graph import GraphedStep
-from engine.generation.decode_step import DecodeState, DecodeStep, SlotModel
-from engine.generation.decode_table import NOTHING
+from engine.generation.decode_step import NOTHING, DecodeState, DecodeStep, SlotModel
 from engine.generation.kv_cache import CacheDemand, CacheSize, KVCache, free_bytes
 from engine.generation.parity_check import counts_from_zero, far_apart, fixed_prompts, plain_logits
 from engine.generation.sampling import Sampled, Sampling, under_seed

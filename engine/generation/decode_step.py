@@ -1,31 +1,21 @@
 """One decode step: the forward, the sampling, and the update of the table of sequences on the device.
 
-A row of the table is the state of a sequence. A step reads the rows of its slots, runs the model's own forward with
-attention over the key-value cache, samples, tests for the end of each answer and writes the rows back. A step without
-chunks of prompts reads no number on the host and allocates nothing that outlives it, so a CUDA graph can replay it.
+A row of the table is the state of a sequence: eight int64 columns, one row per answer slot. A step reads the rows of
+its slots (`read_rows`), runs the model's own forward with attention over the key-value cache, samples, tests for the
+end of each answer and writes the rows back (`write_rows`). A step without chunks of prompts reads no number on the host
+and allocates nothing that outlives it, so a CUDA graph can replay it.
 
-Shapes: B rows, n starting sequences, V vocabulary.
+Shapes: S slots, B rows of a step, n starting sequences, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from engine.generation.attention import AttentionByName, DecodeRows, Step
-from engine.generation.decode_table import (
-    COLUMNS,
-    COUNT,
-    ENDED,
-    NOTHING,
-    SEED,
-    SampledTokens,
-    StepInputs,
-    read_rows,
-    write_rows,
-)
 from engine.generation.kv_cache import KVCache
 from engine.generation.prepacked_linears import PrepackedLinears
 from engine.generation.sampling import Sampling, penalise, uniforms
@@ -33,9 +23,45 @@ from engine.generation.scheduler import Plan
 from engine.host_memory import upload
 from engine.kernels import sample
 
+# TOKEN: the token sampled last. CACHED: the number of tokens in the cache. SEED: the sample seed. COUNT and LIMIT: the
+# tokens sampled so far, and at most. ENDED: 1 after the end of the answer. PROMPT: the slot of the prompt. SHARED: the
+# number of tokens that are in the prompt slot; the others are in the row's own slot.
+COLUMNS = TOKEN, CACHED, SEED, COUNT, LIMIT, ENDED, PROMPT, SHARED = range(8)
+NOTHING = -1  # the token of a row whose answer ended before this step
+
 Draws = tuple[
     Tensor, Tensor, Tensor, Tensor
 ]  # slots (B,), sample seeds (B,), tokens sampled so far (B,), logits (B, V)
+
+
+class StepInputs(NamedTuple):
+    """The inputs of a step, (B,) int64 each.
+
+    tokens and positions: the inputs of the forward. lengths: tokens that attention reads, 0 after the end of the
+    answer. places: the index in the row's own slot at which the new token is written. prompt_slots and prompt_lengths:
+    the prompt slot of the row, and the number of its tokens in this slot. seeds and counts: the sample seed, and the
+    number of tokens sampled so far.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    lengths: Tensor
+    places: Tensor
+    prompt_slots: Tensor
+    prompt_lengths: Tensor
+    seeds: Tensor
+    counts: Tensor
+
+
+class SampledTokens(NamedTuple):
+    """The tokens of the last steps.
+
+    tokens: (steps, S) int64. logprobs: (steps, S) fp32. step: () int64, the index of the newest step.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    step: Tensor
 
 
 class SlotModel:
@@ -66,7 +92,7 @@ class SlotModel:
 class DecodeState:
     """The table of the sequences on the device, and the tokens of the last steps.
 
-    rows (slots + 1, 8) int64: engine/generation/decode_table.py names the columns; the last row is scratch.
+    rows (slots + 1, 8) int64, with the columns COLUMNS; the last row is scratch.
     sampled: tokens and log-probabilities (steps, slots + 1), NOTHING where a step sampled no token.
     """
 
@@ -210,3 +236,41 @@ class DecodeStep:
         numbers = uniforms(self.sampling.seed, sample_seeds, sampled)
         tokens, logprobs = sample(logits, numbers, **self.sampling.filters)
         write_rows(self.state.rows, slots, tokens, logprobs, self._end_ids, self.state.sampled, self._seen)
+
+
+def read_rows(rows: Tensor, slots: Tensor, step: Tensor) -> StepInputs:
+    """Return the inputs of a step for slots (B,) from rows (S, 8), and advance `step` ()."""
+    step.add_(1)
+    row = rows.index_select(0, slots).t().contiguous()
+    lengths = (row[CACHED] + 1) * (1 - row[ENDED])
+    places = row[CACHED] - row[SHARED]
+    return StepInputs(row[TOKEN], row[CACHED], lengths, places, row[PROMPT], row[SHARED], row[SEED], row[COUNT])
+
+
+def write_rows(
+    rows: Tensor,
+    slots: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+    end_ids: Tensor,
+    sampled: SampledTokens,
+    seen: Tensor | None = None,
+) -> None:
+    """Store the sampled tokens (B,) int64 and log-probabilities (B,) fp32 of slots (B,), in place.
+
+    The cache contains the token of the previous step. An answer ends with one of `end_ids` (E,) or at its limit. A row
+    that had ended stores NOTHING, and only its TOKEN column changes. seen: (S, V) bool, True for the tokens of a
+    sequence. A slot may occur twice in `slots` if its answer has ended.
+    """
+    row = rows.index_select(0, slots)
+    live = row[:, ENDED] == 0
+    row[:, TOKEN] = tokens
+    row[:, CACHED] += live
+    row[:, COUNT] += live
+    row[:, ENDED] = (tokens[:, None] == end_ids).any(1) | (row[:, COUNT] >= row[:, LIMIT]) | ~live
+    rows.index_copy_(0, slots, row)
+    indices = sampled.step * sampled.tokens.shape[1] + slots
+    sampled.tokens.view(-1).index_copy_(0, indices, torch.where(live, tokens, NOTHING))
+    sampled.logprobs.view(-1).index_copy_(0, indices, logprobs)
+    if seen is not None:
+        seen.view(-1).index_fill_(0, slots * seen.shape[1] + tokens, True)

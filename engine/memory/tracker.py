@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from engine.optimizers.ema import Average
+from engine.optimizer_step import Average
 from engine.parallel import dtensors, zero
 
 if TYPE_CHECKING:

@@ -6,14 +6,15 @@ and unreduced gradients live. FSDP2 always keeps the optimizer states with the s
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from engine.config import Compress
-from engine.parallel import comm_hooks, dist, dtensors, meshes, single_rank, unused_parameters
+from engine.parallel import comm_hooks, dist, dtensors, meshes, single_rank
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -77,7 +78,64 @@ def shard(
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload_policy)
         comm_hooks.install(unit, communication)
     for group in _groups_of(module):
-        unused_parameters.watch(group)
+        group.parameter_usage = ParameterUsage(group)
+
+
+class ParameterUsage:
+    """The parameters of one FSDP group that had a gradient since `reset`, and those whose gradient became zeros.
+
+    Some parameters have no gradient on some ranks, such as the experts that no token of a rank was routed to. FSDP2
+    reduces the gradients that exist. Ranks with different gradients would wait for each other or sum gradients of
+    different parameters. A unit used only in the last micro-batch would have gradients in two precisions. Therefore
+    zeros replace missing gradients in each reduction. At the step, the ranks find the parameters that none of them
+    used (`unused_on_all_ranks`): these have no gradient, as on one rank. Not supported: a unit whose forward only some
+    ranks run. Uses private names of FSDP2, which are the same from torch 2.11 to 2.13.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._post_backward: Callable[..., None] = group.post_backward
+        self._used: dict[int, Any] = {}
+        self._filled: dict[int, Any] = {}
+        group.post_backward = self._fill_and_post_backward
+
+    def _fill_and_post_backward(self, *args: Any) -> None:
+        if self._group.reduce_grads:
+            self._fill_missing()
+        self._post_backward(*args)
+
+    @torch.no_grad()
+    def _fill_missing(self) -> None:
+        """Give all gathered parameters a gradient in one precision."""
+        gathered = [p for p in self._group.fsdp_params if hasattr(p, "_unsharded_param")]
+        trained = [p for p in gathered if p._unsharded_param.requires_grad]
+        accumulates = any(p.unsharded_accumulated_grad is not None for p in trained)
+        for parameter in trained:
+            full = parameter._unsharded_param
+            if not full.numel():  # FSDP2 cannot reduce empty gradients
+                full.grad = parameter.unsharded_accumulated_grad = None
+                continue
+            if parameter.unsharded_accumulated_grad is None and full.grad is None:
+                full.grad = torch.zeros_like(full)
+                self._filled[id(parameter)] = parameter
+            else:
+                self._used[id(parameter)] = parameter
+            if accumulates and parameter.unsharded_accumulated_grad is None:
+                parameter.unsharded_accumulated_grad = full.grad.to(parameter.reduce_dtype)
+                full.grad = None
+
+    def used(self) -> list[nn.Parameter]:
+        """Return the shards of the parameters that had a gradient."""
+        return [parameter.sharded_param for parameter in self._used.values()]
+
+    def unused(self) -> list[nn.Parameter]:
+        """Return the shards of the parameters that had no gradient."""
+        return [parameter.sharded_param for key, parameter in self._filled.items() if key not in self._used]
+
+    def reset(self) -> None:
+        """Start a new step."""
+        self._used.clear()
+        self._filled.clear()
 
 
 def unused_on_all_ranks(module: nn.Module) -> set[str]:
@@ -86,7 +144,15 @@ def unused_on_all_ranks(module: nn.Module) -> set[str]:
     Every rank calls, once per step.
     """
     groups = _groups_of(module)
-    return unused_parameters.unused_on_all_ranks(module, map(unused_parameters.usage_of, groups)) if groups else set()
+    names = {id(parameter): name for name, parameter in module.named_parameters()} if groups else {}
+    used, unused = set[str](), set[str]()
+    for group in groups:
+        used.update(names[id(shard)] for shard in group.parameter_usage.used())
+        unused.update(names[id(shard)] for shard in group.parameter_usage.unused())
+        group.parameter_usage.reset()
+    if not groups or dist.max_over_ranks(float(len(unused))) == 0.0:
+        return set()
+    return unused.difference(*dist.gather_objects(used))
 
 
 def before_micro_batch(module: nn.Module, *, stage: int, last: bool) -> None:
@@ -138,7 +204,7 @@ def discard(module: nn.Module) -> None:
                 parameter._unsharded_param.grad = None
             parameter.sharded_param.grad = None
         group._partial_reduce_output = None
-        unused_parameters.usage_of(group).reset()
+        group.parameter_usage.reset()
     root = module._get_fsdp_state()
     root._state_ctx.iter_forward_root = None
     root._comm_ctx.all_gather_state = None

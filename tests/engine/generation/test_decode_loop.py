@@ -13,8 +13,7 @@ from engine.generation import attention, decode_loop, prepacked_linears
 from engine.generation.attention import Step
 from engine.generation.cuda_graph import bucket
 from engine.generation.decode_loop import DecodeLoop
-from engine.generation.decode_step import SlotModel
-from engine.generation.decode_table import CACHED, COUNT, ENDED, LIMIT, NOTHING, PROMPT, SEED
+from engine.generation.decode_step import CACHED, COUNT, ENDED, LIMIT, NOTHING, PROMPT, SEED, SlotModel
 from engine.generation.generator import Generation, Generator
 from engine.generation.kv_cache import CacheSize, KVCache
 from engine.generation.sampling import Sampling, under_seed, uniforms

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.generation.decode_table import (
+from engine.generation.decode_step import (
     CACHED,
     COUNT,
     ENDED,
