@@ -54,7 +54,7 @@ class Method(IntEnum):
 @cache
 def method() -> Method:
     """Return the method of this processor; NONE also if there is no compiler."""
-    compiled = library("linear", exact=True)
+    compiled = library("linear")
     return Method.NONE if compiled is None else Method(compiled.linear_method())
 
 
@@ -78,7 +78,7 @@ class LinearRows:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         assert in_place_kernel_supports(weight) and weight.is_contiguous()
         assert bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous())
-        compiled = library("linear", exact=True)
+        compiled = library("linear")
         assert compiled is not None
         self._function: Any = compiled.linear_rows
         self._function.argtypes, self._function.restype = _ARGUMENTS, None

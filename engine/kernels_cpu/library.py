@@ -35,24 +35,28 @@ FLAGS = (
     "-fassociative-math",
     "-freciprocal-math",
 )
-# Sums are not reordered: a number has the same bits at every position of a vector.
+# The libraries whose sums are not reordered: a number has the same bits at every position of a vector.
+EXACT_LIBRARIES = ("linear",)
 EXACT = ("-fno-associative-math", "-fno-reciprocal-math", "-fsigned-zeros", "-ffp-contract=off")
 SWITCH = "ZEROCHAT_HOST_KERNELS"  # 0 in the environment disables the kernels
 
 
 @cache
-def library(name: str, *, exact: bool = False) -> ctypes.CDLL | None:
-    """Return the compiled functions of `name`.c; None if they cannot be compiled.
-
-    The reason for None is logged once. `exact` forbids the compiler to reorder sums.
-    """
+def library(name: str) -> ctypes.CDLL | None:
+    """Return the compiled functions of `name`.c; None if they cannot be compiled. The reason is logged once."""
     try:
         if os.environ.get(SWITCH) == "0":
             raise Unavailable(f"{SWITCH}=0")
-        return _loaded(HERE / f"{name}.c", (*FLAGS, *EXACT) if exact else FLAGS)
+        return _loaded(HERE / f"{name}.c", (*FLAGS, *EXACT) if name in EXACT_LIBRARIES else FLAGS)
     except (Unavailable, OSError, subprocess.SubprocessError) as reason:
         log.info("%s.c is not used, PyTorch's operators run instead: %s", name, reason)
         return None
+
+
+def load_libraries() -> None:
+    """Compile and load all C files, so that no step waits for the compiler."""
+    for source in sorted(HERE.glob("*.c")):
+        library(source.stem)
 
 
 class Unavailable(Exception):

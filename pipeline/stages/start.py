@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine import Engine, OptimizerConfig, Sampling, distributed
+from engine import Engine, OptimizerConfig, Sampling, distributed, kernels
 from pipeline.config.schema import RolloutSection, RunConfig, StageSection
 from pipeline.config.stages import STAGES
 from pipeline.data.tokenizer import ChatTokenizer
@@ -106,11 +106,16 @@ def plan_stage(
     policy: ModelSource,
     reward: ModelSource | None = None,
 ) -> StagePlan:
-    """Log the number of steps and the predicted memory, choose settings for `engine=auto`, and seed torch."""
+    """Log the number of steps and the predicted memory, choose settings for `engine=auto`, and seed torch.
+
+    On a CPU, compile the kernels in C, so that no step waits for the compiler.
+    """
     section = getattr(config, stage)
     steps = stage_steps(section, examples)
     log_steps(stage, section, steps, examples)
     arrange_ranks(config)
+    if distributed.world().device.type == "cpu":
+        kernels.load_libraries()
     config, predicted = announce(config, stage, folder, policy=policy, reward=reward)
     return StagePlan(config, steps, predicted)
 

@@ -83,9 +83,19 @@ def test_what_a_compiler_wrote_before_it_failed_is_not_used(folder: Path, monkey
 
 
 @needs_compiler
-def test_exact_files_round_as_they_are_written(folder: Path) -> None:
+def test_all_files_are_compiled_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "other.c").write_text(SOURCE)
+    (folder / "broken.c").write_text("int answer(void) {")
+    monkeypatch.setattr(module, "library", library)
+    module.load_libraries()
+    assert sorted(path.name.partition("-")[0] for path in kept(folder)) == ["answer", "other"]
+
+
+@needs_compiler
+def test_exact_files_round_as_they_are_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EXACT_LIBRARIES", ("answer",))
     (folder / "answer.c").write_text("float rest(float a, float b) { return (a + b) - a; }")
-    found = library("answer", exact=True)
+    found = library("answer")
     found.rest.argtypes, found.rest.restype = [ctypes.c_float, ctypes.c_float], ctypes.c_float
     assert found.rest(1.0, 1e-9) == 0.0  # 1e-9 where the sum may be reordered
 
