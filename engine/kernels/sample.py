@@ -22,6 +22,7 @@ from engine.kernels_cpu.library import library
 from engine.kernels_triton.device import has_triton
 
 BLOCK, BLOCKS = 256, 16  # the size of a block of weights (also in sample.c); fewer blocks are summed at once
+LIKELY = BLOCKS * BLOCK  # tokens in which top-p is sought first
 C_DTYPES = (torch.bfloat16, torch.float32)
 LOGITS_PER_THREAD = 2**15  # fewer logits are not worth a thread
 
@@ -70,8 +71,7 @@ def reference(
         return tokens, chosen - logits.logsumexp(-1)
     if temperature != 1:
         logits = logits / temperature
-    ranked, tokens = _ranked(logits, top_k)
-    probabilities = ranked.softmax(-1)
+    tokens, probabilities = _ranked(logits, top_k, top_p)
     if top_p < 1:
         before = probabilities.cumsum(-1) - probabilities  # mass of all more probable tokens
         probabilities = probabilities.masked_fill(before >= top_p, 0)
@@ -86,11 +86,26 @@ def _without_unlikely(probabilities: Tensor, min_p: float) -> Tensor:
     return probabilities.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), 0)
 
 
-def _ranked(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return the `top_k` largest logits of each row (0: all) in descending order, and their tokens: both (B, K)."""
-    if 0 < top_k < logits.shape[-1]:
-        return torch.topk(logits, top_k, dim=-1)
-    return torch.sort(logits, dim=-1, descending=True, stable=True)
+def _ranked(logits: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """Return the tokens that may pass top-k and top-p, most probable first, and their probabilities: both (B, K).
+
+    top-p is that of the distribution after top-k. A sort of the vocabulary takes many times as long as a search for the
+    LIKELY largest logits, which are enough unless the distribution is flat.
+    """
+    size = logits.shape[-1]
+    if 0 < top_k < size:
+        ranked, tokens = torch.topk(logits, top_k, dim=-1)
+        return tokens, ranked.softmax(-1)
+    total = logits.logsumexp(-1, keepdim=True)
+    if size > 2 * LIKELY:
+        tokens = torch.topk(logits, LIKELY, dim=-1, sorted=False).indices.sort(-1).values
+        ranked, order = torch.sort(logits.gather(-1, tokens), dim=-1, descending=True, stable=True)
+        probabilities = (ranked - total).exp_()
+        above_last = probabilities.masked_fill(ranked == ranked[:, -1:], 0).sum(-1)  # other tokens may equal the last
+        if bool((above_last >= top_p).all()):
+            return tokens.gather(-1, order), probabilities
+    ranked, tokens = torch.sort(logits, dim=-1, descending=True, stable=True)
+    return tokens, (ranked - total).exp_()
 
 
 def _weights(logits: Tensor, temperature: float) -> Tensor:
