@@ -120,13 +120,11 @@ class Engine:
         """The compute precision of the module."""
         return precision.TORCH_DTYPE[self.config.dtype]
 
-    def backward(self, loss: Tensor, *, count: float | None = None, last: bool | None = None) -> None:
-        """Add the gradient of a micro-batch's loss.
+    def backward(self, loss: Tensor, *, last: bool | None = None) -> None:
+        """Add the gradient of a micro-batch's loss, the mean over this rank's micro-batch.
 
-        Without `count`, `loss` is the mean over this rank's micro-batch, and the gradients are averaged over ranks and
-        `gradient_accumulation` micro-batches. With `count`, `loss` is a sum, and the gradient of `loss / count` is
-        summed over ranks. `last` says that the step follows. By default, micro-batches are counted for means, and
-        `last` is True for sums.
+        The gradients are averaged over ranks and `gradient_accumulation` micro-batches. `last` says that the step
+        follows. By default, micro-batches are counted.
         """
         if self.optimizer is None:
             raise ValueError(
@@ -140,11 +138,10 @@ class Engine:
                 "update instead of backward"
             )
         if last is None:
-            last = count is not None or self._micro_batches + 1 >= self.config.gradient_accumulation
+            last = self._micro_batches + 1 >= self.config.gradient_accumulation
         self._passes.prepare(last=last)
         # FSDP2 averages gradients over ranks; sequence-parallel ranks each have a summand of their group's gradient.
-        world, steps = dist.world(), self.config.gradient_accumulation
-        self._passes.backward(loss, world.sequence / steps if count is None else world.zero_size / count, last=last)
+        self._passes.backward(loss, dist.world().sequence / self.config.gradient_accumulation, last=last)
         self._micro_batches += 1
 
     def step(self) -> Step | None:

@@ -6,8 +6,8 @@ from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from engine.generation.prepacked_linears import rms_norm, rms_norm_of
 from engine.kernels_cpu.library import library
-from engine.kernels_cpu.rms_norm import rms_norm, rms_norm_of
 
 pytestmark = pytest.mark.skipif(library("rms_norm") is None, reason="no C compiler")
 
