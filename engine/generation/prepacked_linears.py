@@ -20,7 +20,6 @@ Left out: expert matrices, which are not linear layers, and quantized weights.
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import IntEnum
 from functools import cache, partial
 from typing import Any
 
@@ -46,19 +45,11 @@ _ARGUMENTS: list[Any] = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3 + [ctypes.c_
 Product = Callable[[Tensor], Tensor]
 
 
-class Method(IntEnum):
-    """The method of multiplication: none (no kernel), widened to fp32, or pairs of bf16 numbers (AVX512_BF16)."""
-
-    NONE = 0
-    WIDEN = 1
-    PAIRS = 2
-
-
 @cache
-def method() -> Method:
-    """Return the method of this processor; NONE also if there is no compiler."""
+def has_in_place_kernel() -> bool:
+    """Return whether linear.c is faster than PyTorch here: there is a compiler, and the processor has no AMX."""
     compiled = library("linear")
-    return Method.NONE if compiled is None else Method(compiled.linear_method())
+    return compiled is not None and bool(compiled.has_kernel())
 
 
 def in_place_kernel_supports(weight: Tensor) -> bool:
@@ -67,7 +58,7 @@ def in_place_kernel_supports(weight: Tensor) -> bool:
         weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
         and len(weight) >= MIN_OUTPUTS
-        and method() != Method.NONE
+        and has_in_place_kernel()
     )
 
 
@@ -166,7 +157,7 @@ def is_available(dtype: torch.dtype) -> bool:
 
 def copies_weights(dtype: torch.dtype) -> bool:
     """Return whether preparing weights of `dtype` copies them; otherwise they are read in place."""
-    return dtype != torch.bfloat16 or method() == Method.NONE
+    return dtype != torch.bfloat16 or not has_in_place_kernel()
 
 
 def _prepare(layer: nn.Module) -> Product:

@@ -19,20 +19,16 @@
 #define AHEAD 2    /* prefetch distance in tiles */
 #define INLINE static inline __attribute__((always_inline))
 
-enum method { NONE, WIDEN, PAIRS };
-
-/* Return how this processor multiplies. NONE: PyTorch is faster (AMX), or the processor was not measured. */
-int linear_method(void) {
+/* Return 1, or 0 if PyTorch is faster (AMX) or the processor was not measured. */
+int has_kernel(void) {
 #ifdef __x86_64__
     unsigned a, b, c, d;
-    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1)) return NONE; /* AMX-BF16 */
-#ifdef __AVX512BF16__
-    return PAIRS;
-#elif defined(__AVX2__) && defined(__FMA__)
-    return WIDEN;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1)) return 0; /* AMX-BF16 */
+#if defined(__AVX512BF16__) || (defined(__AVX2__) && defined(__FMA__))
+    return 1;
 #endif
 #endif
-    return NONE;
+    return 0;
 }
 
 /* A `numbers` vector holds STEP inputs, in bf16 or widened to fp32. A `lanes` vector holds the LANES partial sums of an
