@@ -5,26 +5,19 @@ distribution is in descending order of probability (ties in the order of the voc
 vocabulary. Filters apply in the order temperature, top-k, top-p (Holtzman et al., 2020, arXiv:1904.09751), min-p
 (Nguyen et al., 2024, arXiv:2407.01082); probabilities are normalised again after top-k.
 
-`sample` selects the implementation: Triton on GPUs, C on CPUs, otherwise `reference`. The implementations sum in
-different orders. A token may therefore differ if its uniform number is within about 1e-6 of the border of two tokens.
+`sample` selects the implementation: Triton on GPUs, otherwise `reference`. The implementations sum in different orders.
+A token may therefore differ if its uniform number is within about 1e-6 of the border of two tokens.
 
 Shapes: B rows, V vocabulary.
 """
 
-import ctypes
-from collections.abc import Callable
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from engine.kernels_cpu.library import library
 from engine.kernels_triton.device import has_triton
 
-BLOCK, BLOCKS = 256, 16  # the size of a block of weights (also in sample.c); fewer blocks are summed at once
-LIKELY = BLOCKS * BLOCK  # tokens in which top-p is sought first
-C_DTYPES = (torch.bfloat16, torch.float32)
-LOGITS_PER_THREAD = 2**15  # fewer logits are not worth a thread
+BLOCK, BLOCKS = 256, 16  # the size of a block of weights; fewer blocks are summed at once
+LIKELY = 64  # tokens in which top-p is sought first
 
 
 def sample(
@@ -46,16 +39,12 @@ def sample(
     """
     if logits.ndim != 2 or not logits.shape[1] or uniforms.shape != logits.shape[:1]:
         raise ValueError(f"logits must be (B, V) and uniforms (B,), not {tuple(logits.shape)}, {tuple(uniforms.shape)}")
-    implementation = _implementation(logits)
-    return implementation(logits, uniforms, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-
-
-def _implementation(logits: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    implementation = reference
     if logits.is_cuda and has_triton():
         from engine.kernels_triton import sample as in_triton
 
-        return in_triton.sample
-    return sample_in_c if c_supports(logits) else reference
+        implementation = in_triton.sample
+    return implementation(logits, uniforms, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def reference(
@@ -66,46 +55,49 @@ def reference(
         return _invert(_without_unlikely(_weights(logits, temperature), min_p), uniforms)
     logits = logits.float()
     if temperature == 0:
-        tokens = logits.argmax(-1)
-        chosen = logits.gather(-1, tokens[:, None])[:, 0]
-        return tokens, chosen - logits.logsumexp(-1)
+        highest, tokens = logits.max(-1)
+        return tokens, highest - logits.logsumexp(-1)
     if temperature != 1:
         logits = logits / temperature
-    tokens, probabilities = _ranked(logits, top_k, top_p)
-    if top_p < 1:
-        before = probabilities.cumsum(-1) - probabilities  # mass of all more probable tokens
-        probabilities = probabilities.masked_fill(before >= top_p, 0)
-    probabilities = _without_unlikely(probabilities, min_p)
-    columns, logprobs = _invert(probabilities, uniforms)
-    return tokens.gather(-1, columns[:, None])[:, 0], logprobs
+    if not 0 < top_k < logits.shape[-1]:
+        return _sample_ranked(logits, uniforms, logits.logsumexp(-1, keepdim=True), top_p, min_p, LIKELY)
+    ranked, kept = torch.topk(logits, top_k, dim=-1)
+    columns, logprobs = _sample_ranked(ranked, uniforms, ranked.logsumexp(-1, keepdim=True), top_p, min_p, top_k)
+    return kept.gather(-1, columns[:, None])[:, 0], logprobs
+
+
+def _sample_ranked(
+    logits: Tensor, uniforms: Tensor, total: Tensor, top_p: float, min_p: float, count: int
+) -> tuple[Tensor, Tensor]:
+    """Sample one column (B,) of logits (B, V), and its log-probability (B,); `total` (B, 1) is their log-sum-exp.
+
+    The search of the `count` likeliest columns is several times as fast as a sort. A row whose top-p needs more columns
+    is sampled again with more of them.
+    """
+    if count < logits.shape[-1]:
+        tokens = torch.topk(logits, count, dim=-1, sorted=False).indices.sort(-1).values
+        ranked, order = torch.sort(logits.gather(-1, tokens), dim=-1, descending=True, stable=True)
+        tokens = tokens.gather(-1, order)
+    else:
+        ranked, tokens = torch.sort(logits, dim=-1, descending=True, stable=True)
+    probabilities = (ranked - total).exp_()
+    before = probabilities.cumsum(-1) - probabilities  # mass of all more probable tokens
+    kept = _without_unlikely(probabilities.masked_fill(before >= top_p, 0) if top_p < 1 else probabilities, min_p)
+    columns, logprobs = _invert(kept, uniforms)
+    tokens = tokens.gather(-1, columns[:, None])[:, 0]
+    if count < logits.shape[-1]:
+        above_last = probabilities.masked_fill(ranked == ranked[:, -1:], 0).sum(-1)  # other columns may equal the last
+        rows = (~(above_last >= top_p)).nonzero()[:, 0]
+        if len(rows):
+            others = _sample_ranked(logits[rows], uniforms[rows], total[rows], top_p, min_p, 16 * count)
+            tokens[rows], logprobs[rows] = others
+    return tokens, logprobs
 
 
 def _without_unlikely(probabilities: Tensor, min_p: float) -> Tensor:
     if min_p == 0:
         return probabilities
     return probabilities.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), 0)
-
-
-def _ranked(logits: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return the tokens that may pass top-k and top-p, most probable first, and their probabilities: both (B, K).
-
-    top-p is that of the distribution after top-k. A sort of the vocabulary takes many times as long as a search for the
-    LIKELY largest logits, which are enough unless the distribution is flat.
-    """
-    size = logits.shape[-1]
-    if 0 < top_k < size:
-        ranked, tokens = torch.topk(logits, top_k, dim=-1)
-        return tokens, ranked.softmax(-1)
-    total = logits.logsumexp(-1, keepdim=True)
-    if size > 2 * LIKELY:
-        tokens = torch.topk(logits, LIKELY, dim=-1, sorted=False).indices.sort(-1).values
-        ranked, order = torch.sort(logits.gather(-1, tokens), dim=-1, descending=True, stable=True)
-        probabilities = (ranked - total).exp_()
-        above_last = probabilities.masked_fill(ranked == ranked[:, -1:], 0).sum(-1)  # other tokens may equal the last
-        if bool((above_last >= top_p).all()):
-            return tokens.gather(-1, order), probabilities
-    ranked, tokens = torch.sort(logits, dim=-1, descending=True, stable=True)
-    return tokens, (ranked - total).exp_()
 
 
 def _weights(logits: Tensor, temperature: float) -> Tensor:
@@ -158,55 +150,3 @@ def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 def _first_above(cumulative: Tensor, share: Tensor) -> Tensor:
     """Return the first column (B, 1) of ascending rows (B, V) that exceeds the row's share (B, 1), else the last."""
     return torch.searchsorted(cumulative, share, right=True).clamp_(max=cumulative.shape[-1] - 1)
-
-
-def c_supports(logits: Tensor) -> bool:
-    """Return whether the kernel can read these logits here."""
-    return logits.device.type == "cpu" and logits.dtype in C_DTYPES and _c_function() is not None
-
-
-def sample_in_c(
-    logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
-) -> tuple[Tensor, Tensor]:
-    """Compute `sample` in C, for logits that `c_supports`. Top-k keeps equal logits in the order of the vocabulary."""
-    function = _c_function()
-    assert function is not None and c_supports(logits)
-    rows, vocabulary = logits.shape
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    uniforms = uniforms.to("cpu", torch.float32).contiguous()
-    tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-    threads = max(1, min(torch.get_num_threads(), logits.numel() // LOGITS_PER_THREAD, rows))
-    room = torch.empty(threads, 3, -(-vocabulary // BLOCK) * BLOCK)
-    function(
-        logits.data_ptr(),
-        logits.dtype == torch.bfloat16,
-        rows,
-        vocabulary,
-        logits.stride(0),
-        uniforms.data_ptr(),
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        tokens.data_ptr(),
-        logprobs.data_ptr(),
-        room.data_ptr(),
-        threads,
-    )
-    return tokens, logprobs
-
-
-@cache
-def _c_function() -> Callable[..., None] | None:
-    compiled = library("sample")
-    if compiled is None:
-        return None
-    pointer, flag, size, number = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-    compiled.sample.argtypes = [
-        *(pointer, flag, size, size, size, pointer),
-        *(number, size, number, number),
-        *(pointer, pointer, pointer, flag),
-    ]
-    compiled.sample.restype = None
-    function: Callable[..., None] = compiled.sample
-    return function

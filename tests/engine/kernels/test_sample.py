@@ -1,8 +1,6 @@
-"""`sample` in torch and in C: the filtered distribution in float64, the edges of [0, 1), ties, NaN, transformers."""
+"""`sample` in torch: the filtered distribution in float64, the edges of [0, 1), ties, NaN, transformers."""
 
-import importlib
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,42 +18,21 @@ from transformers import (
 
 from engine import kernels
 from engine.generation.sampling import forbid, penalise
-from engine.kernels.sample import C_DTYPES, c_supports, reference, sample_in_c
+from engine.kernels.sample import reference
 from tests.engine.kernels.oracle import PLAIN, probability_and_border
 
-Sample = Callable[..., tuple[Tensor, Tensor]]
-module = importlib.import_module("engine.kernels.sample")
 LAST = 1 - 2**-24  # the largest uniform number
-NO_COMPILER = pytest.mark.skipif(not c_supports(torch.zeros(1)), reason="no C compiler")
-FILTERS: list[dict[str, Any]] = [
-    {}, {"temperature": 0.0}, {"temperature": 0.6, "min_p": 0.05}, {"min_p": 1.0}, {"top_k": 5}, {"top_k": 10**6},
-    {"top_p": 1e-6}, {"top_p": 0.9, "temperature": 1.7}, {"top_p": 0.9, "min_p": 0.2}, {"top_k": 50, "top_p": 0.9},
-    {"top_k": 700, "top_p": 0.8, "min_p": 0.02, "temperature": 1.3},
-]  # fmt: skip
 
 
-@pytest.fixture(params=["torch", pytest.param("c", marks=NO_COMPILER)])
-def sample(request: pytest.FixtureRequest) -> Sample:
-    implementation = reference if request.param == "torch" else sample_in_c
-    return lambda logits, uniforms, **filters: implementation(logits, uniforms, **{**PLAIN, **filters})
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    monkeypatch.setattr(module, "LOGITS_PER_THREAD", 1)
-    yield request.param
-    torch.set_num_threads(before)
+def sample(logits: Tensor, uniforms: Tensor, **filters: Any) -> tuple[Tensor, Tensor]:
+    return reference(logits, uniforms, **{**PLAIN, **filters})
 
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [(1.0, 0, 1.0, 0.0), (0.6, 5, 1.0, 0.0), (0.8, 0, 0.7, 0.0), (1.3, 0, 1.0, 0.2), (0.9, 12, 0.95, 0.1)],
 )
-def test_tokens_follow_the_filtered_softmax(
-    temperature: float, top_k: int, top_p: float, min_p: float, sample: Sample
-) -> None:
+def test_tokens_follow_the_filtered_softmax(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     """A grid of uniform numbers hits each token in proportion to its probability."""
     torch.manual_seed(1)
     logits = 1.5 * torch.randn(20)
@@ -92,7 +69,7 @@ def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p
         {"temperature": 1.3, "min_p": 0.02},
     ],
 )
-def test_penalty_minimum_and_filters_are_those_of_transformers(filters: dict[str, Any], sample: Sample) -> None:
+def test_penalty_minimum_and_filters_are_those_of_transformers(filters: dict[str, Any]) -> None:
     """In the order of `generate`."""
     torch.manual_seed(2)
     logits, ids, ends = 2 * torch.randn(1, 60), torch.tensor([[3, 9, 9, 41, 17]]), [4, 8, 50]
@@ -112,7 +89,7 @@ def test_penalty_minimum_and_filters_are_those_of_transformers(filters: dict[str
 
 @pytest.mark.parametrize("size", [4095, 5000, 50257])
 @pytest.mark.parametrize("filters", [{"temperature": 0.7}, {"top_p": 0.9, "temperature": 1.5}], ids=str)
-def test_large_vocabularies_are_inverted_as_in_float64(size: int, filters: dict[str, Any], sample: Sample) -> None:
+def test_large_vocabularies_are_inverted_as_in_float64(size: int, filters: dict[str, Any]) -> None:
     """Vocabularies on either side of the size from which blocks are summed first."""
     generator = torch.Generator().manual_seed(size)
     logits = 3 * torch.randn(16, size, generator=generator)
@@ -126,7 +103,7 @@ def test_large_vocabularies_are_inverted_as_in_float64(size: int, filters: dict[
 
 
 @pytest.mark.parametrize("size", [6, 5000])
-def test_the_first_and_the_last_uniform_number_select_tokens_with_weight(size: int, sample: Sample) -> None:
+def test_the_first_and_the_last_uniform_number_select_tokens_with_weight(size: int) -> None:
     logits = torch.zeros(3, size)
     logits[:, : size // 3], logits[:, size - 2 :] = float("-inf"), float("-inf")
     for filters in ({}, {"top_p": 1 - 1e-7}, {"top_k": size}, {"min_p": 0.5}):
@@ -134,7 +111,7 @@ def test_the_first_and_the_last_uniform_number_select_tokens_with_weight(size: i
         assert tokens[0] == size // 3 and tokens[2] == size - 3 and size // 3 <= tokens[1] < size - 2
 
 
-def test_greedy_selects_the_first_of_the_most_probable_with_its_plain_logprob(sample: Sample) -> None:
+def test_greedy_selects_the_first_of_the_most_probable_with_its_plain_logprob() -> None:
     logits = torch.zeros(3, 5000, dtype=torch.bfloat16)
     logits[1, [4000, 77, 78]], logits[2, 4999] = 2.0, 1.0
     tokens, logprobs = sample(logits, torch.rand(3), temperature=0.0)
@@ -142,7 +119,7 @@ def test_greedy_selects_the_first_of_the_most_probable_with_its_plain_logprob(sa
     torch.testing.assert_close(logprobs, logits.float().log_softmax(-1).amax(-1))
 
 
-def test_a_row_with_nan_has_a_nan_logprob(sample: Sample) -> None:
+def test_a_row_with_nan_has_a_nan_logprob() -> None:
     logits = torch.randn(4, 1000)
     logits[0, 17], logits[1], logits[2, 999] = float("nan"), float("-inf"), float("inf")
     for filters in ({}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}):
@@ -151,53 +128,23 @@ def test_a_row_with_nan_has_a_nan_logprob(sample: Sample) -> None:
         assert ((tokens >= 0) & (tokens < 1000)).all()
 
 
-@NO_COMPILER
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_c_equals_torch(filters: dict[str, Any], threads: int) -> None:
-    uniforms = torch.tensor([0.0, 0.1, 0.37, 0.5, 0.83, 0.998])
-    for dtype in C_DTYPES:
-        if dtype == torch.bfloat16 and "top_k" in filters:
-            continue  # bf16 has many equal logits; which of them torch.topk keeps is undefined
-        for size, width in ((1, 3.0), (257, 0.3), (5003, 3.0)):
-            logits = width * torch.randn(6, size, generator=torch.Generator().manual_seed(size))
-            logits[:, 1::5] = float("-inf")
-            logits = logits.to(dtype)
-            tokens, logprobs = sample_in_c(logits, uniforms, **{**PLAIN, **filters})
-            expected, expected_logprobs = reference(logits, uniforms, **{**PLAIN, **filters})
-            assert tokens.tolist() == expected.tolist()
-            torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-5, rtol=0)
-
-
-@NO_COMPILER
-def test_in_c_a_row_does_not_depend_on_other_rows_or_on_threads(threads: int) -> None:
-    logits, uniforms = 2 * torch.randn(7, 3001), torch.rand(7)
-    for filters in ({}, {"top_k": 50, "top_p": 0.9}):
-        settings = {**PLAIN, **filters}
-        together = torch.stack(sample_in_c(logits, uniforms, **settings))
-        single = [torch.stack(sample_in_c(logits[i : i + 1], uniforms[i : i + 1], **settings)) for i in range(7)]
+def test_a_row_does_not_depend_on_other_rows() -> None:
+    """A flat row makes top-p sort the vocabulary of all rows."""
+    logits, uniforms = 6 * torch.randn(7, 9001), torch.rand(7)
+    logits[3] = 0.0
+    for filters in ({}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.9}):
+        together = torch.stack(sample(logits, uniforms, **filters))
+        single = [torch.stack(sample(logits[i : i + 1], uniforms[i : i + 1], **filters)) for i in range(7)]
         assert torch.equal(together, torch.cat(single, 1))
 
 
-@NO_COMPILER
-def test_in_c_equal_logits_at_the_edge_of_top_k_are_kept_by_index() -> None:
-    """One token is more probable than the rest, which are equal: the first three of the rest are kept."""
-    logits = torch.zeros(1, 700)
-    logits[0, 3] = 1.0
-    total = torch.tensor(1.0).exp() + 3
-    for number, token in ((0.0, 3), (float((total - 2.9) / total), 0), (float((total - 1.5) / total), 1), (LAST, 2)):
-        tokens, logprobs = sample_in_c(logits, torch.tensor([number]), **{**PLAIN, "top_k": 4})
-        assert tokens.tolist() == [token]
-        torch.testing.assert_close(logprobs[0], logits[0, token] - total.log())
-
-
-def test_views_fp16_no_rows_and_bad_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The public name, with the C kernel and without."""
+def test_views_fp16_no_rows_and_bad_shapes() -> None:
+    """The public name."""
     wide, uniforms = torch.randn(3, 600), torch.tensor([[0.1, 9.0], [0.5, 9.0], [0.9, 9.0]])[:, 0]
     for view in (wide[:, 7:500], wide.T.contiguous().T):
         assert torch.equal(kernels.sample(view, uniforms)[1], kernels.sample(view.clone(), uniforms.clone())[1])
     assert [len(each) for each in kernels.sample(wide[:0], uniforms[:0], top_p=0.5)] == [0, 0]
     assert torch.equal(kernels.sample(wide.half(), uniforms)[0], reference(wide.half(), uniforms, **PLAIN)[0])
-    monkeypatch.setattr(module, "_c_function", lambda: None)
     assert torch.equal(kernels.sample(wide, uniforms)[1], reference(wide, uniforms, **PLAIN)[1])
     with pytest.raises(ValueError, match=r"uniforms \(B,\)"):
         kernels.sample(wide, uniforms[:2])
