@@ -131,7 +131,7 @@ class Engine:
                 "the engine has no optimizer, so its parameters are frozen. Pass "
                 'initialize(..., optimizer=OptimizerConfig(lr=...)), or "optimizer" in a DeepSpeed configuration'
             )
-        sharding.check_parallelism(self.config)
+        self._check_parallelism()
         if self.config.pipeline_parallel > 1:
             raise ValueError(
                 f"pipeline_parallel={self.config.pipeline_parallel} needs all micro-batches of a step at once. Call "
@@ -143,6 +143,12 @@ class Engine:
         # FSDP2 averages gradients over ranks; sequence-parallel ranks each have a summand of their group's gradient.
         self._passes.backward(loss, dist.world().sequence / self.config.gradient_accumulation, last=last)
         self._micro_batches += 1
+
+    def _check_parallelism(self) -> None:
+        config = self.config
+        dist.check_parallelism(
+            tensor=config.tensor_parallel, pipeline=config.pipeline_parallel, sequence=config.sequence_parallel
+        )
 
     def step(self) -> Step | None:
         """Clip and update after `gradient_accumulation` micro-batches. Before that, do nothing and return None."""
@@ -183,7 +189,7 @@ class Engine:
         stops the update. The host waits for the device once. Raises `engine.oom.PassOutOfMemory` if a pass runs out of
         memory.
         """
-        sharding.check_parallelism(self.config)
+        self._check_parallelism()
         sent_before = collectives.bytes_sent()
         total_loss, totals = add_up(self._passes.train(micro_batches, loss_fn, count), maxima)
         *values, loss, squared_norm = to_numbers([*totals.values(), total_loss, self._gradients().squared_norm()])
@@ -232,7 +238,7 @@ class Engine:
         other use of the engine discards the graphs; the update then runs its own forwards. Dropout is as in training.
         Returns None under pipeline parallelism, which does not support this.
         """
-        sharding.check_parallelism(self.config)
+        self._check_parallelism()
         return self._passes.score_to_learn(micro_batches, work)
 
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:

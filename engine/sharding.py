@@ -89,17 +89,6 @@ def check_optimizer(config: EngineConfig, optimizer: OptimizerConfig) -> None:
         )
 
 
-def check_parallelism(config: EngineConfig) -> None:
-    """Raise ValueError if another engine has changed the parallelism of this process."""
-    world = dist.world()
-    own = (config.tensor_parallel, config.pipeline_parallel, config.sequence_parallel)
-    if (world.tensor, world.pipeline, world.sequence) != own:
-        raise ValueError(
-            "another engine of this process has other values of tensor_parallel, pipeline_parallel or "
-            "sequence_parallel. Use the same values for all engines"
-        )
-
-
 def fill(
     module: nn.Module,
     optimizer: object,

@@ -19,8 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from engine.checkpoint import engine_state
 from engine.checkpoint.checksums import verify
-from engine.checkpoint.chunks import LoadPlanner, LocalChunks, SavePlanner
-from engine.checkpoint.storage import Reader, Writer
+from engine.checkpoint.storage import LoadPlanner, LocalChunks, Reader, SavePlanner, Writer
 from engine.parallel import dist
 
 COPY_SHARE = 0.5  # of the host's free memory that the copies of all its ranks may use

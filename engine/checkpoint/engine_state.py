@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from engine import optim
-from engine.checkpoint.chunks import LocalChunks, chunks_of
+from engine.checkpoint.storage import LocalChunks, chunks_of
 from engine.config import OptimizerConfig
 from engine.loading import persistent_buffers
 from engine.offload import OffloadedOptimizer

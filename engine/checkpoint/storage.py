@@ -1,4 +1,4 @@
-"""The files of a checkpoint. None of them holds a pickle.
+"""The files of a checkpoint, written and read by `torch.distributed.checkpoint` (DCP). None of them holds a pickle.
 
     tensors-R.safetensors     the chunks that rank R wrote
     tensors-R-1.safetensors   second chunks of the same tensors (experts whose gate and up matrices share a tensor)
@@ -15,25 +15,120 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, Metadata, SavePlan, SavePlanner, StorageWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    HuggingFaceStorageReader,
+    Metadata,
+    SavePlan,
+    StorageWriter,
+)
+from torch.distributed.checkpoint import SavePlanner as AnySavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from engine.checkpoint.checksums import Checksum, write_checksums, write_file
-from engine.parallel import dist
+from engine.loading import local_region
+from engine.parallel import dist, dtensors
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.uint8: "U8",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LocalChunks:
+    """This rank's `values` of a tensor that is sharded like `layout`.
+
+    DCP takes a DTensor as one chunk. Here a rank may hold several chunks of a tensor: experts whose gate and up
+    matrices share one tensor (engine/parallel/tensor.py).
+    """
+
+    layout: Tensor
+    values: Tensor
+
+    @property
+    def by_offset(self) -> dict[torch.Size, Tensor]:
+        """Return the chunks by their offsets in the full tensor, without empty ones. They are views."""
+        region = local_region(self.layout)
+        start = [slices[0].start for slices in region]
+        chunks = {torch.Size(start): self.values}
+        for dim, slices in enumerate(region):
+            if len(slices) > 1:
+                starts = (torch.Size([*start[:dim], rows.start, *start[dim + 1 :]]) for rows in slices)
+                chunks = dict(zip(starts, self.values.chunk(len(slices), dim), strict=True))
+        return {offsets: chunk for offsets, chunk in chunks.items() if chunk.numel() or not self.layout.numel()}
+
+    def copy_to_host(self) -> "LocalChunks":
+        """Return the same chunks with a copy of the values in host memory, pinned for a copy from a GPU."""
+        copy = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=self.values.is_cuda)
+        copy.copy_(self.values, non_blocking=True)
+        return LocalChunks(self.layout, copy)
+
+    # The protocol torch.distributed._checkpointable._Checkpointable, which DTensor implements too.
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets, chunk.size()) for offsets, chunk in self.by_offset.items()]
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        properties, size = TensorProperties(dtype=self.values.dtype), self.layout.size()
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, size),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self.by_offset[index.offset]
+
+
+def chunks_of(tensor: Tensor) -> LocalChunks:
+    """Return the chunks of a tensor or DTensor."""
+    return LocalChunks(tensor, dtensors.local(tensor.detach()))
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans the writing of {engine: {name: LocalChunks}}. DCP removes chunks that several ranks hold."""
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)  # type: ignore[no-any-return]
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans the reading of {engine: {name: LocalChunks}} from a checkpoint with any other division into chunks."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Flatten the names. The method of the base class accepts tensors only."""
+        found = ((engine, name, chunks) for engine, tensors in state_dict.items() for name, chunks in tensors.items())
+        self.state_dict = {f"{engine}.{name}": chunks for engine, name, chunks in found}
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)  # type: ignore[no-any-return]
 
 
 class Writer(StorageWriter):
@@ -66,7 +161,7 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+    def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> "Future[list[WriteResult]]":
         """Write this rank's files. Returns their checksums. Raises OSError."""
         checksums: dict[str, Checksum] = {}
         for number, items in enumerate(_items_by_file(plan.items)):
@@ -119,7 +214,7 @@ def _items_by_file(items: list[WriteItem]) -> list[dict[str, WriteItem]]:
     return files
 
 
-def _tensor_file(items: Mapping[str, WriteItem], planner: SavePlanner) -> Iterator[bytes | memoryview]:
+def _tensor_file(items: Mapping[str, WriteItem], planner: AnySavePlanner) -> Iterator[bytes | memoryview]:
     """Yield the content of a safetensors file, one tensor at a time."""
     yield _header(items)
     for item in items.values():

@@ -145,6 +145,16 @@ def set_parallelism(*, tensor: int = 1, pipeline: int = 1, sequence: int = 1) ->
     return _world
 
 
+def check_parallelism(*, tensor: int, pipeline: int, sequence: int) -> None:
+    """Raise ValueError if another engine has changed the parallelism of this process."""
+    current = world()
+    if (current.tensor, current.pipeline, current.sequence) != (tensor, pipeline, sequence):
+        raise ValueError(
+            "another engine of this process has other values of tensor_parallel, pipeline_parallel or "
+            "sequence_parallel. Use the same values for all engines"
+        )
+
+
 def cached(key: Any, make: Callable[[], T]) -> T:
     """Return what `make` returned at the first call with this key since `start`."""
     if key not in _cache:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from engine import Checkpointer, Engine, EngineConfig, OptimizerConfig
 from engine.checkpoint import Damaged, complete, random_state, restore_random_state
 from engine.checkpoint import checkpointer as checkpointer_module
-from engine.checkpoint.chunks import LocalChunks
-from engine.checkpoint.storage import Writer
+from engine.checkpoint.storage import LocalChunks, Writer
 from engine.config import LossScale, Precision
 from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks

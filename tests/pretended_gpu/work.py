@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine import Checkpointer, EngineConfig, Sampling
 from engine.checkpoint import checkpointer
-from engine.checkpoint.chunks import chunks_of
+from engine.checkpoint.storage import chunks_of
 from engine.engine import Engine
 from engine.generation import attention
 from engine.generation.attention import Step
