@@ -245,7 +245,9 @@ def _open(data: "DataConfig", kind: str, seed: int, labels: bool) -> list[_Confi
 def _held_out_turns(sources: Sequence[_Configured], data: "DataConfig") -> _Evaluation:
     """Return the held-out first turns of all sources: of their held-out rows, or a share by hash without such rows."""
     own = [each for each in sources if each.source.has_held_out]
-    turns = {first_turn(record) for each in own for record in _every_held_out(each)}
+    turns = set[bytes]()
+    for each in own:
+        turns.update(map(first_turn, _every_held_out(each)))
     return _Evaluation(frozenset(turns), data.eval_fraction if len(own) < len(sources) else 0.0)
 
 
