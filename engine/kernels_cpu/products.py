@@ -1,8 +1,7 @@
 """Matrix products with fp32 sums on CPUs with AVX-512: binds `products.c`.
 
 `engine/kernels/products.py` says which products use it. fp32 products are as fast as those of MKL on Intel's
-processors. bf16 products need AVX512_BF16 and return their fp32 sums; PyTorch's products round them to bf16. Processors
-with AMX use oneDNN for bf16, which is faster there.
+processors. bf16 products need AVX512_BF16 and return their fp32 sums; PyTorch's products round them to bf16.
 """
 
 import ctypes
@@ -37,7 +36,7 @@ class _Call(ctypes.Structure):
 
 @cache
 def supports(dtype: torch.dtype) -> bool:
-    """Return whether the kernel multiplies this dtype here; False for bf16 on processors with AMX."""
+    """Return whether the kernel multiplies this dtype here."""
     compiled = library("products")
     return compiled is not None and bool(int(compiled.supported_dtypes()) & _PER_WORD.get(dtype, 0))
 
