@@ -12,7 +12,7 @@ that are stored transposed (GPT-2's).
 
 A forward of few rows of a small model spends as long in Python and small operators as in products. `DirectCall`
 therefore shadows each submodule with its forward function, which saves nn.Module's lookups of submodules and hooks, and
-root mean square norms run as one kernel.
+root mean square norms run as PyTorch's operator instead of six.
 
 Left out: expert matrices, which are not linear layers, and quantized weights.
 """
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from engine.kernels_cpu.library import library
@@ -38,7 +39,6 @@ MAX_FP32_ROWS = 256  # with more rows PyTorch's own product is as fast
 MIN_OUTPUTS = 16  # the fewest outputs of a matrix: TILE in linear.c
 # Relative: roundings of two orders of the same operations.
 NORM_TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 1e-5}
-NUMBERS_PER_THREAD = 2**16  # fewer numbers of a norm are not worth a thread
 EPS_ATTRIBUTES = ("variance_epsilon", "eps", "norm_eps")
 _ARGUMENTS: list[Any] = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3 + [ctypes.c_int]
 
@@ -192,48 +192,33 @@ def _direct_calls(
             yield owner.__dict__, name, call
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-    """Return the root mean square norm of x (..., size) with weight (size,), both bf16 or both fp32. No gradient.
+@torch.no_grad()
+def rms_norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return PyTorch's root mean square norm with the weight of a module that computes it; None for any other module.
 
         y = (shift + weight) x / sqrt(mean(x^2) + eps)      (Zhang & Sennrich, 2019, arXiv:1910.07467)
 
-    shift is 0 (Llama) or 1 (Gemma). Transformers computes the norm in six operators, each of which reads and writes all
-    rows.
-    """
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    count, size = x.numel(), weight.shape[0]
-    threads = max(1, min(torch.get_num_threads(), count // NUMBERS_PER_THREAD))
-    half = x.dtype == torch.bfloat16
-    _rms_norm()(x.data_ptr(), weight.data_ptr(), y.data_ptr(), count // size, size, eps, shift, half, threads)
-    return y
-
-
-@torch.no_grad()
-def rms_norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return `rms_norm` with the weight of a module that computes this norm; None for any other module.
-
-    The module is found by its parameter and its numbers, not by its name: it is called with random numbers. The
-    function reads the weight in place.
+    shift is 0 (Llama) or 1 (Gemma). The module is found by its parameter and its numbers, not by its name: it is called
+    with random numbers. The function reads the weight in place.
     """
     parameters, eps = list(module.parameters()), [getattr(module, name, None) for name in EPS_ATTRIBUTES]
     known = [value for value in eps if isinstance(value, float)]
     if len(parameters) != 1 or parameters[0].ndim != 1 or len(known) != 1 or list(module.children()):
         return None
     weight = parameters[0].detach()
-    if weight.device.type != "cpu" or weight.dtype not in NORM_TOLERANCE or library("rms_norm") is None:
+    if weight.device.type != "cpu" or weight.dtype not in NORM_TOLERANCE:
         return None
     x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0))
     x = (x * torch.tensor([[1e-2], [1e-1], [1.0], [10.0]])).to(weight.dtype)
     expected = module(x)
     for shift in (0.0, 1.0):
-        if expected.dtype == x.dtype and _is_close(rms_norm(x, weight, known[0], shift), expected):
 
-            def norm(hidden: Tensor, shift: float = shift) -> Tensor:
-                same_dtype = hidden.dtype is weight.dtype
-                out: Tensor = rms_norm(hidden, weight, known[0], shift) if same_dtype else module(hidden)
-                return out
+        def norm(hidden: Tensor, shift: float = shift) -> Tensor:
+            if hidden.dtype is not weight.dtype:
+                return module(hidden)  # type: ignore[no-any-return]
+            return functional.rms_norm(hidden, weight.shape, weight + shift if shift else weight, known[0])
 
+        if expected.dtype == x.dtype and _is_close(norm(x), expected):
             return norm
     return None
 
@@ -241,16 +226,6 @@ def rms_norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
 def _is_close(found: Tensor, expected: Tensor) -> bool:
     scale = expected.float().abs().amax(-1, keepdim=True)
     return bool(((found.float() - expected.float()).abs() <= NORM_TOLERANCE[found.dtype] * scale).all())
-
-
-@cache
-def _rms_norm() -> Any:
-    compiled = library("rms_norm")
-    assert compiled is not None
-    pointer, size, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-    compiled.rms_norm.argtypes = [pointer, pointer, pointer, size, size, number, number, flag, flag]
-    compiled.rms_norm.restype = None
-    return compiled.rms_norm
 
 
 def _has_hooks(module: nn.Module) -> bool:

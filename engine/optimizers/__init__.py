@@ -1,1 +1,1 @@
-"""Optimizers that torch.optim does not have, and the moving average of the weights."""
+"""Optimizers that torch.optim does not have."""

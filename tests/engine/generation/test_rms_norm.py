@@ -1,4 +1,4 @@
-"""The norm in C against float64, and which modules it replaces."""
+"""The norm of a decode step against float64, and which modules it replaces."""
 
 import pytest
 import torch
@@ -6,24 +6,24 @@ from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from engine.generation.prepacked_linears import rms_norm, rms_norm_of
-from engine.kernels_cpu.library import library
-
-pytestmark = pytest.mark.skipif(library("rms_norm") is None, reason="no C compiler")
+from engine.generation.prepacked_linears import rms_norm_of
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
-@pytest.mark.parametrize("shift", [0.0, 1.0])
+@pytest.mark.parametrize(("kind", "shift"), [(Qwen3RMSNorm, 0.0), (Gemma2RMSNorm, 1.0)])
 def test_norm_is_that_of_float64_and_a_row_does_not_depend_on_others(
-    dtype: torch.dtype, error: float, shift: float
+    dtype: torch.dtype, error: float, kind: type[nn.Module], shift: float
 ) -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(3, 700, 100).to(dtype), torch.randn(100).to(dtype)
-    found, wide = rms_norm(x, weight, 1e-5, shift), x.double()
-    expected = (shift + weight.double()) * wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    module = kind(100, 1e-5).to(dtype)
+    nn.init.normal_(module.weight)
+    norm, x = rms_norm_of(module), torch.randn(3, 700, 100).to(dtype)
+    assert norm is not None
+    found, wide = norm(x), x.double()
+    expected = (shift + module.weight.double()) * wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     torch.testing.assert_close(found.double(), expected, atol=error, rtol=error)
-    assert torch.equal(rms_norm(x[1:2, 5], weight, 1e-5, shift)[0], found[1, 5])
-    assert torch.equal(rms_norm(x.transpose(0, 1), weight, 1e-5, shift), found.transpose(0, 1))
+    assert torch.equal(norm(x[1:2, 5])[0], found[1, 5])
+    assert torch.equal(norm(x.transpose(0, 1)), found.transpose(0, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
