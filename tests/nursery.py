@@ -16,7 +16,15 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 
 # A module that is missing is skipped: a bare GPU machine has no pydantic, which stages need.
-MODULES = ("engine", "peft", "transformers.models.llama.modeling_llama", "step3_ppo.train")
+MODULES = (
+    "engine",
+    "peft",
+    "transformers.models.llama.modeling_llama",
+    "step3_ppo.train",
+    "hydra.core.override_parser.overrides_parser",
+    "pipeline.launch.command",
+    "pipeline.report.report",
+)
 
 
 def serve(control: socket.socket) -> None:
@@ -38,7 +46,7 @@ def serve(control: socket.socket) -> None:
 
 
 def answer(connection: Connection) -> None:
-    """Send the process id, receive (environment, pickled function and arguments), send the result, and exit.
+    """Send the process id, receive (environment, device, pickled function and arguments), send the result, and exit.
 
     The process first waits until every rank has its result, because the others may still use rank 0's store. It exits
     without the interpreter's finalization, which takes a second with so many modules.
@@ -80,7 +88,7 @@ def watch(connection: Connection, output: int) -> None:
     os._exit(0)
 
 
-def rank(environment: dict[str, str], task: bytes) -> tuple[bytes | None, str | None]:
+def rank(environment: dict[str, str], device: str, task: bytes) -> tuple[bytes | None, str | None]:
     """Run a task with the process group up. Return the result, as torch saves it, or the traceback."""
     import torch
 
@@ -90,7 +98,7 @@ def rank(environment: dict[str, str], task: bytes) -> tuple[bytes | None, str | 
     os.environ.update(environment)
     try:
         function, arguments = pickle.loads(task)
-        dist.start("test", device="cpu")
+        dist.start("test", device=device)
         saved = io.BytesIO()
         torch.save(function(*arguments), saved)
         return saved.getvalue(), None
@@ -101,7 +109,7 @@ def rank(environment: dict[str, str], task: bytes) -> tuple[bytes | None, str | 
 if __name__ == "__main__":
     faulthandler.enable()
     gc.disable()
-    for name in MODULES:
+    for name in (*sys.argv[2:], *MODULES):
         with suppress(ImportError):
             import_module(name)
     gc.freeze()  # modules are never garbage, and a collection would copy their memory into each rank

@@ -21,13 +21,16 @@ from torch.distributed import TCPStore
 ROOT = Path(__file__).parents[1]
 SECONDS = 240  # for a test
 NURSERIES = 2  # two differ in the order of a set of strings, on which ranks must not depend
-_nurseries: list["_Nursery"] = []
+_nurseries: dict[tuple[str, int], "_Nursery"] = {}
+PRETENDED = {"PRETENDED_GPUS": "2", "TRITON_INTERPRET": "1"}
+"""The environment of processes on pretended devices (tests/pretended_gpu)."""
 
 
-def run_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, device: str = "cpu") -> list[Any]:
     """Call `function(*arguments)` on `size` ranks with the process group up; the results in rank order.
 
-    `function` must be importable (top level of a test module). What a rank raises is raised here.
+    `function` must be importable (top level of a test module). What a rank raises is raised here. `device="cuda"` gives
+    each rank a pretended device, of which there are two (tests/pretended_gpu).
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
@@ -36,13 +39,15 @@ def run_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
+        **_environment_on(device),
     }
     task = pickle.dumps((function, arguments))
     started: list[_Rank] = []
     try:
         for number in range(size):
-            started.append(_Rank(_nursery(number % NURSERIES)))
-            started[-1].connection.send((os.environ | shared | {"RANK": str(number), "LOCAL_RANK": str(number)}, task))
+            environment = os.environ | shared | {"RANK": str(number), "LOCAL_RANK": str(number)}
+            started.append(_Rank(_nursery(number, device)))
+            started[-1].connection.send((environment, device, task))
         found = _results({rank.connection: number for number, rank in enumerate(started)})
         for rank in started:
             rank.wait()
@@ -71,21 +76,26 @@ def _results(ranks: dict[Connection, int]) -> dict[int, Any]:
     return found
 
 
-def _nursery(number: int) -> "_Nursery":
-    while len(_nurseries) <= number:
-        _nurseries.append(_Nursery())
-    return _nurseries[number]
+def _environment_on(device: str) -> dict[str, str]:
+    return PRETENDED if device == "cuda" else {}
+
+
+def _nursery(rank: int, device: str) -> "_Nursery":
+    key = device, rank % NURSERIES if device == "cpu" else 0
+    if key not in _nurseries:
+        _nurseries[key] = _Nursery(device)
+    return _nurseries[key]
 
 
 class _Nursery:
-    """A process of tests/nursery.py."""
+    """A process of tests/nursery.py. With device="cuda" it has pretended devices, which load before torch."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         self.control, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "tests.nursery", str(theirs.fileno())]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, pass_fds=[theirs.fileno()]
-        )
+        first = ["tests.pretended_gpu.cuda"] if device == "cuda" else []
+        command = [sys.executable, "-m", "tests.nursery", str(theirs.fileno()), *first]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | _environment_on(device)
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()])
         theirs.close()
 
 
@@ -118,18 +128,21 @@ class _Rank:
 class Worker:
     """A process that calls `function(*arguments)`, with the methods of subprocess.Popen that tests need.
 
-    The function must be importable. Output and errors arrive as one text.
+    The function must be importable. Output and errors arrive as one text. `device` is that of `run_ranks`.
     """
 
-    def __init__(self, function: Callable[..., Any], *arguments: Any, environment: dict[str, str]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *arguments: Any, environment: dict[str, str], device: str = "cpu"
+    ) -> None:
         ours, theirs = socket.socketpair()
         output, its_output = os.pipe()
-        socket.send_fds(_nursery(0).control, [b"w"], [theirs.fileno(), its_output])
+        socket.send_fds(_nursery(0, device).control, [b"w"], [theirs.fileno(), its_output])
         theirs.close()
         os.close(its_output)
         self._output = os.fdopen(output, "rb")
         self._connection = Connection(ours.detach())
-        self._connection.send((os.environ | environment, pickle.dumps((function, arguments))))
+        environment = os.environ | _environment_on(device) | environment
+        self._connection.send((environment, pickle.dumps((function, arguments))))
         self.pid: int = self._connection.recv()
         self.returncode: int | None = None
 

@@ -1,10 +1,7 @@
 """All stages as a GPU runs them, on pretended ones (tests/pretended_gpu): they walk the CPU's curves."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -15,24 +12,26 @@ import pytest
 from safetensors.torch import load_file
 
 from pipeline.config.stages import STAGES
-from pipeline.launch.ranks import free_port
 from pipeline.launch.worker import read_config
 from tests.pretended_gpu import building
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, finish, lay_out, metrics, tiny_config
+from tests.tiny import lay_out, metrics, tiny_config
 
 WITHOUT = building.lacking()
 pytestmark = pytest.mark.skipif(WITHOUT is not None, reason=str(WITHOUT))
 SMALL: dict[str, Any] = {
-    "sft": {"steps": 3, "batch_size": 8, "eval_examples": 16},
-    "reward": {"steps": 3, "batch_size": 4, "eval_examples": 16},
-    "dpo": {"steps": 3, "batch_size": 4, "eval_examples": 16},
+    "sft": {"steps": 3, "batch_size": 4, "eval_examples": 4},
+    "reward": {"steps": 3, "batch_size": 4, "eval_examples": 4},
+    "dpo": {"steps": 3, "batch_size": 4, "eval_examples": 4},
     "ppo": {"steps": 1, "batch_size": 4},
     "rollout": {"max_new_tokens": 3},
-    "evaluation": {"prompts": 1},
+    "evaluation": {"prompts": 1, "best_of": 2},
+    "model": {"fused_kernels": "none"},  # Triton's interpreter cannot run Liger Kernel, which may be installed
 }
+# Greedy answers and the best of several are checked on one device with PPO's first configuration.
+SAMPLED: dict[str, Any] = {**SMALL, "evaluation": {"prompts": 1, "best_of": 1, "temperatures": [1.0]}}
 # Without the parity check, half of such a stage's time, where PPO does it on the same layout.
-UNCHECKED: dict[str, Any] = {**SMALL, "rollout": {**SMALL["rollout"], "parity_check_every": 0}}
+UNCHECKED: dict[str, Any] = {**SAMPLED, "rollout": {**SMALL["rollout"], "parity_check_every": 0}}
 CURVES = {
     "sft": ("loss", "grad_norm", "eval_loss"),
     "reward": ("loss", "accuracy", "margin", "grad_norm", "eval_accuracy"),
@@ -55,19 +54,15 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder
 
 
+def run_on_device(folders: list[Path]) -> str:
+    from tests.pretended_gpu.stages import run_stages  # importing it here would change this process's torch
+
+    return run_stages(folders)
+
+
 def run_on_devices(*folders: Path, ranks: int = 1) -> str:
     """Run the stages of these folders with one process for each pretended device, and return what was printed."""
-    building.library()
-    shared = {"OMP_NUM_THREADS": "1", "PRETENDED_GPUS": str(ranks), "WORLD_SIZE": str(ranks),
-              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
-    command = [sys.executable, "-m", "tests.pretended_gpu.stages", *map(str, folders)]
-    workers = [
-        subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        ) for rank in range(ranks)
-    ]  # fmt: skip
-    return "".join(finish(worker) for worker in workers)
+    return "".join(run_ranks(run_on_device, ranks, list(folders), device="cuda"))
 
 
 def compare(ours: Path, theirs: Path, stage: str, names: Sequence[str], rel: float, first: int | None = None) -> None:
@@ -153,7 +148,7 @@ def test_two_devices_walk_the_curves_of_one_cpu(on_cpu: Path, tmp_path: Path) ->
     engine = {"dtype": "fp32", "zero_stage": 3}
     take_models(on_cpu, sharded)
     shutil.rmtree(sharded / "sft")
-    lay_out(sharded, tiny_config(**SMALL, engine=engine), sft=tiny_config(**UNCHECKED, engine=engine))
+    lay_out(sharded, tiny_config(**SAMPLED, engine=engine), sft=tiny_config(**UNCHECKED, engine=engine))
     lay_out(staged, tiny_config(**UNCHECKED, engine={"dtype": "fp32", "pipeline_parallel": 2}))
     run_on_devices(sharded / "sft", sharded / "ppo", staged / "sft", ranks=2)
     for folder, stage in ((sharded, "sft"), (sharded, "ppo"), (staged, "sft")):

@@ -1,5 +1,5 @@
 """CUDA devices that are pretended, so that what runs on GPUs only runs on every machine: `pytest -p
-tests.pretended_gpu.plugin -m gpu`; `python -m tests.pretended_gpu.stages` runs stages of the pipeline.
+tests.pretended_gpu.plugin -m gpu`, or `run_ranks(function, ranks, device="cuda")` of tests/ranks.py.
 
 Tensors say that they are on `cuda:0` and hold real numbers in host memory (device.cpp). It keeps CUDA's rules: tensors
 of host and device don't mix; within a capture, and under PyTorch's check for it, what makes the host wait raises;

@@ -200,9 +200,8 @@ def _note(what: str) -> None:
 
 
 def _waits(name: str, args: Any, kwargs: Any) -> bool:
-    given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
     if name in WAITS:
-        return any(each.is_cuda for each in given)
+        return any(isinstance(each, Tensor) and each.is_cuda for each in tree_flatten((args, kwargs))[0])
     if name in INDEXES:
         places = [place for place in args[1] if place is not None]
         return args[0].is_cuda and any(p.dtype in (torch.bool, torch.uint8) or not p.is_cuda for p in places)

@@ -1,14 +1,15 @@
-"""Stages on a pretended device, one after another in one process: `python -m tests.pretended_gpu.stages RUN/STAGE...`.
+"""Stages on a pretended device, one after another in one process.
 
-Ranks and their number of devices come from the environment; a fault of any stage ends it. Where the host waited for the
-device in each step goes into RUN/STAGE/waits.jsonl, a line each time that figures are logged.
+A fault of any stage ends it. Where the host waited for the device in each step goes into RUN/STAGE/waits.jsonl, a line
+each time that figures are logged.
 """
 
 from tests.pretended_gpu import cuda  # before torch  # isort: skip
 
+import io
 import json
-import sys
 from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 
@@ -32,15 +33,13 @@ def watch_waits() -> None:
     StageRun.log = watched  # type: ignore[method-assign]
 
 
-def main(folders: list[Path]) -> None:
-    dist.start("stages")
+def run_stages(folders: list[Path]) -> str:
+    """Run the stages of these folders, and return what was printed."""
     watch_waits()
-    for folder in folders:
-        import_module(f"{STAGES[folder.name].package}.train").run(read_config(folder), folder)
-        found = cuda.faults()
-        assert not found, "\n".join(found)
-    dist.stop()
-
-
-if __name__ == "__main__":
-    main([Path(folder) for folder in sys.argv[1:]])
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        for folder in folders:
+            import_module(f"{STAGES[folder.name].package}.train").run(read_config(folder), folder)
+            found = cuda.faults()
+            assert not found, "\n".join(found)
+    return printed.getvalue()
