@@ -1,6 +1,7 @@
 """A stage that runs out of memory restarts with smaller micro-batches and ends like one that did not."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.launch import processes
-from pipeline.launch.command import main
+from tests.forked_launch import launch
+from tests.ranks import Worker
 from tests.tiny import metrics
 
 COMMAND = [
@@ -19,31 +20,38 @@ COMMAND = [
 ]  # fmt: skip
 
 
-def run(folder: Path, *more: str) -> tuple[list[dict[str, float]], dict[str, Any], dict[str, torch.Tensor]]:
-    assert main([*COMMAND, f"run_dir={folder}", *more]) == 0
-    summary = json.loads((folder / "sft" / "summary.json").read_text())
-    return metrics(folder, "sft"), summary, load_file(folder / "sft" / "model" / "model.safetensors")
+def run(folder: Path, *more: str, status: int = 0, **failing: str) -> tuple[str, str]:
+    """Run the stage; with `failing` (the environment of out_of_memory_stage.py) a rank fails. Return its output."""
+    modules = {"sft": "tests.out_of_memory_stage"} if failing else {}
+    arguments = [*COMMAND, f"run_dir={folder / 'run'}", *more]
+    folder.mkdir()
+    worker = Worker(launch_with_errors_in, folder, arguments, modules, environment={"OMP_NUM_THREADS": "1", **failing})
+    output, errors = worker.communicate()[0], (folder / "errors").read_text()
+    assert worker.returncode == status, output + errors
+    return output, errors
 
 
-def test_a_rank_out_of_memory_in_mid_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def launch_with_errors_in(folder: Path, arguments: list[str], modules: dict[str, str]) -> None:
+    os.dup2(os.open(folder / "errors", os.O_WRONLY | os.O_CREAT), 2)
+    launch(folder, arguments, modules)
+
+
+def results(folder: Path) -> tuple[list[dict[str, float]], dict[str, Any], dict[str, torch.Tensor]]:
+    run_dir = folder / "run"
+    summary = json.loads((run_dir / "sft" / "summary.json").read_text())
+    return metrics(run_dir, "sft"), summary, load_file(run_dir / "sft" / "model" / "model.safetensors")
+
+
+def test_a_rank_out_of_memory_in_mid_run(tmp_path: Path) -> None:
     """One of two ranks fails after some steps, while the other is inside of a collective."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    wanted, before, weights = run(tmp_path / "undisturbed", "ranks=1")
+    run(tmp_path / "undisturbed", "ranks=1")
+    wanted, before, weights = results(tmp_path / "undisturbed")
     assert before["out_of_memory"] == {"restarts": 0, "micro_batch_tokens": 300}
-    capfd.readouterr()
-    monkeypatch.setitem(processes.MODULES, "sft", "tests.out_of_memory_stage")
-    monkeypatch.setenv("FAILING_ABOVE", "150")
-    monkeypatch.setenv("FAILING_AFTER", "5")
-    found, after, restarted = run(tmp_path / "restarted")
-    output = capfd.readouterr()
-    assert (
-        output.err.count("sft: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB); the stage restarts")
-        == 1
-    )
-    assert "sft.micro_batch_tokens=150 instead of 300" in output.err
-    assert "sft: resumes after step " in output.out
+    output, errors = run(tmp_path / "restarted", FAILING_ABOVE="150", FAILING_AFTER="5")
+    assert errors.count("sft: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB); the stage restarts") == 1
+    assert "sft.micro_batch_tokens=150 instead of 300" in errors
+    assert "sft: resumes after step " in output
+    found, after, restarted = results(tmp_path / "restarted")
     assert after["out_of_memory"] == {"restarts": 1, "micro_batch_tokens": 150}
     assert [line["step"] for line in found] == [line["step"] for line in wanted]
     for mine, theirs in zip(found, wanted, strict=True):
@@ -52,13 +60,7 @@ def test_a_rank_out_of_memory_in_mid_run(
         torch.testing.assert_close(restarted[name], weight, atol=1e-5, rtol=1e-4)
 
 
-def test_one_sequence_that_does_not_fit_ends_with_what_to_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setitem(processes.MODULES, "sft", "tests.out_of_memory_stage")
-    monkeypatch.setenv("FAILING_ABOVE", "0")
-    monkeypatch.setenv("FAILING_AFTER", "0")
-    assert main([*COMMAND, f"run_dir={tmp_path / 'run'}", "sft.micro_batch_tokens=8"]) == 2
-    output = capfd.readouterr().err
-    assert "sft.micro_batch_tokens=8 is a micro-batch of one sequence" in output and "sft.max_length" in output
+def test_one_sequence_that_does_not_fit_ends_with_what_to_change(tmp_path: Path) -> None:
+    less = "sft.micro_batch_tokens=8"
+    _, errors = run(tmp_path / "one", less, status=2, FAILING_ABOVE="0", FAILING_AFTER="0")
+    assert "sft.micro_batch_tokens=8 is a micro-batch of one sequence" in errors and "sft.max_length" in errors

@@ -19,6 +19,8 @@ from pipeline.launch import processes, ranks
 from pipeline.launch.command import _save_traceback
 from pipeline.launch.processes import StageEnd, launch_stage
 from pipeline.launch.ranks import Ranks, check_given, first_host, given_ranks, own_ranks
+from tests.forked_launch import launch
+from tests.ranks import Worker
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -128,6 +130,7 @@ import sys
 from pathlib import Path
 from pipeline.launch import processes
 from pipeline.launch.ranks import own_ranks
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
 processes.MODULES["sft"] = "fake_stage"
 processes.PATIENCE = processes.GRACE_AFTER_FAILURE = 1.0
 exec(sys.argv[2])
@@ -265,13 +268,6 @@ def test_ranks_belong_to_whoever_started_them():
 # Whole commands
 
 
-COMMAND = """
-import sys
-from pipeline.launch import processes
-processes.MODULES.update(dict.fromkeys(processes.MODULES, "fake_stage"))
-from pipeline.launch.command import main
-sys.exit(main(sys.argv[1:]))
-"""
 ARGUMENTS = ["model=gpt2", "tracking=none", "name=x"]
 
 
@@ -281,13 +277,12 @@ NAMES = {
 }
 
 
-def _rank_of(kind: str, rank: int, port: int, cwd: Path, *more: str, **env: str) -> subprocess.Popen[str]:
+def _rank_of(kind: str, rank: int, port: int, cwd: Path, *more: str, **env: str) -> Worker:
     """The command that one of two ranks gives."""
     given = dict(zip(NAMES[kind], (str(rank), "2", str(rank)), strict=True))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
-    env = {**os.environ, **given, **place, **env}
-    command = [sys.executable, "-c", COMMAND, *ARGUMENTS, *more]
-    return subprocess.Popen(command, env=env, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    modules = dict.fromkeys(processes.MODULES, "fake_stage")
+    return Worker(launch, cwd, [*ARGUMENTS, *more], modules, environment={**given, **place, **env})
 
 
 def test_ranks_that_slurm_started_go_through_the_stages_together(tmp_path):

@@ -18,17 +18,36 @@ from pipeline.launch.fingerprint import HashCache, stage_settings
 from pipeline.launch.folder import open_folder
 from pipeline.launch.manifest import Manifest, stage_inputs
 from pipeline.launch.summary import compare_runs
+from tests.forked_launch import launch
+from tests.ranks import Worker
 
 HERE = Path(__file__).resolve().parent
 BASE = ["model=gpt2", "tracking=none"]
 
 
+FAKE_STAGES = dict.fromkeys(("sft", "reward", "ppo"), "fake_stage")
+
+
 @pytest.fixture
-def train(tmp_path, monkeypatch, capsys):
+def train(tmp_path, monkeypatch):
     """Run a command line in an empty folder: (exit status, what it said)."""
     monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, stage: str = "ok") -> tuple[int, str]:
+        environment = {"PYTHONPATH": str(HERE), "FAKE_STAGE": stage}
+        launcher = Worker(launch, tmp_path, [*BASE, *arguments], FAKE_STAGES, environment=environment)
+        said, _ = launcher.communicate()
+        return launcher.returncode, said
+
+    return run
+
+
+@pytest.fixture
+def train_here(tmp_path, monkeypatch, capsys):
+    """Likewise in this process, whose functions a test can replace."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(HERE))
-    monkeypatch.setattr(processes, "MODULES", dict.fromkeys(("sft", "reward", "ppo"), "fake_stage"))
+    monkeypatch.setattr(processes, "MODULES", FAKE_STAGES)
 
     def run(*arguments: str, stage: str = "ok") -> tuple[int, str]:
         monkeypatch.setenv("FAKE_STAGE", stage)
@@ -328,20 +347,20 @@ def test_the_lock_ends_with_its_process(tmp_path):
     open_folder(config, ["sft"]).close()
 
 
-def test_a_full_disk_is_said(train, monkeypatch):
+def test_a_full_disk_is_said(train_here, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "stop", full)
-        status, said = train("name=x", "stage=sft", stage="user")
+        status, said = train_here("name=x", "stage=sft", stage="user")
     assert (status, said.count("error: ")) == (2, 1)  # of what happened first
     monkeypatch.setattr("pipeline.files.os.fsync", full)
-    status, said = train("name=x", "stage=sft")
+    status, said = train_here("name=x", "stage=sft")
     assert status == 2
     assert "the disk is full" in said
     Path("runs/mine").mkdir()
-    train("name=mine", "stage=sft")
+    train_here("name=mine", "stage=sft")
     assert [path.name for path in Path("runs").iterdir()] == ["mine"]  # what was there before stays
 
 

@@ -1,0 +1,89 @@
+"""Run `train.py` in a worker of tests/ranks.py that forks the ranks of each stage instead of starting Python anew.
+
+Imports take seconds, and a worker has them done. The ranks are children of the launcher in their own process groups,
+with the environment, the arguments and the open files that `subprocess.Popen` gives them.
+"""
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+
+def launch(folder: Path, arguments: Sequence[str], modules: dict[str, str]) -> None:
+    """Run a command line in a folder and exit with its status. `modules` replaces the module of some stages."""
+    from pipeline.launch import processes
+    from pipeline.launch.command import main
+
+    os.chdir(folder)
+    processes.MODULES.update(modules)
+    processes.subprocess = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
+    sys.exit(main(arguments))
+
+
+class ForkedRank:
+    """A forked process for [python, "-m", module, argument...], with what the launcher uses of subprocess.Popen."""
+
+    def __init__(
+        self, command: Sequence[str], *, env: dict[str, str], stdin: int, pass_fds: Sequence[int], process_group: int
+    ) -> None:
+        assert command[1] == "-m" and stdin == subprocess.DEVNULL and process_group == 0
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setpgid(0, 0)
+            for signal_number in signal.valid_signals():
+                if callable(signal.getsignal(signal_number)):  # a handler of the launcher
+                    signal.signal(signal_number, signal.SIG_DFL)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            start = 3
+            for number in sorted(pass_fds):
+                os.closerange(start, number)
+                start = number + 1
+            os.closerange(start, os.sysconf("SC_OPEN_MAX"))
+            os._exit(_run_module(command[2:], env))
+
+    def poll(self) -> int | None:
+        """Return the exit status, minus the signal that ended the process, or None while the process runs."""
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Wait for the end and return the exit status."""
+        return self._wait(0)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if the process still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _run_module(command: Sequence[str], environment: dict[str, str]) -> int:
+    """Do what `python -m MODULE ARGUMENT...` does, and return the exit status."""
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    module, *sys.argv[1:] = command
+    code: object = 1
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = None
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code if isinstance(code, int) else int(code is not None)
