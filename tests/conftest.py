@@ -12,14 +12,16 @@ HERE = Path(__file__).parent
 NEEDED = ("pydantic", "hydra", "datasets")  # what a stage imports and the engine does not
 LACKING = [name for name in NEEDED if find_spec(name) is None]
 WITHOUT = ("engine", "benchmarks", "pipeline/models/test_on_gpu.py")
-# Files of more than half a minute. They begin, so that of processes that share out the files none is late.
+# The longest files, a quarter to a whole minute each. They start first, so that the processes end at the same time.
 LONG = (
-    "engine/test_pretended_gpu.py",
     "test_on_pretended_gpu.py",
-    "test_resume.py",
     "test_parity.py",
-    "test_out_of_memory.py",
+    "engine/kernels_triton/test_compile.py",
+    "engine/test_pretended_gpu.py",
     "test_wheel.py",
+    "engine/test_many_machines.py",
+    "test_resume.py",
+    "test_out_of_memory.py",
 )
 
 collect_ignore = [

@@ -36,6 +36,7 @@ STATES = (
     "reference",
     "reward",
 )
+SAMPLED = {"temperatures": [1.0], "best_of": 1}
 LAYOUTS: list[dict[str, Any]] = [
     *({"zero_stage": stage} for stage in range(4)),
     {"tensor_parallel": 2},
@@ -53,7 +54,7 @@ def run_stages(parent: str, layouts: list[dict[str, Any]]) -> None:
     for number, layout in enumerate(layouts):
         run_dir = Path(parent) / f"ranks-{dist.world().size}-layout-{number}"
         steps = {"sft": {"steps": 4}, "reward": {"steps": 3}, "dpo": {"steps": 2}}
-        config = tiny_config(engine={"dtype": "fp32", **layout}, **steps)
+        config = tiny_config(engine={"dtype": "fp32", **layout}, evaluation=SAMPLED, **steps)
         config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"steps": 2, "ptx_coef": 0.1})})
         if dist.world().is_rank_zero:
             lay_out(run_dir, config)
@@ -63,13 +64,18 @@ def run_stages(parent: str, layouts: list[dict[str, Any]]) -> None:
 
 
 def run_ppo(parent: str, layout: int, names: dict[str, bool]) -> None:
-    """PPO alone on a layout's models, all of a rollout in one step; a run each that shares its forwards, or doesn't."""
+    """PPO alone on a layout's models, a rollout in one minibatch; a run each that shares its forwards, or does not.
+
+    Greedy answers and the best of several are evaluated too.
+    """
     whole = Path(parent) / f"ranks-{dist.world().size}-layout-{layout}"
     for name, shared in names.items():
         run_dir = Path(parent) / name
         made = read_config(whole / "ppo")
         own = {"steps": 2, "ptx_coef": 0.0, "minibatches": 1, "shared_forward": shared, "micro_batch_tokens": 256}
-        made = made.model_copy(update={"ppo": made.ppo.model_copy(update=own)})
+        ppo = made.ppo.model_copy(update=own)
+        evaluation = made.evaluation.model_copy(update={"temperatures": None, "best_of": 2})
+        made = made.model_copy(update={"ppo": ppo, "evaluation": evaluation})
         if dist.world().is_rank_zero:
             lay_out(run_dir, made)
             for stage in ("sft", "reward"):
