@@ -1,4 +1,4 @@
-"""Modules on CPUs, prepared for forwards of few rows: packed weights of linear layers, and calls without lookups.
+"""Modules on CPUs, prepared for forwards of few rows: packed weights of linear layers, and norms in one operator.
 
 A product of a few rows with a large matrix takes as long as reading the matrix. PyTorch's linear packs the matrix again
 in each call. `PrepackedLinears` replaces the forward of each linear layer by one of two products, which read weights at
@@ -10,17 +10,15 @@ A packed weight is a copy, which `refresh` renews after a change of the weight. 
 product is PyTorch's own bit for bit; with more rows it rounds sums in another order. Our kernel copies only weights
 that are stored transposed (GPT-2's).
 
-A forward of few rows of a small model spends as long in Python and small operators as in products. `DirectCall`
-therefore shadows each submodule with its forward function, which saves nn.Module's lookups of submodules and hooks, and
-root mean square norms run as PyTorch's operator instead of six.
+A root mean square norm runs as PyTorch's operator instead of the six operators of transformers.
 
 Left out: expert matrices, which are not linear layers, and quantized weights.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -91,53 +89,41 @@ class LinearRows:
         return y
 
 
-class DirectCall(partial[Any]):
-    """The forward function of a module; all other attributes are those of the module."""
-
-    module: nn.Module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["module"], name)
-
-
 class PrepackedLinears:
     """The layers of a module on the CPU; inside `applied` linear layers compute with prepared weights."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._products: dict[nn.Module, Product] = {}
-        self._calls: list[tuple[dict[str, Any], str, DirectCall]] | None = None  # attributes of an owner, name, value
+        self._norms: dict[nn.Module, Product] | None = None
 
     def refresh(self) -> None:
         """Prepare the weights of all layers, one at a time, so that a new copy can reuse the memory of the old one."""
-        self._calls = None
+        self._norms = None
         for layer in list(self._products or _eligible(self.module)):
             self._products.pop(layer, None)  # free first: new memory costs more than packing
             self._products[layer] = _prepare(layer)
-        self._calls = list(_direct_calls(self.module, self._products))
+        norms = {child: rms_norm_of(child) for child in self.module.modules() if "forward" not in child.__dict__}
+        self._norms = {child: norm for child, norm in norms.items() if norm is not None}
 
     def release(self) -> None:
         """Free the copies. The next use creates them again."""
         self._products.clear()
-        self._calls = None
+        self._norms = None
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Make the module's layers compute with prepared weights and without lookups inside the context."""
-        if self._calls is None:
+        """Make the module's layers compute with prepared weights inside the context."""
+        if self._norms is None:
             self.refresh()
-        calls = [call for call in self._calls or [] if not _has_hooks(call[2].module)]
-        for layer, product in self._products.items():
-            layer.__dict__["forward"] = product
-        for attributes, name, call in calls:
-            attributes[name] = call
+        replaced = self._products | (self._norms or {})
+        for layer, forward in replaced.items():
+            layer.__dict__["forward"] = forward
         try:
             yield
         finally:
-            for layer in self._products:
+            for layer in replaced:
                 del layer.__dict__["forward"]
-            for attributes, name, _ in calls:
-                del attributes[name]
 
     @property
     def bytes(self) -> int:
@@ -176,22 +162,6 @@ def _prepare(layer: nn.Module) -> Product:
     return product
 
 
-def _direct_calls(
-    module: nn.Module, products: Mapping[nn.Module, Product]
-) -> Iterator[tuple[dict[str, Any], str, DirectCall]]:
-    """Yield (attributes of the owner, name, forward function) of the submodules that an owner calls by name."""
-    for owner in module.modules():
-        if type(owner).forward is nn.Module.forward or isinstance(owner, nn.Sequential):
-            continue  # a container, which finds its modules by itself
-        for name, child in owner._modules.items():
-            is_container = child is None or type(child).forward is nn.Module.forward or isinstance(child, nn.Sequential)
-            if child is None or is_container:
-                continue
-            call = DirectCall(products.get(child) or rms_norm_of(child) or child.forward)
-            call.module = child
-            yield owner.__dict__, name, call
-
-
 @torch.no_grad()
 def rms_norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Return PyTorch's root mean square norm with the weight of a module that computes it; None for any other module.
@@ -226,10 +196,6 @@ def rms_norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
 def _is_close(found: Tensor, expected: Tensor) -> bool:
     scale = expected.float().abs().amax(-1, keepdim=True)
     return bool(((found.float() - expected.float()).abs() <= NORM_TOLERANCE[found.dtype] * scale).all())
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:

@@ -90,21 +90,11 @@ def test_matrices_of_few_outputs_are_not_read_by_our_kernel(in_place: bool) -> N
         assert not isinstance(narrow.forward, linear.LinearRows)
 
 
-class Owner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.hooked, self.layers = nn.LayerNorm(8), nn.LayerNorm(8), nn.ModuleList([nn.LayerNorm(8)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.norm.weight is self._modules["norm"].weight, "a direct call has the attributes of its module"
-        return self.layers[0](self.hooked(self.norm(x)))
-
-
-def test_direct_calls_skip_no_hooks_and_leave_nothing_behind() -> None:
-    owner, x, calls = Owner(), torch.randn(3, 8), list[nn.Module]()
-    owner.hooked.register_forward_hook(lambda module, *_: calls.append(module))
-    plain, before = owner(x), set(vars(owner))
-    with PrepackedLinears(owner).applied():
-        assert set(vars(owner)) - before == {"norm"}
-        assert torch.equal(owner(x), plain)
-    assert calls == [owner._modules["hooked"]] * 2 and set(vars(owner)) == before
+def test_norms_run_hooks_and_nothing_is_left_behind() -> None:
+    module, x, calls = nn.Sequential(nn.RMSNorm(8, eps=1e-6), nn.LayerNorm(8)), torch.randn(3, 8), list[nn.Module]()
+    module[0].register_forward_hook(lambda norm, *_: calls.append(norm))
+    plain = module(x)
+    with PrepackedLinears(module).applied():
+        assert ["forward" in vars(child) for child in module] == [True, False]
+        torch.testing.assert_close(module(x), plain)
+    assert calls == [module[0]] * 2 and not any("forward" in vars(child) for child in module)
