@@ -180,13 +180,16 @@ def rms_norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         return None
     x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0))
     x = (x * torch.tensor([[1e-2], [1e-1], [1.0], [10.0]])).to(weight.dtype)
-    expected = module(x)
+    expected = module.forward(x)
     for shift in (0.0, 1.0):
 
         def norm(hidden: Tensor, shift: float = shift) -> Tensor:
             if hidden.dtype is not weight.dtype:
-                return module(hidden)  # type: ignore[no-any-return]
-            return functional.rms_norm(hidden, weight.shape, weight + shift if shift else weight, known[0])
+                return type(module).forward(module, hidden)  # type: ignore[no-any-return]
+            if shift:  # Gemma rounds the product once, Llama rounds the normalized number first
+                wide = functional.rms_norm(hidden.float(), weight.shape, weight.float() + shift, known[0])
+                return wide.to(hidden.dtype)
+            return functional.rms_norm(hidden, weight.shape, None, known[0]) * weight
 
         if expected.dtype == x.dtype and _is_close(norm(x), expected):
             return norm
