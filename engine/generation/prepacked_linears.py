@@ -10,7 +10,7 @@ A packed weight is a copy, which `refresh` renews after a change of the weight. 
 product is PyTorch's own bit for bit; with more rows it rounds sums in another order. Our kernel copies only weights
 that are stored transposed (GPT-2's).
 
-A root mean square norm runs as PyTorch's operator instead of the six operators of transformers.
+A root mean square norm runs as two operators of PyTorch instead of the six of transformers, with the same bits.
 
 Left out: expert matrices, which are not linear layers, and quantized weights.
 """
