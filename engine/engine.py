@@ -331,7 +331,10 @@ class Engine:
         compare_logprobs(self.flip.checked, logprobs, "the trainer's forward", eight_bits=eight_bits)
 
     def start_averaging(self, decay: float) -> None:
-        """Start an exponential moving average of the trained parameters, in fp32, sharded like them."""
+        """Start an exponential moving average of the trained parameters, in fp32, sharded like them.
+
+        Call this before the first step. The average has a bias correction (`engine.optimizer_step.average_weight`).
+        """
         self.average.start(decay)
 
     @contextmanager

@@ -45,6 +45,17 @@ class Update:
     sent: SentBytes
 
 
+def average_weight(decay: float, step: int) -> float:
+    """Return the weight of the parameters after optimizer step `step` (from 1) in the bias-corrected average.
+
+        mean_t = (1 - weight) * mean_{t-1} + weight * parameter_t    weight = (1 - decay) / (1 - decay^t)
+
+    This is the average that starts from zeros, divided by 1 - decay^t (Kingma and Ba, 2015, arXiv:1412.6980, section
+    3): the parameters before the first step do not count.
+    """
+    return (1.0 - decay) / (1.0 - decay**step)
+
+
 class Average:
     """The fp32 moving average of a module's trained parameters (Polyak and Juditsky, 1992); empty until `start`.
 
@@ -55,24 +66,31 @@ class Average:
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | OffloadedOptimizer | None) -> None:
         self._module = module
         self._offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
-        self._decay = 0.0
+        self._decay = self._weight = 0.0
         self.runs = False
         self.tensors: dict[str, Tensor] = {}
 
     def start(self, decay: float) -> None:
-        """Set the average to the current parameters."""
+        """Set the average to the current parameters. Call this before the first optimizer step."""
         self._decay, self.runs = decay, True
         if self._offloaded is not None:
-            self._offloaded.start_averaging(decay)
+            self._offloaded.start_averaging()
             return
         trained = ((name, p) for name, p in self._module.named_parameters() if p.requires_grad)
         self.tensors = {name: p.detach().clone() for name, p in trained}
 
+    def begin_step(self, step: int) -> None:
+        """Set the weight of the parameters after optimizer step `step`, counted from 1. Skipped steps do not count."""
+        if self.runs:
+            self._weight = average_weight(self._decay, step)
+            if self._offloaded is not None:
+                self._offloaded.average_weight = self._weight
+
     @torch.no_grad()
     def update(self) -> None:
-        """Compute mean <- decay * mean + (1 - decay) * parameter after a step; an offloaded step has done so itself."""
+        """Add the parameters to the average after a step; an offloaded step has done so itself."""
         for mean, live in self._pairs():
-            mean.lerp_(live, 1.0 - self._decay)
+            mean.lerp_(live, self._weight)
 
     @torch.no_grad()
     def swap(self, *, shown: bool) -> None:
@@ -127,6 +145,7 @@ class OptimizerStep:
             if factor != 1.0:
                 gradients.scale(factor)
             self._remove_gradients(unused)
+            self._average.begin_step(number + 1 - self._scaler.skipped)
             self._optimizer.step()
             self._average.update()
         self._optimizer.zero_grad()

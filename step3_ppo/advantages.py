@@ -26,7 +26,22 @@ def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     return difference.exp() - 1.0 - difference
 
 
+def kl_k3_weighted(logprobs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
+    """Return k3 times p / p_old, for tokens sampled from p_old.
+
+    The value and its gradient are unbiased for KL(p, q), also after the first update of a rollout (DeepSeek-AI, 2025,
+    "DeepSeek-V3.2", section 3.1). The log-ratio is clamped to +-20.
+    """
+    return (logprobs - old).clamp(-20.0, 20.0).exp() * kl_k3(logprobs, reference)
+
+
 KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+"""The estimators of the KL by their names, from (logprobs, reference)."""
+
+
+def loss_kl(name: str, logprobs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
+    """Return the KL of each token as a term of the policy's loss, by the estimator `name`."""
+    return kl_k3_weighted(logprobs, reference, old) if name == "k3_weighted" else KL[name](logprobs, reference)
 
 
 def shaped_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The advantage of each response token: shaped rewards and one of four estimators (GAE, RLOO, GRPO, REINFORCE++)."""
+"""The advantage of each response token: shaped rewards and one of the estimators in `ESTIMATORS`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def compute_advantages(
     rollout: Rollout, shaping: RewardShaping, estimate: AdvantageEstimator, *, kl_coef: float
 ) -> Advantages:
     """Shape the rewards of a rollout and estimate the advantages. `kl_coef` weighs the KL to the reference."""
-    scores = answer_scores(rollout, shaping)
+    scores = answer_scores(rollout.scores, rollout.finished, rollout.response_mask.sum(1), shaping)
     assert rollout.reference is not None or kl_coef == 0, "a KL without a reference"
     kl = torch.zeros_like(rollout.logprobs)
     if rollout.reference is not None:
@@ -64,14 +64,19 @@ def compute_advantages(
     return estimate(rollout, rewards, scores)
 
 
-def answer_scores(rollout: Rollout, shaping: RewardShaping) -> Tensor:
-    """Return (B,) the clipped score of each answer, less the penalties for a missing end token and for length."""
+def answer_scores(scores: Tensor, finished: Tensor, lengths: Tensor, shaping: RewardShaping) -> Tensor:
+    """Return the clipped score of each answer, less the penalties for a missing end token and for length, (B,) fp32.
+
+    scores: (B,) fp32, before clipping
+    finished: (B,) bool, whether the answer has an end token
+    lengths: (B,) the number of tokens of each answer
+    """
     clip = shaping.score_clip
-    scores = rollout.scores if clip is None else rollout.scores.clamp(-clip, clip)
-    scores = scores - shaping.missing_end_penalty * (~rollout.finished)
+    scores = scores if clip is None else scores.clamp(-clip, clip)
+    scores = scores - shaping.missing_end_penalty * (~finished)
     if not shaping.length_penalty:
         return scores
-    excess = (rollout.response_mask.sum(1) - shaping.length_free).clamp(min=0)
+    excess = (lengths - shaping.length_free).clamp(min=0)
     return scores - shaping.length_penalty * excess
 
 
@@ -108,11 +113,25 @@ def estimate_reinforce(
     return Advantages(whiten(to_come, mask) if whiten_advantages else to_come, rewards)
 
 
+def estimate_reinforce_baseline(
+    rollout: Rollout, rewards: Tensor, scores: Tensor, *, samples: int, whiten_advantages: bool
+) -> Advantages:
+    """Estimate by REINFORCE++ with group baseline (Hu, 2025, arXiv:2501.03262): less the group's mean, then whitened.
+
+    The whitening divides by the spread over the global batch, where GRPO divides by that of each group.
+    """
+    advantages = _for_each_token(grpo(rewards.sum(1), samples, divide_by_std=False), rollout)
+    if whiten_advantages:
+        advantages = whiten(advantages, rollout.response_mask)
+    return Advantages(advantages, rewards, uniform_prompts=is_uniform(scores, samples).float().mean())
+
+
 ESTIMATORS: dict[str, tuple[Callable[..., Advantages], tuple[str, ...]]] = {
     "gae": (estimate_gae, ("gamma", "lam", "whiten_advantages")),
     "rloo": (estimate_rloo, ("samples",)),
     "grpo": (estimate_grpo, ("samples", "divide_by_std")),
     "reinforce": (estimate_reinforce, ("gamma", "whiten_advantages")),
+    "reinforce_baseline": (estimate_reinforce_baseline, ("samples", "whiten_advantages")),
 }
 """The estimators by the value of `ppo.advantage`, with the keys of `ppo` that they take."""
 

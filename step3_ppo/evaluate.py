@@ -91,8 +91,8 @@ def log_step(
 
 
 def evaluate_policy(ppo: Ppo, evaluator: Evaluator, stage: StageRun, step: int) -> Evaluations:
-    """Evaluate the actor, and record the metrics that are the best so far."""
-    with stage.clock.phase("evaluate"):
+    """Evaluate the weights that the stage would export, and record the metrics that are the best so far."""
+    with ppo.models.actor.averaged(), stage.clock.phase("evaluate"):
         evaluations = evaluator.evaluate(ppo.models.actor)
     for name, value in metrics_of(evaluations).items():
         stage.note_best(step, name, value, higher=True)

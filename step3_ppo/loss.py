@@ -3,10 +3,14 @@
 Each function returns a sum over tokens; the engine divides it by the global count.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 Sums = dict[str, float | Tensor]
+LogRatio = Callable[[Tensor, Tensor], Tensor]
+"""(log-probabilities, old log-probabilities), (N,) each -> log-ratios (N,)."""
 
 
 def log_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
@@ -14,18 +18,68 @@ def log_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
     return (logprobs - old).clamp(-20.0, 20.0)
 
 
-def importance_weights(old: Tensor, generator: Tensor, cap: float) -> tuple[Tensor, Sums]:
-    """Return min(pi_old / pi_generator, cap) of each token, without a gradient, and metrics.
+def sequence_log_ratio(logprobs: Tensor, old: Tensor, *, lengths: Sequence[int]) -> Tensor:
+    """Return at each token the mean of log(pi / pi_old) over its sequence, clamped to +-20.
+
+    Its exponential is the sequence-level ratio of GSPO (Zheng et al., 2025, arXiv:2507.18071, equation 7).
+    lengths: the number of tokens of each sequence, in the order of the tokens
+    """
+    return _at_each_token(Tensor.mean, logprobs - old, lengths).clamp(-20.0, 20.0)
+
+
+def summed_log_ratio(logprobs: Tensor, old: Tensor, *, lengths: Sequence[int]) -> Tensor:
+    """Return at each token the sum of log(pi / pi_old) over its sequence, clamped to +-20.
+
+    lengths: the number of tokens of each sequence, in the order of the tokens
+    """
+    return _at_each_token(Tensor.sum, logprobs - old, lengths).clamp(-20.0, 20.0)
+
+
+def _at_each_token(reduce: Callable[[Tensor], Tensor], values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Reduce the values (N,) of each sequence, and return the result at each of its tokens, (N,)."""
+    parts = values.split(list(lengths)) if lengths else []
+    return torch.cat([values[:0], *(reduce(part).expand(len(part)) for part in parts)])
+
+
+def equal_sequences(lengths: Sequence[int], *, tokens: int, sequences: int) -> Tensor:
+    """Return the weight (N,) of each token with which a mean over `tokens` is the mean over `sequences`.
+
+    Each sequence then has the same weight, and each token the share 1 / length of it (Zheng et al., 2025, equation 5).
+    """
+    weights = [torch.full((length,), tokens / (sequences * length)) for length in lengths]
+    return torch.cat([torch.empty(0), *weights])
+
+
+def truncate(weights: Tensor, cap: float) -> Tensor:
+    """Return min(weight, cap) (Espeholt et al., 2018, arXiv:1802.01561, equation 1)."""
+    return weights.clamp(max=cap)
+
+
+def mask_above(weights: Tensor, cap: float) -> Tensor:
+    """Return the weights, with 0 for those above `cap`: such tokens do not count in the loss."""
+    return torch.where(weights > cap, 0.0, weights)
+
+
+def importance_weights(
+    old: Tensor,
+    generator: Tensor,
+    cap: float,
+    *,
+    ratio: LogRatio = log_ratio,
+    cut: Callable[[Tensor, float], Tensor] = truncate,
+) -> tuple[Tensor, Sums]:
+    """Return pi_old / pi_generator of each token, cut at `cap`, without a gradient, and metrics.
 
     The weights correct for rounding differences between the generator, which samples the tokens, and the trainer (Yao
-    et al., 2025, "Your efficient RL framework secretly brings you off-policy RL training"). They are truncated as in
-    Espeholt et al., 2018, arXiv:1802.01561, equation 1.
+    et al., 2025, "Your efficient RL framework secretly brings you off-policy RL training").
+
+    ratio: `log_ratio` for a weight of each token, `summed_log_ratio` for one of each sequence
+    cut: `truncate` or `mask_above`
     """
     with torch.no_grad():
-        weights = log_ratio(old, generator).exp()
-        cut = weights > cap
-        weights = weights.clamp(max=cap)
-        return weights, {"importance_weight": weights.sum(), "importance_truncated": cut.sum()}
+        ratios = ratio(old, generator).exp()
+        weights = cut(ratios, cap)
+        return weights, {"importance_weight": weights.sum(), "importance_truncated": (ratios > cap).sum()}
 
 
 def policy_loss(
@@ -37,24 +91,26 @@ def policy_loss(
     clip_high: float | None = None,
     dual_clip: float | None,
     weights: Tensor | float = 1.0,
+    ratio: LogRatio = log_ratio,
 ) -> tuple[Tensor, Sums]:
     """Return the sum of max(-A r, -A clip(r, 1 - clip, 1 + clip)), and metrics.
 
     clip_high: replaces `clip` in the upper bound (Yu et al., 2025, arXiv:2503.14476, section 3.1)
     dual_clip: for A < 0 the loss of a token is at most -A * dual_clip (Ye et al., 2020, equation 5)
     weights: (N,) factors of the losses of the tokens
+    ratio: the logarithm of r: `log_ratio` of each token, or `sequence_log_ratio` of each sequence
     """
-    logs = log_ratio(logprobs, old)
-    ratio, high = logs.exp(), clip if clip_high is None else clip_high
-    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip, 1.0 + high)
+    logs = ratio(logprobs, old)
+    ratios, high = logs.exp(), clip if clip_high is None else clip_high
+    plain, clipped = -advantages * ratios, -advantages * ratios.clamp(1.0 - clip, 1.0 + high)
     loss = torch.maximum(plain, clipped)
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
     with torch.no_grad():
         sums: Sums = {
             "clip_fraction": (clipped > plain).sum(),
-            "approx_kl": (ratio - 1.0 - logs).sum(),
-            "ratio": ratio.sum(),
+            "approx_kl": (ratios - 1.0 - logs).sum(),
+            "ratio": ratios.sum(),
         }
     return (weights * loss).sum(), sums
 

@@ -114,12 +114,14 @@ def collect(
     pad_id: int,
     budget: int,
     calls: Sequence[Call] = (),
+    scores: tuple[list[float], list[float] | None] | None = None,
     shared_forwards: Collection[str] = (),
     score_separately: bool = False,
 ) -> Rollout:
     """Score one answer per prompt with all models, by the trainer's forward, with dropout off.
 
     calls: the arguments of the reward function, one for each answer
+    scores: the result of `score_answers` if it is known
     shared_forwards: the roles ("actor", "critic") whose first update reuses the forwards of the scoring, if their
         engines support it (`Engine.score_to_learn`)
     score_separately: whether the actor also scores by a forward of its own (`Rollout.separate_logprobs`)
@@ -138,7 +140,7 @@ def collect(
         return dict(chain.from_iterable(engine.score(batches, work) if shared is None else shared))
 
     # The models that share their forwards score last: graphs that are held for the update need memory.
-    scores, by_function = score_answers(models, batches, calls)
+    totals, by_function = score_answers(models, batches, calls) if scores is None else scores
     local = dict[str, dict[int, Tensor]]()
     with models.reference_policy() as reference:
         if reference is not None:
@@ -158,7 +160,7 @@ def collect(
         responses=responses,
         finished=distributed.to_device(torch.tensor([generation.finished for generation in generations]), device()),
         response_mask=distributed.to_device(torch.arange(int(lengths.max()))[None] < lengths[:, None], device()),
-        scores=distributed.to_device(torch.tensor(scores), device()),
+        scores=distributed.to_device(torch.tensor(totals), device()),
         logprobs=table["logprobs"],
         reference=table.get("reference"),
         values=table.get("values"),

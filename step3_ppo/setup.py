@@ -6,21 +6,24 @@ from functools import partial
 from heapq import nlargest
 from pathlib import Path
 
+from engine import Generation
 from pipeline.config.schema import PpoSection, RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import PromptItems, encode_conversations, encode_prompts
 from pipeline.data.records import Prompt, Row
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import data_share, on_rank_zero
+from pipeline.evaluation.judge import Call
 from pipeline.stages.data import evaluation_prompts, log_cut, stage_records
 from pipeline.stages.stage_run import StageRun
 from pipeline.stages.start import prepare_generation, sampling, stage_steps
 from step3_ppo.advantages import KlController
+from step3_ppo.dynamic_sampling import Answered, Scores, replace_uniform
 from step3_ppo.estimators import ESTIMATORS, AdvantageEstimator, Advantages, RewardShaping, compute_advantages
 from step3_ppo.log import UpdateMetrics, write_rollout_log
-from step3_ppo.microbatch import largest_microbatch
+from step3_ppo.microbatch import largest_microbatch, local_microbatches
 from step3_ppo.models import ModelSources, build_models
-from step3_ppo.rollout import Rollout, collect, generate
+from step3_ppo.rollout import Rollout, collect, generate, score_answers
 from step3_ppo.update import (
     Minibatch,
     PolicyLoss,
@@ -32,6 +35,8 @@ from step3_ppo.update import (
     update_critic,
     update_policy,
 )
+
+_ROUND = 2**32  # more than the steps of a run: each round of dynamic sampling has sample seeds of its own
 
 
 class Ppo:
@@ -55,7 +60,9 @@ class Ppo:
             ppo.value_clip,
             rollout.max_new_tokens,
         )
-        self.shares_forward = ppo.shared_forward
+        self.resample, self.replaced = ppo.resample, 0
+        self.only_finished = ppo.unfinished == "mask"
+        self.shares_forward = ppo.shared_forward and not self.only_finished
         self.steps = stage_steps(ppo, len(prompts))
         updates = self.epochs * self.minibatch_count
         actor_steps = max(1, self.steps - self.critic_warmup) * updates
@@ -117,26 +124,18 @@ class Ppo:
 
         Raises UserError if a shared forward of the actor does not give the log-probabilities of a separate forward.
         """
-        prompts = batch_indices(len(self.prompts), self.batch_size, self.seed, step - 1)
-        with stage.clock.phase("generate"):
-            generations = self._generate(
-                self.models, [self.prompts[i] for i in prompts], first_seed=step * self.batch_size * self.samples
-            )
-        stage.clock.move("generate", "flip", self.models.actor.flip.seconds)
-        answered = [i for i in prompts for _ in range(self.samples)]  # the prompt of each answer
+        answered = self._answers(step, stage)
+        prompts = self._repeated(answered.prompts)
         shared_forwards = self._shared_forwards(step)
         compare = "actor" in shared_forwards and not self._is_compared
         with stage.clock.phase("score"):
             rollout = self._collect(
                 self.models,
-                [self.prompts[i] for i in answered],
-                generations,
+                [self.prompts[i] for i in prompts],
+                answered.generations,
                 budget=stage.budget,
-                calls=[
-                    (self.tokenizer.decode(answer.token_ids), self.rows[i])
-                    for i, answer in zip(answered, generations, strict=True)
-                    if self.rows
-                ],
+                calls=self._calls(prompts, answered.generations),
+                scores=answered.scores,
                 shared_forwards=shared_forwards,
                 score_separately=compare,
             )
@@ -146,6 +145,43 @@ class Ppo:
                 self._is_compared = True
         return rollout
 
+    def _answers(self, step: int, stage: StageRun) -> Answered:
+        """Generate the answers of a step. With `ppo.resample`, replace prompts whose answers all score the same."""
+
+        def answer(prompts: list[int], number: int) -> list[Generation]:
+            first_seed = (number * _ROUND + step) * self.batch_size * self.samples
+            with stage.clock.phase("generate"):
+                generations = self._generate(self.models, [self.prompts[i] for i in prompts], first_seed=first_seed)
+            stage.clock.move("generate", "flip", self.models.actor.flip.seconds)
+            return generations
+
+        def score(prompts: list[int], generations: list[Generation]) -> Scores:
+            ids, answers = self._repeated(prompts), [generation.token_ids for generation in generations]
+            texts = [self.prompts[i] for i in ids]
+            pad_id, packing = self.tokenizer.pad_id, self.models.packing
+            with stage.clock.phase("score"):
+                batches = local_microbatches(texts, answers, range(len(ids)), pad_id, stage.budget, packing=packing)
+                return score_answers(self.models, batches, self._calls(ids, generations))
+
+        prompts = batch_indices(len(self.prompts), self.batch_size, self.seed, step - 1)
+        answered = Answered(prompts, answer(prompts, 0))
+        if self.resample:
+            bound = {"samples": self.samples, "rounds": self.resample, "count": len(self.prompts)}
+            answered = replace_uniform(answered, answer, score, self.shaping, seed=(self.seed, step), **bound)
+            self.replaced = answered.replaced
+        return answered
+
+    def _repeated(self, prompts: Sequence[int]) -> list[int]:
+        """Return the prompt of each answer."""
+        return [i for i in prompts for _ in range(self.samples)]
+
+    def _calls(self, prompts: Sequence[int], generations: Sequence[Generation]) -> list[Call]:
+        """Return the arguments of the reward function for each answer; empty if the prompts have no rows."""
+        if not self.rows:
+            return []
+        pairs = zip(prompts, generations, strict=True)
+        return [(self.tokenizer.decode(answer.token_ids), self.rows[i]) for i, answer in pairs]
+
     def compute_advantages(self, rollout: Rollout) -> Advantages:
         """Shape the rewards of a rollout and estimate its advantages."""
         return compute_advantages(rollout, self.shaping, self._estimate, kl_coef=self.kl.coef)
@@ -153,7 +189,7 @@ class Ppo:
     def minibatches(self, rollout: Rollout, step: int, budget: int) -> Iterator[Minibatch]:
         """Yield the minibatches of all epochs over a rollout; each epoch has its own order."""
         for epoch in range(self.epochs):
-            if self.minibatch_count == 1:
+            if self.minibatch_count == 1 and not self.only_finished:
                 yield single_minibatch(rollout)
                 continue
             yield from minibatches(
@@ -163,6 +199,7 @@ class Ppo:
                 pad_id=self.tokenizer.pad_id,
                 budget=budget,
                 packing=self.models.packing,
+                only_finished=self.only_finished,
             )
 
     def update(
@@ -189,9 +226,10 @@ class Ppo:
         updates.add(minibatch.tokens, policy, values)
 
     def metrics(self) -> dict[str, float]:
-        """Return the KL weight, the number of steps skipped for a non-finite gradient, and the bytes of the flip."""
+        """Return the KL weight, the steps skipped for a non-finite gradient, the bytes of the flip, replacements."""
         skipped = sum(engine.scaler.skipped for engine in self.models.learning.values())
-        return {"kl_coef": self.kl.coef, "skipped_steps": skipped, "flip_bytes": self.models.actor.flip.bytes}
+        metrics = {"kl_coef": self.kl.coef, "skipped_steps": skipped, "flip_bytes": self.models.actor.flip.bytes}
+        return metrics | ({"replaced_prompts": self.replaced / self.batch_size} if self.resample else {})
 
     def _shared_forwards(self, step: int) -> list[str]:
         """Return the roles whose scoring forward is also the forward of the first update."""
@@ -226,11 +264,11 @@ def reward_shaping(ppo: PpoSection) -> RewardShaping:
     """Return the numbers that turn scores into rewards."""
     return RewardShaping(
         score_clip=ppo.score_clip,
-        missing_end_penalty=ppo.missing_end_penalty,
+        missing_end_penalty=ppo.missing_end_penalty if ppo.unfinished == "penalize" else 0.0,
         length_penalty=ppo.length_penalty,
         length_free=ppo.length_free,
-        kl_estimator=ppo.kl_estimator or "k1",
-        kl_in_reward=ppo.kl_counts_in != "loss",
+        kl_estimator=ppo.kl_estimator or "k1" if ppo.kl_counts_in == "reward" else "k1",
+        kl_in_reward=ppo.kl_counts_in == "reward",
     )
 
 
@@ -247,7 +285,9 @@ def policy_loss_settings(ppo: PpoSection, temperature: float) -> PolicyLoss:
         clip=ppo.clip,
         clip_high=ppo.clip_high,
         dual_clip=ppo.dual_clip,
+        ratio=ppo.ratio,
         importance_cap=ppo.importance_cap,
+        importance_weights=ppo.importance_weights,
         entropy_coef=ppo.entropy_coef,
         kl_estimator=ppo.kl_estimator or "k3",
     )

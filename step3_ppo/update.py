@@ -8,14 +8,25 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from engine import Engine, Update
+from engine import Engine, Update, distributed
 from pipeline.data import microbatches
 from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_tokens
 from pipeline.data.encode import TokenItem
 from pipeline.errors import UserError
-from step3_ppo.advantages import KL
+from step3_ppo.advantages import loss_kl
 from step3_ppo.estimators import Advantages
-from step3_ppo.loss import Sums, importance_weights, log_ratio, policy_loss, value_loss
+from step3_ppo.loss import (
+    LogRatio,
+    Sums,
+    equal_sequences,
+    importance_weights,
+    log_ratio,
+    mask_above,
+    policy_loss,
+    sequence_log_ratio,
+    summed_log_ratio,
+    value_loss,
+)
 from step3_ppo.microbatch import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
 from step3_ppo.models import Models
 from step3_ppo.rollout import Rollout
@@ -33,30 +44,52 @@ RATIO_ADVICE = {
 }
 
 
+Importance = Callable[[Tensor, Tensor, float], tuple[Tensor, Sums]]
+"""(old log-probabilities, those of the generator, cap) -> weights (N,), and metrics."""
+
+
 @dataclass(frozen=True)
 class Minibatch:
-    """This rank's micro-batches of one optimizer step, and the number of response tokens of the global minibatch."""
+    """This rank's micro-batches of one optimizer step.
+
+    tokens: response tokens of the global minibatch, at least 1
+    sequences: sequences of the global minibatch
+    """
 
     batches: list[Microbatch]
     tokens: int
+    sequences: int
 
 
 def minibatches(
-    rollout: Rollout, *, count: int, seed: int, pad_id: int, budget: int, packing: bool = False
+    rollout: Rollout,
+    *,
+    count: int,
+    seed: int,
+    pad_id: int,
+    budget: int,
+    packing: bool = False,
+    only_finished: bool = False,
 ) -> list[Minibatch]:
-    """Divide a rollout into `count` optimizer steps, in an order that depends on `seed`, the same on every rank."""
+    """Divide a rollout into `count` optimizer steps, in an order that depends on `seed`, the same on every rank.
+
+    only_finished: leave out the answers without an end token
+    """
     order = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(seed)).tolist()
+    if only_finished:
+        finished = rollout.finished.tolist()
+        order = [index for index in order if finished[index]]
     result = []
     for first in range(count):
         indices = sorted(order[first::count])
         batches = local_microbatches(rollout.prompts, rollout.responses, indices, pad_id, budget, packing=packing)
-        result.append(Minibatch(batches, rollout.tokens(indices)))
+        result.append(Minibatch(batches, max(1, rollout.tokens(indices)), len(indices)))
     return result
 
 
 def single_minibatch(rollout: Rollout) -> Minibatch:
     """Return all of a rollout as one optimizer step, with the micro-batches that were scored."""
-    return Minibatch(rollout.batches, rollout.tokens())
+    return Minibatch(rollout.batches, rollout.tokens(), len(rollout))
 
 
 @dataclass(frozen=True)
@@ -92,14 +125,18 @@ class PtxMix:
 class PolicyLoss:
     """The numbers of the policy's loss; the names are those of the keys of `ppo` and `rollout`.
 
-    kl_estimator: the estimator of the KL in the loss, see `step3_ppo.advantages.KL`
+    ratio: "token" or "sequence", see `ratio_of`
+    importance_weights: the kind of the weights, see `importance_of`
+    kl_estimator: the estimator of the KL in the loss, see `step3_ppo.advantages.loss_kl`
     """
 
     temperature: float
     clip: float = 0.2
     clip_high: float | None = None
     dual_clip: float | None = 3.0
+    ratio: str = "token"
     importance_cap: float | None = None
+    importance_weights: str = "token"
     entropy_coef: float = 0.0
     kl_estimator: str = "k3"
 
@@ -124,7 +161,7 @@ def update_policy(
     def clipped(module: nn.Module, batch: Microbatch) -> tuple[Tensor, Sums]:
         logprobs, entropies = policy_logprobs(module, batch, settings.temperature)
         old = _token_values(rollout.logprobs, rollout, batch.indices)
-        weights, weight_sums = _weights(rollout, batch, settings.importance_cap)
+        weights, weight_sums = _weights(rollout, batch, minibatch, settings)
         total, sums = policy_loss(
             logprobs,
             old,
@@ -133,6 +170,7 @@ def update_policy(
             clip_high=settings.clip_high,
             dual_clip=settings.dual_clip,
             weights=weights,
+            ratio=ratio_of(settings.ratio, batch.response_lengths),
         )
         deviation = (log_ratio(logprobs.detach(), old).exp() - 1.0).abs()
         entropy = entropies.sum()
@@ -141,7 +179,7 @@ def update_policy(
         if kl_coef:
             assert rollout.reference is not None
             reference = _token_values(rollout.reference, rollout, batch.indices)
-            kl = KL[settings.kl_estimator](logprobs, reference).sum()
+            kl = loss_kl(settings.kl_estimator, logprobs, reference, old).sum()
             total, sums = total + kl_coef * kl, sums | {"kl_loss": kl}
         largest = deviation.max() if len(deviation) else deviation.new_zeros(())
         return total, sums | weight_sums | {"entropy": entropy, "deviation": deviation.sum(), "largest": largest}
@@ -198,12 +236,42 @@ def dry_run(
         critic.dry_run(longest, value)
 
 
-def _weights(rollout: Rollout, batch: Microbatch, cap: float | None) -> tuple[Tensor | float, Sums]:
-    """Return the importance weight of each token (the generator sampled it, not the trainer), and metrics."""
-    if cap is None:
-        return 1.0, {}
-    old, generator = (_token_values(table, rollout, batch.indices) for table in (rollout.logprobs, rollout.generator))
-    return importance_weights(old, generator, cap)
+def ratio_of(level: str, lengths: Sequence[int]) -> LogRatio:
+    """Return the log-ratio of the policy's loss: of each token ("token") or of each sequence ("sequence")."""
+    levels: dict[str, LogRatio] = {"token": log_ratio, "sequence": partial(sequence_log_ratio, lengths=lengths)}
+    return levels[level]
+
+
+def importance_of(kind: str, lengths: Sequence[int]) -> Importance:
+    """Return the importance weights that `ppo.importance_weights` names."""
+    of_sequence = partial(summed_log_ratio, lengths=lengths)
+    kinds: dict[str, Importance] = {
+        "token": importance_weights,
+        "token_mask": partial(importance_weights, cut=mask_above),
+        "sequence": partial(importance_weights, ratio=of_sequence),
+        "sequence_mask": partial(importance_weights, ratio=of_sequence, cut=mask_above),
+    }
+    return kinds[kind]
+
+
+def _weights(
+    rollout: Rollout, batch: Microbatch, minibatch: Minibatch, settings: PolicyLoss
+) -> tuple[Tensor | float, Sums]:
+    """Return the weight of each token's loss, and metrics.
+
+    The importance weight is that of tokens that the generator sampled, not the trainer. With sequence-level ratios,
+    each sequence of the minibatch has the same weight.
+    """
+    weights: Tensor | float = 1.0
+    sums: Sums = {}
+    if settings.importance_cap is not None:
+        old, generator = (_token_values(each, rollout, batch.indices) for each in (rollout.logprobs, rollout.generator))
+        importance = importance_of(settings.importance_weights, batch.response_lengths)
+        weights, sums = importance(old, generator, settings.importance_cap)
+    if settings.ratio == "sequence":
+        equal = equal_sequences(batch.response_lengths, tokens=minibatch.tokens, sequences=minibatch.sequences)
+        weights = distributed.to_device(equal, rollout.logprobs.device) * weights
+    return weights, sums
 
 
 def _token_values(table: Tensor, rollout: Rollout, indices: Sequence[int]) -> Tensor:

@@ -80,7 +80,7 @@ class OffloadedOptimizer:
             self.tiers.append(Tier(members, states, moments, device, after_write))
         self._shards = {shard.name: (tier, n) for tier in self.tiers for n, shard in enumerate(tier.shards)}
         self._factor = 1.0
-        self._decay: float | None = None
+        self.average_weight: float | None = None  # of the parameters after a step in their average; None: no average
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ class OffloadedOptimizer:
     def step(self) -> None:
         """Update every parameter that has a gradient, and the averages."""
         for tier in self.tiers:
-            tier.step(self._torch, self._factor, self._decay)
+            tier.step(self._torch, self._factor, self.average_weight)
 
     def zero_grad(self) -> None:
         """Drop the step's gradients."""
@@ -142,9 +142,9 @@ class OffloadedOptimizer:
             tier.gradients.remove(number)
 
     @torch.no_grad()
-    def start_averaging(self, decay: float) -> None:
-        """Maintain an exponential moving average of the master weights."""
-        self._decay = decay
+    def start_averaging(self) -> None:
+        """Maintain an average of the master weights. Set `average_weight` before each step."""
+        self.average_weight = 1.0
         for tier in self.tiers:
             tier.start_averaging()
 
@@ -161,7 +161,7 @@ class OffloadedOptimizer:
             parameter = tier.shards[number].parameter.detach()
             is_stepped = any(segment.shard == number for segment in tier.scalars)
             moments = tier.moments if is_stepped else ()
-            for kind in [MASTER, *moments, *((AVERAGE,) if self._decay is not None else ())]:
+            for kind in [MASTER, *moments, *((AVERAGE,) if self.average_weight is not None else ())]:
                 values = tier.states.shard(kind, number).view(dtensors.local(parameter).shape)
                 found[f"{kind}.{name}"] = OffloadedState(parameter, values, kind in moments)
         return found

@@ -60,21 +60,21 @@ class Tier:
         sums = self.gradients.sums_of_squares()
         return [(shard.parameter, sums.get(number, 0.0)) for number, shard in enumerate(self.shards)]
 
-    def step(self, optimizer: torch.optim.Optimizer, factor: float, decay: float | None) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, factor: float, average_weight: float | None) -> None:
         """Step the shards that have a gradient, multiplied by `factor`, and write them to the module.
 
-        `decay` is the decay of the moving average; None if there is no average.
+        `average_weight` is the weight of the new master weights in their average; None if there is no average.
         """
         groups = [
             group
             for group in self.states.sub_groups
-            if decay is not None or any(self.gradients.has(segment.shard) for segment in group.segments)
+            if average_weight is not None or any(self.gradients.has(segment.shard) for segment in group.segments)
         ]
         for group, states in self.states.iterate(groups, list(self.states.tensors)):
             segments = [segment for segment in group.segments if self.gradients.has(segment.shard)]
             self._step_segments(optimizer, segments, states, factor)
-            if decay is not None:
-                states[AVERAGE].lerp_(states[MASTER], 1.0 - decay)
+            if average_weight is not None:
+                states[AVERAGE].lerp_(states[MASTER], average_weight)
             self._write(group, states[MASTER])
 
     def write_to_module(self, kind: str) -> None:

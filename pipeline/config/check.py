@@ -189,6 +189,31 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
             "ppo.kl_estimator=k1 in the loss has a gradient that is 0 on average: set ppo.kl_estimator=k2 or k3, or "
             "ppo.kl_in=reward"
         )
+    if ppo.kl_estimator == "k3_weighted" and ppo.kl_counts_in == "reward":
+        yield (
+            "ppo.kl_estimator=k3_weighted weighs the KL in the loss, but the KL counts in the reward, where the policy "
+            "ratio is 1: set ppo.kl_in=loss, or ppo.kl_estimator=k3"
+        )
+    if ppo.ratio == "sequence" and ppo.advantage in ("gae", "reinforce"):
+        yield (
+            f"ppo.ratio=sequence needs one advantage for each answer, but ppo.advantage={ppo.advantage} has one for "
+            "each token: set ppo.advantage=grpo and ppo.samples=4 (or ppo=gspo), or ppo.ratio=token"
+        )
+    if ppo.importance_weights != "token" and ppo.importance_cap is None:
+        yield (
+            f"ppo.importance_weights={ppo.importance_weights} has no effect without a cap: set ppo.importance_cap=2, "
+            "or remove ppo.importance_weights"
+        )
+    if ppo.resample and ppo.advantage in ("gae", "reinforce"):
+        yield (
+            f"ppo.resample={ppo.resample} replaces prompts whose answers all have the same score, but ppo.advantage="
+            f"{ppo.advantage} does not compare the answers to a prompt: remove ppo.resample, or set ppo.advantage=grpo"
+        )
+    if ppo.unfinished == "mask" and ppo.shared_forward:
+        yield (
+            "ppo.unfinished=mask leaves answers out of the updates, so an update cannot reuse the forward passes over "
+            "the full rollout: remove ppo.shared_forward, or set ppo.unfinished=penalize"
+        )
     if ppo.length_free and not ppo.length_penalty:
         yield (
             f"ppo.length_free={ppo.length_free} has no effect, because ppo.length_penalty=0: set ppo.length_penalty, "

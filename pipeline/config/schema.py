@@ -326,11 +326,11 @@ class PpoSection(StageSection):
     kl_coef: float = Field(0.05, ge=0, description="weight of the KL divergence per token to the reference")
     kl_in: Literal["reward", "loss"] | None = Field(
         None,
-        description="where the KL penalty applies: reward, subtracted from the score (Ziegler et al., 2019), or loss, a term with its own gradient (Shao et al., 2024); null: loss for grpo, otherwise reward",
+        description="where the KL penalty applies: reward, subtracted from the score (Ziegler et al., 2019), or loss, a term with its own gradient (Shao et al., 2024); null: loss for grpo and reinforce_baseline, otherwise reward",
     )
-    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+    kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] | None = Field(
         None,
-        description="KL estimator per token (Schulman, 2020): k1, the log-ratio; k2, half its square; k3, exp(-log-ratio) - 1 + log-ratio; null: k1 if kl_in is reward, k3 if kl_in is loss",
+        description="KL estimator per token (Schulman, 2020): k1, the log-ratio; k2, half its square; k3, exp(-log-ratio) - 1 + log-ratio; k3_weighted, k3 times the policy ratio, only in the loss (DeepSeek-V3.2; DeepSeek-AI, 2025); null: k1 if kl_in is reward, k3 if kl_in is loss",
     )
     reference: bool | None = Field(
         None,
@@ -367,6 +367,10 @@ class PpoSection(StageSection):
         gt=0,
         description="the policy ratio is clipped to 1 - clip .. 1 + clip_high (Yu et al., 2025); null: the value of clip",
     )
+    ratio: Literal["token", "sequence"] = Field(
+        "token",
+        description="policy ratio: token, of each token; sequence, the geometric mean over the tokens of an answer, with equal weight for each answer (GSPO; Zheng et al., 2025)",
+    )
     dual_clip: float | None = Field(
         3.0, gt=1, description="upper bound on the ratio if the advantage is negative (Ye et al., 2020); null: no bound"
     )
@@ -377,22 +381,32 @@ class PpoSection(StageSection):
     critic_warmup: int = Field(
         0, ge=0, description="number of rollouts at the start in which only the critic is trained"
     )
-    advantage: Literal["gae", "rloo", "grpo", "reinforce"] = Field(
+    advantage: Literal["gae", "rloo", "grpo", "reinforce", "reinforce_baseline"] = Field(
         "gae",
-        description="baseline of the advantages: gae, a critic; rloo and grpo, the other answers to the same prompt, without a critic; reinforce, all answers of the rollout (REINFORCE++; Hu, 2025)",
+        description="baseline of the advantages: gae, a critic; rloo and grpo, the other answers to the same prompt, without a critic; reinforce, all answers of the rollout (REINFORCE++; Hu, 2025); reinforce_baseline, the other answers to the same prompt, whitened over the rollout",
     )
     divide_by_std: bool = Field(
         True,
         description="grpo: divide advantages by the standard deviation over the answers to a prompt; false: do not divide (Dr. GRPO; Liu et al., 2025)",
     )
     samples: int = Field(1, ge=1, description="answers per prompt; a rollout has ppo.batch_size * samples answers")
+    resample: int = Field(
+        0,
+        ge=0,
+        description="number of times that a rollout replaces the prompts whose answers all have the same score by new prompts (dynamic sampling of DAPO; Yu et al., 2025)",
+    )
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
     lam: float = Field(0.95, ge=0, le=1, description="lambda of GAE")
     whiten_advantages: bool = Field(
-        True, description="normalize the advantages of gae and reinforce to mean 0 and variance 1 over the global batch"
+        True,
+        description="normalize the advantages of gae, reinforce and reinforce_baseline to mean 0 and variance 1 over the global batch",
     )
     missing_end_penalty: float = Field(
         1.0, ge=0, description="subtracted from the score of an answer without an end token"
+    )
+    unfinished: Literal["penalize", "mask"] = Field(
+        "penalize",
+        description="answers without an end token: penalize, subtract missing_end_penalty; mask, leave them out of the updates (overlong filtering of DAPO; Yu et al., 2025)",
     )
     length_penalty: float = Field(
         0.0, ge=0, description="subtracted from the score for each token of an answer beyond length_free"
@@ -411,12 +425,16 @@ class PpoSection(StageSection):
         None,
         gt=0,
         lt=1,
-        description="decay of the moving average of the actor's weights, which is then the exported model; null: no average",
+        description="decay of the moving average of the actor's weights (with bias correction), which is then the evaluated and exported model; null: no average",
     )
     importance_cap: float | None = Field(
         None,
         gt=0,
         description="weight each token's policy loss by the probability ratio trainer / generator, at most this value (usually 2); null: no weight",
+    )
+    importance_weights: Literal["token", "sequence", "token_mask", "sequence_mask"] = Field(
+        "token",
+        description="with importance_cap: token and sequence truncate the ratio of a token, or of an answer, to the cap; token_mask and sequence_mask leave out tokens, or answers, with a ratio above the cap",
     )
     keep_answers: int = Field(
         8,
@@ -440,7 +458,7 @@ class PpoSection(StageSection):
     @property
     def kl_counts_in(self) -> Literal["reward", "loss"]:
         """`kl_in`, or the usual choice for `advantage`."""
-        return self.kl_in or ("loss" if self.advantage == "grpo" else "reward")
+        return self.kl_in or ("loss" if self.advantage in ("grpo", "reinforce_baseline") else "reward")
 
     @property
     def asks_reference(self) -> bool:

@@ -67,6 +67,7 @@ def stage_task(
             settings = config.engine.changed_by(own)
             roles[key.removesuffix("_engine")] = workload(config, stage, ranks, settings, shape, is_cpu=is_cpu)
     may_share = stage == "ppo" and ppo.minibatches == 1 and config.engine.pipeline_parallel == 1
+    may_share = may_share and ppo.unfinished == "penalize"  # otherwise an update leaves out sequences
     return StageTask(
         stage,
         shape,

@@ -309,10 +309,12 @@ def test_random_state_comes_back() -> None:
 def test_averaged_swaps_and_swaps_back_exactly() -> None:
     engine = engine_of(0)
     start = state_of(engine)
-    mean = {name: p.double() for name, p in start.items() if not name.startswith("average.")}
+    sums = {name: torch.zeros_like(p.double()) for name, p in start.items() if not name.startswith("average.")}
+    assert all(torch.equal(start[f"average.{name}"], start[name]) for name in sums)
     for step in range(1, 4):
         after = advance(engine, step, step)
-        mean = {name: 0.7 * value + 0.3 * after[name].double() for name, value in mean.items()}
+        sums = {name: 0.7 * value + 0.3 * after[name].double() for name, value in sums.items()}
+    mean = {name: value / (1 - 0.7**3) for name, value in sums.items()}
     live = state_of(engine)
     x = torch.ones(1, WIDTH, device=dist.world().device)
     plain = engine(x).detach().clone()

@@ -15,6 +15,7 @@ from step3_ppo.advantages import (
     kl_k1,
     kl_k2,
     kl_k3,
+    kl_k3_weighted,
     masked_mean,
     masked_variance,
     rloo,
@@ -47,6 +48,22 @@ def gae_by_hand(rewards: Table, values: Table, gamma: float, lam: float) -> tupl
         advantages.append(row)
         returns.append([a + v for a, v in zip(row, value, strict=True)])
     return advantages, returns
+
+
+def test_weighted_k3_is_unbiased_away_from_the_old_policy() -> None:
+    """Over three tokens, by the old policy's probabilities: the exact KL(p, q) and its exact gradient."""
+    logits = torch.tensor([0.3, -0.4, 1.0], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-0.2, 0.5, 0.1], dtype=torch.float64).log_softmax(0)
+    reference = torch.tensor([1.0, 0.0, 0.2], dtype=torch.float64).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    exact = (logprobs.exp() * (logprobs - reference)).sum()
+    mean = (old.exp() * kl_k3_weighted(logprobs, reference, old)).sum()
+    assert mean.item() == pytest.approx(exact.item(), rel=1e-9)
+    gradients = [torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (exact, mean)]
+    assert gradients[1].tolist() == pytest.approx(gradients[0].tolist(), rel=1e-9)
+    assert kl_k3_weighted(torch.tensor(-1.0), torch.tensor(-2.0), torch.tensor(-1.5)).item() == pytest.approx(
+        math.exp(0.5) * (math.exp(-1.0) - 1 + 1)
+    )
 
 
 def test_kl_estimators() -> None:

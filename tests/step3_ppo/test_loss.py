@@ -6,7 +6,16 @@ import random
 import pytest
 import torch
 
-from step3_ppo.loss import importance_weights, log_ratio, policy_loss, value_loss
+from step3_ppo.loss import (
+    equal_sequences,
+    importance_weights,
+    log_ratio,
+    policy_loss,
+    sequence_log_ratio,
+    summed_log_ratio,
+    value_loss,
+)
+from step3_ppo.update import importance_of, ratio_of
 
 N = 300
 
@@ -99,6 +108,57 @@ def test_importance_weights_are_cut_at_the_cap_and_constant() -> None:
     loss, _ = policy_loss(logprobs, logprobs.detach(), advantages, clip=0.2, dual_clip=None, weights=weights)
     loss.backward()
     torch.testing.assert_close(logprobs.grad, -advantages * weights)
+
+
+LENGTHS = [3, 1, 2]  # tokens of three answers
+
+
+def test_log_ratios_of_sequences_by_hand() -> None:
+    new, old = torch.tensor([0.0, -1.0, -2.0, -3.0, -1.0, -1.0]), torch.tensor([-0.5, -1.0, -1.0, -1.0, -2.0, -30.0])
+    mean, total = sequence_log_ratio(new, old, lengths=LENGTHS), summed_log_ratio(new, old, lengths=LENGTHS)
+    assert mean.tolist() == pytest.approx([-0.5 / 3] * 3 + [-2.0] + [15.0] * 2)
+    assert total.tolist() == pytest.approx([-0.5] * 3 + [-2.0] + [20.0] * 2)  # 30 is clamped
+    assert sequence_log_ratio(new[:0], old[:0], lengths=[]).tolist() == []
+
+
+def test_sequence_ratio_loss_is_the_mean_over_answers_by_hand() -> None:
+    """GSPO: 1/G sum of -min(s A, clip(s) A) with the geometric mean s of an answer's ratios, and its gradient."""
+    new = torch.tensor([-1.0, -2.0, -0.5, -1.0, -1.0, -3.0], requires_grad=True)
+    old = torch.tensor([-1.1, -2.3, -0.7, -2.0, -1.0, -2.8])
+    advantages = [1.5, 2.0, -1.0]
+    ratios = [math.exp((0.1 + 0.3 + 0.2) / 3), math.exp(1.0), math.exp(-0.1)]
+    held = [ratios[0], 1.3, ratios[2]]  # the second answer is clipped at 1.3
+    weights = equal_sequences(LENGTHS, tokens=6, sequences=3)
+    assert weights.tolist() == pytest.approx([2 / 3] * 3 + [2.0] + [1.0] * 2)
+    flat = torch.tensor([a for a, n in zip(advantages, LENGTHS, strict=True) for _ in range(n)])
+    loss, sums = policy_loss(
+        new, old, flat, clip=0.3, dual_clip=None, weights=weights, ratio=ratio_of("sequence", LENGTHS)
+    )
+    wanted = -sum(a * s for a, s in zip(advantages, held, strict=True)) / 3
+    assert loss.item() / 6 == pytest.approx(wanted, rel=1e-5)
+    assert float(sums["clip_fraction"]) == 1.0  # the one token of the clipped answer
+    (loss / 6).backward()
+    gradient = [-1.5 * ratios[0] / 9] * 3 + [0.0] + [1.0 * ratios[2] / 6] * 2  # -A s / (G |y|)
+    assert new.grad.tolist() == pytest.approx(gradient, rel=1e-4, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("token", [1.5, 0.5, 2.0, 0.5, 0.5, 2.0]),
+        ("token_mask", [1.5, 0.5, 0.0, 0.5, 0.5, 0.0]),
+        ("sequence", [2.0] * 3 + [0.5] + [1.75] * 2),
+        ("sequence_mask", [0.0] * 3 + [0.5] + [1.75] * 2),
+    ],
+)
+def test_importance_weights_by_hand(kind: str, wanted: list[float]) -> None:
+    """Ratios 1.5, 0.5, 4 (product 3), 0.5, and 0.5, 3.5 (product 1.75), cut at 2."""
+    generator = torch.full((6,), -3.0)
+    old = generator + torch.tensor([1.5, 0.5, 4.0, 0.5, 0.5, 3.5]).log()
+    weights, sums = importance_of(kind, LENGTHS)(old, generator, 2.0)
+    assert weights.tolist() == pytest.approx(wanted, rel=1e-5)
+    assert float(sums["importance_truncated"]) == (2 if "token" in kind else 3)
+    assert float(sums["importance_weight"]) == pytest.approx(sum(wanted), rel=1e-5)
 
 
 def value_by_hand(values: list[float], old: list[float], returns: list[float], clip: float | None):

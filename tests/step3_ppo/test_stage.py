@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Sampling
+from engine import Generation, Sampling
 from engine.parallel import dist, dtensors
 from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, PpoSection, RolloutSection, RunConfig
 from pipeline.data.encode import TokenItem
@@ -24,7 +24,7 @@ from pipeline.models.export import export_policy, export_scorer
 from pipeline.models.modules import Policy
 from pipeline.models.source import resolve
 from pipeline.stages.stage_run import StageRun
-from step3_ppo.evaluate import build_evaluator
+from step3_ppo.evaluate import build_evaluator, evaluate_policy
 from step3_ppo.log import rollout_metrics
 from step3_ppo.models import build_models, load_models
 from step3_ppo.setup import Ppo
@@ -225,6 +225,70 @@ def test_without_a_critic_answers_to_a_prompt_are_neighbours(advantage: str, tmp
     assert not {"value_loss", "critic_lr", "explained_variance"} & set(figures)
     assert learned["first_ratio"] == pytest.approx(1, abs=1e-5)
     assert any(not torch.equal(a, b) for a, b in zip(before, weights(ppo.models.actor), strict=True))
+
+
+def test_prompts_whose_answers_score_the_same_are_replaced(tmp_path: Path) -> None:
+    """Scores clipped to their sign leave groups without a preference; another process chooses the same prompts."""
+    run_folder(tmp_path)
+    keys: dict[str, Any] = {"batch_size": 4, "samples": 2, "advantage": "grpo", "missing_end_penalty": 0.0}
+    keys |= {"score_clip": 1e-9, "kl_coef": 0.0}
+    plain, stage = ppo_of(tmp_path, **keys)
+    first = plain.collect(1, stage)
+    rollouts = []
+    for _ in range(2):
+        ppo, stage = ppo_of(tmp_path, **keys, resample=2)
+        rollouts.append(ppo.collect(1, stage))
+    assert rollouts[0].prompts == rollouts[1].prompts and rollouts[0].responses == rollouts[1].responses
+    assert rollouts[0].prompts != first.prompts and len(rollouts[0]) == 8
+    uniform = {
+        tuple(p): s
+        for p, s in zip(
+            first.prompts, first.scores.sign().view(4, 2).sum(1).abs().repeat_interleave(2).tolist(), strict=True
+        )
+    }
+    stays = [tuple(p) for p in rollouts[0].prompts if uniform.get(tuple(p)) == 0.0]
+    assert set(stays) == {prompt for prompt, total in uniform.items() if total == 0.0}
+    assert ppo.metrics()["replaced_prompts"] > 0
+    again = [
+        ppo._collect(
+            ppo.models, r.prompts, [Generation(x, [0.0] * len(x), True) for x in r.responses], budget=stage.budget
+        )
+        for r in rollouts[:1]
+    ]
+    torch.testing.assert_close(again[0].scores, rollouts[0].scores)
+    learned = learn(ppo, 1, rollouts[1], ppo.compute_advantages(rollouts[1]), stage.budget)
+    assert learned["first_ratio"] == pytest.approx(1, abs=1e-5)
+
+
+def test_masked_answers_do_not_change_the_policy(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    keys: dict[str, Any] = {"batch_size": 4, "samples": 2, "advantage": "grpo", "unfinished": "mask", "kl_coef": 0.0}
+    ppo, stage = ppo_of(tmp_path, **keys)
+    rollout = ppo.collect(1, stage)
+    rollout.finished.fill_(False)
+    before = weights(ppo.models.actor)
+    learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(ppo.models.actor), strict=True))
+
+
+def test_evaluations_are_of_the_averaged_weights(tmp_path: Path) -> None:
+    """The weights that are exported: their curve, and not that of the last weights."""
+    run_folder(tmp_path)
+    ppo, stage = ppo_of(tmp_path, ema=0.5)
+    rollout = ppo.collect(1, stage)
+    learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)
+    seen: list[list[torch.Tensor]] = []
+
+    class Watcher:
+        def evaluate(self, actor: Any) -> dict[float, Any]:
+            seen.append(weights(actor))
+            return {}
+
+    evaluate_policy(ppo, Watcher(), stage, 1)
+    with ppo.models.actor.averaged():
+        averaged = weights(ppo.models.actor)
+    assert all(torch.equal(a, b) for a, b in zip(seen[0], averaged, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(seen[0], weights(ppo.models.actor), strict=True))
 
 
 def test_a_rollout_off_the_policy_stops_the_run(tmp_path: Path) -> None:

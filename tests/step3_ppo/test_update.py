@@ -44,7 +44,8 @@ def earned_by_hand(rollout: Rollout, penalty: float, clip: float | None, *, toke
 def test_answers_earn_their_clipped_score_less_the_penalties(penalty: float, clip: float | None, token: float) -> None:
     rollout = rollout_of(PROMPTS, RESPONSES)
     section = PpoSection(missing_end_penalty=penalty, score_clip=clip, length_penalty=token, length_free=2)
-    found = answer_scores(rollout, reward_shaping(section))
+    lengths = rollout.response_mask.sum(1)
+    found = answer_scores(rollout.scores, rollout.finished, lengths, reward_shaping(section))
     assert found.tolist() == pytest.approx(earned_by_hand(rollout, penalty, clip, token=token), abs=1e-6)
 
 
@@ -108,6 +109,18 @@ def test_reinforce_whitens_what_was_earned_from_a_token_on() -> None:
     assert found.returns is None and found.uniform_prompts is None
 
 
+def test_reinforce_with_a_group_baseline_is_whitened_over_the_rollout() -> None:
+    rollout = dataclasses.replace(rollout_of([3, 3, 3, 5, 5, 5], [4, 1, 6, 2, 3, 5]), values=None)
+    section = PpoSection(advantage="reinforce_baseline", samples=3, kl_estimator="k2")
+    found = advantages_of(rollout, section, kl_coef=0.13)
+    earned = earned_by_hand(rollout, 1.0, None)  # the KL counts in the loss
+    above = [each - statistics.fmean(group) for group in (earned[:3], earned[3:]) for each in group]
+    flat = [a for a, response in zip(above, rollout.responses, strict=True) for _ in response]
+    mean, spread = statistics.fmean(flat), statistics.pstdev(flat)
+    close(found.advantages, [[(a - mean) / spread] * len(r) for a, r in zip(above, rollout.responses, strict=True)])
+    assert found.returns is None and found.uniform_prompts == 0.0
+
+
 def test_with_a_critic_the_kl_may_be_in_the_loss() -> None:
     """Then returns and advantages know nothing of it, and the policy's loss has all of it."""
     rollout, plain = rollout_of(PROMPTS, RESPONSES), PpoSection()
@@ -148,6 +161,57 @@ def test_minibatches_hold_every_sequence_once(parts: int) -> None:
     assert [[b.indices for b in m.batches] for m in again] == [
         [b.indices for b in m.batches] for m in minibatches(rollout, count=parts, seed=1, pad_id=0, budget=18)
     ]
+
+
+def test_masked_answers_are_in_no_minibatch() -> None:
+    rollout = rollout_of(PROMPTS, RESPONSES)  # every other answer is finished
+    made = minibatches(rollout, count=2, seed=1, pad_id=0, budget=18, only_finished=True)
+    assert sorted(i for minibatch in made for batch in minibatch.batches for i in batch.indices) == [0, 2, 4]
+    assert sum(minibatch.tokens for minibatch in made) == 4 + 6 + 5
+    assert sum(minibatch.sequences for minibatch in made) == 3
+    rollout.finished.fill_(False)
+    (empty,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=18, only_finished=True)
+    assert (empty.tokens, empty.sequences) == (1, 0)
+    earned = reward_shaping(PpoSection(unfinished="mask"))
+    assert earned.missing_end_penalty == 0.0
+
+
+def test_an_update_without_answers_changes_nothing(tmp_path: Path) -> None:
+    saved_models(tmp_path)
+    models, rollout, section = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES), PpoSection()
+    targets = advantages_of(rollout, section, kl_coef=0.1)
+    rollout.finished.fill_(False)
+    (empty,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=18, only_finished=True)
+    update = update_policy(models.actor, empty, rollout, targets, policy_loss_settings(section, 1.0))
+    assert update.loss == 0.0 and update.grad_norm == 0.0
+
+
+@pytest.mark.parametrize("budget", [18, 1000])
+def test_one_update_with_sequence_ratios(budget: int, tmp_path: Path) -> None:
+    """The mean over the answers, whatever the micro-batches and the lengths."""
+    saved_models(tmp_path)
+    models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
+    section = PpoSection(ratio="sequence", clip=0.1, clip_high=0.2, dual_clip=None, importance_cap=1.5)
+    section = section.model_copy(update={"importance_weights": "sequence"})
+    targets = advantages_of(rollout, section, kl_coef=0.0)
+    answers = [0.7, -1.2, 0.4, -0.3, 1.1]  # one advantage for each answer
+    targets.advantages.copy_(padded([[a] * n for a, n in zip(answers, RESPONSES, strict=True)]))
+    new, _, _ = own_policy(tmp_path, rollout, 1.0)
+    shift = [0.05, -0.3, 0.15, 0.02, -0.4]
+    rollout.logprobs.copy_(padded([[x.item() - d for x in row] for row, d in zip(split(new), shift, strict=True)]))
+    weight = [1.2, 1.9, 0.8, 1.0, 1.4]  # the second is cut at 1.5
+    own = rows_of(rollout.logprobs, rollout)
+    rollout.generator.copy_(
+        padded([[x - math.log(w) / len(row) for x in row] for row, w in zip(own, weight, strict=True)])
+    )
+    losses = []
+    for advantage, moved, w in zip(answers, shift, weight, strict=True):
+        ratio = math.exp(moved)
+        held = min(max(ratio, 0.9), 1.2)
+        losses.append(min(w, 1.5) * max(-advantage * ratio, -advantage * held))
+    (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=budget)
+    update = update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, 1.0))
+    assert update.loss == pytest.approx(math.fsum(losses) / 5, rel=1e-3)
 
 
 def own_policy(folder: Path, rollout: Rollout, temperature: float) -> tuple[list[float], list[float], torch.nn.Module]:
@@ -201,17 +265,21 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     assert update.grad_norm == pytest.approx(norm, rel=1e-3)
 
 
-@pytest.mark.parametrize("estimator", [None, "k2"])
+@pytest.mark.parametrize("estimator", [None, "k2", "k3_weighted"])
 def test_the_kl_in_the_loss_has_a_gradient_of_its_own(estimator: str | None, tmp_path: Path) -> None:
     saved_models(tmp_path)
     models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
-    section = PpoSection(clip=10.0, dual_clip=None, kl_estimator=estimator)
+    section = PpoSection(clip=10.0, dual_clip=None, kl_estimator=estimator, kl_in="loss")
     targets = advantages_of(rollout, section, kl_coef=0.0)
     targets.advantages.zero_()
     new, _, model = own_policy(tmp_path, rollout, 1.0)
     reference = [x for row in rows_of(rollout.reference, rollout) for x in row]
     both = list(zip(new, reference, strict=True))
-    terms = sum((a - b) ** 2 / 2 if estimator else math.exp(b) / a.exp() - 1 - (b - a) for a, b in both)
+    old = [x for row in rows_of(rollout.logprobs, rollout) for x in row]
+    terms = sum((a - b) ** 2 / 2 if estimator == "k2" else math.exp(b) / a.exp() - 1 - (b - a) for a, b in both)
+    if estimator == "k3_weighted":
+        k3 = [math.exp(b) / a.exp() - 1 - (b - a) for a, b in both]
+        terms = sum((a - o).exp() * k for a, o, k in zip(new, old, k3, strict=True))
     (terms * 0.3 / sum(RESPONSES)).backward()
     norm = math.sqrt(math.fsum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
     (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=18)

@@ -1,0 +1,93 @@
+"""Dynamic sampling: replace prompts whose answers all score the same.
+
+DAPO (Yu et al., 2025, arXiv:2503.14476, section 3.2) samples until no such prompt is left. Here the rounds are bounded.
+Such prompts have no advantage. The replacements are functions of (seed, step, round), so that a resumed run and every
+rank choose the same prompts.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine import Generation
+from pipeline.data.batch import epoch_order
+from step3_ppo.advantages import is_uniform
+from step3_ppo.estimators import RewardShaping, answer_scores
+
+Scores = tuple[list[float], list[float] | None]
+"""The score of each answer, and the part of the reward function if a reward model scores too."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """B prompts with S answers each, next to each other.
+
+    prompts: indices of the B prompts
+    generations: the B * S answers
+    scores: the scores of the answers; None if they are not known yet
+    replaced: number of prompts that were replaced
+    """
+
+    prompts: list[int]
+    generations: list[Generation]
+    scores: Scores | None = None
+    replaced: int = 0
+
+
+def replace_uniform(
+    answered: Answered,
+    answer: Callable[[list[int], int], list[Generation]],
+    score: Callable[[list[int], list[Generation]], Scores],
+    shaping: RewardShaping,
+    *,
+    samples: int,
+    rounds: int,
+    count: int,
+    seed: Sequence[int],
+) -> Answered:
+    """Return the rollout after at most `rounds` rounds of replacements.
+
+    answer: (prompts, round from 1) -> `samples` answers to each prompt
+    score: (prompts, answers) -> the scores of the answers
+    count: number of training prompts
+    seed: the seed and the step
+    """
+    prompts, generations = list(answered.prompts), list(answered.generations)
+    totals, parts = score(prompts, generations)
+    used, replaced = set(prompts), 0
+    for number in range(1, rounds + 1):
+        places = uniform_prompts(totals, generations, shaping, samples=samples)
+        new = new_prompts(len(places), used, count=count, seed=(*seed, number))
+        if not new:
+            break
+        used.update(new)
+        answers = answer(new, number)
+        new_totals, new_parts = score(new, answers)
+        for place, (index, prompt) in zip(places, enumerate(new), strict=False):
+            here = slice(place * samples, (place + 1) * samples)
+            there = slice(index * samples, (index + 1) * samples)
+            prompts[place], generations[here], totals[here] = prompt, answers[there], new_totals[there]
+            if parts is not None and new_parts is not None:
+                parts[here] = new_parts[there]
+        replaced += len(new)
+    return Answered(prompts, generations, (totals, parts), replaced)
+
+
+def uniform_prompts(
+    scores: Sequence[float], generations: Sequence[Generation], shaping: RewardShaping, *, samples: int
+) -> list[int]:
+    """Return the places of the prompts whose answers all have the same score, after clipping and penalties."""
+    finished = torch.tensor([generation.finished for generation in generations])
+    lengths = torch.tensor([len(generation.token_ids) for generation in generations])
+    shaped = answer_scores(torch.tensor(scores), finished, lengths, shaping)
+    return is_uniform(shaped, samples).nonzero().flatten().tolist()
+
+
+def new_prompts(wanted: int, used: Collection[int], *, count: int, seed: Sequence[int]) -> list[int]:
+    """Return `wanted` of the `count` prompts that are not in `used`, or as many as there are."""
+    if not wanted:
+        return []
+    first, *rest = seed
+    order = epoch_order(count, first, 1_000_003 + sum(part * 1_009**power for power, part in enumerate(rest)))
+    return [index for index in order if index not in used][:wanted]

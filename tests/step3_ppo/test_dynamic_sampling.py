@@ -1,0 +1,69 @@
+"""Prompts whose answers all score the same are replaced, by the same prompts on every rank and in every resumed run."""
+
+from typing import Any
+
+import pytest
+
+from engine import Generation
+from step3_ppo.dynamic_sampling import Answered, Scores, new_prompts, replace_uniform, uniform_prompts
+from step3_ppo.estimators import RewardShaping
+
+PLAIN = RewardShaping(missing_end_penalty=0.5)
+
+
+def generation(*ids: int, finished: bool = True) -> Generation:
+    return Generation(list(ids), [0.0] * len(ids), finished)
+
+
+def test_penalties_decide_whether_answers_score_the_same() -> None:
+    answers = [generation(1), generation(2), generation(3), generation(4, finished=False)]
+    assert uniform_prompts([1.0, 1.0, 1.0, 1.0], answers, PLAIN, samples=2) == [0]
+    assert uniform_prompts([1.0, 1.0, 1.0, 1.5], answers, PLAIN, samples=2) == [0, 1]
+    assert uniform_prompts([3.0, 4.0, 1.0, 1.0], answers, RewardShaping(2.0), samples=2) == [0]
+
+
+def test_new_prompts_are_unused_and_depend_on_the_seed() -> None:
+    found = new_prompts(4, {0, 1, 2}, count=10, seed=(1, 5, 1))
+    assert len(set(found)) == 4 and not set(found) & {0, 1, 2}
+    assert found == new_prompts(4, {0, 1, 2}, count=10, seed=(1, 5, 1))
+    others = [new_prompts(4, {0, 1, 2}, count=10, seed=seed) for seed in ((2, 5, 1), (1, 6, 1), (1, 5, 2))]
+    assert all(other != found for other in others)
+    assert len(new_prompts(9, {0, 1, 2}, count=10, seed=(1, 5, 1))) == 7
+
+
+@pytest.mark.parametrize(("rounds", "count"), [(1, 100), (3, 100), (5, 7)])
+def test_uniform_prompts_are_replaced_in_their_places(rounds: int, count: int) -> None:
+    """Prompts 0 to 4 and odd ones score 1 for both answers; the others score by the answer."""
+    asked: list[tuple[list[int], int]] = []
+
+    def answer(prompts: list[int], number: int) -> list[Generation]:
+        asked.append((prompts, number))
+        return [generation(prompt, sample) for prompt in prompts for sample in range(2)]
+
+    def score(prompts: list[int], generations: list[Generation]) -> Scores:
+        assert [each.token_ids[0] for each in generations] == [prompt for prompt in prompts for _ in range(2)]
+        scores = [1.0 if p % 2 or p < 5 else float(g.token_ids[1]) for g in generations for p in g.token_ids[:1]]
+        return scores, [-each for each in scores]
+
+    start = Answered([1, 6, 3], [generation(p, s) for p in (1, 6, 3) for s in range(2)])
+    settings: dict[str, Any] = {"samples": 2, "rounds": rounds, "count": count, "seed": (1, 4)}
+    found = replace_uniform(start, answer, score, PLAIN, **settings)
+    assert found.prompts[1] == 6 and len(set(found.prompts)) == 3
+    assert [each.token_ids for each in found.generations] == [[p, s] for p in found.prompts for s in range(2)]
+    assert found.scores == score(found.prompts, found.generations)
+    assert asked[0][1] == 1 and len(asked[0][0]) == 2 and found.replaced == sum(len(prompts) for prompts, _ in asked)
+    used = [1, 6, 3, *(prompt for prompts, _ in asked for prompt in prompts)]
+    assert len(used) == len(set(used)) <= count and len(asked) <= rounds
+    again = replace_uniform(start, answer, score, PLAIN, **settings)
+    assert again == found and start.prompts == [1, 6, 3]
+    if rounds == 3:
+        assert all(prompt % 2 == 0 and prompt > 4 for prompt in found.prompts)
+
+
+def test_nothing_is_replaced_where_answers_differ() -> None:
+    start = Answered([1], [generation(1), generation(2)])
+    found = replace_uniform(
+        start, lambda *_: pytest.fail("no prompt is replaced"), lambda *_: ([1.0, 2.0], None), PLAIN,
+        samples=2, rounds=3, count=9, seed=(1, 1),
+    )  # fmt: skip
+    assert found.prompts == [1] and found.replaced == 0 and found.scores == ([1.0, 2.0], None)
