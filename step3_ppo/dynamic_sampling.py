@@ -14,9 +14,7 @@ from engine import Generation
 from pipeline.data.batch import epoch_order
 from step3_ppo.advantages import is_uniform
 from step3_ppo.estimators import RewardShaping, answer_scores
-
-Scores = tuple[list[float], list[float] | None]
-"""The score of each answer, and the part of the reward function if a reward model scores too."""
+from step3_ppo.rollout import Scores
 
 
 @dataclass(frozen=True)
@@ -54,24 +52,29 @@ def replace_uniform(
     seed: the seed and the step
     """
     prompts, generations = list(answered.prompts), list(answered.generations)
-    totals, parts = score(prompts, generations)
+    scores = score(prompts, generations)
     used, replaced = set(prompts), 0
     for number in range(1, rounds + 1):
-        places = uniform_prompts(totals, generations, shaping, samples=samples)
+        places = uniform_prompts(scores.total, generations, shaping, samples=samples)
         new = new_prompts(len(places), used, count=count, seed=(*seed, number))
         if not new:
             break
         used.update(new)
         answers = answer(new, number)
-        new_totals, new_parts = score(new, answers)
+        new_scores = score(new, answers)
         for place, (index, prompt) in zip(places, enumerate(new), strict=False):
             here = slice(place * samples, (place + 1) * samples)
             there = slice(index * samples, (index + 1) * samples)
-            prompts[place], generations[here], totals[here] = prompt, answers[there], new_totals[there]
-            if parts is not None and new_parts is not None:
-                parts[here] = new_parts[there]
+            prompts[place], generations[here] = prompt, answers[there]
+            for column, new_column in zip(_columns(scores), _columns(new_scores), strict=True):
+                column[here] = new_column[there]
         replaced += len(new)
-    return Answered(prompts, generations, (totals, parts), replaced)
+    return Answered(prompts, generations, scores, replaced)
+
+
+def _columns(scores: Scores) -> list[list[float]]:
+    """Return the lists of a `Scores` with one number for each answer."""
+    return [scores.total, *([] if scores.function is None else [scores.function]), *scores.rewards.values()]
 
 
 def uniform_prompts(

@@ -41,7 +41,8 @@ def build_evaluator(
         batches = local_microbatches(token_ids, responses, indices, tokenizer.pad_id, budget, packing=models.packing)
         pairs = zip(prompts, answers, strict=True)
         calls = [(answer, prompt.row) for prompt, answer in pairs if prompt.row is not None]
-        return score_answers(models, batches, calls)
+        scores = score_answers(models, batches, calls)
+        return scores.total, scores.function
 
     return Evaluator(prompts, tokenizer, sampling, temperatures, judge, score, keep, candidates)
 

@@ -81,7 +81,8 @@ def rollout_metrics(rollout: Rollout, advantages: Advantages) -> dict[str, float
         found["value"], found["return"] = masked_mean(rollout.values, mask), masked_mean(advantages.returns, mask)
         found["explained_variance"] = explained_variance(rollout.values, advantages.returns, mask)
     values = torch.stack([value.double() for value in found.values()]).tolist()  # waits for the device once
-    return dict(zip(found, values, strict=True))
+    rewards = rollout.rewards if len(rollout.rewards) > 1 else {}
+    return dict(zip(found, values, strict=True)) | {f"reward_{name}": mean for name, mean in rewards.items()}
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The models of PPO: the actor and the critic learn, the reference and the reward model are frozen."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Models:
     reference: None without a KL to it; the actor itself if that has adapters, and then scores without them
     reward: the reward model; None if `function` alone scores
     reward_mean: the reward model's mean score of reference answers, which PPO subtracts
+    reward_weights: the weight of each reward by name, 1 if it has none
     """
 
     actor: Engine
@@ -36,6 +37,7 @@ class Models:
     reward: Engine | None
     reward_mean: float = 0.0
     function: UserFunction | None = None
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def packing(self) -> bool:
@@ -135,11 +137,11 @@ def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, 
     if section.reward_function is not None:
         function = load_function(section.reward_function, section.reward_threads)
     if sources.reward is None:
-        return Models(actor, critic, reference, None, function=function)
+        return Models(actor, critic, reference, None, function=function, reward_weights=section.reward_weights)
     reward = build_scorer(sources.reward, choice(section.reward_engine), pad_id=pad_id)
     if critic is not None:
         adopt(reward, critic)
     else:
         verify(reward, max_length=longest)
     mean = float(getattr(sources.reward.config, "reward_mean", 0.0))
-    return Models(actor, critic, reference, reward, mean, function)
+    return Models(actor, critic, reference, reward, mean, function, section.reward_weights)

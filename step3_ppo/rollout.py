@@ -4,7 +4,7 @@ B sequences of a global batch, R tokens of the longest response. Every rank hold
 each rank can train on any sequence, and whitening needs no collective. The ranks share generation and scoring.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -13,11 +13,27 @@ from torch import Tensor, nn
 
 from engine import Engine, Generation, Sampling, distributed
 from pipeline.distributed import device, gather_by_index, gather_objects
-from pipeline.evaluation.judge import Call, function_scores
+from pipeline.errors import SharedError
+from pipeline.evaluation.judge import Call, function_rewards
 from step3_ppo.microbatch import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
 from step3_ppo.models import Models
 
 Results = list[tuple[int, Tensor]]  # (index of the sequence, its numbers)
+REWARD_MODEL = "model"  # the name of the reward model in `ppo.reward_weights`
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of B answers.
+
+    total: the weighted sum of all rewards
+    function: the part of the reward function; None unless the reward model scores as well
+    rewards: each reward by name, before weighting
+    """
+
+    total: list[float]
+    function: list[float] | None
+    rewards: dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,7 @@ class Rollout:
     values: the critic's value before each token; None without a critic
     generator: the generator's own log-probabilities
     function: (B,) fp32, the score of the reward function; None unless the reward model scores as well
+    rewards: the mean of each reward by name, before weighting
     batches: this rank's micro-batches, as the models scored them
     separate_logprobs: `logprobs` by a forward that no update shares; None unless requested
     """
@@ -47,6 +64,7 @@ class Rollout:
     values: Tensor | None
     generator: Tensor
     function: Tensor | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
     batches: list[Microbatch] = field(default_factory=list)
     separate_logprobs: Tensor | None = None
 
@@ -114,7 +132,7 @@ def collect(
     pad_id: int,
     budget: int,
     calls: Sequence[Call] = (),
-    scores: tuple[list[float], list[float] | None] | None = None,
+    scores: Scores | None = None,
     shared_forwards: Collection[str] = (),
     score_separately: bool = False,
 ) -> Rollout:
@@ -140,7 +158,7 @@ def collect(
         return dict(chain.from_iterable(engine.score(batches, work) if shared is None else shared))
 
     # The models that share their forwards score last: graphs that are held for the update need memory.
-    totals, by_function = score_answers(models, batches, calls) if scores is None else scores
+    scores = score_answers(models, batches, calls) if scores is None else scores
     local = dict[str, dict[int, Tensor]]()
     with models.reference_policy() as reference:
         if reference is not None:
@@ -160,32 +178,42 @@ def collect(
         responses=responses,
         finished=distributed.to_device(torch.tensor([generation.finished for generation in generations]), device()),
         response_mask=distributed.to_device(torch.arange(int(lengths.max()))[None] < lengths[:, None], device()),
-        scores=distributed.to_device(torch.tensor(totals), device()),
+        scores=distributed.to_device(torch.tensor(scores.total), device()),
         logprobs=table["logprobs"],
         reference=table.get("reference"),
         values=table.get("values"),
         generator=table["generator"],
-        function=None if by_function is None else distributed.to_device(torch.tensor(by_function), device()),
+        function=None if scores.function is None else distributed.to_device(torch.tensor(scores.function), device()),
+        rewards={name: sum(values) / len(values) for name, values in scores.rewards.items()},
         batches=batches,
         separate_logprobs=table.get("separate_logprobs"),
     )
 
 
-def score_answers(
-    models: Models, batches: Sequence[Microbatch], calls: Sequence[Call]
-) -> tuple[list[float], list[float] | None]:
-    """Return the scores of all answers, on every rank, and those of the reward function.
+def score_answers(models: Models, batches: Sequence[Microbatch], calls: Sequence[Call]) -> Scores:
+    """Return the scores of all answers, on every rank: the weighted sum of all rewards."""
+    rewards: dict[str, list[float]] = {}
+    if models.function is not None:
+        rewards = function_rewards(models.function, calls)
+    names = list(rewards)
+    if models.reward is not None:
+        rewards[REWARD_MODEL] = model_scores(models.reward, batches, models.reward_mean)
+    assert rewards, "PPO needs a reward model or a reward function"
+    unknown = [name for name in models.reward_weights if name not in rewards]
+    if unknown:
+        raise SharedError(
+            f"ppo.reward_weights.{unknown[0]} weighs a reward that does not exist; the rewards are "
+            f"{', '.join(rewards)}: remove it, or return it from ppo.reward_function"
+        )
+    by_function = weighted_sum({name: rewards[name] for name in names}, models.reward_weights)
+    total = weighted_sum(rewards, models.reward_weights)
+    return Scores(total, by_function if names and models.reward is not None else None, rewards)
 
-    The first are the sum if a reward model and a reward function score; the second are None if only one of them does.
-    """
-    by_function = None if models.function is None else function_scores(models.function, calls)
-    if models.reward is None:
-        assert by_function is not None, "PPO needs a reward model or a reward function"
-        return by_function, None
-    by_model = model_scores(models.reward, batches, models.reward_mean)
-    if by_function is None:
-        return by_model, None
-    return [a + b for a, b in zip(by_model, by_function, strict=True)], by_function
+
+def weighted_sum(rewards: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
+    """Return the sum of weight * reward for each answer. A reward without a weight has the weight 1."""
+    terms = [[weights.get(name, 1.0) * value for value in values] for name, values in rewards.items()]
+    return [sum(each) for each in zip(*terms, strict=True)]
 
 
 def model_scores(reward: Engine, batches: Sequence[Microbatch], mean: float) -> list[float]:

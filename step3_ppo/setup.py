@@ -18,12 +18,12 @@ from pipeline.stages.data import evaluation_prompts, log_cut, stage_records
 from pipeline.stages.stage_run import StageRun
 from pipeline.stages.start import prepare_generation, sampling, stage_steps
 from step3_ppo.advantages import KlController
-from step3_ppo.dynamic_sampling import Answered, Scores, replace_uniform
+from step3_ppo.dynamic_sampling import Answered, replace_uniform
 from step3_ppo.estimators import ESTIMATORS, AdvantageEstimator, Advantages, RewardShaping, compute_advantages
 from step3_ppo.log import UpdateMetrics, write_rollout_log
 from step3_ppo.microbatch import largest_microbatch, local_microbatches
 from step3_ppo.models import ModelSources, build_models
-from step3_ppo.rollout import Rollout, collect, generate, score_answers
+from step3_ppo.rollout import Rollout, Scores, collect, generate, score_answers
 from step3_ppo.update import (
     Minibatch,
     PolicyLoss,

@@ -154,6 +154,14 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
     ppo = config.ppo
     if not ppo.reward_model:
         yield from _without_reward_model(config)
+    if "model" in ppo.reward_weights and not ppo.reward_model:
+        yield "ppo.reward_weights.model weighs the reward model, but ppo.reward_model=false: remove one of the two"
+    own = [name for name in ppo.reward_weights if name != "model"]
+    if own and ppo.reward_function is None:
+        yield (
+            f"ppo.reward_weights.{own[0]} weighs a reward of ppo.reward_function, which is not set: set "
+            "ppo.reward_function=FILE.py:NAME, or remove the weight"
+        )
     judge = config.evaluation.judge
     if judge is not None and _trains(config, judge):
         yield (

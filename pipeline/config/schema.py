@@ -356,6 +356,10 @@ class PpoSection(StageSection):
         None,
         description="FILE.py:NAME, a function (answer, row) -> number that scores answers; with a reward model, both scores are added",
     )
+    reward_weights: dict[str, float] = Field(
+        {},
+        description="weights of the rewards in the score: model, the reward model; other names, those that reward_function returns in a dictionary; a reward without a weight counts 1",
+    )
     reward_threads: int = Field(
         1,
         ge=1,

@@ -4,7 +4,8 @@ A judge returns the gold score, in [0, 1]. The gold score is never used for trai
 (`evaluation.judge`), or the built-in gold scorer for the demo's prompts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from pipeline.config.schema import RunConfig
 from pipeline.data.records import Prompt, Row
@@ -13,6 +14,7 @@ from pipeline.errors import SharedError, UserError
 from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function
 
 GOLD_SOURCE = "demo"  # the data source whose prompts the gold scorer supports
+Result = TypeVar("Result")
 Call = tuple[str, Row]
 """The arguments of a user function: the text of an answer, and the data row of its prompt."""
 
@@ -49,14 +51,35 @@ def function_scores(function: UserFunction, calls: Sequence[Call]) -> list[float
 
     Raise SharedError on every rank if a call fails on any rank.
     """
+    return _on_all_ranks(function.scores, calls)
+
+
+def function_rewards(function: UserFunction, calls: Sequence[Call]) -> dict[str, list[float]]:
+    """Return the function's rewards of each call by name, on every rank. The calls are distributed over ranks.
+
+    Raise SharedError on every rank if a call fails on any rank, or if the names differ from call to call.
+    """
+    rewards = _on_all_ranks(function.parts, calls)
+    names = list(rewards[0]) if rewards else []
+    for each in rewards:
+        if each.keys() != rewards[0].keys():
+            raise SharedError(
+                f"{function.key}={function.where} returned the rewards {', '.join(each)} for one answer and "
+                f"{', '.join(names)} for another: return the same names for every answer"
+            )
+    return {name: [each[name] for each in rewards] for name in names}
+
+
+def _on_all_ranks(score: Callable[[Sequence[Call]], list[Result]], calls: Sequence[Call]) -> list[Result]:
+    """Return the result of each call on every rank. Each rank makes some of the calls."""
     indices = range(rank(), len(calls), rank_count())
-    local_scores: dict[int, float] = {}
+    local: dict[int, Result] = {}
     failure: UserError | None = None
     try:
-        local_scores = dict(zip(indices, function.scores([calls[index] for index in indices]), strict=True))
+        local = dict(zip(indices, score([calls[index] for index in indices]), strict=True))
     except UserError as problem:
         failure = problem
     errors = [text for text in gather_objects(None if failure is None else str(failure)) if text is not None]
     if errors:
         raise SharedError(errors[0]) from failure
-    return gather_by_index(local_scores)
+    return gather_by_index(local)

@@ -2,6 +2,8 @@
 
     def NAME(answer: str, row: dict) -> float
 
+A reward function may return several rewards instead, as a dictionary {name: number}; `ppo.reward_weights` weighs them.
+
 `ppo.reward_function` is the reward that PPO is trained on. `evaluation.judge` judges held-out answers and is never used
 for training. The function is called once per answer, in as many threads as `ppo.reward_threads` or
 `evaluation.judge_threads` sets. `answer` is the text without control tokens. `row` is the data row of the prompt, with
@@ -15,7 +17,7 @@ import copy
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,7 @@ from pipeline.errors import UserError
 
 REWARD, JUDGE = "ppo.reward_function", "evaluation.judge"
 SIGNATURE = "def NAME(answer: str, row: dict) -> float"
+SINGLE = "function"  # the name of the reward of a function that returns a number
 FP32_MAX = 3.4028234663852886e38
 BOUNDS = {REWARD: (-FP32_MAX, FP32_MAX), JUDGE: (0.0, 1.0)}
 RETURN_TYPES = {REWARD: "finite number", JUDGE: "number from 0 to 1"}
@@ -60,15 +63,37 @@ class UserFunction:
         with ThreadPoolExecutor(self.threads) as pool:
             return list(pool.map(lambda call: self.score(*call), calls))
 
+    def parts(self, calls: Sequence[tuple[str, Row]]) -> list[dict[str, float]]:
+        """Return the rewards of each (answer, row) by name, in order. A single number has the name "function"."""
+        if self.threads == 1:
+            return [self.rewards(*call) for call in calls]
+        with ThreadPoolExecutor(self.threads) as pool:
+            return list(pool.map(lambda call: self.rewards(*call), calls))
+
     def score(self, answer: str, row: Row) -> float:
         """Return the function's score of one answer. The function gets a copy of the row, which it may change.
 
         Raise UserError, with the row and the answer, if the function raises or its result is not a valid number.
         """
+        return self._number(self._result(answer, row), answer, row)
+
+    def rewards(self, answer: str, row: Row) -> dict[str, float]:
+        """Return the function's rewards of one answer by name. Raise UserError as `score` does."""
+        result = self._result(answer, row)
+        if not isinstance(result, Mapping):
+            return {SINGLE: self._number(result, answer, row)}
+        if not result or not all(isinstance(name, str) and name.isidentifier() for name in result):
+            names = _cut(repr(list(result)))
+            raise UserError(self._error_message(f"returned a dictionary with the keys {names}, not names", answer, row))
+        return {name: self._number(value, answer, row) for name, value in result.items()}
+
+    def _result(self, answer: str, row: Row) -> Any:
         try:
-            value = self.call(answer, copy.deepcopy(dict(row)))
+            return self.call(answer, copy.deepcopy(dict(row)))
         except (Exception, SystemExit) as problem:
             raise UserError(self._error_message(f"raised {_describe(problem, self.file)}", answer, row)) from problem
+
+    def _number(self, value: Any, answer: str, row: Row) -> float:
         if not hasattr(type(value), "__float__"):
             raise UserError(self._error_message(f"returned {type(value).__name__}, not a number", answer, row))
         try:

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from engine import Generation
-from step3_ppo.dynamic_sampling import Answered, Scores, new_prompts, replace_uniform, uniform_prompts
+from step3_ppo.dynamic_sampling import Answered, new_prompts, replace_uniform, uniform_prompts
 from step3_ppo.estimators import RewardShaping
+from step3_ppo.rollout import Scores
 
 PLAIN = RewardShaping(missing_end_penalty=0.5)
 
@@ -43,7 +44,8 @@ def test_uniform_prompts_are_replaced_in_their_places(rounds: int, count: int) -
     def score(prompts: list[int], generations: list[Generation]) -> Scores:
         assert [each.token_ids[0] for each in generations] == [prompt for prompt in prompts for _ in range(2)]
         scores = [1.0 if p % 2 or p < 5 else float(g.token_ids[1]) for g in generations for p in g.token_ids[:1]]
-        return scores, [-each for each in scores]
+        halves = [each / 2 for each in scores]
+        return Scores(scores, halves, {"brief": halves, "model": halves[:]})
 
     start = Answered([1, 6, 3], [generation(p, s) for p in (1, 6, 3) for s in range(2)])
     settings: dict[str, Any] = {"samples": 2, "rounds": rounds, "count": count, "seed": (1, 4)}
@@ -63,7 +65,7 @@ def test_uniform_prompts_are_replaced_in_their_places(rounds: int, count: int) -
 def test_nothing_is_replaced_where_answers_differ() -> None:
     start = Answered([1], [generation(1), generation(2)])
     found = replace_uniform(
-        start, lambda *_: pytest.fail("no prompt is replaced"), lambda *_: ([1.0, 2.0], None), PLAIN,
+        start, lambda *_: pytest.fail("no prompt is replaced"), lambda *_: Scores([1.0, 2.0], None, {}), PLAIN,
         samples=2, rounds=3, count=9, seed=(1, 1),
     )  # fmt: skip
-    assert found.prompts == [1] and found.replaced == 0 and found.scores == ([1.0, 2.0], None)
+    assert found.prompts == [1] and found.replaced == 0 and found.scores == Scores([1.0, 2.0], None, {})

@@ -12,11 +12,12 @@ from engine.parallel import dtensors
 from pipeline.config.schema import RunConfig
 from pipeline.data.records import Message
 from pipeline.errors import SharedError, UserError
-from pipeline.evaluation.user_function import JUDGE, UserFunction
+from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function
 from pipeline.stages.stage_run import StageRun
 from step3_ppo.evaluate import build_evaluator
 from step3_ppo.log import rollout_metrics
 from step3_ppo.models import build_models, load_models
+from step3_ppo.rollout import weighted_sum
 from step3_ppo.setup import Ppo
 from tests.ranks import run_ranks
 from tests.step3_ppo.made import learn
@@ -103,6 +104,40 @@ def test_beside_a_reward_model_the_two_are_added(tmp_path: Path) -> None:
     figures = rollout_metrics(rollout, ppo.compute_advantages(rollout))
     assert figures["function_score"] == pytest.approx(sum(wanted) / len(wanted))
     assert figures["score"] == pytest.approx(figures["function_score"] + alone.scores.mean().item(), rel=1e-5)
+
+
+SEVERAL = """
+def score(answer, row):
+    return {"brief": -len(answer), "number": row["number"]}
+"""
+
+
+def test_a_sum_of_rewards_by_hand() -> None:
+    rewards = {"brief": [-3.0, -5.0], "number": [1.0, 2.0], "model": [0.25, -1.5]}
+    assert weighted_sum(rewards, {"brief": 0.5, "model": 2.0}) == [-1.5 + 1 + 0.5, -2.5 + 2 - 3]
+
+
+def test_several_rewards_are_weighted_and_logged(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    ppo, stage = ppo_of(tmp_path, reward_model=True, reward_weights={"brief": 0.5, "model": 2.0})
+    (tmp_path / "mine.py").write_text(SEVERAL)
+    several = load_function(f"{tmp_path}/mine.py:score")
+    plain = replace(ppo.models, function=None, reward_weights={})
+    ppo.models = replace(ppo.models, function=several)
+    rollout = ppo.collect(1, stage)
+    ppo.models = plain
+    by_model = ppo.collect(1, stage).scores.tolist()
+    brief = [-len(ppo.tokenizer.decode(response)) for response in rollout.responses]
+    numbers = numbers_of(ppo, rollout)
+    wanted = [0.5 * b + n + 2 * m for b, n, m in zip(brief, numbers, by_model, strict=True)]
+    assert rollout.scores.tolist() == pytest.approx(wanted, rel=1e-5)
+    figures = rollout_metrics(rollout, ppo.compute_advantages(rollout))
+    assert figures["reward_brief"] == pytest.approx(sum(brief) / len(brief))
+    assert figures["reward_number"] == pytest.approx(sum(numbers) / len(numbers))
+    assert figures["reward_model"] == pytest.approx(sum(by_model) / len(by_model), rel=1e-5)
+    ppo.models = replace(plain, function=several, reward_weights={"brevity": 1.0})
+    with pytest.raises(SharedError, match=r"reward_weights\.brevity weighs .* the rewards are brief, number, model"):
+        ppo.collect(2, stage)
 
 
 @pytest.mark.parametrize("reward_model", [False, True])

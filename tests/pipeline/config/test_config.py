@@ -214,6 +214,7 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         (["method=dpo", "stage=reward"], "method=dpo has the stages sft and dpo, but stage=reward"),
         (["method=dpo", "reward=x/reward"], "model that PPO starts from, but method=dpo: remove reward="),
         (["method=dpo", "dpo.loss=ipo", "dpo.label_smoothing=0.1"], "dpo.label_smoothing=0.1 needs dpo.loss=sigmoid"),
+        ("ppo.reward_weights={brief: 1}", "ppo.reward_weights.brief weighs a reward of ppo.reward_function, which is"),
         ("ppo.ratio=sequence", "ppo.ratio=sequence needs one advantage for each answer, but ppo.advantage=gae"),
         ("ppo.importance_weights=token_mask", "has no effect without a cap: set ppo.importance_cap=2"),
         ("ppo.kl_estimator=k3_weighted", "the KL counts in the reward, where the policy ratio is 1"),

@@ -115,6 +115,23 @@ def test_a_judge_gives_0_to_1(value: float) -> None:
         giving(value, key=JUDGE).score("a", ROW)
 
 
+def test_several_rewards_by_name(tmp_path: Path) -> None:
+    found = load_function(written(tmp_path, "def score(answer, row): return row['value']"), threads=2)
+    assert found.parts([("a", {"value": {"x": 1, "y": 2.5}}), ("b", {"value": 3})]) == [
+        {"x": 1.0, "y": 2.5},
+        {"function": 3.0},
+    ]
+    for value, message in (
+        ({"x": None}, "returned NoneType, not a number"),
+        ({}, "keys .* not names"),
+        ({1: 2}, "not names"),
+    ):
+        with pytest.raises(UserError, match=message):
+            found.rewards("a", {"value": value})
+    with pytest.raises(UserError, match="returned dict, not a number"):  # a judge gives one number
+        replace(found, key=JUDGE).score("a", {"value": {"x": 1.0}})
+
+
 def test_an_error_names_line_answer_and_row_shortened(tmp_path: Path) -> None:
     function = load_function(written(tmp_path, "def score(answer, row):\n    return float(answer.split()[900])\n"))
     with pytest.raises(UserError) as caught:
