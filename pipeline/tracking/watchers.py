@@ -96,10 +96,19 @@ def _start_wandb(config: RunConfig, stage: str, stage_dir: Path) -> Any:
     mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
     if mode == "online":
         try:
-            return _init(wandb, config, stage, stage_dir, mode)
-        except Exception:
-            print("warning: wandb can't be reached; this stage is tracked offline (wandb sync)", file=sys.stderr)
-            mode = "offline"
+            run = _init(wandb, config, stage, stage_dir, mode)
+            print(f"{stage}: {run.url}", flush=True)
+            return run
+        except Exception as problem:
+            wandb.teardown()  # wandb's service still holds the id of the failed run
+            run = _init(wandb, config, stage, stage_dir, "offline")
+            print(
+                f"warning: wandb cannot be reached ({type(problem).__name__}), so {stage} is tracked offline. Upload it "
+                f"later: wandb sync {Path(run.dir).parent}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return run
     return _init(wandb, config, stage, stage_dir, mode)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
+from pipeline.tracking import watchers
 from pipeline.tracking.watchers import Progress, Tracker, logged_in, open_tracker, open_watchers, sample_table
 
 
@@ -42,9 +43,22 @@ def test_wandb_runs_offline_when_nobody_is_logged_in(alone, capfd):
     assert all(kept in run.name for run in (alone.parent / "wandb").glob("offline-run-*"))
 
 
+def test_a_service_that_does_not_answer_leaves_an_offline_run_to_upload(alone, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setattr(watchers, "ONLINE_PATIENCE", 1.0)
+    tracker = open_tracker(config_of(), "sft", alone)
+    tracker.log(1, {"loss": 2.0})
+    tracker.finish()
+    (folder,) = (alone.parent / "wandb").glob("offline-run-*")
+    errors = capfd.readouterr().err
+    assert f"sft is tracked offline. Upload it later: wandb sync {folder}" in errors
+    assert "wandb stopped" not in errors
+
+
 def test_tracking_none_leaves_wandb_out(alone):
-    with open_watchers(config_of("tracking=none"), "sft", alone, 3) as watchers:
-        for watcher in watchers:
+    with open_watchers(config_of("tracking=none"), "sft", alone, 3) as opened:
+        for watcher in opened:
             watcher.log(1, {"loss": 1.0})
     assert not (alone.parent / "wandb").exists()
 
