@@ -117,6 +117,9 @@ def _explain(problem: Exception) -> str:
     text = " ".join(line.strip() for line in lines[:4])
     if "mismatched input" in text or "token recognition" in text or "no viable alternative" in text:
         text += "; a value with special characters needs quotes, \"key='some value'\""
+    if "LexerNoViableAlt" in text:
+        override = lines[0].partition(": ")[2].lstrip("+~")
+        return f"cannot read {override}: a key has the letters a to z, digits, _ and . only"
     if "sweep" in text:
         text = lines[0].replace("++", "")
         text += ": write [1,2] for a list, quotes for one value, or add -m to run every value"

@@ -61,7 +61,10 @@ def _message(key: str, error: ErrorDetails, root: type[BaseModel]) -> str:
     bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
     if kind in bounds:
         limit = next(iter(context.values()))
-        return f"{key}={shown}: must be {bounds[kind]} {limit:g}{_described(key, root)}"
+        bound = limit if isinstance(limit, int) else f"{limit:g}"
+        return f"{key}={shown}: must be {bounds[kind]} {bound}{_described(key, root)}"
+    if kind == "finite_number":
+        return f"{key}={shown}: write a finite number{_described(key, root)}"
     if kind.startswith(("int_", "float_", "bool_", "string_", "dict_", "list_", "model_")):
         wanted = {
             "int": "a whole number",

@@ -8,7 +8,16 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 """A path, with a leading ~ expanded."""
@@ -27,9 +36,26 @@ DeepSpeedFile = Annotated[dict[str, Any] | None, BeforeValidator(_deepspeed_file
 
 
 class Section(BaseModel):
-    """A group of keys. Unknown keys are rejected. A number becomes text if the key needs text (`name=7`)."""
+    """A group of keys.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), coerce_numbers_to_str=True)
+    Unknown keys, infinity and NaN are rejected. A number becomes text if the key needs text (`name=7`).
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), coerce_numbers_to_str=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _reject_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Raise PydanticCustomError for true or false where a number is needed: pydantic reads true as 1."""
+        if isinstance(value, bool):
+            annotation = cls.model_fields[str(info.field_name)].annotation
+            kinds = {annotation, *get_args(annotation)}
+            for number in (int, float):
+                if number in kinds and bool not in kinds:
+                    raise PydanticCustomError(f"{number.__name__}_type", "not a number")  # type: ignore[arg-type]
+        return value
 
 
 def inner_section(annotation: Any, *, in_lists: bool = False) -> type[BaseModel] | None:
@@ -213,11 +239,16 @@ class EngineSettings(Section):
 
 
 class StageSection(Section):
-    epochs: float = Field(1.0, gt=0, description="passes over the stage's data")
+    epochs: float = Field(1.0, gt=0, le=1_000_000, description="passes over the stage's data")
     steps: int | None = Field(
-        None, ge=1, description="largest number of optimizer steps (ppo: rollouts); null: epochs set the number"
+        None,
+        ge=1,
+        le=1_000_000,
+        description="largest number of optimizer steps (ppo: rollouts); null: epochs set the number",
     )
-    batch_size: int = Field(64, ge=1, description="conversations, pairs or prompts per step, over all ranks")
+    batch_size: int = Field(
+        64, ge=1, le=1_000_000, description="conversations, pairs or prompts per step, over all ranks"
+    )
     max_length: int = Field(
         1024,
         ge=8,
@@ -564,7 +595,7 @@ class RunConfig(Section):
         "ppo",
         description="stages of stage=all: ppo runs SFT, a reward model and PPO; dpo runs SFT and direct preference optimisation",
     )
-    seed: int = Field(1, ge=0, description="seed of all random numbers")
+    seed: int = Field(1, ge=0, lt=2**32, description="seed of all random numbers")
     ranks: int | None = Field(
         None, ge=1, description="processes on this machine; default: one per GPU, or one on a CPU"
     )

@@ -103,8 +103,8 @@ def _start_wandb(config: RunConfig, stage: str, stage_dir: Path) -> Any:
             wandb.teardown()  # wandb's service still holds the id of the failed run
             run = _init(wandb, config, stage, stage_dir, "offline")
             print(
-                f"warning: wandb cannot be reached ({type(problem).__name__}), so {stage} is tracked offline. Upload it "
-                f"later: wandb sync {Path(run.dir).parent}",
+                f"warning: wandb cannot be reached ({type(problem).__name__}), so {stage} is tracked offline. "
+                f"Upload it later: wandb sync {Path(run.dir).parent}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -225,6 +225,13 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         (["method=dpo", "dpo=kto", "dpo.sft_coef=1"], "dpo.sft_coef=1 needs a loss on pairs, not dpo.loss=kto"),
         (["method=dpo", "dpo.undesirable_weight=2"], "dpo.undesirable_weight=2 needs dpo.loss=kto, not sigmoid"),
         ("data.sources=[{hub: a/b, eval_path: x}]", "data.sources.0.eval_path=x needs the path key: use eval_split="),
+        ("seed=99999999999999999999", "seed=99999999999999999999: must be < 4294967296"),
+        ("sft.lr=inf", "sft.lr=inf: write a finite number"),
+        ("rollout.temperature=nan", "rollout.temperature=nan: write a finite number"),
+        ("sft.steps=true", "sft.steps=true: write a whole number"),
+        ("ppo.kl_coef=false", "ppo.kl_coef=false: write a number"),
+        ("sft.batch_size=1000000001", "sft.batch_size=1000000001: must be <= 1000000"),
+        ("größe=1", "cannot read größe=1: a key has the letters a to z"),
         ("hydra/launcher=joblib", "its own settings have no effect: remove it"),
     ],
 )  # fmt: skip
