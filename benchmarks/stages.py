@@ -56,6 +56,7 @@ SETTINGS = (
     "sft.save_every=1000",
     "reward.save_every=1000",
     "ppo.save_every=1000",
+    "ppo.guard=off",
 )
 
 

@@ -23,7 +23,7 @@ class SharedError(UserError):
 
 
 class RestartStage(Exception):
-    """The stage ran out of memory and must start again. Its folder has smaller limits for the next start."""
+    """The stage must start again. Its folder has the changes for the next start (`pipeline/stages/restart.py`)."""
 
 
 class Stopped(KeyboardInterrupt):

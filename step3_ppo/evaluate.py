@@ -1,6 +1,6 @@
 """The start, the log and the end of PPO: evaluation on held-out prompts, the metrics of a step, the export."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine import Sampling
 from pipeline.data.records import Prompt
@@ -13,6 +13,8 @@ from pipeline.models.export import export_policy
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking import metrics
 from step3_ppo.estimators import Advantages
+from step3_ppo.guard import Guard, evaluation_metrics
+from step3_ppo.guard_rules import Finding
 from step3_ppo.log import ROLLOUTS, UpdateMetrics, log_generator_gap, rollout_metrics
 from step3_ppo.microbatch import local_microbatches
 from step3_ppo.models import Models, ModelSources
@@ -47,7 +49,7 @@ def build_evaluator(
     return Evaluator(prompts, tokenizer, sampling, temperatures, judge, score, keep, candidates)
 
 
-def resume(ppo: Ppo, evaluator: Evaluator, stage: StageRun) -> None:
+def resume(ppo: Ppo, evaluator: Evaluator, guard: Guard, stage: StageRun) -> None:
     """Load the newest checkpoint, or evaluate the SFT model if there is none; then find the micro-batch size."""
     done = stage.restore()
     if is_rank_zero():
@@ -55,27 +57,31 @@ def resume(ppo: Ppo, evaluator: Evaluator, stage: StageRun) -> None:
     if ppo.models.reference is None:  # the start before this one may have had a reference
         stage.last = {name: value for name, value in stage.last.items() if name not in ("kl", "kl_k3")}
     if done == 0:
-        evaluations = evaluate_policy(ppo, evaluator, stage, 0)
+        evaluations, findings = evaluate_policy(ppo, evaluator, guard, stage, 0, {})
         with stage.clock.phase("evaluate"):
             best_of = evaluator.evaluate_best(ppo.models.actor)
         write_table(evaluator.prompts, {"sft": evaluations, BEST_OF: best_of}, stage.folder)
-        stage.log(0, metrics_of(evaluations))
+        stage.log(0, metrics_of(evaluations) | evaluation_metrics(evaluations), guard.report(0, findings))
+        guard.act(stage, 0, findings)
         stage.save(0)  # the SFT model is the best so far
+    elif guard.stopped_step is not None:
+        stage.stop_after(guard.stopped_step)
     stage.find_micro_batch_size(ppo.dry_run)  # after the evaluation: the generator has its memory
 
 
 def log_step(
     ppo: Ppo,
     evaluator: Evaluator,
+    guard: Guard,
     stage: StageRun,
     step: int,
     rollout: Rollout,
     advantages: Advantages,
     updates: UpdateMetrics,
 ) -> None:
-    """Log a step, adapt the weight of the KL, and evaluate if an evaluation is due.
+    """Log a step, adapt the weight of the KL, evaluate if an evaluation is due, and let the guard act.
 
-    Raises SharedError if a loss is not finite.
+    Raises SharedError if a loss is not finite, and RestartStage if the guard rolls back.
     """
     ppo.log_rollout(step, rollout, advantages)
     update_metrics = updates.summary()
@@ -86,27 +92,58 @@ def log_step(
     if "kl" in line:
         ppo.kl = ppo.kl.after(line["kl"], len(rollout))
     log_generator_gap(line["generator_gap"])
+    findings = guard.watch(step, line, len(rollout))
     if stage.evaluates(step):
-        line |= metrics_of(evaluate_policy(ppo, evaluator, stage, step))
-    stage.log(step, line)
+        evaluations, more = evaluate_policy(ppo, evaluator, guard, stage, step, line, findings)
+        line |= metrics_of(evaluations) | evaluation_metrics(evaluations)
+        findings += more
+    stage.log(step, line, guard.report(step, findings))
+    guard.act(stage, step, findings)
 
 
-def evaluate_policy(ppo: Ppo, evaluator: Evaluator, stage: StageRun, step: int) -> Evaluations:
-    """Evaluate the weights that the stage would export, and record the metrics that are the best so far."""
+def evaluate_policy(
+    ppo: Ppo,
+    evaluator: Evaluator,
+    guard: Guard,
+    stage: StageRun,
+    step: int,
+    line: Mapping[str, float],
+    findings: Sequence[Finding] = (),
+) -> tuple[Evaluations, list[Finding]]:
+    """Evaluate the weights that the stage would export, record the best metrics, and return the guard's findings.
+
+    `line` and `findings` are the metrics of the rollout and the findings about it.
+    """
     with ppo.models.actor.averaged(), stage.clock.phase("evaluate"):
         evaluations = evaluator.evaluate(ppo.models.actor)
+    more = guard.watch_evaluation(evaluations)
     for name, value in metrics_of(evaluations).items():
-        stage.note_best(step, name, value, higher=True)
-    return evaluations
+        may_be_best = name != guard.best_metric or guard.may_be_best(line, [*findings, *more])
+        if may_be_best and stage.note_best(step, name, value, higher=True) and name == guard.best_metric:
+            guard.compare_with(step, evaluations)
+    return evaluations, more
 
 
-def finish(ppo: Ppo, sources: ModelSources, evaluator: Evaluator, stage: StageRun, skipped: dict[str, int]) -> None:
-    """Export the model, write the answers of base, SFT and PPO model to samples.jsonl, and write summary.json."""
+def finish(
+    ppo: Ppo,
+    sources: ModelSources,
+    evaluator: Evaluator,
+    guard: Guard,
+    stage: StageRun,
+    *,
+    export_best: bool,
+    skipped: dict[str, int],
+) -> None:
+    """Export the model, write the answers of base, SFT and PPO model to samples.jsonl, and write summary.json.
+
+    `export_best` exports the best step also if the guard has not stopped the stage.
+    """
     folder, actor = stage.folder, ppo.models.actor
-    stage.take_best()
+    if export_best or guard.stopped_step is not None:
+        stage.take_best()
     with actor.averaged(), stage.clock.phase("export"):
         export_policy(actor, sources.actor, ppo.tokenizer, folder / "model")
     with actor.averaged(), stage.clock.phase("evaluate"):
         results = compare_models(evaluator.prompts, folder, evaluator.evaluate(actor), evaluator.grade)
     by_model = {name: metrics_of(evaluations) for name, evaluations in results.items()}
-    stage.finish({**by_model["ppo"], "held_out": by_model, "skipped": skipped})
+    stage.finish({**by_model["ppo"], "held_out": by_model, "skipped": skipped, "guard": guard.summary()})

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine import Update
 from pipeline.distributed import is_rank_zero
+from pipeline.evaluation.rank_correlation import rank_correlation
 from pipeline.files import explained_disk
 from step3_ppo.advantages import kl_k1, kl_k3, masked_mean, masked_variance
 from step3_ppo.estimators import Advantages
@@ -80,9 +81,12 @@ def rollout_metrics(rollout: Rollout, advantages: Advantages) -> dict[str, float
     if rollout.values is not None and advantages.returns is not None:
         found["value"], found["return"] = masked_mean(rollout.values, mask), masked_mean(advantages.returns, mask)
         found["explained_variance"] = explained_variance(rollout.values, advantages.returns, mask)
-    values = torch.stack([value.double() for value in found.values()]).tolist()  # waits for the device once
+    means = torch.stack([value.double() for value in found.values()])
+    values = torch.cat([means, rollout.scores.double()]).tolist()  # waits for the device once
+    by_length = rank_correlation([len(each) for each in rollout.responses], values[len(found) :])
     rewards = rollout.rewards if len(rollout.rewards) > 1 else {}
-    return dict(zip(found, values, strict=True)) | {f"reward_{name}": mean for name, mean in rewards.items()}
+    metrics = dict(zip(found, values, strict=False)) | {f"reward_{name}": mean for name, mean in rewards.items()}
+    return metrics if by_length is None else metrics | {"length_correlation": by_length}
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def test_a_function_that_raises_loses_nothing(tmp_path: Path) -> None:
     """
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     by_function = {"reward_model": False, "reward_function": function_in(tmp_path)}
-    plain = {"steps": 4, "kl_coef": 0.0, "kl_target": None, **by_function}
+    plain = {"steps": 4, "kl_coef": 0.0, "kl_target": None, "guard": "off", **by_function}
     once = {"temperatures": [1.0], "best_of": 1}  # one call per held-out prompt
     config, watching = (
         tiny_config(sft={"steps": 2}, ppo={**plain, **keys}, evaluation=once) for keys in ({}, {"reference": True})

@@ -176,6 +176,17 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
         )
     if ppo.export == "best" and ppo.ema is not None:
         yield f"ppo.export=best and ppo.ema={ppo.ema:g} both select the exported actor: remove one of the two"
+    has_judge = judge is not None or (config.data.path is None and all(s.builtin for s in config.data.sources))
+    if ppo.export == "best" and not has_judge and not ppo.asks_reference:
+        yield (
+            "ppo.export=best without a judge selects by the reward within a KL budget, but ppo.kl_coef=0 measures no "
+            "KL: set evaluation.judge=FILE.py:NAME, or ppo.reference=true"
+        )
+    if ppo.guard == "rollback" and "optimizer" in (config.engine.deepspeed or {}):
+        yield (
+            "ppo.guard=rollback lowers ppo.lr, but the optimizer of engine.deepspeed sets the learning rate: remove "
+            "that optimizer, or set ppo.guard=stop"
+        )
     if ppo.shared_forward and ppo.minibatches > 1:
         yield (
             f"ppo.shared_forward=true needs ppo.minibatches=1, not {ppo.minibatches}, because the update reuses the "

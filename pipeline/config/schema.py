@@ -284,7 +284,7 @@ class StageSection(Section):
     eval_examples: int = Field(256, ge=1, description="held-out examples per evaluation")
     export: Literal["last", "best"] = Field(
         "last",
-        description="model to export: the last one, or the best of the evaluations (eval_every) by held-out loss (sft, dpo), accuracy (reward) or score (ppo)",
+        description="model to export: the last one, or the best of the evaluations (eval_every) by held-out loss (sft, dpo), accuracy (reward), or the judge's score (ppo; without a judge, the reward within ppo.kl_budget)",
     )
 
 
@@ -349,12 +349,23 @@ class RewardSection(StageSection):
     use_margin: bool = Field(False, description="subtract the margin column of the data from the score difference")
 
 
+GuardAction = Literal["off", "warn", "stop", "rollback"]
+
 ROLE_ENGINES = ("actor_engine", "critic_engine", "reference_engine", "reward_engine")
 """Keys of PPO that change the engine settings of one model."""
 
 
 class PpoSection(StageSection):
     kl_coef: float = Field(0.05, ge=0, description="weight of the KL divergence per token to the reference")
+    guard: Annotated[GuardAction, BeforeValidator(lambda value: "off" if value is False else value)] = Field(
+        "stop",
+        description="reaction to signs that training has gone wrong: off; warn: print the signs; stop: end the stage and export the best step; rollback: start again from the best step with 0.3 times the learning rate, at most twice, then stop",
+    )
+    kl_budget: float = Field(
+        10.0,
+        gt=0,
+        description="without a judge, the best step (export=best, guard) is the one with the highest reward among steps with at most this KL to the reference, in nats per answer",
+    )
     kl_in: Literal["reward", "loss"] | None = Field(
         None,
         description="where the KL penalty applies: reward, subtracted from the score (Ziegler et al., 2019), or loss, a term with its own gradient (Shao et al., 2024); null: loss for grpo and reinforce_baseline, otherwise reward",
@@ -365,7 +376,7 @@ class PpoSection(StageSection):
     )
     reference: bool | None = Field(
         None,
-        description="compute log-probabilities under the reference (the model that PPO starts from); null: only if kl_coef is above 0; true with kl_coef=0: only for the metric kl",
+        description="compute log-probabilities under the reference (the model that PPO starts from); null: if kl_coef is above 0 or the guard is on; with kl_coef=0, only for the metric kl",
     )
     kl_target: float | None = Field(
         None,
@@ -497,8 +508,8 @@ class PpoSection(StageSection):
 
     @property
     def asks_reference(self) -> bool:
-        """`reference`, or whether `kl_coef` is above 0."""
-        return self.kl_coef > 0 if self.reference is None else self.reference
+        """`reference`, or whether the KL counts (`kl_coef` above 0) or the guard watches it."""
+        return self.kl_coef > 0 or self.guard != "off" if self.reference is None else self.reference
 
 
 class RolloutSection(Section):

@@ -13,7 +13,7 @@ from engine import Engine, Sampling
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import barrier, gather_by_index, is_rank_zero
-from pipeline.evaluation.judge import judged
+from pipeline.evaluation.judge import can_judge, judged
 from pipeline.evaluation.samples import BEST_OF, SAMPLES, Sample, read_samples, write_samples
 from pipeline.evaluation.user_function import UserFunction
 
@@ -78,6 +78,11 @@ class Evaluator:
     score: Scorer | None = None
     keep: bool = False
     candidates: int = 1
+
+    @property
+    def has_judge(self) -> bool:
+        """Whether answers to these prompts get a gold score."""
+        return can_judge(self.prompts, self.judge)
 
     def evaluate(self, engine: Engine) -> dict[float, Evaluation]:
         """Generate and grade the answers of the policy in `engine` at each temperature."""

@@ -1,4 +1,4 @@
-"""95% intervals: of means, of paired differences, of shares, and of a mean over several training seeds.
+"""Intervals, of 95% by default: of means, of paired differences, of shares, and of a mean over several training seeds.
 
 The module depends on the standard library only. Every function takes numbers and returns numbers.
 """
@@ -10,19 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def paired_difference(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of `after - before` over prompts, and the ends of its 95% interval (see `mean_interval`).
+def paired_difference(
+    before: Sequence[float], after: Sequence[float], *, confidence: float = 0.95
+) -> tuple[float, float, float]:
+    """Return the mean of `after - before` over prompts, and the ends of its interval (see `mean_interval`).
 
     The interval covers the choice of held-out prompts, but not the training seed.
     Raise ValueError without values or if the lengths differ.
     """
     if len(before) != len(after):
         raise ValueError(f"a paired difference needs equally many values, not {len(before)} and {len(after)}")
-    return mean_interval([new - old for old, new in zip(before, after, strict=True)])
+    return mean_interval([new - old for old, new in zip(before, after, strict=True)], confidence=confidence)
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of `values` (N,) and the ends of its 95% t-interval, which also fits small samples.
+def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float, float]:
+    """Return the mean of `values` (N,) and the ends of its t-interval, which also fits small samples.
 
     With one value the ends are nan. Raise ValueError without values.
     """
@@ -31,21 +33,21 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     mean = statistics.fmean(values)
     if len(values) == 1:
         return mean, math.nan, math.nan
-    half = t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    half = t_quantile(len(values) - 1, confidence) * statistics.stdev(values) / math.sqrt(len(values))
     return mean, mean - half, mean + half
 
 
-def t_quantile(freedom: int) -> float:
-    """Return the 97.5% quantile of Student's t distribution with `freedom` degrees of freedom.
+def t_quantile(freedom: int, confidence: float = 0.95) -> float:
+    """Return q such that -q to q contains `confidence` of Student's t distribution with `freedom` degrees of freedom.
 
     One and two degrees of freedom have closed forms. The others use the expansion 26.7.5 of Abramowitz & Stegun, whose
-    error is below 0.4% from three degrees on.
+    error is below 0.4% from three degrees on for a confidence of 0.95, and from ten degrees on for 0.998.
     """
     if freedom == 1:
-        return math.tan(math.pi * 0.475)
+        return math.tan(math.pi * confidence / 2)
     if freedom == 2:
-        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
-    z = statistics.NormalDist().inv_cdf(0.975)
+        return confidence * math.sqrt(2 / (1 - confidence**2))
+    z = statistics.NormalDist().inv_cdf((1 + confidence) / 2)
     terms = (
         z,
         (z**3 + z) / 4,

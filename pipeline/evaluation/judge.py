@@ -25,16 +25,24 @@ def load_judge(config: RunConfig) -> UserFunction | None:
     return None if evaluation.judge is None else load_function(evaluation.judge, evaluation.judge_threads, key=JUDGE)
 
 
+def can_judge(prompts: Sequence[Prompt], judge: UserFunction | None) -> bool:
+    """Return whether answers to these prompts get a gold score: from the judge, or from the built-in gold scorer."""
+    if judge is None:
+        return bool(prompts) and all(prompt.source == GOLD_SOURCE for prompt in prompts)
+    return bool(prompts) and all(prompt.row is not None for prompt in prompts)
+
+
 def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: UserFunction | None) -> list[float] | None:
     """Return the gold score of each answer, on every rank; None if no judge supports these prompts.
 
     A user function needs the data row of every prompt. Raise SharedError on every rank if a call fails.
     """
+    if not can_judge(prompts, judge):
+        return None
     if judge is None:
         return gold_scores(prompts, answers)
     pairs = zip(prompts, answers, strict=True)
-    calls = [(answer, prompt.row) for prompt, answer in pairs if prompt.row is not None]
-    return function_scores(judge, calls) if calls and len(calls) == len(prompts) else None
+    return function_scores(judge, [(answer, prompt.row) for prompt, answer in pairs if prompt.row is not None])
 
 
 def gold_scores(prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float] | None:

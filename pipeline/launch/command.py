@@ -26,7 +26,7 @@ from pipeline.errors import Stopped, UserError, handle_signals, raise_stopped
 from pipeline.files import write_whole
 from pipeline.installation import TRAIN
 from pipeline.launch.control import Control, LeaderLost
-from pipeline.launch.failure import CRASHED, ENDED_EARLY, INTERRUPTED, OUT_OF_MEMORY, STOPPED, USER_ERROR, advise
+from pipeline.launch.failure import CRASHED, ENDED_EARLY, INTERRUPTED, RESTART, STOPPED, USER_ERROR, advise
 from pipeline.launch.fingerprint import HashCache
 from pipeline.launch.folder import RunFolder, open_folder
 from pipeline.launch.manifest import Manifest, move_aside, stage_consumes
@@ -242,13 +242,13 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
         init = "sft" if "sft" in consumed["models"] else "base"
         resolved = resolved.model_copy(update={"reward": config.reward.model_copy(update={"init": init})})
     write_whole(stage_dir / "config.yaml", yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False))
-    end, restarts = StageEnd(OUT_OF_MEMORY), 0
-    while end.status == OUT_OF_MEMORY:
+    end, restarts = StageEnd(RESTART), 0
+    while end.status == RESTART:
         message = {"stage": stage, "run_dir": str(run_dir.resolve()), "debug": config.debug, "restarts": restarts}
         control.send(message)
         end = _launch(stage, run_dir, ranks, control, debug=config.debug, restarts=restarts)
         if end.status == 0 and not control.all_ended(_start_name(stage, run_dir, restarts)):
-            end = StageEnd({"stopped": STOPPED, "memory": OUT_OF_MEMORY}.get(control.others(), CRASHED))
+            end = StageEnd({"stopped": STOPPED, "restart": RESTART}.get(control.others(), CRASHED))
         restarts += 1
     if end.status:
         with contextlib.suppress(OSError):  # the disk is full; a stage with status "running" resumes as well
@@ -265,12 +265,12 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
 def _launch(stage: str, run_dir: Path, ranks: Ranks, control: Control, *, debug: bool, restarts: int = 0) -> StageEnd:
     """Run this launcher's ranks of a stage, and print the error if this launcher is the first to report one.
 
-    `restarts` counts the restarts of the stage after running out of memory.
+    `restarts` counts the restarts that the stage requested.
     """
     attempt = f"{ranks.attempt}.{restarts}" if restarts else ranks.attempt
     ranks = replace(ranks, attempt=attempt)
     end = launch_stage(stage, run_dir, ranks, shared_store=control.keeps_store, others=control.others)
-    if end.status == OUT_OF_MEMORY and not end.message:  # another launcher has the failed rank and reports the error
+    if end.status == RESTART and not end.message:  # another launcher has the failed rank and reports the error
         return end
     first = control.report_end(_start_name(stage, run_dir, restarts), end.status)
     if end.stop_status:
@@ -278,7 +278,7 @@ def _launch(stage: str, run_dir: Path, ranks: Ranks, control: Control, *, debug:
     if end.status in ENDED_EARLY and ranks.leads:
         detail = f" ({end.message})" if end.message else ""
         print(f"{stage}: stopped{detail}; run the same command again to resume", file=sys.stderr)
-    elif end.status == OUT_OF_MEMORY and first:
+    elif end.status == RESTART and first:
         print(f"{stage}: {end.message}", file=sys.stderr)
     elif first and end.message:
         print(end.traceback if debug else "", end="", file=sys.stderr)
@@ -323,5 +323,5 @@ def _follow(ranks: Ranks, control: Control) -> int:
             return int(message["end"])
         stage, run_dir = message["stage"], Path(message["run_dir"])
         end = _launch(stage, run_dir, ranks, control, debug=message["debug"], restarts=message["restarts"])
-        if end.status not in (0, OUT_OF_MEMORY):
+        if end.status not in (0, RESTART):
             return end.status

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from pipeline.launch.failure import ENDED_EARLY, OUT_OF_MEMORY
+from pipeline.launch.failure import ENDED_EARLY, RESTART
 from pipeline.launch.ranks import Ranks
 
 PATIENCE = 2 * 86400.0
@@ -76,14 +76,14 @@ class Control:
     def report_end(self, stage: str, status: int) -> bool:
         """Report how this launcher's ranks of a stage ended. Return True for the first launcher that reports a failure.
 
-        OUT_OF_MEMORY does not count as a failure of the job, because the stage restarts.
+        RESTART does not count as a failure of the job, because the stage restarts.
         """
         if status in ENDED_EARLY:
             self.report_stop()
         elif self._store is None:
             return status != 0
-        elif status == OUT_OF_MEMORY:
-            return bool(self._store.add(f"memory/{self._message_count}", 1) == 1)
+        elif status == RESTART:
+            return bool(self._store.add(f"restart/{self._message_count}", 1) == 1)
         elif status == 0:
             self._store.add(f"ended/{stage}", 1)
         else:
@@ -104,13 +104,13 @@ class Control:
 
         "failed": a launcher reported a failure, or the store is gone.
         "stopped": a launcher received a stop signal.
-        "memory": a rank of the current stage ran out of memory.
+        "restart": a rank of the current stage requested a restart.
         "": none of these.
         """
         if self._store is None:
             return ""
         try:
-            states = {"failed": "failed", "stopped": "stopped", f"memory/{self._message_count}": "memory"}
+            states = {"failed": "failed", "stopped": "stopped", f"restart/{self._message_count}": "restart"}
             return next((state for key, state in states.items() if self._store.add(key, 0) > 0), "")
         except RuntimeError:
             return "failed"

@@ -96,7 +96,8 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     if stage == "ppo":
         section["reward_function"] = _absolute(config.ppo.reward_function)
         if config.ppo.export == "best":
-            settings["evaluation"] = {"prompts": config.evaluation.prompts}
+            judge = _absolute(config.evaluation.judge)
+            settings["evaluation"] = {"prompts": config.evaluation.prompts} | ({"judge": judge} if judge else {})
         settings["rollout"] = {
             key: value for key, value in dump["rollout"].items() if key not in ROLLOUT_EXECUTION_KEYS
         }

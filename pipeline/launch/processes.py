@@ -33,7 +33,7 @@ from pipeline.launch.failure import (
     FINISHED,
     INTERRUPTED,
     LAUNCHER,
-    OUT_OF_MEMORY,
+    RESTART,
     STOPPED,
     UNFINISHED,
     USER_ERROR,
@@ -59,7 +59,7 @@ REMOTE_REPORT_TIMEOUT = 3.0
 class StageEnd:
     """How a stage ended on this launcher's ranks.
 
-    status: 0 (finished), 1 (crash), 2 (user error), 3 (out of memory, restart), 130 or 143 (stopped)
+    status: 0 (finished), 1 (crash), 2 (user error), 3 (restart), 130 or 143 (stopped)
     stop_status: the exit status for the launcher if it received a stop signal, else 0. The stage may have finished
         before it reacted to the signal; `status` is 0 in this case.
     """
@@ -126,7 +126,7 @@ def launch_stage(
 
     shared_store: whether the workers join the store of the launchers
     others: returns the state of the other launchers (see `Control.others`) and is called about once a second. "failed"
-        and "memory" end the ranks of this launcher; "stopped" stops them after their step.
+        and "restart" end the ranks of this launcher; "stopped" stops them after their step.
     """
     signals = _Signals()
     with handle_signals(signals.note, (signal.SIGINT, *STOP_SIGNALS)):
@@ -144,8 +144,8 @@ def launch_stage(
                 return StageEnd(signals.status, EARLY_STOP_MESSAGES[outcome])
             if outcome == "others":
                 end = StageEnd(CRASHED)
-            if end.status == CRASHED and shared_store and _others_ran_out_of_memory(others):
-                end = StageEnd(OUT_OF_MEMORY)
+            if end.status == CRASHED and shared_store and _others_restart(others):
+                end = StageEnd(RESTART)
             return end
         finally:
             _end(workers, 0.0, signals)
@@ -153,12 +153,12 @@ def launch_stage(
                 os.close(worker.pipe)
 
 
-def _others_ran_out_of_memory(others: Callable[[], str]) -> bool:
-    """Return whether a rank of another launcher ran out of memory, which also crashes the ranks of this launcher."""
+def _others_restart(others: Callable[[], str]) -> bool:
+    """Return whether a rank of another launcher requested a restart, which also crashes the ranks of this launcher."""
     deadline = time.monotonic() + REMOTE_REPORT_TIMEOUT
     while (state := others()) == "" and time.monotonic() < deadline:
         time.sleep(0.1)
-    return state == "memory"
+    return state == "restart"
 
 
 def _stop_notice(stage: str, received: signal.Signals) -> str:
@@ -263,14 +263,14 @@ def _stop(workers: list[_Worker], signals: _Signals, others: Callable[[], str]) 
             return "late"
         if now - last_check > 1.0:
             last_check = now
-            if others() in ("failed", "memory"):
+            if others() in ("failed", "restart"):
                 return "others"
 
 
 def _stage_end(workers: list[_Worker], signals: _Signals) -> StageEnd:
     """Combine the results of all ranks into one.
 
-    The first that applies counts: a user error, a stop, out of memory, a killed rank, the earliest crash.
+    The first that applies counts: a user error, a stop, a restart, a killed rank, the earliest crash.
     """
     statuses = {worker.rank: worker.status() for worker in workers}
     stop_status = 0 if signals.first is None else signals.status
@@ -282,8 +282,8 @@ def _stage_end(workers: list[_Worker], signals: _Signals) -> StageEnd:
     if any(status in stopped for status in statuses.values()):  # other ranks crash because they lost the stopped rank
         return StageEnd(signals.status, stop_status=stop_status)
     for failure in failures:
-        if failure["kind"] == "memory":
-            return StageEnd(stop_status or OUT_OF_MEMORY, failure["message"], stop_status=stop_status)
+        if failure["kind"] == "restart":
+            return StageEnd(stop_status or RESTART, failure["message"], stop_status=stop_status)
     for rank, status in statuses.items():
         if status is not None and status < 0:
             return StageEnd(CRASHED, f"rank {rank} was killed by {_signal_name(-status)}")

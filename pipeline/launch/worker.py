@@ -29,8 +29,8 @@ from pipeline.launch.failure import (
     FINISHED,
     INTERRUPTED,
     LAUNCHER,
-    OUT_OF_MEMORY,
     PIPE_BYTES,
+    RESTART,
     USER_ERROR,
     advise,
 )
@@ -98,7 +98,7 @@ def _report(problem: BaseException) -> int:
     advice = str(problem) if isinstance(problem, RestartStage) else advise(problem)
     kind, status = ("crash", CRASHED) if advice is None else ("user", USER_ERROR)
     if isinstance(problem, RestartStage):
-        kind, status = "memory", OUT_OF_MEMORY
+        kind, status = "restart", RESTART
     text = "".join(traceback.format_exception(problem))
     record = {
         "rank": int(os.environ.get("RANK", "0")),

@@ -6,12 +6,13 @@ from itertools import islice
 
 from pipeline.config.stages import POLICIES
 from pipeline.data.records import Message
+from pipeline.evaluation.rank_correlation import rank_correlation
 from pipeline.evaluation.samples import BEST_OF, Sample
 from pipeline.report.axes import MINUS, format_interval, format_signed
 from pipeline.report.charts import interval_chart, meter, path_chart, scatter_chart
 from pipeline.report.curves import line_chart
 from pipeline.report.data import RunReading
-from pipeline.report.gaming import gaming, rank_correlation
+from pipeline.report.gaming import gaming
 from pipeline.report.html import Child, Markup, element, grid, section, table
 from pipeline.report.svg import Series
 from pipeline.report.verdict import LABELS, Change, Measure, change, judge, standings

@@ -65,29 +65,3 @@ def gaming(
 
 def _plain(value: float) -> str:
     return f"{value:.2f}".replace("-", MINUS)
-
-
-def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return Spearman's rank correlation (ties get their mean rank); None below three pairs or for a constant."""
-    if len(x) < 3 or len(set(x)) < 2 or len(set(y)) < 2:
-        return None
-    ranks_x, ranks_y = _ranks(x), _ranks(y)
-    middle = (len(x) + 1) / 2
-    covariance = sum((a - middle) * (b - middle) for a, b in zip(ranks_x, ranks_y, strict=True))
-    spread_x = sum((a - middle) ** 2 for a in ranks_x)
-    spread_y = sum((b - middle) ** 2 for b in ranks_y)
-    return covariance / math.sqrt(spread_x * spread_y)
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end < len(order) and values[order[end]] == values[order[start]]:
-            end += 1
-        for at in order[start:end]:
-            ranks[at] = (start + 1 + end) / 2
-        start = end
-    return ranks

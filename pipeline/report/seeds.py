@@ -8,7 +8,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from pipeline.report.verdict import (
     change,
     combine,
     grades,
+    went_wrong,
 )
 
 OWN_KEYS = {"seed", "name", "run_dir"}
@@ -147,7 +148,12 @@ def judge_seeds(runs: Sequence[RunReading]) -> Verdict:
     found = {temperature: verdict for temperature, verdict in verdicts.items() if verdict is not None}
     if not found:
         return Verdict("open", f"{len(runs)} runs have finished.", "They have no graded held-out answers in common.")
-    return combine(found)
+    verdict = combine(found)
+    wrong = [run.name for run in runs if went_wrong(run)]
+    if not wrong:
+        return verdict
+    headline = f"Training went wrong in {len(wrong)} of {len(runs)} runs ({', '.join(wrong)})."
+    return replace(verdict, headline=headline, outcome="bad" if verdict.outcome == "bad" else "open")
 
 
 def _judge_at(runs: Sequence[RunReading], temperature: float) -> Verdict | None:

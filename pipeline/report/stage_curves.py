@@ -162,6 +162,21 @@ PPO_PLOTS = (
         "Entropy, nats per token", "Near zero, the policy always gives the same answer.", [Curve("entropy")], (0, None)
     ),
     Plot("Answer length, tokens", "With the end token.", [Curve("response_length")], (0, None)),
+    Plot(
+        "Reward and length",
+        "Rank correlation over the answers of a rollout. Near 1, the reward is little more than the length.",
+        [Curve("length_correlation")],
+        (-1, 1),
+        0.0,
+    ),
+    Plot(
+        "Reward and judge",
+        "Rank correlation over held-out answers, at the first and at the other temperatures. Below 0, the reward "
+        "contradicts the judge.",
+        (Curve("judge_correlation", sparse=True), Curve("judge_correlation_at_0", "greedy", "strong", sparse=True)),
+        (-1, 1),
+        0.0,
+    ),
     Plot("Finished answers", "Share of answers with an end token.", [Curve("eos_rate")], (0, 1)),
     Plot(
         "First ratio, distance from 1",

@@ -10,14 +10,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.config.stages import ANSWERING, STAGES
 from pipeline.evaluation.intervals import mean_interval, paired_difference
 from pipeline.evaluation.samples import BEST_OF, Sample
 from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval
-from pipeline.report.data import RunReading, StageReading, read_run
+from pipeline.report.data import RunReading, StageReading, is_number, mapping, read_run
 
 LABELS = {"base": "Base", "sft": STAGES["sft"].title, BEST_OF: "SFT, best of n"} | {
     stage: STAGES[stage].title for stage in ANSWERING
@@ -117,12 +117,40 @@ def judge(run: RunReading) -> Verdict:
     if not policy.finished:
         return _unfinished(run)
     verdict, step = _judge_finished(run), policy.number("exported_step")
-    if policy.name == "dpo" or run.setting("ppo", "export") != "best" or step is None:  # DPO chooses it by pairs
-        return verdict
-    chosen = (
-        f"The model of rollout {step:.0f} was selected by its score on these prompts, which biases the result upwards."
-    )
-    return replace(verdict, evidence=f"{verdict.evidence} {chosen}")
+    guard = mapping(policy.summary.get("guard"))
+    is_selected = run.setting("ppo", "export") == "best" or is_number(guard.get("stopped_step"))
+    if policy.name != "dpo" and is_selected and step:  # DPO selects by pairs; step 0 is the SFT model
+        selects_by = guard.get("selects_by", "score")
+        chosen = (
+            f"The model of rollout {step:.0f} was selected by its {selects_by} on these prompts, which biases the "
+            "result upwards."
+        )
+        verdict = replace(verdict, evidence=f"{verdict.evidence} {chosen}")
+    return _guarded(verdict, guard, step)
+
+
+def went_wrong(run: RunReading) -> bool:
+    """Return whether the training guard has findings about a run."""
+    return bool(mapping(run.stage(run.policy).summary.get("guard")).get("findings"))
+
+
+def _guarded(verdict: Verdict, guard: Mapping[str, Any], exported_step: float | None) -> Verdict:
+    """Return a verdict with what the training guard saw. A run with findings is never called a success."""
+    findings = [mapping(each) for each in guard.get("findings") or []]
+    evidence = [verdict.evidence] + [
+        f"The guard returned from rollout {each.get('step')} to rollout {each.get('to')}, because {each.get('reason')}."
+        for each in map(mapping, guard.get("rollbacks") or [])
+    ]
+    if not findings:
+        return replace(verdict, evidence="\n".join(evidence))
+    signs = ", ".join(str(each.get("sign")) for each in findings)
+    headline = f"Training went wrong at rollout {findings[0].get('step')} ({signs})."
+    if is_number(guard.get("stopped_step")) and exported_step is not None:
+        model = f"model of rollout {exported_step:.0f}" if exported_step else "SFT model"
+        headline += f" The guard stopped it and exported the {model}."
+    sentences = "; ".join(str(each.get("sentence")) for each in findings)
+    outcome: Outcome = "bad" if verdict.outcome == "bad" else "open"
+    return Verdict(outcome, headline, "\n".join([f"Guard: {sentences}.", *evidence]), verdict.caveat)
 
 
 def _judge_finished(run: RunReading) -> Verdict:

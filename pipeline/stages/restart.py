@@ -3,6 +3,8 @@
 - `STAGE/checkpoints/step-N`: checkpoints, written in the background. A restarted stage loads the newest one.
 - `STAGE/out_of_memory.json`: memory limits. A stage whose pass runs out of memory writes smaller limits and ends with
   `RestartStage`. The launcher then starts the stage again. Delete the file to use the configured sizes again.
+- `STAGE/rollbacks.json`: returns to an earlier step. A stage that rolls back removes its newer checkpoints, writes this
+  file and ends with `RestartStage`. Each entry multiplies the learning rates by `ROLLBACK_LR`.
 """
 
 import json
@@ -16,11 +18,13 @@ from typing import Any
 
 from engine import Checkpointer, Engine, checkpoint, oom
 from pipeline.config.schema import RunConfig
-from pipeline.distributed import broadcast_from_rank_zero, is_rank_zero
+from pipeline.distributed import barrier, broadcast_from_rank_zero, is_rank_zero
 from pipeline.errors import RestartStage, UserError
 from pipeline.files import explained_disk, write_json
 
 LIMITS_FILE = "out_of_memory.json"
+ROLLBACKS_FILE = "rollbacks.json"
+ROLLBACK_LR = 0.3
 
 
 class Checkpoints:
@@ -85,6 +89,12 @@ class Checkpoints:
         with self._explained():
             self._checkpointer.wait()
 
+    def remove_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps, the newest first. Called on rank 0."""
+        for folder in reversed(self._complete()):
+            if int(folder.name.removeprefix("step-")) > step:
+                self._remove(folder)
+
     def remove_incomplete(self) -> None:
         """Remove incomplete checkpoints."""
         for folder in (self._stage / "checkpoints").glob("step-*.tmp"):
@@ -115,10 +125,13 @@ class Checkpoints:
     def _remove_old(self, *, keep: int | None) -> None:
         """Remove all checkpoints except the newest ones and the one of step `keep`."""
         for old in self._complete()[: -self._newest]:
-            if old.name == f"step-{keep}":
-                continue
-            incomplete = old.rename(old.with_name(f"{old.name}.tmp"))  # atomic: a kill leaves no incomplete step-N
-            shutil.rmtree(incomplete, ignore_errors=True)
+            if old.name != f"step-{keep}":
+                self._remove(old)
+
+    @staticmethod
+    def _remove(folder: Path) -> None:
+        incomplete = folder.rename(folder.with_name(f"{folder.name}.tmp"))  # atomic: a kill leaves no incomplete step-N
+        shutil.rmtree(incomplete, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -149,8 +162,43 @@ def write_limits(folder: Path, limits: MemoryLimits) -> None:
     write_json(folder / LIMITS_FILE, asdict(limits))
 
 
+@dataclass(frozen=True)
+class Rollback:
+    """One return from step `step` to the checkpoint of step `to`, with the reason as a sentence."""
+
+    step: int
+    to: int
+    reason: str
+
+
+def read_rollbacks(folder: Path) -> list[Rollback]:
+    """Return the rollbacks of a stage, oldest first. Raises UserError for a damaged file."""
+    try:
+        return [Rollback(**each) for each in json.loads((folder / ROLLBACKS_FILE).read_text(encoding="utf-8"))]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError) as problem:
+        raise UserError(f"{folder / ROLLBACKS_FILE} cannot be read ({problem}): delete the stage's folder") from problem
+
+
+def roll_back(folder: Path, checkpoints: Checkpoints, rollback: Rollback) -> RestartStage:
+    """Remove the checkpoints after a step, record the rollback, and return the exception for the launcher.
+
+    Every rank calls. A stage that is killed before the record is written resumes with the learning rates before, comes
+    to the same step, and rolls back again.
+    """
+    if is_rank_zero():
+        checkpoints.remove_after(rollback.to)
+        with explained_disk(folder):
+            write_json(folder / ROLLBACKS_FILE, [asdict(each) for each in [*read_rollbacks(folder), rollback]])
+    barrier()
+    return RestartStage(
+        f"rolls back from step {rollback.step} to step {rollback.to} with {ROLLBACK_LR:g} times the learning rate"
+    )
+
+
 def within_limits(config: RunConfig, stage: str, folder: Path) -> RunConfig:
-    """Return the configuration with the limits from the stage's folder applied. Every rank calls this function."""
+    """Return the configuration with the limits and the learning rates of the stage's folder. Every rank calls."""
     limits: MemoryLimits = broadcast_from_rank_zero(read_limits(folder))
     changes: dict[str, Any] = {}
     if limits.micro_batch_tokens is not None:
@@ -158,6 +206,10 @@ def within_limits(config: RunConfig, stage: str, folder: Path) -> RunConfig:
         changes["micro_batch_tokens"] = min(configured, limits.micro_batch_tokens)
     if stage == "ppo" and not limits.shared_forward:
         changes["shared_forward"] = False
+    rollbacks = broadcast_from_rank_zero(len(read_rollbacks(folder)))
+    for rate in ("lr", "critic_lr") if rollbacks else ():
+        if hasattr(getattr(config, stage), rate):
+            changes[rate] = getattr(getattr(config, stage), rate) * ROLLBACK_LR**rollbacks
     return config.model_copy(update={stage: getattr(config, stage).model_copy(update=changes)})
 
 

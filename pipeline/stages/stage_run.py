@@ -18,9 +18,9 @@ from torch import Tensor
 
 from engine import Engine, checkpoint, distributed, oom
 from pipeline.config.schema import ProfileSection, StageSection
-from pipeline.errors import SharedError, Stopped, UserError, delay_stop
+from pipeline.errors import RestartStage, SharedError, Stopped, UserError, delay_stop
 from pipeline.files import explained_disk, write_json
-from pipeline.stages.restart import Checkpoints, read_limits, restart, write_limits
+from pipeline.stages.restart import Checkpoints, Rollback, read_limits, restart, roll_back, write_limits
 from pipeline.tracking import metrics
 from pipeline.tracking.metrics import Clock, Profile, measured_memory, peak_memory
 from pipeline.tracking.watchers import Watcher
@@ -38,6 +38,7 @@ class StageRun:
     take: a function that restores this state
     longest: tokens of the longest sequence (or pair), which is the smallest possible micro-batch
     decides: the metric that decides for `export=best`; the checkpoint of its best step is retained until the end
+    keeps_best: whether this checkpoint is retained for any `export`
     """
 
     def __init__(
@@ -52,10 +53,12 @@ class StageRun:
         longest: int = 1,
         profile: ProfileSection | None = None,
         decides: str | None = None,
+        keeps_best: bool = False,
         extra: Callable[[], dict[str, Any]] = dict,
         take: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         self.folder, self.steps = folder, steps
+        self.last_step = steps  # lower after `stop_after`
         self.clock = Clock()
         self.predicted: Mapping[str, Mapping[str, int]] = {}
         self.best: dict[str, float] = {}
@@ -70,8 +73,9 @@ class StageRun:
         self._began = time.monotonic()
         self._saved: int | None = None
         self._saved_at = self._began
-        self._decides = decides if section.export == "best" else None
-        self._best_step: int | None = None
+        self._decides = decides if section.export == "best" or keeps_best else None
+        self.best_step: int | None = None
+        self._exported_step: int | None = None  # set by `take_best`; None for the last step
         self._begun = 0  # the number of finished steps when this process started
         self._sent = distributed.bytes_sent()
         self._profile = _profile_of(folder, profile)
@@ -93,7 +97,7 @@ class StageRun:
             self._seconds_before = shared["seconds"]
             self.clock.seconds, self.clock.tokens = shared["phases"], shared["tokens"]
             self.best, self.last = shared["best"], shared["last"]
-            self._best_step = shared.get("best_step")
+            self.best_step = shared.get("best_step")
             if mine is not None:
                 checkpoint.restore_random_state(mine["random"])
             self._take(shared["extra"])
@@ -133,31 +137,47 @@ class StageRun:
             self._profile.expect(self._begun + 1, self.steps)
         with delay_stop(distributed.request_stop):
             for step in range(self._begun + 1, self.steps + 1):
+                if step > self.last_step:
+                    break
                 if self._profile is not None:
                     self._profile.begin(step)
                 yield step
                 if self._profile is not None:
-                    self._profile.end(step, final=step == self.steps)
+                    self._profile.end(step, final=step == self.last_step)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of a step. Every rank passes the same metrics; rank 0 writes."""
+    def stop_after(self, step: int) -> None:
+        """End the stage with this step, which is the current one, instead of its last step."""
+        self.last_step = step
+
+    def log(self, step: int, values: Mapping[str, float], note: str = "") -> None:
+        """Write the metrics of a step. Every rank passes the same metrics; rank 0 writes.
+
+        A note is written as the text `guard` of the line, even if `log_every` leaves out this step.
+        """
         line: dict[str, float] = {"step": step, "seconds": round(self.seconds, 3), "tokens": self.clock.tokens}
         line.update({name: value for name, value in values.items() if name not in NORMS or math.isfinite(value)})
         self.last.update(line)
         if not distributed.world().is_rank_zero:
             return
-        if step % self._section.log_every == 0 or step == self.steps or step == 1:
-            metrics.append(self.folder / METRICS, line)
+        if step % self._section.log_every == 0 or step in (1, self.last_step) or note:
+            metrics.append(self.folder / METRICS, {**line, "guard": note} if note else line)
             for watcher in self._watchers:
                 watcher.log(step, line)
+                if note:
+                    watcher.note(step, note)
 
-    def note_best(self, step: int, name: str, value: float, *, higher: bool) -> None:
-        """Record the value of a metric if it is the best so far. Of equal values the first counts; NaN never counts."""
+    def note_best(self, step: int, name: str, value: float, *, higher: bool) -> bool:
+        """Record the value of a metric if it is the best so far, and return whether it is.
+
+        Of equal values the first counts. NaN never counts.
+        """
         before = self.best.get(name, -math.inf if higher else math.inf)
-        if value > before if higher else value < before:
+        is_best = value > before if higher else value < before
+        if is_best:
             self.best[name] = value
             if name == self._decides:
-                self._best_step = step
+                self.best_step = step
+        return is_best
 
     def evaluates(self, step: int) -> bool:
         """Return whether an evaluation is due after this step."""
@@ -173,7 +193,7 @@ class StageRun:
         """
         stops = distributed.stop_requested()
         regular = step > 0 and (step % self._save_every == 0 or self._overdue(step))
-        if step != self._saved and (stops or regular or step in (self.steps, self._best_step)):
+        if step != self._saved and (stops or regular or step in (self.last_step, self.best_step)):
             self._write(step)
         if stops:
             self.settle()
@@ -190,11 +210,11 @@ class StageRun:
             "phases": self.clock.seconds,
             "best": self.best,
             "last": self.last,
-            "best_step": self._best_step,
+            "best_step": self.best_step,
             "extra": self._extra(),
         }
         with self.clock.phase("save"):
-            self._checkpoints.save(step, shared, {"random": checkpoint.random_state()}, keep=self._best_step)
+            self._checkpoints.save(step, shared, {"random": checkpoint.random_state()}, keep=self.best_step)
         self._saved, self._saved_at = step, time.monotonic()
 
     def _overdue(self, step: int) -> bool:
@@ -217,18 +237,18 @@ class StageRun:
             raise restart(self.folder, problem, tokens=self.budget, longest=self._longest) from problem
 
     def take_best(self) -> None:
-        """Load the models of the best step for the export, if `export=best`. Every rank calls.
+        """Load the models of the best step for the export. Does nothing if no step was recorded as the best.
 
-        Raises UserError if the checkpoint of that step is damaged.
+        Every rank calls. Raises UserError if the checkpoint of that step is damaged.
         """
-        if self._best_step is None or self._best_step == self.steps:
+        if self.best_step in (None, self.last_step):
+            self._exported_step = self.best_step
             return
         self.settle()
-        path = self._checkpoints.path(self._best_step)
-        exported = f"step {self._best_step} of {self.steps}, the best by {self._decides}"
+        path = self._checkpoints.path(self.best_step)
+        exported = f"step {self.best_step} of {self.steps}, the best by {self._decides}"
         if not distributed.broadcast_object(path.is_dir()):
             exported = f"the last step, because the checkpoint of {exported}, is gone"
-            self._best_step = None
         else:
             try:
                 self._checkpoints.load(path)
@@ -237,8 +257,19 @@ class StageRun:
                     f"{path}, the checkpoint of {exported}, is damaged ({problem.reason}). Restore a copy of it; or "
                     "delete it and run the same command again, which then exports the last step"
                 ) from problem
+            self._exported_step = self.best_step
         if distributed.world().is_rank_zero:
             print(f"{self.folder.name}: exports {exported}", flush=True)
+
+    def roll_back(self, step: int, reason: str) -> RestartStage:
+        """Return the exception that makes the launcher start again from the best step, with smaller learning rates.
+
+        Every rank calls, and raises the exception. A stage that is killed in this method resumes with the learning
+        rates before, and rolls back again.
+        """
+        assert self.best_step is not None and self.best_step < step, "no earlier step to return to"
+        self.settle()
+        return roll_back(self.folder, self._checkpoints, Rollback(step, self.best_step, reason))
 
     def require_finite(self, step: int, loss: float, batch: Any) -> None:
         """Raise SharedError if the loss is not finite. This rank's batch (lists, tensors) is saved as JSON."""
@@ -279,8 +310,12 @@ class StageRun:
                 "memory": {"predicted": self.predicted, "measured": measured_memory(self._engines)},
                 "final": {k: metrics.plain(v) for k, v in self.last.items()},
                 "best": self.best,
-                "exported_step": self.steps if self._best_step is None else self._best_step,
-                **({self._decides: self.best[self._decides]} if self._decides and self._best_step is not None else {}),
+                "exported_step": self.last_step if self._exported_step is None else self._exported_step,
+                **(
+                    {self._decides: self.best[self._decides]}
+                    if self._decides and self._exported_step is not None
+                    else {}
+                ),
                 **metrics_of_stage,
             }
             with explained_disk(self.folder):

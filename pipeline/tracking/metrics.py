@@ -28,10 +28,11 @@ HELD_MEANWHILE = ("host", "nvme", "inference_model", "prepacked_linears", "cache
 PROFILE_ROWS, LONGEST_NAME = 25, 100  # kernel names contain all template arguments
 
 
-def append(path: Path, line: Mapping[str, float]) -> None:
-    """Append the metrics of a step to metrics.jsonl. Values that are not finite become null."""
+def append(path: Path, line: Mapping[str, float | str]) -> None:
+    """Append the metrics of a step to metrics.jsonl. Numbers that are not finite become null."""
     with explained_disk(path.parent), path.open("a") as file:
-        file.write(json.dumps({name: plain(value) for name, value in line.items()}) + "\n")
+        values = {name: value if isinstance(value, str) else plain(value) for name, value in line.items()}
+        file.write(json.dumps(values) + "\n")
 
 
 def cut(path: Path, step: int) -> None:

@@ -30,6 +30,8 @@ class Watcher(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    def note(self, step: int, text: str) -> None: ...
+
 
 class Tracker:
     """A wandb run; without `run`, all methods do nothing.
@@ -43,6 +45,10 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of one step. wandb drops a step that it received before a resume."""
         self._safely(lambda run: run.log(dict(metrics), step=step))
+
+    def note(self, step: int, text: str) -> None:
+        """Send a sentence of the training guard."""
+        self._safely(lambda run: run.log({"guard": text}, step=step))
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Send a table. wandb shows it at the newest step."""
@@ -199,6 +205,14 @@ class Progress:
             self._shown_at = self._clock()
             done = f"{step}/{self._steps}" if step else "before its first step"
             line = f"{self._stage} {done}  {self._figures()}{self._left(step)}"
+            print(line, file=self._stream, flush=True)
+
+    def note(self, step: int, text: str) -> None:
+        """Print a sentence of the training guard above the progress bar."""
+        line = f"{self._stage}: step {step}: {text}"
+        if self._bar is not None:
+            self._bar.write(line, file=self._stream)
+        else:
             print(line, file=self._stream, flush=True)
 
     def finish(self) -> None:

@@ -23,9 +23,9 @@ def watch_waits() -> None:
     """Make every StageRun write where the host waited in each step that it logs."""
     log = StageRun.log
 
-    def watched(self: StageRun, step: int, figures: Mapping[str, float]) -> None:
+    def watched(self: StageRun, step: int, figures: Mapping[str, float], note: str = "") -> None:
         waits = cuda.waits()
-        log(self, step, figures)
+        log(self, step, figures, note)
         if dist.world().is_rank_zero:
             with (self.folder / "waits.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "waits": waits}) + "\n")

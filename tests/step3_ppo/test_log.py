@@ -63,6 +63,7 @@ def test_rollout_metrics() -> None:
         "eos_rate": 3 / 5,
         "generator_gap": statistics.fmean(gaps),
         "generator_kl": statistics.fmean(apart),
+        "length_correlation": 0.1,  # ranks 3 1 5 2 4 and 1 4 5 3 2: 1 - 6 * 18 / (5 * 24)
     }
     found = rollout_metrics(rollout, targets)
     explained = found.pop("explained_variance")

@@ -20,7 +20,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def one_step(folder: Path, **keys: Any) -> tuple[set[str], dict[str, float], list[torch.Tensor]]:
     """The engines there are, the figures of a step, the actor after it."""
-    ppo, stage = ppo_of(folder, kl_coef=0.0, update_epochs=2, **keys)
+    ppo, stage = ppo_of(folder, kl_coef=0.0, guard="off", update_epochs=2, **keys)
     rollout = ppo.collect(1, stage)
     targets = ppo.compute_advantages(rollout)
     learned = learn(ppo, 1, rollout, targets, stage.budget)
@@ -41,6 +41,6 @@ def test_a_weight_of_zero_asks_no_reference_and_learns_the_same(way: str, tmp_pa
 def test_adapters_are_their_own_reference_where_the_kl_counts(tmp_path: Path) -> None:
     run_folder(tmp_path)
     for kl_coef in (0.05, 0.0):
-        ppo, stage = ppo_of(tmp_path, kl_coef=kl_coef, lora={"rank": 2})
+        ppo, stage = ppo_of(tmp_path, kl_coef=kl_coef, guard="off", lora={"rank": 2})
         assert (ppo.models.reference is ppo.models.actor) == (kl_coef > 0)
         assert (ppo.collect(1, stage).reference is not None) == (kl_coef > 0)

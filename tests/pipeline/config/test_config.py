@@ -252,13 +252,31 @@ def test_the_best_model_is_one_of_several_and_no_average():
     assert line == "ppo.export=best and ppo.ema=0.9 both select the exported actor: remove one of the two"
 
 
+def test_without_a_judge_and_without_the_kl_nothing_selects_the_best_step():
+    words = ("ppo.export=best", "ppo.eval_every=5", "ppo.reference=false", "ppo.kl_coef=0")
+    assert config_of(*words).ppo.export == "best"  # the demo has a gold scorer
+    line = refusal(*words, "data=gsm8k")
+    assert line.startswith("ppo.export=best without a judge selects by the reward within a KL budget")
+    assert config_of(*words[:2], "data=gsm8k").ppo.export == "best"
+
+
+def test_the_guard_is_a_word_and_false_is_off():
+    assert config_of().ppo.guard == "stop" and config_of("ppo.guard=off").ppo.guard == "off"
+    assert config_of("ppo.guard=false").ppo.guard == "off"
+    line = refusal("ppo.guard=rollback", "engine.deepspeed={optimizer: {type: AdamW, params: {lr: 0.1}}}")
+    assert line.startswith("ppo.guard=rollback lowers ppo.lr, but the optimizer of engine.deepspeed sets")
+
+
 def test_a_coefficient_of_zero_can_not_adapt():
     assert refusal("ppo=adaptive-kl", "ppo.kl_coef=0").startswith("ppo.kl_target=6 adapts ppo.kl_coef")
 
 
 def test_a_reference_is_asked_where_the_kl_counts_or_is_watched():
-    said = [config_of(*words).ppo.asks_reference for words in ([], ["ppo.kl_coef=0"], ["ppo=grpo"])]
-    assert said == [True, False, True] and config_of("ppo.kl_coef=0", "ppo.reference=true").ppo.asks_reference
+    off = ["ppo.guard=off"]
+    said = [config_of(*words, *off).ppo.asks_reference for words in ([], ["ppo.kl_coef=0"], ["ppo=grpo"])]
+    assert said == [True, False, True] and config_of("ppo.kl_coef=0", "ppo.reference=true", *off).ppo.asks_reference
+    assert config_of("ppo.kl_coef=0").ppo.asks_reference  # by the guard
+    assert not config_of("ppo.kl_coef=0", "ppo.reference=false").ppo.asks_reference
     line = refusal("ppo.reference=false")
     assert line.startswith(
         "ppo.reference=false, but ppo.kl_coef=0.05 weighs the KL to the reference: set ppo.kl_coef=0"
@@ -268,7 +286,7 @@ def test_a_reference_is_asked_where_the_kl_counts_or_is_watched():
 def test_engine_keys_of_a_model_that_is_not_there_are_named():
     own = [f"ppo.{role}_engine={{zero_stage: 1}}" for role in ("actor", "critic", "reference", "reward")]
     assert warnings(config_of(*own)) == []
-    gone = ("ppo=grpo", "ppo.kl_coef=0", "ppo.reward_model=false", "ppo.reward_function=mine.py:score")
+    gone = ("ppo=grpo", "ppo.kl_coef=0", "ppo.guard=off", "ppo.reward_model=false", "ppo.reward_function=mine.py:score")
     said = [line.partition(" is not used, because ")[0] for line in warnings(config_of(*own, *gone))]
     assert said == ["ppo.critic_engine", "ppo.reference_engine", "ppo.reward_engine"]
     assert warnings(config_of("stage=sft", *own, *gone)) == []

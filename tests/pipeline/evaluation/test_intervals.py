@@ -48,6 +48,8 @@ def test_quantiles_of_the_t_distribution() -> None:
     table = {1: 12.706, 2: 4.303, 3: 3.182, 5: 2.571, 7: 2.365, 10: 2.228, 30: 2.042, 100: 1.984}
     for freedom, quantile in table.items():
         assert t_quantile(freedom) == pytest.approx(quantile, rel=2e-3)
+    for freedom, quantile in {1: 318.313, 2: 22.327, 10: 4.144, 30: 3.385, 100: 3.174}.items():
+        assert t_quantile(freedom, 0.998) == pytest.approx(quantile, rel=4e-3)
 
 
 def test_the_interval_is_the_same_every_time_and_undefined_for_one_prompt() -> None:

@@ -123,7 +123,7 @@ def test_adapters_of_selected_layers() -> None:
 def test_an_unused_reference_needs_no_memory() -> None:
     penalized, unused, logged = (
         plan(tiny_config(ppo={"kl_target": None, **keys}), "ppo", policy=source(), ranks=1).demand.phases
-        for keys in ({}, {"kl_coef": 0.0}, {"kl_coef": 0.0, "reference": True})
+        for keys in ({}, {"kl_coef": 0.0, "guard": "off"}, {"kl_coef": 0.0, "reference": True})
     )
     assert logged == penalized and penalized.keys() == unused.keys()
     for phase, owners in unused.items():

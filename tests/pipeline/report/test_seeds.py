@@ -1,5 +1,6 @@
 """One page about several seeds: the verdict, the spread, and what makes runs comparable."""
 
+import json
 import shutil
 import statistics
 from pathlib import Path
@@ -51,6 +52,16 @@ def test_the_mean_over_seeds_is_that_of_the_paired_differences(tmp_path: Path) -
     over = found.over_seeds
     middle = statistics.fmean(means)
     assert (over.mean, over.low, over.high) == pytest.approx((middle, middle - half, middle + half), rel=1e-3)
+
+
+def test_a_seed_that_went_wrong_makes_it_no_success(tmp_path: Path) -> None:
+    paths = made(tmp_path)
+    summary = paths[1] / "ppo" / "summary.json"
+    finding = {"step": 6, "sign": "KL", "sentence": "the policy is far from the SFT model"}
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"guard": {"findings": [finding]}}))
+    _, verdict = write_seed_report(paths)
+    assert (verdict.outcome, verdict.headline) == ("open", "Training went wrong in 1 of 3 runs (demo-seed=2).")
+    assert "It rose in 3 of 3 seeds." in verdict.evidence
 
 
 def test_seeds_that_disagree_are_no_verdict(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pipeline.data.records import Message
 from pipeline.evaluation.samples import Sample
 from pipeline.launch.summary import summarize_run
 from pipeline.report.data import RunReading, StageReading, read_run
-from pipeline.report.gaming import gaming, rank_correlation
+from pipeline.report.gaming import gaming
 from pipeline.report.report import render_report
 from pipeline.report.verdict import change, conclusion, judge, standings
 from tests.pipeline.report.made_runs import write_demo_run, write_stage
@@ -254,10 +254,35 @@ def test_gaming(path: list[tuple[float, float, float]], answer: str) -> None:
         assert gaming(path, noise=0.05, helped=True).answer == "No sign of it."
 
 
-def test_rank_correlation_by_hand() -> None:
-    assert rank_correlation([1, 2, 3], [10, 20, 90]) == pytest.approx(1.0)
-    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
-    # Ranks 1, 2.5, 2.5, 4 against 1, 3, 2, 4: covariance 4.5, variances 4.5 and 5.
-    assert rank_correlation([1, 2, 2, 3], [1, 3, 2, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
-    assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
-    assert rank_correlation([1, 2], [1, 2]) is None
+def guarded(guard: dict[str, Any], exported: int = 4) -> RunReading:
+    """A finished run of ten prompts, whose gold score rose from 0 to 0.5, with what its guard saw."""
+    rows = [Sample((Message("user", str(i)),), {}, {}, {"sft": 0.0, "ppo": 0.5}) for i in range(10)]
+    ppo = StageReading("ppo", summary={"steps": 9, "exported_step": exported, "guard": guard}, samples=rows)
+    return RunReading("run", {"ppo": ppo}, {})
+
+
+def test_a_run_with_a_finding_is_no_success() -> None:
+    finding = {"step": 6, "sign": "length", "sentence": "the reward is mostly the length"}
+    stopped = judge(guarded({"findings": [finding], "stopped_step": 6, "selects_by": "gold score"}))
+    assert stopped.outcome == "open" and "helped" not in stopped.headline + stopped.evidence
+    assert stopped.headline == (
+        "Training went wrong at rollout 6 (length). The guard stopped it and exported the model of rollout 4."
+    )
+    assert stopped.evidence.startswith(
+        "Guard: the reward is mostly the length.\nTemperature 1: On the same 10 held-out"
+    )
+    assert "The model of rollout 4 was selected by its gold score on these prompts" in stopped.evidence
+    to_sft = judge(guarded({"findings": [finding], "stopped_step": 6}, exported=0))
+    assert to_sft.headline.endswith("The guard stopped it and exported the SFT model.")
+    warned = judge(guarded({"findings": [finding], "stopped_step": None}))
+    assert warned.headline == "Training went wrong at rollout 6 (length)." and warned.outcome == "open"
+
+
+def test_a_run_without_findings_keeps_its_verdict() -> None:
+    plain = judge(guarded({"findings": [], "stopped_step": None}))
+    assert plain.outcome == "good" and plain.headline == "RLHF helped at temperature 1."
+    assert plain == judge(guarded({}))
+    back = {"step": 9, "to": 4, "reason": "the KL rose"}
+    returned = judge(guarded({"findings": [], "stopped_step": None, "rollbacks": [back]}))
+    assert returned.headline == plain.headline
+    assert returned.evidence.endswith("The guard returned from rollout 9 to rollout 4, because the KL rose.")

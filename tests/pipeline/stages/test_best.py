@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from engine import Checkpointer, Engine
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
-from pipeline.errors import UserError
+from pipeline.errors import RestartStage, UserError
 from pipeline.launch.fingerprint import stage_settings
+from pipeline.stages.restart import Rollback, read_rollbacks, within_limits
 from pipeline.stages.stage_run import StageRun
 from tests.pipeline.stages.test_stage_run import lines, names, stage_of, work
 from tests.tiny import finish, lay_out, metrics, start_worker, tiny_config
@@ -153,18 +154,77 @@ def score(answer, row):
 
 
 def test_where_ppo_makes_answers_worse_the_sft_model_is_the_best(tmp_path: Path) -> None:
-    """Scores fall with every call, so that the evaluation before the first step is the best one."""
+    """Scores and grades fall with every call, so that the evaluation before the first step is the best one."""
     (tmp_path / "falling.py").write_text(FALLING)
+    (tmp_path / "judge.py").write_text(FALLING.replace("-calls", "1 / calls"))
     own = {"reward_model": False, "reward_function": f"{tmp_path}/falling.py:score", "ema": None, "steps": 4}
     chosen = {"export": "best", "eval_every": 2, "save_every": 1, "keep_checkpoints": 1}
     sft = {"steps": 4, "save_every": 3, "export": "best", "eval_every": 1}
     run_dir = tmp_path / "run"
-    lay_out(run_dir, tiny_config(sft=sft, ppo={**own, **chosen, "lr": 1e-3}))
+    judged = {"judge": f"{tmp_path}/judge.py:score"}
+    lay_out(run_dir, tiny_config(sft=sft, ppo={**own, **chosen, "lr": 1e-3}, evaluation={"prompts": 8, **judged}))
     finish(start_worker(run_dir, "sft"))
     assert json.loads((run_dir / "sft" / "summary.json").read_text())["exported_step"] == 4
-    assert "ppo: exports step 0 of 4, the best by eval_score" in finish(start_worker(run_dir, "ppo"))
+    assert "ppo: exports step 0 of 4, the best by gold_score" in finish(start_worker(run_dir, "ppo"))
     ours, theirs = (load_file(run_dir / stage / "model" / "model.safetensors") for stage in ("ppo", "sft"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert metrics(run_dir, "ppo")[-1]["grad_norm"] > 0
     answers = [json.loads(line)["answers"] for line in (run_dir / "ppo" / "samples.jsonl").read_text().splitlines()]
     assert all(answer["ppo"] == answer["sft"] for answer in answers)
+
+
+def test_a_stage_that_stops_early_exports_its_best_step(tmp_path: Path) -> None:
+    stage, engine = begin(tmp_path / "sft", export="last", keeps_best=True)
+    stage.restore()
+    weights = {}
+    for step in stage.steps_left():
+        work_without_saving(stage, engine, step)
+        weights[step] = engine.module.weight.detach().clone()
+        if step in LOSSES:
+            stage.note_best(step, "eval_loss", LOSSES[step], higher=False)
+        if step == 7:
+            stage.stop_after(step)
+        stage.save(step)
+    assert [*weights] == [1, 2, 3, 4, 5, 6, 7]
+    stage.settle()
+    assert names(stage.folder) == ["step-4", "step-7"]
+    again, other = begin(tmp_path / "sft", export="last", keeps_best=True, seed=7)
+    assert again.restore() == 7
+    again.stop_after(7)
+    assert list(again.steps_left()) == []
+    again.take_best()
+    assert torch.equal(other.module.weight, weights[4])
+    again.finish({})
+    summary = json.loads((again.folder / "summary.json").read_text())
+    assert (summary["exported_step"], summary["steps"], summary["eval_loss"]) == (4, 10, 1.0)
+
+
+def test_a_stage_that_keeps_its_best_step_exports_the_last_one_unless_it_takes_the_best(tmp_path: Path) -> None:
+    stage, engine = begin(tmp_path / "sft", export="last", keeps_best=True)
+    stage.restore()
+    train(stage, engine, 10)
+    assert names(stage.folder) == ["step-4", "step-10"]
+    stage.finish({})
+    summary = json.loads((stage.folder / "summary.json").read_text())
+    assert summary["exported_step"] == 10 and "eval_loss" not in summary
+
+
+def test_a_rollback_leaves_the_best_step_and_a_smaller_learning_rate(tmp_path: Path) -> None:
+    """0.3 times the learning rates for each rollback."""
+    stage, engine = begin(tmp_path / "ppo", keeps_best=True, keep_checkpoints=3)
+    stage.restore()
+    weights = train(stage, engine, 7)
+    assert names(stage.folder) == ["step-3", "step-4", "step-6"]
+    told = stage.roll_back(7, "the KL rose")
+    assert isinstance(told, RestartStage) and "rolls back from step 7 to step 4 with 0.3 times" in str(told)
+    assert names(stage.folder) == ["step-3", "step-4"]
+    assert read_rollbacks(stage.folder) == [Rollback(7, 4, "the KL rose")]
+    again, other = begin(tmp_path / "ppo", keeps_best=True, seed=7)
+    assert again.restore() == 4 and torch.equal(other.module.weight, weights[4])
+    config = tiny_config(ppo={"lr": 1e-3, "critic_lr": 1e-2})
+    limited = within_limits(config, "ppo", stage.folder).ppo
+    assert (limited.lr, limited.critic_lr) == pytest.approx((3e-4, 3e-3))
+    assert within_limits(config, "ppo", tmp_path).ppo.lr == 1e-3
+    train(again, other, 6)
+    again.roll_back(6, "again")
+    assert within_limits(config, "ppo", stage.folder).ppo.lr == pytest.approx(9e-5)

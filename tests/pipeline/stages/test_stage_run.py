@@ -36,7 +36,7 @@ def engine_of(seed: int = 1) -> Engine:
 
 def stage_of(folder: Path, steps: int = 6, seed: int = 1, **keys: Any) -> tuple[StageRun, Engine]:
     engine = engine_of(seed)
-    others = ("watchers", "frozen", "extra", "take", "profile", "decides")
+    others = ("watchers", "frozen", "extra", "take", "profile", "decides", "keeps_best")
     rest = {name: keys.pop(name) for name in others if name in keys}
     return StageRun(folder, SftSection(**keys), steps, {"net": engine}, **rest), engine
 
@@ -274,6 +274,25 @@ def test_lines_of_metrics(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path)] == seen == [1, 3, 6, 8]
     assert [line["loss"] for line in lines(tmp_path)] == [0.5, None, 3.0, 4.0]
     assert stage.last["loss"] == 4.0
+
+
+def test_a_note_is_in_the_line_of_its_step(tmp_path: Path) -> None:
+    seen: list[tuple[int, str]] = []
+
+    class Watching:
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            assert "guard" not in metrics
+
+        def note(self, step: int, text: str) -> None:
+            seen.append((step, text))
+
+    stage, _ = stage_of(tmp_path, 8, log_every=4, watchers=[Watching()])
+    for step in range(1, 6):
+        stage.log(step, {"loss": 1.0}, "guard: the KL rose" if step == 3 else "")
+    assert [(line["step"], line.get("guard")) for line in lines(tmp_path)] == [
+        (1, None), (3, "guard: the KL rose"), (4, None)
+    ]  # fmt: skip
+    assert seen == [(3, "guard: the KL rose")] and "guard" not in stage.last
 
 
 def test_best_figures(tmp_path: Path) -> None:

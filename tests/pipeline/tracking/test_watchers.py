@@ -81,6 +81,22 @@ def test_a_failing_wandb_is_said_once(capsys):
     assert capsys.readouterr().err.count("wandb stopped (ConnectionError: gone)") == 1
 
 
+class Receiving:
+    def __init__(self):
+        self.lines = []
+
+    def log(self, line, step):
+        self.lines.append((step, line))
+
+
+def test_a_note_of_the_guard_reaches_wandb_and_the_log():
+    run, shown = Receiving(), io.StringIO()
+    Tracker(run).note(3, "guard: the KL rose")
+    assert run.lines == [(3, {"guard": "guard: the KL rose"})]
+    Progress("ppo", 8, shown).note(3, "guard: the KL rose")
+    assert shown.getvalue() == "ppo: step 3: guard: the KL rose\n"
+
+
 def test_wandb_that_cannot_start_is_said(alone, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "sideways")
     tracker = open_tracker(config_of(), "sft", alone)

@@ -1,0 +1,176 @@
+"""The training guard: watch the metrics of PPO, and warn, stop or roll back where training has gone wrong.
+
+`step3_ppo/guard_rules.py` decides what has gone wrong. This file collects the numbers for the rules and applies their
+findings:
+
+    warn        print each finding once, and continue
+    stop        end the stage, and export the best step
+    rollback    start again from the best step with a smaller learning rate, at most `MOST_ROLLBACKS` times; then stop
+
+The best step is the step with the highest gold score. Without a judge it is the step with the highest held-out reward
+among the steps whose KL is within a budget. This choice is weaker, because PPO is trained on this reward.
+
+The history is part of the checkpoint, so that a resumed run has the same findings.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.schema import GuardAction, RunConfig
+from pipeline.distributed import broadcast_from_rank_zero, is_rank_zero
+from pipeline.evaluation.evaluator import Evaluations
+from pipeline.stages.restart import Rollback, read_rollbacks
+from pipeline.stages.stage_run import StageRun
+from step3_ppo.guard_rules import WINDOW, Finding, Grades, check_evaluation, check_rollouts, judge_correlation
+
+MOST_ROLLBACKS = 2
+WATCHED = (
+    "kl",
+    "approx_kl",
+    "clip_fraction",
+    "entropy",
+    "response_length",
+    "length_correlation",
+    "eos_rate",
+    "explained_variance",
+)
+
+
+@dataclass
+class Guard:
+    """The history of a stage, and the findings so far.
+
+    action: the reaction to a finding
+    has_judge: whether a judge grades the held-out answers
+    kl_budget: without a judge, the largest KL of a step that may be the best, in nats per answer
+    rollbacks: the earlier rollbacks of the stage
+    watched: the metrics of a rollout that the rules may use
+    rows: the watched metrics of the first rollout and of the last ones
+    evaluations: the grades of the SFT model (step 0) and of the best step, by step and temperature
+    found: the findings as {"step", "sign", "sentence"}, the first of each sign
+    stopped_step: the step at which the guard stopped the stage
+    """
+
+    action: GuardAction
+    has_judge: bool
+    kl_budget: float
+    rollbacks: Sequence[Rollback] = ()
+    watched: Sequence[str] = WATCHED
+    rows: list[dict[str, float]] = field(default_factory=list)
+    evaluations: dict[int, dict[float, Grades]] = field(default_factory=dict)
+    found: list[dict[str, Any]] = field(default_factory=list)
+    stopped_step: int | None = None
+
+    @property
+    def best_metric(self) -> str:
+        """The metric whose highest value selects the best step."""
+        return "gold_score" if self.has_judge else "eval_score"
+
+    def state(self) -> dict[str, Any]:
+        """Return the history for a checkpoint, as JSON."""
+        evaluations = [
+            [step, temperature, asdict(grades)]
+            for step, by_temperature in self.evaluations.items()
+            for temperature, grades in by_temperature.items()
+        ]
+        return {
+            "rows": self.rows,
+            "evaluations": evaluations,
+            "found": self.found,
+            "stopped_step": self.stopped_step,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Set the history from a checkpoint. A checkpoint of a version without a guard has no history."""
+        self.rows, self.found = [*state.get("rows", [])], [*state.get("found", [])]
+        self.stopped_step = state.get("stopped_step")
+        self.evaluations = {}
+        for step, temperature, grades in state.get("evaluations", []):
+            self.evaluations.setdefault(step, {})[temperature] = Grades(**grades)
+
+    def watch(self, step: int, metrics: Mapping[str, float], answers: int) -> list[Finding]:
+        """Add the metrics of a rollout with this number of answers, and return the findings."""
+        row = {name: metrics[name] for name in self.watched if name in metrics} | {"step": step, "answers": answers}
+        earlier = [each for each in self.rows if each["step"] < step]
+        self.rows = [*earlier[:1], *earlier[1:][-WINDOW:], row]
+        return [] if self.action == "off" else check_rollouts(self.rows)
+
+    def watch_evaluation(self, evaluations: Evaluations) -> list[Finding]:
+        """Return the findings about an evaluation."""
+        return [] if self.action == "off" else check_evaluation(_grades(evaluations), self.evaluations)
+
+    def may_be_best(self, metrics: Mapping[str, float], findings: Sequence[Finding]) -> bool:
+        """Return whether the current step may be the best.
+
+        The gold score decides alone. A reward counts only without findings and with a KL within the budget.
+        """
+        return self.has_judge or (not findings and metrics.get("kl", 0.0) <= self.kl_budget)
+
+    def compare_with(self, step: int, evaluations: Evaluations) -> None:
+        """Compare later evaluations with this one, and with that of step 0."""
+        first = {0: self.evaluations[0]} if 0 in self.evaluations else {}
+        self.evaluations = {**first, step: _grades(evaluations)}
+
+    def report(self, step: int, findings: Sequence[Finding]) -> str:
+        """Record the findings and return one line for the log: new signs, and a rollback to the step before."""
+        known = {each["sign"] for each in self.found}
+        new = [finding for finding in findings if finding.sign not in known]
+        self.found += [{"step": step, "sign": each.sign, "sentence": each.sentence} for each in new]
+        parts = [each.sentence for each in new]
+        if self.rollbacks and self.rollbacks[-1].to == step - 1:
+            parts.insert(0, f"rolled back from step {self.rollbacks[-1].step}, because {self.rollbacks[-1].reason}")
+        return f"guard: {'; '.join(parts)}" if parts else ""
+
+    def act(self, stage: StageRun, step: int, findings: Sequence[Finding]) -> None:
+        """Stop the stage after this step, or raise RestartStage to roll back, if the findings require it."""
+        if not findings or self.action not in ("stop", "rollback"):
+            return
+        can_return = stage.best_step is not None and stage.best_step < step and len(self.rollbacks) < MOST_ROLLBACKS
+        if self.action == "rollback" and can_return and all(finding.lr_helps for finding in findings):
+            raise stage.roll_back(step, "; ".join(finding.sentence for finding in findings))
+        self.stopped_step = step
+        stage.stop_after(step)
+        if is_rank_zero():
+            print(f"ppo: the guard stops training after step {step} of {stage.steps}", flush=True)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the guard saw, for summary.json."""
+        return {
+            "action": self.action,
+            "findings": self.found,
+            "stopped_step": self.stopped_step,
+            "rollbacks": [asdict(each) for each in self.rollbacks],
+            "selects_by": "gold score" if self.has_judge else "reward within the KL budget",
+        }
+
+
+def open_guard(config: RunConfig, folder: Path, *, has_judge: bool) -> Guard:
+    """Return the guard of a stage, and print how it selects the best step if that is weak."""
+    ppo = config.ppo
+    if not has_judge and (ppo.export == "best" or ppo.guard in ("stop", "rollback")) and is_rank_zero():
+        budget = f" at a KL of at most {ppo.kl_budget:g} nats" if ppo.asks_reference else ""
+        print(
+            f"ppo: there is no judge, so the best step is the one with the highest held-out reward{budget}. This "
+            "choice is weaker than a judge's, because PPO is trained on this reward: set evaluation.judge=FILE.py:NAME",
+            flush=True,
+        )
+    # The small clip range of ratios per answer (GSPO) clips a large share of the tokens also in normal runs.
+    watched = [name for name in WATCHED if name != "clip_fraction" or ppo.ratio == "token"]
+    rollbacks = broadcast_from_rank_zero(read_rollbacks(folder))
+    return Guard(ppo.guard, has_judge, ppo.kl_budget, rollbacks, watched)
+
+
+def evaluation_metrics(evaluations: Evaluations) -> dict[str, float]:
+    """Return the rank correlation of reward and judge of an evaluation, by the names of metrics.jsonl."""
+    found = {}
+    for number, (temperature, grades) in enumerate(_grades(evaluations).items()):
+        correlation = judge_correlation(grades)
+        if correlation is not None:
+            found["judge_correlation" if number == 0 else f"judge_correlation_at_{temperature:g}"] = correlation
+    return found
+
+
+def _grades(evaluations: Evaluations) -> dict[float, Grades]:
+    return {temperature: Grades(each.scores, each.gold) for temperature, each in evaluations.items()}

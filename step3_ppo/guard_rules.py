@@ -1,0 +1,280 @@
+"""The rules of the training guard: from a history of metrics to findings, each with its sentence.
+
+All functions are pure: numbers in, findings out. A rule about rollouts compares the mean of the last `WINDOW` rollouts
+with the first rollout, whose answers are those of the initial policy (the SFT model). A rule about evaluations compares
+grades of the same held-out prompts. Its intervals have the level `CONFIDENCE`, because a run makes many comparisons.
+
+Each rule names its source. docs/engineering/measurements.md compares the thresholds with the values of normal runs.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.evaluation.intervals import paired_difference
+from pipeline.evaluation.rank_correlation import rank_correlation
+
+WINDOW = 3
+FEWEST_ANSWERS = 64  # of a window; with fewer answers, noise is too large
+FEWEST_PROMPTS = 32  # of an evaluation
+CONFIDENCE = 0.998
+
+CLIP_FRACTION = 0.35
+UPDATE_KL = 0.1
+KL_PER_TOKEN = 1.0
+KL_RISE, KL_RISE_PER_TOKEN = 3.0, 0.3
+ENTROPY_FALL, ENTROPY_RISE = 0.05, 2.0
+LENGTH_GROWTH, LENGTH_CORRELATION = 1.25, 0.9
+FEW_FINISHED = 0.5
+EXPLAINED_VARIANCE, CRITIC_ROLLOUTS = -1.0, 10
+
+Row = Mapping[str, float]
+"""The metrics of one rollout by their names in metrics.jsonl, and `answers`, the number of its answers."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sign that training has gone wrong.
+
+    sign: the name of the watched quantity
+    sentence: the observation with its numbers
+    lr_helps: whether a smaller learning rate can help
+    """
+
+    sign: str
+    sentence: str
+    lr_helps: bool = True
+
+
+@dataclass(frozen=True)
+class Grades:
+    """The grades of one answer per held-out prompt at one temperature. A missing kind of grade is None.
+
+    rewards: the scores that PPO is trained on
+    gold: the grades of the judge
+    """
+
+    rewards: Sequence[float] | None
+    gold: Sequence[float] | None
+
+
+def check_rollouts(rows: Sequence[Row]) -> list[Finding]:
+    """Return the findings about the last rollouts. `rows` are the first rollout and at least `WINDOW` last ones."""
+    if sum(row["answers"] for row in rows[-WINDOW:]) < FEWEST_ANSWERS:
+        return []
+    return [finding for rule in ROLLOUT_RULES if (finding := rule(rows)) is not None]
+
+
+def check_evaluation(now: Mapping[float, Grades], earlier: Mapping[int, Mapping[float, Grades]]) -> list[Finding]:
+    """Return the findings about an evaluation, at most one of each sign.
+
+    now: the grades by temperature
+    earlier: evaluations of earlier steps to compare with, by step
+    """
+    found: dict[str, Finding] = {}
+    for temperature, grades in now.items():
+        candidates = [against_judge(grades, temperature)]
+        comparable = {step: before[temperature] for step, before in earlier.items() if temperature in before}
+        candidates += [fall(before, grades, step, temperature) for step, before in comparable.items()]
+        for finding in candidates:
+            if finding is not None:
+                found.setdefault(finding.sign, finding)
+    return [*found.values()]
+
+
+def judge_correlation(grades: Grades) -> float | None:
+    """Return Spearman's rank correlation of reward and gold score over the answers; None if it is undefined."""
+    return None if grades.rewards is None or grades.gold is None else rank_correlation(grades.rewards, grades.gold)
+
+
+def against_judge(grades: Grades, temperature: float) -> Finding | None:
+    """Find a reward that ranks answers against the judge: the correlation is below 0 beyond its noise.
+
+    The interval is Fisher's: atanh of the correlation has a standard error of 1 / sqrt(n - 3). For ranks the variance
+    is larger by a factor of 1.06 (Fieller, Hartley & Pearson, 1957).
+    """
+    correlation, count = judge_correlation(grades), len(grades.gold or ())
+    if correlation is None or count < FEWEST_PROMPTS:
+        return None
+    half = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(1.06 / (count - 3))
+    if correlation >= -math.tanh(half):
+        return None
+    return Finding(
+        "judge",
+        f"the reward ranks held-out answers against the judge: rank correlation {correlation:.2f} over {count} answers "
+        f"at temperature {temperature:g}. Check the labels and the accuracy of the reward model",
+        lr_helps=False,
+    )
+
+
+def fall(before: Grades, now: Grades, step: int, temperature: float) -> Finding | None:
+    """Find a fall of the gold score (of the reward if there is no judge) below an earlier step, paired by prompt.
+
+    A reward that rises while the gold score falls is over-optimized (Gao, Schulman & Hilton, 2022, arXiv:2210.10760).
+    """
+    reward = _change(before.rewards, now.rewards)
+    gold = _change(before.gold, now.gold)
+    decides, name = (gold, "gold score") if gold is not None else (reward, "held-out reward")
+    if decides is None or decides[2] >= 0:
+        return None
+    model = f"step {step}" if step else "the SFT model"
+    text = (
+        f"the {name} at temperature {temperature:g} is below that of {model} by {-decides[0]:.2f} (at least "
+        f"{-decides[2]:.2f} with {CONFIDENCE:.1%} confidence)"
+    )
+    if gold is not None and reward is not None and reward[0] > 0:
+        return Finding("gaming", f"{text}, and the reward is {reward[0]:+.2f}: PPO exploits errors of the reward")
+    return Finding("gold" if gold is not None else "reward", text)
+
+
+def _change(before: Sequence[float] | None, now: Sequence[float] | None) -> tuple[float, float, float] | None:
+    """Return the mean difference with its interval; None if a grade is missing or there are too few prompts."""
+    if before is None or now is None or len(before) != len(now) or len(now) < FEWEST_PROMPTS:
+        return None
+    return paired_difference(before, now, confidence=CONFIDENCE)
+
+
+def large_updates(rows: Sequence[Row]) -> Finding | None:
+    """Find updates that are too large, by the share of clipped tokens.
+
+    The clipped objective assumes a policy near the one that sampled the answers (Schulman et al., 2017,
+    arXiv:1707.06347). Huang et al., 2022, "The 37 implementation details of PPO", list this share as the metric for it.
+    """
+    clipped = _mean(rows, "clip_fraction")
+    if clipped is None or clipped <= CLIP_FRACTION:
+        return None
+    return Finding(
+        "clip fraction",
+        f"updates are too large: {clipped:.0%} of the tokens were clipped in the last {WINDOW} rollouts (normal is "
+        f"below {CLIP_FRACTION:.0%}). Lower the learning rate",
+    )
+
+
+def update_kl(rows: Sequence[Row]) -> Finding | None:
+    """Find updates that are too large, by the KL per token between the policy before and after the update.
+
+    OpenAI's Spinning Up (2018) ends an update early at 0.015 nats. The limit here is about seven times as large.
+    """
+    kl = _mean(rows, "approx_kl")
+    if kl is None or kl <= UPDATE_KL:
+        return None
+    return Finding(
+        "update KL",
+        f"updates are too large: one update moves the policy by {kl:.2f} nats per token (normal is below "
+        f"{UPDATE_KL:g}). Lower the learning rate",
+    )
+
+
+def far_from_reference(rows: Sequence[Row]) -> Finding | None:
+    """Find a KL to the reference of more than `KL_PER_TOKEN` nats per token.
+
+    At one nat per token, an answer of 30 tokens is 10^13 times less likely under the SFT model. Over-optimization is a
+    function of this distance (Gao et al., 2022, arXiv:2210.10760).
+    """
+    kl, length = _mean(rows, "kl"), _mean(rows, "response_length")
+    if kl is None or not length or kl / length <= KL_PER_TOKEN:
+        return None
+    return Finding(
+        "KL",
+        f"the policy is far from the SFT model: KL {kl:.1f} nats per answer, {kl / length:.2f} per token (limit "
+        f"{KL_PER_TOKEN:g}). Raise ppo.kl_coef or stop earlier",
+    )
+
+
+def fast_drift(rows: Sequence[Row]) -> Finding | None:
+    """Find a KL to the reference that grew `KL_RISE`-fold within `WINDOW` rollouts, by `KL_RISE_PER_TOKEN` a token."""
+    if len(rows) <= WINDOW or "kl" not in rows[-1] or "kl" not in rows[-1 - WINDOW]:
+        return None
+    before, now = rows[-1 - WINDOW]["kl"], rows[-1]["kl"]
+    rise = (now - before) / max(1.0, rows[-1]["response_length"])
+    if now <= KL_RISE * max(before, 0.0) or rise <= KL_RISE_PER_TOKEN:
+        return None
+    return Finding(
+        "KL rate",
+        f"the KL to the SFT model rose from {before:.1f} to {now:.1f} nats per answer within {WINDOW} rollouts. Lower "
+        "the learning rate",
+    )
+
+
+def entropy(rows: Sequence[Row]) -> Finding | None:
+    """Find a policy that collapsed to one answer, or to noise, by its entropy against that of the first rollout.
+
+    Without entropy there is no exploration and no further gain (Cui et al., 2025, arXiv:2505.22617).
+    """
+    now, first = _mean(rows, "entropy"), rows[0].get("entropy")
+    if now is None or not first:
+        return None
+    if now < ENTROPY_FALL * first:
+        text = "has collapsed: the policy gives almost the same answer always"
+    elif now > ENTROPY_RISE * first + 0.5:
+        text = "has exploded: answers become random"
+    else:
+        return None
+    return Finding("entropy", f"the entropy {text} ({first:.2f} to {now:.3f} nats per token)")
+
+
+def length(rows: Sequence[Row]) -> Finding | None:
+    """Find answers that grow because the reward is little more than their length.
+
+    The length explains most of the gain of many reward models (Singhal et al., 2023, arXiv:2310.03716).
+    """
+    now, first = _mean(rows, "response_length"), rows[0]["response_length"]
+    correlation = _mean(rows, "length_correlation")
+    if now is None or correlation is None or now <= LENGTH_GROWTH * first or correlation <= LENGTH_CORRELATION:
+        return None
+    return Finding(
+        "length",
+        f"the reward is mostly the length: their rank correlation is {correlation:.2f}, and answers grew from "
+        f"{first:.0f} to {now:.0f} tokens. Set ppo.length_penalty or correct the reward",
+        lr_helps=False,
+    )
+
+
+def finished(rows: Sequence[Row]) -> Finding | None:
+    """Find that fewer than half of the answers end within rollout.max_new_tokens.
+
+    The reward model was trained on complete answers (Huang et al., 2024, arXiv:2403.17031, penalize cut ones).
+    """
+    now, first = _mean(rows, "eos_rate"), rows[0]["eos_rate"]
+    if now is None or now >= FEW_FINISHED:
+        return None
+    return Finding(
+        "finished answers",
+        f"only {now:.0%} of the answers end within rollout.max_new_tokens ({first:.0%} in the first rollout), so the "
+        "others are judged without their end. Raise rollout.max_new_tokens",
+        lr_helps=first >= FEW_FINISHED,
+    )
+
+
+def critic(rows: Sequence[Row]) -> Finding | None:
+    """Find a critic that is far worse than a constant: explained variance below -1 after the first rollouts.
+
+    The advantages then contain more error of the critic than signal (Schulman et al., 2016, arXiv:1506.02438).
+    """
+    explained = _mean(rows, "explained_variance")
+    if explained is None or rows[-1]["step"] < CRITIC_ROLLOUTS or explained >= EXPLAINED_VARIANCE:
+        return None
+    return Finding(
+        "explained variance",
+        f"the critic is worse than a constant: explained variance {explained:.2f} over the last {WINDOW} rollouts. "
+        "Lower ppo.critic_lr, or set ppo.critic_warmup",
+    )
+
+
+ROLLOUT_RULES: Sequence[Callable[[Sequence[Row]], Finding | None]] = (
+    large_updates,
+    update_kl,
+    far_from_reference,
+    fast_drift,
+    entropy,
+    length,
+    finished,
+    critic,
+)
+
+
+def _mean(rows: Sequence[Row], name: str) -> float | None:
+    """Return the mean of a metric over the last `WINDOW` rollouts; None if one of them lacks it."""
+    values = [row[name] for row in rows[-WINDOW:] if name in row and math.isfinite(row[name])]
+    return statistics.fmean(values) if len(values) == WINDOW else None

@@ -1,0 +1,180 @@
+"""The training guard: its history, its reactions, and its state in checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import RestartStage
+from pipeline.evaluation.evaluator import Evaluation
+from pipeline.stages.restart import Rollback, read_rollbacks
+from pipeline.stages.stage_run import StageRun
+from step3_ppo.guard import Guard, evaluation_metrics, open_guard
+from step3_ppo.guard_rules import Finding
+from tests.pipeline.stages.test_stage_run import stage_of, work
+from tests.tiny import tiny_config
+
+LARGE = Finding("clip fraction", "updates are too large")
+CUT = Finding("finished", "answers are cut", lr_helps=False)
+
+
+def line(step: int, **keys: float) -> dict[str, float]:
+    return {
+        "kl": 1.0,
+        "entropy": 0.5,
+        "clip_fraction": 0.1,
+        "response_length": 10,
+        "eos_rate": 0.9,
+        "score": 2.0,
+        **keys,
+    }
+
+
+def evaluation(rewards: float, gold: float | None) -> dict[float, Evaluation]:
+    grades = None if gold is None else [gold] * 64
+    return {1.0: Evaluation(["words"] * 64, [rewards] * 64, grades)}
+
+
+def test_the_history_is_the_first_rollout_and_the_last_ones() -> None:
+    guard = Guard("stop", has_judge=True, kl_budget=10.0)
+    for step in range(1, 21):
+        assert guard.watch(step, line(step, entropy=step / 100 + 1), 64) == []
+    assert [row["step"] for row in guard.rows] == [1, 17, 18, 19, 20]
+    assert guard.rows[-1] == {
+        "kl": 1.0, "entropy": 1.2, "clip_fraction": 0.1, "response_length": 10, "eos_rate": 0.9, "step": 20,
+        "answers": 64,
+    }  # fmt: skip
+
+
+def test_a_guard_that_resumes_finds_the_same() -> None:
+    """The state passes through JSON, as in a checkpoint. From step 8 on, 0.5 of the tokens are clipped.
+
+    The means of three rollouts are then 0.19, 0.35 and 0.5.
+    """
+
+    def steps(guard: Guard, first: int) -> list[tuple[int, list[str], str]]:
+        found = []
+        for step in range(first, 13):
+            findings = guard.watch(step, line(step, clip_fraction=0.04 if step < 8 else 0.5), 64)
+            found.append((step, [each.sign for each in findings], guard.report(step, findings)))
+        return found
+
+    whole = Guard("warn", has_judge=True, kl_budget=10.0)
+    whole.compare_with(0, evaluation(0.1, 0.3))
+    expected = steps(whole, 1)
+    assert [step for step, signs, _ in expected if signs == ["clip fraction"]] == [10, 11, 12]
+    assert expected[9][2].startswith("guard: updates are too large: 50%") and expected[10][2] == ""  # once
+    for killed in range(1, 12):
+        first = Guard("warn", has_judge=True, kl_budget=10.0)
+        first.compare_with(0, evaluation(0.1, 0.3))
+        steps_before = [first.watch(s, line(s, clip_fraction=0.04 if s < 8 else 0.5), 64) for s in range(1, killed + 1)]
+        for step, findings in enumerate(steps_before, 1):
+            first.report(step, findings)
+        again = Guard("warn", has_judge=True, kl_budget=10.0)
+        again.restore(json.loads(json.dumps(first.state())))
+        assert steps(again, killed + 1) == expected[killed:]
+        assert again.state() == whole.state()
+
+
+def test_a_checkpoint_of_a_version_without_a_guard() -> None:
+    guard = Guard("stop", has_judge=True, kl_budget=10.0)
+    guard.restore({})
+    assert guard.rows == [] and guard.stopped_step is None
+
+
+def test_later_evaluations_are_compared_with_the_best_and_the_first() -> None:
+    guard = Guard("stop", has_judge=True, kl_budget=10.0)
+    guard.compare_with(0, evaluation(0.0, 0.5))
+    guard.compare_with(4, evaluation(1.0, 0.6))
+    guard.compare_with(8, evaluation(1.0, 0.9))
+    assert [*guard.evaluations] == [0, 8]
+    assert guard.watch_evaluation(evaluation(2.0, 0.95)) == []
+    (finding,) = guard.watch_evaluation(evaluation(2.0, 0.8))
+    assert finding.sign == "gaming" and "step 8" in finding.sentence
+    assert Guard("off", True, 10.0, evaluations=guard.evaluations).watch_evaluation(evaluation(2.0, 0.1)) == []
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_the_clip_fraction_is_watched_for_ratios_of_tokens(ratio: str, tmp_path: Path) -> None:
+    guard = open_guard(tiny_config(ppo={"ratio": ratio}), tmp_path, has_judge=True)
+    found = [guard.watch(step, line(step, clip_fraction=0.9), 64) for step in (1, 2, 3)]
+    assert [each.sign for each in found[-1]] == (["clip fraction"] if ratio == "token" else [])
+
+
+def test_which_steps_may_be_the_best() -> None:
+    judged, alone = (Guard("stop", has_judge=has_judge, kl_budget=10.0) for has_judge in (True, False))
+    assert judged.best_metric == "gold_score" and alone.best_metric == "eval_score"
+    assert judged.may_be_best({"kl": 99.0}, [LARGE])
+    assert alone.may_be_best({"kl": 10.0}, []) and alone.may_be_best({}, [])
+    assert not alone.may_be_best({"kl": 10.1}, []) and not alone.may_be_best({"kl": 1.0}, [LARGE])
+
+
+def begin(folder: Path, **keys: Any) -> tuple[StageRun, Any]:
+    folder.mkdir(exist_ok=True)
+    return stage_of(folder, 10, decides="gold_score", keeps_best=True, save_every=3, **keys)
+
+
+def trained(stage: StageRun, engine: Any) -> None:
+    """Three steps; the second is the best."""
+    stage.restore()
+    for step in (1, 2, 3):
+        stage.note_best(step, "gold_score", [0, 0.5, 0.9, 0.4][step], higher=True)
+        work(stage, engine, step, step)
+    stage.settle()
+
+
+@pytest.mark.parametrize(
+    ("action", "findings", "rollbacks", "outcome"),
+    [
+        ("warn", [LARGE], 0, "continues"),
+        ("stop", [], 0, "continues"),
+        ("stop", [LARGE], 0, "stops"),
+        ("rollback", [LARGE], 0, "returns"),
+        ("rollback", [LARGE], 1, "returns"),
+        ("rollback", [LARGE], 2, "stops"),  # a third time does not help
+        ("rollback", [LARGE, CUT], 0, "stops"),  # a smaller learning rate does not make answers longer
+    ],
+)
+def test_each_reaction(action: Any, findings: list[Finding], rollbacks: int, outcome: str, tmp_path: Path) -> None:
+    stage, engine = begin(tmp_path / "ppo")
+    trained(stage, engine)
+    guard = Guard(action, True, 10.0, [Rollback(9, 8, "x")] * rollbacks)
+    if outcome == "returns":
+        with pytest.raises(RestartStage, match="rolls back from step 3 to step 2"):
+            guard.act(stage, 3, findings)
+        assert read_rollbacks(stage.folder) == [Rollback(3, 2, "updates are too large")]
+    else:
+        guard.act(stage, 3, findings)
+        assert read_rollbacks(stage.folder) == []
+    assert stage.last_step == (3 if outcome == "stops" else 10)
+    assert guard.stopped_step == (3 if outcome == "stops" else None)
+    restored = Guard(action, True, 10.0)
+    restored.restore(json.loads(json.dumps(guard.state())))
+    assert restored.stopped_step == guard.stopped_step
+
+
+def test_without_an_earlier_step_a_rollback_stops(tmp_path: Path) -> None:
+    stage, _ = begin(tmp_path / "ppo")
+    stage.restore()
+    stage.note_best(0, "gold_score", 0.5, higher=True)
+    guard = Guard("rollback", True, 10.0)
+    guard.act(stage, 0, [LARGE])
+    assert guard.stopped_step == 0 and list(stage.steps_left()) == []
+
+
+def test_the_step_after_a_rollback_reports_it() -> None:
+    guard = Guard("rollback", True, 10.0, [Rollback(9, 4, "the KL rose")])
+    assert guard.report(5, []) == "guard: rolled back from step 9, because the KL rose"
+    assert guard.report(6, []) == ""
+    assert guard.summary()["rollbacks"] == [{"step": 9, "to": 4, "reason": "the KL rose"}]
+
+
+def test_the_correlation_of_reward_and_judge_is_a_metric() -> None:
+    """Ranks 1 2 3 4 against 2 1 4 3: the squared differences are 4, so 1 - 6 * 4 / (4 * 15) = 0.6."""
+    first = Evaluation(["a"] * 4, [0.1, 0.2, 0.3, 0.4], [0.2, 0.1, 0.4, 0.3])
+    second = Evaluation(["a"] * 4, [0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1])
+    assert evaluation_metrics({1.0: first, 0.0: second}) == pytest.approx(
+        {"judge_correlation": 0.6, "judge_correlation_at_0": -1.0}
+    )
+    assert evaluation_metrics(evaluation(1.0, None)) == {}

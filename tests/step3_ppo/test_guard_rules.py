@@ -1,0 +1,120 @@
+"""The rules of the training guard against numbers computed by hand."""
+
+import math
+from typing import Any
+
+import pytest
+
+from step3_ppo.guard_rules import Finding, Grades, against_judge, check_evaluation, check_rollouts, fall
+
+HEALTHY = {
+    "answers": 64.0, "kl": 1.0, "approx_kl": 0.01, "clip_fraction": 0.1, "entropy": 0.8, "response_length": 10.0,
+    "length_correlation": 0.2, "eos_rate": 0.9, "explained_variance": 0.3,
+}  # fmt: skip
+
+
+def rows(count: int = 12, first: dict[str, float] | None = None, **last: Any) -> list[dict[str, float]]:
+    """A first rollout and four last ones; `last` has a value, or the values of the last rollouts."""
+    made = [{**HEALTHY, **(first or {}), "step": 1.0}]
+    for number in range(4):
+        of_last = {name: value[number] if isinstance(value, list) else value for name, value in last.items()}
+        made.append({**HEALTHY, "step": float(count - 3 + number), **of_last})
+    return made
+
+
+def longer(length: float, correlation: float) -> dict[str, Any]:
+    return {"response_length": length, "length_correlation": correlation}
+
+
+def signs(found: list[Finding]) -> list[str]:
+    return [finding.sign for finding in found]
+
+
+def test_a_healthy_run_has_no_findings() -> None:
+    assert check_rollouts(rows()) == []
+    assert check_rollouts(rows()[:2]) == [] and check_rollouts(rows()[:1]) == []
+
+
+@pytest.mark.parametrize(
+    ("sign", "below", "above"),
+    [
+        ("clip fraction", {"clip_fraction": [0.1, 0.3, 0.35, 0.39]}, {"clip_fraction": [0.1, 0.3, 0.35, 0.42]}),
+        ("update KL", {"approx_kl": [9.0, 0.05, 0.05, 0.19]}, {"approx_kl": [0.0, 0.05, 0.05, 0.21]}),
+        ("KL", {"kl": 10.0}, {"kl": 10.1}),  # 10 tokens
+        ("KL rate", {"kl": [2.0, 3.0, 4.0, 5.0]}, {"kl": [2.0, 3.0, 4.0, 6.1]}),
+        ("KL rate", {"kl": [0.1, 1.0, 2.0, 3.0]}, {"kl": [0.1, 1.0, 2.0, 3.2]}),
+        ("entropy", {"entropy": 0.041}, {"entropy": 0.039}),  # 0.05 * 0.8
+        ("entropy", {"entropy": 2.09}, {"entropy": 2.11}),  # 2 * 0.8 + 0.5
+        ("length", longer(16.0, 0.89), longer(16.0, 0.91)),
+        ("length", longer(12.0, 0.95), longer(13.0, 0.95)),
+        ("finished answers", {"eos_rate": 0.51}, {"eos_rate": 0.49}),
+        ("explained variance", {"explained_variance": -0.9}, {"explained_variance": -1.1}),
+    ],
+)  # fmt: skip
+def test_each_rule_has_its_limit(sign: str, below: dict[str, Any], above: dict[str, Any]) -> None:
+    assert check_rollouts(rows(**below)) == []
+    (finding,) = check_rollouts(rows(**above))
+    assert finding.sign == sign and finding.lr_helps == (sign != "length")
+
+
+def test_answers_that_are_cut_from_the_start() -> None:
+    (found,) = check_rollouts(rows(first={"eos_rate": 0.3}, eos_rate=[1.0, 0.3, 0.4, 0.5]))
+    assert found.sign == "finished answers" and not found.lr_helps
+    assert "only 40% of the answers end within rollout.max_new_tokens (30% in the first rollout)" in found.sentence
+
+
+def test_few_answers_and_missing_metrics_give_no_findings() -> None:
+    assert check_rollouts(rows(clip_fraction=0.9, answers=21)) == []  # 63 in a window
+    assert signs(check_rollouts(rows(clip_fraction=0.9, answers=22))) == ["clip fraction"]
+    bare = [{"step": row["step"], "answers": 64.0, "response_length": 10.0, "eos_rate": 0.9} for row in rows()]
+    assert check_rollouts(bare) == []
+    assert check_rollouts(rows(clip_fraction=math.nan)) == []
+    assert check_rollouts(rows(count=9, explained_variance=-2.0)) == []  # the critic has just begun
+
+
+def test_a_reward_against_the_judge() -> None:
+    """With 103 answers the limit is tanh(3.090 * sqrt(1.06 / 100)) = tanh(0.3181) = 0.3078 below 0."""
+    gold = [float(i) for i in range(103)]
+
+    def correlated(swapped: int) -> Grades:
+        """The first `swapped` ranks reversed: 1 - 6 sum d^2 / (n (n^2 - 1)), sum d^2 = (s^3 - s) / 3."""
+        return Grades([*gold[:swapped][::-1], *gold[swapped:]], gold)
+
+    def by_hand(swapped: int) -> float:
+        return 1 - 2 * (swapped**3 - swapped) / (103 * (103**2 - 1))
+
+    assert by_hand(89) == pytest.approx(-0.2903, abs=1e-4) and against_judge(correlated(89), 1.0) is None
+    found = against_judge(correlated(91), 1.0)
+    assert by_hand(91) == pytest.approx(-0.3792, abs=1e-4) and found is not None
+    assert found.sign == "judge" and "rank correlation -0.38 over 103 answers" in found.sentence and not found.lr_helps
+    assert against_judge(Grades(gold[:31][::-1], gold[:31]), 1.0) is None  # too few prompts
+    assert against_judge(Grades(None, gold), 1.0) is None and against_judge(Grades(gold, None), 1.0) is None
+
+
+def test_a_fall_of_the_gold_score() -> None:
+    """64 prompts: 16 fall by 1 and 48 stay. Mean -0.25, deviation sqrt(64/63 * 3/16), half width 3.225 * 0.0546."""
+    before = Grades([0.0] * 64, [1.0] * 64)
+    now = Grades([0.5] * 64, [0.0] * 16 + [1.0] * 48)
+    half = 3.225 * math.sqrt(64 / 63 * 3 / 16) / 8  # t of 63 degrees at 99.9 %
+    found = fall(before, now, 4, 1.0)
+    assert found is not None and found.sign == "gaming"
+    assert f"below that of step 4 by 0.25 (at least {0.25 - half:.2f}" in found.sentence
+    assert "the reward is +0.50" in found.sentence
+    lower = fall(before, Grades([-0.5] * 64, now.gold), 0, 1.0)
+    assert lower is not None and lower.sign == "gold" and "that of the SFT model" in lower.sentence
+    few = Grades([0.5] * 64, [0.0] * 8 + [1.0] * 56)  # mean -0.125, half width 0.1344
+    assert fall(before, few, 4, 1.0) is None
+    assert fall(Grades([0.0] * 31, [1.0] * 31), Grades([0.0] * 31, [0.0, 0.5] * 15 + [0.0]), 4, 1.0) is None
+
+
+def test_without_a_judge_the_reward_falls() -> None:
+    found = fall(Grades([1.0] * 64, None), Grades([0.0] * 16 + [1.0] * 48, None), 4, 1.0)
+    assert found is not None and found.sign == "reward"
+
+
+def test_an_evaluation_is_compared_at_each_temperature_with_each_step() -> None:
+    high, low = Grades([0.0] * 64, [1.0] * 64), Grades([1.0] * 64, [0.0] * 32 + [1.0] * 32)
+    assert check_evaluation({1.0: high, 0.0: high}, {0: {1.0: high, 0.0: low}}) == []
+    found = check_evaluation({1.0: high, 0.0: low}, {0: {1.0: high, 0.0: high}, 4: {0.0: high}})
+    assert signs(found) == ["gaming"] and "at temperature 0 is below that of the SFT model by 0.50" in found[0].sentence
+    assert check_evaluation({1.0: low}, {}) == []
