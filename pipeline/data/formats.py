@@ -251,19 +251,25 @@ def _dialogue(value: Any, what: str) -> tuple[Message, ...]:
 
 def _margin(row: Row) -> float:
     """Return the margin column, or the difference of the two scores, or 0."""
-    margin = _number(row.get("margin"))
+    margin = _number(row, "margin")
     if margin is not None:
         return margin
-    chosen, rejected = _number(row.get("score_chosen")), _number(row.get("score_rejected"))
+    chosen, rejected = _number(row, "score_chosen"), _number(row, "score_rejected")
     return chosen - rejected if chosen is not None and rejected is not None else 0.0
 
 
-def _number(value: Any) -> float | None:
+def _number(row: Row, column: str) -> float | None:
+    """Return the number in a column, None for an empty cell. Raises BadRow for any other value."""
+    value = row.get(column)
+    if value is None:
+        return None
     try:
         number = float(value)
     except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
+        number = math.nan
+    if not math.isfinite(number):
+        raise BadRow(f"{column} is not a finite number")
+    return number
 
 
 _PARSERS: dict[Form, Callable[[Row, str], Record]] = {

@@ -1,5 +1,6 @@
 """Each form of row becomes the right record; bad rows are counted, and refused above the limit."""
 
+import math
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def test_shared_turns_are_the_prompt() -> None:
         ({"margin": "2"}, 2.0),
         ({"score_chosen": 8.5, "score_rejected": 6.0}, 2.5),
         ({"score_chosen": 8.5, "score_rejected": None}, 0.0),
-        ({"margin": float("nan")}, 0.0),
+        ({"margin": None}, 0.0),
     ],
 )
 def test_margins(extra: dict[str, Any], margin: float) -> None:
@@ -157,6 +158,12 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
         ({"conversations": [USER, GOOD], "chosen": GOOD, "rejected": BAD}, "prompt does not end with a user's turn"),
         ({"prompt": "a", "chosen": "g ", "rejected": "g"}, "chosen equals rejected"),
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "empty answer"),
+        ({"prompt": "a", "chosen": "g", "rejected": "b", "margin": "large"}, "margin is not a finite number"),
+        ({"prompt": "a", "chosen": "g", "rejected": "b", "margin": math.nan}, "margin is not a finite number"),
+        (
+            {"prompt": "a", "chosen": "g", "rejected": "b", "score_chosen": 1, "score_rejected": [2]},
+            "score_rejected is not a finite number",
+        ),
         ({"prompt": "a", "rejected": "b", "chosen": None}, "no chosen"),
         ({"prompt": "a", "chosen": "b", "rejected": None}, "no rejected"),
         ({"chosen": "g", "rejected": "b"}, "without Human: and Assistant: turns"),
