@@ -25,6 +25,7 @@ from pipeline.models.modules import Policy
 from pipeline.models.source import resolve
 from pipeline.stages.stage_run import StageRun
 from step3_ppo.evaluate import build_evaluator, evaluate_policy
+from step3_ppo.guard import Guard
 from step3_ppo.log import rollout_metrics
 from step3_ppo.models import build_models, load_models
 from step3_ppo.setup import Ppo
@@ -284,7 +285,7 @@ def test_evaluations_are_of_the_averaged_weights(tmp_path: Path) -> None:
             seen.append(weights(actor))
             return {}
 
-    evaluate_policy(ppo, Watcher(), stage, 1)
+    evaluate_policy(ppo, Watcher(), Guard("off", has_judge=False, kl_budget=10.0), stage, 1, {})
     with ppo.models.actor.averaged():
         averaged = weights(ppo.models.actor)
     assert all(torch.equal(a, b) for a, b in zip(seen[0], averaged, strict=True))
