@@ -16,7 +16,7 @@ from pipeline.data.encode import LabelledItem, PairItem, encode_labelled, encode
 from pipeline.data.load import StageRecords
 from pipeline.data.microbatches import longer_side
 from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, compare_models, metrics_of, write_table
-from pipeline.evaluation.judge import load_judge
+from pipeline.evaluation.judge import load_judge, load_pair_judge
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
@@ -103,7 +103,9 @@ def run(config: RunConfig, folder: Path) -> None:
         with stage.clock.phase("export"):
             export_policy(engine, source, tokenizer, folder / "model")
         with stage.clock.phase("evaluate"):
-            results = compare_models(prompts, folder, evaluator.evaluate(engine), evaluator.grade)
+            results = compare_models(
+                prompts, folder, evaluator.evaluate(engine), evaluator.grade, load_pair_judge(config)
+            )
             _, metrics = batches.evaluate(stage.budget)
         by_model = {name: metrics_of(evaluations) for name, evaluations in results.items()}
         summary = {**by_model["dpo"], "held_out": by_model, "skipped": data.skipped, "packing": packing}

@@ -6,8 +6,8 @@ from engine import Sampling
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import is_rank_zero
-from pipeline.evaluation.evaluator import Evaluations, Evaluator, compare_models, metrics_of, write_table
-from pipeline.evaluation.samples import BEST_OF
+from pipeline.evaluation.evaluator import Evaluations, Evaluator, compare_models, metrics_of, write_grades, write_table
+from pipeline.evaluation.samples import BEST_OF, GRADES
 from pipeline.evaluation.user_function import UserFunction
 from pipeline.models.export import export_policy
 from pipeline.stages.stage_run import StageRun
@@ -54,6 +54,7 @@ def resume(ppo: Ppo, evaluator: Evaluator, guard: Guard, stage: StageRun) -> Non
     done = stage.restore()
     if is_rank_zero():
         metrics.cut(stage.folder / ROLLOUTS, done)
+        metrics.cut(stage.folder / GRADES, done)
     if ppo.models.reference is None:  # the start before this one may have had a reference
         stage.last = {name: value for name, value in stage.last.items() if name not in ("kl", "kl_k3")}
     if done == 0:
@@ -121,6 +122,7 @@ def evaluate_policy(
         may_be_best = name != guard.best_metric or guard.may_be_best(line, [*findings, *more])
         if may_be_best and stage.note_best(step, name, value, higher=True) and name == guard.best_metric:
             guard.compare_with(step, evaluations)
+    write_grades(stage.folder, step, evaluations)
     return evaluations, more
 
 
@@ -133,6 +135,7 @@ def finish(
     *,
     export_best: bool,
     skipped: dict[str, int],
+    pair_judge: UserFunction | None = None,
 ) -> None:
     """Export the model, write the answers of base, SFT and PPO model to samples.jsonl, and write summary.json.
 
@@ -144,6 +147,6 @@ def finish(
     with actor.averaged(), stage.clock.phase("export"):
         export_policy(actor, sources.actor, ppo.tokenizer, folder / "model")
     with actor.averaged(), stage.clock.phase("evaluate"):
-        results = compare_models(evaluator.prompts, folder, evaluator.evaluate(actor), evaluator.grade)
+        results = compare_models(evaluator.prompts, folder, evaluator.evaluate(actor), evaluator.grade, pair_judge)
     by_model = {name: metrics_of(evaluations) for name, evaluations in results.items()}
     stage.finish({**by_model["ppo"], "held_out": by_model, "skipped": skipped, "guard": guard.summary()})

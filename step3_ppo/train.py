@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.config.schema import RunConfig
 from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator
-from pipeline.evaluation.judge import load_judge
+from pipeline.evaluation.judge import load_judge, load_pair_judge
 from pipeline.models.stage_models import require_context
 from pipeline.stages.stage_run import StageRun
 from pipeline.stages.start import evaluation_temperatures, open_stage, plan_stage, sampling
@@ -66,7 +66,10 @@ def run(config: RunConfig, folder: Path) -> None:
         resume(ppo, evaluator, guard, stage)
         train(ppo, evaluator, guard, stage)
         export_best = config.ppo.export == "best"
-        finish(ppo, sources, evaluator, guard, stage, export_best=export_best, skipped=skipped)
+        pair_judge = load_pair_judge(config)
+        finish(
+            ppo, sources, evaluator, guard, stage, export_best=export_best, skipped=skipped, pair_judge=pair_judge
+        )
 
 
 def restore(ppo: Ppo, guard: Guard, state: dict[str, Any]) -> None:

@@ -305,10 +305,15 @@ def warnings(config: RunConfig) -> list[str]:
             found.append(
                 f"ppo.reward_threads={config.ppo.reward_threads} is not used, because ppo.reward_function is not set"
             )
-    if config.evaluation.judge_threads > 1 and config.evaluation.judge is None:
+    if config.evaluation.judge_threads > 1 and config.evaluation.judge is None and config.evaluation.pair_judge is None:
         found.append(
             f"evaluation.judge_threads={config.evaluation.judge_threads} is not used, because evaluation.judge is not "
             "set"
+        )
+    if config.evaluation.pair_judge is not None and not set(POLICIES) & set(wanted_stages(config)):
+        found.append(
+            f"evaluation.pair_judge={config.evaluation.pair_judge} is not used, because it compares PPO or DPO with "
+            f"SFT, and stage={config.stage} runs neither"
         )
     if config.engine.deepspeed is not None:
         from engine import deepspeed_json

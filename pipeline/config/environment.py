@@ -6,11 +6,11 @@ from pathlib import Path
 from pipeline.config.engines import shard_ranks
 from pipeline.config.messages import indivisible, no_divisor
 from pipeline.config.schema import DataConfig, RunConfig
-from pipeline.config.stages import ANSWERING, STAGES, wanted_stages
+from pipeline.config.stages import ANSWERING, POLICIES, STAGES, wanted_stages
 from pipeline.data.files import find, missing
 from pipeline.data.sources import is_absent, is_remote
 from pipeline.errors import UserError
-from pipeline.evaluation.user_function import JUDGE, load_function
+from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, load_function
 
 
 def check_ranks(config: RunConfig, ranks: int) -> None:
@@ -63,6 +63,8 @@ def check_paths(config: RunConfig) -> None:
         load_function(config.ppo.reward_function)
     if config.evaluation.judge is not None and set(ANSWERING) & set(wanted_stages(config)):
         load_function(config.evaluation.judge, key=JUDGE)
+    if config.evaluation.pair_judge is not None and set(POLICIES) & set(wanted_stages(config)):
+        load_function(config.evaluation.pair_judge, key=PAIR_JUDGE)
 
 
 def _data_paths(data: DataConfig, kinds: Set[str]) -> Iterator[tuple[str, str]]:

@@ -28,6 +28,7 @@ PATH_KEYS = {
     "chat_template",
     "reward_function",
     "judge",
+    "pair_judge",
 }
 REPLACED_MAPPINGS = {"architecture", "tensor_plan"}
 """Mappings that replace the mapping of the option file. Hydra would merge the two."""

@@ -579,7 +579,13 @@ class EvaluationSection(Section):
         None,
         description="FILE.py:NAME, a function (answer, row) -> number from 0 to 1 that grades these answers: the gold score for your own data, not used in training",
     )
-    judge_threads: int = Field(1, ge=1, description="concurrent calls of judge on a rank, see ppo.reward_threads")
+    pair_judge: FilePath | None = Field(
+        None,
+        description="FILE.py:NAME, a function (first answer, second answer, row) -> number from 0 (the second is better) to 1 (the first is better), or None; compares the answers after PPO or DPO with those of SFT in both orders",
+    )
+    judge_threads: int = Field(
+        1, ge=1, description="concurrent calls of judge and of pair_judge on a rank, see ppo.reward_threads"
+    )
 
 
 class TrackingSection(Section):

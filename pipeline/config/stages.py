@@ -54,7 +54,7 @@ STAGES = {
         reads="reward",
         shares=("reward",),
         progress=("loss", "accuracy", "margin", "eval_accuracy", "lr"),
-        closing=("eval_accuracy",),
+        closing=("eval_accuracy", "eval_accuracy_low", "eval_accuracy_high"),
     ),
     "dpo": Stage(
         package="step2_dpo",

@@ -3,6 +3,7 @@
 Each model answers at each of `evaluation.temperatures`.
 """
 
+import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +14,10 @@ from engine import Engine, Sampling
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import barrier, gather_by_index, is_rank_zero
-from pipeline.evaluation.judge import can_judge, judged
-from pipeline.evaluation.samples import BEST_OF, SAMPLES, Sample, read_samples, write_samples
+from pipeline.evaluation.judge import Verdicts, can_judge, compare_pairs, judged
+from pipeline.evaluation.samples import BEST_OF, GRADES, SAMPLES, Sample, read_samples, write_samples
 from pipeline.evaluation.user_function import UserFunction
+from pipeline.files import explained_disk
 
 EVALUATION_SEED = 20011
 
@@ -27,12 +29,14 @@ class Evaluation:
     scores: the scores that PPO is trained on
     gold: the grades of a judge, which are never used for training
     function: the reward function's share of the scores, if a reward model scores the answers too
+    preferences: the verdicts of a pair judge on these answers against those of the SFT model
     """
 
     answers: list[str]
     scores: list[float] | None
     gold: list[float] | None
     function: list[float] | None = None
+    preferences: list[Verdicts] | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -152,7 +156,11 @@ def answers_of(
 
 
 def compare_models(
-    prompts: Sequence[Prompt], folder: Path, own: Evaluations, grade: Callable[[list[str]], Evaluation]
+    prompts: Sequence[Prompt],
+    folder: Path,
+    own: Evaluations,
+    grade: Callable[[list[str]], Evaluation],
+    pair_judge: UserFunction | None = None,
 ) -> dict[str, Evaluations]:
     """Grade the earlier answers of the other models again, and return the evaluations of all models by name.
 
@@ -160,7 +168,8 @@ def compare_models(
 
     A model whose earlier answers are incomplete at a temperature has no evaluation at this temperature.
 
-    The function also writes samples.jsonl in `folder`, with the stage's own answers and the earlier ones.
+    A pair judge compares the stage's own answers with those of the SFT model. The function also writes samples.jsonl in
+    `folder`, with the stage's own answers and the earlier ones.
     """
     results: dict[str, Evaluations] = {}
     for name, source in (("base", folder.parent / "sft"), ("sft", folder), (BEST_OF, folder)):
@@ -168,6 +177,16 @@ def compare_models(
         graded = {temperature: grade(answers) for temperature, answers in earlier.items() if answers is not None}
         if graded:
             results[name] = graded
+    if pair_judge is not None:
+        own = {
+            temperature: replace(
+                evaluation,
+                preferences=compare_pairs(prompts, evaluation.answers, results["sft"][temperature].answers, pair_judge),
+            )
+            if temperature in results.get("sft", {})
+            else evaluation
+            for temperature, evaluation in own.items()
+        }
     results[folder.name] = own
     write_table(prompts, results, folder)
     return results
@@ -178,6 +197,19 @@ def earlier_answers(prompts: Sequence[Prompt], folder: Path, name: str, temperat
     recorded = {sample.key: sample.answers.get(name) for sample in read_samples(folder / SAMPLES)}
     answers = [recorded.get((prompt.messages, temperature)) for prompt in prompts]
     return [answer for answer in answers if answer is not None] if None not in answers else None
+
+
+def write_grades(folder: Path, step: int, evaluations: Evaluations) -> None:
+    """Append the grades of each answer of an evaluation to evaluations.jsonl, one line per temperature."""
+    if not is_rank_zero():
+        return
+    lines = []
+    for temperature, evaluation in evaluations.items():
+        kinds = {"scores": evaluation.scores, "gold": evaluation.gold}
+        grades = {kind: [round(v, 6) for v in values] for kind, values in kinds.items() if values is not None}
+        lines.append(json.dumps({"step": step, "temperature": temperature, **grades}) + "\n")
+    with explained_disk(folder), (folder / GRADES).open("a", encoding="utf-8") as file:
+        file.writelines(lines)
 
 
 def write_table(
@@ -201,6 +233,7 @@ def write_table(
                     {name: result.gold[i] for name, result in at.items() if result.gold is not None},
                     {name: result.function[i] for name, result in at.items() if result.function is not None},
                     temperature,
+                    {name: result.preferences[i] for name, result in at.items() if result.preferences is not None},
                 )
                 for i, prompt in enumerate(prompts)
             ]

@@ -1,7 +1,8 @@
-"""Call user functions, distributed over ranks, and compute the gold score of held-out answers.
+"""Call user functions, distributed over ranks, and judge held-out answers.
 
 A judge returns the gold score, in [0, 1]. The gold score is never used for training. The judge is a user function
-(`evaluation.judge`), or the built-in gold scorer for the demo's prompts.
+(`evaluation.judge`), or the built-in gold scorer for the demo's prompts. A pair judge (`evaluation.pair_judge`)
+compares two answers to the same prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,12 +12,15 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.records import Prompt, Row
 from pipeline.distributed import gather_by_index, gather_objects, rank, rank_count
 from pipeline.errors import SharedError, UserError
-from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function
+from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, UserFunction, load_function
 
 GOLD_SOURCE = "demo"  # the data source whose prompts the gold scorer supports
+Arguments = TypeVar("Arguments")
 Result = TypeVar("Result")
 Call = tuple[str, Row]
 """The arguments of a user function: the text of an answer, and the data row of its prompt."""
+Verdicts = tuple[float | None, float | None]
+"""A pair judge's verdicts on one answer against another, for both orders: 1 better, 0 worse, None without a verdict."""
 
 
 def load_judge(config: RunConfig) -> UserFunction | None:
@@ -30,6 +34,36 @@ def can_judge(prompts: Sequence[Prompt], judge: UserFunction | None) -> bool:
     if judge is None:
         return bool(prompts) and all(prompt.source == GOLD_SOURCE for prompt in prompts)
     return bool(prompts) and all(prompt.row is not None for prompt in prompts)
+
+
+def load_pair_judge(config: RunConfig) -> UserFunction | None:
+    """Load the function that `evaluation.pair_judge` names; return None if the key is null."""
+    evaluation = config.evaluation
+    if evaluation.pair_judge is None:
+        return None
+    return load_function(evaluation.pair_judge, evaluation.judge_threads, key=PAIR_JUDGE)
+
+
+def compare_pairs(
+    prompts: Sequence[Prompt], answers: Sequence[str], others: Sequence[str], judge: UserFunction
+) -> list[Verdicts] | None:
+    """Return the verdicts on each of `answers` against that of `others`, on every rank; None if a data row is missing.
+
+    The judge sees each pair in both orders, because judges prefer one position (Zheng et al., 2023, arXiv:2306.05685).
+    Equal answers are a tie without a call. Raise SharedError on every rank if a call fails.
+    """
+    rows = [prompt.row for prompt in prompts if prompt.row is not None]
+    if not rows or len(rows) < len(prompts):
+        return None
+    pairs = list(zip(answers, others, rows, strict=True))
+    different = [at for at, (answer, other, _) in enumerate(pairs) if answer != other]
+    calls = [pairs[at] for at in different] + [(pairs[at][1], pairs[at][0], pairs[at][2]) for at in different]
+    results = _on_all_ranks(judge.preferences, calls)
+    verdicts: list[Verdicts] = [(0.5, 0.5)] * len(pairs)
+    for number, at in enumerate(different):
+        second = results[len(different) + number]
+        verdicts[at] = (results[number], None if second is None else 1.0 - second)
+    return verdicts
 
 
 def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: UserFunction | None) -> list[float] | None:
@@ -78,7 +112,7 @@ def function_rewards(function: UserFunction, calls: Sequence[Call]) -> dict[str,
     return {name: [each[name] for each in rewards] for name in names}
 
 
-def _on_all_ranks(score: Callable[[Sequence[Call]], list[Result]], calls: Sequence[Call]) -> list[Result]:
+def _on_all_ranks(score: Callable[[Sequence[Arguments]], list[Result]], calls: Sequence[Arguments]) -> list[Result]:
     """Return the result of each call on every rank. Each rank makes some of the calls."""
     indices = range(rank(), len(calls), rank_count())
     local: dict[int, Result] = {}

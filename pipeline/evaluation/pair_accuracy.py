@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.data.encode import PairItem
+from pipeline.evaluation.intervals import wilson_interval
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,19 @@ class Scored:
 
 
 def accuracies(scored: Sequence[Scored]) -> dict[str, float | dict[str, float] | None]:
-    """Return the fractions of pairs whose chosen answer scores higher. A fraction of no pairs is None."""
+    """Return the fractions of pairs whose chosen answer scores higher. A fraction of no pairs is None.
+
+    `eval_accuracy_low` to `eval_accuracy_high` is Wilson's 95% interval of the fraction of all pairs.
+    """
     longer = [s for s in scored if len(s.pair.chosen) > len(s.pair.rejected)]
     shorter = [s for s in scored if len(s.pair.chosen) < len(s.pair.rejected)]
     sources = sorted({s.pair.source for s in scored})
     by_source = {name: _accuracy([s for s in scored if s.pair.source == name]) or 0.0 for name in sources}
+    low, high = wilson_interval(sum(s.right for s in scored), len(scored)) if scored else (None, None)
     return {
         "eval_accuracy": _accuracy(scored),
+        "eval_accuracy_low": low,
+        "eval_accuracy_high": high,
         "eval_accuracy_by_source": by_source,
         "eval_accuracy_chosen_longer": _accuracy(longer),
         "eval_accuracy_rejected_longer": _accuracy(shorter),

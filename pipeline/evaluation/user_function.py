@@ -1,13 +1,14 @@
 """Load and call a user's Python function that scores answers. A configuration key names it as FILE.py:NAME.
 
     def NAME(answer: str, row: dict) -> float
+    def NAME(first: str, second: str, row: dict) -> float | None      # evaluation.pair_judge
 
 A reward function may return several rewards instead, as a dictionary {name: number}; `ppo.reward_weights` weighs them.
 
 `ppo.reward_function` is the reward that PPO is trained on. `evaluation.judge` judges held-out answers and is never used
-for training. The function is called once per answer, in as many threads as `ppo.reward_threads` or
-`evaluation.judge_threads` sets. `answer` is the text without control tokens. `row` is the data row of the prompt, with
-every column.
+for training. `evaluation.pair_judge` compares two held-out answers. A function is called in as many threads as
+`ppo.reward_threads` or `evaluation.judge_threads` sets. `answer` is the text without control tokens. `row` is the data
+row of the prompt, with every column.
 
 The source file is compiled at each start, without __pycache__, so that the code matches the hash in the manifest.
 Errors that can be detected before a run starts are raised before it starts.
@@ -22,18 +23,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.data.records import Row
 from pipeline.errors import UserError
 
-REWARD, JUDGE = "ppo.reward_function", "evaluation.judge"
+REWARD, JUDGE, PAIR_JUDGE = "ppo.reward_function", "evaluation.judge", "evaluation.pair_judge"
 SIGNATURE = "def NAME(answer: str, row: dict) -> float"
 SINGLE = "function"  # the name of the reward of a function that returns a number
+SIGNATURES = {PAIR_JUDGE: "def NAME(first: str, second: str, row: dict) -> float | None"}
 FP32_MAX = 3.4028234663852886e38
-BOUNDS = {REWARD: (-FP32_MAX, FP32_MAX), JUDGE: (0.0, 1.0)}
-RETURN_TYPES = {REWARD: "finite number", JUDGE: "number from 0 to 1"}
+BOUNDS = {REWARD: (-FP32_MAX, FP32_MAX), JUDGE: (0.0, 1.0), PAIR_JUDGE: (0.0, 1.0)}
+RETURN_TYPES = {
+    REWARD: "finite number",
+    JUDGE: "number from 0 to 1",
+    PAIR_JUDGE: "number from 0 (the second answer is better) to 1 (the first is better), or None for no verdict",
+}
 LONGEST_VALUE, LONGEST_ROW = 120, 1000  # characters of a message
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class UserFunction:
 
     where: str
     file: Path
-    call: Callable[[str, dict[str, Any]], Any]
+    call: Callable[..., Any]
     threads: int = 1
     key: str = REWARD
 
@@ -58,28 +65,32 @@ class UserFunction:
 
         Raise the error of the first failed call. Calls that have not started by then are skipped.
         """
+        return self._map(self.score, calls)
+
+    def preferences(self, calls: Sequence[tuple[str, str, Row]]) -> list[float | None]:
+        """Return the verdict on each (first answer, second answer, row), in order. See `prefer` and `scores`."""
+        return self._map(self.prefer, calls)
+
+    def _map(self, method: Callable[..., _Result], calls: Sequence[tuple[Any, ...]]) -> list[_Result]:
         if self.threads == 1:
-            return [self.score(*call) for call in calls]
+            return [method(*call) for call in calls]
         with ThreadPoolExecutor(self.threads) as pool:
-            return list(pool.map(lambda call: self.score(*call), calls))
+            return list(pool.map(lambda call: method(*call), calls))
 
     def parts(self, calls: Sequence[tuple[str, Row]]) -> list[dict[str, float]]:
         """Return the rewards of each (answer, row) by name, in order. A single number has the name "function"."""
-        if self.threads == 1:
-            return [self.rewards(*call) for call in calls]
-        with ThreadPoolExecutor(self.threads) as pool:
-            return list(pool.map(lambda call: self.rewards(*call), calls))
+        return self._map(self.rewards, calls)
 
     def score(self, answer: str, row: Row) -> float:
         """Return the function's score of one answer. The function gets a copy of the row, which it may change.
 
         Raise UserError, with the row and the answer, if the function raises or its result is not a valid number.
         """
-        return self._number(self._result(answer, row), answer, row)
+        return self._number(self._call((answer,), row), answer, row)
 
     def rewards(self, answer: str, row: Row) -> dict[str, float]:
         """Return the function's rewards of one answer by name. Raise UserError as `score` does."""
-        result = self._result(answer, row)
+        result = self._call((answer,), row)
         if not isinstance(result, Mapping):
             return {SINGLE: self._number(result, answer, row)}
         if not result or not all(isinstance(name, str) and name.isidentifier() for name in result):
@@ -87,13 +98,23 @@ class UserFunction:
             raise UserError(self._error_message(f"returned a dictionary with the keys {names}, not names", answer, row))
         return {name: self._number(value, answer, row) for name, value in result.items()}
 
-    def _result(self, answer: str, row: Row) -> Any:
+    def prefer(self, first: str, second: str, row: Row) -> float | None:
+        """Return the verdict of a pair judge: 1 if the first answer is better, 0 if the second, between them a tie.
+
+        None means that the judge gave no usable verdict. Raise UserError as `score` does.
+        """
+        value = self._call((first, second), row)
+        return None if value is None else self._number(value, f"{first}\n---\n{second}", row)
+
+    def _call(self, answers: tuple[str, ...], row: Row) -> Any:
         try:
-            return self.call(answer, copy.deepcopy(dict(row)))
+            return self.call(*answers, copy.deepcopy(dict(row)))
         except (Exception, SystemExit) as problem:
+            answer = "\n---\n".join(answers)
             raise UserError(self._error_message(f"raised {_describe(problem, self.file)}", answer, row)) from problem
 
     def _number(self, value: Any, answer: str, row: Row) -> float:
+        """Return the result of the function as a number. Raise UserError if it is not a valid one."""
         if not hasattr(type(value), "__float__"):
             raise UserError(self._error_message(f"returned {type(value).__name__}, not a number", answer, row))
         try:
@@ -133,9 +154,10 @@ def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> UserFun
         names = [attribute for attribute, value in functions.items() if value.__module__ == module.__name__]
         available = f"it has {', '.join(names)}" if names else "it has no function"
         raise UserError(f"{key}={where}: there is no function {name} in {file}; {available}")
-    if inspect.iscoroutinefunction(call) or not _accepts_two_arguments(call):
-        signature = SIGNATURE.replace("NAME", name)
-        raise UserError(f"{key}={where}: {name} can't be called with an answer and a row; write {signature}")
+    answers, signature = ("an answer", SIGNATURE) if key not in SIGNATURES else ("two answers", SIGNATURES[key])
+    if inspect.iscoroutinefunction(call) or not _accepts(call, 3 if key in SIGNATURES else 2):
+        signature = signature.replace("NAME", name)
+        raise UserError(f"{key}={where}: {name} can't be called with {answers} and a row; write {signature}")
     return UserFunction(where, file, call, threads, key)
 
 
@@ -143,15 +165,17 @@ def function_file(where: str, key: str = REWARD) -> Path:
     """Return the file of FILE.py:NAME. Raise UserError if the form is wrong or the file is missing."""
     path, _, name = where.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
-        raise UserError(f"{key}={where}: write FILE.py:NAME, a Python file and a function in it, {SIGNATURE}")
+        signature = SIGNATURES.get(key, SIGNATURE)
+        raise UserError(f"{key}={where}: write FILE.py:NAME, a Python file and a function in it, {signature}")
     if not Path(path).is_file():
         raise UserError(f"{key}={where}: there is no file {path} (looked from {Path.cwd()})")
     return Path(path)
 
 
-def _accepts_two_arguments(call: Callable[..., Any]) -> bool:
+def _accepts(call: Callable[..., Any], count: int) -> bool:
+    """Return whether the function can be called with `count` positional arguments."""
     try:
-        inspect.signature(call).bind("", {})
+        inspect.signature(call).bind(*[""] * count)
     except TypeError:
         return False
     except ValueError:  # a C function without a signature

@@ -108,19 +108,23 @@ def figure(summary: dict[str, Any], name: str) -> float | None:
 
 
 def judge_notice(config: RunConfig, stage_dir: Path) -> str:
-    """Return a notice that `evaluation.judge` has not judged the answers of a finished stage; "" if it has.
+    """Return a notice that a configured judge has not judged the answers of a finished stage; "" if all have.
 
     The notice explains how to run the judge without training the stage again.
     """
-    judge = config.evaluation.judge
-    if stage_dir.name not in POLICIES or judge is None:
+    if stage_dir.name not in POLICIES:
         return ""
+    judges = {"judge": config.evaluation.judge, "pair_judge": config.evaluation.pair_judge}
+    return "".join(_notice(stage_dir, key, judge) for key, judge in judges.items() if judge is not None)
+
+
+def _notice(stage_dir: Path, key: str, judge: str) -> str:
     from pipeline.report.data import read_run  # imports numpy
 
-    if read_run(stage_dir.parent).setting("evaluation", "judge") == judge:
+    if read_run(stage_dir.parent).setting("evaluation", key) == judge:
         return ""
     return (
-        f"; evaluation.judge={judge} has not judged its answers: delete {stage_dir / 'model'} and run the same command "
+        f"; evaluation.{key}={judge} has not judged its answers: delete {stage_dir / 'model'} and run the same command "
         "again, which exports the model from the last checkpoint and judges the answers"
     )
 

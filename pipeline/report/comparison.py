@@ -1,25 +1,20 @@
-"""Build the report sections that compare models: verdict, gold score against reward score, and answers."""
+"""Build the report sections that compare models: verdict, changes, and answers."""
 
-import statistics
 from collections.abc import Sequence
 from itertools import islice
 
 from pipeline.config.stages import POLICIES
 from pipeline.data.records import Message
-from pipeline.evaluation.rank_correlation import rank_correlation
 from pipeline.evaluation.samples import BEST_OF, Sample
-from pipeline.report.axes import MINUS, format_interval, format_signed
-from pipeline.report.charts import interval_chart, meter, path_chart, scatter_chart
-from pipeline.report.curves import line_chart
+from pipeline.report.axes import format_interval, format_signed
+from pipeline.report.charts import interval_chart, meter
 from pipeline.report.data import RunReading
-from pipeline.report.gaming import gaming
-from pipeline.report.html import Child, Markup, element, grid, section, table
-from pipeline.report.svg import Series
+from pipeline.report.html import Child, Markup, element, section, table
 from pipeline.report.verdict import LABELS, Change, Measure, change, judge, standings
+from pipeline.report.win_rate import win_rate
 
 LONGEST_TEXT = 4000
 DEFAULT_ROWS = 16
-DEFAULT_NOISE = 0.03
 SCORED = {
     "reward model": "By the reward model that PPO was trained on. It has no fixed scale.",
     "reward function": "By the reward function that PPO was trained on.",
@@ -65,6 +60,7 @@ def verdict_header(run: RunReading, facts: Markup) -> Markup:
 
 def changes_section(run: RunReading) -> Markup | None:
     """Build the table of paired changes between models. Return None without scores."""
+    wins = _wins_table(run)
     rows = [
         (f"{LABELS[before]} to {LABELS[after]}", title, f"{temperature:g}", *_change_cells(found, measure))
         for measure, title, _ in measures(run)
@@ -73,14 +69,47 @@ def changes_section(run: RunReading) -> Markup | None:
         if (found := change(run.samples(temperature), measure, before, after))
     ]
     if not rows:
-        return None
+        return section("changes", "What each stage changed", _WINS_LEAD, wins) if wins else None
     head = ("Change", "Measure", "Temperature", "Mean difference", "95% interval", "Prompts better", "same", "worse")
     lead = (
         f"The same {_prompts(run)} held-out prompts, answered by each model with the same sampling noise. "
         "Differences are paired by prompt, so they can be clear although the intervals of the models overlap."
     )
     changes = table(head, rows, numbers=range(2, 8))
-    return section("changes", "What each stage changed", lead, changes)
+    more = [element("p", _WINS_LEAD, class_="lead"), wins] if wins else None
+    return section("changes", "What each stage changed", lead, changes, more)
+
+
+_WINS_LEAD = (
+    "A pair judge compares each answer with that of SFT in both orders. A win needs both orders; ties count half. "
+    "The length-controlled rate is that of answers of equal length, by a logistic regression on the difference in "
+    "characters (Dubois et al., 2024). Pairs without a usable verdict are counted and left out."
+)
+
+
+def _wins_table(run: RunReading) -> Markup | None:
+    """Build the table of win rates against SFT. Return None without verdicts of a pair judge."""
+    rows: list[tuple[Child, ...]] = []
+    for policy in POLICIES:
+        for temperature in run.temperatures:
+            found = win_rate(run.samples(temperature), policy)
+            if found is None:
+                continue
+            rates = (f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})" for rate in (found.plain, found.controlled))
+            counts = (found.wins, found.ties, found.losses, found.inconsistent, found.unusable)
+            rows.append((f"{LABELS[policy]} against SFT", f"{temperature:g}", *rates, *counts))
+    head = (
+        "Models",
+        "Temperature",
+        "Win rate",
+        "Length-controlled",
+        "Wins",
+        "Ties",
+        "Losses",
+        "Contradictions",
+        "Unusable",
+    )
+    return table(head, rows, numbers=range(1, 9)) if rows else None
 
 
 def _prompts(run: RunReading) -> int:
@@ -95,77 +124,6 @@ def _change_cells(found: Change, measure: Measure) -> tuple[Child, ...]:
     return mean, interval, found.better, found.same, found.worse
 
 
-def gaming_section(run: RunReading) -> Markup | None:
-    """Build the section that compares gold score and reward score over PPO. Return None unless both exist.
-
-    The section is about the first temperature of the evaluation, by default that of the rollouts.
-    """
-    ppo, samples = run.stage("ppo"), _first_samples(run)
-    at = f" At temperature {run.temperatures[0]:g}." if run.temperatures else ""
-    reward, gold = dict(ppo.series("eval_score")), ppo.series("gold_score")
-    path = [(step, reward[step], value) for step, value in gold if step in reward]
-    judged = [
-        Series(LABELS[model], [(sample.scores[model], sample.gold[model]) for sample in _scored(samples, model)], model)
-        for model in ("sft", "ppo")
-    ]
-    if not path and not any(group.points for group in judged):
-        return None
-    paired = change(samples, "gold", "sft", "ppo")
-    helped = paired is not None and paired.outcome == "good"
-    found = gaming(path, _noise(samples), run.rewarder, helped=helped)
-    figures = (
-        path_chart(
-            "Gold against reward over PPO",
-            path,
-            x_name="reward score",
-            y_name="gold score",
-            note=f"Up and right: both scores rise. Right and down: the reward is gamed.{at}",
-            y_bounds=(0, 1),
-        ),
-        line_chart(
-            "Gold score",
-            [Series("gold", gold, "gold", sparse=True)],
-            x_name="rollout",
-            note=f"Mean over held-out prompts.{at}",
-            bounds=(0, 1),
-        ),
-        scatter_chart(
-            "Answer by answer",
-            judged,
-            x_name="reward score",
-            y_name="gold score",
-            note=f"{_correlation_note(judged)}{at}",
-            y_bounds=(0, 1),
-        ),
-    )
-    lead = [element("strong", found.answer, class_=f"outcome-{found.outcome}"), " ", found.reason]
-    return section("gaming", f"Is the {run.rewarder} being gamed?", lead, grid(chart for chart in figures if chart))
-
-
-def _first_samples(run: RunReading) -> Sequence[Sample]:
-    """Return the held-out answers at the first temperature."""
-    return run.samples(run.temperatures[0]) if run.temperatures else ()
-
-
-def _scored(samples: Sequence[Sample], model: str) -> list[Sample]:
-    return [sample for sample in samples if model in sample.scores and model in sample.gold]
-
-
-def _noise(samples: Sequence[Sample]) -> float:
-    """Return two standard errors of the mean gold score over the held-out prompts."""
-    values = [sample.gold["ppo"] for sample in samples if "ppo" in sample.gold]
-    return 2 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else DEFAULT_NOISE
-
-
-def _correlation_note(groups: Sequence[Series]) -> str:
-    correlations = [
-        f"{group.label} {correlation:.2f}".replace("-", MINUS)
-        for group in groups
-        if (correlation := rank_correlation([x for x, _ in group.points], [y for _, y in group.points])) is not None
-    ]
-    return f"Rank correlation of reward and gold: {', '.join(correlations)}." if correlations else "One dot per answer."
-
-
 def answers_section(run: RunReading) -> Markup | None:
     """Build the section with the answers of each model to the first held-out prompts, in file order."""
     if not run.temperatures:
@@ -176,12 +134,12 @@ def answers_section(run: RunReading) -> Markup | None:
     for temperature in run.temperatures:
         for sample in run.samples(temperature):
             by_prompt.setdefault(sample.prompt, []).append(sample)
-    cards = [_answer_card(samples) for samples in islice(by_prompt.values(), count)]
+    cards = [answer_card(samples) for samples in islice(by_prompt.values(), count)]
     lead = f"The first {len(cards)} of {_prompts(run)} held-out prompts, in file order."
     return section("answers", "What the models answer", lead, cards)
 
 
-def _answer_card(samples: Sequence[Sample]) -> Markup:
+def answer_card(samples: Sequence[Sample]) -> Markup:
     """Build the card of one prompt. `samples` are its answers at each temperature."""
     turns = [
         element("p", element("span", turn.role, class_="role"), element("span", _cut(turn.content), dir="auto"))

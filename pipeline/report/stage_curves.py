@@ -277,7 +277,7 @@ def accuracy_chart(stage: StageReading) -> Markup | None:
         ("Chosen answer is longer", stage.number("eval_accuracy_chosen_longer")),
         ("Rejected answer is longer", stage.number("eval_accuracy_rejected_longer")),
     ]
-    tones = {"All pairs": "strong"}
+    tones, low, high = {"All pairs": "strong"}, stage.number("eval_accuracy_low"), stage.number("eval_accuracy_high")
     by_source = [(f"Source: {name}", value) for name, value in stage.numbers("eval_accuracy_by_source").items()]
     rows = [
         Bar(label, value, f"{value:.1%}", tones.get(label, "plain"))
@@ -288,6 +288,8 @@ def accuracy_chart(stage: StageReading) -> Markup | None:
         "The mark is a random choice. A much lower value for longer rejected answers means that the model prefers "
         "length. Pairs of equal length are in neither group."
     )
+    if low is not None and high is not None:
+        note = f"95% interval over all pairs: {low:.1%} to {high:.1%}. {note}"
     if pairs := stage.number("eval_pairs"):
         note = f"{pairs:.0f} pairs. {note}"
     return bar_chart("Held-out accuracy", rows, note=note, full=1.0, reference=0.5)

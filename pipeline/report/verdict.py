@@ -18,6 +18,7 @@ from pipeline.evaluation.samples import BEST_OF, Sample
 from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval
 from pipeline.report.data import RunReading, StageReading, is_number, mapping, read_run
+from pipeline.report.win_rate import MOST_UNUSABLE, WinRate, win_rate
 
 LABELS = {"base": "Base", "sft": STAGES["sft"].title, BEST_OF: "SFT, best of n"} | {
     stage: STAGES[stage].title for stage in ANSWERING
@@ -183,9 +184,12 @@ def _judge_at(run: RunReading, temperature: float) -> Verdict | None:
     """Return the verdict at one temperature; None if the answers at this temperature have no grades to decide by."""
     policy, samples = run.stage(run.policy), run.samples(temperature)
     reward = change(samples, "scores", "sft", policy.name)
-    gold = change(samples, "gold", "sft", policy.name)
+    gold, wins = change(samples, "gold", "sft", policy.name), win_rate(samples, policy.name)
     if gold is not None:
-        return _by_gold(gold, reward, change(samples, "gold", BEST_OF, policy.name), run.rewarder)
+        verdict = _by_gold(gold, reward, change(samples, "gold", BEST_OF, policy.name), run.rewarder)
+        return verdict if wins is None else replace(verdict, evidence=f"{verdict.evidence} {describe_wins(wins)}")
+    if wins is not None:
+        return _by_pairs(wins, LABELS[policy.name])
     if policy.name == "dpo" or reward is None:
         return None
     if run.rewarder == "reward function":
@@ -241,6 +245,37 @@ def _by_gold(gold: Change, reward: Change | None, best_of: Change | None, reward
     return Verdict("open", f"No clear difference between SFT and {label}", f"{evidence} {reason}", ONE_RUN)
 
 
+def _by_pairs(wins: WinRate, label: str) -> Verdict:
+    """Return the verdict by a pair judge: good only if the judge prefers the model also at equal length."""
+    evidence = describe_wins(wins)
+    few, unusable = wins.pairs < FEWEST_PROMPTS, wins.unusable > MOST_UNUSABLE * (wins.pairs + wins.unusable)
+    if few or unusable:
+        reason = "There are too few pairs for a verdict." if few else "Too many verdicts of the judge are unusable."
+        return Verdict("open", f"No verdict of the judge on {label}", f"{evidence} {reason}", ONE_RUN)
+    if wins.plain.low > 0.5 and wins.controlled.low > 0.5:
+        return Verdict("good", f"The judge prefers {label} to SFT", evidence, ONE_RUN)
+    if wins.plain.high < 0.5:
+        return Verdict("bad", f"The judge prefers SFT to {label}", evidence, ONE_RUN)
+    if wins.plain.low > 0.5:
+        reason = "Among answers of equal length the difference is not clear."
+        return Verdict(
+            "open", f"The judge prefers {label} to SFT, but not at equal length", f"{evidence} {reason}", ONE_RUN
+        )
+    return Verdict("open", f"The judge sees no clear difference between SFT and {label}", evidence, ONE_RUN)
+
+
+def describe_wins(wins: WinRate) -> str:
+    """Return a win rate as text: plain, length-controlled, and the verdicts that were not usable."""
+    plain, controlled = wins.plain, wins.controlled
+    unusable = f" {wins.unusable} more pairs have no usable verdict and are left out." if wins.unusable else ""
+    return (
+        f"The pair judge prefers its answers to those of SFT in {plain.mean:.0%} of {wins.pairs} pairs (95% interval "
+        f"{plain.low:.0%} to {plain.high:.0%}), and in {controlled.mean:.0%} at equal length ({controlled.low:.0%} to "
+        f"{controlled.high:.0%}). Ties count half: {wins.wins} wins, {wins.ties} ties, {wins.losses} losses; in "
+        f"{wins.inconsistent} ties the two orders contradict each other.{unusable}"
+    )
+
+
 def _by_summary(sft: float, policy: float, label: str) -> Verdict:
     rose = "rose" if policy > sft else "fell" if policy < sft else "stayed"
     evidence = (
@@ -277,7 +312,13 @@ def _by_reward(reward: Change, function: Change | None, rewarder: str) -> Verdic
 def _by_nobody(dpo: StageReading) -> Verdict:
     """Return the verdict on DPO without a gold score. Preference accuracy alone does not show better answers."""
     accuracy, pairs = dpo.number("eval_accuracy"), dpo.number("eval_pairs")
-    ranked = "" if accuracy is None else f"It ranks {accuracy:.0%} of {pairs:.0f} held-out pairs as they are labelled. "
+    low, high = dpo.number("eval_accuracy_low"), dpo.number("eval_accuracy_high")
+    interval = "" if low is None or high is None else f" (95% interval {low:.0%} to {high:.0%})"
+    ranked = (
+        ""
+        if accuracy is None
+        else f"It ranks {accuracy:.0%} of {pairs:.0f} held-out pairs{interval} as they are labelled. "
+    )
     evidence = (
         f"{ranked}This data has no gold score to judge by: read the answers to see whether they are better, or set "
         "evaluation.judge to a function that grades them."

@@ -121,7 +121,8 @@ def evaluation_prompts(
 
 
 def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt] | None) -> list[Prompt]:
-    rows = config.evaluation.judge is not None or _wants_rows(config)
+    judges = config.evaluation.judge, config.evaluation.pair_judge
+    rows = any(judge is not None for judge in judges) or _wants_rows(config)
     if held_out is None or rows != _wants_rows(config):  # the given prompts may lack the rows
         held_out = load_held_out(config.data, config.seed, rows=rows)
     limit = config.rollout.max_prompt_tokens

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from pipeline.data.files import find, read_table
+from pipeline.data.records import Message, Prompt
 from pipeline.demo import demo_rows
 from pipeline.errors import UserError
-from pipeline.evaluation.user_function import JUDGE, load_function
+from pipeline.evaluation.judge import compare_pairs
+from pipeline.evaluation.samples import Sample
+from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, load_function
+from pipeline.report.win_rate import win_rate
 
 REWARDS = Path(__file__).resolve().parents[2] / "examples" / "rewards"
 
@@ -145,3 +149,37 @@ def test_a_chat_model_judges_what_was_asked_and_never_sees_the_datas_own_answer(
         function.score("four", {"question": "2 + 2?"})
     with pytest.raises(UserError, match="the row has no prompt, question, instruction or messages"):
         function.score("four", {"chosen": "a"})
+
+
+def test_a_chat_model_compares_two_answers_and_garbage_is_no_verdict(service: Service) -> None:
+    function = served("prefer", PAIR_JUDGE)
+    replies = {
+        "A": 1.0,
+        " b.\n": 0.0,
+        "**TIE**": 0.5,
+        "Answer: A": 1.0,
+        "Sorry.": None,
+        "A is better than B": None,
+        "": None,
+    }
+    for said, verdict in replies.items():
+        service.replies = [(200, {"choices": [{"message": {"content": said}}]})]
+        assert function.prefer("four", "five", {"question": "2 + 2?"}) == verdict, said
+    for garbage in ({"choices": []}, {"error": "overloaded"}, {"choices": [{"message": None}]}):
+        service.replies = [(200, garbage)]
+        assert function.prefer("four", "five", {"question": "2 + 2?"}) is None
+    task, shown = service.asked[0][1]["messages"]
+    assert "A, B or TIE" in task["content"]
+    assert shown["content"] == "2 + 2?\n\n<answer A>\nfour\n</answer A>\n\n<answer B>\nfive\n</answer B>"
+
+
+def test_a_judge_that_always_prefers_the_first_position_gives_ties(service: Service) -> None:
+    service.replies = [(200, {"choices": [{"message": {"content": said}}]}) for said in ("A",) * 15 + ("hm",)]
+    prompts = [Prompt((Message("user", str(n)),), "mine", {"question": str(n)}) for n in range(8)]
+    verdicts = compare_pairs(prompts, ["new"] * 8, ["old"] * 8, served("prefer", PAIR_JUDGE))
+    assert verdicts is not None
+    answers = {"sft": "old", "ppo": "new"}
+    samples = [Sample(p.messages, answers, preferences={"ppo": v}) for p, v in zip(prompts, verdicts, strict=True)]
+    found = win_rate(samples, "ppo")
+    assert found is not None
+    assert (found.plain.mean, found.ties, found.inconsistent, found.unusable) == (0.5, 7, 7, 1)

@@ -1,0 +1,146 @@
+"""Compute how often a pair judge prefers a model's answers to those of SFT: plain, and with the length controlled.
+
+- A pair is a win or a loss only if both orders of the two answers agree; otherwise it is a tie and counts half (Zheng
+  et al., 2023, arXiv:2306.05685).
+- The length-controlled rate is the one of answers of equal length, by a logistic regression of the outcome on the
+  difference of the lengths (Dubois et al., 2024, arXiv:2404.04475). Their terms for the instruction and for other
+  models are left out, because one pair of models does not determine them.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.evaluation.intervals import t_quantile, wilson_interval
+from pipeline.evaluation.samples import Sample
+
+RIDGE = 0.01
+"""The weight of the squared coefficient of the length, which keeps it finite if the length decides every pair."""
+NEWTON_STEPS = 50
+MOST_UNUSABLE = 0.1
+"""The largest share of pairs without a usable verdict that still allows a verdict on the run."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A win rate with its 95% interval. Ties count half."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class WinRate:
+    """The comparison of a model with SFT by a pair judge.
+
+    plain, controlled: the win rate, and the win rate of answers of equal length
+    unusable: pairs for which the judge gave no usable verdict in at least one order; no rate includes them
+    inconsistent: ties in which the two orders contradict each other
+    """
+
+    plain: Rate
+    controlled: Rate
+    wins: int
+    ties: int
+    losses: int
+    unusable: int
+    inconsistent: int
+
+    @property
+    def pairs(self) -> int:
+        return self.wins + self.ties + self.losses
+
+
+def win_rate(samples: Sequence[Sample], model: str) -> WinRate | None:
+    """Return the win rate of `model` against SFT; None without a pair with usable verdicts in both orders."""
+    judged = [sample for sample in samples if model in sample.preferences and "sft" in sample.answers]
+    outcomes, differences, inconsistent = [], [], 0
+    for sample in judged:
+        first, second = sample.preferences[model]
+        if first is None or second is None:
+            continue
+        outcomes.append(outcome(first, second))
+        differences.append(float(len(sample.answers[model]) - len(sample.answers["sft"])))
+        inconsistent += (first - 0.5) * (second - 0.5) < 0
+    if not outcomes:
+        return None
+    plain = Rate(statistics.fmean(outcomes), *wilson_interval(sum(outcomes), len(outcomes)))
+    return WinRate(
+        plain,
+        length_controlled(outcomes, differences),
+        outcomes.count(1.0),
+        outcomes.count(0.5),
+        outcomes.count(0.0),
+        len(judged) - len(outcomes),
+        inconsistent,
+    )
+
+
+def outcome(first: float, second: float) -> float:
+    """Return 1 for a win, 0 for a loss and 0.5 for a tie, from the verdicts on an answer in both orders."""
+    if first > 0.5 and second > 0.5:
+        return 1.0
+    return 0.0 if first < 0.5 and second < 0.5 else 0.5
+
+
+def length_controlled(outcomes: Sequence[float], differences: Sequence[float]) -> Rate:
+    """Return the win rate of answers of equal length.
+
+    outcomes: (N,) 1, 0.5 or 0; differences: (N,) length of the answer minus length of the other answer
+
+    The model is P(win) = sigmoid(a + b x) with x = tanh(difference / standard deviation of the differences), and the
+    rate is sigmoid(a). The interval uses the robust covariance, which also fits ties (Papke & Wooldridge, 1996), and
+    Student's t with N - 2 degrees of freedom. If the lengths or the outcomes are all equal, the length explains
+    nothing, and the result is the plain rate with Wilson's interval.
+    """
+    count, spread = len(outcomes), statistics.pstdev(differences)
+    plain = Rate(statistics.fmean(outcomes), *wilson_interval(sum(outcomes), count))
+    if count < 3 or len(set(outcomes)) == 1 or spread == 0:
+        return plain
+    x = [math.tanh(difference / spread) for difference in differences]
+    a = b = 0.0
+    for _ in range(NEWTON_STEPS):
+        wins = [_sigmoid(a + b * value) for value in x]
+        residuals = [y - p for y, p in zip(outcomes, wins, strict=True)]
+        gradient = sum(residuals), sum(r * v for r, v in zip(residuals, x, strict=True)) - RIDGE * b
+        step_a, step_b = _solve(_hessian(wins, x), gradient)
+        size = max(1.0, abs(step_a), abs(step_b))  # at most 1 per step, because far steps may diverge
+        a, b = a + step_a / size, b + step_b / size
+        if max(abs(step_a), abs(step_b)) < 1e-10:
+            break
+    wins = [_sigmoid(a + b * value) for value in x]
+    squares = [(y - p) ** 2 for y, p in zip(outcomes, wins, strict=True)]
+    meat = (
+        sum(squares),
+        sum(s * v for s, v in zip(squares, x, strict=True)),
+        sum(s * v * v for s, v in zip(squares, x, strict=True)),
+    )
+    weights = _solve(_hessian(wins, x), (1.0, 0.0))  # the first row of the inverse
+    variance = weights[0] ** 2 * meat[0] + 2 * weights[0] * weights[1] * meat[1] + weights[1] ** 2 * meat[2]
+    half = t_quantile(count - 2) * math.sqrt(variance)
+    return Rate(_sigmoid(a), _sigmoid(a - half), _sigmoid(a + half))
+
+
+def _hessian(wins: Sequence[float], x: Sequence[float]) -> tuple[float, float, float]:
+    """Return the entries aa, ab and bb of the negative second derivative of the log-likelihood."""
+    weights = [p * (1 - p) for p in wins]
+    return (
+        sum(weights),
+        sum(w * v for w, v in zip(weights, x, strict=True)),
+        sum(w * v * v for w, v in zip(weights, x, strict=True)) + RIDGE,
+    )
+
+
+def _solve(matrix: tuple[float, float, float], right: tuple[float, float]) -> tuple[float, float]:
+    """Solve a symmetric system of two equations."""
+    aa, ab, bb = matrix
+    determinant = aa * bb - ab * ab
+    return (bb * right[0] - ab * right[1]) / determinant, (aa * right[1] - ab * right[0]) / determinant
+
+
+def _sigmoid(value: float) -> float:
+    if value < 0:
+        return math.exp(value) / (1 + math.exp(value))
+    return 1 / (1 + math.exp(-value))

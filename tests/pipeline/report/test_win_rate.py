@@ -1,0 +1,128 @@
+"""The win rate by a pair judge: plain, length-controlled, and what counts as a verdict."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.data.records import Message
+from pipeline.evaluation.intervals import wilson_interval
+from pipeline.evaluation.samples import Sample, read_samples, write_samples
+from pipeline.report.data import RunReading, StageReading
+from pipeline.report.report import render_report
+from pipeline.report.verdict import judge
+from pipeline.report.win_rate import length_controlled, outcome, win_rate
+from tests.pipeline.report.test_report import check
+
+Pair = tuple[float | None, float | None]
+
+
+def judged(verdicts: list[Pair], extra: int = 0) -> list[Sample]:
+    """Answers with these verdicts; `extra` is the number of characters by which PPO's answers are longer."""
+    return [
+        Sample((Message("user", str(at)),), {"sft": "word", "ppo": "word" + "x" * extra}, preferences={"ppo": pair})
+        for at, pair in enumerate(verdicts)
+    ]
+
+
+def run_of(samples: list[Sample]) -> RunReading:
+    return RunReading("run", {"ppo": StageReading("ppo", summary={"steps": 3}, samples=samples)}, {})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "result"),
+    [(1, 1, 1), (0, 0, 0), (1, 0, 0.5), (0, 1, 0.5), (1, 0.5, 0.5), (0.5, 0.5, 0.5), (0.9, 0.6, 1), (0.4, 0.1, 0)],
+)
+def test_a_win_needs_both_orders(first: float, second: float, result: float) -> None:
+    assert outcome(first, second) == result
+
+
+def test_pairs_are_counted_by_hand() -> None:
+    verdicts: list[Pair] = [(1, 1)] * 6 + [(0, 0)] * 2 + [(1, 0)] * 3 + [(0.5, 0.5)] + [(1, None), (None, None)]
+    found = win_rate(judged(verdicts), "ppo")
+    assert found is not None
+    assert (found.wins, found.ties, found.losses, found.inconsistent, found.unusable) == (6, 4, 2, 3, 2)
+    assert found.plain.mean == pytest.approx(8 / 12)
+    assert (found.plain.low, found.plain.high) == pytest.approx(wilson_interval(8, 12))
+    assert found.controlled == found.plain  # all answers have the same difference in length
+    assert win_rate(judged([(None, None)] * 9), "ppo") is None
+    assert win_rate(judged([]), "ppo") is None and win_rate(judged(verdicts), "dpo") is None
+
+
+def test_two_groups_of_lengths_have_a_closed_form() -> None:
+    """With lengths of -1 and +1 only, each group fits its own rate: 2 of 8 and 7 of 8 (but for the small ridge)."""
+    outcomes = [1.0] * 2 + [0.0] * 6 + [1.0] * 7 + [0.0]
+    found = length_controlled(outcomes, [-5.0] * 8 + [5.0] * 8)
+    logit = (math.log(2 / 6) + math.log(7 / 1)) / 2
+    assert found.mean == pytest.approx(1 / (1 + math.exp(-logit)), abs=2e-3)
+    # Each group's logit has the robust variance 1 / (n p (1 - p)); the intercept is the mean of the two.
+    deviation = math.sqrt(1 / (8 * 0.25 * 0.75) + 1 / (8 * 0.875 * 0.125)) / 2
+    low = 1 / (1 + math.exp(-(logit - 2.144787 * deviation)))
+    assert found.low == pytest.approx(low, abs=5e-3)
+
+
+def test_length_that_decides_every_pair_is_controlled() -> None:
+    differences = [float(at - 20) for at in range(60)]  # mostly longer answers, which win
+    outcomes = [1.0 if difference > 0 else 0.0 for difference in differences]
+    found = length_controlled(outcomes, differences)
+    assert sum(outcomes) / 60 > 0.6 and found.low < 0.5 < found.high
+
+
+def test_the_interval_covers_the_rate_at_equal_length() -> None:
+    noise = np.random.default_rng(3)
+    hits = 0
+    for _ in range(400):
+        differences = noise.normal(20, 40, 96)
+        chance = 1 / (1 + np.exp(-(0.4 + 1.5 * np.tanh(differences / differences.std()))))
+        outcomes = (noise.random(96) < chance).astype(float)
+        found = length_controlled(outcomes.tolist(), differences.tolist())
+        hits += found.low < 1 / (1 + math.exp(-0.4)) < found.high
+    assert hits / 400 == pytest.approx(0.95, abs=0.033)  # three standard errors
+
+
+MIXED: list[Pair] = [(1, 1)] * 30 + [(0, 0)] * 4 + [(1, 0)] * 6
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "result", "headline"),
+    [
+        (MIXED, "good", "The judge prefers PPO to SFT at temperature 1."),
+        ([(0, 0)] * 20, "bad", "The judge prefers SFT to PPO at temperature 1."),
+        ([(1, 1), (0, 0)] * 12, "open", "The judge sees no clear difference between SFT and PPO at temperature 1."),
+        ([(1, 1)] * 5, "open", "No verdict of the judge on PPO at temperature 1."),
+        ([*MIXED, *[(None, None)] * 8], "open", "No verdict of the judge on PPO at temperature 1."),
+    ],
+)
+def test_without_gold_the_pairs_decide(verdicts: list[Pair], result: str, headline: str) -> None:
+    found = judge(run_of(judged(verdicts)))
+    assert (found.outcome, found.headline) == (result, headline)
+    assert "Ties count half" in found.evidence
+
+
+def test_longer_answers_alone_are_no_success() -> None:
+    rows = []
+    for at in range(60):
+        extra = at - 20
+        answers = {"sft": "x" * 40, "ppo": "x" * (40 + extra)}
+        pair = (1.0, 1.0) if extra > 0 else (0.0, 0.0)
+        rows.append(Sample((Message("user", str(at)),), answers, preferences={"ppo": pair}))
+    found = judge(run_of(rows))
+    assert (found.outcome, found.headline) == (
+        "open", "The judge prefers PPO to SFT, but not at equal length at temperature 1.",
+    )  # fmt: skip
+
+
+def test_the_page_shows_both_rates_and_the_unusable_verdicts(tmp_path: Path) -> None:
+    rows = judged([*MIXED, (None, 1.0), (None, None)])
+    write_samples(tmp_path / "samples.jsonl", rows)
+    assert read_samples(tmp_path / "samples.jsonl") == rows
+    text = check(render_report(run_of(rows))).text
+    for words in ("Length-controlled", "PPO against SFT", "82.5% (68.1% to 91.3%)", "Unusable",
+                  "2 more pairs have no usable verdict"):  # fmt: skip
+        assert words in text, words
+
+
+def test_a_verdict_that_is_no_share_is_not_usable() -> None:
+    row = {"prompt": [], "answers": {}, "preferences": {"ppo": [7, "A"], "dpo": [0, 1]}}
+    assert Sample.from_row(row).preferences == {"ppo": (None, None), "dpo": (0.0, 1.0)}
