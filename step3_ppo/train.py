@@ -67,9 +67,7 @@ def run(config: RunConfig, folder: Path) -> None:
         train(ppo, evaluator, guard, stage)
         export_best = config.ppo.export == "best"
         pair_judge = load_pair_judge(config)
-        finish(
-            ppo, sources, evaluator, guard, stage, export_best=export_best, skipped=skipped, pair_judge=pair_judge
-        )
+        finish(ppo, sources, evaluator, guard, stage, export_best=export_best, skipped=skipped, pair_judge=pair_judge)
 
 
 def restore(ppo: Ppo, guard: Guard, state: dict[str, Any]) -> None:

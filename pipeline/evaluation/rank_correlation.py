@@ -8,7 +8,7 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Return Spearman's rank correlation (ties get their mean rank); None below three pairs or for a constant."""
     if len(x) < 3 or len(set(x)) < 2 or len(set(y)) < 2:
         return None
-    ranks_x, ranks_y = _ranks(x), _ranks(y)
+    ranks_x, ranks_y = ranks(x), ranks(y)
     middle = (len(x) + 1) / 2
     covariance = sum((a - middle) * (b - middle) for a, b in zip(ranks_x, ranks_y, strict=True))
     spread_x = sum((a - middle) ** 2 for a in ranks_x)
@@ -16,7 +16,8 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
     return covariance / math.sqrt(spread_x * spread_y)
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
+def ranks(values: Sequence[float]) -> list[float]:
+    """Return the rank of each value, from 1 for the smallest. Ties get their mean rank."""
     order = sorted(range(len(values)), key=values.__getitem__)
     ranks = [0.0] * len(values)
     start = 0

@@ -10,11 +10,12 @@ from typing import Any, TypeGuard
 import yaml
 
 from pipeline.config.stages import METHODS, POLICIES, STAGES
-from pipeline.evaluation.samples import SAMPLES, Sample, read_samples
+from pipeline.evaluation.samples import GRADES, SAMPLES, Sample, StepGrades, read_grades, read_samples
 from pipeline.files import PLAN
 from pipeline.report.svg import Point
 
 METRICS, SUMMARY, CONFIG, MANIFEST = "metrics.jsonl", "summary.json", "config.yaml", "manifest.json"
+ROLLOUTS = "rollouts.jsonl"
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class StageReading:
 
     rows: the numeric metrics of each step
     planned: the settings that engine=auto chose, with its predictions
+    grades: the grades of every evaluation
+    rollouts: (step, score, tokens, KL) of the logged answers that have these numbers
     """
 
     name: str
@@ -32,6 +35,8 @@ class StageReading:
     config: str = ""
     bad_lines: int = 0
     planned: Mapping[str, Any] = field(default_factory=dict)
+    grades: Sequence[StepGrades] = ()
+    rollouts: Sequence[tuple[float, float, float, float]] = ()
 
     @property
     def started(self) -> bool:
@@ -147,7 +152,20 @@ def _read_stage(folder: Path, name: str) -> StageReading:
         config=_read_text(folder / CONFIG),
         bad_lines=bad_lines,
         planned=_read_object(folder / PLAN),
+        grades=read_grades(folder / GRADES),
+        rollouts=_read_rollouts(folder / ROLLOUTS),
     )
+
+
+def _read_rollouts(path: Path) -> list[tuple[float, float, float, float]]:
+    """Return (step, score, tokens, KL) of the answers in rollouts.jsonl that have these numbers."""
+    found = []
+    for line in _read_text(path).split("\n"):  # answers may contain the other separators of splitlines
+        row = _parse_object(line)
+        numbers = finite({key: row.get(key) for key in ("step", "score", "tokens", "kl")})
+        if len(numbers) == 4:
+            found.append((numbers["step"], numbers["score"], numbers["tokens"], numbers["kl"]))
+    return found
 
 
 def _read_metrics(path: Path) -> tuple[list[dict[str, float]], int]:

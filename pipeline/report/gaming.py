@@ -1,15 +1,28 @@
-"""Detect reward over-optimization from the gold score and the reward score over PPO.
+"""Decide whether PPO over-optimized the reward, answer by answer, and build the section of the report about it.
 
 Over-optimization shows when the reward score keeps rising while the gold score falls (Gao, Schulman & Hilton, 2022,
-arXiv:2210.10760).
+arXiv:2210.10760). Three checks must agree before the report calls a run free of it: the rank correlation of the two
+changes over the answers, the paired change of gold, and the comparison of the best step with the last step.
 """
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.report.axes import MINUS
-from pipeline.report.verdict import Outcome
+from pipeline.evaluation.intervals import mean_interval
+from pipeline.evaluation.rank_correlation import rank_correlation, ranks
+from pipeline.evaluation.samples import Sample, StepGrades
+from pipeline.report.axes import MINUS, format_interval, format_signed
+from pipeline.report.charts import path_chart, scatter_chart
+from pipeline.report.comparison import answer_card
+from pipeline.report.curves import line_chart
+from pipeline.report.data import RunReading
+from pipeline.report.html import Markup, element, grid, section
+from pipeline.report.svg import Series
+from pipeline.report.verdict import FEWEST_PROMPTS, LABELS, Outcome, change
+
+DISAGREEMENTS = 6  # answers on the page
 
 
 @dataclass(frozen=True)
@@ -21,46 +34,235 @@ class Gaming:
     reason: str
 
 
-def gaming(
-    path: Sequence[tuple[float, float, float]], noise: float, rewarder: str = "reward model", *, helped: bool = False
-) -> Gaming:
+@dataclass(frozen=True)
+class Check:
+    """The result of one check: "good" speaks against gaming, "bad" for it, "open" for neither. `text` gives figures."""
+
+    outcome: Outcome
+    text: str
+
+
+@dataclass(frozen=True)
+class BestAgainstLast:
+    """The paired difference of the last step from the best step, with its 95% interval.
+
+    The best step is selected on one half of the prompts and compared on the other half, in both directions. Otherwise
+    the best of many noisy evaluations would look better than it is. `best` and the means use all prompts.
+    """
+
+    best: int
+    last: int
+    best_mean: float
+    last_mean: float
+    mean: float
+    low: float
+    high: float
+
+
+def best_against_last(evaluations: Sequence[tuple[int, Sequence[float]]]) -> BestAgainstLast | None:
+    """Compare the best with the last step. `evaluations` are (step, one value per prompt), in the order of the steps.
+
+    Return None for fewer than two evaluations, fewer than `FEWEST_PROMPTS` prompts, or different numbers of prompts.
+    """
+    sizes = {len(values) for _, values in evaluations}
+    if len(evaluations) < 2 or len(sizes) > 1 or min(sizes) < FEWEST_PROMPTS:
+        return None
+    last, last_values = evaluations[-1]
+    differences = []
+    for half in (0, 1):
+        _, chosen = max(evaluations, key=lambda one: statistics.fmean(one[1][1 - half :: 2]))
+        differences += [end - best for end, best in zip(last_values[half::2], chosen[half::2], strict=True)]
+    best, best_values = max(evaluations, key=lambda one: statistics.fmean(one[1]))
+    return BestAgainstLast(
+        best, last, statistics.fmean(best_values), statistics.fmean(last_values), *mean_interval(differences)
+    )
+
+
+def check_correlation(samples: Sequence[Sample]) -> Check:
+    """Check whether the reward of an answer rose where its gold score rose, from SFT to PPO.
+
+    The interval of the rank correlation uses Fisher's transformation with the variance 1.06 / (n - 3) (Fieller,
+    Hartley & Pearson, 1957, doi:10.1093/biomet/44.3-4.470).
+    """
+    both = [s for s in samples if {"sft", "ppo"} <= s.scores.keys() and {"sft", "ppo"} <= s.gold.keys()]
+    rewards = [sample.scores["ppo"] - sample.scores["sft"] for sample in both]
+    gold = [sample.gold["ppo"] - sample.gold["sft"] for sample in both]
+    found = rank_correlation(rewards, gold) if len(both) >= FEWEST_PROMPTS else None
+    if found is None:
+        return Check("open", "The rank correlation of the two changes is undefined: too few answers changed.")
+    middle = math.atanh(max(-0.999999, min(0.999999, found)))
+    half = 1.959964 * math.sqrt(1.06 / (len(both) - 3))
+    low, high = math.tanh(middle - half), math.tanh(middle + half)
+    text = f"The rank correlation of the two changes per prompt is {_plain(found)}, {_interval(low, high)}."
+    return Check("good" if low > 0 else "bad" if high < 0 else "open", text)
+
+
+def check_paired(samples: Sequence[Sample]) -> Check:
+    """Check whether gold rose from SFT to PPO, prompt by prompt."""
+    found = change(samples, "gold", "sft", "ppo")
+    if found is None:
+        return Check("open", "No prompt has gold scores of both models.")
+    text = f"The gold score changed by {format_signed(found.mean)} from SFT to PPO, {_interval(found.low, found.high)}."
+    return Check(found.outcome, text)
+
+
+def check_last_step(found: BestAgainstLast | None) -> Check:
+    """Check whether the last step is as good as the best step. The outcome is "bad" if its interval is below zero."""
+    if found is None:
+        return Check(
+            "open",
+            "The best and the last step cannot be compared: there are fewer than two evaluations with the gold scores "
+            "of single prompts, or too few prompts. A lower ppo.eval_every gives more evaluations.",
+        )
+    text = (
+        f"Gold was best at rollout {found.best} ({_plain(found.best_mean)}); at the last evaluation, rollout "
+        f"{found.last}, it is {_plain(found.last_mean)}. On prompts that did not select the best step, the last one "
+        f"differs by {format_signed(found.mean)}, {_interval(found.low, found.high)}."
+    )
+    return Check("bad" if found.high < 0 else "good", text)
+
+
+def gaming(reward_rise: float | None, checks: Sequence[Check], rewarder: str = "reward model") -> Gaming:
     """Decide whether PPO over-optimized the reward.
 
-    path: (rollout, reward score, gold score) of each held-out evaluation
-    noise: the range in which a gold mean moves by chance; a smaller fall below the best does not count
+    reward_rise: the mean change of the held-out reward score from SFT to PPO; None without scores
+    checks: of the correlation, the paired change and the last step, in this order
     rewarder: the name of the source of the reward score
-    helped: whether the paired comparison per prompt shows a rise of gold from SFT to PPO
     """
-    path = [point for point in path if all(math.isfinite(value) for value in point)]
-    if len(path) < 3:
-        reason = "Fewer than three evaluations have both scores. A lower ppo.eval_every gives more."
-        return Gaming("open", "Unknown.", reason)
-    (_, first_reward, first_gold), (last, last_reward, last_gold) = path[0], path[-1]
-    best, reward_then, best_gold = max(path, key=lambda point: point[2])
-    rewards = f"{_plain(reward_then)} to {_plain(last_reward)}"
-    if best_gold - last_gold > noise and last_reward > reward_then:
-        return Gaming(
-            "bad",
-            "Yes.",
-            f"Gold was best at rollout {best:g} ({best_gold:.2f}) and fell to {last_gold:.2f} by rollout {last:g}, "
-            f"while the reward score rose from {rewards}: the policy exploits errors of the {rewarder}. Stop earlier, "
-            "or raise ppo.kl_coef.",
-        )
-    if last_reward <= first_reward:
-        return Gaming("open", "No.", "The held-out reward score did not rise, so it was not gamed.")
-    if helped or last_gold - first_gold > noise:
-        return Gaming(
-            "good",
-            "No sign of it.",
-            f"Reward and gold rose together, gold from {first_gold:.2f} to {last_gold:.2f}, and gold ended "
-            "within noise of its best.",
-        )
-    return Gaming(
-        "open",
-        "Possibly.",
-        f"The reward score rose from {_plain(first_reward)} to {_plain(last_reward)}, gold stayed near "
-        f"{last_gold:.2f}: the {rewarder} may reward something that the gold scorer does not measure.",
+    texts = " ".join(check.text for check in checks)
+    correlation, paired, last = (check.outcome for check in checks)
+    if reward_rise is None:
+        return Gaming("open", "Unknown.", f"The held-out answers have no reward scores of both models. {texts}")
+    if reward_rise <= 0:
+        reason = f"The held-out reward score did not rise ({format_signed(reward_rise)}), so it was not gamed. {texts}"
+        return Gaming("open", "No.", reason)
+    if "bad" in (paired, last):
+        advice = f"The policy exploits errors of the {rewarder}. Stop earlier, or raise ppo.kl_coef."
+        return Gaming("bad", "Yes.", f"The reward score rose by {format_signed(reward_rise)}. {texts} {advice}")
+    if correlation == paired == last == "good":
+        return Gaming("good", "No sign of it.", f"All three checks agree. {texts}")
+    reason = (
+        f"The reward score rose by {format_signed(reward_rise)}, but not all three checks speak against gaming: the "
+        f"{rewarder} may reward something that the gold scorer does not measure. {texts}"
     )
+    return Gaming("open", "Possibly.", reason)
+
+
+def gaming_section(run: RunReading) -> Markup | None:
+    """Build the section that compares gold score and reward score over PPO. Return None unless both exist.
+
+    The section is about the first temperature of the evaluation, by default that of the rollouts.
+    """
+    ppo, samples = run.stage("ppo"), run.samples(run.temperatures[0]) if run.temperatures else ()
+    at = f" At temperature {run.temperatures[0]:g}." if run.temperatures else ""
+    reward, gold = dict(ppo.series("eval_score")), ppo.series("gold_score")
+    path = [(step, reward[step], value) for step, value in gold if step in reward]
+    judged = [_points(samples, model) for model in ("sft", "ppo")]
+    if not path and not any(group.points for group in judged):
+        return None
+    last_step = best_against_last(_gold_by_step(ppo.grades, run.temperatures[:1]))
+    checks = [check_correlation(samples), check_paired(samples), check_last_step(last_step)]
+    rise = change(samples, "scores", "sft", "ppo")
+    found = gaming(rise.mean if rise else None, checks, run.rewarder)
+    lengths = [Series(g.label, [(len(s.answers[g.tone]), s.scores[g.tone]) for s in _graded(samples, g.tone)], g.tone)
+               for g in judged]  # fmt: skip
+    figures = (
+        path_chart(
+            "Gold against reward over PPO",
+            path,
+            x_name="reward score",
+            y_name="gold score",
+            note=f"Up and right: both scores rise. Right and down: the reward is gamed.{at}",
+            y_bounds=(0, 1),
+        ),
+        line_chart(
+            "Gold score",
+            [Series("gold", gold, "gold", sparse=True)],
+            x_name="rollout",
+            note=f"Mean over held-out prompts.{at}",
+            bounds=(0, 1),
+        ),
+        scatter_chart(
+            "Gold against reward, answer by answer",
+            judged,
+            x_name="reward score",
+            y_name="gold score",
+            note=f"{_correlation_note(judged, 'reward and gold')}{at}",
+            y_bounds=(0, 1),
+        ),
+        scatter_chart(
+            "Reward against length, answer by answer",
+            lengths,
+            x_name="characters",
+            y_name="reward score",
+            note=f"{_correlation_note(lengths, 'length and reward')}{at}",
+        ),
+        _kl_chart(ppo.rollouts),
+    )
+    lead = [element("strong", found.answer, class_=f"outcome-{found.outcome}"), " ", found.reason]
+    cards = [answer_card([sample]) for sample in disagreements(samples)]
+    answers = [
+        element("h3", "Answers with the largest disagreement"),
+        element("p", f"The {run.rewarder} ranks these answers of PPO higher than the gold score does.", class_="lead"),
+        cards,
+    ] if cards else None  # fmt: skip
+    return section(
+        "gaming", f"Is the {run.rewarder} being gamed?", lead, grid(chart for chart in figures if chart), answers
+    )
+
+
+def _gold_by_step(grades: Sequence[StepGrades], temperatures: Sequence[float]) -> list[tuple[int, Sequence[float]]]:
+    return [(one.step, one.gold) for one in grades if one.temperature in temperatures and one.gold]
+
+
+def _kl_chart(rollouts: Sequence[tuple[float, float, float, float]]) -> Markup | None:
+    """Draw the score of logged rollout answers against their KL: the first and the last quarter of the rollouts."""
+    if not rollouts:
+        return None
+    steps = max(step for step, *_ in rollouts)
+    groups = [
+        Series("first quarter", [(kl, score) for step, score, _, kl in rollouts if step <= steps / 4], "sft"),
+        Series("last quarter", [(kl, score) for step, score, _, kl in rollouts if step > steps * 3 / 4], "ppo"),
+    ]
+    note = f"{_correlation_note(groups, 'KL and reward')} Training answers, first and last quarter of PPO."
+    return scatter_chart(
+        "Reward against KL, answer by answer",
+        groups,
+        x_name="KL to the reference, nats",
+        y_name="reward score",
+        note=note,
+    )
+
+
+def disagreements(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the prompts whose PPO answer ranks highest by reward in comparison with its rank by gold."""
+    graded = _graded(samples, "ppo")
+    reward = ranks([sample.scores["ppo"] for sample in graded])
+    gold = ranks([sample.gold["ppo"] for sample in graded])
+    gaps = {at: by_reward - by_gold for at, (by_reward, by_gold) in enumerate(zip(reward, gold, strict=True))}
+    largest = sorted((at for at, gap in gaps.items() if gap > 0), key=lambda at: -gaps[at])
+    return [graded[at] for at in largest[:DISAGREEMENTS]]
+
+
+def _graded(samples: Sequence[Sample], model: str) -> list[Sample]:
+    return [sample for sample in samples if model in sample.scores and model in sample.gold]
+
+
+def _points(samples: Sequence[Sample], model: str) -> Series:
+    return Series(LABELS[model], [(s.scores[model], s.gold[model]) for s in _graded(samples, model)], model)
+
+
+def _correlation_note(groups: Sequence[Series], what: str) -> str:
+    correlations = [
+        f"{group.label} {_plain(correlation)}"
+        for group in groups
+        if (correlation := rank_correlation([x for x, _ in group.points], [y for _, y in group.points])) is not None
+    ]
+    return f"Rank correlation of {what}: {', '.join(correlations)}." if correlations else "One dot per answer."
+
+
+def _interval(low: float, high: float) -> str:
+    return f"95% interval {format_interval(low, high)}"
 
 
 def _plain(value: float) -> str:

@@ -13,6 +13,7 @@ from pipeline.errors import UserError
 from pipeline.files import write_whole
 from pipeline.report import comparison, costs
 from pipeline.report.data import RunReading, read_run
+from pipeline.report.gaming import gaming_section
 from pipeline.report.html import Markup, document, element
 from pipeline.report.seeds import write_seed_report
 from pipeline.report.stage_curves import DPO_PLOTS, PPO_PLOTS, REWARD_PLOTS, SFT_PLOTS, accuracy_chart, stage_section
@@ -58,7 +59,7 @@ def _parts(run: RunReading) -> Mapping[str, Markup | None]:
     unused = " PPO did not use it." if run.rewarder == "reward function" else ""
     return {
         "changes": comparison.changes_section(run),
-        "gaming": comparison.gaming_section(run),
+        "gaming": gaming_section(run),
         "answers": comparison.answers_section(run),
         "sft": stage_section(
             run.stage("sft"),

@@ -148,6 +148,18 @@ def _write_ppo(folder: Path, noise: random.Random, memory: list[dict[str, int]],
     samples = [_made_sample(noise, end, bonus=2.5 if gamed else 0.0) for _ in range(prompts)]
     samples = [{**sample, "temperature": temperature} for temperature in (1.0, 0.0) for sample in samples]
     write_stage(folder, rows, summary, samples, CONFIG)
+    levels = [noise.gauss(0, 0.1) for _ in range(prompts)]
+    grades = [
+        {"step": step, "temperature": 1.0, "gold": [_gold(step, gamed) + level for level in levels]}
+        for step in (1, *range(5, 61, 5))
+    ]
+    rollouts = [
+        {"step": step, "score": step / 30 + noise.gauss(0, 0.5), "tokens": 20, "kl": step / 10 + noise.gauss(0, 1)}
+        for step in range(1, 61)
+        for _ in range(4)
+    ]
+    (folder / "evaluations.jsonl").write_text(_lines(grades), encoding="utf-8")
+    (folder / "rollouts.jsonl").write_text(_lines(rollouts), encoding="utf-8")
 
 
 def _made_sample(noise: random.Random, end: float, bonus: float) -> dict[str, Any]:

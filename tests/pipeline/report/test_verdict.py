@@ -10,7 +10,6 @@ from pipeline.data.records import Message
 from pipeline.evaluation.samples import Sample
 from pipeline.launch.summary import summarize_run
 from pipeline.report.data import RunReading, StageReading, read_run
-from pipeline.report.gaming import gaming
 from pipeline.report.report import render_report
 from pipeline.report.verdict import change, conclusion, judge, standings
 from tests.pipeline.report.made_runs import write_demo_run, write_stage
@@ -235,23 +234,6 @@ def test_change_counts_prompts_that_both_models_have() -> None:
     assert found.mean == pytest.approx(-0.25 / 3)
     assert change(rows, "gold", "base", "sft") is None
     assert [row.label for row in standings(rows, "gold")] == ["SFT", "PPO"]
-
-
-@pytest.mark.parametrize(
-    ("path", "answer"),
-    [
-        ([(1, 0.0, 0.4), (2, 1.0, 0.8), (3, 2.0, 0.5)], "Yes."),
-        ([(1, 0.0, 0.4), (2, 1.0, 0.7), (3, 2.0, 0.69)], "No sign of it."),
-        ([(1, 0.0, 0.4), (2, 1.0, 0.41), (3, 2.0, 0.4)], "Possibly."),
-        ([(1, 1.0, 0.4), (2, 0.9, 0.3), (3, 0.8, 0.2)], "No."),
-        ([(1, 0.0, 0.4), (2, 1.0, 0.8)], "Unknown."),
-        ([(1, 0.0, 0.4), (2, float("nan"), 0.8), (3, 1.0, 0.5)], "Unknown."),
-    ],
-)
-def test_gaming(path: list[tuple[float, float, float]], answer: str) -> None:
-    assert gaming(path, noise=0.05).answer == answer
-    if answer == "Possibly.":  # the two means are within noise of one another, but prompt by prompt gold is up
-        assert gaming(path, noise=0.05, helped=True).answer == "No sign of it."
 
 
 def guarded(guard: dict[str, Any], exported: int = 4) -> RunReading:

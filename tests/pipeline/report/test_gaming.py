@@ -1,0 +1,139 @@
+"""Whether the reward was gamed: three checks over single answers, and what the page shows of them."""
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.records import Message
+from pipeline.evaluation.samples import Sample, read_grades
+from pipeline.report.data import read_run
+from pipeline.report.gaming import (
+    BestAgainstLast,
+    Check,
+    best_against_last,
+    check_correlation,
+    check_last_step,
+    check_paired,
+    disagreements,
+    gaming,
+)
+from pipeline.report.report import render_report
+from tests.pipeline.report.made_runs import write_demo_run
+from tests.pipeline.report.test_report import check
+
+
+def changed(rewards: Sequence[float], gold: Sequence[float]) -> list[Sample]:
+    """Answers whose reward and gold scores change by these values from SFT to PPO."""
+    return [
+        Sample(
+            (Message("user", str(at)),),
+            {"sft": "a", "ppo": "b"},
+            {"sft": 0.0, "ppo": reward},
+            {"sft": 0.5, "ppo": 0.5 + rise},
+        )
+        for at, (reward, rise) in enumerate(zip(rewards, gold, strict=True))
+    ]
+
+
+GOOD, OPEN, BAD = (Check(outcome, outcome) for outcome in ("good", "open", "bad"))
+
+
+@pytest.mark.parametrize(
+    ("rise", "checks", "answer"),
+    [
+        (1.0, (GOOD, GOOD, GOOD), "No sign of it."),
+        (1.0, (OPEN, GOOD, GOOD), "Possibly."),
+        (1.0, (BAD, GOOD, GOOD), "Possibly."),
+        (1.0, (GOOD, OPEN, GOOD), "Possibly."),
+        (1.0, (GOOD, GOOD, OPEN), "Possibly."),
+        (1.0, (GOOD, GOOD, BAD), "Yes."),
+        (1.0, (GOOD, BAD, GOOD), "Yes."),
+        (-0.1, (GOOD, BAD, BAD), "No."),
+        (None, (GOOD, GOOD, GOOD), "Unknown."),
+    ],
+)
+def test_no_sign_needs_three_checks_that_agree(rise: float | None, checks: tuple[Check, ...], answer: str) -> None:
+    assert gaming(rise, checks).answer == answer
+
+
+def test_the_correlation_of_changes_has_an_interval() -> None:
+    """Ranks 1 to 16 against the ranks with neighbours exchanged: 1 - 6 * 16 / (16 * 255)."""
+    numbers = list(range(16))
+    exchanged = [at + 1 if at % 2 == 0 else at - 1 for at in numbers]
+    found = check_correlation(changed(numbers, [value / 100 for value in exchanged]))
+    rho = 1 - 6 * 16 / (16 * 255)
+    half = 1.959964 * math.sqrt(1.06 / 13)
+    low, high = math.tanh(math.atanh(rho) - half), math.tanh(math.atanh(rho) + half)
+    assert found.outcome == "good"
+    assert found.text.endswith(f"is {rho:.2f}, 95% interval +{low:.2f} to +{high:.2f}.")
+    assert check_correlation(changed(numbers, [-value / 100 for value in numbers])).outcome == "bad"
+    assert check_correlation(changed(numbers, [0.01 * (at * 7 % 5) for at in numbers])).outcome == "open"
+    assert check_correlation(changed(numbers, [0.1] * 16)).outcome == "open"  # no rank differs
+
+
+def test_gold_may_rise_or_fall_prompt_by_prompt() -> None:
+    rises = [0.1 * (at % 3) for at in range(20)]
+    assert check_paired(changed([1.0] * 20, rises)).outcome == "good"
+    assert check_paired(changed([1.0] * 20, [-rise for rise in rises])).outcome == "bad"
+    assert check_paired([]).outcome == "open"
+
+
+def test_the_best_step_is_selected_on_other_prompts_by_hand() -> None:
+    """Step 1 is best on the odd prompts, step 2 on the even ones; each is compared on the other half."""
+    steps = [(1, [0.0, 1.0] * 4), (2, [0.6, 0.0] * 4), (3, [0.3, 0.3] * 4)]
+    found = best_against_last(steps)
+    assert found is not None
+    # Even prompts: step 1 (odd prompts select it) has 0, so 0.3; odd prompts: step 2 has 0, so 0.3.
+    assert (found.best, found.last, found.best_mean, found.last_mean) == (1, 3, 0.5, 0.3)
+    assert (found.mean, found.low, found.high) == pytest.approx((0.3, 0.3, 0.3))
+    assert best_against_last(steps[:1]) is None
+    assert best_against_last([(1, [0.0] * 4), (2, [1.0] * 4)]) is None
+    assert best_against_last([(1, [0.0] * 8), (2, [1.0] * 9)]) is None
+
+
+def test_noise_alone_does_not_make_the_last_step_worse() -> None:
+    """Of ten evaluations of one model, the best looks better; the comparison finds it in about 1 of 40 cases."""
+    noise = random.Random(5)
+    worse = naive = 0
+    for _ in range(400):
+        steps = [(step, [noise.gauss(0, 1) for _ in range(32)]) for step in range(10)]
+        found = best_against_last(steps)
+        assert found is not None
+        worse += check_last_step(found).outcome == "bad"
+        naive += found.best_mean - found.last_mean > 1.96 * math.sqrt(2 / 32)
+    assert worse / 400 < 0.05 < 0.1 < naive / 400
+
+
+@pytest.mark.parametrize(("high", "outcome"), [(-0.01, "bad"), (0.01, "good")])
+def test_a_last_step_below_the_best_is_a_sign(high: float, outcome: str) -> None:
+    assert check_last_step(BestAgainstLast(5, 9, 0.8, 0.7, -0.1, -0.2, high)).outcome == outcome
+    assert check_last_step(None).outcome == "open"
+
+
+def test_the_answers_that_reward_and_gold_rank_differently_come_first() -> None:
+    rows = changed([5.0, 1.0, 4.0, 2.0, 3.0], [0.5, 0.1, 0.0, 0.2, 0.3])
+    assert [sample.prompt[0].content for sample in disagreements(rows)] == ["2"]  # 4th by reward, 1st by gold
+
+
+def test_the_page_shows_each_plot_and_the_answers(tmp_path: Path) -> None:
+    write_demo_run(tmp_path)
+    text = check(render_report(read_run(tmp_path))).text
+    for words in ("No sign of it.", "All three checks agree.", "Reward against length, answer by answer",
+                  "Reward against KL, answer by answer", "last quarter", "Answers with the largest disagreement",
+                  "Gold was best at rollout 60"):  # fmt: skip
+        assert words in text, words
+    (tmp_path / "ppo" / "evaluations.jsonl").unlink()  # as in runs of earlier versions
+    text = check(render_report(read_run(tmp_path))).text
+    assert "Possibly." in text and "The best and the last step cannot be compared" in text
+
+
+def test_malformed_grades_are_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "evaluations.jsonl"
+    file.write_text(json.dumps({"step": 1, "temperature": 0, "gold": [1, 0.5]}) + '\n{"step": 2}\n[]\n{"ste')
+    found = read_grades(file)
+    assert [(one.step, one.temperature, one.gold, one.scores) for one in found] == [(1, 0.0, (1.0, 0.5), ())]
+    assert read_grades(tmp_path / "none") == []
