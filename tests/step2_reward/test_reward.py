@@ -133,6 +133,8 @@ def test_accuracies_by_hand() -> None:
     found = accuracies([Scored(pair, *score) for pair, score in zip(pairs(), scores, strict=True)])
     assert found == {
         "eval_accuracy": 3 / 5,
+        "eval_accuracy_low": pytest.approx(0.230724, abs=1e-6),  # Wilson: (3 + 1.920729 -+ 2.880790) / 8.841459
+        "eval_accuracy_high": pytest.approx(0.882379, abs=1e-6),
         "eval_accuracy_by_source": {"source-0": 2 / 3, "source-1": 1 / 2},
         "eval_accuracy_chosen_longer": 0.0,  # the second only
         "eval_accuracy_rejected_longer": 1.0,  # first, fourth and fifth; the third is as long

@@ -1,13 +1,15 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine import Sampling
 from pipeline.data.records import Message, Prompt
-from pipeline.evaluation.evaluator import answers_of
+from pipeline.evaluation.evaluator import Evaluation, answers_of, write_grades
+from pipeline.evaluation.samples import GRADES, read_grades
 
 PROMPTS = [Prompt((Message("user", f"What is {n} + 1?"),), "demo") for n in range(3)]
 SAMPLING = Sampling(max_new_tokens=4)
@@ -55,3 +57,17 @@ def test_answers_come_in_the_prompts_order_with_their_place_as_stream(keep: bool
     assert answers_of(engine, tokenizer, PROMPTS, [SAMPLING] * 2, keep=keep) == [["0 0", "1 1", "2 2"]] * 2
     assert answers_of(engine, tokenizer, [], [SAMPLING], keep=keep) == [[]]
     assert engine.kept == [keep] * 2
+
+
+def test_every_evaluation_leaves_the_grades_of_each_answer(tmp_path: Path) -> None:
+    for step in (0, 5):
+        sampled, greedy = (
+            Evaluation(["a", "b"], [0.5, -1.0], [1.0, 0.25 + step]),
+            Evaluation(["a", "b"], None, [0.0, 1.0]),
+        )
+        write_grades(tmp_path, step, {1.0: sampled, 0.0: greedy})
+    found = [(one.step, one.temperature, one.scores, one.gold) for one in read_grades(tmp_path / GRADES)]
+    assert found == [
+        (0, 1.0, (0.5, -1.0), (1.0, 0.25)), (0, 0.0, (), (0.0, 1.0)),
+        (5, 1.0, (0.5, -1.0), (1.0, 5.25)), (5, 0.0, (), (0.0, 1.0)),
+    ]  # fmt: skip

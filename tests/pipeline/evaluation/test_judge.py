@@ -3,6 +3,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.check import validate, warnings
+from pipeline.config.compose import compose
+from pipeline.config.environment import check_paths
 from pipeline.data.records import Message, Prompt
 from pipeline.errors import SharedError, UserError
 from pipeline.evaluation.evaluator import Evaluation, compare_models
@@ -56,6 +59,19 @@ def test_a_pair_judge_takes_two_answers_and_a_row(tmp_path: Path) -> None:
     file.write_text("def grade(answer, row):\n    return 1\n")
     with pytest.raises(UserError, match=r"evaluation\.pair_judge=.*two answers and a row; write def grade\(first: str"):
         load_function(f"{file}:grade", key=PAIR_JUDGE)
+
+
+def test_a_pair_judge_is_checked_before_any_stage(tmp_path: Path) -> None:
+    base = [f"evaluation.pair_judge={tmp_path}/a.py:prefer", f"data.path={tmp_path}/data.jsonl"]
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    config = validate(compose(base))
+    with pytest.raises(UserError, match=r"evaluation\.pair_judge=.*there is no file"):
+        check_paths(config)
+    pair_judge(tmp_path / "a.py", "return None")
+    check_paths(config)
+    only_sft = validate(compose([*base, "stage=sft"]))
+    assert any("evaluation.pair_judge=" in line and "is not used" in line for line in warnings(only_sft))
+    assert not any("pair_judge" in line for line in warnings(config))
 
 
 def test_the_final_answers_are_compared_with_those_of_sft(tmp_path: Path) -> None:
