@@ -187,7 +187,11 @@ def _judge_at(run: RunReading, temperature: float) -> Verdict | None:
     gold, wins = change(samples, "gold", "sft", policy.name), win_rate(samples, policy.name)
     if gold is not None:
         verdict = _by_gold(gold, reward, change(samples, "gold", BEST_OF, policy.name), run.rewarder)
-        return verdict if wins is None else replace(verdict, evidence=f"{verdict.evidence} {describe_wins(wins)}")
+        return (
+            verdict
+            if wins is None
+            else replace(verdict, evidence=f"{verdict.evidence} {describe_wins(wins, LABELS[policy.name])}")
+        )
     if wins is not None:
         return _by_pairs(wins, LABELS[policy.name])
     if policy.name == "dpo" or reward is None:
@@ -247,7 +251,7 @@ def _by_gold(gold: Change, reward: Change | None, best_of: Change | None, reward
 
 def _by_pairs(wins: WinRate, label: str) -> Verdict:
     """Return the verdict by a pair judge: good only if the judge prefers the model also at equal length."""
-    evidence = describe_wins(wins)
+    evidence = describe_wins(wins, label)
     few, unusable = wins.pairs < FEWEST_PROMPTS, wins.unusable > MOST_UNUSABLE * (wins.pairs + wins.unusable)
     if few or unusable:
         reason = "There are too few pairs for a verdict." if few else "Too many verdicts of the judge are unusable."
@@ -264,15 +268,15 @@ def _by_pairs(wins: WinRate, label: str) -> Verdict:
     return Verdict("open", f"The judge sees no clear difference between SFT and {label}", evidence, ONE_RUN)
 
 
-def describe_wins(wins: WinRate) -> str:
+def describe_wins(wins: WinRate, label: str) -> str:
     """Return a win rate as text: plain, length-controlled, and the verdicts that were not usable."""
     plain, controlled = wins.plain, wins.controlled
     unusable = f" {wins.unusable} more pairs have no usable verdict and are left out." if wins.unusable else ""
     return (
-        f"The pair judge prefers its answers to those of SFT in {plain.mean:.0%} of {wins.pairs} pairs (95% interval "
-        f"{plain.low:.0%} to {plain.high:.0%}), and in {controlled.mean:.0%} at equal length ({controlled.low:.0%} to "
-        f"{controlled.high:.0%}). Ties count half: {wins.wins} wins, {wins.ties} ties, {wins.losses} losses; in "
-        f"{wins.inconsistent} ties the two orders contradict each other.{unusable}"
+        f"The pair judge prefers the answers of {label} to those of SFT in {plain.mean:.0%} of {wins.pairs} pairs "
+        f"(95% interval {plain.low:.0%} to {plain.high:.0%}), and in {controlled.mean:.0%} at equal length "
+        f"({controlled.low:.0%} to {controlled.high:.0%}). Ties count half: {wins.wins} wins, {wins.ties} ties, "
+        f"{wins.losses} losses; in {wins.inconsistent} ties the two orders contradict each other.{unusable}"
     )
 
 
