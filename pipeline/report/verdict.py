@@ -18,7 +18,7 @@ from pipeline.evaluation.samples import BEST_OF, Sample
 from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval
 from pipeline.report.data import RunReading, StageReading, is_number, mapping, read_run
-from pipeline.report.win_rate import MOST_UNUSABLE, WinRate, win_rate
+from pipeline.report.win_rate import MOST_UNUSABLE, WinRate, describe_wins, win_rate
 
 LABELS = {"base": "Base", "sft": STAGES["sft"].title, BEST_OF: "SFT, best of n"} | {
     stage: STAGES[stage].title for stage in ANSWERING
@@ -266,18 +266,6 @@ def _by_pairs(wins: WinRate, label: str) -> Verdict:
             "open", f"The judge prefers {label} to SFT, but not at equal length", f"{evidence} {reason}", ONE_RUN
         )
     return Verdict("open", f"The judge sees no clear difference between SFT and {label}", evidence, ONE_RUN)
-
-
-def describe_wins(wins: WinRate, label: str) -> str:
-    """Return a win rate as text: plain, length-controlled, and the verdicts that were not usable."""
-    plain, controlled = wins.plain, wins.controlled
-    unusable = f" {wins.unusable} more pairs have no usable verdict and are left out." if wins.unusable else ""
-    return (
-        f"The pair judge prefers the answers of {label} to those of SFT in {plain.mean:.0%} of {wins.pairs} pairs "
-        f"(95% interval {plain.low:.0%} to {plain.high:.0%}), and in {controlled.mean:.0%} at equal length "
-        f"({controlled.low:.0%} to {controlled.high:.0%}). Ties count half: {wins.wins} wins, {wins.ties} ties, "
-        f"{wins.losses} losses; in {wins.inconsistent} ties the two orders contradict each other.{unusable}"
-    )
 
 
 def _by_summary(sft: float, policy: float, label: str) -> Verdict:

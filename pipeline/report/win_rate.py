@@ -78,6 +78,18 @@ def win_rate(samples: Sequence[Sample], model: str) -> WinRate | None:
     )
 
 
+def describe_wins(wins: WinRate, label: str) -> str:
+    """Return a win rate as text: plain, length-controlled, and the verdicts that were not usable."""
+    plain, controlled = wins.plain, wins.controlled
+    unusable = f" {wins.unusable} more pairs have no usable verdict and are left out." if wins.unusable else ""
+    return (
+        f"The pair judge prefers the answers of {label} to those of SFT in {plain.mean:.0%} of {wins.pairs} pairs "
+        f"(95% interval {plain.low:.0%} to {plain.high:.0%}), and in {controlled.mean:.0%} at equal length "
+        f"({controlled.low:.0%} to {controlled.high:.0%}). Ties count half: {wins.wins} wins, {wins.ties} ties, "
+        f"{wins.losses} losses; in {wins.inconsistent} ties the two orders contradict each other.{unusable}"
+    )
+
+
 def outcome(first: float, second: float) -> float:
     """Return 1 for a win, 0 for a loss and 0.5 for a tie, from the verdicts on an answer in both orders."""
     if first > 0.5 and second > 0.5:
