@@ -201,7 +201,7 @@ def earlier_answers(prompts: Sequence[Prompt], folder: Path, name: str, temperat
 
 def write_grades(folder: Path, step: int, evaluations: Evaluations) -> None:
     """Append the grades of each answer of an evaluation to evaluations.jsonl, one line per temperature."""
-    if not is_rank_zero():
+    if not evaluations or not is_rank_zero():
         return
     lines = []
     for temperature, evaluation in evaluations.items():
