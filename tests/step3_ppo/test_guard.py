@@ -74,7 +74,7 @@ def test_a_guard_that_resumes_finds_the_same() -> None:
         again = Guard("warn", has_judge=True, kl_budget=10.0)
         again.restore(json.loads(json.dumps(first.state())))
         assert steps(again, killed + 1) == expected[killed:]
-        assert again.state() == whole.state()
+        assert again.state() == whole.state() and again.evaluations == whole.evaluations
 
 
 def test_a_checkpoint_of_a_version_without_a_guard() -> None:
