@@ -217,6 +217,8 @@ class _Call:
         """Launch the next steps. Return None if every sequence has reached its limit and no request waits."""
         scheduler, step = self.scheduler, self.step
         plan = scheduler.plan()
+        for copy in plan.copies:
+            step.cache.copy_prefix(*copy)
         step.state.clear()
         steps = 0
         rows = self._below_limit(plan.decoding) if plan.chunks or self.graphs is None else []

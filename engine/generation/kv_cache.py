@@ -118,6 +118,12 @@ class KVCache:
             )
         return self.layers[index]
 
+    def copy_prefix(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first tokens of one prompt slot to another."""
+        for layer in self.layers.values():
+            for states in (layer.prompt_keys, layer.prompt_values):
+                states[target, :, :tokens] = states[source, :, :tokens]
+
     def store_logits(self, slots: Tensor, logits: Tensor) -> None:
         """Store the logits (n, V) after the prompts in these slots (n,). Later samples of a prompt begin with them."""
         if self._logits is None:

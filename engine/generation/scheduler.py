@@ -2,15 +2,17 @@
 
 Prompts wait in a queue. The next sequence gets a slot as soon as one is free. Its prompt runs in chunks, in the same
 forwards as the single tokens of decoding sequences, so that a long prompt does not delay them. Equal prompts run once:
-the prompt stays in a prompt slot while sequences read it, and later samples begin from its stored logits. After Yu et
-al., 2022 ("Orca: a distributed serving system for transformer-based generative models"). Left out: reuse of a common
-beginning of different prompts.
+the prompt stays in a prompt slot while sequences read it, and later samples begin from its stored logits. A prompt that
+begins like a cached one copies the common beginning. After Yu et al., 2022 ("Orca: a distributed serving system for
+transformer-based generative models").
 """
 
 import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+MIN_PREFIX = 16  # tokens; a shorter common beginning is not copied
 
 
 @dataclass(eq=False)
@@ -57,11 +59,13 @@ class Chunk:
 class Plan:
     """The work of one step.
 
+    copies: (source slot, target slot, tokens) of prompt slots, to make before the forward.
     decoding: sequences that run their last token, those of one prompt next to each other.
     chunks: tokens of prompts; completes: whether each is the end of its prompt.
     starting: sequences whose prompt is complete after the step; they sample their first token from its logits.
     """
 
+    copies: list[tuple[int, int, int]]
     decoding: list[ActiveSequence]
     chunks: list[Chunk]
     completes: list[bool]
@@ -104,7 +108,7 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Fill free slots and return the work of the next step, which the caller must then run."""
-        self._admit()
+        copies = self._admit() if self._waiting and self._free else []
         decoding, chunks, completes = list(self.decoding), list[Chunk](), list[bool]()
         left = self.prefill_tokens
         for prompt in self._filling:
@@ -118,7 +122,7 @@ class Scheduler:
             self._filling = [prompt for prompt in self._filling if not prompt.complete]
             self._admitted = [sequence for sequence in self._admitted if not sequence.prompt.complete]
             self.decoding = sorted(decoding + starting, key=lambda s: (s.prompt.slot, s.slot))
-        return Plan(decoding, chunks, completes, starting)
+        return Plan(copies, decoding, chunks, completes, starting)
 
     def finish(self, requests: set[int]) -> None:
         """Free the slots of these requests. A prompt stays cached until its slot is needed for another one."""
@@ -128,8 +132,9 @@ class Scheduler:
                 sequence.prompt.readers -= 1
         self.decoding = [sequence for sequence in self.decoding if sequence.request not in requests]
 
-    def _admit(self) -> None:
-        """Assign free slots to waiting requests."""
+    def _admit(self) -> list[tuple[int, int, int]]:
+        """Assign free slots to waiting requests; return the copies to make."""
+        copies: list[tuple[int, int, int]] = []
         left = self.prefill_tokens - sum(len(prompt.tokens) - prompt.cached for prompt in self._filling)
         while self._waiting and self._free:
             request = self._waiting.pop()
@@ -140,10 +145,14 @@ class Scheduler:
                 if left <= 0 or slot is None:
                     self._waiting.append(request)
                     break
-                prompt = self._place(tokens, slot)
-                left -= len(tokens)
+                source, common = self._longest_cached_prefix(tokens)
+                prompt = self._place(tokens, slot, common)
+                if common and source != slot:
+                    copies.append((source, slot, common))
+                left -= len(tokens) - common
             prompt.readers += 1
             self._admitted.append(ActiveSequence(request, heapq.heappop(self._free), prompt))
+        return copies
 
     def _free_prompt_slot(self) -> int | None:
         """Return a prompt slot without readers, preferably an empty one; None if every slot has readers."""
@@ -152,11 +161,33 @@ class Scheduler:
         ]
         return min(free)[1] if free else None
 
-    def _place(self, tokens: Sequence[int], slot: int) -> CachedPrompt:
+    def _place(self, tokens: Sequence[int], slot: int, cached: int) -> CachedPrompt:
         """Assign a slot to a prompt, and remove the prompt that is in the slot."""
         replaced = self._prompt_in[slot]
         if replaced is not None:
             del self._cached[tuple(replaced.tokens)]
-        prompt = self._prompt_in[slot] = self._cached[tuple(tokens)] = CachedPrompt(tokens, slot)
+        prompt = self._prompt_in[slot] = self._cached[tuple(tokens)] = CachedPrompt(tokens, slot, cached)
         self._filling.append(prompt)
         return prompt
+
+    def _longest_cached_prefix(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Return the prompt slot with the longest common prefix, and the length of this prefix.
+
+        The prefix never includes the last token of the prompt, which must run. (0, 0) if it is below MIN_PREFIX.
+        """
+        best, source = 0, 0
+        for slot, other in enumerate(self._prompt_in):
+            usable = min(other.cached, len(tokens) - 1) if other is not None else 0
+            if other is not None and usable > best and other.tokens[best] == tokens[best]:
+                common = min(_common(tokens, other.tokens), usable)
+                if common > best:
+                    best, source = common, slot
+        return (source, best) if best >= MIN_PREFIX else (0, 0)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two prompts have in common at their beginning."""
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return index
+    return min(len(one), len(other))

@@ -178,6 +178,15 @@ def test_samples_share_their_prompt(
     assert len({tuple(answer.token_ids) for answer in shared}) > 14
 
 
+def test_a_common_beginning_is_copied(llama: nn.Module, steps: list[Step]) -> None:
+    start, *rest = ragged_prompts(20, 3, 4, 5)
+    prompts = [start + end for end in rest]
+    by_definition(llama, prompts, Generator(llama, "cpu").generate(prompts, GREEDY, [0, 1, 2], batch_size=2))
+    assert sum(len(chunk.tokens) for step in steps[2:] for chunk in step.chunks) == (20 + 5) + (20 + 4) + 3, (
+        "the third prompt, which starts when a slot is free, runs its own end"
+    )
+
+
 @pytest.mark.parametrize("windows", [False, True])
 def test_the_cache_stays_within_its_bound(llama: nn.Module, windows: bool) -> None:
     """With little memory fewer prompts are kept, and fewer sequences run."""

@@ -28,3 +28,5 @@ def test_rows_are_where_the_slots_say() -> None:
     keys, values = layer.prompt_rows
     assert keys.shape[::2] == (2, 8) and values.shape[2] == 4
     assert (keys[1, 2 * 2 * 64 + 5] == 7).all() and keys[0].abs().sum() == 0
+    cache.copy_prefix(2, 0, 6)
+    assert (layer.prompt_keys[0, 1, 5] == 7).all() and layer.prompt_keys[1].abs().sum() == 0

@@ -60,6 +60,22 @@ def test_samples_wait_while_their_prompt_runs_in_chunks() -> None:
     assert starting(plan) == [(0, 0, 0), (1, 1, 0)]
 
 
+def test_a_common_beginning_is_copied_between_prompts() -> None:
+    scheduler = Scheduler([LONG, [*LONG[:30], 77, 78]], slots=2, prompt_slots=2, prefill_tokens=40)
+    plan = scheduler.plan()
+    assert plan.copies == [] and chunks(plan) == [(0, 0, 40)]
+    plan = scheduler.plan()
+    assert plan.copies == [(0, 1, 30)] and chunks(plan) == [(1, 30, 32)]
+
+
+def test_a_common_beginning_in_its_own_slot_is_not_copied() -> None:
+    scheduler = Scheduler([LONG, [*LONG[:30], 77, 78]], slots=1, prompt_slots=1, prefill_tokens=100)
+    scheduler.plan()
+    scheduler.finish({0})
+    plan = scheduler.plan()
+    assert plan.copies == [] and chunks(plan) == [(0, 30, 32)]
+
+
 def test_sequences_of_one_prompt_are_neighbours() -> None:
     scheduler = Scheduler([LONG, [9], LONG], slots=3, prompt_slots=2, prefill_tokens=100)
     scheduler.plan()
