@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from tests.pipeline.models.tiny import (
     source_in,
     trained,
 )
+from tests.ranks import run_ranks
 
 
 def logprobs_of(engine: Engine, ids: Tensor) -> Tensor:
@@ -269,9 +271,8 @@ def test_dtype_auto_is_what_the_machine_computes_best(
     assert natural_precision() == expected
 
 
-def test_fused_kernels_replace_norms_and_gates_in_a_model_and_its_copy() -> None:
-    config = config_of("qwen3")
-    model = AutoModelForCausalLM.from_config(config)
+def fuse_a_model_and_copy_it() -> None:
+    model = AutoModelForCausalLM.from_config(config_of("qwen3"))
     names = [name for name, _ in model.named_parameters()]
     fuse_kernels(model)
     assert [name for name, _ in model.named_parameters()] == names
@@ -283,10 +284,15 @@ def test_fused_kernels_replace_norms_and_gates_in_a_model_and_its_copy() -> None
         assert type(each).forward is type(model).forward and "liger" not in each.forward.__module__  # no fused loss
 
 
-def test_fused_kernels_leave_an_unsupported_family_as_it_is() -> None:
+def fuse_an_unsupported_family() -> None:
     model = AutoModelForCausalLM.from_config(config_of("opt"))
     fuse_kernels(model)
     assert not any("liger" in module.forward.__module__ for module in model.modules())
+
+
+@pytest.mark.parametrize("check", [fuse_a_model_and_copy_it, fuse_an_unsupported_family])
+def test_fused_kernels_replace_norms_and_gates_of_supported_families(check: Callable[[], None]) -> None:
+    run_ranks(check, 1)  # in a process of its own, because Liger Kernel also replaces functions of transformers
 
 
 def test_fused_kernels_that_this_machine_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
