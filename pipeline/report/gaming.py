@@ -142,7 +142,7 @@ def gaming(reward_rise: float | None, checks: Sequence[Check], rewarder: str = "
     if correlation == paired == last == "good":
         return Gaming("good", "No sign of it.", f"All three checks agree. {texts}")
     reason = (
-        f"The reward score rose by {format_signed(reward_rise)}, but not all three checks speak against gaming: the "
+        f"The reward score rose by {format_signed(reward_rise)}, but not all three checks exclude gaming: the "
         f"{rewarder} may reward something that the gold scorer does not measure. {texts}"
     )
     return Gaming("open", "Possibly.", reason)

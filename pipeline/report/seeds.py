@@ -27,6 +27,7 @@ from pipeline.report.verdict import (
     LABELS,
     MOVED,
     SCORE,
+    TOO_FEW,
     Change,
     Measure,
     Outcome,
@@ -34,7 +35,7 @@ from pipeline.report.verdict import (
     change,
     combine,
     grades,
-    went_wrong,
+    guard_signs,
 )
 
 OWN_KEYS = {"seed", "name", "run_dir"}
@@ -149,11 +150,14 @@ def judge_seeds(runs: Sequence[RunReading]) -> Verdict:
     if not found:
         return Verdict("open", f"{len(runs)} runs have finished.", "They have no graded held-out answers in common.")
     verdict = combine(found)
-    wrong = [run.name for run in runs if went_wrong(run)]
+    signs = {run.name: guard_signs(mapping(run.stage(run.policy).summary.get("guard"))) for run in runs}
+    wrong = {name: text for name, text in signs.items() if text}
     if not wrong:
         return verdict
     headline = f"Training went wrong in {len(wrong)} of {len(runs)} runs ({', '.join(wrong)})."
-    return replace(verdict, headline=headline, outcome="bad" if verdict.outcome == "bad" else "open")
+    found_signs = "; ".join(f"{name} {text}" for name, text in wrong.items())
+    evidence = f"Signs of the training guard: {found_signs}.\n{verdict.evidence}"
+    return replace(verdict, headline=headline, evidence=evidence, outcome="bad" if verdict.outcome == "bad" else "open")
 
 
 def _judge_at(runs: Sequence[RunReading], temperature: float) -> Verdict | None:
@@ -174,14 +178,14 @@ def _judge_at(runs: Sequence[RunReading], temperature: float) -> Verdict | None:
     rewarder = runs[0].rewarder
     headline = f"{SCORE[rewarder]} {MOVED[reward.outcome]} over {count} seeds"
     outcome = reward.outcome if rewarder == "reward function" or reward.outcome == "bad" else "open"
-    trained = "PPO was trained on this score, and there is no gold score to judge by."
+    trained = "PPO was trained on this score, and there is no gold score: set evaluation.judge=FILE.py:NAME."
     return Verdict(outcome, headline, f"{_evidence(reward, 'score', label)} {trained}", METHOD)
 
 
 def _evidence(found: Effect, measure: str, label: str) -> str:
     over, changes = found.over_seeds, found.changes
     old, new = (statistics.fmean(getattr(one, mean) for one in changes) for mean in ("old_mean", "new_mean"))
-    few = " There are too few prompts for a verdict." if found.prompts < FEWEST_PROMPTS else ""
+    few = f" {TOO_FEW}" if found.prompts < FEWEST_PROMPTS else ""
     return (
         f"Over {len(changes)} seeds the mean {measure} went from {format_number(old)} after SFT to "
         f"{format_number(new)} after {label}: {format_signed(over.mean)}, 95% interval "

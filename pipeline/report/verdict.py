@@ -32,6 +32,7 @@ ONE_RUN = (
     "figures too: compare several runs before relying on a small difference."
 )
 FEWEST_PROMPTS = 8
+TOO_FEW = f"There are too few prompts for a verdict (at least {FEWEST_PROMPTS}, see evaluation.prompts)."
 SCORE = {
     "reward model": "The reward score",
     "reward function": "The reward function's score",
@@ -130,22 +131,27 @@ def judge(run: RunReading) -> Verdict:
     return _guarded(verdict, guard, step)
 
 
-def went_wrong(run: RunReading) -> bool:
-    """Return whether the training guard has findings about a run."""
-    return bool(mapping(run.stage(run.policy).summary.get("guard")).get("findings"))
+def guard_signs(guard: Mapping[str, Any]) -> str:
+    """Return the findings in `guard` of a summary as text, such as "at rollout 6 (length)"; "" without findings."""
+    findings = [mapping(each) for each in guard.get("findings") or []]
+    signs = ", ".join(str(each.get("sign")) for each in findings)
+    if not findings:
+        return ""
+    step = findings[0].get("step")
+    return f"{f'at rollout {step}' if step else 'before rollout 1'} ({signs})"
 
 
 def _guarded(verdict: Verdict, guard: Mapping[str, Any], exported_step: float | None) -> Verdict:
-    """Return a verdict with what the training guard saw. A run with findings is never called a success."""
+    """Return a verdict with the findings and rollbacks of the guard. A run with findings is never called a success."""
     findings = [mapping(each) for each in guard.get("findings") or []]
-    evidence = [verdict.evidence] + [
-        f"The guard returned from rollout {each.get('step')} to rollout {each.get('to')}, because {each.get('reason')}."
-        for each in map(mapping, guard.get("rollbacks") or [])
-    ]
+    evidence = [verdict.evidence]
+    for each in map(mapping, guard.get("rollbacks") or []):
+        step, reason = each.get("step"), each.get("reason")
+        target = f"rollout {each.get('to')}" if each.get("to") else "the SFT model"
+        evidence.append(f"The guard returned from rollout {step} to {target}, because {reason}.")
     if not findings:
         return replace(verdict, evidence="\n".join(evidence))
-    signs = ", ".join(str(each.get("sign")) for each in findings)
-    headline = f"Training went wrong at rollout {findings[0].get('step')} ({signs})."
+    headline = f"Training went wrong {guard_signs(guard)}."
     if is_number(guard.get("stopped_step")) and exported_step is not None:
         model = f"model of rollout {exported_step:.0f}" if exported_step else "SFT model"
         headline += f" The guard stopped it and exported the {model}."
@@ -245,7 +251,7 @@ def _by_gold(gold: Change, reward: Change | None, best_of: Change | None, reward
         headline = f"{method} hurt (the {rewarder} was gamed)" if gamed else f"{method} hurt"
         return Verdict("bad", headline, evidence, ONE_RUN)
     few = gold.prompts < FEWEST_PROMPTS
-    reason = "There are too few prompts for a verdict." if few else "The interval of the gold score contains zero."
+    reason = TOO_FEW if few else "The interval of the change contains zero."
     return Verdict("open", f"No clear difference between SFT and {label}", f"{evidence} {reason}", ONE_RUN)
 
 
@@ -254,7 +260,8 @@ def _by_pairs(wins: WinRate, label: str) -> Verdict:
     evidence = describe_wins(wins, label)
     few, unusable = wins.pairs < FEWEST_PROMPTS, wins.unusable > MOST_UNUSABLE * (wins.pairs + wins.unusable)
     if few or unusable:
-        reason = "There are too few pairs for a verdict." if few else "Too many verdicts of the judge are unusable."
+        pairs = f"There are too few pairs for a verdict (at least {FEWEST_PROMPTS})."
+        reason = pairs if few else f"For more than {MOST_UNUSABLE:.0%} of the pairs the judge gave no verdict."
         return Verdict("open", f"No verdict of the judge on {label}", f"{evidence} {reason}", ONE_RUN)
     if wins.plain.low > 0.5 and wins.controlled.low > 0.5:
         return Verdict("good", f"The judge prefers {label} to SFT", evidence, ONE_RUN)
@@ -284,7 +291,7 @@ def _by_function(reward: Change) -> Verdict:
     evidence = (
         f"On the same {reward.prompts} held-out prompts the mean went from {means}: "
         f"{_interval(reward)}.{still}{_few(reward)} PPO was trained on this function with other prompts. Read the "
-        "answers for what the function does not check."
+        "answers to judge what the function does not check."
     )
     headline = f"{SCORE['reward function']} {MOVED[reward.outcome]} with PPO"
     return Verdict(reward.outcome, headline, evidence, ONE_RUN)
@@ -319,7 +326,7 @@ def _by_nobody(dpo: StageReading) -> Verdict:
 
 
 def _few(one: Change) -> str:
-    return " There are too few prompts for a verdict." if one.prompts < FEWEST_PROMPTS else ""
+    return f" {TOO_FEW}" if one.prompts < FEWEST_PROMPTS else ""
 
 
 def _unfinished(run: RunReading) -> Verdict:
@@ -336,7 +343,7 @@ def _unfinished(run: RunReading) -> Verdict:
     else:
         parts.append("Run the same command with stage=all for the other stages; it also writes this page again.")
     word = "finished" if run.stage(run.policy).started else "run"
-    return Verdict("open", f"Too early to say: {LABELS[run.policy]} has not {word}.", " ".join(parts))
+    return Verdict("open", f"No verdict yet: {LABELS[run.policy]} has not {word}.", " ".join(parts))
 
 
 def _stage_label(stage: StageReading) -> str:

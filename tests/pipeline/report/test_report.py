@@ -132,7 +132,7 @@ def test_a_running_stage_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "ppo" / "summary.json").unlink()
     (tmp_path / "ppo" / "samples.jsonl").unlink()
     found = check(render_report(read_run(tmp_path)))
-    assert "Too early to say" in found.text
+    assert "No verdict yet" in found.text
     assert "Unfinished: the last logged step is 60." in found.text
 
 

@@ -61,6 +61,7 @@ def test_a_seed_that_went_wrong_makes_it_no_success(tmp_path: Path) -> None:
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"guard": {"findings": [finding]}}))
     _, verdict = write_seed_report(paths)
     assert (verdict.outcome, verdict.headline) == ("open", "Training went wrong in 1 of 3 runs (demo-seed=2).")
+    assert verdict.evidence.startswith("Signs of the training guard: demo-seed=2 at rollout 6 (KL).\n")
     assert "It rose in 3 of 3 seeds." in verdict.evidence
 
 

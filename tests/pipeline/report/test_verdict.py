@@ -159,14 +159,14 @@ def test_without_samples_the_summaries_speak_and_no_interval_is_claimed() -> Non
 def test_an_unfinished_run_says_how_far_it_is() -> None:
     ppo = StageReading("ppo", rows=[{"step": 7.0}])
     verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3}), "ppo": ppo}, {}))
-    assert verdict.headline.startswith("Too early")
+    assert verdict.headline.startswith("No verdict yet")
     assert verdict.headline.endswith("PPO has not finished.")
     assert "Finished: SFT. PPO is unfinished, at step 7. Run the same command again to resume" in verdict.evidence
 
 
 def test_stages_that_were_not_asked_for_are_not_called_unfinished() -> None:
     verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3})}, {}))
-    assert verdict.headline == "Too early to say: PPO has not run."
+    assert verdict.headline == "No verdict yet: PPO has not run."
     assert verdict.evidence.startswith("Finished: SFT. Run the same command with stage=all for the other stages")
 
 
@@ -221,7 +221,7 @@ def test_dpo_without_gold_says_what_it_ranks_and_claims_no_more() -> None:
     answers = [Sample(PROMPT, {"sft": "a", "dpo": "b"}, temperature=temperature) for temperature in (1.0, 0.0)]
     assert judge(RunReading("run", {"dpo": replace(dpo, samples=answers)}, {})) == verdict
     verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3})}, {"method": "dpo"}))
-    assert verdict.headline == "Too early to say: DPO has not run."
+    assert verdict.headline == "No verdict yet: DPO has not run."
 
 
 def test_change_counts_prompts_that_both_models_have() -> None:
@@ -258,6 +258,8 @@ def test_a_run_with_a_finding_is_no_success() -> None:
     assert to_sft.headline.endswith("The guard stopped it and exported the SFT model.")
     warned = judge(guarded({"findings": [finding], "stopped_step": None}))
     assert warned.headline == "Training went wrong at rollout 6 (length)." and warned.outcome == "open"
+    initial = judge(guarded({"findings": [finding | {"step": 0, "sign": "judge"}], "stopped_step": None}))
+    assert initial.headline == "Training went wrong before rollout 1 (judge)."
 
 
 def test_a_run_without_findings_keeps_its_verdict() -> None:
@@ -268,3 +270,5 @@ def test_a_run_without_findings_keeps_its_verdict() -> None:
     returned = judge(guarded({"findings": [], "stopped_step": None, "rollbacks": [back]}))
     assert returned.headline == plain.headline
     assert returned.evidence.endswith("The guard returned from rollout 9 to rollout 4, because the KL rose.")
+    to_start = judge(guarded({"rollbacks": [back | {"to": 0}]}))
+    assert to_start.evidence.endswith("The guard returned from rollout 9 to the SFT model, because the KL rose.")
