@@ -133,7 +133,11 @@ class Guard:
         self.stopped_step = step
         stage.stop_after(step)
         if is_rank_zero():
-            print(f"ppo: the guard stops training after step {step} of {stage.steps}", flush=True)
+            print(
+                f"ppo: the training guard stops the stage after step {step} of {stage.steps} and exports the best "
+                "step. Change the key that the sign names, and run again; with ppo.guard=warn training continues",
+                flush=True,
+            )
 
     def summary(self) -> dict[str, Any]:
         """Return what the guard saw, for summary.json."""
@@ -150,10 +154,10 @@ def open_guard(config: RunConfig, folder: Path, *, has_judge: bool) -> Guard:
     """Return the guard of a stage, and print how it selects the best step if that is weak."""
     ppo = config.ppo
     if not has_judge and (ppo.export == "best" or ppo.guard in ("stop", "rollback")) and is_rank_zero():
-        budget = f" at a KL of at most {ppo.kl_budget:g} nats" if ppo.asks_reference else ""
+        budget = f" and a KL of at most {ppo.kl_budget:g} nats per answer" if ppo.asks_reference else ""
         print(
-            f"ppo: there is no judge, so the best step is the one with the highest held-out reward{budget}. This "
-            "choice is weaker than a judge's, because PPO is trained on this reward: set evaluation.judge=FILE.py:NAME",
+            f"ppo: without evaluation.judge, the best step is the one with the highest held-out reward{budget}. This "
+            "choice is weak, because PPO is trained on this reward: set evaluation.judge=FILE.py:NAME",
             flush=True,
         )
     # The small clip range of ratios per answer (GSPO) clips a large share of the tokens also in normal runs.

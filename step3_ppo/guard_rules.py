@@ -103,7 +103,7 @@ def against_judge(grades: Grades, temperature: float) -> Finding | None:
     return Finding(
         "judge",
         f"the reward ranks held-out answers against the judge: rank correlation {correlation:.2f} over {count} answers "
-        f"at temperature {temperature:g}. Check the labels and the accuracy of the reward model",
+        f"at temperature {temperature:g}. Check the reward model's labels and accuracy, or the reward function",
         lr_helps=False,
     )
 
@@ -124,8 +124,9 @@ def fall(before: Grades, now: Grades, step: int, temperature: float) -> Finding 
         f"{-decides[2]:.2f} with {CONFIDENCE:.1%} confidence)"
     )
     if gold is not None and reward is not None and reward[0] > 0:
-        return Finding("gaming", f"{text}, and the reward is {reward[0]:+.2f}: PPO exploits errors of the reward")
-    return Finding("gold" if gold is not None else "reward", text)
+        reason = f"while the mean reward rose by {reward[0]:.2f}: PPO exploits errors of the reward"
+        return Finding("gaming", f"{text}, {reason}. Raise ppo.kl_coef, or improve the reward")
+    return Finding("gold" if gold is not None else "reward", f"{text}. Lower ppo.lr, or raise ppo.kl_coef")
 
 
 def _change(before: Sequence[float] | None, now: Sequence[float] | None) -> tuple[float, float, float] | None:
@@ -147,7 +148,7 @@ def large_updates(rows: Sequence[Row]) -> Finding | None:
     return Finding(
         "clip fraction",
         f"updates are too large: {clipped:.0%} of the tokens were clipped in the last {WINDOW} rollouts (normal is "
-        f"below {CLIP_FRACTION:.0%}). Lower the learning rate",
+        f"below {CLIP_FRACTION:.0%}). Lower ppo.lr",
     )
 
 
@@ -162,7 +163,7 @@ def update_kl(rows: Sequence[Row]) -> Finding | None:
     return Finding(
         "update KL",
         f"updates are too large: one update moves the policy by {kl:.2f} nats per token (normal is below "
-        f"{UPDATE_KL:g}). Lower the learning rate",
+        f"{UPDATE_KL:g}). Lower ppo.lr",
     )
 
 
@@ -178,7 +179,7 @@ def far_from_reference(rows: Sequence[Row]) -> Finding | None:
     return Finding(
         "KL",
         f"the policy is far from the SFT model: KL {kl:.1f} nats per answer, {kl / length:.2f} per token (limit "
-        f"{KL_PER_TOKEN:g}). Raise ppo.kl_coef or stop earlier",
+        f"{KL_PER_TOKEN:g}). Raise ppo.kl_coef, or set fewer ppo.steps",
     )
 
 
@@ -193,7 +194,7 @@ def fast_drift(rows: Sequence[Row]) -> Finding | None:
     return Finding(
         "KL rate",
         f"the KL to the SFT model rose from {before:.1f} to {now:.1f} nats per answer within {WINDOW} rollouts. Lower "
-        "the learning rate",
+        "ppo.lr",
     )
 
 
@@ -206,12 +207,14 @@ def entropy(rows: Sequence[Row]) -> Finding | None:
     if now is None or not first:
         return None
     if now < ENTROPY_FALL * first:
-        text = "has collapsed: the policy gives almost the same answer always"
+        moved, meaning = "fell", "a prompt gets almost the same answer every time"
+        advice = "Lower ppo.lr, or raise ppo.kl_coef or ppo.entropy_coef"
     elif now > ENTROPY_RISE * first + 0.5:
-        text = "has exploded: answers become random"
+        moved, meaning, advice = "rose", "answers become random", "Lower ppo.lr"
     else:
         return None
-    return Finding("entropy", f"the entropy {text} ({first:.2f} to {now:.3f} nats per token)")
+    figures = f"from {first:.2f} to {now:.3f} nats per token"
+    return Finding("entropy", f"the entropy {moved} {figures}: {meaning}. {advice}")
 
 
 def length(rows: Sequence[Row]) -> Finding | None:
@@ -225,8 +228,8 @@ def length(rows: Sequence[Row]) -> Finding | None:
         return None
     return Finding(
         "length",
-        f"the reward is mostly the length: their rank correlation is {correlation:.2f}, and answers grew from "
-        f"{first:.0f} to {now:.0f} tokens. Set ppo.length_penalty or correct the reward",
+        f"the reward follows the length of the answers: their rank correlation is {correlation:.2f}, and answers grew "
+        f"from {first:.0f} to {now:.0f} tokens. Set ppo.length_penalty, or correct the reward",
         lr_helps=False,
     )
 
@@ -242,7 +245,7 @@ def finished(rows: Sequence[Row]) -> Finding | None:
     return Finding(
         "finished answers",
         f"only {now:.0%} of the answers end within rollout.max_new_tokens ({first:.0%} in the first rollout), so the "
-        "others are judged without their end. Raise rollout.max_new_tokens",
+        "reward scores incomplete answers. Raise rollout.max_new_tokens",
         lr_helps=first >= FEW_FINISHED,
     )
 

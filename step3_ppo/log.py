@@ -104,7 +104,8 @@ def log_generator_gap(gap: float) -> None:
     """Log a warning if the generator and the trainer give different probabilities."""
     if gap > GENERATOR_GAP and is_rank_zero():
         logging.getLogger("zerochat").warning(
-            "generator and trainer disagree by %.3f in probability on average; above %.2f rollouts are off-policy",
+            "the probabilities of generator and trainer differ by %.3f on average (normal is below %.2f), so that "
+            "rollouts are off-policy: set ppo.importance_cap=2",
             gap,
             GENERATOR_GAP,
         )

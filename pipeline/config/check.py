@@ -307,8 +307,8 @@ def warnings(config: RunConfig) -> list[str]:
             )
     if config.evaluation.judge_threads > 1 and config.evaluation.judge is None and config.evaluation.pair_judge is None:
         found.append(
-            f"evaluation.judge_threads={config.evaluation.judge_threads} is not used, because evaluation.judge is not "
-            "set"
+            f"evaluation.judge_threads={config.evaluation.judge_threads} is not used, because neither evaluation.judge "
+            "nor evaluation.pair_judge is set"
         )
     if config.evaluation.pair_judge is not None and not set(POLICIES) & set(wanted_stages(config)):
         found.append(

@@ -89,7 +89,7 @@ def model_folder(location: str, key: str) -> Path:
         if (candidate / "config.json").is_file():
             return candidate
     if not folder.is_dir():
-        raise UserError(f"{key}={location}: there is no such folder (looked from {Path.cwd()})")
+        raise UserError(f"{key}={location}: there is no such folder (relative paths start at {Path.cwd()})")
     likely = {"actor": ANSWERING, "reward": ("reward",)}.get(key, reversed(STAGES))
     stages = [stage for stage in likely if (folder / stage / "model" / "config.json").is_file()]
     if stages:

@@ -217,7 +217,7 @@ def write_table(
 ) -> None:
     """Write samples.jsonl: one line per temperature and prompt, with every model's answer, scores and gold score.
 
-    With `extend`, the answers of other models that the file already contains are kept.
+    With `extend`, the answers of other models that the file already contains remain.
     """
     if is_rank_zero():
         earlier = {sample.key: sample for sample in read_samples(folder / SAMPLES)} if extend else {}

@@ -40,6 +40,11 @@ RETURN_TYPES = {
     PAIR_JUDGE: "number from 0 (the second answer is better) to 1 (the first is better), or None for no verdict",
 }
 LONGEST_VALUE, LONGEST_ROW = 120, 1000  # characters of a message
+ADVICE = (
+    "Run the same command again: with an unchanged file (after the failure of a service) PPO resumes from the last "
+    "checkpoint, with a corrected file PPO starts again"
+)
+ADVICE_ON_JUDGES = "Correct the function and run the same command again to resume from the last checkpoint"
 _Result = TypeVar("_Result")
 
 
@@ -134,7 +139,7 @@ class UserFunction:
             f"{self.key}={self.where} {what} for the answer {_cut(repr(answer))} to the row "
             f"{{{_cut(shown, LONGEST_ROW)}}}. The function must return a "
             f"{RETURN_TYPES[self.key]} for any text, also for an empty one. "
-            "Correct the function and run the same command again to resume from the last checkpoint"
+            f"{ADVICE if self.key == REWARD else ADVICE_ON_JUDGES}"
         )
 
 
@@ -168,7 +173,7 @@ def function_file(where: str, key: str = REWARD) -> Path:
         signature = SIGNATURES.get(key, SIGNATURE)
         raise UserError(f"{key}={where}: write FILE.py:NAME, a Python file and a function in it, {signature}")
     if not Path(path).is_file():
-        raise UserError(f"{key}={where}: there is no file {path} (looked from {Path.cwd()})")
+        raise UserError(f"{key}={where}: there is no file {path} (relative paths start at {Path.cwd()})")
     return Path(path)
 
 

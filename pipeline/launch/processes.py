@@ -41,14 +41,14 @@ from pipeline.launch.failure import (
 from pipeline.launch.ranks import Ranks
 
 MODULES = {name: stage.package for name, stage in STAGES.items()} | {"plan": "pipeline.planning"}
+PATIENCE = 600.0
+"""Seconds for a step to end and its checkpoint to be written. After that the launcher treats the ranks as stuck."""
 EARLY_STOP_MESSAGES = {
-    "now": "at once, the current step is lost",
-    "late": "no step ended in time, the current step is lost",
+    "now": "the current step is lost, because Ctrl-C was pressed again",
+    "late": f"the current step is lost, because it did not end within {PATIENCE / 60:.0f} minutes",
 }
 STOPPED_STATUSES = (INTERRUPTED, *(-number for number in STOP_SIGNALS))
 """Exit statuses of a rank that was stopped. The negative ones occur if the signal came before its handler was set."""
-PATIENCE = 600.0
-"""Seconds for a step to end and its checkpoint to be written. After that the launcher treats the ranks as stuck."""
 GRACE_AFTER_STOP = 30.0  # after another rank has stopped; the first rank needs time to close wandb
 GRACE_AFTER_FAILURE = 5.0
 REMOTE_REPORT_TIMEOUT = 3.0
@@ -163,7 +163,7 @@ def _others_restart(others: Callable[[], str]) -> bool:
 
 def _stop_notice(stage: str, received: signal.Signals) -> str:
     hint = "; press Ctrl-C again to end at once" if received == signal.SIGINT else ""
-    return f"\n{stage}: {received.name} received: finishes and saves the current step, then stops{hint}"
+    return f"\n{stage}: {received.name} received: the ranks finish and save the current step, then stop{hint}"
 
 
 def _start(stage: str, run_dir: Path, ranks: Ranks, number: int, shared_store: bool) -> _Worker:

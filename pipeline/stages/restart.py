@@ -193,7 +193,7 @@ def roll_back(folder: Path, checkpoints: Checkpoints, rollback: Rollback) -> Res
             write_json(folder / ROLLBACKS_FILE, [asdict(each) for each in [*read_rollbacks(folder), rollback]])
     barrier()
     return RestartStage(
-        f"rolls back from step {rollback.step} to step {rollback.to} with {ROLLBACK_LR:g} times the learning rate"
+        f"rolls back from step {rollback.step} to step {rollback.to} with {ROLLBACK_LR:g} times the learning rates"
     )
 
 

@@ -99,7 +99,7 @@ def test_a_fall_of_the_gold_score() -> None:
     found = fall(before, now, 4, 1.0)
     assert found is not None and found.sign == "gaming"
     assert f"below that of step 4 by 0.25 (at least {0.25 - half:.2f}" in found.sentence
-    assert "the reward is +0.50" in found.sentence
+    assert "while the mean reward rose by 0.50" in found.sentence
     lower = fall(before, Grades([-0.5] * 64, now.gold), 0, 1.0)
     assert lower is not None and lower.sign == "gold" and "that of the SFT model" in lower.sentence
     few = Grades([0.5] * 64, [0.0] * 8 + [1.0] * 56)  # mean -0.125, half width 0.1344

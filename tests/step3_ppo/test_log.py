@@ -75,7 +75,7 @@ def test_a_generator_that_is_not_the_model_is_told(caplog: pytest.LogCaptureFixt
     log_generator_gap(0.0099)
     assert not caplog.records
     log_generator_gap(0.0123)
-    assert "disagree by 0.012" in caplog.text and "off-policy" in caplog.text
+    assert "differ by 0.012" in caplog.text and "off-policy" in caplog.text
 
 
 def test_a_sequences_kl_is_a_sum_over_its_tokens_only() -> None:

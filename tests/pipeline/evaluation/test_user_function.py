@@ -189,7 +189,7 @@ def test_of_calls_that_fail_in_threads_the_first_is_told_and_no_more_are_begun(t
     """The second fails while the first waits."""
     written(tmp_path, WAITING)
     function = load_function(f"{tmp_path}/mine.py:failing", 2)
-    with pytest.raises(UserError, match=r"raised OSError: 0 .*same command again to resume from the last checkpoint"):
+    with pytest.raises(UserError, match=r"raised OSError: 0 .*command again: .*PPO resumes from the last checkpoint"):
         function.scores([(str(n), ROW) for n in range(500)])
     assert len(function.call.__globals__["made"]) < 500
 
@@ -262,7 +262,7 @@ def test_a_function_alone_needs_no_reward_stage() -> None:
     assert wanted_stages(config_of("stage=reward", "ppo.reward_model=false")) == ["reward"]
     assert config_of("ppo.reward_function=a folder/mine, too.py:f").ppo.reward_function == "a folder/mine, too.py:f"
     assert warnings(config_of("evaluation.judge_threads=8")) == [
-        "evaluation.judge_threads=8 is not used, because evaluation.judge is not set"
+        "evaluation.judge_threads=8 is not used, because neither evaluation.judge nor evaluation.pair_judge is set"
     ]
     assert warnings(config_of(*ALONE, "reward_model=gpt2")) == [
         "reward_model=gpt2 is not used, because ppo.reward_model=false"
