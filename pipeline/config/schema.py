@@ -92,7 +92,7 @@ class ModelConfig(Section):
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of transformers")
     fused_kernels: Literal["auto", "liger", "none"] = Field(
         "auto",
-        description="norm, rotary embedding and gate of Liger Kernel, in training and generation; auto uses them on GPUs if liger-kernel is installed (`pip install '.[gpu]'`) and supports the model's family",
+        description="norm, rotary embedding and gate, in training and generation. liger: those of Liger Kernel; none: those of transformers; auto: liger on GPUs if liger-kernel is installed (`pip install '.[gpu]'`) and supports the model's family, otherwise none",
     )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     tensor_plan: dict[str, str] | None = Field(
@@ -344,7 +344,7 @@ class RewardSection(StageSection):
         description="initial weights: sft, the SFT model of this run; base, the base model; auto: sft, or base if reward_model is set or the run has no SFT model",
     )
     centering: float = Field(
-        0.01, ge=0, description="coefficient of (chosen + rejected)^2, which keeps scores close to 0"
+        0.01, ge=0, description="coefficient of (chosen + rejected)^2, a term that pulls scores towards 0"
     )
     use_margin: bool = Field(False, description="subtract the margin column of the data from the score difference")
 
@@ -359,12 +359,12 @@ class PpoSection(StageSection):
     kl_coef: float = Field(0.05, ge=0, description="weight of the KL divergence per token to the reference")
     guard: Annotated[GuardAction, BeforeValidator(lambda value: "off" if value is False else value)] = Field(
         "stop",
-        description="reaction to signs that training has gone wrong: off; warn: print the signs; stop: end the stage and export the best step; rollback: start again from the best step with 0.3 times the learning rate, at most twice, then stop",
+        description="reaction of the training guard to a sign that PPO has gone wrong (docs/guides/did_it_help.md lists the signs). off: no checks; warn: print the sign and continue; stop: end the stage and export the best step; rollback: restart from the best step with 0.3 times the learning rates, at most twice, then stop",
     )
     kl_budget: float = Field(
         10.0,
         gt=0,
-        description="without a judge, the best step (export=best, guard) is the one with the highest reward among steps with at most this KL to the reference, in nats per answer",
+        description="without a judge: largest KL to the reference, in nats per answer, of a step that export=best and the guard may select; among these steps, the held-out reward decides",
     )
     kl_in: Literal["reward", "loss"] | None = Field(
         None,
@@ -396,11 +396,11 @@ class PpoSection(StageSection):
     )
     reward_function: FilePath | None = Field(
         None,
-        description="FILE.py:NAME, a function (answer, row) -> number that scores answers; with a reward model, both scores are added",
+        description="FILE.py:NAME, a function (answer, row) -> number, or a dictionary of numbers, that scores answers; with a reward model, the scores are added",
     )
     reward_weights: dict[str, float] = Field(
         {},
-        description="weights of the rewards in the score: model, the reward model; other names, those that reward_function returns in a dictionary; a reward without a weight counts 1",
+        description="weights of the rewards in the score, {name: weight}. The name model is the reward model; other names are those that reward_function returns in a dictionary; a reward without a weight has the weight 1",
     )
     reward_threads: int = Field(
         1,
@@ -439,7 +439,7 @@ class PpoSection(StageSection):
     resample: int = Field(
         0,
         ge=0,
-        description="number of times that a rollout replaces the prompts whose answers all have the same score by new prompts (dynamic sampling of DAPO; Yu et al., 2025)",
+        description="largest number of rounds per rollout that replace the prompts whose answers all have the same score by new prompts (dynamic sampling of DAPO; Yu et al., 2025); 0: none; not for gae and reinforce",
     )
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
     lam: float = Field(0.95, ge=0, le=1, description="lambda of GAE")
@@ -452,7 +452,7 @@ class PpoSection(StageSection):
     )
     unfinished: Literal["penalize", "mask"] = Field(
         "penalize",
-        description="answers without an end token: penalize, subtract missing_end_penalty; mask, leave them out of the updates (overlong filtering of DAPO; Yu et al., 2025)",
+        description="answers that were cut off at rollout.max_new_tokens. penalize: subtract missing_end_penalty from the score; mask: leave them out of the updates, without a penalty (overlong filtering of DAPO; Yu et al., 2025)",
     )
     length_penalty: float = Field(
         0.0, ge=0, description="subtracted from the score for each token of an answer beyond length_free"
@@ -476,7 +476,7 @@ class PpoSection(StageSection):
     importance_cap: float | None = Field(
         None,
         gt=0,
-        description="weight each token's policy loss by the probability ratio trainer / generator, at most this value (usually 2); null: no weight",
+        description="weight of each token's policy loss: the ratio of the trainer's to the generator's probability, at most this value (usually 2); null: no weight",
     )
     importance_weights: Literal["token", "sequence", "token_mask", "sequence_mask"] = Field(
         "token",
@@ -567,21 +567,21 @@ class EvaluationSection(Section):
     temperatures: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = Field(
         None,
         min_length=1,
-        description="sampling temperatures of these answers, 0 for greedy decoding; null: rollout.temperature and 0",
+        description="sampling temperatures of the held-out answers, 0 for greedy decoding; null: rollout.temperature and 0",
     )
     best_of: int = Field(
         4,
         ge=1,
-        description="PPO is also compared with the best of this many SFT answers by its score, sampled at the first of temperatures that is not 0; 1: no such comparison",
+        description="number of SFT answers per prompt; the report compares PPO with the answer of these that has the highest score; sampled at the first of temperatures that is not 0; 1: no such comparison",
     )
-    table_rows: int = Field(16, ge=1, description="number of these prompts that the report shows")
+    table_rows: int = Field(16, ge=1, description="number of held-out prompts that the report shows")
     judge: FilePath | None = Field(
         None,
-        description="FILE.py:NAME, a function (answer, row) -> number from 0 to 1 that grades these answers: the gold score for your own data, not used in training",
+        description="FILE.py:NAME, a function (answer, row) -> number from 0 to 1 that grades the held-out answers: the gold score; not used in training",
     )
     pair_judge: FilePath | None = Field(
         None,
-        description="FILE.py:NAME, a function (first answer, second answer, row) -> number from 0 (the second is better) to 1 (the first is better), or None; compares the answers after PPO or DPO with those of SFT in both orders",
+        description="FILE.py:NAME, a function (first answer, second answer, row) -> number from 0 (the second is better) to 1 (the first is better), or None without a verdict; compares each held-out answer after PPO or DPO with the SFT answer, in both orders",
     )
     judge_threads: int = Field(
         1, ge=1, description="concurrent calls of judge and of pair_judge on a rank, see ppo.reward_threads"
