@@ -9,6 +9,7 @@ global batch: ranks and micro-batches do not change it.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,16 @@ def labelled_answers(records: Sequence[Preference | LabelledAnswer]) -> list[Lab
 
 
 def examples_of(items: Sequence[LabelledItem], *, max_length: int) -> list[Example]:
-    """Return each item with the answer of the next item that has another prompt (of the next item if none has)."""
+    """Return each item with the answer of the next item that has another prompt.
+
+    If no item has another prompt, the answer is that of the next item; a single item has its own answer.
+    """
     prompts = [item.ids[: item.prompt] for item in items]
     examples = []
     for index, item in enumerate(items):
-        following = [*range(index + 1, len(items)), *range(index)]
-        other = next((i for i in following if not np.array_equal(prompts[i], prompts[index])), following[0])
+        following = chain(range(index + 1, len(items)), range(index))  # a list for each item would take n^2 time
+        unlike = (i for i in following if not np.array_equal(prompts[i], prompts[index]))
+        other = next(unlike, (index + 1) % len(items))
         unrelated = np.concatenate([prompts[index], items[other].ids[items[other].prompt :]])[:max_length]
         examples.append(Example(item.ids, unrelated, item.prompt, item.label))
     return examples

@@ -84,7 +84,7 @@ def imitation_loss(logprobs: Tensor, lengths: Tensor) -> Tensor:
 def kto_baseline(log_ratios: Tensor) -> Tensor:
     """Return the estimate of KL(pi, pi_ref), at least 0, from which KTO measures rewards: the mean log-ratio, ().
 
-    log_ratios (B,): of answers to other prompts (Ethayarajh et al., 2024, arXiv:2402.01306, section 4.1)
+    log_ratios (B,): of answers to other prompts (Ethayarajh et al., 2024, arXiv:2402.01306)
     """
     return log_ratios.mean().clamp(min=0.0)
 
@@ -92,7 +92,7 @@ def kto_baseline(log_ratios: Tensor) -> Tensor:
 def kto_loss(
     log_ratios: Tensor, labels: Tensor, baseline: Tensor | float, *, beta: float, undesirable_weight: float
 ) -> Tensor:
-    """Return the sum of weight * (1 - v) (Ethayarajh et al., 2024, arXiv:2402.01306, equation 8).
+    """Return the sum of weight * (1 - v) (Ethayarajh et al., 2024, arXiv:2402.01306).
 
         v = sigmoid(beta * (log-ratio - baseline)) if the answer is desirable, sigmoid(beta * (baseline - log-ratio))
         if not; the weight is 1 if the answer is desirable, and `undesirable_weight` if not

@@ -128,6 +128,10 @@ def test_unrelated_answers_belong_to_another_prompt() -> None:
         [item([1, 2], [11]), item([1, 2], [12]), item([3], [13, 14, 15])], max_length=4
     )
     assert [each.unrelated.tolist() for each in examples] == [[1, 2, 13, 14], [1, 2, 13, 14], [3, 11]]
+    same = examples_of([item([1, 2], [11]), item([1, 2], [12])], max_length=4)
+    assert [each.unrelated.tolist() for each in same] == [[1, 2, 12], [1, 2, 11]]
+    (alone,) = examples_of([item([1, 2], [11])], max_length=4)  # such as a single held-out answer
+    assert alone.unrelated.tolist() == [1, 2, 11]
 
 
 def test_a_pair_becomes_two_labelled_answers() -> None:
