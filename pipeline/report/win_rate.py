@@ -16,7 +16,9 @@ from pipeline.evaluation.intervals import t_quantile, wilson_interval
 from pipeline.evaluation.samples import Sample
 
 RIDGE = 0.01
-"""The weight of the squared coefficient of the length, which keeps it finite if the length decides every pair."""
+"""The weight of the squared coefficient of the length, which keeps it finite if the length decides every pair.
+
+The ridge is a normal prior of the coefficient with the variance 1 / RIDGE. The interval includes this uncertainty."""
 NEWTON_STEPS = 50
 MOST_UNUSABLE = 0.1
 """The largest share of pairs without a usable verdict that still allows a verdict on the run."""
@@ -104,13 +106,15 @@ def length_controlled(outcomes: Sequence[float], differences: Sequence[float]) -
 
     The model is P(win) = sigmoid(a + b x) with x = tanh(difference / standard deviation of the differences), and the
     rate is sigmoid(a). The interval uses the robust covariance, which also fits ties (Papke & Wooldridge, 1996), and
-    Student's t with N - 2 degrees of freedom. If the lengths or the outcomes are all equal, the length explains
-    nothing, and the result is the plain rate with Wilson's interval.
+    Student's t with N - 2 degrees of freedom. If the differences or the outcomes are all equal, the length explains
+    nothing, and the result is the plain rate with Wilson's interval; if all answers are longer (or all shorter), the
+    interval is 0 to 1.
     """
     count, spread = len(outcomes), statistics.pstdev(differences)
     plain = Rate(statistics.fmean(outcomes), *wilson_interval(sum(outcomes), count))
     if count < 3 or len(set(outcomes)) == 1 or spread == 0:
-        return plain
+        one_sided = min(differences) > 0 or max(differences) < 0
+        return Rate(plain.mean, 0.0, 1.0) if one_sided else plain
     x = [math.tanh(difference / spread) for difference in differences]
     a = b = 0.0
     for _ in range(NEWTON_STEPS):
@@ -127,7 +131,7 @@ def length_controlled(outcomes: Sequence[float], differences: Sequence[float]) -
     meat = (
         sum(squares),
         sum(s * v for s, v in zip(squares, x, strict=True)),
-        sum(s * v * v for s, v in zip(squares, x, strict=True)),
+        sum(s * v * v for s, v in zip(squares, x, strict=True)) + RIDGE,  # without pairs of equal length, b is a guess
     )
     weights = _solve(_hessian(wins, x), (1.0, 0.0))  # the first row of the inverse
     variance = weights[0] ** 2 * meat[0] + 2 * weights[0] * weights[1] * meat[1] + weights[1] ** 2 * meat[2]

@@ -1,6 +1,7 @@
 """The win rate by a pair judge: plain, length-controlled, and what counts as a verdict."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from pipeline.evaluation.samples import Sample, read_samples, write_samples
 from pipeline.report.data import RunReading, StageReading
 from pipeline.report.report import render_report
 from pipeline.report.verdict import judge
-from pipeline.report.win_rate import length_controlled, outcome, win_rate
+from pipeline.report.win_rate import Rate, length_controlled, outcome, win_rate
 from tests.pipeline.report.test_report import check
 
 Pair = tuple[float | None, float | None]
@@ -67,6 +68,28 @@ def test_length_that_decides_every_pair_is_controlled() -> None:
     outcomes = [1.0 if difference > 0 else 0.0 for difference in differences]
     found = length_controlled(outcomes, differences)
     assert sum(outcomes) / 60 > 0.6 and found.low < 0.5 < found.high
+
+
+def test_without_pairs_of_about_equal_length_the_rate_at_equal_length_is_unknown() -> None:
+    """All answers are 90 to 110 characters longer, and 80% win: length and quality cannot be told apart.
+
+    Here x is 1 for every pair, so a + b is known and b has the prior's deviation of 10: a is logit(0.8) +- 10 t.
+    """
+    differences = [90.0, 110.0] * 40
+    found = length_controlled(([1.0] * 4 + [0.0]) * 16, differences)
+    assert found.mean == pytest.approx(0.8, abs=2e-3)
+    assert found.low < 1e-6 and found.high > 1 - 1e-6
+    rows = judged(([(1.0, 1.0)] * 4 + [(0.0, 0.0)]) * 16)
+    longer = [replace(row, answers={"sft": "word", "ppo": "x" * (94 + 20 * (at % 2))}) for at, row in enumerate(rows)]
+    assert judge(run_of(longer)).headline == "The judge prefers PPO to SFT, but not at equal length at temperature 1."
+
+
+@pytest.mark.parametrize(("extra", "result"), [(0, "good"), (9, "open")])
+def test_wins_of_answers_that_are_all_longer_are_no_success(extra: int, result: str) -> None:
+    found = win_rate(judged([(1, 1)] * 20, extra), "ppo")
+    assert found is not None and found.plain.low > 0.8
+    assert found.controlled == (Rate(1.0, 0.0, 1.0) if extra else found.plain)
+    assert judge(run_of(judged([(1, 1)] * 20, extra))).outcome == result
 
 
 def test_the_interval_covers_the_rate_at_equal_length() -> None:
