@@ -100,8 +100,8 @@ def check_correlation(samples: Sequence[Sample]) -> Check:
 def check_paired(samples: Sequence[Sample]) -> Check:
     """Check whether gold rose from SFT to PPO, prompt by prompt."""
     found = change(samples, "gold", "sft", "ppo")
-    if found is None:
-        return Check("open", "No prompt has gold scores of both models.")
+    if found is None or math.isnan(found.low):
+        return Check("open", "Fewer than two prompts have gold scores of both models.")
     text = f"The gold score changed by {format_signed(found.mean)} from SFT to PPO, {_interval(found.low, found.high)}."
     return Check(found.outcome, text)
 

@@ -36,6 +36,7 @@ from pipeline.report.verdict import (
     combine,
     grades,
     guard_signs,
+    is_selected,
 )
 
 OWN_KEYS = {"seed", "name", "run_dir"}
@@ -150,6 +151,13 @@ def judge_seeds(runs: Sequence[RunReading]) -> Verdict:
     if not found:
         return Verdict("open", f"{len(runs)} runs have finished.", "They have no graded held-out answers in common.")
     verdict = combine(found)
+    selected = [run.name for run in runs if is_selected(run)]
+    if selected:
+        chosen = (
+            f"The models of {len(selected)} of {len(runs)} runs ({', '.join(selected)}) were selected by their scores "
+            "on these prompts, which biases the result upwards."
+        )
+        verdict = replace(verdict, evidence=f"{verdict.evidence}\n{chosen}")
     signs = {run.name: guard_signs(mapping(run.stage(run.policy).summary.get("guard"))) for run in runs}
     wrong = {name: text for name, text in signs.items() if text}
     if not wrong:

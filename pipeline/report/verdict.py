@@ -120,8 +120,7 @@ def judge(run: RunReading) -> Verdict:
         return _unfinished(run)
     verdict, step = _judge_finished(run), policy.number("exported_step")
     guard = mapping(policy.summary.get("guard"))
-    is_selected = run.setting("ppo", "export") == "best" or is_number(guard.get("stopped_step"))
-    if policy.name != "dpo" and is_selected and step:  # DPO selects by pairs; step 0 is the SFT model
+    if is_selected(run):
         selects_by = guard.get("selects_by", "score")
         chosen = (
             f"The model of rollout {step:.0f} was selected by its {selects_by} on these prompts, which biases the "
@@ -139,6 +138,15 @@ def guard_signs(guard: Mapping[str, Any]) -> str:
         return ""
     step = findings[0].get("step")
     return f"{f'at rollout {step}' if step else 'before rollout 1'} ({signs})"
+
+
+def is_selected(run: RunReading) -> bool:
+    """Return whether PPO exported a step that it selected by held-out scores. The verdict uses the same prompts."""
+    policy = run.stage(run.policy)
+    stopped = is_number(mapping(policy.summary.get("guard")).get("stopped_step"))
+    selects = run.setting("ppo", "export") == "best" or stopped
+    # DPO selects by pairs, and step 0 is the SFT model.
+    return policy.name != "dpo" and selects and bool(policy.number("exported_step"))
 
 
 def _guarded(verdict: Verdict, guard: Mapping[str, Any], exported_step: float | None) -> Verdict:

@@ -137,3 +137,8 @@ def test_malformed_grades_are_skipped(tmp_path: Path) -> None:
     found = read_grades(file)
     assert [(one.step, one.temperature, one.gold, one.scores) for one in found] == [(1, 0.0, (1.0, 0.5), ())]
     assert read_grades(tmp_path / "none") == []
+
+
+def test_one_prompt_has_no_interval() -> None:
+    found = check_paired(changed([1.0], [0.2]))
+    assert found == check_paired([]) == Check("open", "Fewer than two prompts have gold scores of both models.")

@@ -65,6 +65,20 @@ def test_a_seed_that_went_wrong_makes_it_no_success(tmp_path: Path) -> None:
     assert "It rose in 3 of 3 seeds." in verdict.evidence
 
 
+def test_models_that_were_selected_on_these_prompts_are_named(tmp_path: Path) -> None:
+    paths = made(tmp_path)
+    assert "selected" not in write_seed_report(paths)[1].evidence
+    summary = paths[1] / "ppo" / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"exported_step": 40}))
+    with (paths[1] / "ppo" / "config.yaml").open("a") as config:
+        config.write("ppo:\n  export: best\n")
+    _, verdict = write_seed_report(paths)
+    assert verdict.evidence.endswith(
+        "\nThe models of 1 of 3 runs (demo-seed=2) were selected by their scores on these prompts, which biases the "
+        "result upwards."
+    )
+
+
 def test_seeds_that_disagree_are_no_verdict(tmp_path: Path) -> None:
     _, verdict = write_seed_report(made(tmp_path, gamed=(2,)))
     assert verdict.outcome == "open"
