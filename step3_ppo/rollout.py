@@ -197,6 +197,11 @@ def score_answers(models: Models, batches: Sequence[Microbatch], calls: Sequence
         rewards = function_rewards(models.function, calls)
     names = list(rewards)
     if models.reward is not None:
+        if REWARD_MODEL in rewards:
+            raise SharedError(
+                f"ppo.reward_function returns a reward with the name {REWARD_MODEL}, which is the name of the reward "
+                "model in ppo.reward_weights and metrics.jsonl: return it by another name"
+            )
         rewards[REWARD_MODEL] = model_scores(models.reward, batches, models.reward_mean)
     assert rewards, "PPO needs a reward model or a reward function"
     unknown = [name for name in models.reward_weights if name not in rewards]

@@ -138,6 +138,10 @@ def test_several_rewards_are_weighted_and_logged(tmp_path: Path) -> None:
     ppo.models = replace(plain, function=several, reward_weights={"brevity": 1.0})
     with pytest.raises(SharedError, match=r"reward_weights\.brevity weighs .* the rewards are brief, number, model"):
         ppo.collect(2, stage)
+    (tmp_path / "mine.py").write_text(SEVERAL.replace("brief", "model"))
+    ppo.models = replace(plain, function=load_function(f"{tmp_path}/mine.py:score"))
+    with pytest.raises(SharedError, match="a reward with the name model, which is the name of the reward model"):
+        ppo.collect(2, stage)
 
 
 @pytest.mark.parametrize("reward_model", [False, True])
