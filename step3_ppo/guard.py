@@ -47,7 +47,7 @@ class Guard:
     kl_budget: without a judge, the largest KL of a step that may be the best, in nats per answer
     rollbacks: the earlier rollbacks of the stage
     watched: the metrics of a rollout that the rules may use
-    rows: the watched metrics of the first rollout and of the last ones
+    rows: the watched metrics of the first rollout (with later ones for those that it lacks) and of the last ones
     evaluations: the grades of the SFT model (step 0) and of the best step, by step and temperature
     found: the findings as {"step", "sign", "sentence"}, the first of each sign
     stopped_step: the step at which the guard stopped the stage
@@ -94,7 +94,8 @@ class Guard:
         """Add the metrics of a rollout with this number of answers, and return the findings."""
         row = {name: metrics[name] for name in self.watched if name in metrics} | {"step": step, "answers": answers}
         earlier = [each for each in self.rows if each["step"] < step]
-        self.rows = [*earlier[:1], *earlier[1:][-WINDOW:], row]
+        first = [{**row, **each} for each in earlier[:1]]  # without actor steps (critic_warmup) it lacks some metrics
+        self.rows = [*first, *earlier[1:][-WINDOW:], row]
         return [] if self.action == "off" else check_rollouts(self.rows)
 
     def watch_evaluation(self, evaluations: Evaluations) -> list[Finding]:

@@ -47,6 +47,20 @@ def test_the_history_is_the_first_rollout_and_the_last_ones() -> None:
     }  # fmt: skip
 
 
+def test_after_a_warm_up_of_the_critic_entropy_is_compared_with_the_first_policy_that_learns() -> None:
+    """The first two rollouts have no steps of the actor, so that their lines lack its metrics."""
+    guard = Guard("stop", has_judge=True, kl_budget=10.0)
+    for step in (1, 2):
+        metrics = line(step)
+        del metrics["entropy"]
+        assert guard.watch(step, metrics, 64) == []
+    for step in (3, 4, 5, 6):
+        assert guard.watch(step, line(step, entropy=0.5), 64) == []
+    assert guard.rows[0]["step"] == 1 and guard.rows[0]["entropy"] == 0.5
+    found = [guard.watch(step, line(step, entropy=0.01), 64) for step in (7, 8, 9)]
+    assert [each.sign for each in found[-1]] == ["entropy"]
+
+
 def test_a_guard_that_resumes_finds_the_same() -> None:
     """The state passes through JSON, as in a checkpoint. From step 8 on, 0.5 of the tokens are clipped.
 
