@@ -182,10 +182,11 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
             "ppo.export=best without a judge selects by the reward within a KL budget, but ppo.kl_coef=0 measures no "
             "KL: set evaluation.judge=FILE.py:NAME, or ppo.reference=true"
         )
-    if ppo.guard == "rollback" and "optimizer" in (config.engine.deepspeed or {}):
+    sets_rate = _sets_learning_rate(config.engine.deepspeed or {})
+    if ppo.guard == "rollback" and sets_rate:
         yield (
-            "ppo.guard=rollback lowers ppo.lr, but the optimizer of engine.deepspeed sets the learning rate: remove "
-            "that optimizer, or set ppo.guard=stop"
+            f"ppo.guard=rollback lowers ppo.lr, but the {sets_rate} of engine.deepspeed sets the learning rate: remove "
+            f"that {sets_rate}, or set ppo.guard=stop"
         )
     if ppo.shared_forward and ppo.minibatches > 1:
         yield (
@@ -260,6 +261,18 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
         )
     if ppo.batch_size * ppo.samples % ppo.minibatches:
         yield indivisible("ppo.batch_size", ppo.batch_size, ppo.minibatches, f"ppo.minibatches={ppo.minibatches}")
+
+
+def _sets_learning_rate(file: Mapping[str, Any]) -> str:
+    """Return the section of a DeepSpeed file that sets the learning rate instead of `lr`; "" if none does."""
+    if "optimizer" in file:
+        return "optimizer"
+    scheduler = file.get("scheduler")
+    if not isinstance(scheduler, Mapping):
+        return ""
+    rate = (scheduler.get("params") or {}).get("warmup_max_lr")
+    fixed = scheduler.get("type") == "WarmupDecayLR" if rate is None else rate != "auto"  # it has a number as default
+    return "scheduler" if fixed else ""
 
 
 def _trains(config: RunConfig, judge: str) -> bool:

@@ -265,6 +265,12 @@ def test_the_guard_is_a_word_and_false_is_off():
     assert config_of("ppo.guard=false").ppo.guard == "off"
     line = refusal("ppo.guard=rollback", "engine.deepspeed={optimizer: {type: AdamW, params: {lr: 0.1}}}")
     assert line.startswith("ppo.guard=rollback lowers ppo.lr, but the optimizer of engine.deepspeed sets")
+    warmup = "engine.deepspeed={scheduler: {type: WarmupLR, params: {warmup_max_lr: %s}}}"
+    line = refusal("ppo.guard=rollback", warmup % "0.1")
+    assert line.startswith("ppo.guard=rollback lowers ppo.lr, but the scheduler of engine.deepspeed sets")
+    decay = "engine.deepspeed={scheduler: {type: WarmupDecayLR, params: {total_num_steps: 9}}}"
+    assert "the scheduler of engine.deepspeed sets" in refusal("ppo.guard=rollback", decay)
+    assert config_of("ppo.guard=rollback", warmup % "auto").ppo.guard == "rollback"
 
 
 def test_a_coefficient_of_zero_can_not_adapt():
