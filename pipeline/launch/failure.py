@@ -16,6 +16,7 @@ INTERRUPTED, STOPPED = 130, 143  # Ctrl-C; SIGTERM and other signals
 ENDED_EARLY = (INTERRUPTED, STOPPED)
 FINISHED = "finished"  # the kind of the record that a rank sends when it has finished the stage
 PIPE_BYTES = 32_000
+PIPE_CAPACITY = 65_536  # of a pipe on Linux and macOS
 HOST_FULL = "can't allocate memory"  # the message of torch's host allocator, a RuntimeError
 
 

@@ -270,7 +270,8 @@ def _stop(workers: list[_Worker], signals: _Signals, others: Callable[[], str]) 
 def _stage_end(workers: list[_Worker], signals: _Signals) -> StageEnd:
     """Combine the results of all ranks into one.
 
-    The first that applies counts: a user error, a stop, a restart, a killed rank, the earliest crash.
+    The first that applies counts: a user error, a stop, a restart, a killed rank, a rank that exited early, the
+    earliest crash.
     """
     statuses = {worker.rank: worker.status() for worker in workers}
     stop_status = 0 if signals.first is None else signals.status
@@ -287,15 +288,16 @@ def _stage_end(workers: list[_Worker], signals: _Signals) -> StageEnd:
     for rank, status in statuses.items():
         if status is not None and status < 0:
             return StageEnd(CRASHED, f"rank {rank} was killed by {_signal_name(-status)}")
-    if failures:
-        return StageEnd(CRASHED, f"rank {failures[0]['rank']}: {failures[0]['message']}", failures[0]["traceback"])
     for rank, status in statuses.items():
-        if status == UNFINISHED:
+        if status == UNFINISHED:  # other ranks crash because they lost this rank
             return StageEnd(
                 CRASHED,
                 f"rank {rank} exited before the stage was finished: a function of your own (such as "
                 "ppo.reward_function) must not call exit()",
             )
+    if failures:
+        return StageEnd(CRASHED, f"rank {failures[0]['rank']}: {failures[0]['message']}", failures[0]["traceback"])
+    for rank, status in statuses.items():
         if status:
             return StageEnd(CRASHED, f"rank {rank} ended with status {status}")
     return StageEnd(0, stop_status=stop_status)

@@ -30,6 +30,7 @@ from pipeline.launch.failure import (
     INTERRUPTED,
     LAUNCHER,
     PIPE_BYTES,
+    PIPE_CAPACITY,
     RESTART,
     USER_ERROR,
     advise,
@@ -118,8 +119,11 @@ def _send(record: dict[str, Any]) -> None:
         if "message" in record:
             print(record["traceback"] if record["kind"] == "crash" else f"error: {record['message']}", file=sys.stderr)
         return
+    line = json.dumps(record).encode() + b"\n"
+    if len(line) > PIPE_CAPACITY:  # JSON escapes take up to 12 bytes for a character; a full pipe would block this rank
+        line = json.dumps(record | {"traceback": record["traceback"][-1000:]}).encode() + b"\n"
     with contextlib.suppress(OSError):
-        os.write(int(pipe), json.dumps(record).encode() + b"\n")
+        os.write(int(pipe), line)
 
 
 def _end_with_launcher() -> None:

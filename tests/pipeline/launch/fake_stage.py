@@ -4,7 +4,7 @@ ok: leaves a model and a summary. Anything else is "behaviour" or "behaviour:ran
 user (a UserError), crash (a RuntimeError), unread (as a print to a pipe without a reader), kill (SIGKILL to itself),
 slow (sleeps a second), hang (sleeps long), deaf (likewise, and ignores signals),
 exit (ends with status 0 without a result, as os._exit(0) in a user's function does),
-echo (rank 1 has a UserError, rank 0 crashes because of it).
+echo (rank 1 has a UserError, rank 0 crashes because of it), lost (likewise, but rank 1 exits with status 0).
 """
 
 import json
@@ -22,8 +22,8 @@ def run(config, folder):
     (folder / f"rank-{rank}.json").write_text(json.dumps({**os.environ, "PID": os.getpid(), "GROUP": os.getpgrp()}))
     if only and only != rank:
         time.sleep(60)
-    if behaviour == "echo":
-        behaviour = "user" if rank == "1" else "crash"
+    if behaviour in ("echo", "lost"):
+        behaviour = {"echo": "user", "lost": "exit"}[behaviour] if rank == "1" else "crash"
         while not (folder / "rank-1.json").exists():
             time.sleep(0.01)
         time.sleep(0.2 if rank == "0" else 0.0)

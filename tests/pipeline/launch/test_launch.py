@@ -15,8 +15,9 @@ import yaml
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.errors import UserError
-from pipeline.launch import processes, ranks
+from pipeline.launch import processes, ranks, worker
 from pipeline.launch.command import _save_traceback
+from pipeline.launch.failure import FAILURE_PIPE, PIPE_BYTES
 from pipeline.launch.processes import StageEnd, launch_stage
 from pipeline.launch.ranks import Ranks, check_given, first_host, given_ranks, own_ranks
 from tests.forked_launch import launch
@@ -96,7 +97,7 @@ def test_a_killed_rank_is_named(fake, monkeypatch):
     assert not _alive(fake, 1)
 
 
-@pytest.mark.parametrize("behaviour", ["exit", "exit:1"])
+@pytest.mark.parametrize("behaviour", ["exit", "exit:1", "lost"])
 def test_a_rank_that_exits_early_with_status_zero_has_failed(fake, monkeypatch, behaviour):
     monkeypatch.setenv("FAKE_STAGE", behaviour)
     end = ends(fake)
@@ -317,3 +318,16 @@ def test_a_mistake_before_any_work_is_said_by_the_first_rank_alone(tmp_path):
     assert [process.returncode for process in started] == [2, 2]
     assert said[1] == ""
     assert said[0].startswith("error: data.path=none.jsonl: there is no such file")
+
+
+def test_a_long_error_in_another_alphabet_fits_into_the_pipe(monkeypatch):
+    """JSON needs 12 bytes for such a character. The launcher reads the pipe only after the rank has ended."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)  # otherwise a longer record would block this test
+    monkeypatch.setenv(FAILURE_PIPE, str(write_end))
+    long = "\U0001f600" * PIPE_BYTES
+    worker._send({"kind": "crash", "message": long[: PIPE_BYTES // 8], "traceback": long[: PIPE_BYTES // 2]})
+    record = json.loads(os.read(read_end, 100_000))
+    assert record["message"] == long[: PIPE_BYTES // 8] and record["traceback"] == long[:1000]
+    os.close(read_end)
+    os.close(write_end)
