@@ -284,7 +284,7 @@ class StageRun:
 
     def _bytes_sent_by_step(self) -> dict[str, int]:
         """Return the mean bytes that this rank sends per step, by purpose. Rollouts, scoring and evaluation count."""
-        steps = max(1, self.steps - self._begun)
+        steps = max(1, self.last_step - self._begun)
         return {kind: round(size / steps) for kind, size in asdict(distributed.bytes_sent() - self._sent).items()}
 
     def finish(self, metrics_of_stage: Mapping[str, Any]) -> None:

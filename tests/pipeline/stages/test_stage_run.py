@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -398,3 +399,13 @@ def test_json_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_whole(tmp_path / "a.json", "\ud83d")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]  # and nothing beside it
+
+
+def test_the_bytes_per_step_of_a_stage_that_stops_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, _ = stage_of(tmp_path, 10)
+    stage.restore()
+    stage.stop_after(4)
+    sent = stage_run.distributed.bytes_sent()
+    monkeypatch.setattr(stage_run.distributed, "bytes_sent", lambda: replace(sent, other=sent.other + 400))
+    stage.finish({})
+    assert json.loads((tmp_path / "summary.json").read_text())["bytes_sent_by_step"]["other"] == 100
