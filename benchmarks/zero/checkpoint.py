@@ -1,9 +1,10 @@
-"""`checkpoint`: what a save costs the training loop, as a share of the save's own time; OPT-125M shape, one rank.
+"""`checkpoint`: the delay that a save causes in the training loop, as a share of the save's seconds.
 
-Steps run alone, then a save is begun and steps go on until it is on disk: that is the save's own time. Held up are the
-call itself, and what the steps beside the writing took longer than as many steps alone (their median): copies made
-before the first of them changes what is not yet written, and cores shared with the writing. `call_share` leaves the
-latter out; `save_alone` is a save that nobody trains beside.
+The model has the shape of OPT-125M and runs on one rank. First, steps run without a save. Then a save begins, and steps
+run until all files are written: these seconds are `whole`. The delay has two parts. `call` is the duration of the call
+of `save`. `slower` is the time that the concurrent steps took in excess of as many steps without a save, from copies
+that precede a change of unwritten values and from shared cores. `call_share` leaves `slower` out. `save_alone` is a
+save without training.
 """
 
 import os
@@ -12,71 +13,70 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.measure import median
-from benchmarks.record import ROOT, Result
+from benchmarks.record import Result
+from benchmarks.zero.deepspeed_work import architecture
 from engine import Checkpointer, Engine, EngineConfig, OptimizerConfig, initialize
 
-ROWS, LENGTH, ALONE = 2, 64, 6
+ROWS, LENGTH, STEPS_ALONE = 2, 64, 6
 
 
 def measure(rounds: int) -> Result:
-    """The median over `rounds` saves."""
+    """Return the median over `rounds` saves."""
     engine = _engine()
     ids = torch.randint(0, 1000, (ROWS, LENGTH))
-    with tempfile.TemporaryDirectory(prefix="zerochat-checkpoint-") as place:
-        _held(engine, ids, Path(place) / "step-0")  # buffers are allocated once
-        runs = [_held(engine, ids, Path(place) / f"step-{number + 1}") for number in range(rounds)]
+    with tempfile.TemporaryDirectory(prefix="zerochat-checkpoint-") as folder:
+        _save(engine, ids, Path(folder) / "step-0")  # allocates the buffers
+        runs = [_save(engine, ids, Path(folder) / f"step-{number + 1}") for number in range(rounds)]
     detail = {name: median([run[name] for run in runs]) for name in runs[0]}
     share = median([(run["call"] + run["slower"]) / run["whole"] for run in runs])
     return Result("zero", "checkpoint", share, "share of the save's time", lower_is_better=True, detail=detail)
 
 
-def _held(engine: Engine, ids: Tensor, folder: Path) -> dict[str, float]:
-    """Seconds: the call, the whole save, and what the steps beside it took more than alone."""
+def _save(engine: Engine, ids: Tensor, folder: Path) -> dict[str, float]:
+    """Save once during training; return the seconds of the save's parts and of the steps."""
     checkpointer = Checkpointer({"engine": engine})
-    began = time.perf_counter()
+    start = time.perf_counter()
     checkpointer.save(folder.with_name("alone"), {})
     checkpointer.wait()
-    save_alone = time.perf_counter() - began
-    alone = median([_step(engine, ids) for _ in range(ALONE)])
-    began = time.perf_counter()
+    save_alone = time.perf_counter() - start
+    step_alone = median([_step(engine, ids) for _ in range(STEPS_ALONE)])
+    start = time.perf_counter()
     checkpointer.save(folder, {})
-    call = time.perf_counter() - began
-    ended = _when_done(checkpointer)
-    beside: list[float] = []
+    call = time.perf_counter() - start
+    end = _end_of_save(checkpointer)
+    concurrent: list[float] = []
     while not checkpointer.done:
-        beside.append(_step(engine, ids))
+        concurrent.append(_step(engine, ids))
     checkpointer.wait()
-    whole = ended.result() - began
+    total = end.result() - start
     size = sum(file.stat().st_size for file in folder.iterdir())
-    slower = max(0.0, sum(beside) - len(beside) * alone)
-    figures = {"call": call, "slower": slower, "whole": whole, "save_alone": save_alone, "call_share": call / whole}
-    figures |= {"step_alone": alone, "steps_beside": float(len(beside)), "first_step_beside": beside[0]}
+    slower = max(0.0, sum(concurrent) - len(concurrent) * step_alone)
+    figures = {"call": call, "slower": slower, "whole": total, "save_alone": save_alone, "call_share": call / total}
+    figures |= {"step_alone": step_alone, "steps_beside": float(len(concurrent)), "first_step_beside": concurrent[0]}
     return figures | {"gigabytes": size / 1e9, "cores": float(os.cpu_count() or 1)}
 
 
-def _when_done(checkpointer: Checkpointer) -> "Future[float]":
-    """The moment at which nothing is left to write, which may be in the middle of a step."""
-    ended: Future[float] = Future()
+def _end_of_save(checkpointer: Checkpointer) -> "Future[float]":
+    """Return the time at which the last file is written, which may be in the middle of a step."""
+    end: Future[float] = Future()
 
-    def look() -> None:
+    def wait() -> None:
         while not checkpointer.done:
             time.sleep(0.01)
-        ended.set_result(time.perf_counter())
+        end.set_result(time.perf_counter())
 
-    threading.Thread(target=look).start()
-    return ended
+    threading.Thread(target=wait).start()
+    return end
 
 
 def _engine() -> Engine:
-    config = AutoConfig.for_model(**_shape())
+    config = AutoConfig.for_model(**architecture())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
 
@@ -87,13 +87,8 @@ def _engine() -> Engine:
     return initialize(model, EngineConfig(dtype="fp32"), optimizer=OptimizerConfig(lr=1e-4), fill=fill)
 
 
-def _shape() -> dict[str, Any]:
-    text = (ROOT / "conf" / "model" / "opt-125m.yaml").read_text(encoding="utf-8")
-    return dict(yaml.safe_load(text)["architecture"])
-
-
 def _step(engine: Engine, ids: Tensor) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()
-    return time.perf_counter() - began
+    return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""One rank's training steps on DeepSpeed, with the model's own loss: `STAGE STEPS`. Runs in DeepSpeed's environment."""
+"""Training steps of one rank with DeepSpeed and the model's own loss, in DeepSpeed's environment: `STAGE STEPS`."""
 
 import sys
 from typing import Any
@@ -7,11 +7,11 @@ import deepspeed
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.zero.beside_deepspeed.steps import LEARNING_RATE, architecture, rows_of_rank, run_steps
+from benchmarks.zero.deepspeed_work import LEARNING_RATE, architecture, rows_of_rank, run_steps
 
 
 def settings(stage: int) -> dict[str, Any]:
-    """DeepSpeed's configuration: bf16 with fp32 masters, AdamW, clipping as ours."""
+    """Return DeepSpeed's configuration: bf16 with fp32 masters, AdamW, and the clipping of our engine."""
     rows = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
     adam = {"lr": LEARNING_RATE, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
     return {
@@ -24,13 +24,13 @@ def settings(stage: int) -> dict[str, Any]:
 
 
 def main(stage: int, steps: int) -> None:
-    """Train on random tokens, one thread, dropout off."""
+    """Train on random tokens, on one thread, without dropout."""
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     fields = architecture()
-    quiet: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0}
+    no_dropout: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0}
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields, **quiet), attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields, **no_dropout), attn_implementation="sdpa")
     engine, *_ = deepspeed.initialize(model=model, config=settings(stage), model_parameters=model.parameters())
     engine.train()
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -1,7 +1,7 @@
-"""DeepSpeed's CPU Adam, in an environment that has it: `SIZE ...`. For each line that comes in, a step's seconds.
+"""DeepSpeed's CPU Adam, in DeepSpeed's environment: `SIZE ...`. Prints the seconds of one step per line of input.
 
-What its ZeRO-Offload does in a step: CPU Adam on fp32 masters, then the 16-bit parameters are copied from them. The
-first import builds the kernel with the machine's compiler.
+A step does the work of ZeRO-Offload: CPU Adam on fp32 master weights, then a copy to the 16-bit parameters. The first
+import compiles the kernel with the machine's compiler.
 """
 
 import sys
@@ -21,13 +21,13 @@ def main(sizes: list[int]) -> None:
     optimizer = DeepSpeedCPUAdam(masters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, adamw_mode=True)
     print("ready", flush=True)
     for _ in sys.stdin:
-        began = time.perf_counter()
+        start = time.perf_counter()
         with torch.no_grad():
             optimizer.step()
             for half, master in zip(halves, masters, strict=True):
                 half.copy_(master)
-        print(time.perf_counter() - began, flush=True)
+        print(time.perf_counter() - start, flush=True)
 
 
 if __name__ == "__main__":
-    main([int(word) for word in sys.argv[1:]])
+    main([int(argument) for argument in sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""The deepspeed cases: both sides get the same tokens, and what ranks print is read or missed loudly."""
+"""The deepspeed cases: both sides get the same tokens, and missing output of a rank raises an error."""
 
 import json
 from pathlib import Path
@@ -8,40 +8,40 @@ import torch
 
 from benchmarks.measure import BenchFailed
 from benchmarks.ranks import run_ranks
-from benchmarks.zero.beside_deepspeed.compare import read
-from benchmarks.zero.beside_deepspeed.steps import LENGTH, ROWS, architecture, rows_of_rank, run_steps
+from benchmarks.zero.deepspeed import summarize
+from benchmarks.zero.deepspeed_work import LENGTH, ROWS, architecture, rows_of_rank, run_steps
 
 
-def test_ranks_share_a_step_of_the_same_tokens() -> None:
-    whole = rows_of_rank(3, 0, 1, 1000)
-    assert whole.shape == (ROWS, LENGTH)
+def test_ranks_divide_the_tokens_of_a_step() -> None:
+    batch = rows_of_rank(3, 0, 1, 1000)
+    assert batch.shape == (ROWS, LENGTH)
     halves = [rows_of_rank(3, rank, 2, 1000) for rank in (0, 1)]
-    assert torch.equal(torch.stack(halves, 1).flatten(0, 1), whole)
-    assert not torch.equal(rows_of_rank(4, 0, 1, 1000), whole)
+    assert torch.equal(torch.stack(halves, 1).flatten(0, 1), batch)
+    assert not torch.equal(rows_of_rank(4, 0, 1, 1000), batch)
     assert architecture()["vocab_size"] == 50272
 
 
-def test_a_run_is_told_by_its_slower_memory_and_its_steps_after_warm_up() -> None:
+def test_a_run_has_the_largest_memory_and_the_median_step_after_warm_up() -> None:
     ranks = [
         {"seconds": [9.0, 9.0, 2.0, 4.0, 3.0], "losses": [1.0], "peak_bytes": 10},
         {"seconds": [9.0, 9.0, 2.0, 4.0, 3.0], "losses": [5.0], "peak_bytes": 30},
     ]
-    found = read(ranks)
-    assert (found.seconds, found.peak_bytes, found.losses) == (3.0, 30, [1.0])
+    run = summarize(ranks)
+    assert (run.seconds, run.peak_bytes, run.losses) == (3.0, 30, [1.0])
 
 
-def test_ranks_leave_their_last_object_or_are_missed_loudly(tmp_path: Path) -> None:
-    """Each is `python -m json.tool`, which prints the file's objects, a line each."""
+def test_the_last_object_of_each_rank_is_returned_or_an_error_raised(tmp_path: Path) -> None:
+    """Each rank runs `python -m json.tool`, which prints the objects of the file, one per line."""
     file = tmp_path / "lines.jsonl"
     file.write_text('"a warning"\n{"early": 1}\n{"rank": 2}\n"over"\n')
-    words = ["--json-lines", "--compact", str(file)]
-    assert run_ranks("json.tool", words, 2) == [{"rank": 2}, {"rank": 2}]
+    arguments = ["--json-lines", "--compact", str(file)]
+    assert run_ranks("json.tool", arguments, 2) == [{"rank": 2}, {"rank": 2}]
     file.write_text('"a warning"\n')
     with pytest.raises(BenchFailed, match="status 0, 0 objects"):
-        run_ranks("json.tool", words, 1)
+        run_ranks("json.tool", arguments, 1)
     file.write_text('{"rank": 2}\nno JSON\n')
     with pytest.raises(BenchFailed, match=r"(?s)status 1, .*Expecting value"):
-        run_ranks("json.tool", words, 1)
+        run_ranks("json.tool", arguments, 1)
 
 
 def test_steps_run_between_barriers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,1 +1,0 @@
-"""Long rows shared out over a sequence group."""

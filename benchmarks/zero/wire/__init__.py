@@ -1,1 +1,0 @@
-"""Bytes on the wire and loss curves, compressed and not."""
