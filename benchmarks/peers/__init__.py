@@ -1,7 +1,8 @@
-"""SFT, reward model, DPO and PPO beside the peers: the same data, shape and precision, in processes of their own.
+"""SFT, reward model, DPO and PPO against TRL, DeepSpeed and plain PyTorch: the same data, shape and precision.
 
-A case is a module of this folder with a function `run(rounds) -> list[Result]`. The sides of a case run in turn; each
-is a process of its own, and a peer's runs in an environment of its own (environments.py).
+A case is a module in this folder. Its `run(rounds) -> list[Result]` runs the sides in turn, each in a process of its
+own. `python -m` on the module runs our side. The peers are in `baselines`; each has its own environment
+(environments.py).
 """
 
 import importlib
@@ -13,6 +14,6 @@ CASES = ("sft", "reward", "dpo", "ppo", "ppo_zero3", "logprob_memory", "ratio")
 
 
 def run(cases: Sequence[str], rounds: int) -> Iterator[Result]:
-    """Measure `cases`, one after the other."""
+    """Measure `cases` in order."""
     for case in cases:
         yield from importlib.import_module(f"benchmarks.peers.{case}").run(rounds)

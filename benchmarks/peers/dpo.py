@@ -1,51 +1,55 @@
-"""DPO on ragged pairs of 20 to 512 tokens a side, against TRL's DPOTrainer, in bf16 and fp32.
+"""DPO on ragged pairs of 20 to 512 tokens per side, against TRL's DPOTrainer, in bf16 and fp32.
 
-Both sides have the same weights, take the same pairs in the same order, and have read the reference's log-probabilities
-before the first step, which is not in the rate. That they do the same work is checked by what each step comes to.
+Both sides have the same weights and use the same pairs in the same order. Both compute the reference's
+log-probabilities before the first step; the rate does not include this time. Loss and log-probabilities of each step
+must agree.
 """
 
+import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from benchmarks.measure import BenchFailed, in_turn, median
-from benchmarks.peers import work
-from benchmarks.peers.children import Figures, measure
+from benchmarks.peers import tasks
+from benchmarks.peers.child_process import Figures, measure, memory_and_load, read_task, report
+from benchmarks.peers.engines import engine_choice, model_source, start
 from benchmarks.peers.environments import TRL, environment
+from benchmarks.peers.weights import fill
 from benchmarks.record import Result
+from pipeline.config.schema import DpoSection
+from pipeline.data.encode import PairItem
+from pipeline.models.build import build_policy
+from pipeline.models.checks import verify
+from step2_dpo.batches import Pairs
+from step2_dpo.evaluate import pair_logprobs
+from step2_dpo.objective import loss_of
 
 PAIRS, STEPS, WARMUP = 8, 1, 1
-PRECISIONS = ("bf16", "fp32")
 FIGURES = ("loss", "chosen log-probability", "rejected log-probability")
-LOG_PROBABILITIES = {"fp32": 1e-5, "bf16": 5e-4}  # relative
-FIRST_LOSS = {"fp32": 1e-5, "bf16": 1e-3}  # the policy is the reference, read in rows that were cut otherwise
-LOSSES = {"fp32": 1e-4, "bf16": 2e-2}  # after the first step; a lead is the small difference of large sums
+LOG_PROBABILITIES = {"fp32": 1e-5, "bf16": 5e-4}  # relative bound
+FIRST_LOSS = {"fp32": 1e-5, "bf16": 1e-3}  # absolute; the policy is the reference, computed in other micro-batches
+LOSSES = {"fp32": 1e-4, "bf16": 2e-2}  # absolute, after the first step: a margin is the small difference of large sums
 
 
 def run(rounds: int) -> list[Result]:
-    """Pairs a second. Raises BenchFailed where the sides do not do the same work."""
+    """Return pairs per second. Raises BenchFailed if the sides do different work."""
     trl = environment("trl", TRL)
     results = []
-    for precision in PRECISIONS:
-        told = work.base(
-            precision,
-            preferences=work.preferences(PAIRS * (STEPS + WARMUP)),
-            pairs_a_step=PAIRS,
-            micro_rows=4,
-            steps=STEPS,
-            warmup=WARMUP,
-            budget=2048,
-            max_length=work.LONGEST,
-            beta=0.1,
-        )
-        found = in_turn(
+    for precision in ("bf16", "fp32"):
+        preferences = tasks.preferences(PAIRS * (STEPS + WARMUP))
+        task = tasks.of_pairs(precision, PAIRS, STEPS, WARMUP, preferences=preferences, beta=0.1)
+        runs = in_turn(
             {
-                "ours": partial(measure, "benchmarks.peers.ours.dpo", told),
-                "trl": partial(measure, "benchmarks.peers.theirs.trl_dpo", told, python=trl),
+                "ours": partial(measure, __name__, task),
+                "trl": partial(measure, "benchmarks.peers.baselines.trl_dpo", task, python=trl),
             },
             rounds,
         )
-        ours, theirs = found["ours"], found["trl"]
-        require_same(ours[0].more["figures"], theirs[0].more["figures"], precision)
+        ours, peer = runs["ours"], runs["trl"]
+        require_same(ours[0].more["figures"], peer[0].more["figures"], precision)
         results.append(
             Result(
                 bench="peers",
@@ -53,29 +57,64 @@ def run(rounds: int) -> list[Result]:
                 ours=median([figures.rate for figures in ours]),
                 unit="pairs/s",
                 lower_is_better=False,
-                peer=median([figures.rate for figures in theirs]),
+                peer=median([figures.rate for figures in peer]),
                 detail={
-                    "peak_gib": median([figures.peak_gib for figures in ours]),
-                    "peer_peak_gib": median([figures.peak_gib for figures in theirs]),
-                    "run_cpu_seconds_per_second": median([figures.cpu_seconds_per_second for figures in ours]),
-                    "reference_seconds": _reference(ours),
-                    "peer_reference_seconds": _reference(theirs),
+                    **memory_and_load(ours, peer),
+                    "reference_seconds": _reference_seconds(ours),
+                    "peer_reference_seconds": _reference_seconds(peer),
                 },
             )
         )
     return results
 
 
-def _reference(runs: Sequence[Figures]) -> float:
+def _reference_seconds(runs: Sequence[Figures]) -> float:
     return median([run.more["reference_seconds"] for run in runs])
 
 
-def require_same(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], precision: str) -> None:
-    """Raises BenchFailed where the `FIGURES` of a step, one row a step, differ by more than rounding."""
-    for step, (mine, peer) in enumerate(zip(ours, theirs, strict=True), 1):
-        within = LOG_PROBABILITIES[precision]
-        loss_within = (FIRST_LOSS if step == 1 else LOSSES)[precision]
-        bounds = [loss_within, *(within * abs(value) for value in mine[1:])]
-        for name, value, other, bound in zip(FIGURES, mine, peer, bounds, strict=True):
+def require_same(ours: Sequence[Sequence[float]], peer: Sequence[Sequence[float]], precision: str) -> None:
+    """Raise BenchFailed if the `FIGURES` of a step, one row per step, differ by more than rounding."""
+    for step, (our_row, peer_row) in enumerate(zip(ours, peer, strict=True), 1):
+        relative = LOG_PROBABILITIES[precision]
+        loss_bound = (FIRST_LOSS if step == 1 else LOSSES)[precision]
+        bounds = [loss_bound, *(relative * abs(value) for value in our_row[1:])]
+        for name, value, other, bound in zip(FIGURES, our_row, peer_row, bounds, strict=True):
             if not abs(value - other) <= bound:
                 raise BenchFailed(f"step {step} in {precision}: our {name} is {value:.7g}, the peer's {other:.7g}")
+
+
+def main() -> None:
+    """Run our steps with the stage's batches, loss and update; report their seconds and the figures of each step."""
+    task = read_task()
+    start(task)
+    engine = build_policy(model_source(task), engine_choice(task), generates=False)
+    fill(engine.module.get_submodule("lm"))
+    packing = verify(engine, max_length=task["max_length"]).packing
+    batching: dict[str, Any] = {"budget": task["budget"], "packing": packing, "pad_id": 1}
+    items = [_pair(*preference) for preference in task["preferences"]]
+    start_time = time.perf_counter()
+    pairs = Pairs(items, pair_logprobs(engine, items, **batching))
+    reference_seconds = time.perf_counter() - start_time
+    loss, count, seconds, figures = loss_of(DpoSection(beta=task["beta"])), task["pairs_a_step"], [], []
+    for step in range(task["warmup"] + task["steps"]):
+        start_time = time.perf_counter()
+        batches, _ = pairs.micro_batches(range(step * count, (step + 1) * count), **batching)
+        update = engine.update(batches, loss, count)
+        seconds.append(time.perf_counter() - start_time)
+        means = {name: total / count for name, total in update.sums.items()}
+        figures.append([update.loss, means["chosen_logprob"], means["rejected_logprob"]])
+    report(
+        seconds[task["warmup"] :],
+        [float(count)] * task["steps"],
+        figures=figures,
+        reference_seconds=reference_seconds,
+    )
+
+
+def _pair(prompt: list[int], chosen: list[int], rejected: list[int]) -> PairItem:
+    first, second = (np.array(prompt + answer, dtype=np.int32) for answer in (chosen, rejected))
+    return PairItem(first, second, 0.0, "", len(prompt))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
-"""Virtual environments for the peers: one each, made once, so that their pins never meet ours.
+"""Virtual environments of the peers, one each, so that their pinned packages do not conflict with ours.
 
-They lie in a folder of the user's cache, `zerochat/peers` (`ZEROCHAT_PEERS` names another), and are made from the
-package index. A name with other packages is another environment: what is asked for is part of the folder's name.
+The first use creates an environment from the package index, in `zerochat/peers` of the user's cache. `ZEROCHAT_PEERS`
+sets another folder. The name of an environment's folder contains a hash of its packages.
 """
 
 import fcntl
@@ -23,26 +23,26 @@ LIMIT_SECONDS = 1800.0
 
 
 def environment(name: str, packages: Sequence[str]) -> Path:
-    """The python of a virtual environment with PyTorch and `packages`, made where it is not there yet.
+    """Return the Python of a virtual environment with PyTorch and `packages`. Create the environment if it is missing.
 
-    Raises BenchFailed where a package can't be installed.
+    Raises BenchFailed if a package cannot be installed.
     """
-    wanted = [TORCH, *packages]
-    folder = _root() / f"{name}-{hashlib.sha256(' '.join(wanted).encode()).hexdigest()[:10]}"
+    requirements = [TORCH, *packages]
+    folder = _root() / f"{name}-{hashlib.sha256(' '.join(requirements).encode()).hexdigest()[:10]}"
     python = folder / "bin" / "python"
     _root().mkdir(parents=True, exist_ok=True)
     with (_root() / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "made").exists():
-            _make(folder, python, wanted)
+            _create(folder, python, requirements)
     return python
 
 
-def _make(folder: Path, python: Path, packages: Sequence[str]) -> None:
+def _create(folder: Path, python: Path, packages: Sequence[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    print(f"making {folder.name} (once): {' '.join(packages)}", file=sys.stderr, flush=True)
+    print(f"creating the environment {folder.name} (once): {' '.join(packages)}", file=sys.stderr, flush=True)
     _run([sys.executable, "-m", "venv", str(folder)])
-    # PyTorch by itself and first: a range that admits a newer build would fetch one.
+    # PyTorch first: a package that admits a newer version would install that version.
     _run([str(python), "-m", "pip", "install", "--quiet", packages[0]])
     _run([str(python), "-m", "pip", "install", "--quiet", *packages])
     (folder / "made").write_text("\n".join(packages))
@@ -50,12 +50,12 @@ def _make(folder: Path, python: Path, packages: Sequence[str]) -> None:
 
 def _run(command: Sequence[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     except subprocess.TimeoutExpired as problem:
         raise BenchFailed(f"{' '.join(command)} did not end within {LIMIT_SECONDS:g} seconds") from problem
-    if done.returncode:
-        tail = "\n".join(done.stderr.splitlines()[-10:])
-        raise BenchFailed(f"{' '.join(command)} ended with status {done.returncode}:\n{tail}")
+    if finished.returncode:
+        tail = "\n".join(finished.stderr.splitlines()[-10:])
+        raise BenchFailed(f"{' '.join(command)} ended with status {finished.returncode}:\n{tail}")
 
 
 def _root() -> Path:

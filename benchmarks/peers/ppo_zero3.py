@@ -1,30 +1,29 @@
-"""A PPO iteration on 2 ranks, ZeRO-3, against the same on DeepSpeed ZeRO-3 with transformers' `generate`."""
+"""One PPO iteration on 2 ranks with ZeRO-3, against DeepSpeed ZeRO-3 with transformers' `generate`."""
 
 from functools import partial
 
 from benchmarks.measure import in_turn, median, medians_by_name
-from benchmarks.peers import work
-from benchmarks.peers.children import measure
+from benchmarks.peers.child_process import measure
 from benchmarks.peers.environments import DEEPSPEED, environment
-from benchmarks.peers.ppo import NEW_TOKENS, PROMPT_TOKENS, PROMPTS
+from benchmarks.peers.ppo import make_task
 from benchmarks.record import Result
 
-RANKS, STEPS, WARMUP = 2, 1, 1
+RANKS = 2
 
 
 def run(rounds: int) -> list[Result]:
-    """Seconds an iteration, one thread a rank."""
+    """Return seconds per iteration, with one thread per rank."""
     python = environment("deepspeed", DEEPSPEED)
-    prompts = work.prompts(PROMPTS, PROMPT_TOKENS)
-    told = work.base("bf16", prompts=prompts, new_tokens=NEW_TOKENS, steps=STEPS, warmup=WARMUP, budget=2048)
-    told |= {"threads": 1, "zero_stage": 3}
+    task = make_task("bf16", steps=1, warmup=1) | {"threads": 1, "zero_stage": 3}
     sides = {
-        "ours": partial(measure, "benchmarks.peers.ours.ppo", told, ranks=RANKS),
-        "deepspeed": partial(measure, "benchmarks.peers.theirs.deepspeed_ppo", told, python=python, ranks=RANKS),
+        "ours": partial(measure, "benchmarks.peers.ppo", task, ranks=RANKS),
+        "deepspeed": partial(measure, "benchmarks.peers.baselines.deepspeed_ppo", task, python=python, ranks=RANKS),
     }
-    found = in_turn(sides, rounds)
-    seconds = {side: median([s for run in runs for s in run.seconds]) for side, runs in found.items()}
-    phases = {side: medians_by_name([run.more["phases"] for run in runs]) for side, runs in found.items()}
+    runs = in_turn(sides, rounds)
+    seconds = {side: median([s for figures in side_runs for s in figures.seconds]) for side, side_runs in runs.items()}
+    phases = {
+        side: medians_by_name([figures.more["phases"] for figures in side_runs]) for side, side_runs in runs.items()
+    }
     return [
         Result(
             bench="peers",
@@ -36,8 +35,8 @@ def run(rounds: int) -> list[Result]:
             detail={
                 "dtype": "bf16",
                 "ranks": RANKS,
-                "peak_gib_a_rank": median([run.peak_gib for run in found["ours"]]),
-                "peer_peak_gib_a_rank": median([run.peak_gib for run in found["deepspeed"]]),
+                "peak_gib_a_rank": median([figures.peak_gib for figures in runs["ours"]]),
+                "peer_peak_gib_a_rank": median([figures.peak_gib for figures in runs["deepspeed"]]),
                 "seconds_by_phase": phases["ours"],
                 "peer_seconds_by_phase": phases["deepspeed"],
             },

@@ -1,35 +1,36 @@
-"""A reward model on ragged pairs of 20 to 512 tokens a side, against TRL's RewardTrainer, in bf16 and fp32."""
+"""A reward model on ragged pairs of 20 to 512 tokens per side, against TRL's RewardTrainer, in bf16 and fp32."""
 
+import time
 from functools import partial
 
+import numpy as np
+
 from benchmarks.measure import in_turn, median
-from benchmarks.peers import work
-from benchmarks.peers.children import measure
+from benchmarks.peers import tasks
+from benchmarks.peers.child_process import measure, memory_and_load, read_task, report
+from benchmarks.peers.engines import engine_choice, model_source, start
 from benchmarks.peers.environments import TRL, environment
 from benchmarks.record import Result
+from pipeline.data.batch import batch_indices
+from pipeline.data.encode import PairItem
+from pipeline.models.build import build_scorer
+from pipeline.models.checks import verify
+from step2_reward.batches import micro_batches
+from step2_reward.train import loss_of
 
 PAIRS, STEPS, WARMUP = 8, 3, 1
 
 
 def run(rounds: int) -> list[Result]:
-    """Pairs a second."""
+    """Return pairs per second."""
     trl = environment("trl", TRL)
     results = []
     for precision in ("bf16", "fp32"):
-        told = work.base(
-            precision,
-            pairs=work.pairs(PAIRS * (STEPS + WARMUP)),
-            pairs_a_step=PAIRS,
-            micro_rows=4,
-            steps=STEPS,
-            warmup=WARMUP,
-            budget=2048,
-            max_length=work.LONGEST,
-        )
-        found = in_turn(
+        task = tasks.of_pairs(precision, PAIRS, STEPS, WARMUP, pairs=tasks.pairs(PAIRS * (STEPS + WARMUP)))
+        runs = in_turn(
             {
-                "ours": partial(measure, "benchmarks.peers.ours.reward", told),
-                "trl": partial(measure, "benchmarks.peers.theirs.trl_reward", told, python=trl),
+                "ours": partial(measure, __name__, task),
+                "trl": partial(measure, "benchmarks.peers.baselines.trl_reward", task, python=trl),
             },
             rounds,
         )
@@ -37,15 +38,32 @@ def run(rounds: int) -> list[Result]:
             Result(
                 bench="peers",
                 case=f"reward-{precision}",
-                ours=median([figures.rate for figures in found["ours"]]),
+                ours=median([figures.rate for figures in runs["ours"]]),
                 unit="pairs/s",
                 lower_is_better=False,
-                peer=median([figures.rate for figures in found["trl"]]),
-                detail={
-                    "peak_gib": median([figures.peak_gib for figures in found["ours"]]),
-                    "peer_peak_gib": median([figures.peak_gib for figures in found["trl"]]),
-                    "run_cpu_seconds_per_second": median([f.cpu_seconds_per_second for f in found["ours"]]),
-                },
+                peer=median([figures.rate for figures in runs["trl"]]),
+                detail=memory_and_load(runs["ours"], runs["trl"]),
             )
         )
     return results
+
+
+def main() -> None:
+    """Run our steps with the stage's batches, loss and update; report their seconds."""
+    task = read_task()
+    start(task)
+    engine = build_scorer(model_source(task, scores=True), engine_choice(task), pad_id=1)
+    packing = verify(engine, max_length=task["max_length"]).packing
+    items = [PairItem(np.array(c, dtype=np.int32), np.array(r, dtype=np.int32), 0.0, "", 0) for c, r in task["pairs"]]
+    loss, seconds = loss_of(0.0, use_margin=False), []
+    for step in range(task["warmup"] + task["steps"]):
+        start_time = time.perf_counter()
+        batch = [items[i] for i in batch_indices(len(items), task["pairs_a_step"], 0, step)]
+        batches, _ = micro_batches(batch, budget=task["budget"], packing=packing, pad_id=1)
+        engine.update(batches, loss, len(batch))
+        seconds.append(time.perf_counter() - start_time)
+    report(seconds[task["warmup"] :], [float(task["pairs_a_step"])] * task["steps"])
+
+
+if __name__ == "__main__":
+    main()

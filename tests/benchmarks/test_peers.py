@@ -1,4 +1,4 @@
-"""The peers bench: the work is the same each time, and a child's figures come back."""
+"""The peers benchmark: tasks are the same at each call, and a child process returns its figures."""
 
 import math
 from pathlib import Path
@@ -8,60 +8,60 @@ import torch
 from torch import nn
 
 from benchmarks.measure import BenchFailed
-from benchmarks.peers import CASES, environments, work
-from benchmarks.peers.children import measure
+from benchmarks.peers import CASES, environments, tasks
+from benchmarks.peers.child_process import measure
 from benchmarks.peers.dpo import require_same
-from benchmarks.peers.ratio import spread
+from benchmarks.peers.ratio import rms_of_ratio
 from benchmarks.peers.weights import fill
 
 
-def test_work_is_the_same_each_time_and_within_its_bounds() -> None:
-    conversations = work.conversations(200)
-    assert conversations == work.conversations(200) and conversations[:50] == work.conversations(50)
+def test_tasks_are_the_same_at_each_call_and_within_their_bounds() -> None:
+    conversations = tasks.conversations(200)
+    assert conversations == tasks.conversations(200) and conversations[:50] == tasks.conversations(50)
     lengths = sorted(len(ids) for ids in conversations)
-    assert lengths[0] >= work.SHORTEST and lengths[-1] == work.LONGEST
+    assert lengths[0] >= tasks.SHORTEST and lengths[-1] == tasks.LONGEST
     assert lengths[100] < sum(lengths) / 200  # a long tail
-    for chosen, rejected in work.pairs(50):
-        assert work.SHORTEST <= min(len(chosen), len(rejected)) <= max(len(chosen), len(rejected)) <= work.LONGEST
+    for chosen, rejected in tasks.pairs(50):
+        assert tasks.SHORTEST <= min(len(chosen), len(rejected)) <= max(len(chosen), len(rejected)) <= tasks.LONGEST
         assert chosen[:10] == rejected[:10] and chosen != rejected
     tokens = {token for ids in conversations for token in ids}
-    assert min(tokens) >= work.FIRST_TOKEN and max(tokens) < work.OPT_125M["vocab_size"]
+    assert min(tokens) >= tasks.FIRST_TOKEN and max(tokens) < tasks.OPT_125M["vocab_size"]
 
 
-def test_a_child_is_told_its_work_and_reports() -> None:
-    told = work.base("fp32", tokens=8, vocabulary=64, hidden=16, layout="ours") | {"threads": 1}
-    figures = measure("benchmarks.peers.ours.logprob_memory", told)
+def test_a_child_process_reads_its_task_and_reports() -> None:
+    task = tasks.make("fp32", tokens=8, vocabulary=64, hidden=16, layout="ours") | {"threads": 1}
+    figures = measure("benchmarks.peers.logprob_memory", task)
     assert len(figures.seconds) == 1 and figures.rate == pytest.approx(1 / figures.seconds[0])
     assert figures.peak_gib > 0 and figures.more["above_inputs"] >= 0
 
 
-def test_a_child_that_fails_says_why() -> None:
+def test_the_error_of_a_failed_child_process_has_the_reason() -> None:
     with pytest.raises(BenchFailed, match="KeyError"):
-        measure("benchmarks.peers.ours.logprob_memory", {"precision": "fp32"})
+        measure("benchmarks.peers.logprob_memory", {"precision": "fp32"})
 
 
-def test_an_environment_is_known_by_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[list[str]] = []
+def test_other_packages_are_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    created: list[list[str]] = []
 
-    def make(folder: Path, python: Path, packages: list[str]) -> None:
+    def create(folder: Path, python: Path, packages: list[str]) -> None:
         folder.mkdir(parents=True)
         (folder / "made").touch()
-        made.append(packages)
+        created.append(packages)
 
     monkeypatch.setenv("ZEROCHAT_PEERS", str(tmp_path))
-    monkeypatch.setattr(environments, "_make", make)
+    monkeypatch.setattr(environments, "_create", create)
     first = environments.environment("one", ["a==1"])
-    assert environments.environment("one", ["a==1"]) == first and len(made) == 1
+    assert environments.environment("one", ["a==1"]) == first and len(created) == 1
     assert environments.environment("one", ["a==2"]) != first
-    assert made == [[environments.TORCH, "a==1"], [environments.TORCH, "a==2"]]
+    assert created == [[environments.TORCH, "a==1"], [environments.TORCH, "a==2"]]
 
 
-def test_a_spread_of_ratios_is_theirs_and_not_their_logarithms() -> None:
-    assert spread([math.log(1.5), math.log(0.5)]) == pytest.approx(0.5)
+def test_the_spread_is_that_of_ratios_and_not_of_log_ratios() -> None:
+    assert rms_of_ratio([math.log(1.5), math.log(0.5)]) == pytest.approx(0.5)
 
 
-def test_dpo_is_compared_only_where_both_sides_come_to_the_same() -> None:
-    """Log-probabilities of all steps and losses, the first one's tightly: there the policy is the reference."""
+def test_dpo_sides_with_different_figures_raise() -> None:
+    """Log-probabilities and losses are compared; the first loss has the tightest bound."""
     steps = [[0.693147, -1237.0255, -546.6372], [0.695906, -529.5052, -839.5346]]
 
     def differs(step: int, figure: int, by: float) -> list[list[float]]:
@@ -81,7 +81,7 @@ def test_dpo_is_compared_only_where_both_sides_come_to_the_same() -> None:
         require_same(steps, steps[:1], "fp32")
 
 
-def test_weights_are_those_of_the_name_and_not_of_the_order() -> None:
+def test_weights_depend_on_the_name_and_not_on_the_order() -> None:
     wide, narrow = nn.Linear(3, 5), nn.LayerNorm(4)
     first, other = nn.ModuleDict({"a": wide, "b": narrow}), nn.ModuleDict({"b": nn.LayerNorm(4), "a": nn.Linear(3, 5)})
     for model in (first, other):

@@ -1,4 +1,4 @@
-"""Models, a tokenizer and a trainer's settings as transformers has them, random weights, nothing from a hub."""
+"""Models with random weights, a tokenizer, and common arguments of trainers. Nothing is downloaded."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-# Of a trainer of transformers': on the CPU, and nothing beside the steps.
-QUIET: dict[str, Any] = {
+# Arguments of a transformers trainer: steps on the CPU, without logging, saving or progress bars.
+TRAINER_ARGUMENTS: dict[str, Any] = {
     "use_cpu": True,
     "gradient_checkpointing": False,
     "report_to": "none",
@@ -18,8 +18,8 @@ QUIET: dict[str, Any] = {
 }
 
 
-def model(shape: Mapping[str, Any], *, scores: bool = False) -> Any:
-    """A language model, or a classifier with one label, in fp32."""
+def random_model(shape: Mapping[str, Any], *, scores: bool = False) -> Any:
+    """Return a language model, or a classifier with one label, in fp32."""
     torch.manual_seed(0)
     fields = dict(shape)
     if scores:
@@ -29,9 +29,9 @@ def model(shape: Mapping[str, Any], *, scores: bool = False) -> Any:
     return auto.from_config(config)
 
 
-def tokenizer(shape: Mapping[str, Any]) -> Any:
-    """One word a token."""
-    words = {f"t{place}": place for place in range(shape["vocab_size"])}
+def word_tokenizer(shape: Mapping[str, Any]) -> Any:
+    """Return a tokenizer with one word per token id."""
+    words = {f"t{index}": index for index in range(shape["vocab_size"])}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="t3")), pad_token="t1", eos_token="t2", unk_token="t3"
     )

@@ -1,1 +1,0 @@
-"""Our side: the stages' own code on the given work."""
