@@ -1,7 +1,7 @@
-"""`python -m benchmarks` lists the benches; `python -m benchmarks NAME [CASE ...]` runs one.
+"""`python -m benchmarks` lists the benchmarks; `python -m benchmarks NAME [CASE ...]` runs one.
 
-A run prints one JSON object a case as soon as the case is measured, and adds the object to benchmarks/results.jsonl. A
-table of all cases comes last.
+A run prints one JSON object per measured case and appends the object to benchmarks/results.jsonl. At the end it prints
+a table of all cases.
 """
 
 import argparse
@@ -25,40 +25,40 @@ BENCHES = {
 
 
 class Bench(Protocol):
-    """What a bench's module offers, beside a docstring whose first line says what it measures."""
+    """The interface of a benchmark's module. The first line of its docstring describes what it measures."""
 
     __doc__: str | None
     CASES: tuple[str, ...]
 
     def run(self, cases: Sequence[str], rounds: int) -> Iterable[Result]:
-        """Measure `cases`, each `rounds` times. Ours and the peer alternate. Raises BenchFailed."""
+        """Measure each of `cases` `rounds` times. Our side and the peer alternate. Raises BenchFailed."""
         ...
 
 
 def load(name: str) -> Bench:
-    """The module of a bench; it imports what is heavy only when it runs."""
+    """Import the module of a benchmark. The module imports its cases when they run."""
     return cast(Bench, importlib.import_module(BENCHES[name]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="List the benches, or run one.")
-    parser.add_argument("name", nargs="?", help="the bench to run; without it, they are listed")
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="the cases to run; all of them by default")
-    parser.add_argument("--rounds", type=int, default=3, help="times each case is run, in turn (default 3)")
+    """Run a command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="List the benchmarks, or run one.")
+    parser.add_argument("name", nargs="?", help="the benchmark to run; without a name, list all of them")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="the cases to run (default: all)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each case; the sides alternate (default 3)")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="cuda: rollouts on a GPU, as python -m benchmarks.gpu ceilings decode profile",
+        help="cuda: run rollout as python -m benchmarks.gpu ceilings decode profile",
     )
-    parser.add_argument("--no-record", action="store_true", help=f"don't add the figures to {RESULTS.name}")
+    parser.add_argument("--no-record", action="store_true", help=f"do not append the figures to {RESULTS.name}")
     arguments = parser.parse_args(argv)
     if arguments.name is None:
         print(listing())
         return 0
     if arguments.name not in BENCHES:
-        return _refuse(f"there is no bench {arguments.name}; there are: {', '.join(BENCHES)}")
+        return _refuse(f"there is no benchmark {arguments.name}; choose from: {', '.join(BENCHES)}")
     if arguments.device == "cuda":
         return _on_gpu(arguments.name, arguments.cases)
     if arguments.rounds < 1:
@@ -66,18 +66,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = load(arguments.name)
     unknown = [case for case in arguments.cases if case not in bench.CASES]
     if unknown:
-        return _refuse(f"{arguments.name} has no case {', '.join(unknown)}; it has: {', '.join(bench.CASES)}")
-    wanted = [case for case in bench.CASES if case in arguments.cases or not arguments.cases]
-    return _run(bench, wanted, arguments.rounds, record=not arguments.no_record)
+        return _refuse(f"{arguments.name} has no case {', '.join(unknown)}; choose from: {', '.join(bench.CASES)}")
+    selected = [case for case in bench.CASES if case in arguments.cases or not arguments.cases]
+    return _run(bench, selected, arguments.rounds, record=not arguments.no_record)
 
 
 def _on_gpu(name: str, cases: Sequence[str]) -> int:
-    """What a GPU is asked of rollouts; its cases are its own."""
+    """Run the parts of `benchmarks.gpu` that measure rollouts."""
     if name != "rollout" or cases:
-        return _refuse("--device cuda is for rollout as a whole; python -m benchmarks.gpu has what else wants a GPU")
-    from benchmarks.gpu.__main__ import main as on_gpu
+        return _refuse(
+            "--device cuda needs rollout without cases; for other GPU measurements type python -m benchmarks.gpu"
+        )
+    from benchmarks.gpu.__main__ import main as gpu_main
 
-    return on_gpu(["ceilings", "decode", "profile"])
+    return gpu_main(["ceilings", "decode", "profile"])
 
 
 def _run(bench: Bench, cases: Sequence[str], rounds: int, *, record: bool) -> int:
@@ -99,23 +101,23 @@ def _run(bench: Bench, cases: Sequence[str], rounds: int, *, record: bool) -> in
 
 
 def listing() -> str:
-    """Each bench with what it measures and its cases."""
+    """Return a text with the name, the description and the cases of each benchmark."""
     parts = []
     for name in BENCHES:
         bench = load(name)
-        about = (bench.__doc__ or "").strip().splitlines()[0]
-        parts.append(f"{name}\n    {about}\n    cases: {', '.join(bench.CASES)}")
+        description = (bench.__doc__ or "").strip().splitlines()[0]
+        parts.append(f"{name}\n    {description}\n    cases: {', '.join(bench.CASES)}")
     return "\n".join(parts)
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results in columns of equal width."""
+    """Return the results in columns of equal width."""
     rows = [("case", "ours", "peer", "ratio", "unit")]
     rows += [
         (result.case, _figure(result.ours), _figure(result.peer), _figure(result.ratio), result.unit)
         for result in results
     ]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
         cells = [

@@ -1,12 +1,13 @@
-"""DeepSpeed-Chat's published run like for like: OPT-1.3B actor, OPT-350M critic and reward model, 256 + 256 tokens.
+"""The work of DeepSpeed-Chat's published run: OPT-1.3B actor, OPT-350M critic and reward model, 256 + 256 tokens.
 
-Random weights and tokens, fixed lengths, one epoch, one minibatch: the work of a step is the published one's, whatever
-is learned. Whole on a GPU; on a CPU scaled down: an OPT-125M actor, a critic of about a quarter of it, 64 + 64 tokens.
+Weights and tokens are random, lengths are fixed, and a step has one epoch and one minibatch. The work of a step does
+not depend on what the model learns. A GPU runs the full size. A CPU runs a smaller one: an OPT-125M actor, a critic of
+about a quarter of its size, 64 + 64 tokens.
 
-Utilisation = model FLOPs / seconds / the device's measured bf16 product rate. A forward costs
-2 P + 2 L D T FLOPs a token (P parameters, L layers, D hidden size, T sequence length, attention causal), training three
-times as much; an answer is one forward to generate, whatever the decoder repeats, one each for old and reference
-log-probabilities, values and score, and three each for actor and critic (Chowdhery et al., 2022, appendix B).
+Utilisation = model FLOPs / seconds / measured bf16 product rate of the device. A forward costs 2 P + 2 L D T FLOPs per
+token (P parameters, L layers, D hidden size, T sequence length, causal attention). Training costs three forwards. Each
+answer counts one forward for generation, one each for old log-probabilities, reference log-probabilities, values and
+score, and three each for actor and critic (Chowdhery et al., 2022, appendix B).
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-6, schedule="constant")
 
 @dataclass(frozen=True)
 class Size:
-    """Shapes of actor and critic, sequences a step, tokens of a prompt and of an answer, sequences a micro-batch."""
+    """Shapes of actor and critic, sequences per step, tokens per prompt and per answer, sequences per micro-batch."""
 
     name: str
     actor: dict[str, Any]
@@ -73,18 +74,19 @@ class Size:
     dtype: Precision = "bf16"
 
 
-WHOLE = Size("opt-1.3b", OPT_1_3B, OPT_350M, 256, 256, 32)
-SCALED = Size("opt-125m", OPT_125M, SMALL_CRITIC, 16, 64, 16)
-TRIAL = Size("tiny", TINY, TINY, 4, 8, 2, "fp32")
+FULL_SIZE = Size("opt-1.3b", OPT_1_3B, OPT_350M, 256, 256, 32)
+CPU_SIZE = Size("opt-125m", OPT_125M, SMALL_CRITIC, 16, 64, 16)
+TEST_SIZE = Size("tiny", TINY, TINY, 4, 8, 2, "fp32")
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Some sequences of prompt and response side by side in one row, without padding; `places` says which, `ends` where
-    each one's last token lies.
+class PackedBatch:
+    """One row of several sequences (prompt and response) without padding.
+
+    indices: the sequences of the row. scored: positions of the response tokens. ends: position of each last token.
     """
 
-    places: slice
+    indices: slice
     input_ids: Tensor
     scored: Tensor
     ends: Tensor
@@ -93,7 +95,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Chat:
-    """Four engines, and how large the work is."""
+    """The four engines and the size of the work."""
 
     actor: Engine
     reference: Engine
@@ -103,16 +105,16 @@ class Chat:
 
 
 def run(cases: Sequence[str], rounds: int) -> list[Result]:
-    """Tokens a second, prompt and answer, over whole steps."""
-    whole = torch.cuda.is_available()
-    setting = Setting(dist.world().device, tiny=not whole)
-    chat = build(WHOLE if whole else SCALED)
-    clocks = [step(chat, setting, number) for number in range(rounds + 1)][1:]
-    return [_result(chat, setting, medians_by_name(clocks)) for _ in cases]
+    """Return tokens per second, of prompts and answers, over complete steps."""
+    has_gpu = torch.cuda.is_available()
+    setting = Setting(dist.world().device, tiny=not has_gpu)
+    chat = build(FULL_SIZE if has_gpu else CPU_SIZE)
+    seconds = [step(chat, setting, number) for number in range(rounds + 1)][1:]
+    return [_result(chat, setting, medians_by_name(seconds)) for _ in cases]
 
 
 def build(size: Size) -> Chat:
-    """The four models, with random weights."""
+    """Return the four engines, with random weights."""
     engines = (
         _engine(size, scores=False, learns=True),
         _engine(size, scores=False, learns=False),
@@ -140,117 +142,118 @@ def _engine(size: Size, *, scores: bool, learns: bool) -> Engine:
 
 
 def step(chat: Chat, setting: Setting, number: int) -> dict[str, float]:
-    """One PPO step; the seconds of each phase."""
+    """Run one PPO step; return the seconds of each phase."""
     vocabulary, size = chat.size.actor["vocab_size"], chat.size
     source = torch.Generator().manual_seed(number)
     prompts = torch.randint(10, vocabulary, (size.batch, size.length), generator=source)
-    clock: dict[str, float] = {}
+    seconds: dict[str, float] = {}
 
     def timed(phase: str, work: Callable[[], Any]) -> Any:
         setting.wait()
-        began = perf_counter()
-        found = work()
+        start = perf_counter()
+        result = work()
         setting.wait()
-        clock[phase] = perf_counter() - began
-        return found
+        seconds[phase] = perf_counter() - start
+        return result
 
     answers = timed("generate", lambda: _generate(chat, prompts.tolist(), number))
-    rows = _rows(chat, torch.cat([prompts, answers], dim=1).to(setting.device))
-    old, reference, values, scores = timed("score", lambda: _score(chat, rows))
+    batches = _pack(chat, torch.cat([prompts, answers], dim=1).to(setting.device))
+    old, reference, values, scores = timed("score", lambda: _score(chat, batches))
     mask = torch.ones_like(old, dtype=torch.bool)
     advantages, returns = gae(
         shaped_rewards(scores, kl_k1(old, reference), mask, kl_coef=0.1), values, mask, gamma=1.0, lam=0.95
     )
     advantages, count = whiten(advantages, mask), float(mask.sum())
 
-    def actor_loss(module: nn.Module, batch: Rows) -> Any:
+    def actor_loss(module: nn.Module, batch: PackedBatch) -> Any:
         logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
-        flat = [table[batch.places].flatten() for table in (old, advantages)]
+        flat = [table[batch.indices].flatten() for table in (old, advantages)]
         return policy_loss(logprobs, *flat, clip=0.2, dual_clip=None)
 
-    def critic_loss(module: nn.Module, batch: Rows) -> Any:
-        flat = [table[batch.places].flatten() for table in (values, returns)]
+    def critic_loss(module: nn.Module, batch: PackedBatch) -> Any:
+        flat = [table[batch.indices].flatten() for table in (values, returns)]
         return value_loss(_values(module, batch), *flat, clip=0.2)
 
-    timed("train_actor", lambda: chat.actor.update(rows, actor_loss, count))
-    timed("train_critic", lambda: chat.critic.update(rows, critic_loss, count))
-    return clock
+    timed("train_actor", lambda: chat.actor.update(batches, actor_loss, count))
+    timed("train_critic", lambda: chat.critic.update(batches, critic_loss, count))
+    return seconds
 
 
 def _generate(chat: Chat, prompts: list[list[int]], seed: int) -> Tensor:
-    how = Sampling(max_new_tokens=chat.size.length, end_ids=(), pad_id=1, seed=seed)  # all have their full length
-    with chat.actor.generating() as rollouts:
-        drawn = rollouts.generate(prompts, how, sample_seeds=list(range(len(prompts))), batch_size=len(prompts))
-    return torch.tensor([answer.token_ids for answer in drawn])
+    # Without end ids every answer has its full length.
+    sampling = Sampling(max_new_tokens=chat.size.length, end_ids=(), pad_id=1, seed=seed)
+    with chat.actor.generating() as generator:
+        answers = generator.generate(prompts, sampling, sample_seeds=list(range(len(prompts))), batch_size=len(prompts))
+    return torch.tensor([answer.token_ids for answer in answers])
 
 
-def _rows(chat: Chat, ids: Tensor) -> list[Rows]:
-    length, answer = ids.shape[1], torch.arange(chat.size.length, ids.shape[1], device=ids.device)
-    rows = []
+def _pack(chat: Chat, ids: Tensor) -> list[PackedBatch]:
+    length, response = ids.shape[1], torch.arange(chat.size.length, ids.shape[1], device=ids.device)
+    batches = []
     for first in range(0, chat.size.batch, chat.size.micro):
-        places = slice(first, first + chat.size.micro)
-        mine = ids[places]
-        starts = length * torch.arange(len(mine), device=ids.device)
-        scored, documents = (starts[:, None] + answer).flatten(), Documents((length,) * len(mine))
-        rows.append(Rows(places, mine.view(1, -1), scored, starts + length - 1, documents))
-    return rows
+        indices = slice(first, first + chat.size.micro)
+        local_ids = ids[indices]
+        starts = length * torch.arange(len(local_ids), device=ids.device)
+        scored, documents = (starts[:, None] + response).flatten(), Documents((length,) * len(local_ids))
+        batches.append(PackedBatch(indices, local_ids.view(1, -1), scored, starts + length - 1, documents))
+    return batches
 
 
-def _score(chat: Chat, rows: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Old and reference log-probabilities, values (B, R) and scores (B,)."""
+def _score(chat: Chat, batches: Sequence[PackedBatch]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return old log-probabilities, reference log-probabilities and values, (B, R) each, and scores (B,)."""
     tables = []
     for engine in (chat.actor, chat.reference):
         with engine.scoring() as module:
-            found = [module(b.input_ids, b.scored, documents=b.documents)[0] for b in rows]
-        tables.append(torch.cat(found).view(chat.size.batch, -1))
+            logprobs = [module(b.input_ids, b.scored, documents=b.documents)[0] for b in batches]
+        tables.append(torch.cat(logprobs).view(chat.size.batch, -1))
     with chat.critic.scoring() as module:
-        values = torch.cat([_values(module, b) for b in rows]).view(chat.size.batch, -1)
+        values = torch.cat([_values(module, b) for b in batches]).view(chat.size.batch, -1)
     with chat.reward.scoring() as module:
-        scores = torch.cat([module(b.input_ids, documents=b.documents)[0].index_select(0, b.ends) for b in rows])
+        scores = torch.cat([module(b.input_ids, documents=b.documents)[0].index_select(0, b.ends) for b in batches])
     return tables[0], tables[1], values, scores
 
 
-def _values(module: nn.Module, batch: Rows) -> Tensor:
+def _values(module: nn.Module, batch: PackedBatch) -> Tensor:
     values: Tensor = module(batch.input_ids, documents=batch.documents).flatten().index_select(0, batch.scored - 1)
     return values
 
 
-def _result(chat: Chat, setting: Setting, clock: dict[str, float]) -> Result:
+def _result(chat: Chat, setting: Setting, seconds_by_phase: dict[str, float]) -> Result:
     size = chat.size
-    tokens, seconds = 2 * size.length * size.batch, sum(clock.values())
+    tokens, seconds = 2 * size.length * size.batch, sum(seconds_by_phase.values())
     large, small = (_forward_flops(engine, 2 * size.length) for engine in (chat.actor, chat.critic))
     flops = {"generate": large, "score": 2 * large + 2 * small, "train_actor": 3 * large, "train_critic": 3 * small}
     peak = _product_rate(setting)
-    rate, whole = tokens / seconds, size is WHOLE
+    rate, is_full_size = tokens / seconds, size is FULL_SIZE
     return Result(
         bench="dschat",
         case=size.name,
         ours=rate,
         unit="tokens/s",
         lower_is_better=False,
-        peer=PUBLISHED_TOKENS / PUBLISHED_HOURS["one_a100_80g"] / 3600 if whole else None,
+        peer=PUBLISHED_TOKENS / PUBLISHED_HOURS["one_a100_80g"] / 3600 if is_full_size else None,
         detail={
-            "work": f"{size.batch} x ({size.length} + {size.length}) tokens a step, one epoch, {size.dtype}",
-            "scaled": "no" if whole else "down to small models: its hours are not those of the published run's models",
-            "share_of_generation": clock["generate"] / seconds,
+            "work": f"{size.batch} x ({size.length} + {size.length}) tokens per step, one epoch, {size.dtype}",
+            "scaled": "no" if is_full_size else "smaller models: the hours are not those of the published models",
+            "share_of_generation": seconds_by_phase["generate"] / seconds,
             "utilisation": tokens * sum(flops.values()) / seconds / peak,
             "utilisation_formula": "tokens x (2 P + 2 L D T) x (1 generate, 4 score, 3 + 3 train) / s / product rate",
             "hours_of_135_m_tokens": PUBLISHED_TOKENS / rate / 3600,
             **{f"published_hours_{name}": hours for name, hours in PUBLISHED_HOURS.items()},
-            "seconds_by_phase": clock,
-            "tokens_per_second_by_phase": {name: tokens / taken for name, taken in clock.items()},
-            "utilisation_by_phase": {name: tokens * flops[name] / taken / peak for name, taken in clock.items()},
+            "seconds_by_phase": seconds_by_phase,
+            "tokens_per_second_by_phase": {name: tokens / s for name, s in seconds_by_phase.items()},
+            "utilisation_by_phase": {name: tokens * flops[name] / s / peak for name, s in seconds_by_phase.items()},
         },
     )
 
 
 def _product_rate(setting: Setting) -> float:
-    """FLOPs a second of a large bf16 product."""
+    """Return the FLOPs per second of a large bf16 product."""
     return matmul_rate(setting) if setting.device.type == "cuda" else 1e9 * quiet_figures()["matmul_bf16_gflops"]
 
 
 def _forward_flops(engine: Engine, length: int) -> float:
-    """A token's."""
+    """Return the FLOPs of a forward per token."""
     config: Any = engine.module.backbone.config  # type: ignore[union-attr]
     parameters = sum(p.numel() for p in engine.module.parameters())
     return 2.0 * parameters + 2.0 * config.num_hidden_layers * config.hidden_size * length

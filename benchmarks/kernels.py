@@ -1,7 +1,7 @@
-"""Our kernels against the plain PyTorch that they replace, milliseconds; on a GPU beside bytes over bandwidth.
+"""Milliseconds of our kernels against plain PyTorch. On a GPU the detail has the bound of the memory bandwidth.
 
-On a CPU the torch paths run, on a GPU Triton's. The plain side is what one would write first: whole logits for
-log-probabilities, keys gathered and masked for attention, softmax and multinomial for sampling.
+On a GPU the Triton kernels run, on a CPU the C kernels or the torch references. The plain side is the simplest code:
+all logits for log-probabilities, masked attention over all of the cache, softmax and multinomial for sampling.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ CASES = ("logprobs", "logprobs_backward", "attention", "sample", "sample_filtere
 
 @dataclass(frozen=True)
 class Work:
-    """Ours, the plain way, and the bytes that either has to read and write at least."""
+    """Our function, the plain function, and the minimum of bytes that each reads and writes."""
 
     ours: Callable[[], object]
     plain: Callable[[], object]
@@ -29,14 +29,14 @@ class Work:
 
 
 def run(cases: Sequence[str], rounds: int) -> Iterator[Result]:
-    """Measure on a GPU where there is one, else on the CPU."""
+    """Measure on the GPU if there is one, otherwise on the CPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for case in cases:
         yield measure(case, device, rounds=rounds)
 
 
 def measure(case: str, device: torch.device, *, rounds: int = 5, tiny: bool = False) -> Result:
-    """One case, ours and plain in turn after a warm-up of each."""
+    """Measure one case. Our function and the plain one alternate after a warm-up of each."""
     work = _MAKERS[case](device, 16 if tiny else 1)
     calls = {name: _timed(call, device) for name, call in (("ours", work.ours), ("plain", work.plain))}
     for call in calls.values():
@@ -50,18 +50,18 @@ def measure(case: str, device: torch.device, *, rounds: int = 5, tiny: bool = Fa
 
 
 def _timed(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    """Milliseconds of a call; on a GPU of many, so that launching them is hidden."""
+    """Return a function that measures the milliseconds of a call. GPUs run many calls to hide the launch."""
     calls = 20 if device.type == "cuda" else 1
 
     def time() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
-        began = perf_counter()
+        start = perf_counter()
         for _ in range(calls):
             call()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return 1e3 * (perf_counter() - began) / calls
+        return 1e3 * (perf_counter() - start) / calls
 
     return time
 
@@ -75,7 +75,7 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def _logprobs(device: torch.device, shrink: int, backward: bool = False) -> Work:
-    """4,096 tokens (a CPU: 512) of a head of 50,272 x 2,048 in bf16 (a CPU: 768)."""
+    """Return the work of 4,096 tokens (CPU: 512) and a head of 50,272 x 2,048 (CPU: 768) in bf16."""
     tokens, width = (4096, 2048) if device.type == "cuda" else (512, 768)
     tokens, vocabulary, width = tokens // shrink, 50272 // shrink, width // shrink
     hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16).requires_grad_(backward)
@@ -87,35 +87,37 @@ def _logprobs(device: torch.device, shrink: int, backward: bool = False) -> Work
         logp = (hidden @ weight.T).float().log_softmax(-1)
         return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
-    def called(function: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], object]:
+    def differentiated(function: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], object]:
         if not backward:
             return function
         return lambda: torch.autograd.grad(function(), (hidden, weight), (upstream[0], upstream[1]))
 
-    read = 2 * (hidden.numel() + weight.numel())
+    read_bytes = 2 * (hidden.numel() + weight.numel())
     return Work(
-        called(lambda: kernels.token_logprobs(hidden, weight, targets)), called(plain), read * (3 if backward else 1)
+        differentiated(lambda: kernels.token_logprobs(hidden, weight, targets)),
+        differentiated(plain),
+        read_bytes * (3 if backward else 1),
     )
 
 
 def _attention(device: torch.device, shrink: int) -> Work:
-    """32 sequences of 64 to 2,048 tokens (a CPU: 256), 32 heads of 64 in bf16."""
+    """Return the work of 32 sequences of 64 to 2,048 tokens (CPU: 9 to 256), 32 heads of 64, bf16."""
     batch, longest = 32, (2048 if device.type == "cuda" else 256) // shrink
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(longest // 32 + 1, longest + 1, (batch,), generator=generator).to(device)
     cache = torch.randn(2, batch, 32, longest, 64, device=device).bfloat16()
     query = torch.randn(batch, 32, 64, device=device).bfloat16()
     slots = torch.arange(batch, device=device)
-    seen = (torch.arange(longest, device=device) < lengths[:, None])[:, None, None]
+    mask = (torch.arange(longest, device=device) < lengths[:, None])[:, None, None]
     return Work(
         lambda: kernels.decode_attention(query, cache[0], cache[1], slots, lengths, 0.125),
-        lambda: scaled_dot_product_attention(query[:, :, None], cache[0], cache[1], attn_mask=seen, scale=0.125),
+        lambda: scaled_dot_product_attention(query[:, :, None], cache[0], cache[1], attn_mask=mask, scale=0.125),
         2 * 2 * 32 * 64 * int(lengths.sum()),
     )
 
 
 def _sample(device: torch.device, shrink: int, top_p: float = 1.0) -> Work:
-    """64 rows of 50,272 logits."""
+    """Return the work of 64 rows of 50,272 logits."""
     logits = 3 * torch.randn(64, 50272 // shrink, device=device)
     uniforms = torch.rand(64, device=device)
 
@@ -123,8 +125,8 @@ def _sample(device: torch.device, shrink: int, top_p: float = 1.0) -> Work:
         probabilities = logits.softmax(-1)
         if top_p < 1:
             ranked, order = probabilities.sort(-1, descending=True)
-            kept = ranked.masked_fill(ranked.cumsum(-1) - ranked >= top_p, 0)
-            probabilities = torch.zeros_like(kept).scatter_(-1, order, kept)
+            nucleus = ranked.masked_fill(ranked.cumsum(-1) - ranked >= top_p, 0)
+            probabilities = torch.zeros_like(nucleus).scatter_(-1, order, nucleus)
         tokens = torch.multinomial(probabilities, 1)
         return logits.log_softmax(-1).gather(-1, tokens)
 

@@ -1,4 +1,4 @@
-"""What a figure was measured on: the machine without any name of it, and how fast and quiet it was just then."""
+"""The machine of a measurement: its description without names, and its speed and load before the measurement."""
 
 import os
 import platform
@@ -11,11 +11,11 @@ import torch
 
 SIZE = 2048
 SMALL_SIZE = 512  # without bf16 instructions, one bf16 product of SIZE takes a minute
-FEWEST_SECONDS = 0.5
+MIN_SECONDS = 0.5
 
 
 def describe() -> dict[str, Any]:
-    """Cores this process may use, memory, models of processor and GPU, versions. No host, user or address."""
+    """Return cores, memory, models of processor and GPUs, and versions. Omit names of host and user, and addresses."""
     return {
         "cpu": _cpu_model(),
         "cores": _cores(),
@@ -28,14 +28,14 @@ def describe() -> dict[str, Any]:
 
 
 def quiet_figures() -> dict[str, float]:
-    """A fixed matrix product in fp32 and bf16, GFLOP/s, and the CPU seconds it got per wall second.
+    """Return the speed of a fixed matrix product in fp32 and bf16 (GFLOP/s), and its CPU seconds per wall second.
 
-    With nothing else running the last is close to the number of threads; well below, others were using the machine
-    and the figures beside it are worth little.
+    The CPU seconds per second are close to the number of threads if no other program runs. A much smaller value means
+    that the figures of the run are unreliable.
     """
-    cpu, wall = time.process_time(), time.monotonic()
+    cpu_start, wall_start = time.process_time(), time.monotonic()
     fp32, bf16 = matrix_gflops(torch.float32), matrix_gflops(torch.bfloat16)
-    share = (time.process_time() - cpu) / (time.monotonic() - wall)
+    share = (time.process_time() - cpu_start) / (time.monotonic() - wall_start)
     return {
         "matmul_fp32_gflops": fp32,
         "matmul_bf16_gflops": bf16,
@@ -54,15 +54,15 @@ def cpu_precision() -> str:
     return "bf16" if bf16 >= fp32 / 2 else "fp32"
 
 
-def matrix_gflops(dtype: torch.dtype, seconds: float = FEWEST_SECONDS, size: int = SIZE) -> float:
+def matrix_gflops(dtype: torch.dtype, seconds: float = MIN_SECONDS, size: int = SIZE) -> float:
     """Return the rate of a product of two `size` by `size` matrices on the CPU: the best of about `seconds`."""
     left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
     torch.mm(left, right)
-    best, until = float("inf"), time.monotonic() + seconds
-    while time.monotonic() < until:
-        began = time.monotonic()
+    best, end = float("inf"), time.monotonic() + seconds
+    while time.monotonic() < end:
+        start = time.monotonic()
         torch.mm(left, right)
-        best = min(best, time.monotonic() - began)
+        best = min(best, time.monotonic() - start)
     return 2 * size**3 / best / 1e9
 
 

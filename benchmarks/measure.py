@@ -1,7 +1,7 @@
-"""Measuring: things compared are run in turn (A B A B), in one go, and told by their medians.
+"""Measurement: compared cases alternate (A B A B) within one run, and medians summarize them.
 
-A machine's speed drifts while it is measured (heat, neighbours, caches). Runs in turn share the drift,
-so that a ratio of two medians is worth more than two figures taken one after the other.
+The speed of a machine drifts during a measurement (heat, other programs, caches). Alternating cases share the drift, so
+the ratio of their medians is more reliable than that of two separate measurements.
 """
 
 import resource
@@ -17,12 +17,12 @@ Value = TypeVar("Value")
 
 
 class BenchFailed(Exception):
-    """A measured command failed or took too long; the message shows the end of what it printed."""
+    """A measured command failed or exceeded its time limit; the message contains the end of its output."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command that ran: its wall seconds, and the CPU seconds of it and its children per wall second."""
+    """A finished command: its wall seconds, its CPU seconds (children included) per wall second, and its output."""
 
     seconds: float
     cpu_seconds_per_second: float
@@ -30,7 +30,7 @@ class Command:
 
 
 def in_turn(cases: Mapping[str, Callable[[], Value]], rounds: int) -> dict[str, list[Value]]:
-    """Call each of `cases` once a round, in order, `rounds` times; what each returned, in order of rounds."""
+    """Call each of `cases` once per round, in order; return the results of each case by round."""
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, not {rounds}")
     results: dict[str, list[Value]] = {name: [] for name in cases}
@@ -41,27 +41,27 @@ def in_turn(cases: Mapping[str, Callable[[], Value]], rounds: int) -> dict[str, 
 
 
 def median(values: Sequence[float]) -> float:
-    """The median of at least one value."""
+    """Return the median of at least one value."""
     return float(statistics.median(values))
 
 
 def spread(values: Sequence[float]) -> float:
-    """Largest less smallest value, as a share of the median: how much to believe the median."""
+    """Return the difference between the largest and the smallest value, divided by the median."""
     middle = median(values)
     return (max(values) - min(values)) / middle if middle else 0.0
 
 
 def medians_by_name(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median of each name over the tables that have it, in order of first appearance."""
+    """Return the median of each name over the tables that contain it, in order of first appearance."""
     names = list(dict.fromkeys(name for table in tables for name in table))
     return {name: median([table[name] for table in tables if name in table]) for name in names}
 
 
 def run_command(arguments: Sequence[str], *, folder: Path, limit: float) -> Command:
-    """Run a command in `folder` for at most `limit` seconds. Raises BenchFailed where it does not end well."""
-    before, began = _children_cpu_seconds(), time.monotonic()
+    """Run a command in `folder` for at most `limit` seconds. Raises BenchFailed if it fails."""
+    cpu_before, start = _children_cpu_seconds(), time.monotonic()
     try:
-        done = subprocess.run(
+        finished = subprocess.run(
             arguments,
             cwd=folder,
             timeout=limit,
@@ -72,11 +72,11 @@ def run_command(arguments: Sequence[str], *, folder: Path, limit: float) -> Comm
         )
     except subprocess.TimeoutExpired as problem:
         raise BenchFailed(f"{' '.join(arguments)} did not end within {limit:g} seconds") from problem
-    seconds = time.monotonic() - began
-    if done.returncode:
-        tail = "\n".join(done.stdout.splitlines()[-20:])
-        raise BenchFailed(f"{' '.join(arguments)} ended with status {done.returncode}:\n{tail}")
-    return Command(seconds, (_children_cpu_seconds() - before) / max(seconds, 1e-9), done.stdout)
+    seconds = time.monotonic() - start
+    if finished.returncode:
+        tail = "\n".join(finished.stdout.splitlines()[-20:])
+        raise BenchFailed(f"{' '.join(arguments)} ended with status {finished.returncode}:\n{tail}")
+    return Command(seconds, (_children_cpu_seconds() - cpu_before) / max(seconds, 1e-9), finished.stdout)
 
 
 def _children_cpu_seconds() -> float:

@@ -1,4 +1,4 @@
-"""docs/engineering/benchmarks.md, made from benchmarks/results.jsonl: `python -m benchmarks.page`."""
+"""`python -m benchmarks.page` generates docs/engineering/benchmarks.md from benchmarks/results.jsonl."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -9,12 +9,20 @@ from benchmarks.record import ROOT, Record, read
 PAGE = ROOT / "docs" / "engineering" / "benchmarks.md"
 INTRODUCTION = """# Benchmarks
 
-Made from `benchmarks/results.jsonl` by `python -m benchmarks.page`; don't edit this page.
+`python -m benchmarks.page` generates this page from `benchmarks/results.jsonl`. Do not edit the page.
 
-`python -m benchmarks` lists the benches, `python -m benchmarks NAME` runs one and adds its figures. What is compared
-runs in turn in one go, and figures are medians. The newest run of each case on each machine is shown. Below each
-machine stands how fast and quiet it was: a fixed matrix product, and the CPU seconds it got per wall second, which is
-close to the number of threads when nothing else runs.
+`python -m benchmarks` lists the benchmarks. `python -m benchmarks NAME` runs one and appends its figures to the file.
+The page shows the newest run of each case on each machine.
+
+How to read the tables:
+
+- `ours` and `peer` are medians over the rounds of a run. The compared sides alternate.
+- `ratio` is `ours` divided by `peer`.
+- `against` names the peer. `other` has the figures that few cases have.
+- `spread` is the difference between the largest and the smallest value, divided by the median.
+- `matmul bf16 GFLOP/s` is the speed of a fixed matrix product on this machine, measured before the run.
+- `CPU s per s` is the CPU time that this product received per second. It is close to the number of threads if no other
+  program runs. Do not rely on figures with a much smaller value.
 """
 
 
@@ -25,29 +33,29 @@ def main() -> None:
 
 
 def render(records: Sequence[Record]) -> str:
-    """The page of `records`, in Markdown."""
+    """Return the page of `records`, in Markdown."""
     if not records:
         return f"{INTRODUCTION}\nNothing has been measured yet.\n"
     parts = [INTRODUCTION]
     for bench in dict.fromkeys(record.result.bench for record in records):
         parts.append(f"\n## {bench}\n")
-        found = newest([record for record in records if record.result.bench == bench])
-        for machine in dict.fromkeys(_machine_text(record.machine) for record in found):
-            group = [record for record in found if _machine_text(record.machine) == machine]
+        latest = newest([record for record in records if record.result.bench == bench])
+        for machine in dict.fromkeys(_machine_text(record.machine) for record in latest):
+            group = [record for record in latest if _machine_text(record.machine) == machine]
             parts.append(f"\n{machine}\n\n{_figures_table(group)}{_detail_tables(group)}")
     return "".join(parts)
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
-    """The last record of each case on each machine, in order of the cases' first appearance."""
-    found: dict[tuple[str, str], Record] = {}
+    """Return the last record of each case on each machine, in order of the cases' first appearance."""
+    latest: dict[tuple[str, str], Record] = {}
     for record in records:
-        found[record.result.case, _machine_text(record.machine)] = record
-    return list(found.values())
+        latest[record.result.case, _machine_text(record.machine)] = record
+    return list(latest.values())
 
 
 def _machine_text(machine: Mapping[str, Any]) -> str:
-    """The machine in words, without what changes from run to run."""
+    """Return a description of the machine, without the figures that change between runs."""
     gpus: list[str] = machine.get("gpus") or []
     counted = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
     parts = [
@@ -67,14 +75,14 @@ def _figures_table(records: Sequence[Record]) -> str:
 
 
 def _plain(record: Record) -> dict[str, str]:
-    """The values of a record's detail that are a number or a text, by name, in words."""
+    """Return the numbers and texts of a record's detail, formatted, by column name."""
     detail = record.result.detail
     plain = {name: value for name, value in detail.items() if isinstance(value, int | float | str)}
     return {"against" if name == "peer" else _words(name): _text(value) for name, value in plain.items()}
 
 
 def _row(record: Record, shared: Collection[str]) -> dict[str, str]:
-    """One record by column: its figures, the details that most have, the circumstances, its other details."""
+    """Return the cells of one record by column: figures, common details, machine, date, commit, other details."""
     result, plain = record.result, _plain(record)
     return {
         "case": result.case,
@@ -87,12 +95,12 @@ def _row(record: Record, shared: Collection[str]) -> dict[str, str]:
         "CPU s per s": _text(record.machine.get("cpu_seconds_per_second")),
         "date": record.date,
         "commit": record.commit,
-        "besides": ", ".join(f"{name}: {value}" for name, value in plain.items() if name not in shared),
+        "other": ", ".join(f"{name}: {value}" for name, value in plain.items() if name not in shared),
     }
 
 
 def _detail_tables(records: Sequence[Record]) -> str:
-    """One more table for each detail that is itself a table of figures, such as the seconds of each phase."""
+    """Return one table for each detail that is a mapping of figures, such as the seconds of each phase."""
     named: dict[str, dict[str, Mapping[str, Any]]] = {}
     for record in records:
         for name, value in record.result.detail.items():
@@ -107,7 +115,7 @@ def _detail_tables(records: Sequence[Record]) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown: the first column flush left, the others right."""
+    """Return a table in Markdown: the first column aligned left, the others right."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n" for cells in lines)
 

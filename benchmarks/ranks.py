@@ -1,4 +1,4 @@
-"""A module run on several ranks of this machine, each a process that prints one JSON object."""
+"""Run a module on several ranks of this machine. Each rank is a process that prints one JSON object."""
 
 import json
 import os
@@ -18,17 +18,17 @@ LIMIT_SECONDS = 1200.0
 def run_ranks(
     module: str, arguments: Sequence[str], ranks: int, *, threads: int = 1, python: Path | str = sys.executable
 ) -> list[dict[str, Any]]:
-    """`python -m MODULE ARGUMENTS` on `ranks` ranks of `threads` threads; the object that each printed, in rank order.
+    """Run `python -m MODULE ARGUMENTS` on `ranks` ranks of `threads` threads; return the last object of each rank.
 
-    Ranks learn who they are from the environment, as from torchrun. Raises BenchFailed where one ends badly, says
-    nothing, or takes too long.
+    The environment variables of the processes are those of torchrun. Raises BenchFailed if a rank fails, prints no
+    object, or exceeds the time limit.
     """
     shared = {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": str(threads),
-        "DS_ACCELERATOR": "cpu",  # for DeepSpeed's side
+        "DS_ACCELERATOR": "cpu",  # read by DeepSpeed only
     }
     workers = [
         subprocess.Popen(
@@ -42,18 +42,18 @@ def run_ranks(
         for rank in range(ranks)
     ]
     try:
-        said = [worker.communicate(timeout=LIMIT_SECONDS) for worker in workers]
+        outputs = [worker.communicate(timeout=LIMIT_SECONDS) for worker in workers]
     except subprocess.TimeoutExpired as problem:
         raise BenchFailed(f"{module} did not end within {LIMIT_SECONDS:g} seconds") from problem
     finally:
         for worker in workers:
             worker.kill()
-    found = []
-    for worker, (output, errors) in zip(workers, said, strict=True):
+    results = []
+    for worker, (output, errors) in zip(workers, outputs, strict=True):
         objects = [line for line in output.splitlines() if line.startswith("{")]
         if worker.returncode or not objects:
             tail = "\n".join(errors.splitlines()[-20:])
-            told = f"{module} {' '.join(arguments)} ended with status {worker.returncode}, {len(objects)} objects said"
-            raise BenchFailed(f"{told}:\n{tail}")
-        found.append(json.loads(objects[-1]))
-    return found
+            command = f"{module} {' '.join(arguments)}"
+            raise BenchFailed(f"{command} ended with status {worker.returncode}, {len(objects)} objects:\n{tail}")
+        results.append(json.loads(objects[-1]))
+    return results

@@ -1,4 +1,4 @@
-"""Results and the file that keeps them: benchmarks/results.jsonl, one object a case and run, never rewritten."""
+"""Results and their file, benchmarks/results.jsonl: one object per case and run. Runs only append to the file."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ RESULTS = ROOT / "benchmarks" / "results.jsonl"
 
 @dataclass(frozen=True)
 class Result:
-    """One case of one bench: our figure, and the peer's where it has one. `ratio` is ours / peer."""
+    """One case of one benchmark: our figure and the peer's, if there is a peer. `ratio` is ours / peer."""
 
     bench: str
     case: str
@@ -29,7 +29,7 @@ class Result:
         return self.ours / self.peer if self.peer else None
 
     def to_object(self) -> dict[str, Any]:
-        """The JSON object of this case."""
+        """Return the JSON object of this case."""
         names = ("bench", "case", "ours", "peer", "ratio", "unit", "lower_is_better", "detail")
         values = {**asdict(self), "ratio": self.ratio}
         return {name: _rounded(values[name]) for name in names}
@@ -37,7 +37,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Record:
-    """A result with when, from which commit and on what machine it was measured."""
+    """A result with its date, commit and machine."""
 
     date: str
     commit: str
@@ -46,7 +46,7 @@ class Record:
 
 
 def append(results: Iterable[Result], machine: Mapping[str, Any], path: Path = RESULTS) -> None:
-    """Add `results` to the file, stamped with the time, the commit and the machine."""
+    """Append `results` to the file, with the current time, the commit and the machine."""
     stamp = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         "commit": commit(),
@@ -57,7 +57,7 @@ def append(results: Iterable[Result], machine: Mapping[str, Any], path: Path = R
 
 
 def read(path: Path = RESULTS) -> list[Record]:
-    """All records of the file, oldest first; no file is no records."""
+    """Return all records of the file, oldest first, or an empty list if the file is missing."""
     if not path.exists():
         return []
     return [_record(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line]
@@ -69,7 +69,7 @@ def _record(row: Mapping[str, Any]) -> Record:
 
 
 def commit() -> str:
-    """The short hash of the checkout, with a plus where tracked files other than the results were changed."""
+    """Return the short hash of HEAD, with "+" if tracked files other than the results have changes."""
     try:
         head = _git("rev-parse", "--short=10", "HEAD").strip()
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
@@ -83,7 +83,7 @@ def _git(*arguments: str) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to five significant digits: more is noise, and hard to read."""
+    """Round floats to five significant digits; further digits are noise."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, Mapping):

@@ -1,9 +1,9 @@
-"""Useful tokens a second of answers: our rollout engine against transformers' `generate`, random weights, on the CPU.
+"""Useful tokens per second of our generator against transformers' `generate`: random weights, on the CPU.
 
-Tokens after a sequence's end don't count. In `ragged` each answer has a length drawn beforehand; `generate` takes the
-prompts in batches of as many as we have slots, in the given order, and runs each batch to its longest answer, with its
-dynamic or its static cache, whichever is faster on the first batch. In `samples` the peer is our own engine, given as
-many prompts that have nothing in common.
+Useful tokens are the tokens up to the end of each answer. In `ragged` every answer has a length sampled in advance.
+`generate` processes the prompts in their order, in batches of as many as our generator has slots, and decodes each
+batch to its longest answer. It uses its dynamic or its static cache, whichever is faster on the first batch. In
+`samples` the peer is our own generator with as many prompts that have no common beginning.
 """
 
 import importlib
@@ -22,13 +22,13 @@ from benchmarks.measure import in_turn, median, spread
 from benchmarks.record import Result
 from engine import Generator, Sampling
 
-ELSEWHERE = {
+OTHER_MODULES = {
     "zero3": "benchmarks.rollout_flip",
     "flip": "benchmarks.rollout_flip",
     "release": "benchmarks.rollout_flip",
     "ppo": "benchmarks.rollout_ppo",
 }
-CASES = ("equal", "ragged", "single", "tiny", "samples", *ELSEWHERE)
+CASES = ("equal", "ragged", "single", "tiny", "samples", *OTHER_MODULES)
 CACHES = ("dynamic", "static")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 OPT_125M: dict[str, Any] = {
@@ -58,7 +58,7 @@ TINY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Work:
-    """A model's shape, prompts, how long each answer is, and how many are decoded at a time."""
+    """The shape of the model, the prompts, the length of each answer, and the number of slots."""
 
     shape: Mapping[str, Any]
     prompts: list[list[int]]
@@ -68,25 +68,25 @@ class Work:
 
 @dataclass
 class Lengths:
-    """Ends each answer at its length."""
+    """A stop function that ends each answer at its length."""
 
     lengths: Sequence[int]
-    drawn: dict[int, int] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
 
     def __call__(self, answer: int, token: int) -> bool:
-        self.drawn[answer] = self.drawn.get(answer, 0) + 1
-        return self.drawn[answer] == self.lengths[answer]
+        self.counts[answer] = self.counts.get(answer, 0) + 1
+        return self.counts[answer] == self.lengths[answer]
 
 
 def run(cases: Sequence[str], rounds: int) -> Iterator[Result]:
-    """Measure `cases`, ours and the peers in turn."""
+    """Measure `cases`. Our side and the peer alternate."""
     for case in cases:
-        measure = importlib.import_module(ELSEWHERE[case]).measure if case in ELSEWHERE else _measure
+        measure = importlib.import_module(OTHER_MODULES[case]).measure if case in OTHER_MODULES else _measure
         yield measure(case, rounds)
 
 
 def work(case: str) -> Work:
-    """The work of a case, the same at each call."""
+    """Return the work of a case, the same at each call."""
     generator = torch.Generator().manual_seed(0)
 
     def prompts(shape: Mapping[str, Any], lengths: Sequence[int]) -> list[list[int]]:
@@ -100,9 +100,9 @@ def work(case: str) -> Work:
         return Work(TINY, prompts(TINY, [32] * 32), [64] * 32, 32)
     if case == "samples":
         return Work(OPT_125M, prompts(OPT_125M, [256]) * 8, [32] * 8, 8)
-    shown = torch.randint(16, 257, (64,), generator=generator).tolist()
-    tail = torch.rand(64, generator=generator).log().neg() * 62 + 8  # exponential: most are short, a few very long
-    return Work(OPT_125M, prompts(OPT_125M, shown), tail.clamp(8, 256).round().int().tolist(), 16)
+    prompt_lengths = torch.randint(16, 257, (64,), generator=generator).tolist()
+    lengths = torch.rand(64, generator=generator).log().neg() * 62 + 8  # exponential: most answers are short
+    return Work(OPT_125M, prompts(OPT_125M, prompt_lengths), lengths.clamp(8, 256).round().int().tolist(), 16)
 
 
 def _measure(case: str, rounds: int) -> Result:
@@ -111,10 +111,10 @@ def _measure(case: str, rounds: int) -> Result:
     fields = dict(task.shape)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[cpu_precision()]).eval()
-    module.generation_config.eos_token_id = None  # ends come from the work's lengths alone
+    module.generation_config.eos_token_id = None  # only the work's lengths end answers
     generator = Generator(module, "cpu")
     ours = partial(_rate, task, partial(_ours, generator, task))
-    ours()  # the first run pays for allocation
+    ours()  # the first run includes allocations
     peer, detail = _against_separate(generator, task) if case == "samples" else _against_generate(module, task)
     calls: dict[str, Callable[[], float]] = {"ours": ours, "peer": peer}
     rates = in_turn(calls, rounds)
@@ -136,54 +136,55 @@ def _measure(case: str, rounds: int) -> Result:
 
 
 def _against_generate(module: nn.Module, task: Work) -> tuple[Callable[[], float], dict[str, Any]]:
-    """`generate` with the cache that is the better one on the first batch, each tried twice."""
+    """Return the rate of `generate` with the faster cache. Each cache runs the first batch twice."""
     first = Work(task.shape, task.prompts[: task.slots], task.lengths[: task.slots], task.slots)
-    tried = {cache: max(_rate(first, partial(_generate, module, first, cache)) for _ in "12") for cache in CACHES}
-    cache = max(tried, key=lambda name: tried[name])
+    rates = {cache: max(_rate(first, partial(_generate, module, first, cache)) for _ in "12") for cache in CACHES}
+    cache = max(rates, key=lambda name: rates[name])
     return partial(_rate, task, partial(_generate, module, task, cache)), {"generate_cache": cache}
 
 
 def _against_separate(generator: Generator, task: Work) -> tuple[Callable[[], float], dict[str, Any]]:
-    """Ours, with prompts of the same length that have nothing in common."""
-    noise = torch.Generator().manual_seed(1)
+    """Return the rate of our generator on prompts of the same lengths without a common beginning."""
+    source = torch.Generator().manual_seed(1)
     prompts = [
-        torch.randint(10, task.shape["vocab_size"], (len(prompt),), generator=noise).tolist() for prompt in task.prompts
+        torch.randint(10, task.shape["vocab_size"], (len(prompt),), generator=source).tolist()
+        for prompt in task.prompts
     ]
     other = Work(task.shape, prompts, task.lengths, task.slots)
     return partial(_rate, other, partial(_ours, generator, other)), {"new_tokens": max(task.lengths)}
 
 
 def _rate(task: Work, generate: Callable[[], None]) -> float:
-    began = perf_counter()
+    start = perf_counter()
     generate()
-    return sum(task.lengths) / (perf_counter() - began)
+    return sum(task.lengths) / (perf_counter() - start)
 
 
 def _ours(generator: Generator, task: Work) -> None:
-    generator.refresh()  # as after each flip
+    generator.refresh()  # as each flip does
     sampling = Sampling(max(task.lengths))
     sample_seeds = list(range(len(task.prompts)))
     steps = generator.run(task.prompts, sampling, sample_seeds, task.slots, Lengths(task.lengths))
-    drawn = sum(len(step) for step in steps)
-    assert drawn == sum(task.lengths), f"{drawn} tokens were drawn, not {sum(task.lengths)}"
+    count = sum(len(step) for step in steps)
+    assert count == sum(task.lengths), f"{count} tokens were generated, not {sum(task.lengths)}"
 
 
 def _generate(module: nn.Module, task: Work, cache: str) -> None:
-    """transformers' `generate`, batch after batch, padded on the left."""
-    for start in range(0, len(task.prompts), task.slots):
-        prompts = task.prompts[start : start + task.slots]
+    """Run transformers' `generate` on each batch, padded on the left."""
+    for first in range(0, len(task.prompts), task.slots):
+        prompts = task.prompts[first : first + task.slots]
         width = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-        seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         with torch.inference_mode():
-            said: Tensor = module.generate(  # type: ignore[operator, assignment]
+            output: Tensor = module.generate(  # type: ignore[operator, assignment]
                 ids,
-                attention_mask=seen,
+                attention_mask=mask,
                 do_sample=True,
                 top_k=0,
-                max_new_tokens=max(task.lengths[start : start + task.slots]),
+                max_new_tokens=max(task.lengths[first : first + task.slots]),
                 cache_implementation="static" if cache == "static" else None,
                 pad_token_id=0,
                 disable_compile=True,
             )
-        assert said.shape[1] == width + max(task.lengths[start : start + task.slots])
+        assert output.shape[1] == width + max(task.lengths[first : first + task.slots])

@@ -1,10 +1,10 @@
-"""The flip between training and generating, ZeRO-3 on 2 ranks: its cost, what it buys, what it leaves in memory.
+"""The flip between training and generation, ZeRO-3 on 2 ranks: its share of a rollout, its benefit, its memory.
 
-zero3: the ragged work of both ranks, 16 answers at a time on all together, flip included, against transformers'
-`generate` on the FSDP2 module, which gathers each layer for each token. The peer answers the first batch only, 8
-prompts a rank, and runs once: it takes minutes. The detail says what we make of 16 at a time on each rank. flip:
-seconds in and out as a share of the rollout they serve, with a training step before each. release: resident memory
-(Linux' RSS, shared pages included, after malloc_trim) after leaving with everything freed, beside that before entering.
+zero3: the ragged work on both ranks with 16 slots in total, flip included, against transformers' `generate` on the
+FSDP2 module, which gathers each layer for each token. The peer needs minutes, so it runs once, on the first batch only
+(8 prompts per rank). The detail has our rate with 16 slots per rank. flip: seconds of the flip in both directions as a
+share of its rollout; a training step precedes each rollout. release: resident memory after a flip that frees all its
+memory, compared with the memory before (RSS of Linux, shared pages included, after malloc_trim).
 """
 
 import ctypes
@@ -33,33 +33,33 @@ from engine.parallel import dist, dtensors
 
 RANKS = 2
 CASES = ("zero3", "flip", "release")
-WARM_FLIPS = 2  # the first ones are checked, and pay for memory
+WARM_FLIPS = 2  # the first flips include parity checks and allocations
 
 
 def measure(case: str, rounds: int) -> Result:
-    """Run a case on its ranks, in processes of their own."""
+    """Run a case on its ranks, each in a process of its own."""
     first, *_ = run_ranks(__name__, [case, str(rounds), cpu_precision()], RANKS)
     return Result(bench="rollout", case=case, **first)
 
 
 def main(case: str, rounds: int, precision: str) -> None:
-    """One rank's part."""
+    """Run a case on one rank; print the fields of its result as JSON."""
     torch.set_num_threads(1)
     dist.start("bench", device="cpu")
-    found = {"zero3": zero3, "flip": flip, "release": release}[case](rounds, precision)
-    print(json.dumps(found), flush=True)
+    figures = {"zero3": zero3, "flip": flip, "release": release}[case](rounds, precision)
+    print(json.dumps(figures), flush=True)
     dist.stop()
 
 
 def zero3(rounds: int, precision: str) -> dict[str, Any]:
-    """Useful tokens a second, ours and the peer's."""
+    """Measure useful tokens per second of our generator and of the peer."""
     full, engine = work("ragged"), sharded(precision)
     task = replace(full, slots=full.slots // RANKS)
     for _ in range(WARM_FLIPS):
         rollout(engine, task)
     rates = [sum(task.lengths) / timed(lambda: rollout(engine, task)) for _ in range(rounds)]
-    rollout(engine, full)  # a larger cache
-    wide = sum(full.lengths) / timed(lambda: rollout(engine, full))
+    rollout(engine, full)  # allocates the larger cache
+    rate_16_slots = sum(full.lengths) / timed(lambda: rollout(engine, full))
     peer = generate_sharded(task, precision)
     return {
         "ours": median(rates),
@@ -72,21 +72,21 @@ def zero3(rounds: int, precision: str) -> dict[str, Any]:
             "dtype": precision,
             "spread": spread(rates),
             "peer_cache": "dynamic",
-            "ours_16_a_rank": wide,
+            "ours_16_a_rank": rate_16_slots,
         },
     }
 
 
 def flip(rounds: int, precision: str) -> dict[str, Any]:
-    """The flip's share of the time of flip and rollout, in per cent."""
+    """Measure the flip's share of the seconds of flip and rollout, in per cent."""
     task, engine = work("ragged"), sharded(precision)
-    figures = []
+    rows = []
     for count in range(WARM_FLIPS + rounds):
         train(engine)
-        whole = timed(lambda: rollout(engine, task))
+        total = timed(lambda: rollout(engine, task))
         if count >= WARM_FLIPS:
-            figures.append((100 * engine.flip.seconds / whole, engine.flip.seconds, whole))
-    percent, seconds, whole = (median(column) for column in zip(*figures, strict=True))
+            rows.append((100 * engine.flip.seconds / total, engine.flip.seconds, total))
+    percent, flip_seconds, rollout_seconds = (median(column) for column in zip(*rows, strict=True))
     return {
         "ours": percent,
         "peer": None,
@@ -96,16 +96,16 @@ def flip(rounds: int, precision: str) -> dict[str, Any]:
             "ranks": RANKS,
             "threads": 1,
             "dtype": precision,
-            "flip_seconds": seconds,
-            "rollout_seconds": whole,
+            "flip_seconds": flip_seconds,
+            "rollout_seconds": rollout_seconds,
             "bytes": engine.flip.bytes,
-            "spread": spread([figure[0] for figure in figures]),
+            "spread": spread([row[0] for row in rows]),
         },
     }
 
 
 def release(rounds: int, precision: str) -> dict[str, Any]:
-    """Resident memory after a flip, in per cent of that before; the largest difference of all ranks and rounds."""
+    """Measure the change of resident memory by a flip, in per cent: the largest change of all ranks and rounds."""
     task, engine = work("ragged"), sharded(precision)
     task = Work(task.shape, task.prompts[:16], [min(length, 24) for length in task.lengths[:16]], task.slots)
     changes, details = [], []
@@ -114,7 +114,7 @@ def release(rounds: int, precision: str) -> dict[str, Any]:
         before = memory()
         rollout(engine, task, keep=False)
         after = memory()
-        if count:  # what a process allocates once for all is there after the first
+        if count:  # the first flip includes allocations that a process makes once
             changes.append(max(dist.gather_objects(100 * (after["rss"] / before["rss"] - 1)), key=abs))
             details.append({"before": before, "after": after})
     return {
@@ -127,7 +127,7 @@ def release(rounds: int, precision: str) -> dict[str, Any]:
 
 
 def sharded(precision: str) -> Engine:
-    """OPT-125M's shape under ZeRO-3, with AdamW and fp32 masters."""
+    """Return an engine with OPT-125M's shape, ZeRO-3, AdamW and fp32 masters."""
     config = EngineConfig(zero_stage=3, dtype="bf16" if precision == "bf16" else "fp32")
     return Engine(model(), config, optimizer=OptimizerConfig(lr=1e-6), rollout_path="")
 
@@ -137,29 +137,29 @@ def model() -> Any:
     fields = dict(OPT_125M)
     config = AutoConfig.for_model(fields.pop("model_type"), dropout=0.0, attention_dropout=0.0, **fields)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    module.generation_config.eos_token_id = None  # ends come from the work's lengths alone
+    module.generation_config.eos_token_id = None  # only the work's lengths end answers
     return module
 
 
 def rollout(engine: Engine, task: Work, *, keep: bool = True) -> None:
-    """This rank's part of the work, flip included."""
+    """Generate this rank's share of the work, flip included."""
     expected = sum(task.lengths) / len(task.lengths)
-    with engine.generating(keep=keep) as rollouts:
-        mine = engine.flip.assign([len(prompt) for prompt in task.prompts], expected)
-        if mine:
-            answer(rollouts, task, mine)
+    with engine.generating(keep=keep) as generator:
+        indices = engine.flip.assign([len(prompt) for prompt in task.prompts], expected)
+        if indices:
+            answer(generator, task, indices)
 
 
-def answer(rollouts: Generator, task: Work, places: list[int]) -> None:
-    lengths = [task.lengths[i] for i in places]
-    prompts = [task.prompts[i] for i in places]
-    steps = rollouts.run(prompts, Sampling(max(lengths)), places, task.slots, Lengths(lengths))
-    drawn = sum(len(step) for step in steps)
-    assert drawn == sum(lengths), f"{drawn} tokens were drawn, not {sum(lengths)}"
+def answer(generator: Generator, task: Work, indices: list[int]) -> None:
+    lengths = [task.lengths[i] for i in indices]
+    prompts = [task.prompts[i] for i in indices]
+    steps = generator.run(prompts, Sampling(max(lengths)), indices, task.slots, Lengths(lengths))
+    count = sum(len(step) for step in steps)
+    assert count == sum(lengths), f"{count} tokens were generated, not {sum(lengths)}"
 
 
 def train(engine: Engine) -> None:
-    """One optimizer step on 4 x 256 random tokens."""
+    """Run one optimizer step on 4 x 256 random tokens."""
     ids = torch.randint(10, OPT_125M["vocab_size"], (4, 256))
 
     def loss(module: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -169,7 +169,7 @@ def train(engine: Engine) -> None:
 
 
 def generate_sharded(task: Work, precision: str) -> float:
-    """Useful tokens a second of transformers' `generate` on the module as FSDP2 shards it."""
+    """Measure useful tokens per second of transformers' `generate` on a module that FSDP2 shards."""
     module = model().eval()
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision])
     for block in module.model.decoder.layers:
@@ -179,41 +179,41 @@ def generate_sharded(task: Work, precision: str) -> float:
     prompts, lengths = task.prompts[first : first + task.slots], task.lengths[: RANKS * task.slots]
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     settings = {"do_sample": True, "top_k": 0, "pad_token_id": 0, "disable_compile": True}
 
     def generate(new: int) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            module.generate(ids, attention_mask=seen, max_new_tokens=new, min_new_tokens=new, **settings)
+            module.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, **settings)
 
-    generate(2)  # the first pays for memory
-    longest = max(lengths)  # ranks gather together, so both take as many steps
+    generate(2)  # the first call includes allocations
+    longest = max(lengths)  # both ranks run as many steps, because they gather each layer together
     return sum(lengths) / timed(lambda: generate(longest))
 
 
 def timed(call: Callable[[], None]) -> float:
-    """Seconds until the last rank is done."""
+    """Return the seconds until the last rank has finished the call."""
     dist.barrier()
-    began = perf_counter()
+    start = perf_counter()
     call()
     dist.barrier()
-    return perf_counter() - began
+    return perf_counter() - start
 
 
 def memory() -> dict[str, int]:
-    """Bytes of this process: resident, of that shared, and of all tensors that are alive."""
+    """Return bytes of this process: resident, the shared part of these, and all live tensors."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
     with open("/proc/self/status", encoding="ascii") as lines:
         kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if "kB" in rest}
-    tensors = [each for each in gc.get_objects() if isinstance(each, Tensor) and not each.is_meta]
+    tensors = [item for item in gc.get_objects() if isinstance(item, Tensor) and not item.is_meta]
     storages = {}
     for tensor in map(dtensors.local, tensors):
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    found = {"rss": kib["VmRSS"] * 1024, "shared": kib["RssShmem"] * 1024, "tensors": sum(storages.values())}
+    sizes = {"rss": kib["VmRSS"] * 1024, "shared": kib["RssShmem"] * 1024, "tensors": sum(storages.values())}
     dist.barrier()
-    return found
+    return sizes
 
 
 if __name__ == "__main__":

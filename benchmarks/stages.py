@@ -1,8 +1,8 @@
-"""Tokens a second, memory and time by phase of SFT, reward model and PPO: OPT-125M shape, 2 ranks, each ZeRO stage.
+"""Tokens per second, memory and time by phase of SFT, reward model and PPO: OPT-125M shape, 2 ranks, each ZeRO stage.
 
-Each case reads what `python train.py` wrote (metrics.jsonl, summary.json) in a folder of its own that is removed
-afterwards. Weights are random and the data is the demo's, so nothing is downloaded. Answers of a random model of this
-vocabulary practically never end early: each rollout decodes `NEW_TOKENS` tokens a prompt. There is no peer yet.
+Each case reads the metrics.jsonl and summary.json of a `python train.py` run in a temporary folder. Weights are random
+and the data is the demo's, so nothing is downloaded. A random model practically never samples the end of text, so each
+rollout decodes `NEW_TOKENS` tokens per prompt. There is no peer.
 """
 
 import json
@@ -62,7 +62,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class StageFigures:
-    """What one run of one stage left: tokens a second after the first step, peak bytes, seconds by phase."""
+    """The figures of one run of one stage: tokens per second after the first step, peak bytes, seconds by phase."""
 
     tokens_per_second: float
     host_bytes: int
@@ -72,39 +72,39 @@ class StageFigures:
 
 
 def run(cases: Sequence[str], rounds: int, train: Sequence[str] = TRAIN) -> list[Result]:
-    """Measure `cases`. One command runs the stages of a ZeRO stage that are wanted; the ZeRO stages go in turn."""
-    wanted = {zero: [stage for stage in STAGES if f"{stage}-zero{zero}" in cases] for zero in ZERO_STAGES}
-    commands = {str(zero): partial(measure, zero, stages, train) for zero, stages in wanted.items() if stages}
+    """Measure `cases`. One command runs all cases of a ZeRO stage; the ZeRO stages alternate."""
+    selected = {zero: [stage for stage in STAGES if f"{stage}-zero{zero}" in cases] for zero in ZERO_STAGES}
+    commands = {str(zero): partial(measure, zero, stages, train) for zero, stages in selected.items() if stages}
     runs = in_turn(commands, rounds)
     return [
         result(stage, zero, [figures[stage] for figures in runs[str(zero)]])
-        for zero, stages in wanted.items()
+        for zero, stages in selected.items()
         for stage in stages
     ]
 
 
 def measure(zero: int, stages: Sequence[str], train: Sequence[str]) -> dict[str, StageFigures]:
-    """Run `stages` once at a ZeRO stage in a temporary folder, and read their figures."""
+    """Run `stages` once at a ZeRO stage in a temporary folder; return their figures."""
     folder = Path(tempfile.mkdtemp(prefix="zerochat-bench-"))
     try:
-        done = run_command([*train, *arguments(zero, stages, folder / "run")], folder=ROOT, limit=LIMIT_SECONDS)
-        print(f"zero{zero} {' '.join(stages)}: {done.seconds:.0f} s", file=sys.stderr, flush=True)
-        return {stage: read_figures(folder / "run" / stage, done.cpu_seconds_per_second) for stage in stages}
+        finished = run_command([*train, *arguments(zero, stages, folder / "run")], folder=ROOT, limit=LIMIT_SECONDS)
+        print(f"zero{zero} {' '.join(stages)}: {finished.seconds:.0f} s", file=sys.stderr, flush=True)
+        return {stage: read_figures(folder / "run" / stage, finished.cpu_seconds_per_second) for stage in stages}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def arguments(zero: int, stages: Sequence[str], run_dir: Path) -> list[str]:
-    """The words after train.py. PPO needs the two stages before it: one step of each where they are not wanted."""
+    """Return the arguments of train.py. PPO needs the two stages before it; unselected ones run one step."""
     stage = "all" if "ppo" in stages or len(stages) > 1 else stages[0]
     steps = [f"{name}.steps={STEPS[name] if name in stages else 1}" for name in STAGES]
-    # Without PPO answers serve evaluation only, which is not measured: a few tokens will do.
+    # Without PPO only the evaluation generates. It is not measured, so its answers are short.
     length = f"rollout.max_new_tokens={NEW_TOKENS if 'ppo' in stages else 8}"
     return [*SETTINGS, f"engine=zero{zero}", f"stage={stage}", *steps, length, f"run_dir={run_dir}"]
 
 
 def read_figures(folder: Path, cpu_seconds_per_second: float) -> StageFigures:
-    """The figures of a finished stage. Raises BenchFailed where it did not write them."""
+    """Return the figures of a finished stage. Raises BenchFailed if its files are missing or incomplete."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -117,17 +117,17 @@ def read_figures(folder: Path, cpu_seconds_per_second: float) -> StageFigures:
             cpu_seconds_per_second=cpu_seconds_per_second,
         )
     except (OSError, ValueError, KeyError) as problem:
-        raise BenchFailed(f"{folder.name} left no usable figures ({type(problem).__name__}: {problem})") from problem
+        raise BenchFailed(f"{folder.name} wrote no usable figures ({type(problem).__name__}: {problem})") from problem
 
 
 def steady_rate(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """The median of the steps' tokens a second, the first left out: it pays for allocation and warm-up."""
+    """Return the median tokens per second of the steps. The first step, which includes warm-up, does not count."""
     rates = [row["tokens_per_second"] for row in rows if row.get("step", 0) > 1 and row.get("tokens_per_second")]
     return median(rates) if rates else None
 
 
 def result(stage: str, zero: int, runs: Sequence[StageFigures]) -> Result:
-    """The medians over `runs` of one case."""
+    """Return the medians over `runs` of one case."""
     rates = [figures.tokens_per_second for figures in runs]
     device = median([figures.device_bytes for figures in runs]) / 2**30
     return Result(

@@ -1,1 +1,1 @@
-"""Everything that wants a GPU, in one run: `python -m benchmarks.gpu`."""
+"""All measurements of a GPU, in one run: `python -m benchmarks.gpu`."""

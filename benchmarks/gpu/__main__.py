@@ -1,8 +1,8 @@
-"""`python -m benchmarks.gpu`: all that wants a GPU, one JSON object a figure; what fails is said, and the rest goes on,
-in a new process where the device is lost to the old one.
+"""`python -m benchmarks.gpu`: all measurements of a GPU, one JSON object per figure.
 
---quick leaves out what does not fit into five minutes. --device cpu --tiny tries the code. Needs PyTorch, transformers
-and, for the kernels, Triton; nothing else of what the stages need.
+If a part fails, its row has the error and the other parts run. They run in a new process if the error made the device
+unusable for the old one. --quick skips what does not fit into five minutes. --device cpu --tiny tests the code. The
+measurements need PyTorch, transformers and, for the kernels, Triton; they need no other dependency of the stages.
 """
 
 import argparse
@@ -41,36 +41,39 @@ PARTS: dict[str, Callable[[Setting], Iterator[dict[str, Any]]]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line; 1 where something failed."""
+    """Run a command line; return 1 if a measurement failed, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.split("\n")[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the code")
-    parser.add_argument("--quick", action="store_true", help="a pass of about five minutes")
-    parser.add_argument("--failed", action="store_true", help=argparse.SUPPRESS)  # something did in a process before
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to test the code")
+    parser.add_argument("--quick", action="store_true", help="a run of about five minutes")
+    # After a lost device, the new process gets --failed, so that its exit status is 1.
+    parser.add_argument("--failed", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     unknown = [part for part in arguments.parts if part not in PARTS]
     if unknown:
-        parser.error(f"there is no part {', '.join(unknown)}; there are: {', '.join(PARTS)}")
+        parser.error(f"there is no part {', '.join(unknown)}; choose from: {', '.join(PARTS)}")
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device here; --device cpu --tiny tries the code")
+        parser.error("this machine has no CUDA device; type --device cpu --tiny to test the code")
     world = dist.start("benchmarks", device=arguments.device)
     setting = Setting(world.device, arguments.tiny, arguments.quick)
     print(json.dumps({"machine": describe()}), flush=True)
-    failed, left = int(arguments.failed), [name for name in PARTS if name in arguments.parts or not arguments.parts]
-    while left:
-        failed += _part(left.pop(0), setting)
-        if left and setting.lost():
+    failed = int(arguments.failed)
+    remaining = [name for name in PARTS if name in arguments.parts or not arguments.parts]
+    while remaining:
+        failed += _part(remaining.pop(0), setting)
+        if remaining and setting.is_lost():
             flags = [f"--{name}" for name in ("tiny", "quick") if getattr(arguments, name)]
-            command = [sys.executable, "-m", "benchmarks.gpu", *left, "--device", arguments.device, *flags, "--failed"]
+            options = ["--device", arguments.device, *flags, "--failed"]
+            command = [sys.executable, "-m", "benchmarks.gpu", *remaining, *options]
             os.execv(sys.executable, command)
     dist.stop()
     return 1 if failed else 0
 
 
 def _part(name: str, setting: Setting) -> int:
-    """Print a part's rows; how many say that something failed."""
-    failed, began = 0, perf_counter()
+    """Print the rows of a part; return the number of failures."""
+    failed, start = 0, perf_counter()
     try:
         for row in PARTS[name](setting):
             failed += "failed" in row
@@ -78,9 +81,9 @@ def _part(name: str, setting: Setting) -> int:
     except Exception as problem:
         failed += 1
         print(json.dumps({"part": name, **failure(problem)}), flush=True)
-    if not setting.lost():
+    if not setting.is_lost():
         setting.clear()
-    print(json.dumps({"part": name, "seconds": round(perf_counter() - began, 1)}), flush=True)
+    print(json.dumps({"part": name, "seconds": round(perf_counter() - start, 1)}), flush=True)
     return failed
 
 

@@ -1,8 +1,8 @@
-"""Milliseconds a decode step and tokens a second: ours, transformers' `generate`, its continuous batching, the floor.
+"""Milliseconds per decode step and tokens per second: our generator, transformers' `generate` and continuous batching.
 
-A decode step is what a longer answer costs more: (time of all tokens - time of one token) / (tokens - 1), so that the
-prompts' part is left out. The floor reads weights and the cache of the middle of the answer once at the card's copy
-rate. Published for DeepSpeed's hybrid engine on an H100, the same work: 5.0 to 5.6 ms a step at batch 1 to 32, 360.8 ms
+The milliseconds of a step are (time of all tokens - time of one token) / (tokens - 1), which excludes the prefill. The
+floor is the time to read the weights and the cache of the middle of the answer once, at the GPU's copy rate. Published
+figures of DeepSpeed's hybrid engine on an H100 for the same work: 5.0 to 5.6 ms per step at batch 1 to 32, and 360.8 ms
 for batch 8 and 128 tokens with CUDA graphs.
 """
 
@@ -23,11 +23,11 @@ Generate = Callable[[nn.Module, list[list[int]], int], None]
 
 
 def run(setting: Setting) -> Iterator[dict[str, Any]]:
-    """A row for each engine, batch and length; a row where one fails, saying why."""
+    """Yield one row per engine, batch and length. The row of a failure has the error."""
     module = setting.build().eval()
     module.generation_config.eos_token_id = None  # type: ignore[union-attr]
-    rollouts = Generator(module, setting.device)
-    engines: dict[str, Generate] = {"ours": partial(_ours, setting, rollouts), "generate": _generate}
+    generator = Generator(module, setting.device)
+    engines: dict[str, Generate] = {"ours": partial(_ours, generator), "generate": _generate}
     if setting.device.type == "cuda":
         engines["generate_static"] = partial(_generate, cache="static")
         engines["continuous_batching"] = _continuous
@@ -51,14 +51,14 @@ def run(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def _published(batch: int, new: int) -> dict[str, Any]:
-    """What there is of DeepSpeed's figures for this work."""
+    """Return DeepSpeed's published figures for this work, if there are any."""
     step = {"deepspeed_published_step_ms": PUBLISHED_STEP_MS} if batch in PUBLISHED_BATCHES else {}
     total = PUBLISHED_TOTAL_MS.get((batch, new))
     return step if total is None else {**step, "deepspeed_published_total_ms": total}
 
 
 def step_bytes(module: nn.Module, shape: dict[str, Any], batch: int, tokens: int) -> int:
-    """What one decode step has to read: every parameter but the position table once, and the keys and values."""
+    """Return the bytes that a decode step reads: the parameters once, and the keys and values."""
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
     size = next(module.parameters()).element_size()
     return weights + 2 * batch * tokens * shape["num_hidden_layers"] * shape["hidden_size"] * size
@@ -71,28 +71,28 @@ def _measured(
     prompts = torch.randint(10, setting.shape["vocab_size"], (batch, prompt), generator=generator).tolist()
     repeats = 1 if setting.quick or setting.tiny else 3
     try:
-        whole, first = (setting.seconds(partial(generate, prompts, n), repeats) for n in (new, 1))
+        total, first = (setting.seconds(partial(generate, prompts, n), repeats) for n in (new, 1))
     except Exception as problem:
         return failure(problem)
-    step = 1e3 * (whole - first) / (new - 1)
+    step = 1e3 * (total - first) / (new - 1)
     return {
         "step_ms": step,
         "over_floor": step / floor,
-        "total_ms": 1e3 * whole,
+        "total_ms": 1e3 * total,
         "prompt_ms": 1e3 * first,
-        "tokens_per_second": batch * new / whole,
+        "tokens_per_second": batch * new / total,
     }
 
 
-def _ours(setting: Setting, rollouts: Generator, module: nn.Module, prompts: list[list[int]], new: int) -> None:
-    answers = rollouts.generate(prompts, Sampling(new), list(range(len(prompts))), len(prompts))
-    assert rollouts.fallback is None and all(len(answer.token_ids) == new for answer in answers)
+def _ours(generator: Generator, module: nn.Module, prompts: list[list[int]], new: int) -> None:
+    answers = generator.generate(prompts, Sampling(new), list(range(len(prompts))), len(prompts))
+    assert generator.fallback is None and all(len(answer.token_ids) == new for answer in answers)
 
 
 @torch.inference_mode()
 def _generate(module: nn.Module, prompts: list[list[int]], new: int, cache: str | None = None) -> None:
     ids = torch.tensor(prompts, device=next(module.parameters()).device)
-    said: Tensor = module.generate(  # type: ignore[operator, assignment]
+    output: Tensor = module.generate(  # type: ignore[operator, assignment]
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=True,
@@ -102,13 +102,13 @@ def _generate(module: nn.Module, prompts: list[list[int]], new: int, cache: str 
         pad_token_id=0,
         cache_implementation=cache,
     )
-    assert said.shape[1] == ids.shape[1] + new
+    assert output.shape[1] == ids.shape[1] + new
 
 
 def _continuous(module: nn.Module, prompts: list[list[int]], new: int) -> None:
-    """Not in inference mode: what is made here is written to by a thread of its own, which is not in it."""
+    """Run continuous batching. Its own thread writes the tensors, and that thread is not in inference mode."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=new, eos_token_id=-1, pad_token_id=0)
-    said = module.generate_batch(inputs=prompts, generation_config=config)  # type: ignore[operator]
-    assert len(said) == len(prompts) and all(len(one.generated_tokens) == new for one in said.values())
+    outputs = module.generate_batch(inputs=prompts, generation_config=config)  # type: ignore[operator]
+    assert len(outputs) == len(prompts) and all(len(one.generated_tokens) == new for one in outputs.values())

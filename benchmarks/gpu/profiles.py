@@ -1,4 +1,4 @@
-"""Where the time goes: seconds by kernel of decode steps and of a training step, by PyTorch's profiler."""
+"""Time by kernel of decode steps and of a training step, from PyTorch's profiler."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,11 +12,11 @@ from benchmarks.gpu.training import OPTIMIZER, TIERS, Policy, fill, negative_log
 from engine import EngineConfig, Generator, Sampling
 from engine.engine import Engine
 
-MOST_KERNELS = 15
+MAX_KERNELS = 15
 
 
 def run(setting: Setting) -> Iterator[dict[str, Any]]:
-    """A row for each piece of work: total device time, and that of the kernels that take most."""
+    """Yield one row per workload: its total device time and its slowest kernels."""
     yield from _decoding(setting)
     setting.clear()
     config = EngineConfig(dtype=setting.of("bf16", "fp32"), activation_checkpointing=not setting.tiny, **TIERS["zero2"])
@@ -27,25 +27,25 @@ def run(setting: Setting) -> Iterator[dict[str, Any]]:
 
 def _decoding(setting: Setting) -> Iterator[dict[str, Any]]:
     module = setting.build().eval()
-    rollouts, new = Generator(module, setting.device), setting.of(65, 4)
+    generator, new_tokens = Generator(module, setting.device), setting.of(65, 4)
     for batch in setting.of((1, 32), (2,)):
         prompts = torch.randint(10, setting.shape["vocab_size"], (batch, setting.of(256, 8))).tolist()
-        work = partial(rollouts.generate, prompts, Sampling(new), list(range(batch)))
-        yield {"case": f"decode, batch {batch}, {new} tokens", **_by_kernel(setting, work)}
+        work = partial(generator.generate, prompts, Sampling(new_tokens), list(range(batch)))
+        yield {"case": f"decode, batch {batch}, {new_tokens} tokens", **_by_kernel(setting, work)}
 
 
 def _by_kernel(setting: Setting, work: Callable[[], object]) -> dict[str, Any]:
-    on_gpu = setting.device.type == "cuda"
+    is_gpu = setting.device.type == "cuda"
     work()
     setting.wait()
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
     with profile(activities=kinds) as profiler:
         work()
         setting.wait()
     times = {
-        e.key: (e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count) for e in profiler.key_averages()
+        e.key: (e.self_device_time_total if is_gpu else e.self_cpu_time_total, e.count) for e in profiler.key_averages()
     }
     total = sum(time for time, _ in times.values())
-    ranked = sorted(times.items(), key=lambda item: -item[1][0])[:MOST_KERNELS]
+    ranked = sorted(times.items(), key=lambda item: -item[1][0])[:MAX_KERNELS]
     kernels = [{"name": name[:80], "ms": time / 1e3, "calls": count} for name, (time, count) in ranked]
     return {"device_ms": total / 1e3, "kernels": kernels}

@@ -1,4 +1,4 @@
-"""Where and how large the GPU bench runs: the real sizes on a card, tiny ones to try its code on a CPU."""
+"""Device and size of the GPU measurements: real sizes on a GPU, tiny sizes to test the code on a CPU."""
 
 import gc
 import traceback
@@ -32,14 +32,14 @@ TINY: dict[str, Any] = OPT_1_3B | {
 
 
 def failure(problem: Exception) -> dict[str, str]:
-    """What a row says of a case that failed: what went wrong, and where."""
-    where = "".join(traceback.format_exception(problem))
-    return {"failed": f"{type(problem).__name__}: {problem}"[:500], "traceback": where[-4000:]}
+    """Return the fields of a failed case: the error and its traceback."""
+    text = "".join(traceback.format_exception(problem))
+    return {"failed": f"{type(problem).__name__}: {problem}"[:500], "traceback": text[-4000:]}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """`quick` leaves out what does not fit into five minutes; `tiny` shrinks all sizes."""
+    """`quick` skips what does not fit into five minutes. `tiny` reduces all sizes."""
 
     device: torch.device
     tiny: bool = False
@@ -47,7 +47,7 @@ class Setting:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """An OPT configuration's fields: 1.3B, or tiny."""
+        """The fields of an OPT configuration: 1.3B or tiny."""
         return TINY if self.tiny else OPT_1_3B
 
     @property
@@ -59,49 +59,49 @@ class Setting:
         return torch.float32 if self.tiny else torch.bfloat16
 
     def of(self, full: Any, tiny: Any) -> Any:
-        """One of two sizes."""
+        """Return `full`, or `tiny` if the sizes are tiny."""
         return tiny if self.tiny else full
 
     def build(self) -> nn.Module:
-        """A model with random weights on the device, as it computes."""
-        return self._made(self.shape, self.device, self.dtype)
+        """Return a model with random weights on the device, in compute precision."""
+        return self._create(self.shape, self.device, self.dtype)
 
     def blueprint(self, shape: dict[str, Any] | None = None) -> nn.Module:
-        """A model without memory, in fp32 as its masters will be."""
-        return self._made(shape or self.shape, "meta", torch.float32)
+        """Return a model on the meta device, in fp32."""
+        return self._create(shape or self.shape, "meta", torch.float32)
 
-    def _made(self, shape: dict[str, Any], device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+    def _create(self, shape: dict[str, Any], device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(0)
         with torch.device(device):
             model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **shape), dtype=dtype)
         return model
 
     def wait(self) -> None:
-        """Until the device is done."""
+        """Wait until the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def seconds(self, work: Callable[[], object], repeats: int = 3) -> float:
-        """The median of `repeats` runs after one to warm up, the device waited for."""
+        """Return the median seconds of `repeats` runs after a warm-up. Wait for the device after each."""
         work()
-        taken = []
+        times = []
         for _ in range(repeats):
             self.wait()
-            began = perf_counter()
+            start = perf_counter()
             work()
             self.wait()
-            taken.append(perf_counter() - began)
-        return sorted(taken)[len(taken) // 2]
+            times.append(perf_counter() - start)
+        return sorted(times)[len(times) // 2]
 
     def clear(self) -> None:
-        """Give memory back that nothing holds."""
+        """Release unused memory, and reset the peak."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
-    def lost(self) -> bool:
-        """Whether the device fails whatever it is asked from now on, as after an illegal address; for this process."""
+    def is_lost(self) -> bool:
+        """Whether every further operation of this process on the device fails, as after an illegal address."""
         try:
             self.wait()
         except RuntimeError:
@@ -109,5 +109,5 @@ class Setting:
         return False
 
     def peak_gib(self) -> float:
-        """The most that was allocated since `clear`; 0 off GPUs."""
+        """Return the peak of allocated memory since `clear` in GiB, or 0 on a CPU."""
         return torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else 0.0

@@ -1,8 +1,7 @@
-"""Full fine-tuning through the engine: tokens a second and model FLOPs utilisation by ZeRO stage and tier, and the
-largest OPT that trains in each.
+"""Training of all parameters: tokens per second and utilisation by ZeRO stage and tier, and the largest OPT per tier.
 
-Utilisation = (6 P + 12 L D T) x tokens a second / the card's measured bf16 product rate, with P parameters, L layers, D
-hidden size, T sequence length (Chowdhery et al., 2022, arXiv:2204.02311, appendix B).
+Utilisation = (6 P + 12 L D T) x tokens per second / measured bf16 product rate of the GPU, with P parameters, L layers,
+D hidden size, T sequence length (Chowdhery et al., 2022, arXiv:2204.02311, appendix B).
 """
 
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-5)
 
 
 class Policy(nn.Module):
-    """A language model whose forward gives the log-probabilities of its tokens, as the stages' does."""
+    """A language model whose forward returns the log-probabilities of its tokens, as in the stages."""
 
     def __init__(self, lm: nn.Module) -> None:
         super().__init__()
@@ -51,16 +50,16 @@ class Policy(nn.Module):
 
 
 def run(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Speed by tier."""
+    """Yield the speed of each tier."""
     peak = matmul_rate(setting)
     batch, length, micro = setting.of((8, 1024, 2), (2, 16, 2))
     for name in list(TIERS)[1:4:2] if setting.quick else TIERS:
         row = {"case": name, "model": setting.name, "batch": batch, "length": length}
         try:
             seconds, parameters = _step_seconds(setting, setting.shape, TIERS[name], batch, length, micro)
-            numbers = setting.shape["num_hidden_layers"] * setting.shape["hidden_size"]
+            layer_widths = setting.shape["num_hidden_layers"] * setting.shape["hidden_size"]
             rate = batch * length / seconds
-            share = rate * (6 * parameters + 12 * length * numbers) / peak
+            share = rate * (6 * parameters + 12 * length * layer_widths) / peak
             yield {**row, "tokens_per_second": rate, "utilisation": share, "peak_gib": setting.peak_gib()}
         except Exception as problem:
             yield {**row, **failure(problem)}
@@ -68,16 +67,18 @@ def run(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def largest(setting: Setting) -> Iterator[dict[str, Any]]:
-    """For each tier the largest OPT that is predicted to fit, tried with steps of 512 tokens; smaller ones if not.
+    """Train the largest OPT that should fit in each tier, with steps of 512 tokens. If it fails, train a smaller one.
 
-    What the tier keeps on the host has to fit, too: where that runs out, the system ends the whole bench.
+    The host memory of the tier is predicted too, because the system kills the process when host memory runs out.
     """
     free = torch.cuda.mem_get_info()[0] if setting.device.type == "cuda" else 2**34
     host = psutil.virtual_memory().available
     for name in list(TIERS)[2:5:2] if setting.quick else TIERS:
         sizes = setting.of(list(SIZES), ["tiny"])
         predicted = {size: _predicted(setting, size, TIERS[name]) for size in sizes}
-        fitting = [size for size, of in predicted.items() if of.peak <= 0.95 * free and of.host <= 0.85 * host]
+        fitting = [
+            size for size, states in predicted.items() if states.peak <= 0.95 * free and states.host <= 0.85 * host
+        ]
         for size in fitting[::-1]:
             row = {"case": name, "model": size, "predicted_gib": predicted[size].peak / 2**30}
             try:
@@ -104,7 +105,7 @@ def _shape(setting: Setting, size: str) -> dict[str, Any]:
 
 
 def _predicted(setting: Setting, size: str, tier: dict[str, Any]) -> ModelStates:
-    """Model states in a step of one micro-batch."""
+    """Predict the model states in a step of one micro-batch."""
     model = setting.blueprint(_shape(setting, size))
     units = [sum(p.numel() for p in unit.parameters()) for unit in zero.units(model)]
     total = sum(p.numel() for p in model.parameters())
@@ -115,23 +116,23 @@ def _predicted(setting: Setting, size: str, tier: dict[str, Any]) -> ModelStates
 def _step_seconds(
     setting: Setting, shape: dict[str, Any], tier: dict[str, Any], batch: int, length: int, micro: int
 ) -> tuple[float, int]:
-    """Seconds of a step, the better of two after one to warm up, and the model's parameters."""
+    """Return the seconds of a step (the better of two after a warm-up) and the number of parameters."""
     config = EngineConfig(dtype=setting.of("bf16", "fp32"), activation_checkpointing=not setting.tiny, **tier)
     engine = Engine(Policy(setting.blueprint(shape)), config, optimizer=OPTIMIZER, fill=fill)
     ids = torch.randint(10, shape["vocab_size"], (batch, length), device=setting.device)
     seconds = []
     for _ in range(3):
         setting.wait()
-        began = perf_counter()
+        start = perf_counter()
         engine.update(list(ids.split(micro)), negative_logprobs, batch * (length - 1))
         setting.wait()
-        seconds.append(perf_counter() - began)
+        seconds.append(perf_counter() - start)
     return min(seconds[1:]), sum(p.numel() for p in engine.module.parameters())
 
 
 @torch.no_grad()
 def fill(module: nn.Module) -> None:
-    """Random weights of the usual size, made where they are."""
+    """Sample random weights on the device of each parameter."""
     for parameter in module.parameters():
         dtensors.local(parameter).normal_(std=0.02)
 

@@ -1,4 +1,4 @@
-"""The GPU bench runs whole on a CPU at tiny sizes, and without what a bare GPU machine lacks."""
+"""The GPU measurements run on a CPU at tiny sizes, without the packages that a bare GPU machine lacks."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LACKING = ("hydra", "omegaconf", "wandb", "datasets", "pydantic")
 WITHOUT = f"""
 import sys
-sys.modules |= dict.fromkeys({LACKING!r})  # None there makes an import fail
+sys.modules |= dict.fromkeys({LACKING!r})  # the value None makes an import fail
 from benchmarks.gpu.__main__ import main
 import engine, engine.memory, engine.deepspeed_json
 sys.exit(main(["--device", "cpu", "--tiny"]))
@@ -19,9 +19,9 @@ sys.exit(main(["--device", "cpu", "--tiny"]))
 
 
 def test_every_part_runs() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert not [row for row in rows if "failed" in row] and done.returncode == 0, done.stdout + done.stderr
+    finished = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    rows = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
+    assert not [row for row in rows if "failed" in row] and finished.returncode == 0, finished.stdout + finished.stderr
     cases = {row["part"]: set() for row in rows[1:]}
     for row in rows[1:]:
         cases[row["part"]].add(row.get("case"))
@@ -30,33 +30,33 @@ def test_every_part_runs() -> None:
     assert all(row["trains"] for row in rows if row.get("part") == "largest" and "case" in row)
 
 
-def test_a_part_that_fails_is_said_and_the_others_run(monkeypatch, capsys) -> None:
+def test_a_failed_part_is_reported_and_the_others_run(monkeypatch, capsys) -> None:
     from benchmarks.gpu import __main__ as bench
 
-    def breaks(setting):
+    def fails(setting):
         yield {"case": "first"}
         raise ValueError("no such card")
 
-    monkeypatch.setattr(bench, "PARTS", {"broken": breaks, "ceilings": bench.PARTS["ceilings"]})
+    monkeypatch.setattr(bench, "PARTS", {"broken": fails, "ceilings": bench.PARTS["ceilings"]})
     monkeypatch.setattr(bench.dist, "stop", lambda: None)
     assert bench.main(["--device", "cpu", "--tiny"]) == 1
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["failed"] for row in rows if "failed" in row] == ["ValueError: no such card"]
-    assert "in breaks" in next(row["traceback"] for row in rows if "failed" in row)
+    assert "in fails" in next(row["traceback"] for row in rows if "failed" in row)
     assert any(row.get("case") == "matmul" for row in rows)
 
 
-def test_what_is_left_runs_in_a_new_process_where_the_device_is_lost(monkeypatch) -> None:
+def test_the_remaining_parts_run_in_a_new_process_after_a_lost_device(monkeypatch) -> None:
     from benchmarks.gpu import __main__ as bench
 
-    def breaks(setting):
+    def fails(setting):
         raise RuntimeError("an illegal memory access was encountered")
 
     def execv(path: str, command: list[str]) -> None:
         raise SystemExit(" ".join(command[1:]))
 
-    monkeypatch.setattr(bench, "PARTS", dict.fromkeys(("ceilings", "decode", "largest"), breaks))
-    monkeypatch.setattr(bench.Setting, "lost", lambda self: True)
+    monkeypatch.setattr(bench, "PARTS", dict.fromkeys(("ceilings", "decode", "largest"), fails))
+    monkeypatch.setattr(bench.Setting, "is_lost", lambda self: True)
     monkeypatch.setattr(bench.os, "execv", execv)
     with pytest.raises(SystemExit, match=r"-m benchmarks\.gpu largest --device cpu --tiny --failed"):
         bench.main(["--device", "cpu", "--tiny", "ceilings", "largest"])
@@ -65,18 +65,18 @@ def test_what_is_left_runs_in_a_new_process_where_the_device_is_lost(monkeypatch
     assert bench.main(["--device", "cpu", "--tiny", "--failed"]) == 1
 
 
-def test_rollouts_on_a_gpu_are_asked_for_as_on_a_cpu(monkeypatch, capsys) -> None:
+def test_the_option_device_runs_rollouts_on_a_gpu(monkeypatch, capsys) -> None:
     from benchmarks.__main__ import main
     from benchmarks.gpu import __main__ as bench
 
-    asked = []
-    monkeypatch.setattr(bench, "main", lambda parts: asked.append(parts) or 0)
-    assert main(["rollout", "--device", "cuda"]) == 0 and asked == [["ceilings", "decode", "profile"]]
-    assert main(["zero", "--device", "cuda"]) == main(["rollout", "equal", "--device", "cuda"]) == 2 and len(asked) == 1
-    assert capsys.readouterr().err.count("python -m benchmarks.gpu has what else") == 2
+    calls = []
+    monkeypatch.setattr(bench, "main", lambda parts: calls.append(parts) or 0)
+    assert main(["rollout", "--device", "cuda"]) == 0 and calls == [["ceilings", "decode", "profile"]]
+    assert main(["zero", "--device", "cuda"]) == main(["rollout", "equal", "--device", "cuda"]) == 2 and len(calls) == 1
+    assert capsys.readouterr().err.count("for other GPU measurements type python -m benchmarks.gpu") == 2
 
 
-def test_published_figures_stand_where_they_are_of_the_same_work() -> None:
+def test_published_figures_are_only_in_rows_of_the_same_work() -> None:
     from benchmarks.gpu.decode import _published
 
     assert _published(8, 128) == {"deepspeed_published_step_ms": (5.0, 5.6), "deepspeed_published_total_ms": 360.8}

@@ -10,7 +10,7 @@ from benchmarks.machine import describe, matrix_gflops
 from benchmarks.measure import BenchFailed, in_turn, median, medians_by_name, run_command, spread
 
 
-def test_cases_run_in_turn() -> None:
+def test_cases_alternate() -> None:
     order: list[str] = []
 
     def case(name: str) -> str:
@@ -29,15 +29,15 @@ def test_medians() -> None:
     assert medians_by_name([{"x": 1.0}, {"x": 3.0, "y": 7.0}, {"x": 2.0}]) == {"x": 2.0, "y": 7.0}
 
 
-def test_a_command_is_timed_and_its_output_kept(tmp_path: Path) -> None:
+def test_a_command_is_timed_and_its_output_returned(tmp_path: Path) -> None:
     busy = "import time; end = time.process_time() + 0.2\nwhile time.process_time() < end: pass\nprint('done')"
-    done = run_command([sys.executable, "-c", busy], folder=tmp_path, limit=60)
-    assert done.output == "done\n"
-    assert done.seconds >= 0.2
-    assert 0.2 / done.seconds <= done.cpu_seconds_per_second < 1.5
+    finished = run_command([sys.executable, "-c", busy], folder=tmp_path, limit=60)
+    assert finished.output == "done\n"
+    assert finished.seconds >= 0.2
+    assert 0.2 / finished.seconds <= finished.cpu_seconds_per_second < 1.5
 
 
-def test_a_command_that_fails_or_hangs_says_which_and_why(tmp_path: Path) -> None:
+def test_the_error_of_a_failed_or_late_command_has_the_reason(tmp_path: Path) -> None:
     with pytest.raises(BenchFailed, match="status 3:\nno luck"):
         run_command([sys.executable, "-c", "print('no luck'); raise SystemExit(3)"], folder=tmp_path, limit=60)
     with pytest.raises(BenchFailed, match=r"did not end within 0\.3 seconds"):

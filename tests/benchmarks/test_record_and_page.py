@@ -20,7 +20,7 @@ def test_the_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == render(read(RESULTS)), "run python -m benchmarks.page"
 
 
-def test_an_object_has_the_keys_that_scripts_count_on() -> None:
+def test_an_object_has_the_keys_that_scripts_read() -> None:
     row = RESULT.to_object()
     assert list(row) == ["bench", "case", "ours", "peer", "ratio", "unit", "lower_is_better", "detail"]
     assert row["ratio"] == 1.25
@@ -28,7 +28,7 @@ def test_an_object_has_the_keys_that_scripts_count_on() -> None:
     assert replace(RESULT, ours=1234567.89).to_object()["ours"] == 1234600.0
 
 
-def test_records_survive_the_file_and_are_added_at_its_end(tmp_path: Path) -> None:
+def test_records_are_appended_to_the_file_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     append([RESULT], MACHINE, path)
     append([replace(RESULT, case="ppo-zero0", peer=None)], MACHINE, path)
@@ -41,9 +41,9 @@ def test_records_survive_the_file_and_are_added_at_its_end(tmp_path: Path) -> No
     assert read(tmp_path / "missing.jsonl") == []
 
 
-def test_the_newest_record_of_a_case_and_machine_counts() -> None:
+def test_the_newest_record_of_a_case_and_machine_is_selected() -> None:
     records = [record("a", 1), record("b", 2), record("a", 3, matmul_bf16_gflops=9.0), record("a", 4, cores=8)]
-    assert [(found.result.case, found.result.ours) for found in newest(records)] == [("a", 3), ("b", 2), ("a", 4)]
+    assert [(latest.result.case, latest.result.ours) for latest in newest(records)] == [("a", 3), ("b", 2), ("a", 4)]
 
 
 def test_the_page_shows_figures_machine_and_phases() -> None:
@@ -56,8 +56,8 @@ def test_the_page_shows_figures_machine_and_phases() -> None:
 
 
 def test_without_a_peer_there_is_no_column_for_it() -> None:
-    lonely = replace(record("a", 1), result=replace(RESULT, peer=None))
-    assert "peer" not in render([lonely]).split("## stages")[1]
+    alone = replace(record("a", 1), result=replace(RESULT, peer=None))
+    assert "peer" not in render([alone]).split("## stages")[1]
 
 
 def test_gpus_are_counted_by_kind() -> None:
@@ -68,11 +68,11 @@ def test_a_pipe_in_a_cell_does_not_split_it() -> None:
     assert markdown_table(["a"], [["x|y"]]).splitlines()[-1] == "| x\\|y |"
 
 
-def test_no_results_are_said_to_be_none() -> None:
+def test_a_page_without_results_states_it() -> None:
     assert "Nothing has been measured yet." in render([])
 
 
-def test_kept_results_name_no_host() -> None:
+def test_recorded_results_contain_no_host_name() -> None:
     described = {"cpu", "cores", "memory_gib", "gpus", "system", "python", "torch"}
     measured = {"matmul_fp32_gflops", "matmul_bf16_gflops", "cpu_seconds_per_second", "threads"}
-    assert all(set(found.machine) <= described | measured for found in read(RESULTS))
+    assert all(set(record.machine) <= described | measured for record in read(RESULTS))

@@ -1,4 +1,4 @@
-"""The bench of the stages, with a script in the place of train.py."""
+"""The stages benchmark, with a stub in place of train.py."""
 
 import json
 import sys
@@ -19,8 +19,8 @@ words = dict(word.split("=", 1) for word in sys.argv[1:])
 with open("LOG", "a") as log:
     log.write(json.dumps(words) + "\\n")
 runs = sum(1 for _ in open("LOG"))
-wanted = ("sft", "reward", "ppo") if words["stage"] == "all" else (words["stage"],)
-for stage in wanted:
+stages = ("sft", "reward", "ppo") if words["stage"] == "all" else (words["stage"],)
+for stage in stages:
     folder = Path(words["run_dir"]) / stage
     folder.mkdir(parents=True)
     steps = int(words[stage + ".steps"])
@@ -34,7 +34,7 @@ for stage in wanted:
 
 @pytest.fixture
 def train(tmp_path: Path) -> tuple[str, ...]:
-    """A stand-in for train.py that logs its words and writes made-up figures."""
+    """A stub of train.py that logs its arguments and writes fixed figures."""
     script = tmp_path / "stub.py"
     script.write_text(STUB.replace("LOG", str(tmp_path / "log")))
     return sys.executable, str(script)
@@ -44,7 +44,7 @@ def words(tmp_path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
 
 
-def test_zero_stages_run_in_turn_and_medians_are_kept(tmp_path: Path, train: tuple[str, ...]) -> None:
+def test_zero_stages_alternate_and_medians_are_returned(tmp_path: Path, train: tuple[str, ...]) -> None:
     results = stages.run(["sft-zero0", "sft-zero3"], 3, train)
     assert [one["engine"] for one in words(tmp_path)] == ["zero0", "zero3"] * 3
     assert {one["stage"] for one in words(tmp_path)} == {"sft"}
@@ -57,16 +57,16 @@ def test_zero_stages_run_in_turn_and_medians_are_kept(tmp_path: Path, train: tup
     assert not any(Path(one["run_dir"]).exists() for one in words(tmp_path))
 
 
-def test_ppo_alone_takes_one_step_of_the_stages_before_it(tmp_path: Path, train: tuple[str, ...]) -> None:
-    [found] = stages.run(["ppo-zero2"], 1, train)
+def test_ppo_alone_runs_one_step_of_the_stages_before_it(tmp_path: Path, train: tuple[str, ...]) -> None:
+    [result] = stages.run(["ppo-zero2"], 1, train)
     [one] = words(tmp_path)
     assert (one["stage"], one["sft.steps"], one["reward.steps"], one["ppo.steps"]) == ("all", "1", "1", "4")
     assert (one["model"], one["model.weights"], one["ranks"]) == ("opt-125m", "random", "2")
     assert one["rollout.max_new_tokens"] == "128"
-    assert found.case == "ppo-zero2"
+    assert result.case == "ppo-zero2"
 
 
-def test_every_key_that_is_set_exists() -> None:
+def test_every_override_is_a_configuration_key() -> None:
     from pipeline.config.schema import RunConfig
 
     groups = {"model", "data", "engine", "tracking"}
@@ -80,27 +80,27 @@ def test_every_key_that_is_set_exists() -> None:
 
 
 def test_a_stage_without_figures_is_a_failure(tmp_path: Path) -> None:
-    with pytest.raises(BenchFailed, match="sft left no usable figures"):
+    with pytest.raises(BenchFailed, match="sft wrote no usable figures"):
         stages.measure(0, ["sft"], (sys.executable, "-c", "pass"))
 
 
-def test_the_rate_leaves_the_first_step_out() -> None:
+def test_the_rate_excludes_the_first_step() -> None:
     rows = [{"step": n, "tokens_per_second": rate} for n, rate in enumerate((5.0, 90.0, 100.0, 80.0), start=1)]
     assert stages.steady_rate(rows) == 90.0
     assert stages.steady_rate(rows[:1]) is None
 
 
-def test_the_command_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lists_benchmarks_and_refuses_unknown_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([]) == 0
     assert "ppo-zero3" in capsys.readouterr().out
     assert command.main(["nothing"]) == 2
-    assert "there are: stages" in capsys.readouterr().err
+    assert "choose from: stages" in capsys.readouterr().err
     assert command.main(["stages", "sft-zero9"]) == 2
     assert "has no case sft-zero9" in capsys.readouterr().err
     assert command.main(["stages", "--rounds", "0"]) == 2
 
 
-def test_the_table_lines_up() -> None:
+def test_the_columns_of_the_table_are_aligned() -> None:
     results = [Result("b", "short", 1.5, "s", True, peer=3.0), Result("b", "a-longer-case", 12345.0, "tokens/s", False)]
     lines = command.table(results).splitlines()
     assert lines[0].split() == ["case", "ours", "peer", "ratio", "unit"]
