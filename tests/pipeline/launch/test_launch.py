@@ -140,11 +140,13 @@ sys.exit(processes.launch_stage("sft", Path(sys.argv[1]), own_ranks(2, gpus=0)).
 
 
 def _launcher(run_dir: Path, behaviour: str, before: str = "") -> subprocess.Popen[bytes]:
-    """A launcher in a process of its own, back when both ranks are at work. `before` is Python that it runs first."""
+    """A launcher in a process of its own, when both ranks have started. `before` is Python that it runs first."""
+    for number in (0, 1):
+        (run_dir / "sft" / f"rank-{number}.json").unlink(missing_ok=True)  # of an earlier launcher
     env = {**os.environ, "FAKE_STAGE": behaviour, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run_dir), before], env=env)
     deadline = time.monotonic() + 30
-    while not all(_alive(run_dir, rank) for rank in (0, 1)):
+    while not all(_has_started(run_dir, rank) for rank in (0, 1)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return launcher
@@ -152,6 +154,13 @@ def _launcher(run_dir: Path, behaviour: str, before: str = "") -> subprocess.Pop
 
 def _pid(run_dir: Path, rank: int) -> int:
     return json.loads((run_dir / "sft" / f"rank-{rank}.json").read_text())["PID"]
+
+
+def _has_started(run_dir: Path, rank: int) -> bool:
+    try:
+        return bool(_pid(run_dir, rank))
+    except (OSError, ValueError):
+        return False
 
 
 def _alive(run_dir: Path, rank: int) -> bool:
