@@ -153,8 +153,9 @@ class Worker:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal."""
-        os.kill(self.pid, number)
+        """Send a signal. Does nothing if the process has ended."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def communicate(self, timeout: float = SECONDS) -> tuple[str, None]:
         """Return the output when the process has ended. Kill it, and raise AssertionError, after `timeout` seconds."""
