@@ -34,7 +34,7 @@ class Block(nn.Module):
         for weight in self.maps:
             x = x @ weight
         if Block.heights is not None and self.last:
-            Block.heights.append(living())
+            Block.heights.append(settled())
         return x
 
 
@@ -66,13 +66,12 @@ def living() -> int:
 
 
 def settled() -> int:
-    """`living` once nothing changes any more: Gloo's threads let go of the last gathers' buffers a little later."""
-    dist.barrier()
-    last, now = -1, living()
-    while last != now:
-        time.sleep(0.05)
-        last, now = now, living()
-    return now
+    """`living` once four readings agree: Gloo's threads let go of the last gathers' buffers a little later."""
+    readings = [living()]
+    while dist.world().size > 1 and len(readings) < 4 or len(set(readings[-4:])) > 1:
+        time.sleep(0.03)
+        readings.append(living())
+    return readings[-1]
 
 
 def config_of(stage: int, dtype: str, special: str) -> tuple[EngineConfig, OptimizerConfig]:
@@ -84,6 +83,7 @@ def config_of(stage: int, dtype: str, special: str) -> tuple[EngineConfig, Optim
 
 def held(stage: int, dtype: str, special: str) -> dict[str, int]:
     """Bytes between steps, in the forward of a second micro-batch, after its backward; and of a frozen engine."""
+    dist.barrier()
     before = settled()
     config, optimizer = config_of(stage, dtype, special)
     engine = Engine(Net(), config, optimizer=optimizer)
@@ -96,10 +96,13 @@ def held(stage: int, dtype: str, special: str) -> dict[str, int]:
         Block.heights = None
         engine.backward(loss, last=last)
         del loss
+    dist.barrier()
     found["backward"] = settled() - before
     engine.step()
+    dist.barrier()
     found["resting"] = settled() - before
     del engine
+    dist.barrier()
     before = settled()
     frozen = Engine(Net(), EngineConfig(zero_stage=stage, dtype=dtype))  # type: ignore[arg-type]
     with frozen.scoring() as module:
@@ -107,7 +110,7 @@ def held(stage: int, dtype: str, special: str) -> dict[str, int]:
         module(x.to(torch.bfloat16) if dtype == "bf16" else x)
         found["scoring"] = max(Block.heights) - before
         Block.heights = None
-    found["frozen"] = living() - before
+    found["frozen"] = settled() - before
     return found
 
 
