@@ -68,7 +68,7 @@ def living() -> int:
 def settled() -> int:
     """`living` once four readings agree: Gloo's threads let go of the last gathers' buffers a little later."""
     readings = [living()]
-    while dist.world().size > 1 and len(readings) < 4 or len(set(readings[-4:])) > 1:
+    while (dist.world().size > 1 and len(readings) < 4) or len(set(readings[-4:])) > 1:
         time.sleep(0.03)
         readings.append(living())
     return readings[-1]
