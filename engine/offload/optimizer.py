@@ -16,9 +16,8 @@ from engine import optim
 from engine.config import EngineConfig, OptimizerConfig
 from engine.host_memory import return_freed_memory
 from engine.loading import observe_writes
-from engine.offload.gradients import collect_gradients
 from engine.offload.states import States
-from engine.offload.tier import AVERAGE, MASTER, Shard, Tier
+from engine.offload.tier import AVERAGE, MASTER, Shard, Tier, collect_gradients
 from engine.parallel import dtensors
 
 

@@ -1,4 +1,9 @@
-"""One tier of an offloaded optimizer: parameters, the storage of their fp32 states, and the step on one device.
+"""One tier of an offloaded optimizer: parameters, their gradients and fp32 states, and the step on one device.
+
+A hook on each sharded parameter moves the reduced gradient out of the module and clears `parameter.grad`, so at most
+one FSDP unit's gradients are on the device. The gradient of a single micro-batch stays in the parameter's precision, to
+which FSDP2 has rounded it. Sums over several micro-batches are fp32. A sum in host memory is computed on the GPU, as in
+ZeRO-Offload: upload the sum, add, download.
 
 The step goes through the sub-groups in order. The optimizer is any class of torch that steps elementwise: it gets the
 segments of a sub-group as parameters with their states. Scalar states such as the step count stay in memory, one per
@@ -12,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.offload.gradients import Gradients
 from engine.offload.states import Segment, States, SubGroup
-from engine.parallel import dtensors
+from engine.parallel import dist, dtensors
 
 MASTER, AVERAGE = "parameter", "average"
 
@@ -31,6 +35,78 @@ class Shard:
     def flat(self) -> Tensor:
         """The local shard as one dimension, without a copy. FSDP2 may move it, so do not store it."""
         return dtensors.local(self.parameter.detach()).view(-1)
+
+
+class Gradients:
+    """Flat gradients of shards, stored on `device` until the optimizer step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[int, Tensor] = {}
+        self._is_downloaded = False
+
+    def add(self, shard: int, gradient: Tensor) -> None:
+        """Add the gradient of one micro-batch, flat."""
+        previous = self._sums.get(shard)
+        if previous is not None:
+            # Upload before the cast: a cast on the CPU would not wait for the download of `previous`.
+            gradient = previous.to(gradient.device, non_blocking=True).float().add_(gradient)
+        if gradient.device.type != self._device.type:
+            pinned = torch.empty(gradient.numel(), dtype=gradient.dtype, pin_memory=True)
+            gradient.record_stream(torch.cuda.current_stream())
+            gradient = pinned.copy_(gradient, non_blocking=True)
+            self._is_downloaded = True
+        self._sums[shard] = gradient
+
+    def wait(self) -> None:
+        """Wait until the copies from the GPU are complete."""
+        if self._is_downloaded:
+            torch.cuda.current_stream().synchronize()  # FSDP2 made this stream wait for the stream of the copies
+
+    def of(self, segment: Segment) -> Tensor | None:
+        """Return the gradient of a segment of a shard; None if the shard has no gradient."""
+        found = self._sums.get(segment.shard)
+        return None if found is None else found[segment.start : segment.stop]
+
+    def has(self, shard: int) -> bool:
+        """Return whether a gradient of this shard was added in this step."""
+        return shard in self._sums
+
+    def remove(self, shard: int) -> None:
+        """Drop the gradient of this shard."""
+        self._sums.pop(shard, None)
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self.wait()
+        self._sums.clear()
+
+    def sums_of_squares(self) -> dict[int, float]:
+        """Return the sum of squares of each gradient by shard, with one transfer from the device."""
+        self.wait()
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in self._sums.values()]
+        squares = torch.stack(norms).double().square().tolist() if norms else []
+        return dict(zip(self._sums, squares, strict=True))
+
+    @property
+    def bytes(self) -> int:
+        """Return the memory of the gradients."""
+        return sum(gradient.nbytes for gradient in self._sums.values())
+
+
+def collect_gradients(parameter: nn.Parameter, shard: int, gradients: Gradients) -> None:
+    """Register a hook that moves each reduced gradient of `parameter` to `gradients`."""
+
+    def hook(reduced: Tensor) -> None:
+        gradient = reduced.grad
+        assert gradient is not None
+        local = dtensors.local(gradient).detach().reshape(-1)
+        if local.device.type == "cpu" and dist.world().device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # FSDP2 may still be copying it off the device
+        reduced.grad = None
+        gradients.add(shard, local)
+
+    parameter.register_post_accumulate_grad_hook(hook)
 
 
 class Tier:
@@ -53,7 +129,7 @@ class Tier:
         self.scalars: dict[Segment, dict[str, Any]] = {}  # of the segments that were stepped
         self._after_write = after_write
         self._fp32_gradients: Tensor | None = None
-        self._writer = _ModuleWriter(shards, device, states.largest_sub_group)
+        self._is_upload = device.type == "cpu" and shards[0].flat.device.type == "cuda"
 
     def sums_of_squares(self) -> list[tuple[nn.Parameter, float]]:
         """Return each parameter with the sum of squares of the local gradient."""
@@ -90,7 +166,13 @@ class Tier:
             states[AVERAGE].copy_(states[MASTER])
 
     def _write(self, group: SubGroup, values: Tensor) -> None:
-        self._writer.write(group, values)
+        """Write fp32 values of a sub-group into the module's shards; copies to a GPU may be pending on its stream."""
+        if self._is_upload:  # torch uses this pinned memory again after the copies that read it
+            pinned = torch.empty(group.size, dtype=self.shards[0].parameter.dtype, pin_memory=True)
+            values = pinned.copy_(values)
+        for segment in group.segments:
+            shard = self.shards[segment.shard].flat[segment.start : segment.stop]
+            shard.copy_(values[segment.slice], non_blocking=self._is_upload)
         if self._after_write is not None:
             self._after_write()
 
@@ -133,38 +215,6 @@ class Tier:
                 self._fp32_gradients = torch.empty(self.states.largest_sub_group, device=self.device)
             gradient = self._fp32_gradients[segment.slice].copy_(gradient)
         return gradient if factor == 1.0 else gradient.mul_(factor)
-
-
-class _ModuleWriter:
-    """Casts the fp32 values of a sub-group to the module's precision and writes them to its shards.
-
-    From the CPU to a GPU the values go through two pinned buffers: one is copied while the next sub-group is stepped.
-    """
-
-    def __init__(self, shards: Sequence[Shard], device: torch.device, size: int) -> None:
-        self._shards = shards
-        is_upload = shards[0].flat.device.type == "cuda" and device.type == "cpu"
-        dtype = shards[0].parameter.dtype
-        self._pinned = [torch.empty(size, dtype=dtype, pin_memory=True) for _ in range(2)] if is_upload else []
-        self._copied: list[torch.cuda.Event | None] = [None, None]
-
-    def write(self, group: SubGroup, values: Tensor) -> None:
-        """Write the values (fp32, flat) of a sub-group; a copy to a GPU may be pending on its current stream."""
-        if not self._pinned:
-            for segment in group.segments:
-                self._shard(segment).copy_(values[segment.slice])
-            return
-        self._pinned.reverse()
-        self._copied.reverse()
-        if self._copied[0] is not None:
-            self._copied[0].synchronize()  # the last copy of this buffer
-        buffer = self._pinned[0][: group.size].copy_(values)
-        for segment in group.segments:
-            self._shard(segment).copy_(buffer[segment.slice], non_blocking=True)
-        self._copied[0] = torch.cuda.current_stream().record_event()
-
-    def _shard(self, segment: Segment) -> Tensor:
-        return self._shards[segment.shard].flat[segment.start : segment.stop]
 
 
 def _full_like(value: Any, parameter: Tensor) -> Any:
