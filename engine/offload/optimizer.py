@@ -116,7 +116,7 @@ class OffloadedOptimizer:
 
     def squared_norm(self) -> float:
         """Return the sum of squares of the step's gradients, the same number on every rank."""
-        return dtensors.sum_over_shards([found for tier in self.tiers for found in tier.sums_of_squares()])
+        return dtensors.sum_of_squares([norm for tier in self.tiers for norm in tier.gradient_norms()]).item()
 
     def scale(self, factor: float) -> None:
         """Multiply the step's gradients by `factor` during the step."""

@@ -81,12 +81,10 @@ class Gradients:
         self.wait()
         self._sums.clear()
 
-    def sums_of_squares(self) -> dict[int, float]:
-        """Return the sum of squares of each gradient by shard, with one transfer from the device."""
-        self.wait()
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in self._sums.values()]
-        squares = torch.stack(norms).double().square().tolist() if norms else []
-        return dict(zip(self._sums, squares, strict=True))
+    def norm(self, shard: int) -> Tensor:
+        """Return the norm of the gradient of this shard, () fp32: 0 without a gradient. Call `wait` before."""
+        gradient = self._sums.get(shard, torch.zeros(0, device=self._device))
+        return torch.linalg.vector_norm(gradient, dtype=torch.float32)
 
     @property
     def bytes(self) -> int:
@@ -131,10 +129,10 @@ class Tier:
         self._fp32_gradients: Tensor | None = None
         self._is_upload = device.type == "cpu" and shards[0].flat.device.type == "cuda"
 
-    def sums_of_squares(self) -> list[tuple[nn.Parameter, float]]:
-        """Return each parameter with the sum of squares of the local gradient."""
-        sums = self.gradients.sums_of_squares()
-        return [(shard.parameter, sums.get(number, 0.0)) for number, shard in enumerate(self.shards)]
+    def gradient_norms(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each parameter with the norm of its local gradient."""
+        self.gradients.wait()
+        return [(shard.parameter, self.gradients.norm(number)) for number, shard in enumerate(self.shards)]
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float, average_weight: float | None) -> None:
         """Step the shards that have a gradient, multiplied by `factor`, and write them to the module.

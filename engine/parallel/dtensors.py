@@ -85,39 +85,27 @@ def shard_group(tensor: Tensor) -> ProcessGroup:
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of full tensors of which each rank has shards: () fp32, equal on every rank."""
-    device = dist.world().device
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    by_dims: dict[_MeshDims, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dims.setdefault(_sharded_dims(tensor), []).append(local(tensor))
-    for dims, shards in by_dims.items():
-        norms = torch._foreach_norm([s.float() if s.dtype != torch.float32 else s for s in shards])
-        squares = torch.stack([norm.to(device) for norm in norms]).square().sum()
-        total += _sum_over_dims(squares, dims)
-    return total
+    """Return the sum of squares of full tensors of which each rank has shards: () fp64, equal on every rank."""
+    shards = [local(tensor).float() for tensor in tensors]
+    return sum_of_squares(list(zip(tensors, torch._foreach_norm(shards) if shards else (), strict=True)))
 
 
-def sum_over_shards(values: Sequence[tuple[Tensor, float]]) -> float:
-    """Return the sum of (tensor, value of the local shard) over all shards, in float64, equal on every rank.
+def sum_of_squares(norms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the sum of squares of (tensor, norm of the local shard) over all shards: () fp64, equal on every rank.
 
     Every rank passes the same tensors in the same order.
     """
-    sums: dict[_MeshDims, float] = {}
-    for tensor, value in values:
-        dims = _sharded_dims(tensor)
-        sums[dims] = sums.get(dims, 0.0) + value
     device = dist.world().device
-    return sum(
-        _sum_over_dims(torch.tensor(value, dtype=torch.float64, device=device), dims).item()
-        for dims, value in sums.items()
-    )
-
-
-def _sum_over_dims(value: Tensor, dims: _MeshDims) -> Tensor:
-    for mesh, dim in dims:
-        collectives.all_reduce_sum(value, group=mesh.get_group(dim))
-    return value
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    groups: dict[tuple[_MeshDims, torch.device], list[Tensor]] = {}
+    for tensor, norm in norms:
+        groups.setdefault((_sharded_dims(tensor), norm.device), []).append(norm)
+    for (dims, _), members in groups.items():
+        squares = torch.stack(members).to(device, torch.float64).square().sum()
+        for mesh, dim in dims:
+            collectives.all_reduce_sum(squares, group=mesh.get_group(dim))
+        total += squares
+    return total
 
 
 def _sharded_dims(tensor: Tensor) -> _MeshDims:
