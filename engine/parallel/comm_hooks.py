@@ -10,13 +10,12 @@ each rank sums its own part in fp32. bf16 gradients then travel in bf16, and the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 
 # The interfaces that `set_custom_all_gather` takes have no public name; they are the same from torch 2.11 to 2.13.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -27,52 +26,24 @@ from engine.parallel import collectives, dist
 BLOCK = 256  # values with one scale
 
 
-@dataclass(frozen=True)
-class Communication:
-    """How the FSDP units of a module communicate on a mesh (replicate, shard)."""
-
-    replicate: int
-    shard: int
-    compress: Compress
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether ranks exchange gradients instead of calling the backend's reduce-scatter."""
-        return self.shard > 1 and (self.reduces_int8 or dist.world().device.type == "cpu")
-
-    @property
-    def gathers_int8(self) -> bool:
-        return self.compress in ("gather8", "both")
-
-    @property
-    def reduces_int8(self) -> bool:
-        return self.compress in ("reduce8", "both")
+def exchanges(ranks: int, compress: Compress) -> bool:
+    """Return whether `ranks` shards exchange gradients instead of calling the backend's reduce-scatter."""
+    return ranks > 1 and (_reduces_int8(compress) or dist.world().device.type == "cpu")
 
 
-def reduction_policy(
-    policy: MixedPrecisionPolicy, communication: Communication, *, each_micro_batch: bool
-) -> MixedPrecisionPolicy:
-    """Return the policy that sends bf16 gradients in bf16 if an exchange sums them in fp32.
-
-    Without a reduction in each micro-batch, FSDP2 accumulates gradients in the reduction's precision: that stays fp32.
-    """
-    if communication.exchanges and each_micro_batch and policy.param_dtype == torch.bfloat16:
-        return replace(policy, reduce_dtype=torch.bfloat16)
-    return policy
-
-
-def install(unit: nn.Module, communication: Communication) -> None:
-    """Set the collectives of an FSDP unit."""
+def install(unit: nn.Module, *, replicate: int, ranks: int, compress: Compress) -> None:
+    """Set the collectives of an FSDP unit with `ranks` shards, of which there are `replicate` copies."""
     assert isinstance(unit, FSDPModule)
-    ranks = communication.shard
     if ranks > 1:
-        unit.set_custom_all_gather(GatherInt8() if communication.gathers_int8 else Gather())
-        exchange = ExchangeInt8(ranks) if communication.reduces_int8 else Exchange(ranks)
-        unit.set_custom_reduce_scatter(exchange if communication.exchanges else Reduce())
-    if communication.replicate > 1:
-        unit.set_all_reduce_hook(
-            lambda reduced: collectives.count_all_reduce("reduce", reduced, communication.replicate)
-        )
+        unit.set_custom_all_gather(GatherInt8() if compress in ("gather8", "both") else Gather())
+        exchange = ExchangeInt8(ranks) if _reduces_int8(compress) else Exchange(ranks)
+        unit.set_custom_reduce_scatter(exchange if exchanges(ranks, compress) else Reduce())
+    if replicate > 1:
+        unit.set_all_reduce_hook(lambda reduced: collectives.count_all_reduce("reduce", reduced, replicate))
+
+
+def _reduces_int8(compress: Compress) -> bool:
+    return compress in ("reduce8", "both")
 
 
 class _NewBuffers:

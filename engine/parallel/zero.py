@@ -7,6 +7,7 @@ and unreduced gradients live. FSDP2 always keeps the optimizer states with the s
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,13 +71,15 @@ def shard(
     mesh = zero_mesh[("shard",) if replicate == 1 else ("replicate", "shard")]
     offloads = offload and dist.world().device.type != "cpu"
     offload_policy = CPUOffloadPolicy(pin_memory=pin) if offloads else OffloadPolicy()
-    communication = comm_hooks.Communication(replicate=replicate, shard=mesh["shard"].size(), compress=compress)
-    policy = comm_hooks.reduction_policy(policy, communication, each_micro_batch=stage >= 2)
+    ranks = mesh["shard"].size()
+    if comm_hooks.exchanges(ranks, compress) and stage >= 2 and policy.param_dtype == torch.bfloat16:
+        # The exchange sums in fp32. Stages 0 and 1 accumulate in the precision of the reduction, which stays fp32.
+        policy = replace(policy, reduce_dtype=torch.bfloat16)
     for unit in [*units(module), module]:
         # Backward starts with the root: released after forward, it would be gathered again at once.
         reshard = stage == 3 and unit is not module
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload_policy)
-        comm_hooks.install(unit, communication)
+        comm_hooks.install(unit, replicate=replicate, ranks=ranks, compress=compress)
     for group in _groups_of(module):
         group.parameter_usage = ParameterUsage(group)
 
