@@ -57,6 +57,11 @@ def split(x: Tensor, group: ProcessGroup) -> Tensor:
     return _apply(x, _own_columns, _concatenate, group).contiguous()
 
 
+def exchanged(rows: Tensor, group: ProcessGroup) -> Tensor:
+    """Send row r of `rows` (ranks, ...) to rank r; return the received rows. The function is its own transpose."""
+    return _apply(rows, _exchange, _exchange, group)
+
+
 def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.view_as(x)
 
@@ -71,6 +76,10 @@ def _concatenate(x: Tensor, group: ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
         return functional.all_gather_tensor(x, x.ndim - 1, group)
     return torch.cat(collectives.gather_tensors(x, group), dim=-1)
+
+
+def _exchange(rows: Tensor, group: ProcessGroup) -> Tensor:
+    return collectives.all_to_all(rows.contiguous(), group, kind="other")
 
 
 def _own_columns(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -12,13 +12,11 @@ different data.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from engine.parallel import autograd_collectives, collectives, dist, meshes
+from engine.parallel import autograd_collectives, dist, meshes
 
 
 def sequence_shard(tokens: int) -> "SequenceShard | None":
@@ -84,7 +82,8 @@ class SequenceShard:
         if times > 1:
             key, value = (tensor.repeat_interleave(times, dim=1) for tensor in (key, value))
         rows = [_by_rank(tensor, self.ranks) for tensor in (query, key, value)]
-        full = _exchanged(torch.cat(rows, dim=-1)).flatten(0, 1)  # (all tokens, elements of own heads)
+        full = autograd_collectives.exchanged(torch.cat(rows, dim=-1), meshes.sequence_group())
+        full = full.flatten(0, 1)  # (all tokens, elements of own heads)
         split = full.split([row.shape[-1] for row in rows], dim=-1)
         q, k, v = (
             each.unflatten(-1, (-1, like.shape[-1])).transpose(0, 1)[None]
@@ -96,28 +95,10 @@ class SequenceShard:
         """Exchange (1, all tokens, own heads, size) for (1, own tokens, all heads, size)."""
         size = attended.shape[-1]
         rows = attended[0].unflatten(0, (self.ranks, self.length)).flatten(2)
-        return _exchanged(rows).transpose(0, 1).reshape(1, self.length, -1, size)
+        exchanged = autograd_collectives.exchanged(rows, meshes.sequence_group())
+        return exchanged.transpose(0, 1).reshape(1, self.length, -1, size)
 
 
 def _by_rank(tensor: Tensor, ranks: int) -> Tensor:
     """Reshape (1, heads, tokens, size) to (ranks, tokens, heads / ranks * size)."""
     return tensor[0].unflatten(0, (ranks, -1)).transpose(1, 2).flatten(2)
-
-
-class _Exchange(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        return _received(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return _received(gradient)
-
-
-def _exchanged(rows: Tensor) -> Tensor:
-    """Send row r of `rows` (ranks, ...) to rank r; return the received rows. The function is its own transpose."""
-    return _Exchange.apply(rows)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _received(rows: Tensor) -> Tensor:
-    return collectives.all_to_all(rows.contiguous(), meshes.sequence_group(), kind="other")
