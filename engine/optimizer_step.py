@@ -133,7 +133,7 @@ class OptimizerStep:
         A step with a non-finite gradient is skipped, on all ranks. `squared_norm` is that of the scaled gradients.
         """
         if dist.world().tensor > 1:  # replicated parameters have a gradient on each rank; one of them may overflow
-            squared_norm = dist.mean_over_ranks(squared_norm)
+            squared_norm = dist.max_over_ranks(squared_norm if math.isfinite(squared_norm) else math.inf)
         norm = math.sqrt(squared_norm) / self._scaler.scale
         lr = self._set_learning_rate(number)
         skipped = not math.isfinite(norm)

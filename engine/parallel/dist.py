@@ -210,15 +210,6 @@ def max_over_ranks(value: float) -> float:
     return highest.item()
 
 
-def mean_over_ranks(value: float) -> float:
-    """Return the mean of one number per rank, in float64. It is not finite if one number is not finite."""
-    if world().size == 1:
-        return value
-    total = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(total, group=host_group())
-    return total.item() / world().size
-
-
 def gather_objects(value: Any) -> list[Any]:
     """Return the objects of all ranks in rank order, on every rank."""
     if world().size == 1:
