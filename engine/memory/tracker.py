@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from engine.optimizer_step import Average
 from engine.parallel import dtensors, zero
@@ -45,7 +45,7 @@ class MemoryTracker:
         self.waiting: dict[str, int] = {}
         self._module, self._other_owners = module, other_owners
         self._offloaded, self._hooks = offloaded or {}, hooks
-        self._saved: WeakSet[_Saved] = WeakSet()
+        self._saved = WeakTensorKeyDictionary()  # only the autograd graph keeps a saved tensor alive
         self._updates = self._scorings = 0
         self._is_sampled = False
 
@@ -98,22 +98,22 @@ class MemoryTracker:
             u.register_forward_pre_hook(lambda *_: self._note(phase, {"gathered": self._gathered()})) for u in units
         ]
         try:
-            with saved_tensors_hooks(self._save, lambda saved: saved.tensor):
+            with saved_tensors_hooks(self._save, lambda saved: saved):
                 yield
         finally:  # a pipeline stage leaves its forward by an exception
             for handle in handles:
                 handle.remove()
             self.sample(phase)
 
-    def _save(self, tensor: Tensor) -> "_Saved":
-        saved = _Saved(tensor.detach())  # detached: a node that saves its own output would keep itself alive
-        self._saved.add(saved)
+    def _save(self, tensor: Tensor) -> Tensor:
+        saved = tensor.detach()  # a node that saves its own output would keep itself alive
+        self._saved[saved] = None
         return saved
 
     def _activations(self) -> int:
         """Return the bytes that autograd holds for backward. Of a recomputed block, only the input counts."""
         parameters = [*zero.gathered(self._module), *_shards(self._module)]
-        return storage_bytes((dtensors.local(saved.tensor) for saved in list(self._saved)), without=parameters)
+        return storage_bytes((dtensors.local(saved) for saved in list(self._saved)), without=parameters)
 
     @torch.no_grad()  # autograd would record each access to a parameter, at five times the cost
     def _gathered(self) -> int:
@@ -125,15 +125,6 @@ class MemoryTracker:
         for owner, size in sizes.items():
             if size or owner in peaks:
                 peaks[owner] = max(size, peaks.get(owner, 0))
-
-
-class _Saved:
-    """A tensor that autograd saved. The autograd graph holds the only reference."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 def optimizer_bytes(optimizer: Any) -> dict[str, int]:
