@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -22,6 +22,9 @@ from engine.checkpoint.checksums import verify
 from engine.checkpoint.storage import LoadPlanner, LocalChunks, Reader, SavePlanner, Writer
 from engine.parallel import dist
 
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
 COPY_SHARE = 0.5  # of the host's free memory that the copies of all its ranks may use
 
 log = logging.getLogger(__name__)
@@ -30,7 +33,7 @@ log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and loads several engines as one checkpoint, with plain JSON values."""
 
-    def __init__(self, engines: Mapping[str, engine_state.TrainedEngine]) -> None:
+    def __init__(self, engines: Mapping[str, "Engine"]) -> None:
         self.engines = engines
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Any] | None = None

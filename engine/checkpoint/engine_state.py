@@ -1,36 +1,24 @@
 """The state of an engine in a checkpoint: tensors by name, and counters in JSON."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from engine import optim
 from engine.checkpoint.storage import LocalChunks, chunks_of
-from engine.config import OptimizerConfig
 from engine.loading import persistent_buffers
 from engine.offload import OffloadedOptimizer
-from engine.optimizer_step import Average
 from engine.optimizers.onebit_adam import ERRORS
 from engine.parallel import dist
-from engine.precision import LossScaler
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
 
 PARAMETER, AVERAGE, BUFFER = "parameter.", "average.", "buffer."
 
 
-class TrainedEngine(Protocol):
-    """The attributes of an engine that a checkpoint reads and writes."""
-
-    module: nn.Module
-    optimizer: torch.optim.Optimizer | OffloadedOptimizer | None
-    optimizer_config: OptimizerConfig | None
-    average: Average
-    scaler: LossScaler
-    step_count: int
-
-
-def tensors(engine: TrainedEngine) -> dict[str, LocalChunks]:
+def tensors(engine: "Engine") -> dict[str, LocalChunks]:
     """Return trained parameters, optimizer states, averages and buffers by name.
 
     A parameter with an fp32 master is represented by its master.
@@ -47,7 +35,7 @@ def tensors(engine: TrainedEngine) -> dict[str, LocalChunks]:
     return {name: chunks_of(tensor) for name, tensor in (trained | moments | averages | buffers).items()}
 
 
-def tensors_to_load(engine: TrainedEngine, saved: Mapping[str, Any]) -> dict[str, LocalChunks]:
+def tensors_to_load(engine: "Engine", saved: Mapping[str, Any]) -> dict[str, LocalChunks]:
     """Return the tensors to read from a checkpoint with these counters.
 
     The errors of 1-bit Adam belong to a number of ranks. At another number they start at zero again.
@@ -59,7 +47,7 @@ def tensors_to_load(engine: TrainedEngine, saved: Mapping[str, Any]) -> dict[str
     return found
 
 
-def counters(engine: TrainedEngine) -> dict[str, Any]:
+def counters(engine: "Engine") -> dict[str, Any]:
     """Return the step count, the loss scale, and the optimizer's numbers, for JSON. Every rank calls."""
     assert engine.optimizer is not None
     if isinstance(engine.optimizer, OffloadedOptimizer):
@@ -81,7 +69,7 @@ def counters(engine: TrainedEngine) -> dict[str, Any]:
     }
 
 
-def difference(engine: TrainedEngine, saved: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> str | None:
+def difference(engine: "Engine", saved: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> str | None:
     """Return why a checkpoint with these counters and shapes does not fit this engine. None if it fits."""
     assert engine.optimizer_config is not None
     trained = {f"{PARAMETER}{n}": p.shape for n, p in engine.module.named_parameters() if p.requires_grad}
@@ -106,7 +94,7 @@ def difference(engine: TrainedEngine, saved: Mapping[str, Any], shapes: Mapping[
     return None
 
 
-def allocate_states(engine: TrainedEngine, saved: Mapping[str, Any]) -> None:
+def allocate_states(engine: "Engine", saved: Mapping[str, Any]) -> None:
     """Give the optimizer exactly the states that the checkpoint has: a parameter without a gradient has none yet."""
     assert engine.optimizer is not None
     if isinstance(engine.optimizer, OffloadedOptimizer):
@@ -120,7 +108,7 @@ def allocate_states(engine: TrainedEngine, saved: Mapping[str, Any]) -> None:
             engine.optimizer.state.pop(parameter, None)
 
 
-def restore_counters(engine: TrainedEngine, saved: Mapping[str, Any]) -> None:
+def restore_counters(engine: "Engine", saved: Mapping[str, Any]) -> None:
     """Restore step count, loss scale and the optimizer's numbers, after the tensors were loaded."""
     assert engine.optimizer is not None
     engine.step_count = saved["step_count"]
