@@ -11,7 +11,6 @@ from typing import Any, Literal
 Precision = Literal["bf16", "fp16", "fp32"]
 Compress = Literal["none", "gather8", "reduce8", "both"]
 Schedule = Literal["constant", "linear", "cosine"]
-PipelineSchedule = Literal["1f1b", "gpipe"]
 Tier = Literal["none", "cpu", "nvme"]
 MAX_INITIAL_POWER = 32  # the largest fp16 number is below 2**16
 
@@ -98,7 +97,7 @@ class EngineConfig:
     module names: style}, engine/parallel/tensor.py); None uses the plan of the model's class.
 
     `pipeline_parallel` is the number of stages that share the blocks of a language model
-    (engine/parallel/pipeline_parallel.py), with the schedule `pipeline_schedule`.
+    (engine/parallel/pipeline_parallel.py).
 
     `sequence_parallel` consecutive ranks share the tokens of a row (engine/parallel/sequence.py). ZeRO shards over
     these ranks too.
@@ -122,7 +121,6 @@ class EngineConfig:
     tensor_parallel: int = 1
     tensor_plan: Mapping[str, str] | None = None
     pipeline_parallel: int = 1
-    pipeline_schedule: PipelineSchedule = "1f1b"
     sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
@@ -130,8 +128,6 @@ class EngineConfig:
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {self.zero_stage}")
         if self.compress not in ("none", "gather8", "reduce8", "both"):
             raise ValueError(f"compress must be none, gather8, reduce8 or both, not {self.compress}")
-        if self.pipeline_schedule not in ("1f1b", "gpipe"):
-            raise ValueError(f"pipeline_schedule must be 1f1b or gpipe, not {self.pipeline_schedule}")
         for key in (
             "shard_ranks",
             "tensor_parallel",

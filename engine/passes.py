@@ -153,10 +153,8 @@ class PipelinePasses(Passes):
         super().__post_init__()
         split = split_of(self.module)
         assert split is not None, "sharding.apply splits the module"
-        config, dtype = self.config, TORCH_DTYPE[self.config.dtype]
-        self._pipeline = Pipeline(
-            self.module, split, schedule=config.pipeline_schedule, zero_stage=config.zero_stage, dtype=dtype
-        )
+        dtype = TORCH_DTYPE[self.config.dtype]
+        self._pipeline = Pipeline(self.module, split, zero_stage=self.config.zero_stage, dtype=dtype)
 
     def train(self, micro_batches: Sequence[Any], loss_fn: LossFn, count: float) -> list[LossAndMetrics]:
         self.tracker.start_update()

@@ -141,14 +141,14 @@ def scoring_bytes(shape: ModelShape, work: Workload, states: ModelStates) -> Own
 def pipeline_training_bytes(shape: ModelShape, work: Workload) -> list[Owners]:
     """Return the bytes of each pipeline stage at the peak of training.
 
-    Of P stages, stage p holds the activations of P - p micro-batches (1F1B), or of all of a step's (GPipe). Buffers for
-    messages exist for every micro-batch of a step.
+    Of P stages, stage p holds the activations of P - p micro-batches. Buffers for messages exist for every micro-batch
+    of a step.
     """
     ranks, count, peaks = work.config.pipeline_parallel, work.micro_batches, list[Owners]()
     for rank, stage in enumerate(pipeline_stages(shape, ranks)):
         states = trained_states(stage, replace(work, adapters=work.adapters * stage.blocks // shape.blocks))
         is_last = rank == ranks - 1
-        waiting = count if work.config.pipeline_schedule == "gpipe" else min(count, ranks - rank)
+        waiting = min(count, ranks - rank)
         owners = resting_bytes(states) | training_bytes(stage, work, states, has_logits=is_last, forwards=waiting)
         if not is_last:  # tensors that are saved outside of the blocks belong to the final norm
             owners["activations"] -= waiting * _activations(stage, work).outside

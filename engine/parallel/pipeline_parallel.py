@@ -1,6 +1,7 @@
 """Pipeline parallelism with the stages and schedules of `torch.distributed.pipelining`.
 
-GPipe: Huang et al., 2019, arXiv:1811.06965; 1F1B: Narayanan et al., 2019, arXiv:1806.03377.
+Training alternates forwards and backwards (1F1B; Narayanan et al., 2019, arXiv:1806.03377). Forwards without backwards,
+and steps with fewer micro-batches than stages, run all forwards first (GPipe; Huang et al., 2019, arXiv:1811.06965).
 
 Every rank gets the full micro-batches of a step and runs the model's own forward on them, so masks, positions and
 rotary angles are available everywhere. A rank replaces the input of its first block by the hidden states that it
@@ -11,7 +12,7 @@ tokens, padded to the largest micro-batch of the step.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,6 @@ from torch.utils._pytree import tree_map_only
 
 from engine.parallel import collectives, dist, dtensors, meshes, zero
 from engine.parallel.pipeline_split import PipelineSplit
-
-Schedule = Literal["1f1b", "gpipe"]
 
 
 class _StageEnd(Exception):
@@ -40,12 +39,10 @@ class Pipeline:
     them. It supports no gradients.
     """
 
-    def __init__(
-        self, module: nn.Module, split: PipelineSplit, *, schedule: Schedule, zero_stage: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, module: nn.Module, split: PipelineSplit, *, zero_stage: int, dtype: torch.dtype) -> None:
         """`module` is already sharded, so that FSDP2's hooks around blocks run inside those registered here."""
         self.module, self.split = module, split
-        self._schedule, self._zero_stage, self._dtype = schedule, zero_stage, dtype
+        self._zero_stage, self._dtype = zero_stage, dtype
         self._group, self._ends = meshes.pipeline_group(), meshes.first_and_last_stage_group()
         self._running = False
         self._received: Tensor | None = None
@@ -101,7 +98,7 @@ class Pipeline:
             input_args=index if self.split.is_first else message,
             output_args=loss if self.split.is_last else message,
         )
-        kind = Schedule1F1B if self._schedule == "1f1b" and trains and number >= self.split.size else ScheduleGPipe
+        kind = Schedule1F1B if trains and number >= self.split.size else ScheduleGPipe
         # The loss is the output of the last stage, whatever the target is.
         schedule = kind(stage, number, (lambda loss, target: loss) if trains else None, scale_grads=False)
         indices = torch.arange(number)

@@ -19,6 +19,7 @@ OTHER_NAMES = {
     "deepspeed": "engine.deepspeed=FILE",
     "wandb": "tracking=wandb or tracking=none",
     "dataset": "data=NAME, or data.path=FILE",
+    "engine.pipeline_schedule": "the schedule is always 1f1b, so remove the key",
     "rollout.selfcheck_every": "it is now called rollout.parity_check_every",
 }
 """Keys of other tools and renamed keys -> what to write instead."""

@@ -210,10 +210,6 @@ class EngineSettings(Section):
         ge=1,
         description="number of pipeline ranks, each with consecutive blocks of the model; only for stage=sft",
     )
-    pipeline_schedule: Literal["1f1b", "gpipe"] = Field(
-        "1f1b",
-        description="1f1b: alternate one forward and one backward; gpipe: all forwards, then all backwards (stores more activations)",
-    )
     loss_scale_power: int = Field(16, ge=0, le=32, description="fp16: the initial loss scale is 2 to this power")
     loss_scale_window: int = Field(1000, ge=1, description="fp16: steps without overflow before the loss scale doubles")
     deepspeed: DeepSpeedFile = Field(

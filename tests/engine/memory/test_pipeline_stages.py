@@ -8,7 +8,7 @@ from transformers import LlamaConfig, OPTConfig, PreTrainedModel
 from transformers.models.auto import AutoModelForCausalLM
 
 from engine import EngineConfig, OptimizerConfig, initialize
-from engine.memory import ModelShape, Workload, measure_shape, pipeline_training_bytes
+from engine.memory import ModelShape, Workload, activations, measure_shape, pipeline_training_bytes
 from engine.memory.model_shape import pipeline_stages
 from tests.engine.parallel.test_pipeline import loss_of
 from tests.ranks import run_ranks
@@ -21,7 +21,7 @@ CONFIGS = {
 }
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"dtype": "bf16"}),
-    ("opt", {"pipeline_schedule": "gpipe"}),
+    ("opt", {}),
 ]
 
 
@@ -70,9 +70,9 @@ def test_stages_by_hand() -> None:
 
 def test_the_first_ranks_keep_more_micro_batches() -> None:
     first, last = predicted("llama", {})
-    first_gpipe, last_gpipe = predicted("llama", {"pipeline_schedule": "gpipe"})
-    assert first_gpipe["activations"] == 2 * first["activations"]
-    assert last_gpipe["activations"] == 4 * last["activations"]
+    one = activations(shape("llama"), tokens=ROWS * LENGTH, length=LENGTH, dtype="fp32", copies_output=True)
+    assert first["activations"] == 2 * 3 * one.block  # of two micro-batches, in three blocks
+    assert last["activations"] == one.outside + 2 * one.block
     assert predicted("llama", {"activation_checkpointing": True})[0]["activations"] < first["activations"]
     assert first["logits"] == 0 < last["logits"]
     # A gradient returns for each of four micro-batches, and two outputs wait; the last rank only receives.

@@ -101,7 +101,7 @@ def assert_equal_runs(found: dict[str, Any], reference: dict[str, Any]) -> None:
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("opt", {}),
-    ("llama", {"pipeline_schedule": "gpipe", "zero_stage": 2}),
+    ("llama", {"zero_stage": 2}),
     ("qwen3", {"activation_checkpointing": True}),
     ("gpt_neo", {"zero_stage": 1}),
     ("llama", {"lora": True}),

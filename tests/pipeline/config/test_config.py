@@ -162,6 +162,7 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         ("steps=5", "did you mean sft.steps, reward.steps, dpo.steps, ppo.steps or profile.steps?"),
         ("sft.learning_rate=1", "sft.learning_rate: there is no such key; did you mean sft.lr?"),
         ("resume=true", "resume: there is no such key: run the same command again to resume"),
+        ("engine.pipeline_schedule=gpipe", "no such key: the schedule is always 1f1b, so remove the key"),
         ("enginee=zero3", "enginee: there is no such key; did you mean engine?"),
         ("sft.batch_size=0", "sft.batch_size=0: must be >= 1"),
         ("sft.lr=fast", "sft.lr=fast: write a number"),
