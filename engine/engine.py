@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from engine import optim, precision, sharding
+from engine import optim, sharding
 from engine.checkpoint import Checkpointer
-from engine.config import EngineConfig, OptimizerConfig
+from engine.config import TORCH_DTYPE, EngineConfig, OptimizerConfig
 from engine.generation.flip import Flip
 from engine.generation.generator import Generator
 from engine.generation.inference_model import AssembledModel
@@ -25,7 +25,7 @@ from engine.generation.weight_sync import full_parameters
 from engine.loading import persistent_buffers
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
 from engine.offload import OffloadedOptimizer, parameter_values
-from engine.optimizer_step import Average, Gradients, Optimizer, OptimizerStep, Step, Update
+from engine.optimizer_step import Average, Gradients, LossScaler, Optimizer, OptimizerStep, Step, Update
 from engine.optimizers.onebit_adam import OneBitAdam
 from engine.parallel import collectives, dist, zero
 from engine.passes import LossAndMetrics, Passes, PipelinePasses, add_up, to_numbers
@@ -68,7 +68,7 @@ class Engine:
             offloaded=sharding.offloaded_owners(config, optimizer),
             hooks=not config.compile_blocks,
         )
-        self.scaler = precision.LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
+        self.scaler = LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
         passes = PipelinePasses if config.pipeline_parallel > 1 else Passes
         self._passes = passes(self.module, config, self.memory_tracker, self.scaler, self.discard)
         self.optimizer = self._make_optimizer(optimizer) if optimizer is not None else None
@@ -118,7 +118,7 @@ class Engine:
     @property
     def dtype(self) -> torch.dtype:
         """The compute precision of the module."""
-        return precision.TORCH_DTYPE[self.config.dtype]
+        return TORCH_DTYPE[self.config.dtype]
 
     def backward(self, loss: Tensor, *, last: bool | None = None) -> None:
         """Add the gradient of a micro-batch's loss, the mean over this rank's micro-batch.

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from engine.config import EngineConfig
+from engine.config import TORCH_DTYPE, EngineConfig
 from engine.loading import persistent_buffers
 from engine.memory.tracker import MemoryTracker
 from engine.oom import watch_pass
 from engine.optim import Gradients
+from engine.optimizer_step import LossScaler
 from engine.parallel import dist, zero
 from engine.parallel.pipeline_parallel import Pipeline
 from engine.parallel.pipeline_split import split_of
-from engine.precision import TORCH_DTYPE, LossScaler
 
 Tree = TypeVar("Tree")
 LossAndMetrics = tuple[Tensor, dict[str, float | Tensor]]  # of a micro-batch, all of them sums

@@ -7,10 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch import _dynamo as dynamo
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from engine import optim, precision
-from engine.config import EngineConfig, OptimizerConfig
+from engine import optim
+from engine.config import TORCH_DTYPE, EngineConfig, OptimizerConfig, Precision
 from engine.kernels.products import widen_linears
 from engine.loading import copy_local
 from engine.offload import NvmeParameters, OffloadedOptimizer
@@ -34,7 +35,7 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
     if optimizer is not None:
         check_optimizer(config, optimizer)
     if not is_trained or has_tier or config.states == "bf16":
-        _cast_parameters(module, precision.TORCH_DTYPE[config.dtype])
+        _cast_parameters(module, TORCH_DTYPE[config.dtype])
     else:
         _make_masters(module, also_frozen=config.dtype == "fp32")
     _split(module, config)
@@ -51,7 +52,7 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
     if not is_on_meta:
         module.to(device)
     local_gradients = optimizer is not None and optim.averages_itself(optimizer)
-    policy = precision.policy(config.dtype, config.reduce_dtype) if is_trained else precision.policy("fp32")
+    policy = precision_policy(config.dtype, config.reduce_dtype) if is_trained else precision_policy("fp32")
     is_plain = config.states == "fp32" and not (offloads_parameters or has_tier or local_gradients)
     if is_plain and dist.world().zero_size * dist.world().tensor == 1:
         single_rank.attach(module, policy)
@@ -71,6 +72,13 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
     if is_on_meta:
         _allocate(module, device)
     return None
+
+
+def precision_policy(dtype: Precision, reduce: Precision = "fp32") -> MixedPrecisionPolicy:
+    """Return FSDP2's policy to compute in `dtype` and to reduce gradients in `reduce`. Masters are fp32."""
+    if dtype == reduce == "fp32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=TORCH_DTYPE[dtype], reduce_dtype=TORCH_DTYPE[reduce])
 
 
 def check_optimizer(config: EngineConfig, optimizer: OptimizerConfig) -> None:
@@ -128,7 +136,7 @@ def _split(module: nn.Module, config: EngineConfig) -> None:
     if config.sequence_parallel > 1:
         meshes.sequence_group()  # made now: in the middle of a pass, other collectives may be in flight
     if config.pipeline_parallel > 1:
-        dtype = precision.TORCH_DTYPE[config.dtype]
+        dtype = TORCH_DTYPE[config.dtype]
         split_model(module, rank=world.pipeline_rank, size=world.pipeline, dtype=dtype, device=world.device)
     if config.tensor_parallel > 1:
         mesh = meshes.zero_mesh(stage=config.zero_stage, shard_ranks=config.shard_ranks)["tensor"]

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModel, PretrainedConfig
 
-from engine.config import Precision
+from engine.config import TORCH_DTYPE, Precision
 from engine.memory.model_shape import ModelShape
 from engine.memory.states import BYTES
-from engine.precision import TORCH_DTYPE
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModel
 
-from engine.config import Precision
+from engine.config import TORCH_DTYPE, Precision
 from engine.generation.prepacked_linears import PrepackedLinears
 from engine.host_memory import page_aligned
 from engine.kernels import token_logprobs
@@ -33,7 +33,6 @@ from engine.memory.states import BYTES
 from engine.memory.workload import Workload
 from engine.offload.scratch_file import ScratchFile
 from engine.parallel import collectives, dist
-from engine.precision import TORCH_DTYPE
 
 TOKENS = {"cpu": 1024, "cuda": 4096}  # the largest micro-batch of the probe
 OPTIMIZER_PARAMETERS = 2**23  # larger than caches

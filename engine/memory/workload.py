@@ -4,7 +4,7 @@ import math
 import sys
 from dataclasses import dataclass, field, replace
 
-from engine.config import EngineConfig, OptimizerConfig
+from engine.config import TORCH_DTYPE, EngineConfig, OptimizerConfig
 from engine.generation.kv_cache import CacheDemand
 from engine.generation.prepacked_linears import MIN_NUMEL, copies_weights
 from engine.kernels import varlen_kernel
@@ -14,7 +14,6 @@ from engine.memory.activations import Activations, activations
 from engine.memory.model_shape import ModelShape, pipeline_stages
 from engine.memory.states import BYTES, ModelStates, Owners, frozen_states, model_states, shard_count
 from engine.optim import averages_itself, moment_names
-from engine.precision import TORCH_DTYPE
 
 RETAINED = ("inference_model", "prepacked_linears", "cache")  # owners that `GenerationLoad.keep` holds between calls
 

@@ -8,8 +8,9 @@ from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.config import LossScale, Precision
+from engine.optimizer_step import LossScaler
 from engine.parallel import dist
-from engine.precision import LossScaler, policy
+from engine.sharding import precision_policy
 
 
 def by_hand(overflows: list[bool], power: int, window: int, hysteresis: int) -> list[float]:
@@ -83,9 +84,10 @@ def test_scaler_goes_on_where_it_was() -> None:
 
 
 def test_gradients_are_reduced_in_fp32() -> None:
-    assert policy("bf16").param_dtype == torch.bfloat16 and policy("bf16").reduce_dtype == torch.float32
-    assert policy("fp16").param_dtype == torch.float16 and policy("fp16").reduce_dtype == torch.float32
-    assert policy("fp32").param_dtype is None
+    bf16, fp16 = precision_policy("bf16"), precision_policy("fp16")
+    assert bf16.param_dtype == torch.bfloat16 and bf16.reduce_dtype == torch.float32
+    assert fp16.param_dtype == torch.float16 and fp16.reduce_dtype == torch.float32
+    assert precision_policy("fp32").param_dtype is None
 
 
 class Buffered(nn.Module):

@@ -17,7 +17,7 @@ from engine.generation.inference_model import InferenceModel
 from engine.generation.prepacked_linears import is_available
 from engine.generation.sampling import Sampling
 from engine.parallel import collectives, dtensors, zero
-from engine.precision import policy
+from engine.sharding import precision_policy
 from tests.engine.generation.families import build
 from tests.engine.generation.test_inference_model import PROMPTS, adapted, answers, in_dtype, merged_by_peft
 from tests.ranks import run_ranks
@@ -34,7 +34,7 @@ def everything() -> dict[str, Any]:
 
 
 def sharded(module: nn.Module, stage: int = 3, ranks: int | None = None) -> nn.Module:
-    zero.shard(module, stage=stage, policy=policy("bf16"), shard_ranks=ranks)
+    zero.shard(module, stage=stage, policy=precision_policy("bf16"), shard_ranks=ranks)
     return module
 
 

@@ -12,7 +12,7 @@ from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
 from engine.generation.sampling import Sampling
 from engine.parallel import dtensors, zero
-from engine.precision import policy
+from engine.sharding import precision_policy
 from tests.engine.generation.families import build, ragged_prompts
 from tests.ranks import run_ranks
 
@@ -73,7 +73,7 @@ def flip(family: str, stage: int, precision: str, adapters: bool) -> dict[str, A
     whole = adapted(family, tie_word_embeddings=tied) if adapters else build(family, tie_word_embeddings=tied)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     blueprint, live = copy.deepcopy(whole), copy.deepcopy(whole)
-    zero.shard(live, stage=stage, policy=policy(precision))  # type: ignore[arg-type]
+    zero.shard(live, stage=stage, policy=precision_policy(precision))  # type: ignore[arg-type]
     before = {name: dtensors.local(p).detach().clone() for name, p in live.named_parameters()}
     inference = InferenceModel(blueprint, live, dtype)
     inference.sync()

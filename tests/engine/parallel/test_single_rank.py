@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine import Engine, EngineConfig, OptimizerConfig, precision
+from engine import Engine, EngineConfig, OptimizerConfig, sharding
 from engine.parallel import dist, dtensors, single_rank, zero
 
 
@@ -33,9 +33,9 @@ def laid_out(dtype: Any, *, by_itself: bool) -> nn.Module:
     torch.manual_seed(3)
     module = Tied()
     if by_itself:
-        single_rank.attach(module, precision.policy(dtype))
+        single_rank.attach(module, sharding.precision_policy(dtype))
     else:
-        zero.shard(module, stage=0, policy=precision.policy(dtype))
+        zero.shard(module, stage=0, policy=sharding.precision_policy(dtype))
     return module
 
 
