@@ -21,6 +21,7 @@ from pipeline.report.charts import Interval, interval_chart
 from pipeline.report.curves import line_chart
 from pipeline.report.data import RunReading, mapping, read_run
 from pipeline.report.html import Markup, document, element, grid, section, table
+from pipeline.report.seed_wins import describe_pooled, pool_wins, verdict_by_pairs, wins_section
 from pipeline.report.svg import Point, Series
 from pipeline.report.verdict import (
     FEWEST_PROMPTS,
@@ -37,6 +38,7 @@ from pipeline.report.verdict import (
     grades,
     guard_signs,
     is_selected,
+    not_proven,
 )
 
 OWN_KEYS = {"seed", "name", "run_dir"}
@@ -157,7 +159,7 @@ def judge_seeds(runs: Sequence[RunReading]) -> Verdict:
             f"The models of {len(selected)} of {len(runs)} runs ({', '.join(selected)}) were selected by their scores "
             "on these prompts, which biases the result upwards."
         )
-        verdict = replace(verdict, evidence=f"{verdict.evidence}\n{chosen}")
+        verdict = not_proven(replace(verdict, evidence=f"{verdict.evidence}\n{chosen}"))
     signs = {run.name: guard_signs(mapping(run.stage(run.policy).summary.get("guard"))) for run in runs}
     wrong = {name: text for name, text in signs.items() if text}
     if not wrong:
@@ -172,14 +174,18 @@ def _judge_at(runs: Sequence[RunReading], temperature: float) -> Verdict | None:
     policy = runs[0].policy
     gold = effect(runs, "gold", "sft", policy, temperature)
     count, label = len(runs), LABELS[policy]
+    wins = pool_wins([run.samples(temperature) for run in runs], policy)
     if gold is not None:
         evidence = _evidence(gold, "gold score", label)
+        evidence += f" {describe_pooled(wins, label)}" if wins is not None else ""
         headlines: dict[Outcome, str] = {
             "good": f"{'RLHF' if policy == 'ppo' else label} helped over {count} seeds",
             "bad": f"{'RLHF' if policy == 'ppo' else label} hurt over {count} seeds",
             "open": f"No clear difference between SFT and {label} over {count} seeds",
         }
         return Verdict(gold.outcome, headlines[gold.outcome], evidence, METHOD)
+    if wins is not None:
+        return verdict_by_pairs(wins, label, METHOD)
     reward = effect(runs, "scores", "sft", policy, temperature)
     if reward is None:
         return None
@@ -215,6 +221,7 @@ def render_seeds(title: str, runs: Sequence[RunReading], verdict: Verdict, faile
     )
     parts = {
         "changes": ("Changes", _changes(runs)),
+        "wins": ("Win rates", _wins(runs)),
         "seeds": ("Each seed", _by_seed(runs)),
         "curves": ("Curves", _curves(runs)),
     }
@@ -304,6 +311,12 @@ def _changes(runs: Sequence[RunReading]) -> Markup | None:
     )
     head = ("Change", "Measure", "Temperature", "Mean", "95% interval", "SD, seeds", "SD, prompts", "Seeds that rose")
     return section("changes", "What each stage changed", lead, table(head, rows, numbers=range(2, 8)))
+
+
+def _wins(runs: Sequence[RunReading]) -> Markup | None:
+    policy = runs[0].policy
+    found = {at: pool_wins([run.samples(at) for run in runs], policy) for at in shared_temperatures(runs)}
+    return wins_section({at: wins for at, wins in found.items() if wins}, [seed_of(run) for run in runs], policy)
 
 
 def _by_seed(runs: Sequence[RunReading]) -> Markup | None:

@@ -32,6 +32,7 @@ ONE_RUN = (
     "figures too: compare several runs before relying on a small difference."
 )
 FEWEST_PROMPTS = 8
+SELECTED = "The same prompts selected the model, so a gain is not proven."
 TOO_FEW = f"There are too few prompts for a verdict (at least {FEWEST_PROMPTS}, see evaluation.prompts)."
 SCORE = {
     "reward model": "The reward score",
@@ -126,8 +127,14 @@ def judge(run: RunReading) -> Verdict:
             f"The model of rollout {step:.0f} was selected by its {selects_by} on these prompts, which biases the "
             "result upwards."
         )
-        verdict = replace(verdict, evidence=f"{verdict.evidence} {chosen}")
+        verdict = not_proven(replace(verdict, evidence=f"{verdict.evidence} {chosen}"))
     return _guarded(verdict, guard, step)
+
+
+def not_proven(verdict: Verdict) -> Verdict:
+    """Return the verdict on a model that was selected on the prompts of the verdict: it is never good."""
+    headline = f"{verdict.headline} {SELECTED}"
+    return replace(verdict, headline=headline, outcome="open" if verdict.outcome == "good" else verdict.outcome)
 
 
 def guard_signs(guard: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.data.records import Message
 from pipeline.evaluation.intervals import t_quantile, wilson_interval
 from pipeline.evaluation.samples import Sample
 
@@ -57,8 +58,8 @@ class WinRate:
 
 def win_rate(samples: Sequence[Sample], model: str) -> WinRate | None:
     """Return the win rate of `model` against SFT; None without a pair with usable verdicts in both orders."""
-    judged = [sample for sample in samples if model in sample.preferences and "sft" in sample.answers]
     outcomes, differences, inconsistent = [], [], 0
+    judged = _judged(samples, model)
     for sample in judged:
         first, second = sample.preferences[model]
         if first is None or second is None:
@@ -78,6 +79,20 @@ def win_rate(samples: Sequence[Sample], model: str) -> WinRate | None:
         len(judged) - len(outcomes),
         inconsistent,
     )
+
+
+def outcomes_by_prompt(samples: Sequence[Sample], model: str) -> dict[tuple[Message, ...], float]:
+    """Return the outcome of each pair with usable verdicts in both orders, see `outcome`."""
+    verdicts = {sample.prompt: sample.preferences[model] for sample in _judged(samples, model)}
+    return {
+        prompt: outcome(first, second)
+        for prompt, (first, second) in verdicts.items()
+        if first is not None and second is not None
+    }
+
+
+def _judged(samples: Sequence[Sample], model: str) -> list[Sample]:
+    return [sample for sample in samples if model in sample.preferences and "sft" in sample.answers]
 
 
 def describe_wins(wins: WinRate, label: str) -> str:

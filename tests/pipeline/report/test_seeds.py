@@ -13,6 +13,7 @@ from pipeline.errors import UserError
 from pipeline.launch.summary import compare_seeds
 from pipeline.report.data import read_run
 from pipeline.report.report import main
+from pipeline.report.seed_wins import pool_wins
 from pipeline.report.seeds import effect, write_seed_report
 from tests.pipeline.report.made_runs import CONFIG, write_demo_run
 from tests.pipeline.report.test_report import check
@@ -77,6 +78,63 @@ def test_models_that_were_selected_on_these_prompts_are_named(tmp_path: Path) ->
         "\nThe models of 1 of 3 runs (demo-seed=2) were selected by their scores on these prompts, which biases the "
         "result upwards."
     )
+    assert verdict.outcome == "open"
+    assert verdict.headline.endswith("The same prompts selected the model, so a gain is not proven.")
+
+
+def judge_pairs(path: Path, verdicts: list[tuple[float | None, float | None]], *, gold: bool) -> None:
+    """Add the verdicts of a pair judge to the answers of a run; all answers of SFT and PPO have the same length."""
+    file = path / "ppo" / "samples.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for at, row in enumerate(rows):
+        row["answers"] = {"sft": "one", "ppo": "two"}
+        row["preferences"] = {"ppo": verdicts[at % len(verdicts)]}
+        row["prompt"][0]["content"] = f"{path.name} {at % 96}"
+        row |= {} if gold else {"gold": {}, "scores": {}}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_win_rates_over_seeds_by_hand(tmp_path: Path) -> None:
+    """Of four pairs a seed wins 3, 2 and 4, so 0.75 on average with a standard error of 0.25 / sqrt(3)."""
+    paths = made(tmp_path)
+    win, loss = (1.0, 1.0), (0.0, 0.0)
+    for path, won in zip(paths, (3, 2, 4), strict=True):
+        judge_pairs(path, [win] * won + [loss] * (4 - won), gold=True)
+    runs = [read_run(path) for path in paths]
+    found = pool_wins([run.samples(1.0) for run in runs], "ppo")
+    assert found is not None
+    half = 4.302653 * 0.25 / 3**0.5
+    assert (found.plain.mean, found.plain.low) == pytest.approx((0.75, 0.75 - half), rel=1e-4)
+    assert found.plain.high == 1.0  # 0.75 + half is above 1
+    assert found.controlled == found.plain  # all answers have the same length
+    assert [one.wins for one in found.by_seed] == [72, 48, 96]
+    page, verdict = write_seed_report(paths)
+    assert "Over 3 seeds, the pair judge prefers the answers of PPO to those of SFT in 75% of the pairs" in (
+        verdict.evidence
+    )
+    text = check(page.read_text(encoding="utf-8")).text
+    for words in ("PPO against SFT, pair by pair", "75.0% (12.9% to 100.0%)", "Length-controlled", "216"):
+        assert words in text, words
+    assert pool_wins([runs[0].samples(1.0), []], "ppo") is None
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "outcome", "headline"),
+    [
+        ([(1.0, 1.0)] * 9 + [(0.0, 0.0)], "good", "The judge prefers PPO to SFT over 3 seeds"),
+        ([(0.0, 0.0)] * 9 + [(1.0, 1.0)], "bad", "The judge prefers SFT to PPO over 3 seeds"),
+        ([(1.0, 1.0), (0.0, 0.0)], "open", "The judge sees no clear difference between SFT and PPO over 3 seeds"),
+        ([(1.0, 1.0)] * 4 + [(None, 1.0)], "open", "No verdict of the judge on PPO over 3 seeds"),
+    ],
+)
+def test_without_gold_the_pairs_decide_over_seeds(
+    verdicts: list[tuple[float | None, float | None]], outcome: str, headline: str, tmp_path: Path
+) -> None:
+    paths = made(tmp_path)
+    for path in paths:
+        judge_pairs(path, verdicts, gold=False)
+    _, found = write_seed_report(paths)
+    assert (found.outcome, found.headline) == (outcome, f"{headline} at temperatures 1 and 0.")
 
 
 def test_seeds_that_disagree_are_no_verdict(tmp_path: Path) -> None:

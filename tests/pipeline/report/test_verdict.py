@@ -61,6 +61,12 @@ def test_a_model_that_was_chosen_on_these_prompts_is_told() -> None:
         ppo = StageReading("ppo", summary={"steps": 3, "exported_step": step}, samples=rows)
         verdict = judge(RunReading("run", {"ppo": ppo}, {"ppo": {"export": export}}))
         assert ("The model of rollout 2 was selected by its score on these prompts" in verdict.evidence) == said
+        more = " The same prompts selected the model, so a gain is not proven." if said else ""
+        assert verdict.headline == f"RLHF helped at temperature 1.{more}"
+        assert verdict.outcome == ("open" if said else "good")
+    rows = samples(SPREAD, [value - 0.3 for value in SPREAD])
+    worse = StageReading("ppo", summary={"steps": 3, "exported_step": 2}, samples=rows)
+    assert judge(RunReading("run", {"ppo": worse}, {"ppo": {"export": "best"}})).outcome == "bad"
 
 
 @pytest.mark.parametrize(

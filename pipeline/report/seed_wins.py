@@ -1,0 +1,84 @@
+"""Pool the win rates of several runs that differ in their seed: the rates over all seeds, and a table of each seed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.evaluation.intervals import mean_interval, mean_over_seeds
+from pipeline.evaluation.samples import Sample
+from pipeline.report.html import Markup, section, table
+from pipeline.report.verdict import FEWEST_PROMPTS, LABELS, TOO_FEW, Verdict
+from pipeline.report.win_rate import MOST_UNUSABLE, Rate, WinRate, outcomes_by_prompt, win_rate
+
+LEAD = (
+    "A pair judge compares each answer with that of SFT in both orders. A win needs both orders; ties count half. The "
+    "intervals of all seeds also cover other seeds. The length-controlled rate of all seeds is the mean of those of "
+    "the seeds, with a t-interval."
+)
+
+
+@dataclass(frozen=True)
+class SeedWins:
+    """The win rates over all seeds, which also cover other seeds, and those of each seed in the order of the runs."""
+
+    plain: Rate
+    controlled: Rate
+    by_seed: Sequence[WinRate]
+
+
+def pool_wins(samples_by_seed: Sequence[Sequence[Sample]], model: str) -> SeedWins | None:
+    """Return the win rates of `model` against SFT; None unless each of several seeds has two pairs with verdicts."""
+    by_seed = [found for samples in samples_by_seed if (found := win_rate(samples, model)) is not None]
+    if len(by_seed) < 2 or len(by_seed) < len(samples_by_seed) or min(found.pairs for found in by_seed) < 2:
+        return None
+    over = mean_over_seeds([outcomes_by_prompt(samples, model) for samples in samples_by_seed])
+    controlled = mean_interval([found.controlled.mean for found in by_seed])
+    return SeedWins(_bounded(over.mean, over.low, over.high), _bounded(*controlled), by_seed)
+
+
+def _bounded(mean: float, low: float, high: float) -> Rate:
+    return Rate(mean, max(0.0, low), min(1.0, high))
+
+
+def describe_pooled(wins: SeedWins, label: str) -> str:
+    """Return the win rates over all seeds as text."""
+    plain, controlled = wins.plain, wins.controlled
+    return (
+        f"Over {len(wins.by_seed)} seeds, the pair judge prefers the answers of {label} to those of SFT in "
+        f"{plain.mean:.0%} of the pairs (95% interval {plain.low:.0%} to {plain.high:.0%}), and in "
+        f"{controlled.mean:.0%} at equal length ({controlled.low:.0%} to {controlled.high:.0%})."
+    )
+
+
+def verdict_by_pairs(wins: SeedWins, label: str, caveat: str) -> Verdict:
+    """Return the verdict of the pair judge: good only if it prefers the model also at equal length."""
+    evidence, over = describe_pooled(wins, label), f"over {len(wins.by_seed)} seeds"
+    few = min(found.pairs for found in wins.by_seed) < FEWEST_PROMPTS
+    if few or any(found.unusable > MOST_UNUSABLE * (found.pairs + found.unusable) for found in wins.by_seed):
+        reason = TOO_FEW if few else f"In a seed, more than {MOST_UNUSABLE:.0%} of the pairs have no verdict."
+        return Verdict("open", f"No verdict of the judge on {label} {over}", f"{evidence} {reason}", caveat)
+    if wins.plain.high < 0.5:
+        return Verdict("bad", f"The judge prefers SFT to {label} {over}", evidence, caveat)
+    if wins.plain.low > 0.5 and wins.controlled.low > 0.5:
+        return Verdict("good", f"The judge prefers {label} to SFT {over}", evidence, caveat)
+    if wins.plain.low > 0.5:
+        return Verdict("open", f"The judge prefers {label} to SFT {over}, but not at equal length", evidence, caveat)
+    return Verdict("open", f"The judge sees no clear difference between SFT and {label} {over}", evidence, caveat)
+
+
+def wins_section(wins_by_temperature: dict[float, SeedWins], seeds: Sequence[object], model: str) -> Markup | None:
+    """Build the table of win rates: one row per seed, and one over all seeds. Return None without verdicts."""
+    rows = []
+    for temperature, wins in wins_by_temperature.items():
+        for seed, one in zip(seeds, wins.by_seed, strict=True):
+            counts = (one.wins, one.ties, one.losses, one.unusable)
+            rows.append((f"seed {seed}", f"{temperature:g}", _cell(one.plain), _cell(one.controlled), *counts))
+        totals = (sum(getattr(one, kind) for one in wins.by_seed) for kind in ("wins", "ties", "losses", "unusable"))
+        rows.append(("all seeds", f"{temperature:g}", _cell(wins.plain), _cell(wins.controlled), *totals))
+    head = ("Seed", "Temperature", "Win rate", "Length-controlled", "Wins", "Ties", "Losses", "Unusable")
+    if not rows:
+        return None
+    return section("wins", f"{LABELS[model]} against SFT, pair by pair", LEAD, table(head, rows, numbers=range(1, 8)))
+
+
+def _cell(rate: Rate) -> str:
+    return f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})"
