@@ -33,6 +33,7 @@ from pipeline.stages.start import open_stage, optimizer_config, plan_stage
 from pipeline.stages.supervised import SupervisedTask, train_supervised
 from step2_reward.batches import RewardBatches
 from step2_reward.loss import bradley_terry_loss, last_scores
+from step2_reward.report_card import write_card
 
 REFERENCE_ANSWERS = 512
 
@@ -68,11 +69,20 @@ def run(config: RunConfig, folder: Path) -> None:
     with open_stage(plan, "reward", folder, {"reward": engine}, best_metric="eval_accuracy", longest=longest) as stage:
         train_supervised(stage, task)
         with stage.clock.phase("evaluate"):
-            shares = accuracies(batches.scores(engine, data.held_out, stage.budget))
+            held_out = batches.scores(engine, data.held_out, stage.budget)
             level = reference_level(batches.scores(engine, data.train[:REFERENCE_ANSWERS], stage.budget))
+            write_card(
+                folder,
+                held_out,
+                lambda pairs: batches.scores(engine, pairs, stage.budget),
+                tokenizer,
+                reference=level,
+                penalty=config.ppo.missing_end_penalty,
+                max_length=section.max_length,
+            )
         with stage.clock.phase("export"):
             export_scorer(engine, source, tokenizer, folder / "model", extra=level)
-        stage.finish({**shares, **level, "skipped": data.skipped})
+        stage.finish({**accuracies(held_out), **level, "skipped": data.skipped})
 
 
 def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatTokenizer]:

@@ -16,6 +16,19 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
     return covariance / math.sqrt(spread_x * spread_y)
 
 
+def correlation_interval(correlation: float, count: int) -> tuple[float, float]:
+    """Return the ends of the 95% interval of a rank correlation over `count` pairs, -1 and 1 for fewer than four.
+
+    Fisher's transformation with the variance 1.06 / (n - 3) (Fieller, Hartley & Pearson, 1957,
+    doi:10.1093/biomet/44.3-4.470).
+    """
+    if count < 4:
+        return -1.0, 1.0
+    middle = math.atanh(max(-0.999999, min(0.999999, correlation)))
+    half = 1.959964 * math.sqrt(1.06 / (count - 3))
+    return math.tanh(middle - half), math.tanh(middle + half)
+
+
 def ranks(values: Sequence[float]) -> list[float]:
     """Return the rank of each value, from 1 for the smallest. Ties get their mean rank."""
     order = sorted(range(len(values)), key=values.__getitem__)

@@ -15,7 +15,7 @@ from pipeline.files import PLAN
 from pipeline.report.svg import Point
 
 METRICS, SUMMARY, CONFIG, MANIFEST = "metrics.jsonl", "summary.json", "config.yaml", "manifest.json"
-ROLLOUTS = "rollouts.jsonl"
+ROLLOUTS, CARD = "rollouts.jsonl", "card.json"
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class StageReading:
     planned: the settings that engine=auto chose, with its predictions
     grades: the grades of every evaluation
     rollouts: (step, score, tokens, KL) of the logged answers that have these numbers
+    card: the report card of the reward model
     """
 
     name: str
@@ -37,6 +38,7 @@ class StageReading:
     planned: Mapping[str, Any] = field(default_factory=dict)
     grades: Sequence[StepGrades] = ()
     rollouts: Sequence[tuple[float, float, float, float]] = ()
+    card: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def started(self) -> bool:
@@ -154,6 +156,7 @@ def _read_stage(folder: Path, name: str) -> StageReading:
         planned=_read_object(folder / PLAN),
         grades=read_grades(folder / GRADES),
         rollouts=_read_rollouts(folder / ROLLOUTS),
+        card=_read_object(folder / CARD),
     )
 
 

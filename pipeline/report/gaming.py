@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.evaluation.intervals import mean_interval
-from pipeline.evaluation.rank_correlation import rank_correlation, ranks
+from pipeline.evaluation.rank_correlation import correlation_interval, rank_correlation, ranks
 from pipeline.evaluation.samples import Sample, StepGrades
 from pipeline.report.axes import MINUS, format_interval, format_signed
 from pipeline.report.charts import path_chart, scatter_chart
@@ -79,20 +79,14 @@ def best_against_last(evaluations: Sequence[tuple[int, Sequence[float]]]) -> Bes
 
 
 def check_correlation(samples: Sequence[Sample]) -> Check:
-    """Check whether the reward of an answer rose where its gold score rose, from SFT to PPO.
-
-    The interval of the rank correlation uses Fisher's transformation with the variance 1.06 / (n - 3) (Fieller,
-    Hartley & Pearson, 1957, doi:10.1093/biomet/44.3-4.470).
-    """
+    """Check whether the reward of an answer rose where its gold score rose, from SFT to PPO."""
     both = [s for s in samples if {"sft", "ppo"} <= s.scores.keys() and {"sft", "ppo"} <= s.gold.keys()]
     rewards = [sample.scores["ppo"] - sample.scores["sft"] for sample in both]
     gold = [sample.gold["ppo"] - sample.gold["sft"] for sample in both]
     found = rank_correlation(rewards, gold) if len(both) >= FEWEST_PROMPTS else None
     if found is None:
         return Check("open", "The rank correlation of the two changes is undefined: too few answers changed.")
-    middle = math.atanh(max(-0.999999, min(0.999999, found)))
-    half = 1.959964 * math.sqrt(1.06 / (len(both) - 3))
-    low, high = math.tanh(middle - half), math.tanh(middle + half)
+    low, high = correlation_interval(found, len(both))
     text = f"The rank correlation of the two changes per prompt is {_plain(found)}, {_interval(low, high)}."
     return Check("good" if low > 0 else "bad" if high < 0 else "open", text)
 

@@ -8,6 +8,7 @@ from pipeline.report.charts import Bar, bar_chart
 from pipeline.report.curves import line_chart
 from pipeline.report.data import StageReading
 from pipeline.report.html import Markup, grid, section
+from pipeline.report.reward_card import reward_card
 from pipeline.report.svg import Point, Series
 
 Bounds = tuple[float | None, float | None]
@@ -267,7 +268,8 @@ def stage_section(
     if exported is not None and exported != steps:
         notes.append(f"The exported model is that of step {exported:.0f}, the best of the evaluations.")
     text = " ".join([lead, *notes])
-    return section(stage.name, title, text, grid([*plots(stage, wanted), *(chart for chart in more if chart)]))
+    figures = grid([*plots(stage, wanted), *(chart for chart in more if chart)])
+    return section(stage.name, title, text, figures, reward_card(stage.card))
 
 
 def accuracy_chart(stage: StageReading) -> Markup | None:

@@ -1,0 +1,140 @@
+"""The report card of a reward model, as one JSON object (card.json): how far its scores deserve trust.
+
+The functions take scores and return JSON. A share has Wilson's 95% interval. A part without data is None.
+"""
+
+import math
+import statistics
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import Any
+
+from pipeline.evaluation.intervals import mean_interval, wilson_interval
+from pipeline.evaluation.pair_accuracy import Scored
+from pipeline.evaluation.rank_correlation import correlation_interval, rank_correlation
+
+CONFIDENCE_BINS = 5
+LENGTH_GROUPS = 4
+Card = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An answer with the score of the reward model and the gold score of the judge. `prompt` identifies its prompt."""
+
+    prompt: Hashable
+    score: float
+    gold: float
+
+
+def share(outcomes: Sequence[bool]) -> Card | None:
+    """Return the share of True with its interval and the number of outcomes."""
+    if not outcomes:
+        return None
+    low, high = wilson_interval(sum(outcomes), len(outcomes))
+    return {"share": sum(outcomes) / len(outcomes), "low": low, "high": high, "count": len(outcomes)}
+
+
+def accuracy(scored: Sequence[Scored]) -> Card:
+    """Return the share of pairs whose chosen answer scores higher: of all, by source, and by which answer is longer."""
+    sources = sorted({each.pair.source for each in scored})
+    return {
+        "all": share([each.right for each in scored]),
+        "by_source": {name: share([each.right for each in scored if each.pair.source == name]) for name in sources},
+        "chosen_longer": share([each.right for each in scored if _extra_tokens(each) > 0]),
+        "rejected_longer": share([each.right for each in scored if _extra_tokens(each) < 0]),
+    }
+
+
+def calibration(margins: Sequence[float]) -> Card | None:
+    """Return the reliability of sigmoid(margin), the model's probability that the chosen answer is preferred.
+
+    margins: (N,) score of the chosen answer minus score of the rejected answer
+
+    The model predicts the answer with the higher score, with the confidence sigmoid(|margin|) from 0.5 to 1. A bin
+    compares the mean confidence with the share of right predictions. "error" is the expected calibration error: the
+    mean of |confidence - accuracy| over the bins, weighted by their counts (Guo et al., 2017, arXiv:1706.04599, eq. 3).
+    """
+    if not margins:
+        return None
+    by_bin: dict[int, list[tuple[float, bool]]] = {}
+    for margin in margins:
+        confidence = 1 / (1 + math.exp(-abs(margin)))
+        number = min(CONFIDENCE_BINS - 1, int((confidence - 0.5) * 2 * CONFIDENCE_BINS))
+        by_bin.setdefault(number, []).append((confidence, margin > 0))
+    bins = []
+    for _, members in sorted(by_bin.items()):
+        found = share([right for _, right in members])
+        bins.append({"confidence": statistics.fmean(confidence for confidence, _ in members), **(found or {})})
+    error = sum(each["count"] * abs(each["confidence"] - each["share"]) for each in bins) / len(margins)
+    return {"error": error, "bins": bins}
+
+
+def margin_by_length(scored: Sequence[Scored]) -> list[Card]:
+    """Return the mean margin by the length of the chosen answer less that of the rejected answer, in tokens.
+
+    The pairs are divided at the quartiles of this difference. A model that scores length has margins that grow with it.
+    """
+    ordered = sorted(scored, key=_extra_tokens)
+    cuts = [round(len(ordered) * number / LENGTH_GROUPS) for number in range(LENGTH_GROUPS + 1)]
+    groups = []
+    for members in (ordered[start:end] for start, end in pairwise(cuts) if end > start):
+        mean, low, high = mean_interval([each.chosen - each.rejected for each in members])
+        groups.append(
+            {
+                "extra_tokens": statistics.fmean(map(_extra_tokens, members)),
+                "margin": mean,
+                "low": None if math.isnan(low) else low,
+                "high": None if math.isnan(high) else high,
+                "count": len(members),
+            }
+        )
+    return groups
+
+
+def agreement(judged: Sequence[Judged]) -> Card | None:
+    """Return how far the scores agree with a judge: the rank correlation over the answers, and the share of pairs.
+
+    A pair has two answers to the same prompt with different gold scores. The scores agree if they rank the pair alike.
+    """
+    if not judged:
+        return None
+    by_prompt: dict[Hashable, list[Judged]] = {}
+    for each in judged:
+        by_prompt.setdefault(each.prompt, []).append(each)
+    pairs = [
+        pair for answers in by_prompt.values() for pair in combinations(answers, 2) if pair[0].gold != pair[1].gold
+    ]
+    correlation = rank_correlation([each.score for each in judged], [each.gold for each in judged])
+    low, high = (None, None) if correlation is None else correlation_interval(correlation, len(judged))
+    return {
+        "answers": len(judged),
+        "rank_correlation": correlation,
+        "rank_correlation_low": low,
+        "rank_correlation_high": high,
+        "same_prompt": share([(a.score - b.score) * (a.gold - b.gold) > 0 for a, b in pairs]),
+    }
+
+
+def level(scores: Sequence[float]) -> Card | None:
+    """Return mean, standard deviation and number of scores."""
+    if not scores:
+        return None
+    return {"mean": statistics.fmean(scores), "std": statistics.pstdev(scores), "count": len(scores)}
+
+
+def changed_answers(complete: Sequence[float], changed: Sequence[float], *, penalty: float = 0.0) -> Card | None:
+    """Return the level of changed answers, and the share that scores above the complete answer to the same prompt.
+
+    penalty: subtracted from the scores of the changed answers before the comparison
+    """
+    found = level(changed)
+    if found is None:
+        return None
+    above = [new - penalty > old for old, new in zip(complete, changed, strict=True)]
+    return {**found, "penalty": penalty, "above_complete": share(above)}
+
+
+def _extra_tokens(scored: Scored) -> int:
+    return len(scored.pair.chosen) - len(scored.pair.rejected)

@@ -1,0 +1,131 @@
+"""Draw the report card of the reward model (card.json): accuracy, calibration, length, agreement, kinds of answers.
+
+A part that is missing or malformed is left out.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.report.axes import format_interval, format_number
+from pipeline.report.charts import Interval, interval_chart
+from pipeline.report.data import finite, mapping
+from pipeline.report.html import Markup, element, grid, table
+
+SHARES = {
+    "all": "all pairs",
+    "chosen_longer": "chosen is longer",
+    "rejected_longer": "rejected is longer",
+}
+KINDS = {
+    "chosen": "chosen answers of held-out pairs",
+    "rejected": "rejected answers of held-out pairs",
+    "sft": "answers of the SFT model",
+    "base": "answers of the base model",
+    "unfinished": "chosen answers, cut in half",
+    "other_prompt": "chosen answers to another prompt",
+}
+
+
+def reward_card(card: Mapping[str, Any]) -> Markup | None:
+    """Build the part of the reward model's section that shows its report card. Return None without a card."""
+    charts = [_accuracy_chart(card), _calibration_chart(card), _length_chart(card)]
+    parts = [grid(chart for chart in charts if chart), _agreement(card), _kinds(card)]
+    return element("div", element("h3", "Report card"), parts) if any(parts) else None
+
+
+def _accuracy_chart(card: Mapping[str, Any]) -> Markup | None:
+    shares = mapping(card.get("accuracy"))
+    named = [(label, shares.get(key)) for key, label in SHARES.items()]
+    named[1:1] = [(f"source {name}", value) for name, value in mapping(shares.get("by_source")).items()]
+    return interval_chart(
+        "Held-out accuracy with intervals",
+        [row for label, value in named if (row := _share_row(label, value))],
+        x_name="share of right pairs, 95% interval",
+        note="0.5 is a random choice. Compare the two groups by length: a much lower share for longer rejected answers "
+        "means that the model prefers length.",
+        bounds=(None, 1),
+    )
+
+
+def _calibration_chart(card: Mapping[str, Any]) -> Markup | None:
+    found = mapping(card.get("calibration"))
+    rows = []
+    for each in _list(found.get("bins")):
+        confidence = finite(each).get("confidence")
+        if confidence is not None and (row := _share_row(f"{confidence:.0%} sure", each)):
+            rows.append(row)
+    error = finite(found).get("error")
+    return interval_chart(
+        "Calibration",
+        rows,
+        x_name="share of right pairs, 95% interval",
+        note="The confidence is sigmoid(margin). A calibrated model is right as often as its confidence states."
+        + ("" if error is None else f" Expected calibration error: {error:.3f}."),
+        bounds=(None, 1),
+    )
+
+
+def _length_chart(card: Mapping[str, Any]) -> Markup | None:
+    rows = []
+    for each in _list(card.get("margin_by_length")):
+        numbers = finite(each)
+        if {"extra_tokens", "margin", "low", "high"} <= numbers.keys():
+            label = f"{numbers['extra_tokens']:+.1f} tokens"
+            rows.append(Interval(label, numbers["margin"], numbers["low"], numbers["high"], "plain"))
+    return interval_chart(
+        "Margin by difference in length",
+        rows,
+        x_name="margin, 95% interval",
+        note="Mean length of the chosen answer minus that of the rejected answer. A margin that grows with this "
+        "difference means that the model prefers length.",
+    )
+
+
+def _agreement(card: Mapping[str, Any]) -> Markup | None:
+    found = mapping(card.get("judge"))
+    numbers = finite(found)
+    if not {"rank_correlation", "rank_correlation_low", "rank_correlation_high", "answers"} <= numbers.keys():
+        return None
+    interval = format_interval(numbers["rank_correlation_low"], numbers["rank_correlation_high"])
+    text = (
+        f"Agreement with the judge: over {numbers['answers']:.0f} answers of the SFT model, score and gold score have "
+        f"the rank correlation {numbers['rank_correlation']:.2f}, 95% interval {interval}."
+    )
+    pairs = finite(found.get("same_prompt"))
+    if {"share", "low", "high", "count"} <= pairs.keys():
+        text += (
+            f" Of {pairs['count']:.0f} pairs of answers to the same prompt with different gold scores, the model ranks "
+            f"{pairs['share']:.0%} as the judge does ({pairs['low']:.0%} to {pairs['high']:.0%})."
+        )
+    return element("p", text)
+
+
+def _kinds(card: Mapping[str, Any]) -> Markup | None:
+    rows = []
+    for kind, label in KINDS.items():
+        found = mapping(mapping(card.get("scores")).get(kind))
+        numbers, above = finite(found), finite(found.get("above_complete"))
+        if not {"mean", "std", "count"} <= numbers.keys():
+            continue
+        compared = ""
+        if {"share", "low", "high"} <= above.keys():
+            compared = f"{above['share']:.0%} ({above['low']:.0%} to {above['high']:.0%})"
+            penalty = numbers.get("penalty", 0.0)
+            compared += f", less {format_number(penalty)}" if penalty else ""
+        means = format_number(numbers["mean"]), format_number(numbers["std"])
+        rows.append((label, f"{numbers['count']:.0f}", *means, compared))
+    if not rows:
+        return None
+    head = ("Kind of answer", "Answers", "Mean score", "SD", "Scores above the complete answer")
+    return table(head, rows, numbers=range(1, 5))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _share_row(label: str, value: Any) -> Interval | None:
+    numbers = finite(value)
+    if not {"share", "low", "high"} <= numbers.keys():
+        return None
+    return Interval(label, numbers["share"], numbers["low"], numbers["high"], "plain")

@@ -1,0 +1,101 @@
+"""The parts of a reward model's report card, against numbers worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from pipeline.data.encode import PairItem
+from pipeline.evaluation.intervals import wilson_interval
+from pipeline.evaluation.pair_accuracy import Scored
+from pipeline.evaluation.report_card import (
+    Judged,
+    accuracy,
+    agreement,
+    calibration,
+    changed_answers,
+    level,
+    margin_by_length,
+    share,
+)
+
+
+def scored(margin: float, extra: int = 0, source: str = "a") -> Scored:
+    """A pair with this margin, whose chosen answer has so many tokens more than the rejected one."""
+    sides = np.zeros(20 + extra, dtype=np.int32), np.zeros(20, dtype=np.int32)
+    return Scored(PairItem(*sides, 0.0, source, 2), 1.0 + margin, 1.0)
+
+
+def interval(successes: int, count: int) -> dict[str, object]:
+    low, high = wilson_interval(successes, count)
+    return {"share": successes / count, "low": low, "high": high, "count": count}
+
+
+def test_a_share_has_wilsons_interval() -> None:
+    """8 of 10: 0.490162 to 0.943318 by Wilson's formula with z = 1.959964."""
+    found = share([True] * 8 + [False] * 2)
+    assert found == {"share": 0.8, "low": pytest.approx(0.490162, abs=1e-6), "high": pytest.approx(0.943318, abs=1e-6),
+                     "count": 10}  # fmt: skip
+    assert share([]) is None
+
+
+def test_accuracy_by_source_and_by_which_answer_is_longer() -> None:
+    pairs = [scored(1, 3), scored(-1, 2), scored(2, -1, "b"), scored(0, -4, "b"), scored(1, 0, "b")]
+    assert accuracy(pairs) == {
+        "all": interval(3, 5),  # a tie is not right
+        "by_source": {"a": interval(1, 2), "b": interval(2, 3)},
+        "chosen_longer": interval(1, 2),
+        "rejected_longer": interval(1, 2),
+    }
+    assert accuracy([]) == {"all": None, "by_source": {}, "chosen_longer": None, "rejected_longer": None}
+
+
+def test_calibration_by_hand() -> None:
+    """sigmoid(ln 1.6) = 0.615 is in the second of the bins 0.5, 0.6, ..., 1; sigmoid(ln 19) = 0.95 in the last."""
+    margins = [math.log(1.6), -math.log(1.6), math.log(19), math.log(19), -math.log(19), math.log(19)]
+    found = calibration(margins)
+    assert found is not None
+    first, last = found["bins"]
+    assert first == {"confidence": pytest.approx(1.6 / 2.6), **interval(1, 2)}
+    assert last == {"confidence": pytest.approx(0.95), **interval(3, 4)}
+    assert found["error"] == pytest.approx((2 * abs(1.6 / 2.6 - 0.5) + 4 * abs(0.95 - 0.75)) / 6)
+    assert calibration([]) is None
+    huge = calibration([800.0, -800.0])
+    assert huge is not None and huge["error"] == pytest.approx(0.5)
+
+
+def test_margins_by_quartile_of_the_difference_in_length() -> None:
+    extras = [-3, 5, -1, 0, 2, -2, 7, 1]
+    groups = margin_by_length([scored(0.5 * extra, extra) for extra in extras])
+    assert [(group["extra_tokens"], group["margin"], group["count"]) for group in groups] == [
+        (-2.5, -1.25, 2), (-0.5, -0.25, 2), (1.5, 0.75, 2), (6.0, 3.0, 2),
+    ]  # fmt: skip
+    # The margins -1.5 and -1.0: t with one degree of freedom is 12.7062, the standard error 0.25.
+    assert groups[0]["low"] == pytest.approx(-1.25 - 12.7062 * 0.25, rel=1e-5)
+    (alone,) = margin_by_length([scored(1.0, 2)])
+    assert alone == {"extra_tokens": 2.0, "margin": 1.0, "low": None, "high": None, "count": 1}
+    assert margin_by_length([]) == []
+
+
+def test_agreement_with_the_judge_by_hand() -> None:
+    """Ranks 1 2 3 4 against 2 1 4 3: 1 - 6 * 4 / (4 * 15) = 0.6. One pair of each prompt agrees; one gold is equal."""
+    judged = [Judged("x", 0.1, 0.3), Judged("x", 0.2, 0.1), Judged("y", 0.3, 0.9), Judged("y", 0.4, 0.5)]
+    found = agreement(judged)
+    assert found is not None
+    half = 1.959964 * math.sqrt(1.06)
+    assert found["rank_correlation"] == pytest.approx(0.6)
+    assert found["rank_correlation_low"] == pytest.approx(math.tanh(math.atanh(0.6) - half))
+    assert found["rank_correlation_high"] == pytest.approx(math.tanh(math.atanh(0.6) + half))
+    assert found["same_prompt"] == interval(0, 2) and found["answers"] == 4
+    better = agreement([Judged("x", 0.1, 0.3), Judged("x", 0.4, 0.5), Judged("x", 0.2, 0.5), Judged("y", 9, 9)])
+    assert better is not None and better["same_prompt"] == interval(2, 2)  # equal gold scores are no pair
+    assert agreement([]) is None
+
+
+def test_changed_answers_are_compared_with_the_complete_ones() -> None:
+    found = changed_answers([0.0, 1.0, 2.0, 3.0], [0.5, 1.5, 1.0, 5.0], penalty=1.0)
+    assert found == {"mean": 2.0, "std": pytest.approx(math.sqrt((1.5**2 + 0.5**2 + 1 + 9) / 4)), "count": 4,
+                     "penalty": 1.0, "above_complete": interval(1, 4)}  # fmt: skip
+    without = changed_answers([0.0, 1.0, 2.0, 3.0], [0.5, 1.5, 1.0, 5.0])
+    assert without is not None and without["above_complete"] == interval(3, 4)
+    assert changed_answers([], []) is None and level([]) is None

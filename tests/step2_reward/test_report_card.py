@@ -1,0 +1,79 @@
+"""The answers that the report card scores, with a scorer whose scores are sums of token ids."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.data.encode import PairItem
+from pipeline.data.records import Message
+from pipeline.data.tokenizer import train_tokenizer
+from pipeline.evaluation.pair_accuracy import Scored
+from pipeline.evaluation.samples import SAMPLES, Sample, write_samples
+from step2_reward.report_card import CARD, answer_of_next, cut_in_half, write_card
+
+
+def pair(prompt: list[int], chosen: list[int], rejected: list[int]) -> PairItem:
+    sides = (np.array([*prompt, *answer], dtype=np.int32) for answer in (chosen, rejected))
+    return PairItem(*sides, 0.0, "source", len(prompt))
+
+
+PAIRS = [pair([5, 6], [10, 20, 30, 40, 2], [1, 2]), pair([7], [50, 2], [8, 9, 2]), pair([8, 8, 8], [3, 4, 2], [1, 2])]
+
+
+def by_sum(pairs: Sequence[PairItem]) -> list[Scored]:
+    return [Scored(each, float(each.chosen.sum()), float(each.rejected.sum())) for each in pairs]
+
+
+def test_a_cut_answer_ends_as_ppo_scores_it() -> None:
+    assert cut_in_half(PAIRS[0], 2).tolist() == [5, 6, 10, 2]
+    assert cut_in_half(PAIRS[1], 2).tolist() == [7, 2]
+    assert PAIRS[0].chosen.tolist() == [5, 6, 10, 20, 30, 40, 2]
+
+
+def test_an_answer_to_another_prompt_is_that_of_the_next_pair() -> None:
+    assert [answer_of_next(PAIRS, at).tolist() for at in range(3)] == [
+        [5, 6, 50, 2], [7, 3, 4, 2], [8, 8, 8, 10, 20, 30, 40, 2],
+    ]  # fmt: skip
+
+
+def card_of(folder: Path, held_out: list[PairItem]) -> dict[str, Any]:
+    (folder / "reward").mkdir()
+    words = train_tokenizer(["some words"], 280)
+    level = {"reward_mean": 3.0, "reward_std": 4.0}
+    write_card(folder / "reward", by_sum(held_out), by_sum, words, reference=level, penalty=0.5, max_length=20)
+    found: dict[str, Any] = json.loads((folder / "reward" / CARD).read_text())
+    assert (found["reward_mean"], found["reward_std"]) == (3.0, 4.0)
+    return found
+
+
+def test_the_card_scores_each_kind_of_answer(tmp_path: Path) -> None:
+    (tmp_path / "sft").mkdir()
+    words = train_tokenizer(["some words"], 280)
+    prompt = (Message("user", "a"),)
+    samples = [
+        Sample(prompt, {"base": "b", "sft": "some"}, gold={"sft": 0.5}),
+        Sample(prompt, {"base": "b" * 40, "sft": "words"}, gold={"sft": 1.0}, temperature=0.0),
+    ]
+    write_samples(tmp_path / "sft" / SAMPLES, samples)
+    found = card_of(tmp_path, PAIRS)
+    scores = found["scores"]
+    assert scores["chosen"]["mean"] == pytest.approx((113 + 59 + 33) / 3) and scores["chosen"]["count"] == 3
+    assert scores["unfinished"]["mean"] == pytest.approx((21 + 7 + 24) / 3 + words.end_id)
+    assert scores["unfinished"]["penalty"] == 2.0 and scores["unfinished"]["above_complete"]["share"] == 0
+    assert scores["other_prompt"]["mean"] == pytest.approx((63 + 16 + 126) / 3)
+    assert scores["other_prompt"]["above_complete"]["share"] == pytest.approx(1 / 3)
+    own = [sum(words.encode_prompt(prompt) + words.encode_answer(text)) for text in ("some", "words")]
+    assert scores["sft"] == {"mean": sum(own) / 2, "std": abs(own[0] - own[1]) / 2, "count": 2}
+    assert scores["base"]["count"] == 1  # the other answer is longer than max_length
+    assert found["judge"]["answers"] == 2
+    assert found["judge"]["same_prompt"]["share"] == float(own[1] > own[0])
+
+
+def test_without_an_sft_stage_and_without_pairs_the_card_lacks_these_parts(tmp_path: Path) -> None:
+    found = card_of(tmp_path, [])
+    assert found["judge"] is None and found["calibration"] is None and found["margin_by_length"] == []
+    assert set(found["scores"].values()) == {None}
