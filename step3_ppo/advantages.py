@@ -94,6 +94,24 @@ def grpo(rewards: Tensor, samples: int, *, divide_by_std: bool) -> Tensor:
     return above / (groups.std(1).repeat_interleave(samples) + 1e-6)
 
 
+def online_dpo(scores: Tensor, log_ratios: Tensor, samples: int, *, beta: float) -> Tensor:
+    """Return the advantage of each answer (B,) with which a policy gradient step is a step of DPO on sampled pairs.
+
+    scores: (B,); the answers with the highest and the lowest score of each prompt form its pair
+    log_ratios: (B,) log pi(answer) - log pi_ref(answer), summed over the tokens
+
+    The loss of a pair is -log sigmoid(beta (r_best - r_worst)), where r is the log-ratio (Guo et al., 2024,
+    arXiv:2402.04792, section 3; Rafailov et al., 2023, equation 7). Its gradient is -w (grad log pi(best) - grad log
+    pi(worst)) with w = beta sigmoid(beta (r_worst - r_best)). The advantage is therefore w for the best answer, -w for
+    the worst, and 0 for the others and for prompts whose answers all have the same score.
+    """
+    groups, ratios = scores.view(-1, samples), log_ratios.view(-1, samples)
+    best, worst = groups.argmax(1, keepdim=True), groups.argmin(1, keepdim=True)
+    weights = beta * torch.sigmoid(beta * (ratios.gather(1, worst) - ratios.gather(1, best)))
+    weights = weights.masked_fill(is_uniform(scores, samples)[:, None], 0.0)
+    return torch.zeros_like(groups).scatter_add(1, best, weights).scatter_add(1, worst, -weights).flatten()
+
+
 def is_uniform(scores: Tensor, samples: int) -> Tensor:
     """Return (B / samples,) bool: whether all answers to a prompt have the same score, so that none is preferred."""
     groups = scores.view(-1, samples)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from step3_ppo.advantages import KL, gae, grpo, is_uniform, rloo, shaped_rewards, whiten
+from step3_ppo.advantages import KL, gae, grpo, is_uniform, online_dpo, rloo, shaped_rewards, whiten
 from step3_ppo.rollout import Rollout
 
 
@@ -126,12 +126,23 @@ def estimate_reinforce_baseline(
     return Advantages(advantages, rewards, uniform_prompts=is_uniform(scores, samples).float().mean())
 
 
+def estimate_online_dpo(
+    rollout: Rollout, rewards: Tensor, scores: Tensor, *, samples: int, pair_beta: float
+) -> Advantages:
+    """Estimate by online DPO: the weights of the best and the worst answer to each prompt in the gradient of DPO."""
+    assert rollout.reference is not None, "online DPO without a reference"
+    log_ratios = torch.where(rollout.response_mask, rollout.logprobs - rollout.reference, 0).sum(1)
+    advantages = _for_each_token(online_dpo(scores, log_ratios, samples, beta=pair_beta), rollout)
+    return Advantages(advantages, rewards, uniform_prompts=is_uniform(scores, samples).float().mean())
+
+
 ESTIMATORS: dict[str, tuple[Callable[..., Advantages], tuple[str, ...]]] = {
     "gae": (estimate_gae, ("gamma", "lam", "whiten_advantages")),
     "rloo": (estimate_rloo, ("samples",)),
     "grpo": (estimate_grpo, ("samples", "divide_by_std")),
     "reinforce": (estimate_reinforce, ("gamma", "whiten_advantages")),
     "reinforce_baseline": (estimate_reinforce_baseline, ("samples", "whiten_advantages")),
+    "online_dpo": (estimate_online_dpo, ("samples", "pair_beta")),
 }
 """The estimators by the value of `ppo.advantage`, with the keys of `ppo` that they take."""
 

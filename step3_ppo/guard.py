@@ -135,8 +135,9 @@ class Guard:
         stage.stop_after(step)
         if is_rank_zero():
             print(
-                f"ppo: the training guard stops the stage after step {step} of {stage.steps} and exports the best "
-                "step. Change the key that the sign names, and run again; with ppo.guard=warn training continues",
+                f"ppo: the training guard stops the stage after step {step} of {stage.steps} and exports "
+                f"{exported_model(stage.best_step, step, evaluates=stage.evaluates_between)}. Change the key that the "
+                "sign names, and run again; with ppo.guard=warn training continues",
                 flush=True,
             )
 
@@ -149,6 +150,20 @@ class Guard:
             "rollbacks": [asdict(each) for each in self.rollbacks],
             "selects_by": "gold score" if self.has_judge else "reward within the KL budget",
         }
+
+
+def exported_model(best: int | None, step: int, *, evaluates: bool) -> str:
+    """Return the model that a stage exports if it stops after `step`, as text for a message.
+
+    best: the best evaluated step; 0 is the SFT model
+    evaluates: whether the stage evaluates steps before its last one
+    """
+    if best is None:
+        return f"step {step}, because no evaluated step may be the best"
+    model = f"step {best}, the best one" if best else "the SFT model"
+    if evaluates:
+        return model if best else f"{model}, because no evaluated step is better"
+    return f"{model}, because ppo.eval_every=0 evaluates only the SFT model and the last step (set ppo.eval_every=N)"
 
 
 def open_guard(config: RunConfig, folder: Path, *, has_judge: bool) -> Guard:

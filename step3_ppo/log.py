@@ -46,7 +46,12 @@ class UpdateMetrics:
         self.steps.append(figures)
 
     def summary(self) -> dict[str, float]:
-        """Return means over the steps; rates are those of the last step, ratios those of the first."""
+        """Return means over the steps; rates are those of the last step, ratios those of the first.
+
+        Without steps (no answer of the rollout is finished, and `ppo.unfinished` is "mask") there are no metrics.
+        """
+        if not self.steps:
+            return {}
         first, last = self.steps[0], self.steps[-1]
         found = {k: v for k, v in mean_metrics(self.steps).items() if k not in ("ratio", "largest", "deviation")}
         if "ratio" in first:

@@ -1,6 +1,6 @@
 """The models of PPO: the actor and the critic learn, the reference and the reward model are frozen."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,8 @@ from pipeline.models.source import ModelSource, check_kind, model_folder, resolv
 from pipeline.models.stage_models import actor_folder, policy_to_tune, stage_source
 from pipeline.stages.start import optimizer_config
 
+REWARD_MODEL = "model"  # the name of the reward model in `ppo.reward_weights`
+
 
 @dataclass(frozen=True)
 class Models:
@@ -26,8 +28,10 @@ class Models:
 
     critic: None for estimators that compare the answers to a prompt
     reference: None without a KL to it; the actor itself if that has adapters, and then scores without them
-    reward: the reward model; None if `function` alone scores
-    reward_mean: the reward model's mean score of reference answers, which PPO subtracts
+    reward: the reward model, whose scores have the mean 0 over reference answers; None if `function` alone scores
+    reward_std: the standard deviation of these scores
+    ensemble: further reward models, with the same mean and standard deviation of their scores
+    ensemble_score: the score of an answer from those of all reward models, "mean" or "worst"
     reward_weights: the weight of each reward by name, 1 if it has none
     """
 
@@ -35,9 +39,16 @@ class Models:
     critic: Engine | None
     reference: Engine | None
     reward: Engine | None
-    reward_mean: float = 0.0
+    reward_std: float = 1.0
     function: UserFunction | None = None
     reward_weights: Mapping[str, float] = field(default_factory=dict)
+    ensemble: Sequence[Engine] = ()
+    ensemble_score: str = "mean"
+
+    @property
+    def score_unit(self) -> float:
+        """The standard deviation of the reward model's part of the score; 1 without a reward model."""
+        return 1.0 if self.reward is None else self.reward_std * self.reward_weights.get(REWARD_MODEL, 1.0)
 
     @property
     def packing(self) -> bool:
@@ -59,6 +70,7 @@ class Models:
         """The engines that only score, by role."""
         reference = None if self.reference is self.actor else self.reference
         roles = {"reference": reference, "reward": self.reward}
+        roles |= {f"reward_{number}": engine for number, engine in enumerate(self.ensemble, 2)}
         return {role: engine for role, engine in roles.items() if engine is not None}
 
     @contextmanager
@@ -76,12 +88,14 @@ class ModelSources:
     """The models that PPO starts from: the SFT model and the reward model, with the same tokenizer.
 
     critic: the reward model, or the SFT model with a head of zeros if there is no reward model
+    ensemble: further reward models (`ppo.reward_ensemble`)
     """
 
     actor: ModelSource
     critic: ModelSource
     reward: ModelSource | None
     tokenizer: ChatTokenizer
+    ensemble: Sequence[ModelSource] = ()
 
 
 def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
@@ -94,16 +108,20 @@ def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
     if not config.ppo.reward_model:
         critic = stage_source(config, policy_folder)  # a copy: building a scorer changes its configuration
         return ModelSources(actor, critic, None, tokenizer)
-    reward_folder = run_dir / "reward" if config.reward_path is None else Path(config.reward_path)
-    reward = resolve(config.reward_model or config.model, config.seed, folder=reward_folder)
-    check_kind(reward, wanted="ForSequenceClassification")
-    reward_tokenizer = load_tokenizer(str(model_folder(reward_folder)), chat_template=None)
-    if reward_tokenizer.fingerprint() != tokenizer.fingerprint():
-        raise UserError(
-            f"the reward model in {reward_folder} has another tokenizer than the actor in {policy_folder}, so it would "
-            "score other text than the actor writes; train it with the actor's tokenizer (stage=reward in the same run)"
-        )
-    return ModelSources(actor, reward, reward, tokenizer)
+    first = run_dir / "reward" if config.reward_path is None else Path(config.reward_path)
+    rewards = []
+    for folder in (first, *map(Path, config.ppo.reward_ensemble)):
+        reward = resolve(config.reward_model or config.model, config.seed, folder=folder)
+        check_kind(reward, wanted="ForSequenceClassification")
+        reward_tokenizer = load_tokenizer(str(model_folder(folder)), chat_template=None)
+        if reward_tokenizer.fingerprint() != tokenizer.fingerprint():
+            raise UserError(
+                f"the reward model in {folder} has another tokenizer than the actor in {policy_folder}, so it would "
+                "score other text than the actor writes; train it with the actor's tokenizer (stage=reward in the same "
+                "run)"
+            )
+        rewards.append(reward)
+    return ModelSources(actor, rewards[0], rewards[0], tokenizer, rewards[1:])
 
 
 def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, critic_steps: int) -> Models:
@@ -127,21 +145,37 @@ def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, 
     verify(actor, max_length=longest)
     if reference is not None and reference is not actor:
         adopt(reference, actor)
+    mean, std = reference_level(sources.reward)
     critic = None
     if section.advantage == "gae":
         critic_optimizer = optimizer_config(section, steps=critic_steps, lr=section.critic_lr)
         learns = choice(section.critic_engine, optimizer=critic_optimizer)
-        critic = build_scorer(sources.critic, learns, pad_id=pad_id, zero_head=sources.reward is None)
+        # The scores of the reward model are shifted, so its copy, the critic, starts with the same shift.
+        critic = build_scorer(sources.critic, learns, pad_id=pad_id, zero_head=sources.reward is None, shift=mean)
         verify(critic, max_length=longest)
     function = None
     if section.reward_function is not None:
         function = load_function(section.reward_function, section.reward_threads)
     if sources.reward is None:
         return Models(actor, critic, reference, None, function=function, reward_weights=section.reward_weights)
-    reward = build_scorer(sources.reward, choice(section.reward_engine), pad_id=pad_id)
+    reward = build_scorer(sources.reward, choice(section.reward_engine), pad_id=pad_id, shift=mean)
     if critic is not None:
         adopt(reward, critic)
     else:
         verify(reward, max_length=longest)
-    mean = float(getattr(sources.reward.config, "reward_mean", 0.0))
-    return Models(actor, critic, reference, reward, mean, function, section.reward_weights)
+    ensemble = []
+    for source in sources.ensemble:
+        own_mean, own_std = reference_level(source)
+        member = build_scorer(source, choice(section.reward_engine), pad_id=pad_id, shift=own_mean, scale=std / own_std)
+        verify(member, max_length=longest)
+        ensemble.append(member)
+    return Models(
+        actor, critic, reference, reward, std, function, section.reward_weights, ensemble, section.ensemble_score
+    )
+
+
+def reference_level(reward: ModelSource | None) -> tuple[float, float]:
+    """Return mean and standard deviation of a reward model's scores of reference answers; 0 and 1 if it has none."""
+    if reward is None:
+        return 0.0, 1.0
+    return float(getattr(reward.config, "reward_mean", 0.0)), float(getattr(reward.config, "reward_std", 0.0)) or 1.0

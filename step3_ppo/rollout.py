@@ -4,6 +4,7 @@ B sequences of a global batch, R tokens of the longest response. Every rank hold
 each rank can train on any sequence, and whitening needs no collective. The ranks share generation and scoring.
 """
 
+import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, Generation, Sampling, distributed
+from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import device, gather_by_index, gather_objects
 from pipeline.errors import SharedError
 from pipeline.evaluation.judge import Call, function_rewards
 from step3_ppo.microbatch import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
-from step3_ppo.models import Models
+from step3_ppo.models import REWARD_MODEL, Models
 
 Results = list[tuple[int, Tensor]]  # (index of the sequence, its numbers)
-REWARD_MODEL = "model"  # the name of the reward model in `ppo.reward_weights`
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ def collect(
     pad_id: int,
     budget: int,
     calls: Sequence[Call] = (),
+    ended: list[list[int]] | None = None,
     scores: Scores | None = None,
     shared_forwards: Collection[str] = (),
     score_separately: bool = False,
@@ -139,6 +141,7 @@ def collect(
     """Score one answer per prompt with all models, by the trainer's forward, with dropout off.
 
     calls: the arguments of the reward function, one for each answer
+    ended: the answers as the reward model scores them (`ended_answers`); None: as they are generated
     scores: the result of `score_answers` if it is known
     shared_forwards: the roles ("actor", "critic") whose first update reuses the forwards of the scoring, if their
         engines support it (`Engine.score_to_learn`)
@@ -158,7 +161,11 @@ def collect(
         return dict(chain.from_iterable(engine.score(batches, work) if shared is None else shared))
 
     # The models that share their forwards score last: graphs that are held for the update need memory.
-    scores = score_answers(models, batches, calls) if scores is None else scores
+    if scores is None:
+        scored = batches
+        if ended is not None and models.reward is not None:
+            scored = local_microbatches(prompts, ended, range(len(prompts)), pad_id, budget, packing=models.packing)
+        scores = score_answers(models, scored, calls)
     local = dict[str, dict[int, Tensor]]()
     with models.reference_policy() as reference:
         if reference is not None:
@@ -190,6 +197,25 @@ def collect(
     )
 
 
+def ended_answers(
+    generations: Sequence[Generation], tokenizer: ChatTokenizer, stop: Sequence[str] = ()
+) -> list[list[int]]:
+    """Return the answers with the end that the reward model was trained on: the tokenizer's `end_id`.
+
+    `end_id` replaces another end token, the last token of an answer that was cut off, and a stop string. The result is
+    never longer than the answer.
+    """
+    ended = []
+    for generation in generations:
+        ids = generation.token_ids
+        if generation.finished and ids[-1] not in tokenizer.end_ids:  # a stop string ended the answer
+            text = tokenizer.decode(ids)
+            start = max((text.rfind(each) for each in stop), default=-1)
+            ids = tokenizer.encode_answer(text[:start].rstrip() if start >= 0 else text)[: len(ids)]
+        ended.append([*ids[:-1], tokenizer.end_id])
+    return ended
+
+
 def score_answers(models: Models, batches: Sequence[Microbatch], calls: Sequence[Call]) -> Scores:
     """Return the scores of all answers, on every rank: the weighted sum of all rewards."""
     rewards: dict[str, list[float]] = {}
@@ -202,7 +228,8 @@ def score_answers(models: Models, batches: Sequence[Microbatch], calls: Sequence
                 f"ppo.reward_function returns a reward with the name {REWARD_MODEL}, which is the name of the reward "
                 "model in ppo.reward_weights and metrics.jsonl: return it by another name"
             )
-        rewards[REWARD_MODEL] = model_scores(models.reward, batches, models.reward_mean)
+        members = [model_scores(engine, batches) for engine in (models.reward, *models.ensemble)]
+        rewards[REWARD_MODEL] = ensemble_scores(members, models.ensemble_score)
     assert rewards, "PPO needs a reward model or a reward function"
     unknown = [name for name in models.reward_weights if name not in rewards]
     if unknown:
@@ -221,14 +248,23 @@ def weighted_sum(rewards: Mapping[str, Sequence[float]], weights: Mapping[str, f
     return [sum(each) for each in zip(*terms, strict=True)]
 
 
-def model_scores(reward: Engine, batches: Sequence[Microbatch], mean: float) -> list[float]:
-    """Return the reward model's score of each sequence less `mean`, on every rank."""
+def ensemble_scores(members: Sequence[Sequence[float]], combine: str) -> list[float]:
+    """Return the score of each answer from those of several reward models: their mean, or the lowest ("worst").
 
-    def centred(module: nn.Module, batch: Microbatch) -> Results:
+    The lowest score is high only if no model objects (Coste et al., 2023, arXiv:2310.02743, section 3.2).
+    """
+    by_answer = list(zip(*members, strict=True))
+    return [*map(min, by_answer)] if combine == "worst" else [*map(statistics.fmean, by_answer)]
+
+
+def model_scores(reward: Engine, batches: Sequence[Microbatch]) -> list[float]:
+    """Return the reward model's score of each sequence, on every rank."""
+
+    def last_values(module: nn.Module, batch: Microbatch) -> Results:
         values = module(batch.input_ids, documents=batch.documents).flatten()
-        return list(zip(batch.indices, (values[batch.ends] - mean).unbind(), strict=False))
+        return list(zip(batch.indices, values[batch.ends].unbind(), strict=False))
 
-    scores = chain.from_iterable(reward.score(batches, centred))
+    scores = chain.from_iterable(reward.score(batches, last_values))
     return gather_by_index({index: score.item() for index, score in scores})
 
 

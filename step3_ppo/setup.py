@@ -23,7 +23,7 @@ from step3_ppo.estimators import ESTIMATORS, AdvantageEstimator, Advantages, Rew
 from step3_ppo.log import UpdateMetrics, write_rollout_log
 from step3_ppo.microbatch import largest_microbatch, local_microbatches
 from step3_ppo.models import ModelSources, build_models
-from step3_ppo.rollout import Rollout, Scores, collect, generate, score_answers
+from step3_ppo.rollout import Rollout, Scores, collect, ended_answers, generate, score_answers
 from step3_ppo.update import (
     Minibatch,
     PolicyLoss,
@@ -73,7 +73,7 @@ class Ppo:
         self.ptx = ptx_mix(config, sources.tokenizer)
         self.kl = KlController(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
         self.policy_loss = policy_loss_settings(ppo, rollout.temperature)
-        self.shaping = reward_shaping(ppo)
+        self.shaping = reward_shaping(ppo, unit=self.models.score_unit)
         self._estimate = advantage_estimator(ppo)
         self._generate = partial(
             generate,
@@ -84,6 +84,7 @@ class Ppo:
             samples=ppo.samples,
             text=sources.tokenizer.decode,
         )
+        self._ended = partial(ended_answers, tokenizer=sources.tokenizer, stop=rollout.stop)
         self._collect = partial(collect, temperature=rollout.temperature, pad_id=pad_id)
         self._check_ratio = partial(
             check_first_ratio, temperature=rollout.temperature, pad_id=pad_id, tolerance=ppo.ratio_tolerance
@@ -135,6 +136,7 @@ class Ppo:
                 answered.generations,
                 budget=stage.budget,
                 calls=self._calls(prompts, answered.generations),
+                ended=self._ended(answered.generations),
                 scores=answered.scores,
                 shared_forwards=shared_forwards,
                 score_separately=compare,
@@ -156,7 +158,7 @@ class Ppo:
             return generations
 
         def score(prompts: list[int], generations: list[Generation]) -> Scores:
-            ids, answers = self._repeated(prompts), [generation.token_ids for generation in generations]
+            ids, answers = self._repeated(prompts), self._ended(generations)
             texts = [self.prompts[i] for i in ids]
             pad_id, packing = self.tokenizer.pad_id, self.models.packing
             with stage.clock.phase("score"):
@@ -260,11 +262,11 @@ def ptx_mix(config: RunConfig, tokenizer: ChatTokenizer) -> PtxMix | None:
     return PtxMix(items, ppo.ptx_coef, size, ppo.micro_batch_tokens, tokenizer.pad_id, config.seed)
 
 
-def reward_shaping(ppo: PpoSection) -> RewardShaping:
-    """Return the numbers that turn scores into rewards."""
+def reward_shaping(ppo: PpoSection, *, unit: float = 1.0) -> RewardShaping:
+    """Return the numbers that turn scores into rewards. `unit`: the standard deviation of the reward model's scores."""
     return RewardShaping(
         score_clip=ppo.score_clip,
-        missing_end_penalty=ppo.missing_end_penalty if ppo.unfinished == "penalize" else 0.0,
+        missing_end_penalty=ppo.missing_end_penalty * unit if ppo.unfinished == "penalize" else 0.0,
         length_penalty=ppo.length_penalty,
         length_free=ppo.length_free,
         kl_estimator=ppo.kl_estimator or "k1" if ppo.kl_counts_in == "reward" else "k1",

@@ -52,7 +52,7 @@ Importance = Callable[[Tensor, Tensor, float], tuple[Tensor, Sums]]
 class Minibatch:
     """This rank's micro-batches of one optimizer step.
 
-    tokens: response tokens of the global minibatch, at least 1
+    tokens: response tokens of the global minibatch
     sequences: sequences of the global minibatch
     """
 
@@ -73,7 +73,7 @@ def minibatches(
 ) -> list[Minibatch]:
     """Divide a rollout into `count` optimizer steps, in an order that depends on `seed`, the same on every rank.
 
-    only_finished: leave out the answers without an end token
+    only_finished: leave out the answers without an end token, and the optimizer steps for which no answer is left
     """
     order = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(seed)).tolist()
     if only_finished:
@@ -82,8 +82,10 @@ def minibatches(
     result = []
     for first in range(count):
         indices = sorted(order[first::count])
+        if not indices:  # a step without answers would move the parameters by momentum and weight decay
+            continue
         batches = local_microbatches(rollout.prompts, rollout.responses, indices, pad_id, budget, packing=packing)
-        result.append(Minibatch(batches, max(1, rollout.tokens(indices)), len(indices)))
+        result.append(Minibatch(batches, rollout.tokens(indices), len(indices)))
     return result
 
 

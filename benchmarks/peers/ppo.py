@@ -71,7 +71,6 @@ def main() -> None:
         critic=critic,
         reference=build_policy(model_source(task), frozen),
         reward=build_scorer(model_source(task, scores=True), frozen, pad_id=1),
-        reward_mean=0.0,
     )
     longest = len(task["prompts"][0]) + task["new_tokens"]
     verify(models.actor, max_length=longest)

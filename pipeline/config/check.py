@@ -156,6 +156,16 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
         yield from _without_reward_model(config)
     if "model" in ppo.reward_weights and not ppo.reward_model:
         yield "ppo.reward_weights.model weighs the reward model, but ppo.reward_model=false: remove one of the two"
+    if ppo.reward_ensemble and not ppo.reward_model:
+        yield (
+            f"ppo.reward_ensemble={ppo.reward_ensemble} adds reward models, but ppo.reward_model=false: remove one of "
+            "the two"
+        )
+    if ppo.ensemble_score != "mean" and not ppo.reward_ensemble:
+        yield (
+            f"ppo.ensemble_score={ppo.ensemble_score} has no effect with a single reward model: set "
+            "ppo.reward_ensemble=[FOLDER], or remove ppo.ensemble_score"
+        )
     own = [name for name in ppo.reward_weights if name != "model"]
     if own and ppo.reward_function is None:
         yield (
@@ -204,6 +214,21 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
                 f"ppo.critic_warmup={ppo.critic_warmup}, but ppo.advantage={ppo.advantage} has no critic: remove "
                 "ppo.critic_warmup, or set ppo.advantage=gae"
             )
+    if ppo.advantage == "online_dpo" and ppo.reference is False:
+        yield (
+            "ppo.advantage=online_dpo compares the policy with the reference, but ppo.reference=false: remove "
+            "ppo.reference"
+        )
+    if ppo.advantage == "online_dpo" and ppo.kl_in == "reward":
+        yield (
+            "ppo.kl_in=reward has no effect, because ppo.advantage=online_dpo ranks answers by their scores: set "
+            "ppo.kl_in=loss, or ppo.kl_coef=0"
+        )
+    if ppo.pair_beta != 0.1 and ppo.advantage != "online_dpo":
+        yield (
+            f"ppo.pair_beta={ppo.pair_beta:g} needs ppo.advantage=online_dpo, not {ppo.advantage}: remove one of the "
+            "two"
+        )
     if ppo.kl_estimator == "k1" and ppo.kl_counts_in == "loss":
         yield (
             "ppo.kl_estimator=k1 in the loss has a gradient that is 0 on average: set ppo.kl_estimator=k2 or k3, or "

@@ -46,7 +46,8 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
 
 def check_paths(config: RunConfig) -> None:
     """Raise UserError if a file, folder or function that the configuration names does not exist."""
-    for key, location in (("actor", config.actor), ("reward", config.reward_path)):
+    members = [("ppo.reward_ensemble", folder) for folder in config.ppo.reward_ensemble]
+    for key, location in (("actor", config.actor), ("reward", config.reward_path), *members):
         if location is not None:
             model_folder(location, key)
     for key, model in (("model", config.model), ("reward_model", config.reward_model)):

@@ -364,7 +364,7 @@ class PpoSection(StageSection):
     )
     kl_in: Literal["reward", "loss"] | None = Field(
         None,
-        description="where the KL penalty applies: reward, subtracted from the score (Ziegler et al., 2019), or loss, a term with its own gradient (Shao et al., 2024); null: loss for grpo and reinforce_baseline, otherwise reward",
+        description="where the KL penalty applies: reward, subtracted from the score (Ziegler et al., 2019), or loss, a term with its own gradient (Shao et al., 2024); null: loss for grpo, reinforce_baseline and online_dpo, otherwise reward",
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] | None = Field(
         None,
@@ -372,7 +372,7 @@ class PpoSection(StageSection):
     )
     reference: bool | None = Field(
         None,
-        description="compute log-probabilities under the reference (the model that PPO starts from); null: if kl_coef is above 0 or the guard is on; with kl_coef=0, only for the metric kl",
+        description="compute log-probabilities under the reference (the model that PPO starts from); null: if kl_coef is above 0, the guard is on or advantage is online_dpo; with kl_coef=0 (but not for online_dpo), only for the metric kl",
     )
     kl_target: float | None = Field(
         None,
@@ -397,6 +397,14 @@ class PpoSection(StageSection):
     reward_weights: dict[str, float] = Field(
         {},
         description="weights of the rewards in the score, {name: weight}. The name model is the reward model; other names are those that reward_function returns in a dictionary; a reward without a weight has the weight 1",
+    )
+    reward_ensemble: list[FilePath] = Field(
+        [],
+        description="folders of further reward models (model or stage folders); their scores are scaled to the mean and standard deviation of the first reward model",
+    )
+    ensemble_score: Literal["mean", "worst"] = Field(
+        "mean",
+        description="with reward_ensemble: the score of an answer is the mean of the reward models' scores, or the lowest (Coste et al., 2023)",
     )
     reward_threads: int = Field(
         1,
@@ -423,9 +431,12 @@ class PpoSection(StageSection):
     critic_warmup: int = Field(
         0, ge=0, description="number of rollouts at the start in which only the critic is trained"
     )
-    advantage: Literal["gae", "rloo", "grpo", "reinforce", "reinforce_baseline"] = Field(
+    advantage: Literal["gae", "rloo", "grpo", "reinforce", "reinforce_baseline", "online_dpo"] = Field(
         "gae",
-        description="baseline of the advantages: gae, a critic; rloo and grpo, the other answers to the same prompt, without a critic; reinforce, all answers of the rollout (REINFORCE++; Hu, 2025); reinforce_baseline, the other answers to the same prompt, whitened over the rollout",
+        description="baseline of the advantages: gae, a critic; rloo and grpo, the other answers to the same prompt, without a critic; reinforce, all answers of the rollout (REINFORCE++; Hu, 2025); reinforce_baseline, the other answers to the same prompt, whitened over the rollout; online_dpo, the gradient of DPO on the best and the worst answer to each prompt (Guo et al., 2024)",
+    )
+    pair_beta: float = Field(
+        0.1, gt=0, description="online_dpo: strength of the pull towards the reference, as dpo.beta for loss=sigmoid"
     )
     divide_by_std: bool = Field(
         True,
@@ -444,7 +455,9 @@ class PpoSection(StageSection):
         description="normalize the advantages of gae, reinforce and reinforce_baseline to mean 0 and variance 1 over the global batch",
     )
     missing_end_penalty: float = Field(
-        1.0, ge=0, description="subtracted from the score of an answer without an end token"
+        1.0,
+        ge=0,
+        description="subtracted from the score of an answer that was cut off at rollout.max_new_tokens, in standard deviations of the reward model's scores (without a reward model: in units of the score)",
     )
     unfinished: Literal["penalize", "mask"] = Field(
         "penalize",
@@ -500,12 +513,15 @@ class PpoSection(StageSection):
     @property
     def kl_counts_in(self) -> Literal["reward", "loss"]:
         """`kl_in`, or the usual choice for `advantage`."""
-        return self.kl_in or ("loss" if self.advantage in ("grpo", "reinforce_baseline") else "reward")
+        in_loss = ("grpo", "reinforce_baseline", "online_dpo")
+        return self.kl_in or ("loss" if self.advantage in in_loss else "reward")
 
     @property
     def asks_reference(self) -> bool:
-        """`reference`, or whether the KL counts (`kl_coef` above 0) or the guard watches it."""
-        return self.kl_coef > 0 or self.guard != "off" if self.reference is None else self.reference
+        """`reference`, or whether the KL counts (`kl_coef` above 0), the guard watches it or online DPO needs it."""
+        if self.reference is not None:
+            return self.reference
+        return self.kl_coef > 0 or self.guard != "off" or self.advantage == "online_dpo"
 
 
 class RolloutSection(Section):

@@ -95,6 +95,7 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     settings[stage] = section
     if stage == "ppo":
         section["reward_function"] = _absolute(config.ppo.reward_function)
+        section["reward_ensemble"] = [_absolute(folder) for folder in config.ppo.reward_ensemble]
         if config.ppo.export == "best":
             judge = _absolute(config.evaluation.judge)
             settings["evaluation"] = {"prompts": config.evaluation.prompts} | ({"judge": judge} if judge else {})

@@ -164,7 +164,7 @@ def stage_inputs(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Path
     sft: {"base": None}
     reward: {"base": None} or {"sft": folder}
     dpo: {"actor": folder}
-    ppo: {"actor": folder}, and {"reward": folder} if it uses a reward model
+    ppo: {"actor": folder}, and {"reward": folder, "reward_2": folder, ...} if it uses reward models
 
     Raise UserError if the model of an earlier stage is missing.
     """
@@ -177,6 +177,8 @@ def stage_inputs(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Path
     inputs: dict[str, Path | None] = {"actor": find_model("sft", "actor", config.actor)}
     if stage == "ppo" and config.ppo.reward_model:
         inputs["reward"] = find_model("reward", "reward", config.reward_path)
+        for number, folder in enumerate(config.ppo.reward_ensemble, 2):
+            inputs[f"reward_{number}"] = model_folder(folder, "ppo.reward_ensemble")
     return inputs
 
 

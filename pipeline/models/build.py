@@ -88,20 +88,28 @@ def build_policy(source: ModelSource, choice: EngineChoice, *, generates: bool =
     )
 
 
-def build_scorer(source: ModelSource, choice: EngineChoice, *, pad_id: int | None, zero_head: bool = False) -> Engine:
+def build_scorer(
+    source: ModelSource,
+    choice: EngineChoice,
+    *,
+    pad_id: int | None,
+    zero_head: bool = False,
+    shift: float = 0.0,
+    scale: float = 1.0,
+) -> Engine:
     """Return an engine around a `Scorer` with the weights of a source.
 
     A value head that the source lacks is sampled with mean 0 and standard deviation 1 / sqrt(D + 1). With `zero_head`
-    the head is zero instead. `pad_id` is written to the exported configuration. It is None if the padding token is an
-    end token: other tools then refuse padded batches instead of scoring the wrong token. Raises UserError if the
-    model's family has no linear head named score.
+    the head is zero instead. `shift` and `scale` change every value, see `Scorer`. `pad_id` is written to the exported
+    configuration. It is None if the padding token is an end token: other tools then refuse padded batches instead of
+    scoring the wrong token. Raises UserError if the model's family has no linear head named score.
     """
     source.config.num_labels = 1
     source.config.pad_token_id = pad_id
     model = _on_meta(source, AutoModelForSequenceClassification, choice)
     _check_head(model)
     return Engine(
-        Scorer(model),
+        Scorer(model, shift=shift, scale=scale),
         **choice.layout(source),
         fill=lambda module: fill(module, "model.", model, source, zero_head=zero_head),
     )

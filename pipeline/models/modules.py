@@ -103,11 +103,13 @@ class Scorer(_ModelModule):
     """A model with one value per position.
 
     The reward model reads the value of the last token, and the critic reads the values of all tokens.
+
+    The results are (value - shift) * scale. The two constants are not part of the exported model.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, shift: float = 0.0, scale: float = 1.0) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.shift, self.scale = model, shift, scale
 
     @property
     def backbone(self) -> PreTrainedModel:
@@ -137,7 +139,7 @@ class Scorer(_ModelModule):
         if share is not None:
             indices = torch.arange(share.first, share.first + share.length, device=values.device)
             values = share.gather_scores(values[0], indices, share.length * share.ranks)[None, : share.tokens]
-        return values.clone()  # FSDP2 adds hooks to the output, which must not be a view
+        return (values - self.shift) * self.scale  # no view, because FSDP2 adds hooks to the output
 
 
 def _sequence_shard(input_ids: Tensor, documents: Documents | None) -> distributed.SequenceShard | None:

@@ -115,8 +115,8 @@ def _ppo_phases(task: StageTask, load: GenerationLoad, shares_forward: bool) -> 
         models["critic"] = trained_states(scorer, work["critic"])
     if task.has_reference and not task.work.adapters:
         models["reference"] = scoring_states(policy, work["reference"])
-    if task.has_reward:
-        models["reward"] = scoring_states(scorer, work["reward"])
+    for number in range(1, task.reward_models + 1):
+        models["reward" if number == 1 else f"reward_{number}"] = scoring_states(scorer, work["reward"])
     resting = {role: states.resting for role, states in models.items()}
     parked = actor.optimizer if load.park_optimizer and work["actor"].config.offload_optimizer == "none" else 0
     generation = _generation_bytes(task, load, sum(resting.values()) - parked)
@@ -170,7 +170,7 @@ def predict_seconds(task: StageTask, probe: Probe, *, is_gpu: bool, shares_forwa
             steps=rounds * task.load.response, slots=task.load.slots, prompt_share=1 - response_share
         )
         policies = 1 + task.has_reference - shares_forward
-        judges = task.has_critic + task.has_reward - (shares_forward and task.has_critic)
+        judges = task.has_critic + task.reward_models - (shares_forward and task.has_critic)
         phases["score"] = policies * policy.scoring_seconds(head_share=response_share)
         phases["score"] += judges * judge.scoring_seconds()
         trained += [judge] if task.has_critic else []

@@ -31,7 +31,7 @@ class StageTask:
     roles: Mapping[str, Workload] = field(default_factory=dict)
     has_critic: bool = True
     has_reference: bool = True
-    has_reward: bool = True
+    reward_models: int = 1
     shares_forward: bool | None = False
     sequences: int = 1
     passes: int = 1
@@ -78,7 +78,7 @@ def stage_task(
         roles,
         has_critic=has_critic,
         has_reference=config.dpo.has_reference if stage == "dpo" else ppo.asks_reference,
-        has_reward=ppo.reward_model,
+        reward_models=1 + len(ppo.reward_ensemble) if ppo.reward_model else 0,
         shares_forward=ppo.shared_forward if may_share else False,
         sequences=_rows(config, stage),
         passes=ppo.update_epochs if stage == "ppo" else 1,

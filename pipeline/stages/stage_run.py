@@ -184,6 +184,11 @@ class StageRun:
         every = self._section.eval_every
         return step == self.steps or (every > 0 and step % every == 0)
 
+    @property
+    def evaluates_between(self) -> bool:
+        """Whether the stage evaluates steps before its last one."""
+        return 0 < self._section.eval_every < self.steps
+
     def save(self, step: int) -> None:
         """Write a checkpoint if one is due: every `save_every` steps, after the last and after the best step.
 

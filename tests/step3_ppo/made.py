@@ -86,10 +86,9 @@ def models_in(
     learner = build_policy(source, trained(zero_stage=zero_stage, lora=lora, **actor), generates=True)
     models = Models(
         actor=learner,
-        critic=build_scorer(reward, trained(zero_stage=zero_stage), pad_id=0),
+        critic=build_scorer(reward, trained(zero_stage=zero_stage), pad_id=0, shift=0.5),
         reference=learner if lora else build_policy(source, frozen(zero_stage=zero_stage)),
-        reward=build_scorer(reward, frozen(zero_stage=zero_stage), pad_id=0),
-        reward_mean=0.5,
+        reward=build_scorer(reward, frozen(zero_stage=zero_stage), pad_id=0, shift=0.5),
     )
     for engine in models.engines.values():
         assert not packing or verify(engine, max_length=32).packing

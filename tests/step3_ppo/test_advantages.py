@@ -18,6 +18,7 @@ from step3_ppo.advantages import (
     kl_k3_weighted,
     masked_mean,
     masked_variance,
+    online_dpo,
     rloo,
     shaped_rewards,
     whiten,
@@ -135,6 +136,28 @@ def test_answers_to_one_prompt_are_held_against_each_other() -> None:
     above = [score - statistics.fmean(group) for group in groups for score in group]
     assert grpo(flat, 3, divide_by_std=False).tolist() == pytest.approx(above, rel=1e-5)
     assert is_uniform(flat, 3).tolist() == [False, False, True]
+
+
+def test_online_dpo_by_hand() -> None:
+    """Prompt 1: the second answer is best and the third worst, r = -0.5 and 1; prompt 2: all scores are equal."""
+    scores = torch.tensor([1.0, 4.0, -2.5, 2.0, 2.0, 2.0])
+    ratios = torch.tensor([9.0, -0.5, 1.0, 3.0, 1.0, 2.0])
+    weight = 0.4 / (1 + math.exp(0.4 * (-0.5 - 1.0)))
+    found = online_dpo(scores, ratios, 3, beta=0.4)
+    assert found.tolist() == pytest.approx([0.0, weight, -weight, 0.0, 0.0, 0.0])
+
+
+def test_a_policy_gradient_step_with_these_advantages_is_a_step_of_dpo() -> None:
+    noise = torch.Generator().manual_seed(3)
+    logprobs = torch.randn(4, dtype=torch.float64, generator=noise).requires_grad_()
+    reference = torch.randn(4, dtype=torch.float64, generator=noise)
+    scores = torch.tensor([0.3, -1.0, 2.0, 5.0], dtype=torch.float64)
+    ratios = logprobs - reference
+    margins = torch.stack([ratios[0] - ratios[1], ratios[3] - ratios[2]])
+    (wanted,) = torch.autograd.grad(-torch.nn.functional.logsigmoid(0.7 * margins).sum(), logprobs, retain_graph=True)
+    advantages = online_dpo(scores, ratios.detach(), 2, beta=0.7)
+    (found,) = torch.autograd.grad(-(advantages * logprobs).sum(), logprobs)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("samples", [3, 6, 7])

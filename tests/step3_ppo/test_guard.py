@@ -10,7 +10,7 @@ from pipeline.errors import RestartStage
 from pipeline.evaluation.evaluator import Evaluation
 from pipeline.stages.restart import Rollback, read_rollbacks
 from pipeline.stages.stage_run import StageRun
-from step3_ppo.guard import Guard, evaluation_metrics, open_guard
+from step3_ppo.guard import Guard, evaluation_metrics, exported_model, open_guard
 from step3_ppo.guard_rules import Finding
 from tests.pipeline.stages.test_stage_run import stage_of, work
 from tests.tiny import tiny_config
@@ -166,6 +166,32 @@ def test_each_reaction(action: Any, findings: list[Finding], rollbacks: int, out
     restored = Guard(action, True, 10.0)
     restored.restore(json.loads(json.dumps(guard.state())))
     assert restored.stopped_step == guard.stopped_step
+
+
+@pytest.mark.parametrize(
+    ("best", "evaluates", "text"),
+    [
+        (2, True, "step 2, the best one"),
+        (0, True, "the SFT model, because no evaluated step is better"),
+        (0, False, "the SFT model, because ppo.eval_every=0 evaluates only the SFT model and the last step"),
+        (None, True, "step 3, because no evaluated step may be the best"),
+    ],
+)
+def test_the_exported_model_is_named(best: int | None, evaluates: bool, text: str) -> None:
+    assert exported_model(best, 3, evaluates=evaluates).startswith(text)
+
+
+@pytest.mark.parametrize("eval_every", [0, 2])
+def test_a_stop_without_evaluations_names_the_key(
+    eval_every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage, _ = begin(tmp_path / "ppo", eval_every=eval_every)
+    stage.restore()
+    stage.note_best(0, "gold_score", 0.5, higher=True)
+    Guard("stop", True, 10.0).act(stage, 3, [LARGE])
+    said = capsys.readouterr().out
+    assert "stops the stage after step 3 of 10 and exports the SFT model, because" in said
+    assert ("set ppo.eval_every=N" in said) == (eval_every == 0)
 
 
 def test_without_an_earlier_step_a_rollback_stops(tmp_path: Path) -> None:

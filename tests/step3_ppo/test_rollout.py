@@ -12,10 +12,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from engine import Generation, Sampling
 from pipeline.config.schema import LoraConfig, PpoSection
 from pipeline.data.documents import Documents
+from pipeline.data.tokenizer import train_tokenizer
+from pipeline.models.build import build_scorer
 from step3_ppo.microbatch import collate, local_microbatches
-from step3_ppo.rollout import Rollout, collect, generate
+from step3_ppo.rollout import Rollout, collect, ended_answers, ensemble_scores, generate
 from step3_ppo.setup import policy_loss_settings
 from step3_ppo.update import minibatches, update_critic, update_policy
+from tests.pipeline.models.tiny import frozen, source_in
 from tests.ranks import run_ranks
 from tests.step3_ppo.made import advantages_of, models_in, rollout_of, saved_models
 
@@ -88,13 +91,69 @@ def check_collected(found: Rollout, folder: Path, temperature: float, *, referen
             before = len(prompt) + t - 1  # the position that has seen all tokens before this one
             assert found.logprobs[place, t].item() == pytest.approx(logs[0][before, token].item(), abs=3e-5)
             assert found.reference[place, t].item() == pytest.approx(logs[1][before, token].item(), abs=3e-5)
-            assert found.values[place, t].item() == pytest.approx(values[before], abs=3e-5)
+            assert found.values[place, t].item() == pytest.approx(values[before] - 0.5, abs=3e-5)
             assert found.generator[place, t].item() == pytest.approx(-0.1 * (t + 1))
         assert found.scores[place].item() == pytest.approx(values[-1] - 0.5, abs=3e-5)
         for table in (found.logprobs, found.reference, found.values, found.generator):
             assert table[place, len(response) :].abs().sum() == 0
         assert found.response_mask[place].sum().item() == len(response)
         assert found.finished[place].item() == (place % 2 == 0)
+
+
+def test_the_reward_model_scores_the_ended_answers_and_the_others_the_generated_ones(tmp_path: Path) -> None:
+    saved_models(tmp_path)
+    prompts, drawn = generations()
+    models, ended = models_in(tmp_path), [[*each.token_ids[:-1], 7] for each in drawn]
+    found = collect(models, prompts, drawn, ended=ended, temperature=1.0, pad_id=0, budget=20)
+    plain = collect(models, prompts, drawn, temperature=1.0, pad_id=0, budget=20)
+    others = [replace(each, token_ids=ids) for each, ids in zip(drawn, ended, strict=True)]
+    wanted = collect(models, prompts, others, temperature=1.0, pad_id=0, budget=20)
+    torch.testing.assert_close(found.scores, wanted.scores, atol=3e-5, rtol=1e-5)
+    assert (found.scores - plain.scores).abs().max() > 0.01
+    for name in ("logprobs", "reference", "values"):
+        torch.testing.assert_close(getattr(found, name), getattr(plain, name), msg=name)
+    assert found.responses == plain.responses
+
+
+def test_an_answer_is_scored_with_the_end_of_the_training_data() -> None:
+    """`</s>` is a second end token here, and END is `end_id`. No answer becomes longer."""
+    words = train_tokenizer(["one two three Human: four"] * 3, 300)
+    end, plain = words.end_id, words.encode_answer("one two")
+    other = words.encode_answer("three")[0]
+    words.end_ids = (end, other)
+    ends = {
+        "as trained": (Generation(plain, [], True), plain),
+        "another end token": (Generation([*plain[:-1], other], [], True), plain),
+        "cut off": (Generation(plain[:-1], [], False), [*plain[:-2], end]),
+        "one token": (Generation(plain[:1], [], False), [end]),
+    }
+    for case, (generation, wanted) in ends.items():
+        assert ended_answers([generation], words) == [wanted], case
+    stopped = words.encode_answer("one two\n\nHuman:")[:-1]
+    assert ended_answers([Generation(stopped, [], True)], words, ["User:", "Human:"]) == [plain]
+    assert ended_answers([Generation(words.encode_answer("Human:")[:-1], [], True)], words, ["Human:"]) == [[end]]
+
+
+def test_the_scores_of_an_ensemble_by_hand() -> None:
+    members = [[1.0, -2.0, 0.5], [2.0, 4.0, 0.5], [0.0, 1.0, -1.0]]
+    assert ensemble_scores(members, "mean") == pytest.approx([1.0, 1.0, 0.0])
+    assert ensemble_scores(members, "worst") == [0.0, -2.0, -1.0]
+
+
+@pytest.mark.parametrize("combine", ["mean", "worst"])
+def test_an_ensemble_scores_on_the_scale_of_its_first_model(combine: str, tmp_path: Path) -> None:
+    """The same weights with another shift and scale give other scores: v - 0.5 and 3 (v - 0.2)."""
+    saved_models(tmp_path)
+    prompts, drawn = generations()
+    models = models_in(tmp_path)
+    first = collect(models, prompts, drawn, temperature=1.0, pad_id=0, budget=20).scores
+    member = build_scorer(source_in(tmp_path / "reward"), frozen(), pad_id=0, shift=0.2, scale=3.0)
+    both = replace(models, ensemble=[member], ensemble_score=combine)
+    assert both.frozen.keys() == {"reference", "reward", "reward_2"}
+    found = collect(both, prompts, drawn, temperature=1.0, pad_id=0, budget=20).scores
+    second = 3 * (first + 0.3)
+    wanted = (first + second) / 2 if combine == "mean" else torch.minimum(first, second)
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -1,6 +1,7 @@
 """What PPO starts from, its loop on tiny models, and its held-out answers."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from step3_ppo.evaluate import build_evaluator, evaluate_policy
 from step3_ppo.guard import Guard
 from step3_ppo.log import rollout_metrics
 from step3_ppo.models import build_models, load_models
+from step3_ppo.rollout import collect
 from step3_ppo.setup import Ppo
 from step3_ppo.update import PtxMix
 from tests.pipeline.models.tiny import classifier, config_of, frozen, language_model, source_in
@@ -60,7 +62,7 @@ def run_folder(folder: Path, family: str = "llama", *, actor: Any = None, reward
     classifier(config_of("llama", **changes)).save_pretrained(folder / "r")
     policy, scorer = source_in(folder / "a"), source_in(folder / "r")
     export_policy(build_policy(policy, frozen()), policy, actor or tokenizer(), folder / "sft" / "model")
-    extra = {"reward_mean": 0.75}
+    extra = {"reward_mean": 0.75, "reward_std": 1.5}
     engine = build_scorer(scorer, frozen(), pad_id=0)
     export_scorer(engine, scorer, reward or tokenizer(), folder / "reward" / "model", extra=extra)
 
@@ -98,7 +100,12 @@ def test_actor_and_reference_begin_as_the_same_policy(family: str, tmp_path: Pat
     assert isinstance(models.actor.module, Policy) and models.reference is not None
     assert models.actor.module.use_logits == models.reference.module.use_logits == (family == "granite")
     assert models.reference.config.zero_stage == 3 and models.actor.config.zero_stage == 0
-    assert models.reward_mean == 0.75
+    assert models.reward is not None and models.critic is not None
+    for scorer in (models.reward.module, models.critic.module):  # the critic starts as a copy of the reward model
+        assert (scorer.shift, scorer.scale) == (0.75, 1.0)
+    assert models.score_unit == models.reward_std == 1.5
+    assert replace(models, reward_weights={"model": 2.0}).score_unit == 3.0
+    assert replace(models, reward=None).score_unit == 1.0
     assert models.critic.optimizer_config is not None and models.critic.optimizer_config.lr == 0.01
     assert models.reward.optimizer is None and models.reference.optimizer is None
 
@@ -136,6 +143,60 @@ def test_the_loop_begins_on_policy_and_moves_both_models(tmp_path: Path) -> None
         assert learned["critic_lr"] == 0.01
     assert ppo.models.actor.step_count == 4 and ppo.models.critic.step_count == 8
     assert stage.clock.seconds["generate"] > 0 and stage.clock.seconds["score"] > 0
+
+
+def test_reward_models_of_an_ensemble_have_the_scale_of_the_first(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    shutil.copytree(tmp_path / "reward", tmp_path / "second")
+    file = tmp_path / "second" / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"reward_mean": -0.25, "reward_std": 0.5}))
+    made = config(tmp_path, reward_ensemble=[str(tmp_path / "second")], ensemble_score="worst")
+    models = build_models(made, load_models(made, tmp_path), actor_steps=2, critic_steps=2)
+    (member,) = models.ensemble
+    assert (member.module.shift, member.module.scale) == (-0.25, 3.0) and models.ensemble_score == "worst"
+    inputs = stage_inputs(made, tmp_path, "ppo")
+    assert inputs["reward_2"] == tmp_path / "second" / "model" and inputs["reward"] == tmp_path / "reward" / "model"
+
+
+def test_the_missing_end_costs_standard_deviations_of_the_score(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    ppo, stage = ppo_of(tmp_path, missing_end_penalty=2.0)
+    assert ppo.shaping.missing_end_penalty == 3.0
+    rollout = ppo.collect(1, stage)
+    cut = ~rollout.finished
+    assert cut.any()
+    rewards = ppo.compute_advantages(rollout).rewards.sum(1)  # the KL is 0 in the first rollout
+    torch.testing.assert_close(rewards[cut], rollout.scores[cut] - 3.0)
+    end = ppo.tokenizer.end_id
+    wanted = collect(
+        ppo.models,
+        rollout.prompts,
+        [Generation([*ids[:-1], end], [0.0] * len(ids), True) for ids in rollout.responses],
+        temperature=0.9,
+        pad_id=ppo.tokenizer.pad_id,
+        budget=1000,
+    )
+    torch.testing.assert_close(rollout.scores, wanted.scores, atol=1e-4, rtol=1e-4)
+
+
+def test_a_rollout_without_finished_answers_takes_no_optimizer_step(tmp_path: Path) -> None:
+    """After a first update, momentum would move the parameters also with a gradient of 0."""
+    run_folder(tmp_path)
+    ppo, stage = ppo_of(tmp_path, unfinished="mask", minibatches=2, update_epochs=1)
+    rollout = ppo.collect(1, stage)
+    rollout.finished.fill_(True)
+    assert learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)["lr"] == 0.01
+    engines = (ppo.models.actor, ppo.models.critic)
+    before, steps = [weights(engine) for engine in engines], [engine.step_count for engine in engines]
+    rollout = ppo.collect(2, stage)
+    rollout.finished.fill_(False)
+    assert learn(ppo, 2, rollout, ppo.compute_advantages(rollout), stage.budget) == {}
+    assert [engine.step_count for engine in engines] == steps == [2, 2]
+    for engine, old in zip(engines, before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(old, weights(engine), strict=True))
+    rollout.finished[3] = True  # the second minibatch has no answer
+    learn(ppo, 2, rollout, ppo.compute_advantages(rollout), stage.budget)
+    assert [engine.step_count for engine in engines] == [3, 3]
 
 
 def forwards(engine: Any) -> list[bool]:
@@ -250,13 +311,13 @@ def test_prompts_whose_answers_score_the_same_are_replaced(tmp_path: Path) -> No
     stays = [tuple(p) for p in rollouts[0].prompts if uniform.get(tuple(p)) == 0.0]
     assert set(stays) == {prompt for prompt, total in uniform.items() if total == 0.0}
     assert ppo.metrics()["replaced_prompts"] > 0
-    again = [
-        ppo._collect(
-            ppo.models, r.prompts, [Generation(x, [0.0] * len(x), True) for x in r.responses], budget=stage.budget
-        )
-        for r in rollouts[:1]
+    found = rollouts[0]
+    answers = [
+        Generation(ids, [0.0] * len(ids), finished)
+        for ids, finished in zip(found.responses, found.finished.tolist(), strict=True)
     ]
-    torch.testing.assert_close(again[0].scores, rollouts[0].scores)
+    again = ppo._collect(ppo.models, found.prompts, answers, ended=ppo._ended(answers), budget=stage.budget)
+    torch.testing.assert_close(again.scores, found.scores)
     learned = learn(ppo, 1, rollouts[1], ppo.compute_advantages(rollouts[1]), stage.budget)
     assert learned["first_ratio"] == pytest.approx(1, abs=1e-5)
 

@@ -85,7 +85,7 @@ def test_ppo_has_the_models_that_it_needs(opt: ModelShape) -> None:
     assert "train critic" not in no_critic.phases
     gone = sum(four.phases["train actor"].values()) - sum(no_critic.phases["train actor"].values())
     assert gone == pytest.approx(12 * opt.parameters / 8, rel=0.01)  # sharded masters and moments
-    by_function = ppo(opt, work(), has_reward=False)
+    by_function = ppo(opt, work(), reward_models=0)
     assert all("reward" not in phase for phase in by_function.phases.values()) and "train critic" in by_function.phases
     gone = sum(four.phases["train actor"].values()) - sum(by_function.phases["train actor"].values())
     assert gone == four.phases["train actor"]["reward"] >= 2 * opt.parameters // 8
