@@ -8,7 +8,7 @@ XXH3 runs at the speed of memory. It detects disks, copies and editors that chan
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,23 +35,15 @@ class Checksum:
     xxh3_128: str
 
 
-def write_file(path: Path, content: Iterable[bytes | memoryview]) -> Checksum:
+def write_text(path: Path, text: str) -> Checksum:
     """Write a new file, wait until the disk has it, and return its checksum. Raises OSError."""
-    digest, size = xxhash.xxh3_128(), 0
-    with path.open("xb") as file:
-        for block in content:
-            digest.update(block)
-            size += file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # leaves the page cache to the training data
-    return Checksum(size, digest.hexdigest())
+    path.write_text(text, encoding="utf-8")
+    return checksum_of(path, sync=True)
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, Checksum]) -> None:
     """Write checksums.json. Raises OSError."""
-    content = json.dumps({name: asdict(checksum) for name, checksum in checksums.items()})
-    write_file(folder / CHECKSUMS, [content.encode()])
+    write_text(folder / CHECKSUMS, json.dumps({name: asdict(checksum) for name, checksum in checksums.items()}))
 
 
 def verify(folder: Path) -> None:
@@ -68,10 +60,14 @@ def verify(folder: Path) -> None:
         raise Damaged(folder, reason)
 
 
-def checksum_of(path: Path) -> Checksum:
-    """Read a file and return its checksum. Raises OSError."""
+def checksum_of(path: Path, *, sync: bool = False) -> Checksum:
+    """Read a file and return its checksum. `sync` waits until the disk has the file. Raises OSError."""
     with open(path, "rb", buffering=0) as file:
+        if sync:
+            os.fsync(file.fileno())
         digest = hashlib.file_digest(file, xxhash.xxh3_128)  # type: ignore[arg-type]
+        if sync:  # leaves the page cache to the training data
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return Checksum(file.tell(), digest.hexdigest())
 
 

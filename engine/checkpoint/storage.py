@@ -1,25 +1,30 @@
 """The files of a checkpoint, written and read by `torch.distributed.checkpoint` (DCP). None of them holds a pickle.
 
     tensors-R.safetensors     the chunks that rank R wrote
-    tensors-R-1.safetensors   second chunks of the same tensors (experts whose gate and up matrices share a tensor)
+    tensors-R-1.safetensors   more chunks, after FILE_BYTES; also second chunks of the same tensors (experts whose gate
+                              and up matrices share a tensor)
     rank-R.json               plain values of rank R (its random state)
     state.json                plain values that all ranks share, written by rank 0
     checksums.json            the size and checksum of every other file (checksums.py)
 
-The safetensors headers hold the offsets of each chunk in the form of torch's `HuggingFaceStorageReader`, which reads
-them. Its `HuggingFaceStorageWriter` is not used: it builds each file in memory a second time, and writes one chunk per
-tensor name and rank.
+The metadata of a safetensors file holds the offsets of each chunk in the form of torch's `HuggingFaceStorageReader`,
+which reads them. Its `HuggingFaceStorageWriter` is not used: it builds each file in memory a second time, and writes
+one chunk per tensor name and rank.
 """
 
+import errno
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
@@ -40,15 +45,11 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from engine.checkpoint.checksums import Checksum, write_checksums, write_file
+from engine.checkpoint.checksums import Checksum, checksum_of, write_checksums, write_text
 from engine.loading import local_region
 from engine.parallel import dist, dtensors
 
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.uint8: "U8",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-}  # fmt: skip
+FILE_BYTES = 2**30  # of chunks in one file: tensors on a GPU are copied to the host file by file
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,10 @@ class Writer(StorageWriter):
         checksums: dict[str, Checksum] = {}
         for number, items in enumerate(_items_by_file(plan.items)):
             name = f"tensors-{dist.world().rank}{f'-{number}' if number else ''}.safetensors"
-            checksums[name] = write_file(self._staging / name, _tensor_file(items, planner))
+            _save_tensors(self._staging / name, items, planner)
+            checksums[name] = checksum_of(self._staging / name, sync=True)
         for name, text in self._values.items():
-            checksums[name] = write_file(self._staging / name, [text.encode()])
+            checksums[name] = write_text(self._staging / name, text)
         written: Future[list[WriteResult]] = Future()
         written.set_result([WriteResult(MetadataIndex(name), c.bytes, c) for name, c in checksums.items()])
         return written
@@ -201,51 +203,30 @@ class Reader(HuggingFaceStorageReader):
 
 
 def _items_by_file(items: list[WriteItem]) -> list[dict[str, WriteItem]]:
-    """Distribute chunks over files. A file holds one chunk of each tensor at most.
-
-    Wide numbers come first, so that every tensor starts at a multiple of its item size.
-    """
-    files: list[dict[str, WriteItem]] = [{}]
-    for item in sorted(items, key=lambda item: -_dtype(item).itemsize):
-        file = next((file for file in files if item.index.fqn not in file), None)
-        if file is None:
-            files.append(file := {})
-        file[item.index.fqn] = item
+    """Distribute chunks over files. A file holds one chunk of each tensor at most, and begins below FILE_BYTES."""
+    files, sizes = list[dict[str, WriteItem]](), list[int]()
+    for item in items:
+        fitting = (n for n, file in enumerate(files) if item.index.fqn not in file and sizes[n] < FILE_BYTES)
+        number = next(fitting, len(files))
+        if number == len(files):
+            files.append({})
+            sizes.append(0)
+        files[number][item.index.fqn] = item
+        sizes[number] += item.tensor_storage_size() or 0
     return files
 
 
-def _tensor_file(items: Mapping[str, WriteItem], planner: AnySavePlanner) -> Iterator[bytes | memoryview]:
-    """Yield the content of a safetensors file, one tensor at a time."""
-    yield _header(items)
-    for item in items.values():
-        data = planner.resolve_data(item)
-        assert isinstance(data, Tensor)
-        content = data.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-        yield memoryview(content.numpy())  # type: ignore[arg-type]
-
-
-def _header(items: Mapping[str, WriteItem]) -> bytes:
-    """Return the header of a safetensors file: its length, then JSON with type, shape and position of each tensor."""
-    offsets = {name: {"saved_offsets": list(_chunk(item).offsets)} for name, item in items.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}}
-    end = 0
-    for name, item in items.items():
-        start, shape = end, _chunk(item).sizes
-        end += shape.numel() * _dtype(item).itemsize
-        header[name] = {"dtype": DTYPES[_dtype(item)], "shape": list(shape), "data_offsets": [start, end]}
-    content = json.dumps(header).encode()
-    content += b" " * (-len(content) % 8)
-    return len(content).to_bytes(8, "little") + content
-
-
-def _chunk(item: WriteItem) -> Any:
-    assert item.tensor_data is not None, f"{item.index.fqn} is not a tensor"
-    return item.tensor_data.chunk
-
-
-def _dtype(item: WriteItem) -> torch.dtype:
-    assert item.tensor_data is not None, f"{item.index.fqn} is not a tensor"
-    return item.tensor_data.properties.dtype
+def _save_tensors(path: Path, items: Mapping[str, WriteItem], planner: AnySavePlanner) -> None:
+    """Write a safetensors file. Raises OSError."""
+    chunks: dict[str, Any] = {name: planner.resolve_data(item) for name, item in items.items()}
+    tensors = {name: chunk.detach().cpu().contiguous() for name, chunk in chunks.items()}
+    offsets = {name: {"saved_offsets": list(item.index.offset or ())} for name, item in items.items()}
+    try:
+        save_file(tensors, path, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
+    except SafetensorError as error:  # it has the number of the system's error in its text only
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code) if number else str(error)) from error
 
 
 def _sync_folder(folder: Path) -> None:

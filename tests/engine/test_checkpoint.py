@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from engine import Checkpointer, Engine, EngineConfig, OptimizerConfig
-from engine.checkpoint import Damaged, complete, random_state, restore_random_state
+from engine.checkpoint import Damaged, complete, random_state, restore_random_state, storage
 from engine.checkpoint import checkpointer as checkpointer_module
 from engine.checkpoint.storage import LocalChunks, Writer
 from engine.config import LossScale, Precision
@@ -367,6 +368,28 @@ def test_tensors_are_plain_safetensors(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "step-1" / TENSORS)
     for name, parameter in engine.module.named_parameters():
         assert torch.equal(tensors[f"net.parameter.{name}"], dtensors.local(parameter.detach()))
+
+
+def test_a_full_disk_keeps_its_error_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(storage, "save_file", refuse)
+    with pytest.raises(OSError, match=r"could not be written: No space left on device$") as found:
+        written(engine_of(0), tmp_path / "step-1")
+    assert found.value.errno == errno.ENOSPC and complete(tmp_path) == []
+
+
+def test_large_states_are_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "FILE_BYTES", 500)
+    engine = engine_of(0)
+    expected = advance(engine, 1, 2)
+    written(engine, tmp_path / "step-2")
+    sizes = [path.stat().st_size for path in (tmp_path / "step-2").glob("tensors-0*.safetensors")]
+    assert len(sizes) > 3
+    other = engine_of(0, seed=9)
+    Checkpointer({"net": other}).load(tmp_path / "step-2")
+    same(state_of(other), expected)
 
 
 def test_buffers_of_any_type_and_shape_return(tmp_path: Path) -> None:

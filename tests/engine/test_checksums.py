@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.checksums import Checksum, checksum_of, write_file
+from engine.checkpoint.checksums import Checksum, checksum_of, write_text
 
 
-@pytest.mark.parametrize("sizes", [(), (0,), (9500, 700, 3)])
-def test_a_written_file_has_its_bytes_and_its_checksum(sizes: tuple[int, ...], tmp_path: Path) -> None:
-    parts = [random.Random(size).randbytes(size) for size in sizes]
-    found = write_file(tmp_path / "file", parts)
-    assert (tmp_path / "file").read_bytes() == b"".join(parts)
-    assert found == checksum_of(tmp_path / "file") and found.bytes == sum(sizes)
+@pytest.mark.parametrize("text", ["", "{}", 1000 * "checkpoint "])
+def test_a_written_file_has_its_text_and_its_checksum(text: str, tmp_path: Path) -> None:
+    found = write_text(tmp_path / "file", text)
+    assert (tmp_path / "file").read_text() == text
+    assert found == checksum_of(tmp_path / "file") and found.bytes == len(text)
 
 
 def test_the_digest_is_xxh3() -> None:
