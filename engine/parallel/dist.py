@@ -73,7 +73,7 @@ _world: World | None = None
 _cache: dict[Any, Any] = {}
 _host_group: dist.ProcessGroup | None = None
 _background_group: dist.ProcessGroup | None = None
-_store: dist.Store | None = None
+_patient_group: dist.ProcessGroup | None = None
 _stop_requested_here = False
 _stop_requested = False
 
@@ -85,7 +85,7 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
     store also outlives a restart of the ranks, so its restart count is part of the prefix. `device` is "cpu" or "cuda";
     the default is CUDA if the machine has it.
     """
-    global _world, _host_group, _background_group, _store
+    global _world, _host_group, _background_group, _patient_group
     if _world is not None:
         return _world
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -100,7 +100,6 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         torch.cuda.set_device(own_device)
     store: dist.Store = dist.HashStore() if size == 1 else next(dist.rendezvous("env://", rank, size))[0]
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    _store = dist.PrefixStore(f"{namespace} waits", store)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
         store=dist.PrefixStore(namespace, store),
@@ -111,16 +110,17 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
     )
     _host_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     _background_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    _patient_group = dist.new_group(backend="gloo", timeout=RANK_ZERO_TIMEOUT)
     _world = World(rank, size, local_rank, own_device)
     return _world
 
 
 def stop() -> None:
     """Leave the process group. A second call does nothing."""
-    global _world, _host_group, _background_group, _store, _stop_requested_here, _stop_requested
+    global _world, _host_group, _background_group, _patient_group, _stop_requested_here, _stop_requested
     if _world is not None and dist.is_initialized():
         dist.destroy_process_group()
-    _world = _host_group = _background_group = _store = None
+    _world = _host_group = _background_group = _patient_group = None
     _stop_requested_here = _stop_requested = False
     _cache.clear()
 
@@ -232,14 +232,7 @@ def run_on_rank_zero(make: Callable[[], T]) -> T:
     """Call `make` on rank 0 only and return its result on every rank. The other ranks wait up to a day."""
     if world().size == 1:
         return make()
-    assert _store is not None
-    result, key = None, f"result {_store.add(f'calls of {world().rank}', 1)}"  # the same number on every rank
-    if world().is_rank_zero:
-        result = make()
-        _store.set(key, "")
-    else:
-        _store.wait([key], RANK_ZERO_TIMEOUT)
-    value: T = broadcast_object(result)
+    value: T = broadcast_object(make() if world().is_rank_zero else None, group=_patient_group)
     return value
 
 
