@@ -49,7 +49,7 @@ def write_checksums(folder: Path, checksums: Mapping[str, Checksum]) -> None:
 def verify(folder: Path) -> None:
     """Compare every file of a checkpoint with its checksum. Each rank reads its share of the files.
 
-    Raises Damaged on every rank if a file differs.
+    Raises Damaged on every rank if a file differs, or if a file that a load reads has no checksum.
     """
     expected, reason = dist.broadcast_object(_read_checksums(folder))
     names = list(expected)[dist.world().rank :: dist.world().size]
@@ -75,7 +75,10 @@ def _read_checksums(folder: Path) -> tuple[dict[str, Checksum], str | None]:
     """Return the content of checksums.json, or the reason why it cannot be read."""
     try:
         content = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-        return {Path(name).name: Checksum(int(c["bytes"]), str(c["xxh3_128"])) for name, c in content.items()}, None
+        checksums = {Path(name).name: Checksum(int(c["bytes"]), str(c["xxh3_128"])) for name, c in content.items()}
+        read = {path.name for suffix in ("json", "safetensors") for path in folder.glob(f"*.{suffix}")} - {CHECKSUMS}
+        unlisted = min((read | {"state.json"}) - checksums.keys(), default=None)
+        return checksums, None if unlisted is None else f"{CHECKSUMS} has no checksum of {unlisted}"
     except FileNotFoundError:
         missing = f"{CHECKSUMS} is missing (zerochat 0.1 wrote checkpoints of another format)"
         return {}, missing if folder.is_dir() else "there is no such folder"

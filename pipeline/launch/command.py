@@ -179,6 +179,7 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> P
     stages = wanted_stages(config)
     folder = open_folder(config, stages, label)
     try:
+        folder.remove_leftovers()
         for text in warnings(config):
             print(f"warning: {text}", file=sys.stderr)
         print(f"run folder: {folder.path}{_describe_earlier_run(folder)}", flush=True)
@@ -222,6 +223,11 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
     manifest = Manifest.read(run_dir)
     consumed = stage_consumes(config, run_dir, stage, cache)
     decision = manifest.decide(stage, consumed)
+    if decision.action != "skip":  # the stage reads its inputs: verify them before it does
+        cache.distrust()
+        consumed = stage_consumes(config, run_dir, stage, cache)
+        decision = manifest.decide(stage, consumed)
+    manifest.check_tokenizer(stage, consumed)
     stage_dir = run_dir / stage
     if decision.action == "skip":
         print(f"{stage}: finished before with the same settings, skipped{judge_notice(config, stage_dir)}", flush=True)

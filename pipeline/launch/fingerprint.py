@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.environment import model_folder
 from pipeline.config.schema import ROLE_ENGINES, DataConfig, ModelConfig, RunConfig
 from pipeline.data.files import find
 
@@ -20,6 +21,14 @@ MONITORING_KEYS = {"log_every", "eval_every", "save_every", "keep_checkpoints", 
 MONITORING_KEYS |= {"keep_answers", "keep_tokens"}
 MONITORING_KEYS |= {"reference"}  # kl_coef already decides whether the reference is used
 MODEL_SELECTION_KEYS = {"eval_every", "eval_examples"}  # monitoring keys that decide which model export=best selects
+PPO_SELECTION_KEYS = (
+    "ppo.eval_every",
+    "ppo.eval_examples",
+    "evaluation.judge",
+    "evaluation.prompts",
+    "evaluation.temperatures",
+)
+"""Keys of the evaluations that PPO's training guard and export=best read."""
 EXECUTION_KEYS = {"micro_batch_tokens", "reward_threads", "shared_forward"}
 ROLLOUT_EXECUTION_KEYS = {"batch_size", "cache_bytes", "tensor_parallel", "stream", "keep", "park_optimizer"}
 ROLLOUT_EXECUTION_KEYS |= {
@@ -32,14 +41,25 @@ ZERO_KEYS = ("zero_quantized_weights", "zero_quantized_gradients")  # the DeepSp
 
 
 class HashCache:
-    """A cache of SHA-256 hashes of files in one JSON file. An entry is valid while size and mtime are unchanged."""
+    """A cache of SHA-256 hashes of files in one JSON file. An entry is valid while size and mtime are unchanged.
+
+    After `distrust`, an entry is valid only if this process computed it. A damaged disk may change a file without a
+    change of its size and time.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._computed: set[str] = set()
+        self._distrusts = False
         try:
-            self._entries: dict[str, list[Any]] = json.loads(path.read_text(encoding="utf-8"))
+            entries = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            self._entries = {}
+            entries = {}
+        self._entries: dict[str, list[Any]] = entries if isinstance(entries, dict) else {}
+
+    def distrust(self) -> None:
+        """Read every file again that an earlier process read."""
+        self._distrusts = True
 
     def file(self, file: Path) -> str:
         """Return the SHA-256 of one file's bytes, in hexadecimal."""
@@ -47,24 +67,31 @@ class HashCache:
         stat = file.stat()
         stamp = [stat.st_size, stat.st_mtime_ns]
         entry = self._entries.get(str(file))
-        if entry is not None and entry[:2] == stamp:
+        is_valid = isinstance(entry, list) and len(entry) == 3 and entry[:2] == stamp
+        if entry is not None and is_valid and (str(file) in self._computed or not self._distrusts):
             return str(entry[2])
         with open(file, "rb") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
         self._entries[str(file)] = [*stamp, digest]
+        self._computed.add(str(file))
         return digest
 
     def tree(self, path: Path) -> str:
         """Return the SHA-256 over names and contents of all files of a folder, without hidden files; or of one file."""
         if path.is_file():
             return self.file(path)
-        files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
-        return digest({file.relative_to(path).as_posix(): self.file(file) for file in files})
+        return digest({name: self.file(file) for name, file in _visible_files(path).items()})
 
     def save(self) -> None:
         """Write the cache file. A failed write is ignored, because the hashes can be computed again."""
         with contextlib.suppress(OSError):
             self._path.write_text(json.dumps(self._entries), encoding="utf-8")
+
+
+def _visible_files(folder: Path) -> dict[str, Path]:
+    """Return the files of a folder without hidden ones, by their names relative to the folder, sorted."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(folder)))
+    return {file.relative_to(folder).as_posix(): file for file in files}
 
 
 def _is_hidden(relative: Path) -> bool:
@@ -85,7 +112,8 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     if stage == "reward" and config.reward_model is not None:
         settings["reward_model"] = _model_settings(config.reward_model)
     settings["data"] = _data_settings(config.data)
-    monitoring_keys = MONITORING_KEYS - MODEL_SELECTION_KEYS if dump[stage]["export"] == "best" else MONITORING_KEYS
+    selects = dump[stage]["export"] == "best" or dump[stage].get("guard") in ("stop", "rollback")
+    monitoring_keys = MONITORING_KEYS - MODEL_SELECTION_KEYS if selects else MONITORING_KEYS
     section = {key: value for key, value in dump[stage].items() if key not in monitoring_keys | EXECUTION_KEYS}
     for role in ROLE_ENGINES:
         if role in section:
@@ -96,9 +124,10 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     if stage == "ppo":
         section["reward_function"] = _absolute(config.ppo.reward_function)
         section["reward_ensemble"] = [_absolute(folder) for folder in config.ppo.reward_ensemble]
-        if config.ppo.export == "best":
-            judge = _absolute(config.evaluation.judge)
-            settings["evaluation"] = {"prompts": config.evaluation.prompts} | ({"judge": judge} if judge else {})
+        if selects:
+            keys = (key.partition(".") for key in PPO_SELECTION_KEYS)
+            settings["evaluation"] = {leaf: dump["evaluation"][leaf] for part, _, leaf in keys if part == "evaluation"}
+            settings["evaluation"]["judge"] = _absolute(config.evaluation.judge)
         settings["rollout"] = {
             key: value for key, value in dump["rollout"].items() if key not in ROLLOUT_EXECUTION_KEYS
         }
@@ -176,6 +205,25 @@ def model_content(model: ModelConfig, cache: HashCache) -> str:
         return cache.tree(Path(model.path))
     source = model_source(model)
     return f"random:{source['architecture']}" if "architecture" in source else f"hub:{source['hub']}"
+
+
+def tokenizer_content(model: ModelConfig, cache: HashCache) -> str | None:
+    """Return a hash of the local files that a run's tokenizer is made of; None if it is made of the data.
+
+    The files are those of `model.chat_template`, and of `model.tokenizer` or the model's folder without its weights.
+    """
+    files = {}
+    if model.tokenizer is not None:
+        folder = None if model.tokenizer == "train" else find(model.tokenizer)
+    else:
+        folder = None if model.path is None else model_folder(model.path, "model.path")
+    if folder is not None:
+        weights = (".safetensors", ".safetensors.index.json")
+        names = {name: file for name, file in _visible_files(folder).items() if not name.endswith(weights)}
+        files["folder"] = digest({name: cache.file(file) for name, file in names.items()})
+    if model.chat_template is not None and (template := find(model.chat_template)) is not None:
+        files["chat_template"] = cache.file(template)
+    return digest(files) if files else None
 
 
 def data_content(data: DataConfig, cache: HashCache) -> str:

@@ -1,5 +1,6 @@
 """Find or create the run folder of a command, and lock it against other commands."""
 
+import contextlib
 import fcntl
 import os
 import re
@@ -33,6 +34,12 @@ class RunFolder:
         results = ("metrics.jsonl", "checkpoints", "model", "error.txt", "nan-*")
         if self.made and not any(True for name in results for _ in self.path.glob(f"*/{name}")):
             shutil.rmtree(self.path, ignore_errors=True)
+
+    def remove_leftovers(self) -> None:
+        """Remove the unfinished files of `write_whole` that a killed process left. The lock excludes other writers."""
+        for part in (*self.path.glob(".*.part"), *self.path.glob("*/.*.part")):
+            with contextlib.suppress(OSError):
+                part.unlink()
 
     def close(self) -> None:
         self.lock.close()

@@ -5,7 +5,8 @@
 - A stage with changed inputs runs again. Its old folder is renamed to <stage>.1, <stage>.2, ...
 
 The inputs of a stage include the hashes of the models of earlier stages. A change of one stage therefore also runs the
-later stages again. Only the first launcher writes this file.
+later stages again. The tokenizer of a run has inputs of its own: the files of `model.tokenizer` (or of the model) and
+`model.chat_template`. Only the first launcher writes this file.
 """
 
 import json
@@ -15,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from pipeline.config.environment import model_folder
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import POLICIES
@@ -23,6 +26,7 @@ from pipeline.evaluation.user_function import function_file
 from pipeline.files import write_whole
 from pipeline.installation import TRAIN
 from pipeline.launch.fingerprint import (
+    PPO_SELECTION_KEYS,
     ROLLOUT_EXECUTION_KEYS,
     HashCache,
     data_content,
@@ -32,9 +36,41 @@ from pipeline.launch.fingerprint import (
     model_content,
     model_source,
     stage_settings,
+    tokenizer_content,
 )
 
 Action = Literal["skip", "resume", "run"]
+TOKENIZER_MAKERS = ("sft", "reward")  # the first of these stages that runs makes the run's tokenizer
+
+
+class _Consumed(BaseModel):
+    """The recorded inputs of a stage. Strict types: another program or an editor may have written the file."""
+
+    model_config = ConfigDict(strict=True)
+    config: str
+    settings: dict[str, Any]
+    data: str
+    models: dict[str, str]
+
+
+class _Record(BaseModel):
+    """The record of one stage."""
+
+    model_config = ConfigDict(strict=True)
+    status: Literal["running", "stopped", "finished", ""] = ""
+    consumed: _Consumed | None = None
+    produced: dict[str, str] = {}
+    started: str = ""
+    finished: str = ""
+
+
+class _File(BaseModel):
+    """The content of manifest.json."""
+
+    model_config = ConfigDict(strict=True)
+    identity: dict[str, dict[str, Any]]
+    asked: str
+    stages: dict[str, _Record]
 
 
 @dataclass(frozen=True)
@@ -60,12 +96,17 @@ class Manifest:
         file = run_dir / "manifest.json"
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
+            _File.model_validate(content)
             return cls(run_dir, content["identity"], content["asked"], content["stages"])
         except FileNotFoundError:
             return cls(run_dir)
-        except (OSError, ValueError, KeyError, TypeError) as problem:
+        except (OSError, ValueError, RecursionError) as problem:
+            reason = str(problem)
+            if isinstance(problem, ValidationError):
+                first = problem.errors()[0]
+                reason = f"{'.'.join(map(str, first['loc'])) or 'the content'}: {first['msg']}"
             raise UserError(
-                f"{file} cannot be read ({problem}): repair it, or set another name= for a new run"
+                f"{file} cannot be read ({reason}): repair it, or set another name= for a new run"
             ) from problem
 
     def save(self) -> None:
@@ -97,8 +138,8 @@ class Manifest:
     def begin(self, stage: str, consumed: dict[str, Any]) -> None:
         """Record that a stage runs with these inputs. The start time of a resumed stage does not change."""
         record = self.stages.get(stage, {})
-        is_resumed = bool(record) and _migrate(record["consumed"], consumed) == consumed
-        started = record["started"] if is_resumed else _now()
+        is_resumed = "consumed" in record and _migrate(record["consumed"], consumed) == consumed
+        started = record.get("started", _now()) if is_resumed else _now()
         self.stages[stage] = {"status": "running", "consumed": consumed, "produced": {}, "started": started}
         self.save()
 
@@ -117,14 +158,15 @@ class Manifest:
         """Record the identity and the request of this run. Raise UserError if the folder has another model or data."""
         identity = run_identity(config)
         if self.identity and self.stages:
-            changed = [kind for kind in ("model", "data") if self.identity[kind]["source"] != identity[kind]["source"]]
+            old = {kind: self.identity.get(kind, {}).get("source") for kind in ("model", "data")}
+            changed = [kind for kind in old if old[kind] != identity[kind]["source"]]
             if changed:
                 raise UserError(self._describe_conflict(identity, changed))
         self.identity, self.request = identity, hash_request(config, stages)
         self.save()
 
     def _describe_conflict(self, identity: dict[str, Any], changed: list[str]) -> str:
-        old = " ".join(f"{kind}={self.identity[kind]['name']}" for kind in changed)
+        old = " ".join(f"{kind}={self.identity.get(kind, {}).get('name')}" for kind in changed)
         new = " ".join(f"{kind}={identity[kind]['name']}" for kind in changed)
         return (
             f"{self.run_dir} belongs to another configuration: it was made with {old}, not {new}. "
@@ -136,7 +178,12 @@ class Manifest:
         record = self.stages.get(stage)
         if record is None:
             return Decision("run")
+        if "consumed" not in record:
+            return Decision("run", "manifest.json does not record its inputs")
         recorded = _migrate(record["consumed"], consumed)
+        if record["status"] == "finished" and consumed["settings"].get("ppo.export") == "last":
+            # The guard has used the evaluations of a finished stage. Other evaluations do not change its model.
+            recorded, consumed = _without_selection(recorded), _without_selection(consumed)
         if recorded != consumed:
             return Decision("run", differences(recorded, consumed))
         if record["status"] != "finished":
@@ -148,14 +195,33 @@ class Manifest:
         return Decision("run", "its model and its checkpoints are gone")
 
     def changes_tokenizer(self, stage: str, consumed: dict[str, Any]) -> bool:
-        """Return whether the inputs of the run's tokenizer (model, data, seed) have changed since the stage ran."""
-        old = self.stages.get(stage, {}).get("consumed")
-        if old is None:
-            return False
-        old = _migrate(old, consumed)
+        """Return whether the run's tokenizer has other inputs (model, its files, data, seed), or unknown ones.
+
+        The tokenizer was made by this stage, or by another one that starts from the base model.
+        """
+        makers = (self.stages.get(name, {}).get("consumed") for name in (stage, *TOKENIZER_MAKERS))
+        recorded = next((each for each in makers if each is not None), None)
+        if recorded is None:
+            return True
+        old = _migrate(recorded, consumed)
         keys = [key for key in consumed["settings"] if key == "seed" or key.startswith(("model.", "data."))]
         settings_changed = any(old["settings"].get(key) != consumed["settings"][key] for key in keys)
-        return settings_changed or old["data"] != consumed["data"]
+        base = old["models"].get("base", consumed["models"].get("base"))
+        files_changed = old.get("tokenizer") != consumed.get("tokenizer") or base != consumed["models"].get("base")
+        return settings_changed or files_changed or old["data"] != consumed["data"]
+
+    def check_tokenizer(self, stage: str, consumed: dict[str, Any]) -> None:
+        """Raise UserError if the SFT stage made the run's tokenizer from files that have changed since then.
+
+        A reward model that starts from the base model would get new weights and an old tokenizer.
+        """
+        old, new = self.stages.get("sft", {}).get("consumed", {}), consumed.get("tokenizer")
+        if stage == "reward" and "tokenizer" in consumed and old.get("tokenizer", new) != new:
+            raise UserError(
+                f"the tokenizer's files (model.path, model.tokenizer, model.chat_template) changed since the sft stage "
+                f"made {self.run_dir / 'tokenizer'}: run stage=sft (or stage=all) with the same run folder first, or "
+                "restore the files"
+            )
 
 
 def stage_inputs(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Path | None]:
@@ -191,6 +257,13 @@ def _reward_input(config: RunConfig, manifest: Manifest) -> dict[str, Path | Non
     sft_model = manifest.product("sft")
     if sft_model is not None:
         return {"sft": sft_model}
+    unrecorded = manifest.run_dir / "sft" / "model"
+    if "sft" not in manifest.stages and unrecorded.exists():
+        raise UserError(
+            f"{unrecorded} exists, but {manifest.run_dir / 'manifest.json'} has no record of the sft stage, so its "
+            "inputs are unknown: restore manifest.json, run stage=all (SFT runs again), or set reward.init=base to "
+            "start from the base model"
+        )
     if init == "sft":
         raise UserError(f"reward.init=sft, but {manifest.run_dir} has no finished sft stage: run stage=sft first")
     return {"base": None}
@@ -225,7 +298,9 @@ def stage_consumes(config: RunConfig, run_dir: Path, stage: str, cache: HashCach
         for role, folder in stage_inputs(config, run_dir, stage).items()
     }
     settings, data = stage_settings(config, stage), data_content(config.data, cache)
-    inputs = {"config": digest(settings), "settings": settings, "data": data, "models": models}
+    inputs: dict[str, Any] = {"config": digest(settings), "settings": settings, "data": data, "models": models}
+    if "base" in models and config.actor is None:
+        inputs["tokenizer"] = tokenizer_content(config.model, cache)
     if stage == "ppo" and config.ppo.reward_function is not None:
         inputs["reward_function"] = cache.file(function_file(config.ppo.reward_function))
     return inputs
@@ -248,7 +323,8 @@ def _migrate(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return recorded inputs in the form of the current version, so that an update does not run stages again.
 
     Keys that are newer than the record get their defaults, which change no result. Keys that no longer count are
-    removed.
+    removed. An old record has neither the files of the tokenizer nor the keys of PPO's evaluations; they count as
+    unchanged.
     """
     from pipeline.config.compose import defaults  # imports Hydra, which workers do not need
 
@@ -256,9 +332,19 @@ def _migrate(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     added = {
         key: default_settings[key] for key in new["settings"] if key in default_settings and key not in old["settings"]
     }
+    if "evaluation.prompts" not in old["settings"]:
+        added |= {key: new["settings"][key] for key in PPO_SELECTION_KEYS if key in added}
     removed = {f"rollout.{key}" for key in ROLLOUT_EXECUTION_KEYS} & old["settings"].keys()
     settings = {key: value for key, value in {**old["settings"], **added}.items() if key not in removed}
+    if "tokenizer" in new and "tokenizer" not in old:
+        old = {**old, "tokenizer": new["tokenizer"]}
     return {**old, "settings": settings, "config": digest(settings)} if added or removed else old
+
+
+def _without_selection(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of PPO without the keys of evaluations."""
+    settings = {key: value for key, value in inputs["settings"].items() if key not in PPO_SELECTION_KEYS}
+    return {**inputs, "settings": settings, "config": digest(settings)}
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -267,6 +353,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     changes = [f"{key} was {old['settings'].get(key)}, is {new['settings'][key]}" for key in keys[:3]]
     changes += [f"{len(keys) - 3} more keys"] if len(keys) > 3 else []
     changes += ["the data changed"] if old["data"] != new["data"] else []
+    changes += ["the tokenizer's files changed"] if old.get("tokenizer") != new.get("tokenizer") else []
     functions = {old.get("reward_function"), new.get("reward_function")} - {None}
     changes += ["the reward function's file changed"] if len(functions) == 2 else []
     roles = [role for role in new["models"] if old["models"].get(role) != new["models"][role]]

@@ -1,5 +1,6 @@
 """The model and the tokenizer of a stage, and checks that raise UserError before any work starts."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def run_tokenizer(
     if is_rank_zero() and not (tokenizer_dir / "tokenizer_config.json").exists():
         tokenizer = _make_tokenizer(config, trained_on)
         staging = run_dir / "tokenizer.tmp"
+        shutil.rmtree(staging, ignore_errors=True)  # a killed start may have left files of another tokenizer
         tokenizer.save(staging)
         staging.rename(tokenizer_dir)
     barrier()  # on every call: each rank waits until rank 0 has written the tokenizer

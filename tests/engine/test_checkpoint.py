@@ -271,6 +271,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "values": (lambda f: (f / "state.json").write_text("{garbage"), "state.json has 8 bytes"),
     "values overwritten": (lambda f: overwrite(f / "state.json"), "state.json has other bytes"),
     "sums": (lambda f: (f / "checksums.json").write_text("[1]"), "checksums.json cannot be read"),
+    "no list": (lambda f: (f / "checksums.json").write_text("{}"), "checksums.json has no checksum of rank-0.json"),
     "no sums": (lambda f: (f / "checksums.json").unlink(), "checksums.json is missing"),
     "folder": (shutil.rmtree, "there is no such folder"),
 }
