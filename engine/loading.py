@@ -5,6 +5,7 @@ A rank holds its shard only, and one full parameter at most while random values 
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -79,8 +80,14 @@ class SafetensorsFolder:
             return read_region(view, region) if view.get_shape() else file.get_tensor(name)
 
     def copy(self, name: str, region: Region, target: Tensor) -> None:
-        """Copy a region of a tensor into `target`."""
-        target.copy_(self.read(name, region))
+        """Copy a region of a tensor into `target`. Raises ValueError for integers where numbers are needed."""
+        values = self.read(name, region)
+        if target.is_floating_point() and not values.is_floating_point():
+            raise ValueError(
+                f"{self.folder}: {name} has values of {values.dtype}, as quantized weights have, which cannot be "
+                "trained: use the original model in 16 or 32 bits"
+            )
+        target.copy_(values)
 
 
 def local_region(parameter: Tensor) -> Region:
@@ -158,8 +165,9 @@ def copy_local(parameter: Tensor, full: Tensor) -> None:
 def read_parameters(parameters: Mapping[str, Tensor], folder: TensorFolder, source_name: Mapping[str, str]) -> None:
     """Fill parameters from a folder; `source_name` maps a parameter's name to the file's.
 
-    Raises ValueError if a shape differs.
+    Raises ValueError if a shape differs, or if a parameter has a value that is not finite.
     """
+    damaged = []
     for name, parameter in parameters.items():
         stored = source_name[name]
         if folder.shapes[stored] != tuple(parameter.shape):
@@ -174,6 +182,20 @@ def read_parameters(parameters: Mapping[str, Tensor], folder: TensorFolder, sour
             _write(parameter, folder.read(stored, region))
         else:
             folder.copy(stored, region, local)
+        if isinstance(parameter, nn.Parameter) and not _is_finite(local):
+            damaged.append(stored)
+    if damaged:
+        names = ", ".join(damaged[:3]) + (", ..." if len(damaged) > 3 else "")
+        raise ValueError(
+            f"{folder.folder}: the weights have NaN or infinite values in {len(damaged)} of {len(parameters)} tensors "
+            f"({names}), so the training that wrote them failed or the files are damaged: use an earlier checkpoint, "
+            "or download the model again"
+        )
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Return whether all values are finite. The extrema are NaN if any value is; they need no memory for a mask."""
+    return not values.is_floating_point() or all(math.isfinite(bound.item()) for bound in torch.aminmax(values))
 
 
 @torch.no_grad()

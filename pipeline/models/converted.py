@@ -67,10 +67,12 @@ class ConvertedFolder:
     def __init__(self, files: loading.SafetensorsFolder, empty: PreTrainedModel) -> None:
         """Find the conversion of each tensor.
 
-        `empty` is the model as transformers creates it, without values. Raises ValueError if a conversion fails.
+        `empty` is the model as transformers creates it, without values. `unused` lists the tensors that no conversion
+        reads. Raises ValueError if a conversion fails.
         """
         self._files, self._empty = files, empty
         self._renamed: dict[str, str] = {}
+        self.unused: list[str] = []
         self._recipes: dict[str, _Recipe] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for recipe in self._find():
@@ -131,6 +133,8 @@ class ConvertedFolder:
                 recipe.tensors.setdefault(pattern, []).append(stored)
             elif name in expected:
                 self._renamed[name] = stored
+            else:
+                self.unused.append(stored)
         return list(recipes.values())
 
     def _shapes_of(self, recipe: _Recipe) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from pipeline.errors import UserError
 if TYPE_CHECKING:
     from pipeline.config.schema import ModelConfig
 
+MOST_LAYERS = 10_000
 TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 
 
@@ -92,10 +93,40 @@ def build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
         near = " or ".join(get_close_matches(family, CONFIG_MAPPING))
         raise ValueError(f"model_type={family}: transformers has no such family{near and f'; did you mean {near}?'}")
     try:
-        return AutoConfig.for_model(family, **fields)
+        config = AutoConfig.for_model(family, **fields)
     except Exception as error:  # each family raises its own errors
         reason = " ".join(str(error).split())
         raise ValueError(f"{family} does not accept these fields: {reason}") from error
+    _check_fields(config, fields)
+    _check_sizes(config)
+    return config
+
+
+def _check_fields(config: PretrainedConfig, fields: Mapping[str, Any]) -> None:
+    """Raise ValueError for a field that the family does not have. transformers stores such a field without a use."""
+    try:
+        plain = AutoConfig.for_model(config.model_type)
+    except Exception:  # a family with required fields has no defaults to compare with
+        return
+    known = {*vars(plain), *plain.attribute_map}
+    for name in fields:
+        if name in vars(config) and name not in known and not hasattr(type(plain), name):
+            near = get_close_matches(name, [field for field in known if not field.startswith("_")], n=1)
+            advice = f"did you mean {near[0]}?" if near else f"remove it, or see the fields of {type(plain).__name__}"
+            raise ValueError(f"{config.model_type} has no field {name}: {advice}")
+
+
+def _check_sizes(config: PretrainedConfig) -> None:
+    """Raise ValueError if a size of a model is not a number of which a model can be built."""
+    bounds = {"vocab_size": 2**31, "hidden_size": 2**31, "num_hidden_layers": MOST_LAYERS, "num_attention_heads": 2**31}
+    for name, bound in bounds.items():
+        size = own_field(config, name)
+        is_whole = isinstance(size, int) and not isinstance(size, bool)
+        if size is not None and not (is_whole and 0 < size <= bound):
+            raise ValueError(f"{name}={str(size)[:40]}: must be a whole number from 1 to {bound}")
+    architectures = config.architectures or []
+    if not (isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)):
+        raise ValueError(f"architectures={str(architectures)[:40]}: must be a list of class names")
 
 
 def model_folder(path: Path) -> Path:
@@ -136,8 +167,11 @@ def download(hub: str, *, weights: bool = True) -> Path:
 def _from_folder(model: "ModelConfig", seed: int, folder: Path) -> ModelSource:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-    except (ValueError, OSError) as error:
-        reason = str(error).partition("\n")[0]  # the next lines are advice on installing transformers
+        _check_sizes(config)
+    except Exception as error:  # wrong types in config.json raise errors of many types
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        is_field = lines[0].startswith("Validation error")  # the next line names the expected type
+        reason = " ".join(lines[: 2 if is_field else 1])  # other lines are advice on installing transformers
         raise UserError(f"{folder}/config.json is not supported by transformers: {reason}") from error
     _check_weights(folder)
     return ModelSource.of(model, config, folder, seed)
@@ -148,11 +182,27 @@ def _check_weights(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            named = sorted(set(weight_map.values()))
+            if not named or not all(isinstance(name, str) for name in named):
+                raise TypeError("weight_map must map names of tensors to names of files")
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise UserError(f"{index} is damaged ({error}); download it again") from error
         for name in named:
+            if Path(name).name != name or name.startswith("."):
+                raise UserError(
+                    f"{index} names the file {name}, which is not in its folder. Weights are read from the model's "
+                    "folder only: copy the file into it, and correct the index"
+                )
             _check_file(folder / name)
+        for name in named:
+            with safe_open(folder / name, framework="pt") as content:
+                missing = {tensor for tensor, file in weight_map.items() if file == name} - set(content.keys())
+            if missing:
+                raise UserError(
+                    f"{index} is damaged: {name} has no tensor {min(missing)}, which the index names; download both "
+                    "again"
+                )
         return
     if (folder / "model.safetensors").exists():
         _check_file(folder / "model.safetensors")

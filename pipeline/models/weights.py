@@ -1,7 +1,11 @@
 """The values of a model's parameters: read shard by shard from a folder, or initialized as the family defines."""
 
 import math
+import re
+import sys
 from collections.abc import Callable, Container, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,8 +14,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from engine import loading
+from pipeline.distributed import is_rank_zero
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
+
+OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # old checkpoints store them
 
 
 @torch.no_grad()
@@ -43,19 +50,24 @@ def _read(
 ) -> set[str]:
     """Read the tensors that the folder has, and return their names.
 
-    Only a value head and buffers may be missing. A missing buffer keeps its initial value. Raises UserError if another
-    parameter is missing or has another shape.
+    Only buffers and the value head of a language model may be missing. A missing buffer keeps its initial value.
+    Raises UserError if another parameter is missing or has another shape, or if the files have blocks that the model
+    lacks.
     """
     assert source.folder is not None
     files: loading.TensorFolder = loading.SafetensorsFolder(source.folder)
     names = _matching(plain, files.shapes, model.base_model_prefix)
+    unused = sorted(set(files.shapes) - set(names.values()))
     try:
         if _missing_from(tensors, names):
             from pipeline.models.converted import ConvertedFolder  # imported here because few checkpoints need it
 
             files = ConvertedFolder(loading.SafetensorsFolder(source.folder), _without_values(model, source))
-            names = _matching(plain, files.shapes, model.base_model_prefix)
-        _check_complete(source, [plain[name] for name in _missing_from(tensors, names)])
+            names, unused = _matching(plain, files.shapes, model.base_model_prefix), files.unused
+        if unused:
+            _check_unused(unused, _without_values(model, source), source)
+        heads = [name for name in tensors if _is_value_head(name) and name not in names and _is_reward_model(source)]
+        _check_complete(source, [plain[name] for name in (*_missing_from(tensors, names), *heads)])
         loading.read_parameters({name: tensors[name] for name in names}, files, names)
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -94,6 +106,51 @@ def _matching(plain: Mapping[str, str], available: Container[str], base: str) ->
                 matches[name] = candidate
                 break
     return matches
+
+
+def _check_unused(stored: Sequence[str], empty: PreTrainedModel, source: ModelSource) -> None:
+    """Raise UserError if tensors of the files are further blocks or experts; warn about other tensors without a use.
+
+    `empty` is the complete model, also under pipeline parallelism. Tensors that transformers expects to be unused, tied
+    tensors, and the head of a language model that becomes a scorer are neither.
+    """
+    base = f"{empty.base_model_prefix}."
+    tensors = {*empty.state_dict(keep_vars=True), *dict(empty.named_buffers())}
+    known = {name.removeprefix(base) for name in tensors}
+    ignored = [re.compile(pattern) for pattern in (*(empty._keys_to_ignore_on_load_unexpected or []), *OLD_BUFFERS)]
+    unknown = [
+        name
+        for name in stored
+        if name.removeprefix(base) not in known and not any(pattern.search(name) for pattern in ignored)
+    ]
+    blocks = {re.sub(r"\d+", "N", name) for name in known}
+    for name in unknown:
+        if re.search(r"\d", name) and re.sub(r"\d+", "N", name.removeprefix(base)) in blocks:
+            raise UserError(
+                f"{source.folder}: the files have {name}, but config.json defines fewer layers or experts: the weights "
+                "do not belong to config.json. Correct its num_hidden_layers (or number of experts), or download the "
+                "model again"
+            )
+    if hasattr(empty, "score") and not _is_reward_model(source):
+        unknown = [name for name in unknown if name.startswith(base)]
+    if unknown:
+        near = get_close_matches(unknown[0], tensors, n=1)
+        advice = f"; did you mean {near[0]}?" if near else ""
+        warn_once(
+            f"{source.folder}: the model does not use {len(unknown)} tensors of the files, for example "
+            f"{unknown[0]}{advice}"
+        )
+
+
+def _is_reward_model(source: ModelSource) -> bool:
+    return any(name.endswith("ForSequenceClassification") for name in source.config.architectures or [])
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Print a warning on rank 0, unless this process has printed it before."""
+    if is_rank_zero():
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def check_report(source: ModelSource, report: Mapping[str, Any]) -> None:

@@ -169,6 +169,74 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
         build_policy(source_in(tmp_path), frozen())
 
 
+def saved(folder: Path, change: Callable[[dict[str, Tensor]], object], model: torch.nn.Module | None = None) -> Path:
+    """Save a model of two layers, and change its tensors."""
+    (language_model(config_of("llama")) if model is None else model).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_named(value: float, tmp_path: Path) -> None:
+    def damage(tensors: dict[str, Tensor]) -> None:
+        for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+            tensors[name].view(-1)[-1] = value
+
+    names = r"in 2 of \d+ tensors \(model\.layers\.1\.mlp\.up_proj\.weight, model\.norm\.weight\)"
+    folder = saved(tmp_path, damage)
+    for build in (
+        lambda: build_policy(source_in(folder), frozen()),
+        lambda: build_policy(source_in(folder), trained()),
+    ):
+        with pytest.raises(UserError, match=names):
+            build()
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    folder = saved(tmp_path, lambda t: t.update({name: value.mul(100).to(torch.int8) for name, value in t.items()}))
+    with pytest.raises(UserError, match=r"has values of torch\.int8, as quantized weights have"):
+        build_policy(source_in(folder), frozen())
+
+
+@pytest.mark.parametrize(("family", "field"), [("llama", "num_hidden_layers"), ("mixtral", "num_local_experts")])
+def test_weights_of_more_layers_or_experts_are_refused(family: str, field: str, tmp_path: Path) -> None:
+    language_model(config_of(family)).save_pretrained(tmp_path)
+    config_of(family, **{field: 1, **({"num_experts_per_tok": 1} if family == "mixtral" else {})}).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(UserError, match=r"the files have model\.layers\.\d.*, but config\.json defines fewer|shape"):
+        build_policy(source_in(tmp_path), frozen())
+
+
+def test_tensors_without_a_use_are_named_unless_they_are_expected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # of an old version
+
+    build_policy(source_in(saved(tmp_path / "a", add)), frozen())
+    build_scorer(source_in(tmp_path / "a"), frozen(), pad_id=0)  # the head of the language model
+    tied = language_model(config_of("qwen3"))
+    build_policy(
+        source_in(
+            saved(tmp_path / "b", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}), tied)
+        ),
+        frozen(),
+    )
+    assert "does not use" not in capsys.readouterr().err
+    build_policy(source_in(saved(tmp_path / "c", lambda t: t.update({"model.nrom.weight": torch.ones(32)}))), frozen())
+    said = capsys.readouterr().err
+    assert "does not use 1 tensors of the files, for example model.nrom.weight; did you mean model.norm.weight?" in said
+
+
+def test_a_reward_model_without_its_head_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path, lambda t: t.update({"scor.weight": t.pop("score.weight")}), classifier(config_of("llama")))
+    with pytest.raises(UserError, match=r"1 parameters are missing from the files, for example score\.weight"):
+        build_scorer(source_in(folder), frozen(), pad_id=0)
+
+
 def test_a_reward_model_is_no_actor(tmp_path: Path) -> None:
     classifier(config_of("llama")).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="LlamaForSequenceClassification, not a language model"):

@@ -72,7 +72,66 @@ def test_damaged_and_missing_weights_are_named(tmp_path: Path) -> None:
     assert f"{index} is damaged" in said(config)
 
 
-@pytest.mark.parametrize("text", ['{"model_type": "nobody-knows-it"}', "{}", "not JSON"])
+def test_an_index_names_files_of_its_folder_and_tensors_that_they_have(tmp_path: Path) -> None:
+    language_model(config_of("llama")).save_pretrained(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").rename(tmp_path / "other.safetensors")
+    index, config = tmp_path / "m" / "model.safetensors.index.json", model_config(path=str(tmp_path / "m"))
+    for name in ("../other.safetensors", str(tmp_path / "other.safetensors")):
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        assert f"names the file {name}, which is not in its folder" in said(config)
+    (tmp_path / "other.safetensors").rename(tmp_path / "m" / "a.safetensors")
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "a.safetensors", "model.none": "a.safetensors"}}))
+    assert "a.safetensors has no tensor model.none, which the index names" in said(config)
+    for content in ("[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": ["b"]}}'):
+        index.write_text(content)
+        assert f"{index} is damaged" in said(config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hiden_size", 64, "llama has no field hiden_size: did you mean hidden_size?"),
+        ("sliding", True, "llama has no field sliding: remove it, or see the fields of LlamaConfig"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers=1000000000: must be a whole number from 1 to 10000"),
+        ("vocab_size", 0, "vocab_size=0: must be a whole number"),
+        ("hidden_size", "wide", "hidden_size"),
+    ],
+)
+def test_fields_of_an_architecture_are_checked(field: str, value: object, message: str) -> None:
+    architecture = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, field: value}
+    assert f"model.architecture: {message}" in said(model_config(weights="random", architecture=architecture)) or (
+        field == "hidden_size" and message in said(model_config(weights="random", architecture=architecture))
+    )
+
+
+def test_fields_that_the_library_converts_are_no_mistakes() -> None:
+    fields = {"rope_theta": 1e5, "torch_dtype": "float32", "tie_word_embeddings": True, "num_labels": 1}
+    source = resolve(model_config(weights="random", architecture={"model_type": "llama", **fields}), 1)
+    assert source.config.rope_parameters["rope_theta"] == 1e5
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "num_hidden_layers": 2, "n_head": 4}  # the name of another family
+    assert resolve(model_config(weights="random", architecture=gpt2), 1).config.n_layer == 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_size": "wide"},
+        {"hidden_size": None},
+        {"architectures": 3},
+        {"num_hidden_layers": True},
+        {"vocab_size": -1},
+    ],
+)
+def test_wrong_types_in_config_json(tmp_path: Path, fields: dict[str, object]) -> None:
+    language_model(config_of("llama")).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    message = said(model_config(path=str(tmp_path)))
+    assert f"{file} is not supported by transformers" in message and len(message) < 600
+    assert next(iter(fields)) in message
+
+
+@pytest.mark.parametrize("text", ['{"model_type": "nobody-knows-it"}', "{}", "not JSON", "[]", "3"])
 def test_a_configuration_that_transformers_does_not_know(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     (tmp_path / "model.safetensors").touch()
