@@ -1,5 +1,6 @@
 """The exceptions and the signals that end a stage."""
 
+import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,8 +15,17 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 class UserError(ValueError):
     """An error that the user can correct. The commands print its message without a traceback and exit with status 2.
 
-    The message has one paragraph: what is wrong, why, and what to type instead.
+    The message has one paragraph: what is wrong, why, and what to type instead. Control characters are escaped, because
+    a message may quote a data file, a service or a model.
     """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes for control characters, which a terminal would obey. Line breaks and tabs stay."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 class SharedError(UserError):

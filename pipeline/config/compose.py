@@ -9,6 +9,7 @@ working directory. Flags: -m (one job for each value of a list), --cfg job, --he
 
 import argparse
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,8 +118,12 @@ def _explain(problem: Exception) -> str:
     text = " ".join(line.strip() for line in lines[:4])
     if "mismatched input" in text or "token recognition" in text or "no viable alternative" in text:
         text += "; a value with special characters needs quotes, \"key='some value'\""
+    if "set_int_max_str_digits" in text:
+        return f"cannot read the command line: {text.partition(';')[0]}"
     if "LexerNoViableAlt" in text:
         override = lines[0].partition(": ")[2].lstrip("+~")
+        if re.fullmatch(r"[\w./@]*", override.partition("=")[0], re.ASCII):
+            return f"cannot read the command line: {override}: the value has an open quote or bracket"
         return f"cannot read {override}: a key has the letters a to z, digits, _ and . only"
     if "sweep" in text:
         text = lines[0].replace("++", "")

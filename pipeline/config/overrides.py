@@ -79,7 +79,7 @@ def _rewrite_token(token: str, options: dict[str, list[str]]) -> str:
         raise UserError(f"{token}: Hydra only reads conf/, so its own settings have no effect: remove it{advice}")
     if prefix == "~":
         return token
-    if value is None or not key:
+    if value is None or not key or key.startswith("-"):
         raise UserError(_not_a_pair(token, options))
     if key == "reward" and value not in options["reward"]:
         return f"++reward_path={quoted(value)}"

@@ -163,8 +163,9 @@ def _json_lines(path: Path, text: str) -> Table:
 def _object(path: Path, line: str, number: int) -> Row:
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{path}: line {number} is not JSON: {error}. Correct or remove the line.") from error
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition(";")[0]  # the rest is advice to programmers
+        raise UserError(f"{path}: line {number} is not JSON: {reason}. Correct or remove the line.") from error
     if not isinstance(row, dict):
         raise UserError(
             f"{path}: line {number} is {type(row).__name__}, not a JSON object. Write one {{...}} per line."
@@ -182,6 +183,8 @@ def _json(path: Path, text: str) -> Table:
         if error.msg == "Extra data" or not text.strip():
             return _json_lines(path, text)
         raise UserError(f"{path}: line {error.lineno} is not JSON: {error.msg}. Correct the line.") from error
+    except ValueError as error:  # an integer with thousands of digits
+        raise UserError(f"{path}: cannot be read: {str(error).partition(';')[0]}. Correct the file.") from error
     if isinstance(value, dict):
         if _is_columns(value):
             raise UserError(

@@ -109,7 +109,7 @@ def messages_of(value: Any) -> tuple[Message, ...]:
     if isinstance(value, str) and value.lstrip().startswith("["):  # the list as text, in a CSV cell
         try:
             value = json.loads(value)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # ValueError: also an integer with thousands of digits
             raise BadRow("messages are not a list") from error
     if isinstance(value, (str, bytes)):
         raise BadRow("messages are not a list")

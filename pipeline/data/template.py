@@ -9,9 +9,15 @@ calls) have no effect.
 
 import logging
 import re
-from collections.abc import Sequence
+import resource
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -41,6 +47,11 @@ _PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
 _TODAY = "26 Jul 2024"
 _FIXED_CLOCK = "{%- macro strftime_now(format) -%}" + _TODAY + "{%- endmacro %}"
 
+_MOST_LINES = 2_000_000  # a template of 50 lines for a conversation of 10,000 messages needs a quarter of them
+_MOST_BYTES = 2**30
+_MOST_CHARACTERS = 1_000_000
+_one_at_a_time = threading.Lock()  # the limit of memory belongs to the process
+
 Fragment = str | int  # text of the template, or the index of a message
 
 
@@ -63,6 +74,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         text = tokenizer.get_chat_template()
+        _check_powers(text)
         self._text = _FIXED_CLOCK + text if "strftime_now" in text else text
         self._warned = False
         self.layout = lru_cache(maxsize=4096)(self._layout)
@@ -155,14 +167,27 @@ class ChatTemplate:
         raise jinja2.TemplateRuntimeError("it supports neither texts nor content parts, or it omits a content")
 
     def _apply(self, roles: Sequence[str], contents: Sequence[Any], generation_prompt: bool) -> str:
+        """Return the rendered text. Raises jinja2.TemplateError for every error of the template except a TypeError."""
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
-        rendered: Any = self._tokenizer.apply_chat_template(
-            messages,
-            chat_template=self._text,
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-            date_string=_TODAY,
-        )
+        try:
+            with bounded():
+                rendered: Any = self._tokenizer.apply_chat_template(
+                    messages,
+                    chat_template=self._text,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    date_string=_TODAY,
+                )
+        except (jinja2.TemplateError, TypeError):
+            raise
+        except MemoryError as error:
+            raise jinja2.TemplateRuntimeError(f"it needs more than {_MOST_BYTES // 2**20} MiB of memory") from error
+        except Exception as error:  # a division by zero, a missing key, a range above the sandbox's limit
+            raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
+        if len(rendered) > _MOST_CHARACTERS:
+            raise jinja2.TemplateRuntimeError(
+                f"it writes {len(rendered)} characters around the messages, and at most {_MOST_CHARACTERS} are allowed"
+            )
         return str(rendered)
 
     @staticmethod
@@ -170,6 +195,61 @@ class ChatTemplate:
         return (
             f"The chat template does not support the turns {', '.join(roles)}: {str(error).rstrip('.')}. Change the "
             "data, or set another template with model.chat_template=FILE."
+        )
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Bound the work of a template: the lines that it runs in this thread, and the memory of the process.
+
+    A template comes with a model and runs in jinja2's sandbox, which bounds neither. Raises TemplateRuntimeError
+    after `_MOST_LINES` lines, and MemoryError above the limit of memory.
+    """
+    lines = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != "<template>":
+            return None
+        lines += 1
+        if lines > _MOST_LINES:
+            raise jinja2.TemplateRuntimeError(f"it does not end within {_MOST_LINES} steps")
+        return count
+
+    with _one_at_a_time:
+        tracer, limits = sys.gettrace(), resource.getrlimit(resource.RLIMIT_AS)
+        sys.settrace(count)
+        try:
+            _limit_memory(limits)
+            yield
+        finally:
+            sys.settrace(tracer)
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _limit_memory(limits: tuple[int, int]) -> None:
+    """Allow the process `_MOST_BYTES` more than now. Linux only: other systems do not report or enforce this size."""
+    statistics = Path("/proc/self/statm")
+    if statistics.exists():
+        pages = int(statistics.read_text().split()[0])
+        allowed = pages * resource.getpagesize() + _MOST_BYTES
+        finite = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min([allowed, *finite]), limits[1]))
+
+
+def _check_powers(text: str) -> None:
+    """Raise UserError if a template computes a power: 9**9**9 runs for years in one step, which nothing interrupts."""
+    if "**" not in text:
+        return
+    try:
+        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+        tree = environment.parse(re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text))
+    except jinja2.TemplateError:  # the first rendering reports it
+        return
+    if tree.find(jinja2.nodes.Pow) is not None:
+        raise UserError(
+            "The chat template computes a power (**), which may take forever: remove it, or set another template with "
+            "model.chat_template=FILE."
         )
 
 

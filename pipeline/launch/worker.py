@@ -21,7 +21,7 @@ from typing import Any
 
 from pipeline.config.messages import in_keys
 from pipeline.config.schema import RunConfig
-from pipeline.errors import STOP_SIGNALS, RestartStage, handle_signals, raise_stopped
+from pipeline.errors import STOP_SIGNALS, RestartStage, handle_signals, printable, raise_stopped
 from pipeline.launch.failure import (
     ATTEMPT,
     CRASHED,
@@ -105,8 +105,8 @@ def _report(problem: BaseException) -> int:
         "rank": int(os.environ.get("RANK", "0")),
         "time": time.time(),
         "kind": kind,
-        "message": (advice or in_keys(f"{type(problem).__name__}: {problem}"))[: PIPE_BYTES // 8],
-        "traceback": text[-PIPE_BYTES // 2 :],
+        "message": printable(advice or in_keys(f"{type(problem).__name__}: {problem}"))[: PIPE_BYTES // 8],
+        "traceback": printable(text)[-PIPE_BYTES // 2 :],
     }
     _send(record)
     return status

@@ -78,6 +78,7 @@ class Service(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Asked)
         self.replies: list[tuple[int, Any]] = []
+        self.location, self.raw = "", False
         self.asked: list[tuple[str | None, Any]] = []
 
 
@@ -89,8 +90,12 @@ class Asked(BaseHTTPRequestHandler):
         self.server.asked.append((self.headers["Authorization"], content))
         status, reply = self.server.replies.pop(0)
         self.send_response(status)
+        if self.server.location:
+            self.send_header("Location", self.server.location)
         self.end_headers()
-        self.wfile.write(json.dumps(reply).encode())
+        self.wfile.write((reply if self.server.raw else json.dumps(reply)).encode())
+
+    do_GET = do_POST  # as a client does after a redirect
 
     def log_message(self, *_: Any) -> None:
         """Nothing: the tests' output stays clean."""
@@ -134,6 +139,24 @@ def test_what_a_service_refuses_is_told_with_its_address(service: Service, monke
     monkeypatch.delenv("ZEROCHAT_SERVICE")  # which is told when the file is loaded, before a run
     with pytest.raises(UserError, match=r"can't be run: ValueError: ZEROCHAT_SERVICE has to be the address"):
         served("score", "ppo.reward_function")
+
+
+def test_a_redirect_does_not_change_who_scores(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another host would get the key, and its score would train the policy."""
+    monkeypatch.setenv("ZEROCHAT_SERVICE_KEY", "secret")
+    for status in (301, 302, 303, 307, 308):
+        service.replies, service.location, service.asked = [(status, {}), (200, {"score": 1})], "/other", []
+        with pytest.raises(UserError, match=r"/v1 redirects to /other, and the key would go there, too: set ZEROCHAT"):
+            served("score", "ppo.reward_function").score("hello", {})
+        assert len(service.asked) == 1
+
+
+def test_a_terminal_does_not_obey_what_a_service_refuses_with(service: Service) -> None:
+    service.replies = [(400, "\x1b]0;title\x07")]
+    service.raw = True
+    with pytest.raises(UserError, match="refused: 400") as told:
+        served("score", "ppo.reward_function").score("hello\x1b[31m", {})
+    assert "\\x1b]0;title\\x07" in str(told.value) and str(told.value).isprintable()
 
 
 def test_a_chat_model_judges_what_was_asked_and_never_sees_the_datas_own_answer(service: Service) -> None:

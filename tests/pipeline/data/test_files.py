@@ -66,6 +66,8 @@ def test_rows_know_their_line(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": "a"}\n[1, 2]\n', "line 2 is list, not a JSON object"),
         ("a.jsonl", "\n \n", "is empty"),
         ("a.jsonl", "[" * 100_000, "line 1 is not JSON"),
+        ("a.jsonl", '{"prompt": %s}' % ("1" * 5000), r"line 1 is not JSON: Exceeds the limit \(4300 digits\)"),
+        ("a.json", '[{"prompt": %s}]' % ("1" * 5000), r"cannot be read: Exceeds the limit \(4300 digits\)"),
         ("a.json", '[{"prompt": "a"},\n{"prompt": }]', "line 2 is not JSON"),
         ("a.json", '["a", "b"]', "is not a list of objects"),
         ("a.json", "", "is empty"),

@@ -1,6 +1,8 @@
 """Templates of all the usual kinds are taken apart so that training and generation see the same text."""
 
 import logging
+import resource
+import sys
 
 import pytest
 
@@ -115,6 +117,35 @@ def test_dates_do_not_move() -> None:
         "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     assert segments(tokenizer(template), chat("a")) == [("26 Jul 2024a", False)]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "does not end within"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ 'x' * 10000000000 }}", "needs more than 1024 MiB of memory"),
+        ("{% for i in range(99999) %}{{ 'x' * 1000000 }}{% endfor %}", "needs more than 1024 MiB of memory"),
+        ("{{ 'x' * 5000000 }}", "writes 50000.. characters around the messages"),
+        ("{{ 9 ** 9 ** 9 }}", r"computes a power \(\*\*\)"),
+        ("{% generation %}{{ 9**99999999 }}{% endgeneration %}", r"computes a power \(\*\*\)"),
+        ("{% for i in range(1000000000000) %}{% endfor %}", "Range too big"),
+    ],
+)
+def test_templates_are_bounded(template: str, said: str) -> None:
+    """A template comes with a model: neither its time nor its memory may depend on what it contains."""
+    limits, tracer = resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()
+    with pytest.raises(UserError, match=said):
+        segments(tokenizer(template + "{% for m in messages %}{{ m.content }}{% endfor %}"), chat("a"))
+    assert (resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()) == (limits, tracer)
+
+
+def test_long_conversations_and_stars_stay_within_the_bounds() -> None:
+    texts = [str(number) for number in range(200)]
+    assert len(segments(tokenizer(CHATML), chat(*texts))) == 200
+    stars = "{{ '**bold**' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert segments(tokenizer(stars), chat("a")) == [("**bold**a", False)]
 
 
 def test_templates_run_in_a_sandbox() -> None:
