@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.parallel import autograd_collectives, dist, meshes
+from engine.parallel import collectives, dist, meshes
 
 
 def sequence_shard(tokens: int) -> "SequenceShard | None":
@@ -69,7 +69,7 @@ class SequenceShard:
         The upstream gradient must be the same on all ranks.
         """
         local = values.new_zeros(count).index_copy(0, indices, values)
-        return autograd_collectives.summed(local, meshes.sequence_group())
+        return collectives.summed(local, meshes.sequence_group())
 
     def tokens_to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange (1, heads, own tokens, size) for (1, own heads, all tokens, size), padding included.
@@ -82,7 +82,7 @@ class SequenceShard:
         if times > 1:
             key, value = (tensor.repeat_interleave(times, dim=1) for tensor in (key, value))
         rows = [_by_rank(tensor, self.ranks) for tensor in (query, key, value)]
-        full = autograd_collectives.exchanged(torch.cat(rows, dim=-1), meshes.sequence_group())
+        full = collectives.exchanged(torch.cat(rows, dim=-1), meshes.sequence_group())
         full = full.flatten(0, 1)  # (all tokens, elements of own heads)
         split = full.split([row.shape[-1] for row in rows], dim=-1)
         q, k, v = (
@@ -95,7 +95,7 @@ class SequenceShard:
         """Exchange (1, all tokens, own heads, size) for (1, own tokens, all heads, size)."""
         size = attended.shape[-1]
         rows = attended[0].unflatten(0, (self.ranks, self.length)).flatten(2)
-        exchanged = autograd_collectives.exchanged(rows, meshes.sequence_group())
+        exchanged = collectives.exchanged(rows, meshes.sequence_group())
         return exchanged.transpose(0, 1).reshape(1, self.length, -1, size)
 
 

@@ -3,7 +3,7 @@
 Shoeybi et al., 2019, arXiv:1909.08053. A plan maps module name patterns to styles; transformers ships a plan with most
 families (`layers.*.self_attn.q_proj: colwise`). The split parameters become DTensors on the mesh's `tensor` dimension,
 and FSDP2 shards them over the other dimensions. Forwards compute with the local shards and call a collective
-(`autograd_collectives`) where they need full values. All ranks of a group get the same batch.
+(`engine/parallel/collectives.py`) where they need full values. All ranks of a group get the same batch.
 
 The head of a language model is split by rows of the vocabulary, independently of the plan: no rank has all logits.
 Norms, biases that are added to full outputs, and embeddings that are not tied to the head are replicated. Not
@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
 from engine import kernels
-from engine.parallel import autograd_collectives, collectives, dtensors
+from engine.parallel import collectives, dtensors
 
 HEADS = {"num_attention_heads": "attention heads", "num_key_value_heads": "key-value heads"}
 HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "num_key_value_heads")
@@ -104,8 +104,8 @@ def column_wise(path: str, layer: nn.Linear, mesh: DeviceMesh, *, gather: bool) 
 
     def forward(x: Tensor) -> Tensor:
         bias = None if layer.bias is None else dtensors.local(layer.bias)
-        local = F.linear(autograd_collectives.copied(x, group), dtensors.local(layer.weight), bias)
-        return autograd_collectives.gathered(local, group) if gather else local
+        local = F.linear(collectives.copied(x, group), dtensors.local(layer.weight), bias)
+        return collectives.gathered(local, group) if gather else local
 
     layer.forward = forward  # type: ignore[method-assign, assignment]
 
@@ -115,8 +115,8 @@ def _row_wise(path: str, layer: nn.Linear, mesh: DeviceMesh, *, split: bool) -> 
     _distribute(path, layer, "weight", 1, mesh)
 
     def forward(x: Tensor) -> Tensor:
-        local = autograd_collectives.split(x, group) if split else x
-        full = autograd_collectives.summed(F.linear(local, dtensors.local(layer.weight)), group)
+        local = collectives.split(x, group) if split else x
+        full = collectives.summed(F.linear(local, dtensors.local(layer.weight)), group)
         return full if layer.bias is None else full + layer.bias
 
     layer.forward = forward  # type: ignore[method-assign, assignment]
@@ -127,7 +127,7 @@ def _replicated_norm(module: nn.Module, mesh: DeviceMesh) -> None:
     group, inner = mesh.get_group(), module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with replaced_parameters(module, lambda p: autograd_collectives.copied(p, group)):
+        with replaced_parameters(module, lambda p: collectives.copied(p, group)):
             return inner(*args, **kwargs)
 
     module.forward = forward  # type: ignore[method-assign]
@@ -159,10 +159,10 @@ def _experts(path: str, module: nn.Module, plan: Mapping[str, str], mesh: Device
         _distribute(path, module, leaf, parameter.ndim + dim, mesh, matrices=matrices)
 
     def forward(hidden: Tensor, indices: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        hidden, weights = autograd_collectives.copied(hidden, group), autograd_collectives.copied(weights, group)
+        hidden, weights = collectives.copied(hidden, group), collectives.copied(weights, group)
         with replaced_parameters(module, dtensors.local):
             local = inner(hidden, indices, weights, *args, **kwargs)
-        return autograd_collectives.summed(local, group)
+        return collectives.summed(local, group)
 
     module.forward = forward  # type: ignore[method-assign]
 
@@ -272,7 +272,7 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
                 vectors = inner((ids - first).clamp(0, rows - 1))
         finally:
             embedding.padding_idx = padding  # initializers of the full module read it
-        return autograd_collectives.summed(vectors.masked_fill(is_other[..., None], 0), group)
+        return collectives.summed(vectors.masked_fill(is_other[..., None], 0), group)
 
     embedding.forward = forward  # type: ignore[method-assign, assignment]
 

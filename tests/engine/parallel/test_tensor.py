@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import Engine, EngineConfig, OptimizerConfig, initialize
 from engine.loading import copy_local
-from engine.parallel import autograd_collectives, dist, dtensors, meshes
+from engine.parallel import collectives, dist, dtensors, meshes
 from tests.ranks import run_ranks
 
 STEPS, ROWS, VOCABULARY = 3, 4, 96
@@ -124,8 +124,8 @@ def compiled() -> list[tuple[Tensor, Tensor]]:
 
     @partial(torch.compile, backend="aot_eager", fullgraph=True)
     def summed(x: Tensor) -> Tensor:
-        total = autograd_collectives.summed(autograd_collectives.copied(x, group).sin(), group)
-        return autograd_collectives.gathered(total, group)
+        total = collectives.summed(collectives.copied(x, group).sin(), group)
+        return collectives.gathered(total, group)
 
     for tokens in (3, 5, 4):
         x = torch.arange(float(tokens), requires_grad=True)
