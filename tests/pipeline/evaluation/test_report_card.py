@@ -60,8 +60,8 @@ def test_calibration_by_hand() -> None:
     assert last == {"confidence": pytest.approx(0.95), **interval(3, 4)}
     assert found["error"] == pytest.approx((2 * abs(1.6 / 2.6 - 0.5) + 4 * abs(0.95 - 0.75)) / 6)
     assert calibration([]) is None
-    huge = calibration([800.0, -800.0])
-    assert huge is not None and huge["error"] == pytest.approx(0.5)
+    huge = calibration([800.0, -800.0, math.log(19)])  # the last bin includes a confidence of 1
+    assert huge is not None and huge["error"] == pytest.approx(2.95 / 3 - 2 / 3) and len(huge["bins"]) == 1
 
 
 def test_margins_by_quartile_of_the_difference_in_length() -> None:
