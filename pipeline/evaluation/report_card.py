@@ -96,7 +96,8 @@ def margin_by_length(scored: Sequence[Scored]) -> list[Card]:
 def agreement(judged: Sequence[Judged]) -> Card | None:
     """Return how far the scores agree with a judge: the rank correlation over the answers, and the share of pairs.
 
-    A pair has two answers to the same prompt with different gold scores. The scores agree if they rank the pair alike.
+    The correlation uses the first answer to each prompt, because its interval needs independent answers. A pair has two
+    answers to the same prompt with different gold scores. The scores agree if they rank the pair alike.
     """
     if not judged:
         return None
@@ -106,10 +107,11 @@ def agreement(judged: Sequence[Judged]) -> Card | None:
     pairs = [
         pair for answers in by_prompt.values() for pair in combinations(answers, 2) if pair[0].gold != pair[1].gold
     ]
-    correlation = rank_correlation([each.score for each in judged], [each.gold for each in judged])
-    low, high = (None, None) if correlation is None else correlation_interval(correlation, len(judged))
+    first = [answers[0] for answers in by_prompt.values()]
+    correlation = rank_correlation([each.score for each in first], [each.gold for each in first])
+    low, high = (None, None) if correlation is None else correlation_interval(correlation, len(first))
     return {
-        "answers": len(judged),
+        "answers": len(first),
         "rank_correlation": correlation,
         "rank_correlation_low": low,
         "rank_correlation_high": high,

@@ -78,17 +78,15 @@ def test_margins_by_quartile_of_the_difference_in_length() -> None:
 
 
 def test_agreement_with_the_judge_by_hand() -> None:
-    """Ranks 1 2 3 4 against 2 1 4 3: 1 - 6 * 4 / (4 * 15) = 0.6. One pair of each prompt agrees; one gold is equal."""
-    judged = [Judged("x", 0.1, 0.3), Judged("x", 0.2, 0.1), Judged("y", 0.3, 0.9), Judged("y", 0.4, 0.5)]
-    found = agreement(judged)
+    """Ranks 1 2 3 4 against 2 1 4 3: 1 - 6 * 4 / (4 * 15) = 0.6. Second answers to x and y count in pairs only."""
+    first = [Judged("w", 0.1, 0.3), Judged("x", 0.2, 0.1), Judged("y", 0.3, 0.9), Judged("z", 0.4, 0.5)]
+    found = agreement([*first, Judged("x", 0.9, 0.2), Judged("y", 0.5, 0.8), Judged("z", 0.0, 0.5)])
     assert found is not None
     half = 1.959964 * math.sqrt(1.06)
-    assert found["rank_correlation"] == pytest.approx(0.6)
+    assert found["rank_correlation"] == pytest.approx(0.6) and found["answers"] == 4
     assert found["rank_correlation_low"] == pytest.approx(math.tanh(math.atanh(0.6) - half))
     assert found["rank_correlation_high"] == pytest.approx(math.tanh(math.atanh(0.6) + half))
-    assert found["same_prompt"] == interval(0, 2) and found["answers"] == 4
-    better = agreement([Judged("x", 0.1, 0.3), Judged("x", 0.4, 0.5), Judged("x", 0.2, 0.5), Judged("y", 9, 9)])
-    assert better is not None and better["same_prompt"] == interval(2, 2)  # equal gold scores are no pair
+    assert found["same_prompt"] == interval(1, 2)  # x agrees, y does not, and z has equal gold scores
     assert agreement([]) is None
 
 
