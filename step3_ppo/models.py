@@ -150,8 +150,9 @@ def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, 
     if section.advantage == "gae":
         critic_optimizer = optimizer_config(section, steps=critic_steps, lr=section.critic_lr)
         learns = choice(section.critic_engine, optimizer=critic_optimizer)
-        # The scores of the reward model are shifted, so its copy, the critic, starts with the same shift.
-        critic = build_scorer(sources.critic, learns, pad_id=pad_id, zero_head=sources.reward is None, shift=mean)
+        # A copy of the reward model values unfinished answers below its mean score, so the critic starts without the
+        # shift of the scores (docs/engineering/measurements.md, "Start of the critic").
+        critic = build_scorer(sources.critic, learns, pad_id=pad_id, zero_head=sources.reward is None)
         verify(critic, max_length=longest)
     function = None
     if section.reward_function is not None:

@@ -86,7 +86,7 @@ def models_in(
     learner = build_policy(source, trained(zero_stage=zero_stage, lora=lora, **actor), generates=True)
     models = Models(
         actor=learner,
-        critic=build_scorer(reward, trained(zero_stage=zero_stage), pad_id=0, shift=0.5),
+        critic=build_scorer(reward, trained(zero_stage=zero_stage), pad_id=0),
         reference=learner if lora else build_policy(source, frozen(zero_stage=zero_stage)),
         reward=build_scorer(reward, frozen(zero_stage=zero_stage), pad_id=0, shift=0.5),
     )

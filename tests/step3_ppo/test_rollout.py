@@ -91,7 +91,7 @@ def check_collected(found: Rollout, folder: Path, temperature: float, *, referen
             before = len(prompt) + t - 1  # the position that has seen all tokens before this one
             assert found.logprobs[place, t].item() == pytest.approx(logs[0][before, token].item(), abs=3e-5)
             assert found.reference[place, t].item() == pytest.approx(logs[1][before, token].item(), abs=3e-5)
-            assert found.values[place, t].item() == pytest.approx(values[before] - 0.5, abs=3e-5)
+            assert found.values[place, t].item() == pytest.approx(values[before], abs=3e-5)
             assert found.generator[place, t].item() == pytest.approx(-0.1 * (t + 1))
         assert found.scores[place].item() == pytest.approx(values[-1] - 0.5, abs=3e-5)
         for table in (found.logprobs, found.reference, found.values, found.generator):

@@ -101,8 +101,8 @@ def test_actor_and_reference_begin_as_the_same_policy(family: str, tmp_path: Pat
     assert models.actor.module.use_logits == models.reference.module.use_logits == (family == "granite")
     assert models.reference.config.zero_stage == 3 and models.actor.config.zero_stage == 0
     assert models.reward is not None and models.critic is not None
-    for scorer in (models.reward.module, models.critic.module):  # the critic starts as a copy of the reward model
-        assert (scorer.shift, scorer.scale) == (0.75, 1.0)
+    assert (models.reward.module.shift, models.reward.module.scale) == (0.75, 1.0)
+    assert (models.critic.module.shift, models.critic.module.scale) == (0.0, 1.0)
     assert models.score_unit == models.reward_std == 1.5
     assert replace(models, reward_weights={"model": 2.0}).score_unit == 3.0
     assert replace(models, reward=None).score_unit == 1.0

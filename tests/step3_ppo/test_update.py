@@ -299,7 +299,7 @@ def test_one_update_of_the_critic(tmp_path: Path) -> None:
     values = []
     for prompt, response in zip(rollout.prompts, rollout.responses, strict=True):
         hidden = scorer.model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0]
-        found = hidden @ scorer.score.weight[0] - 0.5
+        found = hidden @ scorer.score.weight[0]
         values += found[len(prompt) - 1 : -1].tolist()
     old = [v for row in rows_of(rollout.values, rollout) for v in row]
     returns = [v for row in rows_of(targets.returns, rollout) for v in row]
