@@ -5,6 +5,7 @@
   `sum_over_ranks`.
 - Sequence parallelism inside a module: `sequence_shard`, `SequenceShard`, `check_heads`.
 - `request_stop` and `stop_requested`: a stop of all ranks after the same step.
+- `observe_collectives`: an observer that learns which collective this rank calls, for watchdogs.
 - `to_device`: a copy of a small tensor to the device, without waiting for the device.
 - `bytes_sent`: the bytes that this rank has sent since its start, by purpose.
 """
@@ -17,6 +18,7 @@ from engine.parallel.dist import (
     broadcast_object,
     gather_objects,
     max_over_ranks,
+    observe_collectives,
     request_stop,
     run_on_rank_zero,
     set_parallelism,
@@ -37,6 +39,7 @@ __all__ = [
     "check_heads",
     "gather_objects",
     "max_over_ranks",
+    "observe_collectives",
     "request_stop",
     "run_on_rank_zero",
     "sequence_shard",

@@ -75,7 +75,8 @@ def all_reduce_max(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
 def _all_reduce(tensor: Tensor, op: Any, group: ProcessGroup | None) -> Tensor:
     if dist.world().size > 1:
         count_all_reduce("other", tensor, group.size() if group is not None else dist.world().size)
-        torch_dist.all_reduce(tensor, op=op, group=group)
+        with dist.observed("all_reduce", tensor.shape):
+            torch_dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
 
@@ -84,13 +85,15 @@ def average(gradient: Tensor) -> None:
     ranks = dist.world().size
     if ranks > 1:
         count_all_reduce("reduce", gradient, ranks)
-        torch_dist.all_reduce(gradient.div_(ranks))
+        with dist.observed("all_reduce", gradient.shape):
+            torch_dist.all_reduce(gradient.div_(ranks))
 
 
 def gather_tensors(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     """Return the tensors of all ranks of a group in rank order. They have the same shape. Not counted."""
     gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    torch_dist.all_gather(gathered, tensor.contiguous(), group=group)
+    with dist.observed("all_gather", tensor.shape):
+        torch_dist.all_gather(gathered, tensor.contiguous(), group=group)
     return gathered
 
 
@@ -100,7 +103,8 @@ def all_gather(
     """Write the tensors (n,) of all ranks to `output` (ranks * n,), in rank order."""
     count_bytes(kind, output.nbytes - local.nbytes)
     gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor  # renamed in 2.13
-    work: Work | None = gather(output, local, group=group, async_op=async_op)
+    with dist.observed("all_gather", local.shape):
+        work: Work | None = gather(output, local, group=group, async_op=async_op)
     return work
 
 
@@ -110,7 +114,8 @@ def reduce_scatter(
     """Write this rank's part (n,) of the sum or mean of gradients (ranks * n,) to `output`."""
     count_bytes("reduce", output.nbytes * (group.size() - 1))
     scatter = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor  # renamed in 2.13
-    work: Work | None = scatter(output, full, op=op, group=group, async_op=async_op)
+    with dist.observed("reduce_scatter", full.shape):
+        work: Work | None = scatter(output, full, op=op, group=group, async_op=async_op)
     return work
 
 
@@ -118,7 +123,8 @@ def all_to_all(rows: Tensor, group: ProcessGroup | None = None, *, kind: Kind) -
     """Send row r of `rows` (ranks, ...) to rank r; return the received rows in rank order, in the same shape."""
     count_bytes(kind, rows[0].nbytes * (len(rows) - 1))
     received = torch.empty_like(rows)
-    torch_dist.all_to_all_single(received, rows, group=group)
+    with dist.observed("all_to_all", rows.shape):
+        torch_dist.all_to_all_single(received, rows, group=group)
     return received
 
 
@@ -126,7 +132,8 @@ def broadcast(tensor: Tensor, *, source: int, group: ProcessGroup) -> Tensor:
     """Overwrite a contiguous tensor with that of rank `source` of the group; return the tensor."""
     if group.rank() == source:
         count_bytes("other", tensor.nbytes * (group.size() - 1))
-    torch_dist.broadcast(tensor, group=group, group_src=source)
+    with dist.observed("broadcast", tensor.shape):
+        torch_dist.broadcast(tensor, group=group, group_src=source)
     return tensor
 
 

@@ -6,10 +6,10 @@ environment without them means one rank. NCCL carries tensors on GPUs, Gloo carr
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,34 @@ class World:
         return self.rank == 0
 
 
+class CollectiveObserver(Protocol):
+    """Learns which collective this rank calls, so that a watchdog can name the rank that others wait for."""
+
+    def begin(self, name: str, shape: Sequence[int], /) -> None:
+        """A collective is called. `shape` is that of this rank's tensor; empty for objects."""
+
+    def end(self) -> None:
+        """The collective has returned. An asynchronous one may still run."""
+
+
+class observed:
+    """A context in which this rank calls one collective."""
+
+    __slots__ = ("_name", "_shape")
+
+    def __init__(self, name: str, shape: Sequence[int] = ()) -> None:
+        self._name, self._shape = name, shape
+
+    def __enter__(self) -> None:
+        if _observer is not None:
+            _observer.begin(self._name, self._shape)
+
+    def __exit__(self, *_: object) -> None:
+        if _observer is not None:
+            _observer.end()
+
+
+_observer: CollectiveObserver | None = None
 _world: World | None = None
 _cache: dict[Any, Any] = {}
 _host_group: dist.ProcessGroup | None = None
@@ -76,6 +104,12 @@ _background_group: dist.ProcessGroup | None = None
 _patient_group: dist.ProcessGroup | None = None
 _stop_requested_here = False
 _stop_requested = False
+
+
+def observe_collectives(observer: CollectiveObserver | None) -> None:
+    """Call an observer before and after each collective of this process; None removes it."""
+    global _observer
+    _observer = observer
 
 
 def start(namespace: str = "zerochat", device: str | None = None) -> World:
@@ -195,7 +229,8 @@ def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
     counts = world().rank % world().group_size == 0 and world().pipeline_rank == 0
     own = [float(values[name]) if counts else 0.0 for name in names]
     total = torch.tensor([*own, float(_stop_requested_here)], dtype=torch.float64)
-    dist.all_reduce(total, group=host_group())
+    with observed("sum_over_ranks", total.shape):
+        dist.all_reduce(total, group=host_group())
     *sums, requests = total.tolist()
     _stop_requested |= requests > 0
     return dict(zip(names, sums, strict=True))
@@ -206,7 +241,8 @@ def max_over_ranks(value: float) -> float:
     if world().size == 1:
         return value
     highest = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=host_group())
+    with observed("max_over_ranks", highest.shape):
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=host_group())
     return highest.item()
 
 
@@ -215,7 +251,8 @@ def gather_objects(value: Any) -> list[Any]:
     if world().size == 1:
         return [value]
     gathered: list[Any] = [None] * world().size
-    dist.all_gather_object(gathered, value, group=host_group())
+    with observed("gather_objects"):
+        dist.all_gather_object(gathered, value, group=host_group())
     return gathered
 
 
@@ -224,7 +261,8 @@ def broadcast_object(value: Any, *, source: int = 0, group: dist.ProcessGroup | 
     if world().size == 1:
         return value
     objects = [value]
-    dist.broadcast_object_list(objects, group=group or host_group(), group_src=source)
+    with observed("broadcast_object"):
+        dist.broadcast_object_list(objects, group=group or host_group(), group_src=source)
     return objects[0]
 
 
@@ -239,7 +277,8 @@ def run_on_rank_zero(make: Callable[[], T]) -> T:
 def barrier() -> None:
     """Wait until every rank has called this."""
     if world().size > 1:
-        dist.barrier(group=host_group())
+        with observed("barrier"):
+            dist.barrier(group=host_group())
 
 
 def request_stop() -> None:
